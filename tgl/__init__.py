@@ -1,3 +1,36 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
 
+from . import backends
+from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation
+from .debug import debug_checks
+from .ops import (
+    SAC_SAVE_LIST,
+    allocate_wgrad,
+    grouped_activation,
+    grouped_dbias,
+    grouped_dbias_dscales,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_accumulate_,
+    splits_to_offsets,
+)
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "SAC_SAVE_LIST",
+    "GraphCaptureError",
+    "NoImplementationError",
+    "allocate_wgrad",
+    "backends",
+    "debug_checks",
+    "explain",
+    "grouped_activation",
+    "grouped_dbias",
+    "grouped_dbias_dscales",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_accumulate_",
+    "register_implementation",
+    "splits_to_offsets",
+]

@@ -1,0 +1,218 @@
+"""The registry of implementations: which one serves an op on a device, and why the others do not.
+
+An op of ``torch.ops.tgl`` checks its arguments, allocates its outputs and then asks this registry for an implementation,
+in order of priority. An implementation says in words why it cannot take a call, and ``tgl.explain`` prints those words;
+nothing is chosen silently and no environment variable is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Reason = str | None
+
+
+class NoImplementationError(RuntimeError):
+    """No registered implementation can serve the call; the message lists every reason."""
+
+
+class GraphCaptureError(RuntimeError):
+    """The only implementation that can serve the call synchronises with the host, during CUDA graph capture."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an op on one type of device.
+
+    Attributes:
+        op: name of the op without namespace, for example ``"grouped_gemm"``.
+        name: what ``explain`` calls it.
+        device: device type, ``"cpu"``, ``"cuda"``, ...
+        run: called with the op's positional arguments and the destination keywords of the op (see ``docs/extending.md``).
+        supports: called like ``run``; returns None if it can serve the call, else the reason why not.
+        archs: CUDA architectures such as ``"sm_90"``; None means any.
+        priority: higher is asked first; the built-in implementations use 0 and below.
+        syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
+        note: a sentence for ``explain`` about what to expect.
+    """
+
+    op: str
+    name: str
+    device: str
+    run: Callable[..., None] = field(repr=False)
+    supports: Callable[..., Reason] | None = field(default=None, repr=False)
+    archs: frozenset[str] | None = None
+    priority: int = 0
+    syncs: bool = False
+    note: str = ""
+
+    def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
+        """None if this implementation can serve the call, else why not."""
+        if self.archs is not None:
+            arch = device_arch(device)
+            if arch not in self.archs:
+                return f"built for {', '.join(sorted(self.archs))}, this device is {arch}"
+        if self.syncs and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "reads offs on the host, which CUDA graph capture forbids"
+        return self.supports(*args, **kwargs) if self.supports is not None else None
+
+
+@functools.lru_cache(maxsize=64)
+def device_arch(device: torch.device) -> str:
+    """``"sm_90"`` and the like for a CUDA device, the device type for any other."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+_table: dict[tuple[str, str], tuple[Implementation, ...]] = {}
+_arguments: dict[str, Callable[..., tuple[torch.device, tuple, dict]]] = {}
+_devices: list[str] = []
+_device_hooks: list[Callable[[str], None]] = []
+
+
+def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dict]]) -> None:
+    """Declare ``op``: ``arguments`` maps a call of the public op to the device, args and kwargs implementations get."""
+    _arguments[op] = arguments
+
+
+def on_device(hook: Callable[[str], None]) -> None:
+    """Call ``hook(device_type)`` for every device type that has implementations, now or later."""
+    _device_hooks.append(hook)
+    for device in _devices:
+        hook(device)
+
+
+def add(implementation: Implementation) -> Implementation:
+    """Add ``implementation`` to the table, replacing one of the same op, device and name."""
+    if implementation.op not in _arguments:
+        known = ", ".join(sorted(_arguments))
+        raise ValueError(f"`op` must be one of {known}, but got {implementation.op!r}")
+    if implementation.device not in _devices:
+        _devices.append(implementation.device)
+        for hook in _device_hooks:
+            hook(implementation.device)
+    key = (implementation.op, implementation.device)
+    others = [i for i in _table.get(key, ()) if i.name != implementation.name]
+    _table[key] = tuple(sorted([*others, implementation], key=lambda i: -i.priority))
+    return implementation
+
+
+def remove(implementation: Implementation) -> None:
+    """Take ``implementation`` out of the table again."""
+    key = (implementation.op, implementation.device)
+    _table[key] = tuple(i for i in _table.get(key, ()) if i is not implementation)
+
+
+def register_implementation(
+    op: str,
+    name: str,
+    *,
+    device: str,
+    supports: Callable[..., Reason] | None = None,
+    archs: set[str] | None = None,
+    priority: int = 10,
+    syncs: bool = False,
+    note: str = "",
+) -> Callable[[Callable[..., None]], Implementation]:
+    """Decorator that lets a function serve ``op`` on ``device``, ahead of everything of lower ``priority``.
+
+    The function writes into destinations that the op has checked and allocated; see ``Implementation`` for the meaning
+    of the arguments. The decorated name becomes the ``Implementation``; ``tgl.backends.remove`` takes it out again.
+
+    Example::
+
+        @tgl.register_implementation("grouped_dbias", "ours", device="cpu", supports=lambda dy, offs, **_: None)
+        def ours(dy, offs, *, out): ...
+    """
+
+    def decorate(run: Callable[..., None]) -> Implementation:
+        frozen = frozenset(archs) if archs is not None else None
+        return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note))
+
+    return decorate
+
+
+def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    """Run the first implementation of ``op`` that can serve the call."""
+    for implementation in _table.get((op, device.type), ()):
+        if implementation.reason_against(device, args, kwargs) is None:
+            implementation.run(*args, **kwargs)
+            return
+    explanation = _explain(op, device, args, kwargs)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise GraphCaptureError(f"tgl::{op} cannot be captured in a CUDA graph:\n{explanation}")
+    raise NoImplementationError(str(explanation))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation serves a call, and why the others do not. ``str()`` of it is the report.
+
+    Attributes:
+        op: name of the op.
+        device: the device of the operands.
+        chosen: the implementation that runs, or None.
+        refused: ``(implementation, reason)`` for those asked before it and those that could not have served.
+        unasked: implementations of lower priority that could have served as well.
+    """
+
+    op: str
+    device: torch.device
+    chosen: Implementation | None
+    refused: tuple[tuple[Implementation, str], ...]
+    unasked: tuple[Implementation, ...]
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the call synchronises the device with the host."""
+        return self.chosen is not None and self.chosen.syncs and self.device.type != "cpu"
+
+    def __str__(self) -> str:
+        lines = [f"tgl::{self.op} on {self.device} ({device_arch(self.device)})"]
+        if self.chosen is None:
+            lines.append("  no implementation")
+        else:
+            about = "; ".join(filter(None, ("syncs with the host" if self.syncs else "", self.chosen.note)))
+            lines.append(f"  runs {self.chosen.name}" + (f" ({about})" if about else ""))
+        lines += [f"  not  {i.name}: {reason}" for i, reason in self.refused]
+        lines += [f"  not  {i.name}: lower priority" for i in self.unasked]
+        return "\n".join(lines)
+
+
+def _explain(op: str, device: torch.device, args: tuple, kwargs: dict) -> Explanation:
+    chosen: Implementation | None = None
+    refused, unasked = [], []
+    for implementation in _table.get((op, device.type), ()):
+        reason = implementation.reason_against(device, args, kwargs)
+        if reason is not None:
+            refused.append((implementation, reason))
+        elif chosen is None:
+            chosen = implementation
+        else:
+            unasked.append(implementation)
+    return Explanation(op, device, chosen, tuple(refused), tuple(unasked))
+
+
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Say which implementation of ``op`` a call would run and why the others do not; nothing is computed.
+
+    Args:
+        op: ``torch.ops.tgl.grouped_gemm``, one of its overloads, ``tgl.grouped_gemm`` or the name ``"grouped_gemm"``.
+        *args, **kwargs: the arguments of the call; fake tensors will do.
+
+    Raises:
+        ValueError, TypeError: what the call itself would raise for bad arguments.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
+    name = name.removeprefix("tgl::").split(".")[0]
+    if name not in _arguments:
+        raise ValueError(f"`op` must be one of {', '.join(sorted(_arguments))}, but got {name!r}")
+    device, call_args, call_kwargs = _arguments[name](*args, **kwargs)
+    return _explain(name, device, call_args, call_kwargs)

@@ -1,0 +1,50 @@
+"""Validation of the values of ``offs``, which live on the device and are otherwise never looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+_depth = 0
+
+
+@contextmanager
+def debug_checks() -> Iterator[None]:
+    """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
+
+    Works around an eager call and around a call of a compiled function (the check runs inside the op). Each checked op
+    copies ``offs`` to the host, so it synchronises and cannot run under CUDA graph capture. Contexts nest.
+
+    Raises (from the op inside): ``ValueError`` naming the op and the first bad entry.
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def check_offs(op: str, offs: Tensor, rows: int) -> None:
+    """Raise ``ValueError`` for the first bad entry of ``offs`` if inside ``debug_checks()``; free otherwise."""
+    if _depth == 0:
+        return
+    previous = 0
+    for group, end in enumerate(offs.tolist()):
+        if end < previous:
+            bound = f"offs[{group - 1}] = {previous}" if group else "0"
+            raise ValueError(f"tgl::{op}: `offs` must not descend, but offs[{group}] = {end} is less than {bound}")
+        if end > rows:
+            raise ValueError(f"tgl::{op}: `offs` must stay within {rows} rows, but offs[{group}] = {end}")
+        previous = end
+
+
+def check_splits(op: str, splits: Tensor) -> None:
+    """Raise ``ValueError`` for the first negative split if inside ``debug_checks()``; free otherwise."""
+    if _depth == 0:
+        return
+    for group, size in enumerate(splits.tolist()):
+        if size < 0:
+            raise ValueError(f"tgl::{op}: `m_splits` must not be negative, but m_splits[{group}] = {size}")

@@ -1,0 +1,155 @@
+"""Argument checks shared by the fake and the real implementations.
+
+A failed check raises one exception that names the op, the argument, what it must be and what it was: ``TypeError`` for
+dtypes, ``ValueError`` for everything else. Under ``torch.compile`` the same message arrives inside Dynamo's exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+OUT_ALIGNMENT = 16  # bytes; what a 128-bit store and a TMA descriptor need
+
+Message = Callable[[], str]
+
+
+def require(
+    condition: bool | torch.SymBool, op: str, argument: str, must: str | Message, got: object, error: type = ValueError
+) -> None:
+    """Raise ``error`` unless ``condition`` holds; a condition on unbacked sizes becomes a run-time assertion.
+
+    ``must`` may be a callable and ``got`` is formatted only on failure, so a passing check costs a comparison.
+    """
+    if condition is True:
+        return
+    torch._check_with(
+        error,
+        condition,
+        lambda: f"tgl::{op}: `{argument}` must be {must() if callable(must) else must}, but got {_show(got)}",
+    )
+
+
+def _show(got: object) -> str:
+    if isinstance(got, torch.Size):
+        return f"shape {tuple(got)}"
+    return str(got)
+
+
+def ndim(op: str, argument: str, t: Tensor, n: int, letters: str) -> None:
+    """``t`` has ``n`` dimensions; ``letters`` names them for the message."""
+    require(t.dim() == n, op, argument, f"{n}-D {letters}", t.shape)
+
+
+def shape(op: str, argument: str, t: Tensor, expected: tuple, letters: str) -> None:
+    """``t`` has exactly the shape ``expected``, whose meaning ``letters`` spells out."""
+    if len(expected) != t.dim():
+        require(False, op, argument, lambda: f"of shape {letters} = {tuple(expected)}", t.shape)
+    for have, want in zip(t.shape, expected):
+        require(have == want, op, argument, lambda: f"of shape {letters} = {tuple(expected)}", t.shape)
+
+
+def floating(op: str, argument: str, t: Tensor) -> None:
+    """``t`` is one of the floating dtypes that the dense ops compute in."""
+    require(t.dtype in FLOATS, op, argument, "float64, float32, bfloat16 or float16", t.dtype, TypeError)
+
+
+def same_dtype(op: str, argument: str, t: Tensor, reference: str, dtype: torch.dtype) -> None:
+    """``t`` has the dtype of the argument called ``reference``."""
+    require(t.dtype == dtype, op, argument, lambda: f"{dtype} like `{reference}`", t.dtype, TypeError)
+
+
+def either_dtype(op: str, argument: str, t: Tensor, *allowed: torch.dtype) -> None:
+    """``t`` has one of the dtypes in ``allowed``."""
+    require(t.dtype in allowed, op, argument, lambda: " or ".join(map(str, dict.fromkeys(allowed))), t.dtype, TypeError)
+
+
+def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch.device) -> None:
+    """``t`` lives on the device of the argument called ``reference``."""
+    require(t.device == device, op, argument, lambda: f"on {device} like `{reference}`", t.device)
+
+
+def dense_matrix(op: str, argument: str, t: Tensor) -> None:
+    """The last two dimensions of ``t`` hold a matrix with one unit stride (row- or column-major), or an expanded one."""
+    if not _has_unit_stride(t):
+        require(
+            False, op, argument, "row-major or column-major (one of its last two strides 1)", f"strides {t.stride()}"
+        )
+
+
+def _has_unit_stride(t: Tensor) -> bool:
+    strides = t.stride()[-2:]
+    for s in strides:
+        if not isinstance(s, SymInt) and s <= 1:  # 1: a major dimension; 0: expanded, e.g. the gradient of a sum
+            return True
+    sizes = t.shape[-2:]
+    if not any(isinstance(x, SymInt) for x in (*strides, *sizes)):
+        return sizes[0] <= 1 or sizes[1] <= 1  # the stride of a dimension of size 0 or 1 means nothing
+    return any(guard_or_true(x <= 1) for x in (*strides, *sizes))
+
+
+def offsets(op: str, offs: Tensor, groups: int | SymInt, reference: str, device: torch.device) -> None:
+    """``offs`` is a contiguous int32 vector of ``groups`` cumulative group ends, on the device of ``reference``."""
+    require(offs.dtype == torch.int32, op, "offs", "int32 (cumulative group ends)", offs.dtype, TypeError)
+    ndim(op, "offs", offs, 1, "[G]")
+    require(offs.shape[0] == groups, op, "offs", lambda: f"of length {groups} (one end per group)", offs.shape)
+    same_device(op, "offs", offs, reference, device)
+    require(_is_contiguous_vector(offs), op, "offs", "contiguous", Strides(offs))
+
+
+def _is_contiguous_vector(t: Tensor) -> bool:
+    stride = t.stride(0)
+    if not isinstance(stride, SymInt) and stride == 1:
+        return True
+    if not isinstance(stride, SymInt) and not isinstance(t.shape[0], SymInt):
+        return t.shape[0] <= 1
+    return guard_or_true(stride == 1) or guard_or_true(t.shape[0] <= 1)
+
+
+class Strides:
+    """Formats a tensor's strides only when a message is printed."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+    def __str__(self) -> str:
+        return f"strides {self.t.stride()}"
+
+
+def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
+    """The output dtype for operands of dtype ``operand``; float64 does not mix with the others."""
+    if requested is None or requested == operand:
+        return operand
+    require(
+        operand != torch.float64 and requested in FLOATS[1:],
+        op,
+        argument,
+        "float64" if operand == torch.float64 else "float32, bfloat16 or float16",
+        requested,
+        TypeError,
+    )
+    return requested
+
+
+def out_buffer(op: str, argument: str, t: Tensor, expected: tuple, letters: str, device: torch.device) -> None:
+    """``t`` can be written by a kernel: right shape and device, row-major (rows and slots may be padded)."""
+    shape(op, argument, t, expected, letters)
+    same_device(op, argument, t, "a", device)
+    inner = t.stride(-1)
+    row_major = (not isinstance(inner, SymInt) and inner == 1) or guard_or_true(t.shape[-1] <= 1)
+    require(row_major, op, argument, "row-major (last stride 1)", Strides(t))
+    for dim in range(t.dim() - 1):
+        extent = 1 if dim + 1 == t.dim() - 1 else t.stride(dim + 1)
+        room = t.stride(dim) >= t.shape[dim + 1] * extent
+        require(
+            room is True or guard_or_true(room) or guard_or_true(t.shape[dim] <= 1),
+            op,
+            argument,
+            "free of overlapping rows",
+            Strides(t),
+        )

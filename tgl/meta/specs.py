@@ -1,0 +1,214 @@
+"""Output specs of the dense ops: every function checks its arguments and says what the op returns.
+
+Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+Dim = int | torch.SymInt  # what a size is while a graph is traced
+
+GATED = ("swiglu", "clamped_qgeglu")
+ACTIVATIONS = (*GATED, "srelu")
+
+
+class TensorSpec(NamedTuple):
+    """Shape, dtype, device and (when not contiguous) strides of a tensor to be allocated."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[Dim, ...] | None = None
+
+    def empty(self) -> Tensor:
+        """Allocate it, uninitialised."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def meta(self) -> Tensor:
+        """A stand-in without memory, for asking what would happen."""
+        return self._replace(device=torch.device("meta")).empty()
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are formed in: float64 for float64 operands, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def splits_to_offsets(m_splits: Tensor) -> TensorSpec:
+    """``[G]`` sizes of any integer dtype -> int32 ``[G]`` ends."""
+    op = "splits_to_offsets"
+    checks.ndim(op, "m_splits", m_splits, 1, "[G]")
+    checks.require(m_splits.dtype in checks.INTEGERS, op, "m_splits", "an integer tensor", m_splits.dtype, TypeError)
+    return TensorSpec((m_splits.shape[0],), torch.int32, m_splits.device)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> TensorSpec:
+    """``[T, K] x [G, K, N] -> [T, N]``."""
+    op = "grouped_gemm"
+    checks.ndim(op, "a", a, 2, "[T, K]")
+    checks.floating(op, "a", a)
+    checks.dense_matrix(op, "a", a)
+    checks.ndim(op, "b", b, 3, "[G, K, N]")
+    checks.same_dtype(op, "b", b, "a", a.dtype)
+    checks.same_device(op, "b", b, "a", a.device)
+    checks.require(b.shape[1] == a.shape[1], op, "b", lambda: f"[G, K, N] with K = {a.shape[1]} like `a`", b.shape)
+    checks.dense_matrix(op, "b", b)
+    checks.offsets(op, offs, b.shape[0], "a", a.device)
+    if bias is not None:
+        checks.shape(op, "bias", bias, (b.shape[0], b.shape[2]), "[G, N]")
+        checks.either_dtype(op, "bias", bias, a.dtype, accumulator(a.dtype))
+        checks.same_device(op, "bias", bias, "a", a.device)
+    if bias_scale is not None:
+        checks.require(bias is not None, op, "bias_scale", "None when there is no `bias`", "a tensor")
+        checks.shape(op, "bias_scale", bias_scale, (a.shape[0],), "[T]")
+        checks.either_dtype(op, "bias_scale", bias_scale, a.dtype, accumulator(a.dtype))
+        checks.same_device(op, "bias_scale", bias_scale, "a", a.device)
+    return TensorSpec((a.shape[0], b.shape[2]), checks.out_dtype(op, "out_dtype", a.dtype, out_dtype), a.device)
+
+
+def grouped_gemm_out(
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None, *, out: Tensor
+) -> None:
+    """Checks of ``grouped_gemm.out``: those of ``grouped_gemm``, and a buffer that fits."""
+    shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale)
+    checks.out_buffer("grouped_gemm", "out", out, shape, "[T, N]", device)
+    checks.out_dtype("grouped_gemm", "out", a.dtype, out.dtype)
+
+
+def _wgrad(op: str, a: Tensor, b: Tensor, offs: Tensor) -> tuple[Dim, Dim, Dim]:
+    checks.ndim(op, "a", a, 2, "[T, M]")
+    checks.floating(op, "a", a)
+    checks.dense_matrix(op, "a", a)
+    checks.ndim(op, "b", b, 2, "[T, N]")
+    checks.same_dtype(op, "b", b, "a", a.dtype)
+    checks.same_device(op, "b", b, "a", a.device)
+    checks.require(b.shape[0] == a.shape[0], op, "b", lambda: f"[T, N] with T = {a.shape[0]} like `a`", b.shape)
+    checks.dense_matrix(op, "b", b)
+    checks.ndim(op, "offs", offs, 1, "[G]")
+    checks.offsets(op, offs, offs.shape[0], "a", a.device)
+    return offs.shape[0], a.shape[1], b.shape[1]
+
+
+def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> TensorSpec:
+    """``[T, M]^T x [T, N] -> [G, M, N]``."""
+    op = "grouped_gemm_wgrad"
+    return TensorSpec(_wgrad(op, a, b, offs), checks.out_dtype(op, "out_dtype", a.dtype, out_dtype), a.device)
+
+
+def grouped_gemm_wgrad_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """Checks of ``grouped_gemm_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` makes them."""
+    op = "grouped_gemm_wgrad"
+    checks.out_buffer(op, "out", out, _wgrad(op, a, b, offs), "[G, M, N]", a.device)
+    checks.out_dtype(op, "out", a.dtype, out.dtype)
+
+
+def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+    """Checks of the accumulating wgrad: ``main_grad`` is ``[G, M, N]`` in the accumulator's or the operands' dtype."""
+    op = "grouped_gemm_wgrad_accumulate_"
+    checks.out_buffer(op, "main_grad", main_grad, _wgrad(op, a, b, offs), "[G, M, N]", a.device)
+    checks.either_dtype(op, "main_grad", main_grad, accumulator(a.dtype), a.dtype)
+
+
+def grouped_dbias(dy: Tensor, offs: Tensor) -> TensorSpec:
+    """``[T, N] -> [G, N]`` in the accumulator's dtype."""
+    op = "grouped_dbias"
+    checks.ndim(op, "dy", dy, 2, "[T, N]")
+    checks.floating(op, "dy", dy)
+    checks.dense_matrix(op, "dy", dy)
+    checks.ndim(op, "offs", offs, 1, "[G]")
+    checks.offsets(op, offs, offs.shape[0], "dy", dy.device)
+    return TensorSpec((offs.shape[0], dy.shape[1]), accumulator(dy.dtype), dy.device)
+
+
+def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor) -> tuple[TensorSpec, TensorSpec]:
+    """``[T, N] -> dbias [G, N], dscales [T]`` in the accumulator's dtype."""
+    op = "grouped_dbias_dscales"
+    checks.ndim(op, "dy", dy, 2, "[T, N]")
+    checks.floating(op, "dy", dy)
+    checks.dense_matrix(op, "dy", dy)
+    checks.ndim(op, "offs", offs, 1, "[G]")
+    checks.offsets(op, offs, offs.shape[0], "dy", dy.device)
+    acc = accumulator(dy.dtype)
+    checks.shape(op, "bias", bias, (offs.shape[0], dy.shape[1]), "[G, N]")
+    checks.either_dtype(op, "bias", bias, dy.dtype, acc)
+    checks.same_device(op, "bias", bias, "dy", dy.device)
+    checks.shape(op, "bias_scale", bias_scale, (dy.shape[0],), "[T]")
+    checks.either_dtype(op, "bias_scale", bias_scale, dy.dtype, acc)
+    checks.same_device(op, "bias_scale", bias_scale, "dy", dy.device)
+    return (
+        TensorSpec((offs.shape[0], dy.shape[1]), acc, dy.device),
+        TensorSpec((dy.shape[0],), acc, dy.device),
+    )
+
+
+def allocate_wgrad(
+    num_groups: Dim, shape: list[Dim], dtype: torch.dtype, device: torch.device, alignment: int = 256
+) -> TensorSpec:
+    """One packed ``[G, *shape]`` tensor whose slots each start on ``alignment`` bytes."""
+    op = "allocate_wgrad"
+    checks.require(num_groups >= 0, op, "num_groups", "at least 0", num_groups)
+    checks.require(len(shape) >= 1, op, "shape", "the shape of one weight gradient", tuple(shape))
+    for size in shape:
+        checks.require(size >= 0, op, "shape", "free of negative sizes", tuple(shape))
+    checks.require(dtype in checks.FLOATS, op, "dtype", "a floating dtype", dtype, TypeError)
+    power_of_two = alignment > 0 and alignment & (alignment - 1) == 0
+    checks.require(
+        power_of_two and alignment >= dtype.itemsize, op, "alignment", "a power of two, at least one element", alignment
+    )
+    unit = alignment // dtype.itemsize
+    slot = (math.prod(shape) + unit - 1) // unit * unit
+    inner: list[Dim] = [1]
+    for size in reversed(shape[1:]):
+        inner.insert(0, inner[0] * size)
+    return TensorSpec((num_groups, *shape), dtype, device, (slot, *inner))
+
+
+def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu") -> TensorSpec:
+    """``[T, 2 I] -> [T, I]`` for gated kinds, ``[T, I] -> [T, I]`` for the others."""
+    op = "grouped_activation"
+    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    checks.ndim(op, "x", x, 2, "[T, 2 I] (gated) or [T, I]")
+    checks.floating(op, "x", x)
+    checks.dense_matrix(op, "x", x)
+    checks.ndim(op, "offs", offs, 1, "[G]")
+    checks.offsets(op, offs, offs.shape[0], "x", x.device)
+    width = x.shape[1]
+    if kind in GATED:
+        checks.require(width % 2 == 0, op, "x", "[T, 2 I] with an even number of columns", x.shape)
+        width = width // 2
+    if probs is not None:
+        checks.shape(op, "probs", probs, (x.shape[0],), "[T]")
+        checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
+        checks.same_device(op, "probs", probs, "x", x.device)
+    return TensorSpec((x.shape[0], width), x.dtype, x.device)
+
+
+def grouped_activation_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu"
+) -> tuple[TensorSpec, TensorSpec]:
+    """``dx`` like ``x``, and ``dprobs [T]`` in the accumulator's dtype (``[0]`` without ``probs``)."""
+    op = "grouped_activation_backward"
+    y = grouped_activation(x, offs, probs, kind=kind)
+    checks.shape(op, "dy", dy, y.shape, "[T, I]")
+    checks.same_dtype(op, "dy", dy, "x", x.dtype)
+    checks.same_device(op, "dy", dy, "x", x.device)
+    checks.dense_matrix(op, "dy", dy)
+    rows = x.shape[0] if probs is not None else 0
+    return TensorSpec(tuple(x.shape), x.dtype, x.device), TensorSpec((rows,), accumulator(x.dtype), x.device)

@@ -1,0 +1,30 @@
+"""What other parts of PyTorch want to know about the ops: FLOPs, and which outputs are worth saving."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from . import grouped_gemm, grouped_gemm_wgrad  # noqa: F401  (the ops must exist first)
+
+_ops = torch.ops.tgl
+
+SAC_SAVE_LIST: list[torch._ops.OpOverload] = [_ops.grouped_gemm.default]
+"""Op overloads whose outputs selective activation checkpointing should save rather than recompute.
+
+Pass it to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+"""
+
+
+@register_flop_formula([_ops.grouped_gemm])
+def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
+    """``2 T K N``: every row counts, since which of them are routed is known on the device alone."""
+    return 2 * a_shape[0] * a_shape[1] * b_shape[2]
+
+
+@register_flop_formula([_ops.grouped_gemm_wgrad, _ops.grouped_gemm_wgrad_accumulate_])
+def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
+    """``2 T M N``, likewise."""
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]

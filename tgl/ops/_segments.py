@@ -1,0 +1,38 @@
+"""Groups as host-side row ranges, for the implementations that loop over groups."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def segment_sizes(offs: Tensor, rows: int) -> list[int]:
+    """Sizes of the G groups and, last, of the tail; they always add up to ``rows``.
+
+    Reads ``offs`` on the host. Ends outside ``[0, rows]`` are clamped and a descending end makes an empty group, so that
+    bad offsets give wrong numbers but never an access out of bounds.
+    """
+    sizes, previous = [], 0
+    for end in offs.tolist():
+        end = min(max(end, previous), rows)
+        sizes.append(end - previous)
+        previous = end
+    sizes.append(rows - previous)
+    return sizes
+
+
+@functools.cache
+def _cpu_has_bf16_gemm() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def native_matmul(t: Tensor) -> bool:
+    """Whether ``torch.mm`` on this dtype and device accumulates in float32 (or wider), rounds once, and is fast.
+
+    float16 on a CPU rounds once too, but takes a scalar loop up to 200 times slower than float32.
+    """
+    if t.device.type != "cpu" or t.dtype in (torch.float32, torch.float64):
+        return True
+    return t.dtype == torch.bfloat16 and _cpu_has_bf16_gemm()

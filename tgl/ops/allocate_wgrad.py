@@ -1,0 +1,64 @@
+"""``tgl::allocate_wgrad``: one packed allocation for the weight gradients of all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..meta import specs
+from ._library import define
+
+
+def _kernel(
+    num_groups: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int = 256
+) -> Tensor:
+    spec = specs.allocate_wgrad(num_groups, shape, dtype, device, alignment)
+    out = spec.empty()
+    if out.data_ptr() % alignment == 0:
+        return out
+    # The allocator's alignment (64 bytes on a CPU) was not enough: take a later start inside a larger allocation. The
+    # round trip through DLPack makes that start the tensor's own, with storage offset 0, as the fake says.
+    assert spec.stride is not None
+    count = num_groups * spec.stride[0]
+    room = torch.empty(count + alignment // dtype.itemsize, dtype=dtype, device=device)
+    start = -room.data_ptr() % alignment // dtype.itemsize
+    packed = torch.from_dlpack(room[start : start + count])
+    return packed.as_strided(spec.shape, spec.stride)
+
+
+_op = define(
+    "allocate_wgrad(SymInt num_groups, SymInt[] shape, ScalarType dtype, Device device, int alignment=256) -> Tensor",
+    _kernel,
+    lambda *args: specs.allocate_wgrad(*args).empty(),
+    factory=True,
+)
+
+
+def allocate_wgrad(
+    num_groups: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    alignment: int = 256,
+) -> Tensor:
+    """Allocate the weight gradients of all groups as one uninitialised tensor.
+
+    Take the single gradients as plain views (``unbind``): they keep the allocation alive and follow its stream.
+
+    Args:
+        num_groups: G.
+        shape: shape of one weight gradient, one dimension or more.
+        dtype: float64, float32, bfloat16 or float16.
+        device: default: the current default device.
+        alignment: bytes, a power of two; every slot ``[g]`` starts on a multiple of it, padded if need be.
+
+    Returns:
+        ``[G, *shape]``; each slot is contiguous, the slot stride may exceed its size.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+    """
+    target = torch.device(device) if device is not None else torch.get_default_device()
+    return _op(num_groups, list(shape), dtype, target, alignment)

@@ -1,0 +1,323 @@
+"""``tgl::grouped_activation``: the expert's nonlinearity, gated or not, times a probability per row.
+
+Every kind has the form ``y = p A(g) L(u)``: ``g`` the gate, ``u`` the linear half (absent, ``L = 1``, when not gated) and
+``p`` the row's probability. The forward, the backward and the second order follow from A, A', A'', L and L' alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import specs
+from ._library import Formula, define
+
+NAME = "grouped_activation"
+BACKWARD = "grouped_activation_backward"
+_PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
+_CHUNK = 1 << 15  # elements per step of the CPU loop: a few float32 temporaries of this size stay in the L2 cache
+
+
+class Params(NamedTuple):
+    """The keyword arguments of the op."""
+
+    kind: str = "swiglu"
+    interleaved: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+
+    @property
+    def gated(self) -> bool:
+        return self.kind in specs.GATED
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Views of the gate and of the linear half of ``x``."""
+        if not self.gated:
+            return x, None
+        if self.interleaved:
+            return x[:, 0::2], x[:, 1::2]
+        middle = x.shape[1] // 2
+        return x[:, :middle], x[:, middle:]
+
+    def join(self, gate: Tensor, linear: Tensor | None) -> Tensor:
+        """The inverse of ``halves``, as a new tensor."""
+        if linear is None:
+            return gate
+        if self.interleaved:
+            return torch.stack([gate, linear], dim=2).flatten(1)
+        return torch.cat([gate, linear], dim=1)
+
+    def value(self, g: Tensor, u: Tensor | None) -> Tensor:
+        """``A(g) L(u)``."""
+        if u is None:
+            return torch.relu(g).square_()
+        if self.kind == "swiglu":
+            return torch.nn.functional.silu(g).mul_(u)
+        g = g.clamp(max=self.limit)
+        return torch.sigmoid(self.alpha * g).mul_(g).mul_(u.clamp(-self.limit, self.limit).add_(self.offset))
+
+    def factors(self, g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """``A, A', L, L'`` (the last two None when there is no linear half, L' None where it is 1)."""
+        if u is None:
+            a = torch.relu(g)
+            return a * a, 2 * a, None, None
+        alpha, inside, slope = 1.0, None, None
+        if self.kind == "clamped_qgeglu":
+            alpha, inside, g = self.alpha, g <= self.limit, g.clamp(max=self.limit)
+            slope = (u.abs() <= self.limit).to(u.dtype)
+            u = u.clamp(-self.limit, self.limit) + self.offset
+        s = torch.sigmoid(alpha * g)
+        a = g * s
+        a1 = s + alpha * a * (1 - s)  # (x s(alpha x))' = s + alpha x s (1 - s)
+        return a, a1 if inside is None else a1 * inside, u, slope
+
+    def curvature(self, g: Tensor) -> Tensor:
+        """``A''``."""
+        if self.kind == "srelu":
+            return 2.0 * (g > 0).to(g.dtype)
+        alpha = 1.0 if self.kind == "swiglu" else self.alpha
+        clamped = g if self.kind == "swiglu" else g.clamp(max=self.limit)
+        s = torch.sigmoid(alpha * clamped)
+        second = alpha * s * (1 - s) * (2 + alpha * clamped * (1 - 2 * s))
+        return second if self.kind == "swiglu" else second * (g <= self.limit)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any) -> Tensor:
+    parsed = Params(**params)
+    out = specs.grouped_activation(x, offs, probs, kind=parsed.kind).empty()
+    debug.check_offs(NAME, offs, x.shape[0])
+    backends.run(NAME, x.device, x, offs, probs, params=parsed, out=out)
+    return out
+
+
+def _kernel_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+) -> tuple[Tensor, Tensor]:
+    parsed = Params(**params)
+    dx, dprobs = (s.empty() for s in specs.grouped_activation_backward(dy, x, offs, probs, kind=parsed.kind))
+    debug.check_offs(BACKWARD, offs, x.shape[0])
+    backends.run(BACKWARD, x.device, dy, x, offs, probs, params=parsed, dx=dx, dprobs=dprobs)
+    return dx, dprobs
+
+
+def _forward_rows(x: Tensor, probs: Tensor | None, params: Params, out: Tensor) -> None:
+    g, u = params.halves(x.to(specs.accumulator(x.dtype)))
+    y = params.value(g, u)
+    out.copy_(y if probs is None else y.mul_(probs.to(y.dtype)[:, None]))
+
+
+def _backward_rows(
+    dy: Tensor, x: Tensor, probs: Tensor | None, params: Params, dx: Tensor, dprobs: Tensor | None
+) -> None:
+    acc = specs.accumulator(x.dtype)
+    a, a1, linear, slope = params.factors(*params.halves(x.to(acc)))
+    dy = dy.to(acc)
+    if probs is not None and dprobs is not None:
+        torch.sum(dy * a if linear is None else (dy * a).mul_(linear), 1, out=dprobs)
+        dy = dy * probs.to(acc)[:, None]
+    dg_out, du_out = params.halves(dx)
+    dg_out.copy_(dy * a1 if linear is None else (dy * a1).mul_(linear))
+    if du_out is not None:
+        du = dy * a
+        du_out.copy_(du if slope is None else du.mul_(slope))
+
+
+def _row_chunks(offs: Tensor, x: Tensor) -> tuple[int, list[slice]]:
+    """Number of routed rows, and slices that cover them in cache-sized steps. Reads ``offs`` on the host."""
+    routed = 0
+    for end in offs.tolist():
+        routed = min(max(end, routed), x.shape[0])
+    step = max(1, _CHUNK // max(x.shape[1], 1))
+    return routed, [slice(i, min(i + step, routed)) for i in range(0, routed, step)]
+
+
+def _chunked(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
+    routed, chunks = _row_chunks(offs, x)
+    for rows in chunks:
+        _forward_rows(x[rows], None if probs is None else probs[rows], params, out[rows])
+    out[routed:].zero_()
+
+
+def _chunked_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
+) -> None:
+    routed, chunks = _row_chunks(offs, x)
+    for rows in chunks:
+        row_probs, row_dprobs = (None, None) if probs is None else (probs[rows], dprobs[rows])
+        _backward_rows(dy[rows], x[rows], row_probs, params, dx[rows], row_dprobs)
+    dx[routed:].zero_()
+    dprobs[routed:].zero_()
+
+
+def _tail(offs: Tensor, rows: int) -> Tensor:
+    """``[T, 1]`` mask of the rows past ``offs[-1]``, without reading it on the host."""
+    end = offs[-1] if offs.shape[0] else 0
+    return (torch.arange(rows, device=offs.device) >= end)[:, None]
+
+
+def _masked(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
+    _forward_rows(x, probs, params, out)
+    out.masked_fill_(_tail(offs, x.shape[0]), 0)
+
+
+def _masked_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
+) -> None:
+    _backward_rows(dy, x, probs, params, dx, None if probs is None else dprobs)
+    tail = _tail(offs, x.shape[0])
+    dx.masked_fill_(tail, 0)
+    if probs is not None:
+        dprobs.masked_fill_(tail[:, 0], 0)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    *,
+    output: Tensor,
+    **params: Any,
+) -> None:
+    ctx.save_for_backward(x, offs, probs)
+    ctx.params = params
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """dg = p dy A'(g) L(u);  du = p dy A(g) L'(u);  dp = sum over the row of dy A(g) L(u)."""
+    x, offs, probs = ctx.saved_tensors
+    dx, dprobs = torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs, **ctx.params)
+    return dx if needs[0] else None, None, dprobs.to(probs.dtype) if probs is not None and needs[2] else None
+
+
+def _save_backward(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    *,
+    output: tuple[Tensor, Tensor],
+    **params: Any,
+) -> None:
+    ctx.save_for_backward(dy, x, offs, probs)
+    ctx.params = Params(**params)
+
+
+def _second_backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tuple[Tensor | None, ...]:
+    """Derivatives of ``cg dg + cu du + cp dp`` (see ``_backward``) in dy, g, u and p; cg, cu, cp the cotangents."""
+    dy, x, offs, probs = ctx.saved_tensors
+    params, acc = ctx.params, specs.accumulator(x.dtype)
+    tail = _tail(offs, x.shape[0])
+    wide = x.to(acc).masked_fill(tail, 0)
+    g, u = params.halves(wide)
+    a, a1, linear, slope = params.factors(g, u)
+    a2 = params.curvature(g)
+    cg, cu = params.halves(cx.to(acc).masked_fill(tail, 0))
+    dy = dy.to(acc).masked_fill(tail, 0)
+    one = torch.ones_like(a)
+    linear = one if linear is None else linear
+    slope = (one if u is not None else torch.zeros_like(a)) if slope is None else slope
+    cu = torch.zeros_like(cg) if cu is None else cu
+    p = one[:, :1] if probs is None else probs.to(acc)[:, None].masked_fill(tail, 0)
+    cp = torch.zeros_like(one[:, :1]) if probs is None else cp[:, None].masked_fill(tail, 0)
+    along = cg * a1 * linear + cu * a * slope
+    d_dy = p * along + cp * a * linear
+    d_g = p * dy * (cg * a2 * linear + cu * a1 * slope) + cp * dy * a1 * linear
+    d_u = (p * dy * cg * a1 + cp * dy * a) * slope if u is not None else None
+    d_p = None if probs is None else (dy * along).sum(1).to(probs.dtype)
+    return d_dy.to(x.dtype), params.join(d_g, d_u).to(x.dtype), None, d_p
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, *, {_PARAMS}) -> Tensor",
+    _kernel,
+    lambda x, offs, probs=None, *, kind="swiglu", **_: specs.grouped_activation(x, offs, probs, kind=kind).empty(),
+    formula=Formula(_save, _backward),
+)
+_op_backward = define(
+    f"{BACKWARD}(Tensor dy, Tensor x, Tensor offs, Tensor? probs=None, *, {_PARAMS}) -> (Tensor dx, Tensor dprobs)",
+    _kernel_backward,
+    lambda dy, x, offs, probs=None, *, kind="swiglu", **_: tuple(
+        spec.empty() for spec in specs.grouped_activation_backward(dy, x, offs, probs, kind=kind)
+    ),
+    formula=Formula(_save_backward, _second_backward),
+)
+
+
+def _call(
+    x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    parsed = Params(**params)
+    out = specs.grouped_activation(x, offs, probs, kind=parsed.kind).meta()
+    return x.device, (x, offs, probs), {"params": parsed, "out": out}
+
+
+def _call_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    parsed = Params(**params)
+    dx, dprobs = (s.meta() for s in specs.grouped_activation_backward(dy, x, offs, probs, kind=parsed.kind))
+    return x.device, (dy, x, offs, probs), {"params": parsed, "dx": dx, "dprobs": dprobs}
+
+
+backends.describe_op(NAME, _call)
+backends.describe_op(BACKWARD, _call_backward)
+backends.add(backends.Implementation(NAME, "chunked aten", "cpu", _chunked))
+backends.add(backends.Implementation(NAME, "masked aten", "cuda", _masked))
+backends.add(backends.Implementation(BACKWARD, "chunked aten", "cpu", _chunked_backward))
+backends.add(backends.Implementation(BACKWARD, "masked aten", "cuda", _masked_backward))
+
+
+def grouped_activation(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
+) -> Tensor:
+    """Apply the expert's activation to routed rows, times a probability per row.
+
+    With ``g`` and ``u`` the gate and the linear half of a row, computed in float32 (float64 for float64), rounded once:
+
+    - ``"swiglu"``: ``g sigmoid(g) u`` (Shazeer, "GLU Variants Improve Transformer", 2020);
+    - ``"clamped_qgeglu"``: ``g' sigmoid(alpha g') (u' + offset)``, with ``g' = min(g, limit)`` and ``u'`` clamped to
+      ``[-limit, limit]`` (the gate of gpt-oss);
+    - ``"srelu"``: ``max(x, 0)^2``, not gated.
+
+    Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in ``x`` and ``probs``, twice.
+
+    Args:
+        x: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for ``"srelu"``; float64, float32, bfloat16 or float16.
+        offs: int32 ``[G]`` on the same device: cumulative group ends.
+        probs: ``[T]``, dtype of ``x`` or float32: multiplies the row.
+        kind: which activation.
+        interleaved: gate and linear half alternate by column instead of standing side by side (gate first).
+        limit, alpha, offset: the constants of ``"clamped_qgeglu"``.
+
+    Returns:
+        ``[T, I]`` in the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        RuntimeError: a forward-mode derivative is asked for.
+    """
+    return _op(x, offs, probs, kind=kind, interleaved=interleaved, limit=limit, alpha=alpha, offset=offset)

@@ -1,0 +1,220 @@
+"""``tgl::grouped_gemm_wgrad`` and its accumulating form: one outer-product GEMM per group (weight gradient)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import memory, specs
+from ._library import Formula, autocast_operand, define
+from ._segments import native_matmul, segment_sizes
+from .grouped_gemm import aten_operand_reason
+
+NAME = "grouped_gemm_wgrad"
+ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype).empty()
+    debug.check_offs(NAME, offs, a.shape[0])
+    backends.run(NAME, a.device, a, b, offs, out=out)
+    return out
+
+
+def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    specs.grouped_gemm_wgrad_out(a, b, offs, out=out)
+    memory.writable(NAME, "out", out, a=a, b=b, offs=offs)
+    debug.check_offs(NAME, offs, a.shape[0])
+    backends.run(NAME, a.device, a, b, offs, out=out)
+
+
+def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+    specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
+    memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs)
+    debug.check_offs(ACCUMULATE, offs, a.shape[0])
+    backends.run(ACCUMULATE, a.device, a, b, offs, out=main_grad)
+
+
+def _parts(a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> zip:
+    sizes = segment_sizes(offs, a.shape[0])
+    return zip(a.split(sizes), b.split(sizes), out.unbind())
+
+
+def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """One matrix product per group; an empty group's slot is zeroed."""
+    direct = out.dtype == a.dtype and native_matmul(a)
+    acc = specs.accumulator(a.dtype)
+    for x, y, slot in _parts(a, b, offs, out):
+        if not x.shape[0]:
+            slot.zero_()
+        elif direct:
+            torch.mm(x.t(), y, out=slot)
+        else:
+            slot.copy_(torch.mm(x.to(acc).t(), y.to(acc)))
+
+
+def _loop_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """The same added to ``out`` in the accumulator's dtype, then rounded once; an empty group's slot is not touched."""
+    acc = specs.accumulator(a.dtype)
+    for x, y, slot in _parts(a, b, offs, out):
+        if not x.shape[0]:
+            continue
+        if slot.dtype == acc:
+            slot.addmm_(x.to(acc).t(), y.to(acc))
+        else:
+            slot.copy_(torch.addmm(slot.to(acc), x.to(acc).t(), y.to(acc)))
+
+
+def _aten(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """``torch.nn.functional.grouped_mm`` on two matrices, whose empty groups are zero."""
+    out.copy_(torch.nn.functional.grouped_mm(a.t(), b, offs=offs))
+
+
+def _aten_supports(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> backends.Reason:
+    return aten_operand_reason(a, b, out)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    output: Tensor,
+    out_dtype: torch.dtype | None,
+) -> None:
+    ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs)
+    ctx.dtype = a.dtype
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], dw: Tensor) -> tuple[Tensor | None, ...]:
+    """da[t] = b[t] dw[g]^T;  db[t] = a[t] dw[g]."""
+    a, b, offs = ctx.saved_tensors
+    dw = dw.to(ctx.dtype)
+    da = torch.ops.tgl.grouped_gemm(b, dw.transpose(1, 2), offs) if needs[0] else None
+    db = torch.ops.tgl.grouped_gemm(a, dw, offs) if needs[1] else None
+    return da, db, None
+
+
+def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+    return (autocast_operand(dtype, a), autocast_operand(dtype, b), *args), kwargs
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}(Tensor a, Tensor b, Tensor offs, *, ScalarType? out_dtype=None) -> Tensor",
+    _kernel,
+    lambda *args, **kwargs: specs.grouped_gemm_wgrad(*args, **kwargs).empty(),
+    formula=Formula(_save, _backward),
+    autocast=_autocast,
+)
+_op_out = define(
+    f"{NAME}.out(Tensor a, Tensor b, Tensor offs, *, Tensor(a!) out) -> ()", _kernel_out, specs.grouped_gemm_wgrad_out
+)
+_op_accumulate = define(
+    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad) -> ()",
+    _kernel_accumulate,
+    specs.grouped_gemm_wgrad_accumulate_,
+    autocast=_autocast,
+)
+
+
+def _call(
+    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    if out is not None:
+        specs.grouped_gemm_wgrad_out(a, b, offs, out=out)
+    else:
+        out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype).meta()
+    return a.device, (a, b, offs), {"out": out}
+
+
+def _call_accumulate(
+    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
+    return a.device, (a, b, offs), {"out": main_grad}
+
+
+backends.describe_op(NAME, _call)
+backends.describe_op(ACCUMULATE, _call_accumulate)
+for _name, _run in ((NAME, _loop), (ACCUMULATE, _loop_accumulate)):
+    backends.add(backends.Implementation(_name, "loop of mm", "cpu", _run))
+    backends.add(
+        backends.Implementation(
+            _name, "loop of mm", "cuda", _run, priority=-10, syncs=True, note="reads offs on the host; one GEMM per group"
+        )
+    )
+backends.add(
+    backends.Implementation(
+        NAME,
+        "aten grouped_mm",
+        "cuda",
+        _aten,
+        _aten_supports,
+        archs=frozenset({"sm_90", "sm_100", "sm_103"}),
+        note="torch.nn.functional.grouped_mm, then a copy",
+    )
+)
+
+
+def grouped_gemm_wgrad(
+    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """For every group, the product of its rows of ``a`` transposed and its rows of ``b``.
+
+    ``out[g] = a[rows of g]^T @ b[rows of g]``, accumulated in float32 (float64 for float64) and rounded once; exactly zero
+    for an empty group. Rows past ``offs[-1]`` are never read. Differentiable in ``a`` and ``b``, twice; without ``out``.
+
+    Args:
+        a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        b: ``[T, N]`` of the same dtype.
+        offs: int32 ``[G]`` on the same device: cumulative group ends.
+        out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
+        out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as ``allocate_wgrad`` makes them.
+
+    Returns:
+        ``[G, M, N]``, contiguous; ``out`` itself if given.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: ``out`` is given and an argument requires grad, or a forward-mode derivative is asked for.
+    """
+    if out is None:
+        return _op(a, b, offs, out_dtype=out_dtype)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
+    _op_out(a, b, offs, out=out)
+    return out
+
+
+def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+    """Add the weight gradient of every group to ``main_grad``, in place.
+
+    ``main_grad[g] += a[rows of g]^T @ b[rows of g]``, formed in float32 (float64 for float64) and rounded once to the dtype
+    of ``main_grad``; the slot of an empty group keeps its bytes. Rows past ``offs[-1]`` are never read. Not differentiable.
+
+    Args:
+        a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        b: ``[T, N]`` of the same dtype.
+        offs: int32 ``[G]`` on the same device: cumulative group ends.
+        main_grad: ``[G, M, N]``, float32 or the dtype of ``a``, row-major (slots and rows may be padded), 16-byte aligned,
+            sharing no memory with an operand and requiring no grad.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    _op_accumulate(a, b, offs, main_grad)
