@@ -3,6 +3,7 @@
 from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation
 from .debug import debug_checks
+from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, route
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
@@ -20,10 +21,15 @@ __version__ = "0.1.0"
 __all__ = [
     "SAC_SAVE_LIST",
     "GraphCaptureError",
+    "GroupedLinear",
+    "GroupedMLP",
     "NoImplementationError",
+    "Routing",
     "allocate_wgrad",
     "backends",
+    "combine",
     "debug_checks",
+    "dispatch",
     "explain",
     "grouped_activation",
     "grouped_dbias",
@@ -32,5 +38,6 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "register_implementation",
+    "route",
     "splits_to_offsets",
 ]

@@ -1,0 +1,7 @@
+"""Modules built from the ops: grouped linear layers, the expert MLP, and the routing around them."""
+
+from .grouped_linear import GroupedLinear
+from .grouped_mlp import GroupedMLP
+from .routing import Routing, combine, dispatch, route
+
+__all__ = ["GroupedLinear", "GroupedMLP", "Routing", "combine", "dispatch", "route"]
