@@ -1,8 +1,8 @@
 """The registry of implementations: which one serves an op on a device, and why the others do not.
 
-An op of ``torch.ops.tgl`` checks its arguments, allocates its outputs and then asks this registry for an implementation,
-in order of priority. An implementation says in words why it cannot take a call, and ``tgl.explain`` prints those words;
-nothing is chosen silently and no environment variable is read.
+An op of ``torch.ops.tgl`` checks its arguments, allocates its outputs and then asks this registry for an
+implementation, in order of priority. An implementation says in words why it cannot take a call, and ``tgl.explain``
+prints those words; nothing is chosen silently and no environment variable is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Implementation:
         op: name of the op without namespace, for example ``"grouped_gemm"``.
         name: what ``explain`` calls it.
         device: device type, ``"cpu"``, ``"cuda"``, ...
-        run: called with the op's positional arguments and the destination keywords of the op (see ``docs/extending.md``).
+        run: called with the op's positional arguments and the destination keywords of the op (see
+            ``docs/extending.md``).
         supports: called like ``run``; returns None if it can serve the call, else the reason why not.
         archs: CUDA architectures such as ``"sm_90"``; None means any.
         priority: higher is asked first; the built-in implementations use 0 and below.

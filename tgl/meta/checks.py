@@ -75,7 +75,7 @@ def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch
 
 
 def dense_matrix(op: str, argument: str, t: Tensor) -> None:
-    """The last two dimensions of ``t`` hold a matrix with one unit stride (row- or column-major), or an expanded one."""
+    """The last two dimensions of ``t`` hold a row- or column-major matrix (one unit stride), or an expanded one."""
     if not _has_unit_stride(t):
         require(
             False, op, argument, "row-major or column-major (one of its last two strides 1)", f"strides {t.stride()}"

@@ -37,9 +37,7 @@ def overlap(x: Tensor, y: Tensor) -> bool:
         pitch = x.stride(0) * x.element_size()
         if pitch == y.stride(0) * y.element_size() and pitch > 0:
             distance = (y_first - x_first) % pitch  # from the first column of x to the first column of y
-            return not (
-                distance >= x.shape[1] * x.element_size() and distance + y.shape[1] * y.element_size() <= pitch
-            )
+            return not (distance >= x.shape[1] * x.element_size() and distance + y.shape[1] * y.element_size() <= pitch)
     return True
 
 

@@ -6,6 +6,7 @@ Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
 
 
 def allocate_wgrad(
-    num_groups: Dim, shape: list[Dim], dtype: torch.dtype, device: torch.device, alignment: int = 256
+    num_groups: Dim, shape: Sequence[Dim], dtype: torch.dtype, device: torch.device, alignment: int = 256
 ) -> TensorSpec:
     """One packed ``[G, *shape]`` tensor whose slots each start on ``alignment`` bytes."""
     op = "allocate_wgrad"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import grouped_gemm, splits_to_offsets
+from ..ops.grouped_gemm import grouped_gemm
+from ..ops.splits_to_offsets import splits_to_offsets
 
 MSplits = Tensor | Sequence[int]
 
@@ -19,14 +20,16 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
     """int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is there already."""
     if isinstance(m_splits, Tensor):
         if m_splits.shape != (num_gemms,):
-            raise ValueError(f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}")
+            raise ValueError(
+                f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}"
+            )
         if m_splits.device == device:
             return splits_to_offsets(m_splits)
     elif len(m_splits) != num_gemms:
         raise ValueError(f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}")
     warnings.warn(
-        "m_splits as a list, or on another device than the input, costs a blocking copy and cannot be captured in a CUDA "
-        "graph; pass a tensor on the input's device",
+        "m_splits as a list, or on another device than the input, costs a blocking copy and cannot be captured in a "
+        "CUDA graph; pass a tensor on the input's device",
         DeprecationWarning,
         stacklevel=3,
     )
@@ -43,7 +46,8 @@ class GroupedLinear(nn.Module):
         bias: whether to add a bias.
         params_dtype: dtype of the parameters; default ``torch.get_default_dtype()``.
         device: device of the parameters; ``"meta"`` defers initialisation to ``reset_parameters``.
-        init_method: called with the weight ``[G, N, K]`` to fill it in place; default: every expert as ``nn.Linear`` does.
+        init_method: called with the weight ``[G, N, K]`` to fill it in place; default: every expert as ``nn.Linear``
+            does.
         state_dict_format: ``"packed"`` saves ``weight [G, N, K]`` and ``bias [G, N]``; ``"discrete"`` saves
             TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Either form loads, whatever this says.
 
@@ -70,7 +74,8 @@ class GroupedLinear(nn.Module):
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.init_method = init_method
         self.state_dict_format = state_dict_format
-        options = {"dtype": params_dtype, "device": device}
+        options: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        self.bias: nn.Parameter | None
         self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **options))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_gemms, out_features, **options)) if bias else None)
         if self.weight.device.type != "meta":
@@ -92,8 +97,9 @@ class GroupedLinear(nn.Module):
 
         Args:
             inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped by expert.
-            m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each group. Their sum may be less than T:
-                the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at the
+            m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each group. Their sum may be less
+                than T: the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at
+                    the
                 price of a synchronisation, with a ``DeprecationWarning``.
 
         Returns:
@@ -102,7 +108,7 @@ class GroupedLinear(nn.Module):
         return self.forward_offsets(inp, offsets_on(m_splits, self.num_gemms, inp.device))
 
     def forward_offsets(self, inp: Tensor, offs: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias that is scaled per row by ``bias_scale [T]``."""
+        """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias scaled per row by ``bias_scale [T]``."""
         rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
         y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..meta.specs import ACTIVATIONS, GATED
-from ..ops import grouped_activation
+from ..ops.grouped_activation import grouped_activation
 from .grouped_linear import GroupedLinear, MSplits, offsets_on
 
 

@@ -1,6 +1,7 @@
 """From a router's choice to groups of rows and back: sort by expert, gather, and weighted sum.
 
-Forward and backward are gathers only, never a scatter-add, so they are deterministic on every device and need no atomics.
+Forward and backward are gathers only, never a scatter-add, so they are deterministic on every device and need no
+atomics.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class Routing(NamedTuple):
 
     Attributes:
         source: int64 ``[T]``: row ``t`` of the grouped order is choice ``source[t] % k`` of token ``source[t] // k``.
-        position: int64 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) sits in row ``position[i]``.
+        position: int64 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) sits in row
+            ``position[i]``.
         offs: int32 ``[G]``: cumulative ends of the experts' rows.
         top_k: k.
     """
@@ -31,8 +33,8 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Group the (token, choice) pairs by expert, on the device; pairs of one expert keep the order of their tokens.
 
     Args:
-        top_k_index: integer ``[S, k]``: experts chosen by each token. Values of ``num_experts`` and more (the sentinels of
-            expert parallelism) go to the tail: no expert's rows, and zeros in every grouped op.
+        top_k_index: integer ``[S, k]``: experts chosen by each token. Values of ``num_experts`` and more (the sentinels
+            of expert parallelism) go to the tail: no expert's rows, and zeros in every grouped op.
         num_experts: G.
 
     Returns:

@@ -1,8 +1,8 @@
 """How an op of ``torch.ops.tgl`` is made: schema, fake, kernel, autograd formula and autocast rule in one call.
 
 ``define`` + ``impl`` is used rather than ``custom_op`` because it costs half as much per call, compiled or not. The
-autograd kernel is written here rather than by ``register_autograd`` for three reasons: forward-mode AD raises instead of
-returning a silent zero, ``torch.func.grad`` works, and formulas see every argument (the dispatcher drops defaults).
+autograd kernel is written here rather than by ``register_autograd`` for three reasons: forward-mode AD raises instead
+of returning a silent zero, ``torch.func.grad`` works, and formulas see every argument (the dispatcher drops defaults).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:
     )
     # Function.apply would first look for functorch transforms and refuse; at this dispatch key the transform in
     # question has already been entered, so the plain C++ apply below it is the right one.
-    apply = super(torch.autograd.Function, node).apply
+    apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_tangents(op, args)
@@ -156,8 +156,8 @@ def _autocast(op: torch._ops.OpOverload, rule: Callable, device_type: str) -> Ca
     return autocast_kernel
 
 
-def autocast_operand(dtype: torch.dtype, t: Tensor | None) -> Tensor | None:
+def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
     """``t`` in the autocast dtype, if it is a floating tensor that autocast may cast (float64 stays)."""
-    if t is None or t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return t
     return t.to(dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 def segment_sizes(offs: Tensor, rows: int) -> list[int]:
     """Sizes of the G groups and, last, of the tail; they always add up to ``rows``.
 
-    Reads ``offs`` on the host. Ends outside ``[0, rows]`` are clamped and a descending end makes an empty group, so that
-    bad offsets give wrong numbers but never an access out of bounds.
+    Reads ``offs`` on the host. Ends outside ``[0, rows]`` are clamped and a descending end makes an empty group, so
+    that bad offsets give wrong numbers but never an access out of bounds.
     """
     sizes, previous = [], 0
     for end in offs.tolist():

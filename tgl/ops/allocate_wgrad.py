@@ -12,7 +12,7 @@ from ._library import define
 
 
 def _kernel(
-    num_groups: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int = 256
+    num_groups: int, shape: list[int], dtype: torch.dtype, device: torch.device, alignment: int = 256
 ) -> Tensor:
     spec = specs.allocate_wgrad(num_groups, shape, dtype, device, alignment)
     out = spec.empty()

@@ -1,7 +1,7 @@
 """``tgl::grouped_activation``: the expert's nonlinearity, gated or not, times a probability per row.
 
-Every kind has the form ``y = p A(g) L(u)``: ``g`` the gate, ``u`` the linear half (absent, ``L = 1``, when not gated) and
-``p`` the row's probability. The forward, the backward and the second order follow from A, A', A'', L and L' alone.
+Every kind has the form ``y = p A(g) L(u)``: ``g`` the gate, ``u`` the linear half (absent, ``L = 1``, when not gated)
+and ``p`` the row's probability. The forward, the backward and the second order follow from A, A', A'', L and L' alone.
 """
 
 from __future__ import annotations

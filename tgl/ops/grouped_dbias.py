@@ -37,9 +37,7 @@ def _loop(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
         torch.sum(rows, 0, dtype=out.dtype, out=total)
 
 
-def _loop_scaled(
-    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
-) -> None:
+def _loop_scaled(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor) -> None:
     acc = dbias.dtype
     sizes = segment_sizes(offs, dy.shape[0])
     *scale_out, tail = dscales.split(sizes)
@@ -126,7 +124,9 @@ backends.describe_op(SCALED, _call_scaled)
 for _name, _run in ((NAME, _loop), (SCALED, _loop_scaled)):
     backends.add(backends.Implementation(_name, "loop of sums", "cpu", _run))
     backends.add(
-        backends.Implementation(_name, "loop of sums", "cuda", _run, priority=-10, syncs=True, note="reads offs on the host")
+        backends.Implementation(
+            _name, "loop of sums", "cuda", _run, priority=-10, syncs=True, note="reads offs on the host"
+        )
     )
 
 
@@ -158,8 +158,8 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
         offs: int32 ``[G]`` on the same device: cumulative group ends.
 
     Returns:
-        ``dbias [G, N]``, the sum over the group's rows of ``bias_scale[t] * dy[t]``, and ``dscales [T]``, the dot product
-        ``dy[t] . bias[g]``, zero past ``offs[-1]``; both in float32 (float64 for float64).
+        ``dbias [G, N]``, the sum over the group's rows of ``bias_scale[t] * dy[t]``, and ``dscales [T]``, the dot
+        product ``dy[t] . bias[g]``, zero past ``offs[-1]``; both in float32 (float64 for float64).
 
     Raises:
         TypeError, ValueError: arguments that do not fit.

@@ -56,12 +56,14 @@ def _loop(
     sizes = segment_sizes(offs, a.shape[0])
     *a_parts, _ = a.split(sizes)
     *out_parts, tail = out.split(sizes)
-    direct = out.dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == a.dtype)
+    direct = (
+        out.dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == a.dtype)
+    )
     if direct and bias is None:
         for x, w, y in zip(a_parts, b.unbind(), out_parts):
             if x.shape[0]:
                 torch.mm(x, w, out=y)
-    elif direct:
+    elif direct and bias is not None:
         for x, w, y, row in zip(a_parts, b.unbind(), out_parts, bias.unbind()):
             if x.shape[0]:
                 torch.addmm(row, x, w, out=y)
@@ -198,7 +200,8 @@ def _autocast(
     **kwargs: Any,
 ) -> tuple[tuple, dict]:
     """Operands and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
-    a, b, bias = (autocast_operand(dtype, t) for t in (a, b, bias))
+    a, b = autocast_operand(dtype, a), autocast_operand(dtype, b)
+    bias = autocast_operand(dtype, bias) if bias is not None else None
     if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
         bias_scale = bias_scale.float()
     return (a, b, offs, bias, bias_scale), kwargs
@@ -265,17 +268,17 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply every group of rows of ``a`` by its own matrix.
 
-    For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]``, accumulated in float32 (float64 for
-    float64) and rounded once. Group ``g`` holds the rows ``offs[g-1] <= t < offs[g]``; groups may be empty and of any
-    number. Rows past ``offs[-1]`` come out as zeros and are never read, so NaN there goes nowhere.
+    For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]``, accumulated in float32 (float64
+    for float64) and rounded once. Group ``g`` holds the rows ``offs[g-1] <= t < offs[g]``; groups may be empty and of
+    any number. Rows past ``offs[-1]`` come out as zeros and are never read, so NaN there goes nowhere.
 
     Differentiable in ``a``, ``b``, ``bias`` and ``bias_scale``, twice; without ``out``.
 
     Args:
         a: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
         b: ``[G, K, N]`` of the same dtype, either major.
-        offs: int32 ``[G]`` on the same device: cumulative group ends, as in ``torch.nn.functional.grouped_mm``. Values are
-            not read on the host; see ``tgl.debug_checks``.
+        offs: int32 ``[G]`` on the same device: cumulative group ends, as in ``torch.nn.functional.grouped_mm``. Values
+            are not read on the host; see ``tgl.debug_checks``.
         bias: ``[G, N]``, dtype of ``a`` or float32.
         bias_scale: ``[T]``, dtype of ``a`` or float32; only with ``bias``.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.

@@ -152,7 +152,13 @@ for _name, _run in ((NAME, _loop), (ACCUMULATE, _loop_accumulate)):
     backends.add(backends.Implementation(_name, "loop of mm", "cpu", _run))
     backends.add(
         backends.Implementation(
-            _name, "loop of mm", "cuda", _run, priority=-10, syncs=True, note="reads offs on the host; one GEMM per group"
+            _name,
+            "loop of mm",
+            "cuda",
+            _run,
+            priority=-10,
+            syncs=True,
+            note="reads offs on the host; one GEMM per group",
         )
     )
 backends.add(
@@ -173,15 +179,17 @@ def grouped_gemm_wgrad(
 ) -> Tensor:
     """For every group, the product of its rows of ``a`` transposed and its rows of ``b``.
 
-    ``out[g] = a[rows of g]^T @ b[rows of g]``, accumulated in float32 (float64 for float64) and rounded once; exactly zero
-    for an empty group. Rows past ``offs[-1]`` are never read. Differentiable in ``a`` and ``b``, twice; without ``out``.
+    ``out[g] = a[rows of g]^T @ b[rows of g]``, accumulated in float32 (float64 for float64) and rounded once; exactly
+    zero for an empty group. Rows past ``offs[-1]`` are never read. Differentiable in ``a`` and ``b``, twice; without
+    ``out``.
 
     Args:
         a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
         b: ``[T, N]`` of the same dtype.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
-        out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as ``allocate_wgrad`` makes them.
+        out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as ``allocate_wgrad`` makes
+            them.
 
     Returns:
         ``[G, M, N]``, contiguous; ``out`` itself if given.
@@ -202,15 +210,16 @@ def grouped_gemm_wgrad(
 def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
     """Add the weight gradient of every group to ``main_grad``, in place.
 
-    ``main_grad[g] += a[rows of g]^T @ b[rows of g]``, formed in float32 (float64 for float64) and rounded once to the dtype
-    of ``main_grad``; the slot of an empty group keeps its bytes. Rows past ``offs[-1]`` are never read. Not differentiable.
+    ``main_grad[g] += a[rows of g]^T @ b[rows of g]``, formed in float32 (float64 for float64) and rounded once to the
+    dtype of ``main_grad``; the slot of an empty group keeps its bytes. Rows past ``offs[-1]`` are never read. Not
+    differentiable.
 
     Args:
         a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
         b: ``[T, N]`` of the same dtype.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
-        main_grad: ``[G, M, N]``, float32 or the dtype of ``a``, row-major (slots and rows may be padded), 16-byte aligned,
-            sharing no memory with an operand and requiring no grad.
+        main_grad: ``[G, M, N]``, float32 or the dtype of ``a``, row-major (slots and rows may be padded), 16-byte
+            aligned, sharing no memory with an operand and requiring no grad.
 
     Raises:
         TypeError: dtypes that do not fit.

@@ -1,0 +1,56 @@
+# `make demo` and `make test` do everything on a fresh machine, the environment included.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# One thread per test process: the suites run two processes wide, and results must not depend on a thread count.
+TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
+JOBS ?= 2
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+.PHONY: help demo test test-full test-gpu lint format bench clean
+
+help:
+	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
+	@echo "make test       the tests a change must pass"
+	@echo "make test-full  those and the long ones"
+	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make lint       style, formatting and types"
+	@echo "make bench      every benchmark, as tables of ratios"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev,demo]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/train_moe.py $(ARGS)
+
+test: $(READY)
+	$(PYTEST) -m "not slow and not gpu" tests compile_tests
+
+test-full: $(READY)
+	$(PYTEST) -m "not gpu" tests compile_tests
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu tests compile_tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/op_overhead.py
+	$(BIN)/python benchmarks/recompiles.py
+	$(BIN)/python benchmarks/expert_layer.py
+	$(BIN)/python benchmarks/memory.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
