@@ -42,7 +42,11 @@ def exported_experts(module: nn.Module) -> ExportedProgram:
 def test_export_of_the_experts_has_dynamic_tokens() -> None:
     module = Experts()
     program = exported_experts(module)
-    assert count_tgl_calls([program.graph_module]) == {"splits_to_offsets": 1, "grouped_gemm": 2, "grouped_activation": 1}
+    assert count_tgl_calls([program.graph_module]) == {
+        "splits_to_offsets": 1,
+        "grouped_gemm": 2,
+        "grouped_activation": 1,
+    }
     run = program.module()
     for rows in COUNTS:
         inputs = expert_inputs(rows)
@@ -102,7 +106,9 @@ def test_export_checks_arguments() -> None:
 def test_aot_inductor_package(tmp_path: Path) -> None:
     module = Experts()
     package = torch._inductor.aoti_compile_and_package(
-        exported_experts(module), package_path=str(tmp_path / "experts.pt2")
+        exported_experts(module),
+        package_path=str(tmp_path / "experts.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # it only calls the ops
     )
     run = torch._inductor.aoti_load_package(package)
     for rows in COUNTS:
