@@ -116,6 +116,7 @@ def _plot_losses(axes: plt.Axes, unigram: float, history: History) -> None:
     axes.grid(axis="y", color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("training step")
     axes.set_ylabel("nats per byte")
     other = axes.secondary_yaxis("right", functions=(bits, lambda b: b * math.log(2)))
@@ -140,7 +141,8 @@ def _plot_usage(axes: plt.Axes, usage: Tensor) -> None:
     axes.set_xticks([])
     axes.tick_params(length=0, colors=INK)
     axes.spines[:].set_visible(False)
-    axes.set_xticks([x + 0.5 for x in range(experts - 1)], minor=True)
+    if experts <= 64:  # more would be white lines and nothing else
+        axes.set_xticks([x + 0.5 for x in range(experts - 1)], minor=True)
     axes.set_yticks([y + 0.5 for y in range(blocks - 1)], minor=True)
     axes.grid(which="minor", color="white", linewidth=1)
     axes.tick_params(which="minor", length=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,12 +46,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
+def learning_rate(step: int, steps: int) -> float:
     """Linear warm-up over the first twentieth, then a cosine down to a twentieth of the peak."""
     warm = max(1, steps // 20)
     if step < warm:
-        return peak * (step + 1) / warm
-    return peak * (0.05 + 0.475 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
+        return PEAK_RATE * (step + 1) / warm
+    return PEAK_RATE * (0.05 + 0.475 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
 
 
 def fit(
@@ -62,8 +63,6 @@ def fit(
     batch: int,
     dtype: torch.dtype,
     seed: int,
-    peak_rate: float = PEAK_RATE,
-    progress: bool = True,
 ) -> History:
     """Train ``model`` in place through ``step_model``, which is the model itself or its compiled form."""
     device = model.embedding.weight.device
@@ -81,12 +80,13 @@ def fit(
 
     loss, history.usage = evaluate(model, corpus, dtype)
     history.held_out.append((0, loss))
-    bar = tqdm(total=steps, desc="training", unit="step", disable=not progress, dynamic_ncols=True, smoothing=0.05)
+    pause = 0.2 if sys.stderr.isatty() else 15  # a log is not redrawn
+    bar = tqdm(total=steps, desc="training", unit="step", dynamic_ncols=True, mininterval=pause)
     bar.set_postfix_str("compiling" if step_model is not model else "")
     for step in range(steps):
         start = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak_rate)
+            group["lr"] = learning_rate(step, steps)
         windows = corpus.batch(batch, generator).to(device)
         with autocast(device, dtype):
             nats, balance, _ = step_model(windows)

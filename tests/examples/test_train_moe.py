@@ -34,7 +34,7 @@ def windows(seed=0):
 def test_a_run_from_the_command_line(tmp_path):
     command = [sys.executable, "-m", "examples.train_moe", *TINY, "--steps", "100", "--out", str(tmp_path / "out")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8", timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
 
