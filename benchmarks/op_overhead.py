@@ -1,10 +1,11 @@
 """What one call of an op costs, against a bare ``Library.define`` op with the same signature.
 
 The bare op allocates its result and returns it; its autograd formula, ``register_autograd``'s, saves the operands and
-calls bare ops. On the other side the whole of tgl runs (argument checks, allocation, choice of an implementation, the
-autograd formula) except the arithmetic: an implementation that does nothing is registered for the time being.
+calls bare ops. "plain" is the same op without a formula, for calls that need no gradient. On the other side all of
+tgl runs (argument checks, allocation, choice of an implementation, the autograd formula) except the arithmetic: an
+implementation that does nothing is registered for the time being.
 
-Both sides take turns in one process. A round is short, so that another process rarely falls into it; the figures are
+The sides take turns in one process. A round is short, so that another process rarely falls into it; the figures are
 medians over rounds.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import tgl
 
+_TGL = torch.ops.tgl
 T, G, K, N = 4, 2, 8, 8
 OPS = ("grouped_gemm", "grouped_gemm_wgrad", "grouped_dbias", "grouped_activation")
 STUBBED = (*OPS, "grouped_activation_backward")
@@ -35,14 +37,20 @@ BODIES: dict[str, Callable] = {
 }
 
 
-def define_bare_ops() -> tuple[torch.library.Library, Any]:
+def define_plain_ops(namespace: str) -> torch.library.Library:
     """The ops once more in a namespace of their own: same signatures, nothing inside."""
-    library = torch.library.Library("tgl_bare", "DEF")
+    library = torch.library.Library(namespace, "DEF")
     for name in STUBBED:
         signature = str(getattr(torch.ops.tgl, name).default._schema).partition("(")[2]
         library.define(f"{name}({signature}")
         library.impl(name, BODIES[name], "CPU")
-    bare = torch.ops.tgl_bare
+    return library
+
+
+def define_bare_ops(namespace: str) -> torch.library.Library:
+    """Those with an autograd formula."""
+    library = define_plain_ops(namespace)
+    bare = getattr(torch.ops, namespace)
 
     def save(ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Any = None) -> None:
         ctx.save_for_backward(*inputs[:3])
@@ -66,8 +74,8 @@ def define_bare_ops() -> tuple[torch.library.Library, Any]:
         return bare.grouped_activation_backward.default(dy, x, offs)[0], None, None
 
     for name, formula in zip(OPS, (gemm, wgrad, dbias, activation)):
-        torch.library.register_autograd(f"tgl_bare::{name}", formula, setup_context=save, lib=library)
-    return library, bare
+        torch.library.register_autograd(f"{namespace}::{name}", formula, setup_context=save, lib=library)
+    return library
 
 
 @contextlib.contextmanager
@@ -140,18 +148,21 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4, help="calls of each round")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    library, bare = define_bare_ops()
+    libraries = define_plain_ops("tgl_plain"), define_bare_ops("tgl_bare")
     print(f"{options.rounds * options.calls} calls per figure, microseconds per call")
-    print(f"{'op':20} {'':20} {'bare':>8} {'tgl':>8} {'ratio':>7}")
+    print(f"{'op':20} {'':20} {'plain':>8} {'bare':>8} {'tgl':>8} {'tgl/bare':>9}")
     with no_arithmetic():
         for name in OPS:
+            plain, bare, ours = (getattr(ops, name).default for ops in (torch.ops.tgl_plain, torch.ops.tgl_bare, _TGL))
             for title, make in cases(name).items():
-                mode = torch.no_grad() if title == "no grad" else torch.enable_grad()
-                with mode:
-                    functions = [make(getattr(namespace, name).default) for namespace in (bare, torch.ops.tgl)]
-                    ours = measure(functions, options.rounds, options.calls)
-                print(f"{name:20} {title:20} {ours[0]:8.1f} {ours[1]:8.1f} {ours[1] / ours[0]:7.2f}", flush=True)
-    library._destroy()
+                inference = title == "no grad"
+                with torch.set_grad_enabled(not inference):
+                    contenders = [make(op) for op in ((plain, bare, ours) if inference else (bare, ours))]
+                    *others, reference, own = measure(contenders, options.rounds, options.calls)
+                first = f"{others[0]:8.1f}" if others else " " * 8
+                print(f"{name:20} {title:20} {first} {reference:8.1f} {own:8.1f} {own / reference:9.2f}", flush=True)
+    for library in libraries:
+        library._destroy()
 
 
 if __name__ == "__main__":
