@@ -37,7 +37,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         prog="train_moe", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for name, default, text in (
-        ("steps", 900, "training steps"),
+        ("steps", 600, "training steps"),
         ("dim", 128, f"width of the model, a multiple of {HEAD}"),
         ("layers", 4, "transformer blocks"),
         ("experts", 32, "experts per block"),
@@ -83,9 +83,12 @@ def describe(chosen: argparse.Namespace, model: Transformer, corpus: data.Corpus
     offs = torch.zeros(chosen.experts, dtype=torch.int32, device=chosen.device)
     served = tgl.explain("grouped_gemm", rows, experts.fc1.weight.detach().to(rows.dtype).transpose(1, 2), offs).chosen
     mode = "eager" if chosen.no_compile else "torch.compile(fullgraph=True)"
-    threads = f", {torch.get_num_threads()} threads" if chosen.device.type == "cpu" else ""
+    threads = torch.get_num_threads()
+    where = str(chosen.device)
+    if chosen.device.type == "cpu":
+        where += f" ({threads} thread{'s' if threads > 1 else ''})"
     return [
-        f"tgl {tgl.__version__}, torch {torch.__version__}, {chosen.device}{threads}, {chosen.dtype}, {mode}",
+        f"tgl {tgl.__version__}, torch {torch.__version__}, {where}, {chosen.dtype}, {mode}",
         f"  text      {corpus.train.shape[0] / 1e6:.1f} MB of Python {platform.python_version()}'s standard library: "
         f"{corpus.files[0]} files to train on, {corpus.files[1]} held out",
         f"  model     {chosen.layers} blocks of width {chosen.dim}; in each {chosen.experts} experts of "
