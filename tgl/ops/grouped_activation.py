@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import specs
+from . import _activation_cpu
 from ._library import Formula, define
 
 NAME = "grouped_activation"
 BACKWARD = "grouped_activation_backward"
 _PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
-_CHUNK = 1 << 18  # elements of x per step of the CPU loop: float32 temporaries of 1 MiB, few calls, still near the core
 
 
 class Params(NamedTuple):
@@ -127,33 +127,6 @@ def _backward_rows(
     if du_out is not None:
         du = dy * a
         du_out.copy_(du if slope is None else du.mul_(slope))
-
-
-def _row_chunks(offs: Tensor, x: Tensor) -> tuple[int, list[slice]]:
-    """Number of routed rows, and slices that cover them in cache-sized steps. Reads ``offs`` on the host."""
-    routed = 0
-    for end in offs.tolist():
-        routed = min(max(end, routed), x.shape[0])
-    step = max(1, _CHUNK // max(x.shape[1], 1))
-    return routed, [slice(i, min(i + step, routed)) for i in range(0, routed, step)]
-
-
-def _chunked(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
-    routed, chunks = _row_chunks(offs, x)
-    for rows in chunks:
-        _forward_rows(x[rows], None if probs is None else probs[rows], params, out[rows])
-    out[routed:].zero_()
-
-
-def _chunked_backward(
-    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
-) -> None:
-    routed, chunks = _row_chunks(offs, x)
-    for rows in chunks:
-        row_probs, row_dprobs = (None, None) if probs is None else (probs[rows], dprobs[rows])
-        _backward_rows(dy[rows], x[rows], row_probs, params, dx[rows], row_dprobs)
-    dx[routed:].zero_()
-    dprobs[routed:].zero_()
 
 
 def _tail(offs: Tensor, rows: int) -> Tensor:
@@ -277,9 +250,9 @@ def _call_backward(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(BACKWARD, _call_backward)
-backends.add(backends.Implementation(NAME, "chunked aten", "cpu", _chunked))
+backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _activation_cpu.forward))
 backends.add(backends.Implementation(NAME, "masked aten", "cuda", _masked))
-backends.add(backends.Implementation(BACKWARD, "chunked aten", "cpu", _chunked_backward))
+backends.add(backends.Implementation(BACKWARD, "steps of aten", "cpu", _activation_cpu.backward))
 backends.add(backends.Implementation(BACKWARD, "masked aten", "cuda", _masked_backward))
 
 
@@ -320,8 +293,8 @@ def grouped_activation(
         TypeError, ValueError: arguments that do not fit.
         RuntimeError: a forward-mode derivative is asked for.
     """
-    # None rather than a float default: under dynamic=True Dynamo would make a symbol of such a default, find it constant
-    # and compile the whole graph a second time.
+    # None rather than a float default: under dynamic=True Dynamo would make a symbol of a default, find it constant and
+    # compile the whole graph a second time.
     constants = {"limit": limit, "alpha": alpha, "offset": offset}
     given = {name: value for name, value in constants.items() if value is not None}
     return _op(x, offs, probs, kind=kind, interleaved=interleaved, **given)
