@@ -11,18 +11,18 @@ from torch import Tensor
 _depth = 0
 
 
-# Traced, entering and leaving would cancel out before the graph runs, and nothing would be checked.
-@torch.compiler.disable(reason="tgl.debug_checks() goes around the call of a compiled function, not inside it")
 @contextmanager
 def debug_checks() -> Iterator[None]:
     """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
 
-    Works around an eager call and around a call of a compiled function (the check runs inside the op); inside a compiled
-    function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to the host, so
-    it synchronises and cannot run under CUDA graph capture. Contexts nest.
+    Works around an eager call and around a call of a compiled function (the check runs inside the op). Inside a
+    compiled function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to
+    the host: it synchronises and cannot run under CUDA graph capture. Contexts nest.
 
     Raises (from the op inside): ``ValueError`` naming the op and the first bad entry.
     """
+    if torch.compiler.is_compiling():  # traced, the two assignments would cancel out before the graph runs
+        torch._dynamo.graph_break("tgl.debug_checks() goes around the call of a compiled function, not inside it")
     global _depth
     _depth += 1
     try:
