@@ -16,20 +16,33 @@ from ..meta import specs
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_STEP = 1 << 17  # output elements per step: few calls, and the 3 MiB it touches stay in the L3 cache
+_SCRATCH = 1 << 17  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
-def _steps(x: Tensor, routed: int, width: int, buffers: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """The rows of each step, with ``buffers`` scratch matrices of as many rows in the accumulator's dtype."""
-    rows = min(routed, max(1, _STEP // max(width, 1)))
-    scratch = torch.empty(buffers, rows, width, dtype=specs.accumulator(x.dtype), device=x.device)
-    full = scratch.unbind()
-    for start in range(0, routed, max(rows, 1)):
-        count = min(rows, routed - start)
-        yield slice(start, start + count), full if count == rows else scratch[:, :count].unbind()
+class _Steps:
+    """Cuts the routed rows into steps and lends buffers of one step's size, in the accumulator's dtype."""
+
+    def __init__(self, x: Tensor, offs: Tensor, width: int, buffers: int) -> None:
+        self.routed = _routed_rows(x, offs)
+        self.rows = min(self.routed, max(1, _SCRATCH // buffers // max(width, 1)))
+        self.shape, self.dtype = (self.rows, width), specs.accumulator(x.dtype)
+        self.count = 0
+        self.buffers: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.routed, max(self.rows, 1)):
+            self.count = min(self.rows, self.routed - start)
+            yield slice(start, start + self.count)
+
+    def room(self, name: str) -> Tensor:
+        """The buffer called ``name``; its contents last until the end of the step."""
+        if name not in self.buffers:
+            self.buffers[name] = torch.empty(self.shape, dtype=self.dtype)
+        buffer = self.buffers[name]
+        return buffer if self.count == self.rows else buffer[: self.count]
 
 
 def _routed_rows(x: Tensor, offs: Tensor) -> int:
@@ -40,12 +53,11 @@ def _routed_rows(x: Tensor, offs: Tensor) -> int:
     return routed
 
 
-def _gated_factors(
-    params: Params, g: Tensor, u: Tensor, z: Tensor, a: Tensor, linear: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``z, A(g), L(u)`` where ``A'(g) = silu'(z)`` below the limit; ``z``, ``a``, ``linear``: room for them."""
+def _gated_factors(steps: _Steps, params: Params, g: Tensor, u: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``z, A(g), L(u)``, the second in ``a``, where ``A'(g) = silu'(z)`` below the limit."""
     if params.kind == "swiglu":
         return g, _silu_out(g, out=a), u
+    z, linear = steps.room("z"), steps.room("linear")
     torch.clamp(g, max=params.limit, out=a)
     torch.mul(a, params.alpha, out=z)
     a.mul_(torch.sigmoid(z, out=linear))
@@ -54,48 +66,51 @@ def _gated_factors(
 
 def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """``out = probs A(g) L(u)`` and a zero tail."""
-    routed, same_dtype = _routed_rows(x, offs), out.dtype == specs.accumulator(x.dtype)
+    same_dtype = out.dtype == specs.accumulator(x.dtype)
     in_place = same_dtype and not (params.gated and params.interleaved)
-    for rows, (g_wide, u_wide, y_wide, z, linear) in _steps(x, routed, out.shape[1], 5):
+    steps = _Steps(x, offs, out.shape[1], 2 if in_place else 4)
+    for rows in steps:
         g, u = params.halves(x[rows])
-        y = out[rows] if same_dtype else y_wide
+        y = out[rows] if same_dtype else steps.room("y")
         if not in_place:
-            g, u = g_wide.copy_(g), None if u is None else u_wide.copy_(u)
+            g, u = steps.room("g").copy_(g), None if u is None else steps.room("u").copy_(u)
         if u is None:
             torch.clamp(g, min=0, out=y).square_()
         else:
-            _, a, factor = _gated_factors(params, g, u, z, y, linear)
-            a.mul_(factor)
+            _, a, linear = _gated_factors(steps, params, g, u, y)
+            a.mul_(linear)
         if probs is not None:
             y.mul_(probs[rows, None])
         if not same_dtype:
             out[rows].copy_(y)
-    out[routed:].zero_()
+    out[steps.routed :].zero_()
 
 
 def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
-    routed = _routed_rows(x, offs)
     in_place = dx.dtype == specs.accumulator(x.dtype) and not (params.gated and params.interleaved)
-    for rows, (g_wide, u_wide, d_wide, z, a, linear, w, product) in _steps(x, routed, dy.shape[1], 8):
+    steps = _Steps(x, offs, dy.shape[1], 2 if in_place else 4)
+    for rows in steps:
         g, u = params.halves(x[rows])
         dg, du = params.halves(dx[rows])
         d, p = dy[rows], None if probs is None else probs[rows, None]
         if not in_place:
-            g, u, d = g_wide.copy_(g), None if u is None else u_wide.copy_(u), d_wide.copy_(d)
-        if u is None:
+            g, d = steps.room("g").copy_(g), steps.room("d").copy_(d)
+            u = None if u is None else steps.room("u").copy_(u)
+        a = steps.room("a")
+        if u is None or du is None:
             torch.clamp(g, min=0, out=a)
-            torch.mul(d, a, out=w)
+            w = torch.mul(d, a, out=steps.room("w"))
             if p is not None:
-                torch.sum(torch.mul(w, a, out=product), 1, out=dprobs[rows])
+                torch.sum(a.mul_(w), 1, out=dprobs[rows])
                 w.mul_(p)
             dg.copy_(w.mul_(2))
             continue
-        z, a, factor = _gated_factors(params, g, u, z, a, linear)
-        torch.mul(d, factor, out=w)
-        a_d = torch.mul(a, d, out=du if in_place else product)
+        z, a, linear = _gated_factors(steps, params, g, u, a)
+        w = torch.mul(d, linear, out=steps.room("w") if in_place and linear is u else linear)
+        a_d = torch.mul(d, a, out=du if in_place else d)
         if p is not None:
             torch.sum(a.mul_(w), 1, out=dprobs[rows])
             w.mul_(p)
@@ -108,5 +123,5 @@ def backward(
         else:
             dg.copy_(_silu_backward_out(w, z, grad_input=a))
             du.copy_(a_d)
-    dx[routed:].zero_()
-    dprobs[routed:].zero_()
+    dx[steps.routed :].zero_()
+    dprobs[steps.routed :].zero_()
