@@ -120,6 +120,29 @@ def test_bad_arguments_have_the_message_of_eager(what: str, dynamic: bool) -> No
         torch.compile(tgl.grouped_gemm, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*args)
 
 
+SPLITS = {
+    "wrong length": (torch.tensor([4, 2]), r"`m_splits` must be of shape \[num_gemms\] = \(3,\), but got \(2,\)"),
+    "wrong length of a list": ([4, 2], "`m_splits` must have num_gemms = 3 entries, but got 2"),
+    "a list": ([4, 2, 3], "m_splits as a list, or on another device than the input, costs a blocking copy"),
+}
+
+
+@pytest.mark.parametrize("what", SPLITS)
+def test_bad_splits_keep_their_message(what: str) -> None:
+    splits, message = SPLITS[what]
+    layer, x = tgl.GroupedLinear(G, K, N), torch.randn(T, K)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x, splits)
+    broken = torch.compile(layer, backend="aot_eager")
+    if what == "a list":
+        with pytest.deprecated_call(match=message):
+            y = broken(x, splits)
+        assert torch.equal(y, layer(x, torch.tensor(splits)))
+    else:
+        with pytest.raises(ValueError, match=message):
+            broken(x, splits)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_misaligned_out_is_refused_at_run_time_and_not_written(backend: str) -> None:
     compiled = torch.compile(lambda a, b, out: tgl.grouped_gemm(a, b, OFFS, out=out), backend=backend, fullgraph=True)

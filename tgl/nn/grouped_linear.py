@@ -16,20 +16,32 @@ from ..ops.splits_to_offsets import splits_to_offsets
 MSplits = Tensor | Sequence[int]
 
 
+def _explain_to_dynamo(message: str) -> None:
+    """Put ``message`` into the error of a trace, where a Python raise loses its own and a warning cannot be traced."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(message)
+
+
 def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tensor:
     """int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is there already."""
     if isinstance(m_splits, Tensor):
         if m_splits.shape != (num_gemms,):
-            raise ValueError(
-                f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}"
-            )
+            message = f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}"
+            _explain_to_dynamo(message)
+            raise ValueError(message)
         if m_splits.device == device:
             return splits_to_offsets(m_splits)
     elif len(m_splits) != num_gemms:
-        raise ValueError(f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}")
-    warnings.warn(
+        message = f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}"
+        _explain_to_dynamo(message)
+        raise ValueError(message)
+    message = (
         "m_splits as a list, or on another device than the input, costs a blocking copy and cannot be captured in a "
-        "CUDA graph; pass a tensor on the input's device",
+        "CUDA graph; pass a tensor on the input's device"
+    )
+    _explain_to_dynamo(message)
+    warnings.warn(
+        message,
         DeprecationWarning,
         stacklevel=5,  # the caller of the module: forward, _call_impl and _wrapped_call_impl lie between
     )
