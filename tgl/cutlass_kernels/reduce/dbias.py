@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from .segment import segment_bounds
+from ..varlen.groups import group_range
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -88,7 +88,7 @@ class GroupedDbias:
         for item in cutlass.range(block // CLUSTER, items, blocks // CLUSTER, unroll=1):
             group = item // strips
             first_column = (item - group * strips) * self.columns
-            begin, end = segment_bounds(offs, group, rows)
+            begin, end = group_range(offs, rows, group, False)
             if end - begin > SPLIT_ROWS:
                 share = cute.ceil_div(end - begin, CLUSTER)
                 low = cutlass.min(begin + rank * share, end)
@@ -112,7 +112,7 @@ class GroupedDbias:
         for item in cutlass.range(block, items, blocks, unroll=1):
             group = item // strips
             first_column = (item - group * strips) * self.columns
-            begin, end = segment_bounds(offs, group, rows)
+            begin, end = group_range(offs, rows, group, False)
             if end - begin <= SPLIT_ROWS:
                 self.sum_rows(dy, warp_sums, first_column, begin, end, tid)
                 if tid < self.columns:
