@@ -3,7 +3,7 @@
 from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation
 from .debug import debug_checks
-from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, route
+from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
@@ -30,6 +30,7 @@ __all__ = [
     "combine",
     "debug_checks",
     "dispatch",
+    "dispatch_weights",
     "explain",
     "grouped_activation",
     "grouped_dbias",

@@ -8,7 +8,8 @@ prints those words; nothing is chosen silently and no environment variable is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Implementation:
         supports: called like ``run``; returns None if it can serve the call, else the reason why not.
         archs: CUDA architectures such as ``"sm_90"``; None means any.
         priority: higher is asked first; the built-in implementations use 0 and below.
+        emulable: whether it is a kernel compiled for ``archs`` that an emulator of such a device can run on CPU tensors.
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         note: a sentence for ``explain`` about what to expect.
     """
@@ -51,6 +53,7 @@ class Implementation:
     priority: int = 0
     syncs: bool = False
     note: str = ""
+    emulable: bool = False
 
     def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
         """None if this implementation can serve the call, else why not."""
@@ -63,13 +66,41 @@ class Implementation:
         return self.supports(*args, **kwargs) if self.supports is not None else None
 
 
-@functools.lru_cache(maxsize=64)
 def device_arch(device: torch.device) -> str:
-    """``"sm_90"`` and the like for a CUDA device, the device type for any other."""
-    if device.type != "cuda":
-        return device.type
+    """``"sm_90"`` and the like for a CUDA device (or one that is emulated), the device type for any other."""
+    if device.type == "cuda":
+        return _cuda_arch(device)
+    return _emulated_arch if _emulated_arch is not None and device.type == "cpu" else device.type
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_arch(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+_emulated_arch: str | None = None
+
+
+@contextmanager
+def emulated_device(arch: str) -> Iterator[None]:
+    """Let CUDA kernels for ``arch`` (``"sm_100"``) serve CPU tensors: for an emulator that takes their launches.
+
+    Ops that have no such kernel keep their CPU implementation; ``explain`` tells which.
+    """
+    global _emulated_arch
+    before, _emulated_arch = _emulated_arch, arch
+    try:
+        yield
+    finally:
+        _emulated_arch = before
+
+
+def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
+    own = _table.get((op, device.type), ())
+    if _emulated_arch is None or device.type != "cpu":
+        return own
+    return (*(i for i in _table.get((op, "cuda"), ()) if i.emulable), *own)
 
 
 _table: dict[tuple[str, str], tuple[Implementation, ...]] = {}
@@ -142,7 +173,7 @@ def register_implementation(
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
-    for implementation in _table.get((op, device.type), ()):
+    for implementation in _candidates(op, device):
         if implementation.reason_against(device, args, kwargs) is None:
             implementation.run(*args, **kwargs)
             return
@@ -190,7 +221,7 @@ class Explanation:
 def _explain(op: str, device: torch.device, args: tuple, kwargs: dict) -> Explanation:
     chosen: Implementation | None = None
     refused, unasked = [], []
-    for implementation in _table.get((op, device.type), ()):
+    for implementation in _candidates(op, device):
         reason = implementation.reason_against(device, args, kwargs)
         if reason is not None:
             refused.append((implementation, reason))

@@ -2,6 +2,6 @@
 
 from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
-from .routing import Routing, combine, dispatch, route
+from .routing import Routing, combine, dispatch, dispatch_weights, route
 
-__all__ = ["GroupedLinear", "GroupedMLP", "Routing", "combine", "dispatch", "route"]
+__all__ = ["GroupedLinear", "GroupedMLP", "Routing", "combine", "dispatch", "dispatch_weights", "route"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Routing(NamedTuple):
@@ -48,38 +48,40 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     return Routing(source, position, offs, top_k_index.shape[-1])
 
 
+def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
+    """``[S, H]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
+    if top_k == 1:
+        return rows.index_select(0, position)
+    # One pass over the rows, where a gather and a sum would write and read another [T, H].
+    return nn.functional.embedding_bag(position.view(-1, top_k), rows, mode="sum")
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, position: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(position)
+        ctx.save_for_backward(source, position)
         ctx.top_k = top_k
         return x.index_select(0, source // top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (position,) = ctx.saved_tensors
-        pairs = grad.index_select(0, position)
-        return pairs.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
+        source, position = ctx.saved_tensors
+        return _Sum.apply(grad, source, position, ctx.top_k), None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
+    """The transpose of ``_Dispatch``: each is the other's derivative."""
+
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, source: Tensor, position: Tensor) -> Tensor:
-        ctx.save_for_backward(y, weights, source, position)
-        pairs = y.index_select(0, position).view(*weights.shape, y.shape[1])
-        return (pairs * weights[:, :, None].to(y.dtype)).sum(1)
+    def forward(ctx: Any, y: Tensor, source: Tensor, position: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(source, position)
+        ctx.top_k = top_k
+        return _sum_choices(y, position, top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, weights, source, position = ctx.saved_tensors
-        dy = dweights = None
-        if ctx.needs_input_grad[0]:
-            row_weights = weights.reshape(-1)[source].to(grad.dtype)
-            dy = grad.index_select(0, source // weights.shape[1]) * row_weights[:, None]
-        if ctx.needs_input_grad[1]:
-            pairs = y.index_select(0, position).view(*weights.shape, y.shape[1])
-            dweights = (pairs * grad[:, None, :]).sum(2, dtype=torch.float32).to(weights.dtype)
-        return dy, dweights, None, None
+        source, position = ctx.saved_tensors
+        return _Dispatch.apply(grad, source, position, ctx.top_k), None, None, None
 
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
@@ -95,15 +97,31 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     return _Dispatch.apply(x, routing.source, routing.position, routing.top_k)
 
 
-def combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
+def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
+    """Bring the routing weights into the order of the rows, as the ``probs`` of ``GroupedMLP`` are.
+
+    Args:
+        weights: ``[S, k]``: routing weight of every choice.
+        routing: from ``route``.
+
+    Returns:
+        ``[T]``.
+    """
+    # A dispatch of k times as many tokens of one choice and width one.
+    return _Dispatch.apply(weights.reshape(-1, 1), routing.source, routing.position, 1).view(-1)
+
+
+def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     """Sum the experts' answers for every token.
 
     Args:
         y: ``[T, H]``, grouped by expert, in the order of ``dispatch``.
         routing: from ``route``.
-        weights: ``[S, k]``: routing weight of every choice.
+        weights: ``[S, k]``: routing weight of every choice; None if the experts have applied it already, as
+            ``GroupedMLP`` does with its ``probs``, which is cheaper.
 
     Returns:
         ``[S, H]``: for token ``s``, the sum over its choices ``j`` of ``weights[s, j] * y[row of (s, j)]``.
     """
-    return _Combine.apply(y, weights, routing.source, routing.position)
+    rows = y if weights is None else y * dispatch_weights(weights, routing)[:, None]
+    return _Sum.apply(rows, routing.source, routing.position, routing.top_k).to(y.dtype)

@@ -82,25 +82,27 @@ def _below_autograd(op: torch._ops.OpOverload, keyset: Any, args: tuple, kwargs:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _refuse_tangents(op: torch._ops.OpOverload, args: tuple) -> None:
+def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     if forward_ad._current_level < 0:
         return
-    for arg in args:
+    for arg in (*args, *kwargs.values()):
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise RuntimeError(f"{op.name()} has no forward-mode derivative (jvp); use reverse mode")
 
 
 def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
     """The Autograd kernel of an op that writes into an argument."""
+    names = [a.name for a in op._schema.arguments]
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled():
-            for argument, value in zip(op._schema.arguments, (*args, *kwargs.values())):
+            for name, value in (*zip(names, args), *kwargs.items()):  # the dispatcher drops trailing defaults
                 if isinstance(value, Tensor) and value.requires_grad:
                     written = next(a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write)
                     raise RuntimeError(
                         f"{op.name()}: writes into `{written}` and has no derivative, so no argument may require grad, "
-                        f"but `{argument.name}` does; detach it or use torch.no_grad()"
+                        f"but `{name}` does; detach it or use torch.no_grad()"
                     )
         return _below_autograd(op, keyset, args, kwargs)
 
@@ -115,7 +117,13 @@ def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:
     count = len(positional)
 
     def forward(ctx: Any, keyset: Any, kwargs: dict, *args: Any) -> Any:
-        output = _below_autograd(op, keyset, args, kwargs)
+        if torch._C._are_functorch_transforms_active():
+            # Function.apply turned both grad modes off, which is meant for this level alone: an enclosing level (the
+            # outer grad of grad(grad(f)), a jvp) is about to receive the call and must see it.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                output = _below_autograd(op, keyset, args, kwargs)
+        else:
+            output = _below_autograd(op, keyset, args, kwargs)
         formula.save(ctx, ctx.needs_input_grad[2:], *args, output=output, **{**keyword_defaults, **kwargs})
         return output
 
@@ -132,7 +140,7 @@ def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:
     apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tangents(op, args)
+        _refuse_tangents(op, args, kwargs)
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
             return _below_autograd(op, keyset, args, kwargs)
         if len(args) < count:

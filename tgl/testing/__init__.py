@@ -1,1 +1,32 @@
-"""Tools for testing ops and kernels: sample inputs, opcheck runs, and the kernel emulator."""
+"""Tools for testing grouped ops and kernels, ours and other codebases' own; see ``docs/testing.md``.
+
+Everything is imported on first use, so that ``import tgl`` does not pay for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_EXPORTS = {
+    "ContractError": "opcheck",
+    "GroupSizes": "samples",
+    "ROUTINGS": "samples",
+    "SIGNATURES": "signatures",
+    "SampleInput": "samples",
+    "Signature": "samples",
+    "check_op": "opcheck",
+    "sample_inputs": "signatures",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,26 @@
+"""One thread, and no compiled code from an earlier state of the schemas."""
+
+import os
+
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("tgl", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("tgl")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """For tests that compile: no graphs from earlier tests, and none left behind."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

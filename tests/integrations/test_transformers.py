@@ -1,0 +1,376 @@
+"""The experts implementation for transformers, against the models' own loop over experts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tgl.integrations import transformers as integration
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
+from transformers.models.beam.modeling_beam import BeamExperts  # noqa: E402
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts  # noqa: E402
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts  # noqa: E402
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts  # noqa: E402
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts  # noqa: E402
+from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts  # noqa: E402
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts  # noqa: E402
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts  # noqa: E402
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import (  # noqa: E402
+    OpenAIPrivacyFilterExperts,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
+
+EXPERTS, HIDDEN, INTER, TOP_K, TOKENS = 6, 16, 24, 2, 20
+
+
+@use_experts_implementation(has_bias=True, has_gate=False)
+class PlainBiasedExperts(nn.Module):
+    """Plain experts with biases, which no model of transformers has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.up_proj = nn.Parameter(torch.empty(EXPERTS, INTER, HIDDEN))
+        self.up_proj_bias = nn.Parameter(torch.empty(EXPERTS, INTER))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTER))
+        self.down_proj_bias = nn.Parameter(torch.empty(EXPERTS, HIDDEN))
+        self.act_fn = nn.GELU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(top_k_index == expert)
+            y = self.act_fn(nn.functional.linear(hidden_states[token], self.up_proj[expert], self.up_proj_bias[expert]))
+            y = nn.functional.linear(y, self.down_proj[expert], self.down_proj_bias[expert])
+            out = out.index_add(0, token, y * top_k_weights[token, choice, None])
+        return out
+
+
+# class -> the fused activation that must serve it, None for the module's own
+CASES: dict[type[nn.Module], tuple[str, bool] | None] = {
+    MixtralExperts: ("swiglu", False),
+    Qwen3MoeExperts: ("swiglu", False),
+    DeepseekV3Experts: ("swiglu", False),
+    BeamExperts: ("swiglu", False),
+    AriaExperts: ("swiglu", False),  # transposed
+    MuseSparkExperts: ("swiglu", False),  # a norm after the experts
+    GptOssExperts: ("clamped_qgeglu", True),  # transposed, biases, interleaved
+    OpenAIPrivacyFilterExperts: ("clamped_qgeglu", False),  # transposed, biases
+    MiniMaxM3VLExperts: ("clamped_qgeglu", False),
+    Glm5NextTextExperts: ("clamped_qgeglu", False),
+    HYV4Experts: ("clamped_qgeglu", False),
+    DeepseekV4Experts: ("clamped_qgeglu", False),
+    NemotronHExperts: ("srelu", False),  # plain
+    Inkling2Experts: None,  # a gate of its own
+    PlainBiasedExperts: None,
+}
+BY_CLASS = pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """One configuration under all the names that the models use."""
+    values = {name: EXPERTS for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")}
+    values |= {name: HIDDEN for name in ("hidden_size", "moe_hidden_size")}
+    values |= {name: INTER for name in ("intermediate_size", "moe_intermediate_size")}
+    values |= {"hidden_act": "silu", "mlp_hidden_act": "relu2", "moe_latent_size": None, "post_norm_eps": 1e-6}
+    # A low limit, so that random inputs reach both sides of it.
+    values |= {"swiglu_limit": 1.5, "swiglu_alpha": 1.702, "mlp_gate_softcap": 5.0, "mlp_up_softcap": 5.0}
+    values |= {"_experts_implementation": "eager"}
+    return SimpleNamespace(**values | changes)
+
+
+def make(cls: type[nn.Module], **changes: Any) -> nn.Module:
+    torch.manual_seed(1)
+    experts = cls(config(**changes))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+def inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, indices (expert 0 idle), weights and an output gradient."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    index = torch.rand(tokens, EXPERTS - 1, generator=generator).topk(TOP_K).indices + 1
+    weights = torch.rand(tokens, TOP_K, generator=generator).to(dtype).requires_grad_()
+    return x, index, weights, torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+
+
+def run(
+    experts: nn.Module, how: str, data: tuple[Tensor, Tensor, Tensor, Tensor], call: Callable | None = None
+) -> list[Tensor]:
+    """Output, and gradients of the input, the routing weights and every parameter."""
+    x, index, weights, dy = data
+    experts.config._experts_implementation = how
+    out = (call or experts)(x, index, weights)
+    wanted = [x, weights, *experts.parameters()]
+    grads = torch.autograd.grad(out, wanted, dy, allow_unused=True, materialize_grads=True)
+    return [out.detach(), *grads]
+
+
+def assert_rounding(results: list[Tensor], references: list[Tensor], ulps: float = 16) -> None:
+    """Every result within ``ulps`` float32 roundings, in units of the largest entry, of a float64 reference."""
+    for result, reference in zip(results, references, strict=True):
+        assert result.dtype == torch.float32
+        scale = reference.abs().max()
+        torch.testing.assert_close(
+            result.double(), reference, rtol=0, atol=float(ulps * torch.finfo(torch.float32).eps * scale)
+        )
+
+
+def exact(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """The model's own loop in float64 (privacy filter and Beam force float32 on any input, though)."""
+    wide = type(experts)(experts.config).double()
+    wide.load_state_dict(experts.state_dict())
+    x, index, weights, dy = data
+    data64 = (x.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_(), dy.double())
+    return run(wide, "eager", data64)
+
+
+@BY_CLASS
+def test_equals_the_models_own_loop(cls: type[nn.Module]) -> None:
+    experts, data = make(cls), inputs()
+    assert_rounding(run(experts, "tgl", data), exact(experts, data))
+
+
+@BY_CLASS
+def test_activation_is_recognised(cls: type[nn.Module]) -> None:
+    found = integration.activation(make(cls))
+    assert (found and (found.kind, found.interleaved)) == CASES[cls]
+
+
+def test_other_activations_are_not_taken_for_silu() -> None:
+    experts, data = make(MixtralExperts, hidden_act="gelu"), inputs()
+    assert integration.activation(experts) is None
+    assert_rounding(run(experts, "tgl", data), exact(experts, data))
+
+
+def test_a_changed_gate_is_not_taken_for_the_known_one() -> None:
+    class Changed(GptOssExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+            return (up + 2) * gate * torch.sigmoid(gate * self.alpha)
+
+    experts, data = make(Changed), inputs()
+    assert integration.activation(experts) is None
+    assert_rounding(run(experts, "tgl", data), exact(experts, data))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@BY_CLASS
+def test_compiles_whole(cls: type[nn.Module]) -> None:
+    """fullgraph, forward and backward; the compiled layer answers as the uncompiled one."""
+    experts, data = make(cls), inputs()
+    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager")
+    results = run(experts, "tgl", data, compiled)
+    assert_rounding(results, [t.double() for t in run(experts, "tgl", data)], ulps=2)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts, MuseSparkExperts, Inkling2Experts])
+def test_inductor(cls: type[nn.Module]) -> None:
+    experts, data = make(cls), inputs()
+    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, dynamic=True)
+    assert_rounding(run(experts, "tgl", data, compiled), exact(experts, data))
+    data = inputs(tokens=TOKENS + 3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        results = run(experts, "tgl", data, compiled)
+    assert_rounding(results, exact(experts, data))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_keeps_the_dtype(dtype: torch.dtype) -> None:
+    """Routers of several models give float32 weights; the layer answers in the dtype of its input."""
+    experts, data = make(MixtralExperts), inputs(dtype=dtype)
+    ours = run(experts.to(dtype), "tgl", (data[0], data[1], data[2].detach().float().requires_grad_(), data[3]))
+    assert [t.dtype for t in ours] == [dtype, dtype, torch.float32, dtype, dtype]
+    for result, expected in zip(ours, exact(experts, data), strict=True):
+        error = (result.double() - expected).norm() / expected.norm()
+        assert error < 2 * torch.finfo(dtype).eps
+
+
+def with_sentinels(
+    sentinel: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The same routing twice: with sentinels and NaN where they are, and with weight zero on a real expert."""
+    x, index, weights, dy = inputs()
+    skipped = torch.zeros_like(index, dtype=torch.bool)
+    skipped[::3, 0] = True
+    skipped[5] = True
+    poisoned_x = x.detach().clone()
+    poisoned_x[5] = float("nan")
+    clean_x = x.detach().clone()
+    poisoned = (
+        poisoned_x.requires_grad_(),
+        index.masked_fill(skipped, sentinel),
+        weights.detach().masked_fill(skipped, float("inf")).requires_grad_(),
+        dy,
+    )
+    return poisoned, (clean_x.requires_grad_(), index, weights.detach().masked_fill(skipped, 0).requires_grad_(), dy)
+
+
+@pytest.mark.parametrize("sentinel", [EXPERTS, EXPERTS + 5])
+@pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts, MuseSparkExperts, Inkling2Experts, PlainBiasedExperts])
+def test_sentinels_leak_nothing(cls: type[nn.Module], sentinel: int) -> None:
+    """Infinite routing weights and a NaN row behind sentinels reach neither the output nor any gradient."""
+    experts = make(cls)
+    experts._is_expert_parallel = True
+    poisoned, clean = with_sentinels(sentinel)
+    out, dx, dweights, *rest = run(experts, "tgl", poisoned)
+    expected, expected_dx, expected_dweights, *expected_rest = exact(experts, clean)
+    skipped = poisoned[1] >= EXPERTS
+    assert not dweights[skipped].any()
+    assert not out[5].any()
+    assert not dx[5].any()
+    expected_dweights = expected_dweights.masked_fill(skipped, 0)
+    assert_rounding([out, dx, dweights, *rest], [expected, expected_dx, expected_dweights, *expected_rest])
+
+
+def test_all_sentinels_and_no_tokens() -> None:
+    experts = make(MixtralExperts)
+    x, index, weights, dy = inputs()
+    for result in run(experts, "tgl", (x, torch.full_like(index, EXPERTS), weights, dy)):
+        assert not result.any()
+    out, dx, dweights, *rest = run(experts, "tgl", inputs(tokens=0))
+    assert (out.shape, dx.shape, dweights.shape) == ((0, HIDDEN), (0, HIDDEN), (0, TOP_K))
+    assert not any(t.any() for t in rest)
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = TINY | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MODELS = {
+    "mixtral": (transformers.MixtralConfig, TINY),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, TINY),
+    "gpt_oss": (transformers.GptOssConfig, TINY),
+    "deepseek_v3": (transformers.DeepseekV3Config, DEEPSEEK),
+}
+
+
+def tiny_model(name: str) -> nn.Module:
+    cls, values = MODELS[name]
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(cls(**values)).train()
+
+
+def loss_and_grads(model: nn.Module, forward: Callable) -> list[Tensor]:
+    tokens = torch.arange(48).view(2, 24) * 7 % 64
+    loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    return [loss.detach(), *grads]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_model_trains_alike(name: str) -> None:
+    model = tiny_model(name)
+    model.set_experts_implementation("tgl")
+    calls = []
+    layers = [module for module in model.modules() if hasattr(module, "is_transposed")]
+    for layer in layers:
+        layer.register_forward_hook(lambda module, *_: calls.append(module.config._experts_implementation))
+    ours = loss_and_grads(model, model)
+    assert layers
+    assert calls == ["tgl"] * len(layers)
+    model.set_experts_implementation("eager")
+    wide = tiny_model(name).double()
+    wide.set_experts_implementation("eager")
+    for result, own, exact in zip(ours, loss_and_grads(model, model), loss_and_grads(wide, wide), strict=True):
+        # What the model's own loop loses to rounding is the measure for ours.
+        allowed = 4 * (own - exact).abs().max() + 1e-6 * exact.abs().max()
+        assert (result - exact).abs().max() <= allowed
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "name, backend",
+    [("mixtral", "aot_eager"), *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in MODELS)],
+)
+def test_whole_model_compiles_whole(name: str, backend: str) -> None:
+    model = tiny_model(name)
+    model.set_experts_implementation("tgl")
+    expected = loss_and_grads(model, model)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for result, reference in zip(loss_and_grads(model, compiled), expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=float(1e-5 * reference.abs().max()))
+
+
+# --- the optional dependency ------------------------------------------------------------------------------------------
+
+
+def in_fresh_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_tgl_imports_no_transformers() -> None:
+    code = "import sys, tgl, tgl.integrations.transformers; print('transformers' in sys.modules)"
+    assert in_fresh_python(code).strip() == "False"
+
+
+def test_missing_transformers_is_a_clear_error() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import tgl.integrations.transformers as t\n"
+        "try:\n    t.register()\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "pip install torch-grouped-linear[transformers]" in in_fresh_python(code)
+
+
+def test_another_name() -> None:
+    integration.register("tgl-again")
+    experts, data = make(MixtralExperts), inputs()
+    for result, expected in zip(run(experts, "tgl-again", data), run(experts, "tgl", data), strict=True):
+        assert torch.equal(result, expected)

@@ -1,0 +1,172 @@
+"""Hugging Face transformers: run a model's experts on the grouped ops.
+
+Two lines switch a model, or one when it is loaded::
+
+    tgl.integrations.transformers.register()
+    model.set_experts_implementation("tgl")
+    # or: AutoModelForCausalLM.from_pretrained(name, experts_implementation="tgl")
+
+Every experts class that carries transformers' ``use_experts_implementation`` decorator is served: gated or plain, with
+or without biases, weights ``[G, out, in]`` or transposed, gates side by side, interleaved or of the model's own making,
+a norm after each expert, and expert parallelism, whose sentinels (indices of ``num_experts`` and more) cost no GEMM.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..meta.specs import accumulator
+from ..nn.routing import combine, dispatch, dispatch_weights, route
+from ..ops import grouped_activation, grouped_gemm
+
+NAME = "tgl"
+
+
+def register(name: str = NAME) -> None:
+    """Make the grouped ops available to transformers models as an experts implementation.
+
+    Args:
+        name: what ``set_experts_implementation`` and ``experts_implementation=`` will call it.
+
+    Raises:
+        ImportError: transformers is not installed, or older than its experts interface (5.0).
+    """
+    _experts_module().ExpertsInterface.register(name, experts_forward)
+
+
+def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of a transformers experts module; ``register`` is what most callers want.
+
+    Args:
+        experts: module of a class decorated with ``use_experts_implementation``.
+        hidden_states: ``[S, H]``.
+        top_k_index: integer ``[S, k]``: experts of each token. Entries of ``num_experts`` and more are skipped: what
+            their weights and the token's row hold, NaN included, reaches neither output nor gradients.
+        top_k_weights: ``[S, k]``: routing weights.
+
+    Returns:
+        ``[S, H]`` in the dtype of ``hidden_states``.
+    """
+    flags: Any = experts
+    routing = route(top_k_index, flags.num_experts)
+    up, up_bias = (flags.gate_up_proj, "gate_up_proj_bias") if flags.has_gate else (flags.up_proj, "up_proj_bias")
+    rows = dispatch(hidden_states.to(up.dtype), routing)
+    rows = _linear(flags, rows, up, up_bias, routing.offs)
+
+    # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
+    # backward then needs no copy of the experts' answers.
+    early = not flags.has_post_expert_norm
+    probs = dispatch_weights(top_k_weights.to(accumulator(up.dtype)), routing) if early else None
+    fused = activation(experts)
+    if fused is not None:
+        rows = grouped_activation(rows, routing.offs, probs, **fused.parameters(experts))
+    else:
+        rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
+        rows = rows * probs[:, None] if probs is not None else rows
+    rows = _linear(flags, rows, flags.down_proj, "down_proj_bias", routing.offs, probs)
+    if early:
+        return combine(rows, routing).to(hidden_states.dtype)
+    weights = top_k_weights.masked_fill(top_k_index >= flags.num_experts, 0)
+    return combine(flags.post_expert_norm(rows), routing, weights).to(hidden_states.dtype)
+
+
+def _linear(
+    flags: Any, rows: Tensor, weight: Tensor, bias_name: str, offs: Tensor, probs: Tensor | None = None
+) -> Tensor:
+    matrices = weight if flags.is_transposed else weight.transpose(1, 2)
+    bias = getattr(flags, bias_name) if flags.has_bias else None
+    return grouped_gemm(rows.to(weight.dtype), matrices, offs, bias, probs if bias is not None else None)
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Activation(NamedTuple):
+    """How ``grouped_activation`` computes what an experts class does between its two projections.
+
+    Attributes:
+        kind: as in ``grouped_activation``.
+        interleaved: likewise.
+        limit, alpha, offset: constants of ``"clamped_qgeglu"``: a number, or the name of the module's attribute.
+    """
+
+    kind: str
+    interleaved: bool = False
+    limit: float | str = 7.0
+    alpha: float | str = 1.702
+    offset: float | str = 1.0
+
+    def parameters(self, experts: nn.Module) -> dict[str, Any]:
+        """Keyword arguments of ``grouped_activation`` for one module."""
+        constants = {"limit": self.limit, "alpha": self.alpha, "offset": self.offset}
+        values = {k: float(getattr(experts, v) if isinstance(v, str) else v) for k, v in constants.items()}
+        return {"kind": self.kind, "interleaved": self.interleaved, **values}
+
+
+_OSS = Activation("clamped_qgeglu", limit="limit", alpha="alpha")
+_SILU_CLAMPED = Activation("clamped_qgeglu", limit="swiglu_limit", alpha=1.0, offset=0.0)
+
+# Gates written by model authors that are exactly one of our activations, by the digest of their code: a class's name
+# would go on matching after the code behind it has changed. The flag: this holds only if ``act_fn`` is SiLU.
+_KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
+    "e039896ebc06a9f1": (_OSS._replace(interleaved=True), False),  # gpt_oss
+    "3b8ad4835c2d3166": (_OSS, False),  # openai_privacy_filter
+    "2c22b75bc99d5739": (_OSS._replace(limit="swiglu_limit", alpha="swiglu_alpha"), False),  # minimax_m3_vl
+    "04ba4e2f1a2dd0d2": (_SILU_CLAMPED, False),  # glm5_next, hy_v4
+    "0ba53b7e8ab0a564": (_SILU_CLAMPED._replace(limit="limit"), True),  # deepseek_v4
+    "5dabfe75f4c66c22": (Activation("swiglu"), True),  # beam, whose float32 detour is ours anyway
+}
+
+
+def activation(experts: nn.Module) -> Activation | None:
+    """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
+    act_fn = getattr(experts, "act_fn", None)
+    function = act_fn if inspect.isfunction(act_fn) or inspect.isbuiltin(act_fn) else type(act_fn)
+    return _activation(type(experts), bool(experts.has_gate), function)
+
+
+@torch.compiler.assume_constant_result
+def _activation(experts: type[nn.Module], has_gate: bool, function: Any) -> Activation | None:
+    return _recognise(experts, has_gate, function)
+
+
+@functools.cache
+def _recognise(experts: type[nn.Module], has_gate: bool, function: Any) -> Activation | None:
+    from transformers import activations
+
+    if not has_gate:
+        return Activation("srelu") if function is activations.ReLUSquaredActivation else None
+    silu = function in (nn.SiLU, activations.SiLUActivation, nn.functional.silu)
+    gate = experts._apply_gate
+    if gate is _experts_module()._default_apply_gate:
+        return Activation("swiglu") if silu else None
+    known, needs_silu = _KNOWN_GATES.get(_digest(gate), (None, False))
+    return known if silu or not needs_silu else None
+
+
+def _digest(function: Any) -> str:
+    """Digest of what a function computes: its source without comments and layout; empty if there is no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+def _experts_module() -> Any:
+    try:
+        from transformers.integrations import moe
+    except ImportError as error:
+        raise ImportError(
+            "tgl.integrations.transformers needs transformers 5 or later; install it with "
+            "`pip install torch-grouped-linear[transformers]`"
+        ) from error
+    return moe

@@ -1,0 +1,68 @@
+"""Signatures of the ops of ``torch.ops.tgl``, and their sample inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .samples import SampleInput, Signature
+
+_ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
+_BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
+_GATED: dict[str, Sequence[Any]] = {"kind": ("swiglu", "clamped_qgeglu"), "interleaved": (False, True)}
+_PLAIN: dict[str, Sequence[Any]] = {"kind": ("srelu",)}
+
+SIGNATURES: dict[str, tuple[Signature, ...]] = {
+    "splits_to_offsets": (Signature("m_splits[G]:sizes -> offs[G]", differentiable=False),),
+    "grouped_gemm": (
+        Signature(
+            "a[T,K], b[G,K,N], offs[G]:ends, bias[G,N]?, bias_scale[T]? -> y[T,N]",
+            requires={"bias_scale": "bias"},
+            wide=("bias", "bias_scale"),
+        ),
+    ),
+    "grouped_gemm.out": (
+        Signature(
+            "a[T,K], b[G,K,N], offs[G]:ends, bias[G,N]?, bias_scale[T]?, out[T,N]! ->",
+            requires={"bias_scale": "bias"},
+            wide=("bias", "bias_scale", "out"),
+        ),
+    ),
+    "grouped_gemm_wgrad": (Signature("a[T,M], b[T,N], offs[G]:ends -> dw[G,M,N]"),),
+    "grouped_gemm_wgrad.out": (Signature("a[T,M], b[T,N], offs[G]:ends, out[G,M,N]! ->", wide=("out",)),),
+    "grouped_gemm_wgrad_accumulate_": (
+        Signature("a[T,M], b[T,N], offs[G]:ends, main_grad[G,M,N]! ->", wide=("main_grad",), accumulates=True),
+    ),
+    "grouped_dbias": (Signature("dy[T,N], offs[G]:ends -> dbias[G,N]"),),
+    "grouped_dbias_dscales": (
+        Signature(
+            "dy[T,N], bias[G,N], bias_scale[T], offs[G]:ends -> dbias[G,N], dscales[T]", wide=("bias", "bias_scale")
+        ),
+    ),
+    "grouped_activation": (
+        Signature("x[T,2I], offs[G]:ends, probs[T]? -> y[T,I]", options=_GATED, **_ACTIVATION),
+        Signature("x[T,I], offs[G]:ends, probs[T]? -> y[T,I]", options=_PLAIN, **_ACTIVATION),
+    ),
+    "grouped_activation_backward": (
+        Signature(_BACKWARD.format(x="2I", y="I"), options=_GATED, **_ACTIVATION),
+        Signature(_BACKWARD.format(x="I", y="I"), options=_PLAIN, **_ACTIVATION),
+    ),
+}
+"""Signatures by op name (without namespace, with the overload unless it is the default one)."""
+
+
+def sample_inputs(op: Any, **axes: Any) -> Iterator[SampleInput]:
+    """Sample inputs of one of our ops; ``axes`` as for ``Signature.samples``.
+
+    Args:
+        op: an ``OpOverload`` of ``torch.ops.tgl``, or its name in ``SIGNATURES``.
+
+    Raises:
+        ValueError: an op without a signature; make a ``Signature`` for it and call its ``samples``.
+    """
+    name = op if isinstance(op, str) else op.name()
+    name = name.removeprefix("tgl::")
+    if name not in SIGNATURES:
+        raise ValueError(f"`op` must be one of {', '.join(SIGNATURES)}, but got {name!r}")
+    for signature in SIGNATURES[name]:
+        yield from signature.samples(**axes)
