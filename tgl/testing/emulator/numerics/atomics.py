@@ -38,6 +38,7 @@ def atom_op(op, ty, old, vals, ftz=False):
     raise UnsupportedError(f"atomic {op}.{ty}")
 
 
+@np.errstate(all="ignore")
 def reduce_array(op, ty, dst, src):
     """Element-wise result of a TMA reduction on arrays of raw bits: ``op(dst, src)``.
 
@@ -68,12 +69,11 @@ def reduce_array(op, ty, dst, src):
     if ty not in decode or (op != "add" and ty not in ("f16", "bf16")) or op not in ("add", "min", "max"):
         raise UnsupportedError(f"TMA reduction {op}.{ty}")
     x, y = decode[ty](np.ascontiguousarray(dst)), decode[ty](np.ascontiguousarray(src))
-    with np.errstate(all="ignore"):
-        if op == "add":
-            # a sum of two 16-bit floats is exact in float64 or rounds innocuously (53 >= 2p + 2)
-            r = x + y if ty in ("f32", "f64") else x.astype(np.float64) + y.astype(np.float64)
-            return round_to(r, ty)
-        less = (y < x) | ((y == x) & np.signbit(y))
-        pick = np.where(less if op == "min" else ~less & (y == y), y, x)
-        pick = np.where(np.isnan(x), y, np.where(np.isnan(y), x, pick))
+    if op == "add":
+        # a sum of two 16-bit floats is exact in float64 or rounds innocuously (53 >= 2p + 2)
+        r = x + y if ty in ("f32", "f64") else x.astype(np.float64) + y.astype(np.float64)
+        return round_to(r, ty)
+    less = (y < x) | ((y == x) & np.signbit(y))
+    pick = np.where(less if op == "min" else ~less & (y == y), y, x)
+    pick = np.where(np.isnan(x), y, np.where(np.isnan(y), x, pick))
     return np.where(np.isnan(pick), dst.dtype.type(NAN_BITS[ty]), round_to(pick.astype(np.float64), ty))

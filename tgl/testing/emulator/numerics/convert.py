@@ -23,6 +23,7 @@ _ROUNDINGS = ("rn", "rz", "rm", "rp", "rna", "rs", "rni", "rzi", "rmi", "rpi")
 _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
+@np.errstate(all="ignore")
 def cvt(mods, dty, sty, args, dbits):
     """Convert register values.
 

@@ -60,6 +60,7 @@ def pack2(lo, hi, ty):
     return pack_bits(round_to(lo, PACKED[ty]), round_to(hi, PACKED[ty]), ty)
 
 
+@np.errstate(all="ignore")
 def round_to(x, ty, rnd="rn"):
     """Round a float array to ``ty`` in the given direction (rn, rz, rm, rp); returns raw patterns, NaN canonical.
 
@@ -68,17 +69,15 @@ def round_to(x, ty, rnd="rn"):
     if ty == "bf16":
         return f32_to_bf16(x, rnd)
     bits, dt = FDT[ty]
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        y = x.astype(dt)
+    y = x.astype(dt)
     if rnd != "rn" and x.dtype != dt:
         yw = y.astype(np.float64)
-        zero, inf = dt(0), dt(np.inf)
         if rnd == "rz":
-            y = np.where(np.abs(yw) > np.abs(x), np.nextafter(y, zero), y)
+            y = np.where(np.abs(yw) > np.abs(x), np.nextafter(y, dt(0)), y)
         elif rnd == "rm":
-            y = np.where(yw > x, np.nextafter(y, -inf), y)
+            y = np.where(yw > x, np.nextafter(y, dt(-np.inf)), y)
         elif rnd == "rp":
-            y = np.where(yw < x, np.nextafter(y, inf), y)
+            y = np.where(yw < x, np.nextafter(y, dt(np.inf)), y)
         else:
             raise UnsupportedError(f"rounding .{rnd} to {ty}")
     u = np.ascontiguousarray(y).view(UDT[bits])
@@ -131,7 +130,11 @@ def _f64_lane(name, xs, rnd):
     """One float64 operation through exact rational arithmetic."""
     if not all(math.isfinite(x) for x in xs):
         a = [np.float64(x) for x in xs]
-        return float(_WIDE[name](*a, "rn") if name != "fma" else a[0] * a[1] + a[2])
+        if name != "fma":
+            return float(_WIDE[name](*a, "rn"))
+        # a product of finite factors is finite, however large: it must not meet an infinite addend as infinity
+        finite_product = math.isfinite(xs[0]) and math.isfinite(xs[1])
+        return xs[2] if finite_product else float(a[0] * a[1] + a[2])
     f = [Fraction(x) for x in xs]
     if name in ("rcp", "div"):
         num, den = (1.0, xs[0]) if name == "rcp" else xs
@@ -178,13 +181,12 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
     """Arithmetic on float arrays of one scalar type; returns raw patterns."""
     if ftz:
         xs = [flush(x, ty) for x in xs]
-    with np.errstate(all="ignore"):
-        if ty == "f64":
-            r = _f64(name, xs, rnd)
-        elif ty == "f32" and rnd == "rn" and name in ("add", "sub", "mul"):
-            r = (np.add if name == "add" else np.subtract if name == "sub" else np.multiply)(*xs)
-        else:
-            r = _WIDE[name](*[x.astype(np.float64) for x in xs], rnd)
+    if ty == "f64":
+        r = _f64(name, xs, rnd)
+    elif ty == "f32" and rnd == "rn" and name in ("add", "sub", "mul"):
+        r = (np.add if name == "add" else np.subtract if name == "sub" else np.multiply)(*xs)
+    else:
+        r = _WIDE[name](*[x.astype(np.float64) for x in xs], rnd)
     bits = round_to(r, ty, rnd)
     if ftz:
         bits = _flush_bits(bits, ty)
@@ -241,6 +243,7 @@ def _sign(name, ty, a, ftz):
     return u ^ dt(top) if name == "neg" else u & dt(top - 1)
 
 
+@np.errstate(all="ignore")
 def fop(name, ty, args, sat=False, nan=False, relu=False, rnd=None, ftz=False, xorsign=False):
     """A floating-point instruction on register values.
 
@@ -290,6 +293,7 @@ def copysign(a, b, ty):
     return out((v & ~top) | (u & top))
 
 
+@np.errstate(all="ignore")
 def testp(what, ty, a):
     """finite, infinite, number, notanumber, normal or subnormal."""
     x = tofloat(a, ty)
@@ -316,6 +320,7 @@ _CMP = {
 }
 
 
+@np.errstate(all="ignore")
 def fsetp(cmp, ty, a, b, ftz=False):
     """Comparison of two floats as a predicate; ``equ`` and its kind are true when an operand is NaN."""
     x, y = tofloat(a, ty), tofloat(b, ty)

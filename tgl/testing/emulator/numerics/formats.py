@@ -54,6 +54,7 @@ def _magnitudes(ty, bits):
 _MAGNITUDES = {t: _magnitudes(t, b) for t, b in CODE_BITS.items()}
 
 
+@np.errstate(all="ignore")
 def encode_small(f, ty, rnd="rn", rbits=None, nbits=16):
     """Round float values to an FP8/FP6/FP4 format, saturating to the largest finite magnitude.
 
@@ -80,6 +81,7 @@ def encode_small(f, ty, rnd="rn", rbits=None, nbits=16):
     return np.where(nan, 0x7F if sign == 128 else sign - 1, code).astype(np.uint8)
 
 
+@np.errstate(all="ignore")
 def encode_ue8m0(f, rnd, satfinite=True):
     """Round magnitudes to a power of two, toward zero (``rz``) or up (``rp``); the sign is ignored, NaN gives 255.
 
@@ -103,11 +105,11 @@ def bf16_to_f32(u16):
     return (u16.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+@np.errstate(all="ignore")
 def _odd_f32_bits(x):
     """float64 rounded to odd in float32 (exact results unchanged), as raw bits: a second rounding to fewer bits is
     then exact in every mode, because the last bit stays as a sticky bit."""
-    with np.errstate(over="ignore"):
-        y = x.astype(np.float32)
+    y = x.astype(np.float32)
     inexact = (y.astype(np.float64) != x) & ~np.isnan(x)
     if not inexact.any():
         return y.view(np.uint32)
@@ -158,6 +160,7 @@ def f32_to_tf32(f, rnd, satfinite=False):
     return np.where(np.isnan(f), np.uint32(0x7FFFFFFF), r).astype(np.uint32)
 
 
+@np.errstate(all="ignore")
 def stochastic_f16(f, rbits):
     """float32 values to f16 patterns, rounded up in magnitude when the discarded fraction plus ``rbits / 2**13``
     reaches one unit of the result; ``rbits``: 13-bit integers."""
@@ -165,23 +168,22 @@ def stochastic_f16(f, rbits):
     exponent = np.frexp(np.where(np.isfinite(a), a, 1.0))[1] - 1
     scale = 2.0 ** (np.clip(exponent, -14, 15) - 10)  # one unit of the result; 2**-24 below the normal range
     steps = np.floor(np.where(np.isfinite(a), a, 0) / scale + rbits.astype(np.float64) / (1 << 13))
-    with np.errstate(over="ignore"):
-        r = (steps * scale).astype(np.float16)
+    r = (steps * scale).astype(np.float16)
     r = np.where(np.isinf(f), np.float16(np.inf), r)
     u = r.astype(np.float16).view(np.uint16) | np.where(np.signbit(f), 0x8000, 0).astype(np.uint16)
     return np.where(np.isnan(f), 0x7FFF, u).astype(np.uint16)
 
 
 # ---- float64 with a sticky last bit ---------------------------------------------------------------------------------
+@np.errstate(all="ignore")
 def odd_sum(s, z):
     """``s + z`` of float64 arrays rounded to odd, so that one more rounding to at most 51 bits is exact.
 
     Formula: Knuth's TwoSum gives the error of the nearest sum; an inexact even result moves one unit toward it.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        t = s + z
-        b = t - s
-        err = (s - (t - b)) + (z - b)
+    t = s + z
+    b = t - s
+    err = (s - (t - b)) + (z - b)
     fix = (err != 0) & np.isfinite(t) & np.isfinite(err)
     if not fix.any():
         return t
