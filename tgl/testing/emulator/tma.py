@@ -25,6 +25,7 @@ _TYPES = {
     9: ("f64", 8),
     10: ("bf16", 2),
     11: ("u4x16_align8", 1),
+    12: ("u4x16_align16", 1),
 }
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ADDRESS = (1 << 64) - 1
@@ -53,14 +54,16 @@ class TensorMap:
         t.strides = [t.es] + [(lows[i] | bits(224 + 4 * i, 4) << 32) * 16 for i in range(4)]
         if bits(75, 2) or any(bits(416 + 3 * i, 3) for i in range(t.rank)):
             raise UnsupportedError(f"tensor map with interleaved layout or element strides: {t}")
-        # packed FP4: memory is addressed in bytes of two elements
-        t.per = 2 if code == 11 else 1
-        if t.box[0] % t.per or t.size[0] % t.per:
-            raise UnsupportedError(f"odd FP4 extents: {t}")
+        # packed FP4: global memory is addressed in bytes of two elements; align16 spreads 16 elements (8 bytes) over
+        # 16 bytes of shared memory
+        t.per = 2 if code in (11, 12) else 1
+        t.unpack = code == 12
+        if t.box[0] % t.per or t.size[0] % t.per or (t.unpack and t.box[0] % 16):
+            raise UnsupportedError(f"FP4 extents: {t}")
         t.bsz = [t.box[0] // t.per, *t.box[1 : t.rank]]
         t.limits = [t.size[0] // t.per, *t.size[1 : t.rank]]
-        t.inner = t.bsz[0] * t.es
-        t.nbytes = t.es * int(np.prod(t.bsz))
+        t.inner = t.box[0] if t.unpack else t.bsz[0] * t.es
+        t.nbytes = t.inner * int(np.prod(t.bsz[1:]))
         return t
 
     def __repr__(self):
@@ -117,11 +120,18 @@ class TensorMap:
         if part:
             c, lo, hi = part
             box[tuple(slice(lo[i], hi[i]) for i in reversed(range(self.rank)))] = self._view(launch, c, lo, hi)
+        if self.unpack:
+            packed = box.reshape(-1, 8)
+            spread = np.full((len(packed), 16), 0xFF, np.uint8)  # the gap's contents are undefined
+            spread[:, :8] = packed
+            return spread.reshape(*box.shape[:-1], -1)
         return box
 
     def write(self, launch, coords, box, red, fail):
         """Store the box at ``coords``, dropping what lies outside the tensor; ``red``: None or a reduction (add, min,
         max, inc, dec, and, or, xor) with what is in memory."""
+        if self.unpack:
+            fail(f"TMA store through a map that unpacks FP4: {self}")
         part = self._clip(coords)
         if not part:
             return

@@ -108,14 +108,19 @@ def register_matrix(regs, fmt):
     return np.ascontiguousarray(np.stack(regs)).view(_RAW[ELEMENT_BYTES[fmt]])
 
 
-def accumulate(product, old, kind):
-    """``product + old`` in an accumulator format: f32, f16 (rounded once) or s32 (modulo 2**32); ``old`` may be None.
+def accumulate(product, old, kind, satfinite=False):
+    """``product + old`` in an accumulator format: f32, f16 (rounded once) or s32 (wrapping, or clamped with
+    ``satfinite``); ``old`` may be None.
 
     ``product``: float32 values; ``old``: values of the format. Returns values of the format.
     """
     if kind == "s32":
-        p = product.astype(np.int64).astype(np.int32)
-        return p if old is None else p + old
+        total = product.astype(np.int64)
+        if old is not None:
+            total = total + old
+        if satfinite:
+            total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+        return total.astype(np.int32)
     with np.errstate(over="ignore", invalid="ignore"):
         s = product if old is None else product + old.astype(np.float32)
         return s.astype(np.float16) if kind == "f16" else s.astype(np.float32)

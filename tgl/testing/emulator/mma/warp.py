@@ -64,11 +64,12 @@ def _immediates(imm, a_in_regs):
     raise UnsupportedError(f"wgmma with {len(imm)} immediates")
 
 
-def wgmma(w, shape, dt, at, bt, dregs, a, a_in_regs, b, scale_d, imm, m):
+def wgmma(w, shape, dt, at, bt, dregs, a, a_in_regs, b, scale_d, imm, m, satfinite=False):
     """One warp's sixteen rows of ``wgmma.mma_async``: the new accumulator registers.
 
     shape: "m64nNkK"; dt, at, bt: types; dregs: accumulator registers; a: a descriptor or a tuple of registers; b: a
-    descriptor; scale_d: predicate (False ignores the accumulator); imm: trailing immediates; m: active lanes.
+    descriptor; scale_d: predicate (False ignores the accumulator); imm: trailing immediates; m: active lanes;
+    satfinite: clamp s32 sums.
     """
     n = int(re.fullmatch(r"m64n(\d+)k(\d+)", shape)[1])
     if dt not in _ACC or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
@@ -91,10 +92,10 @@ def wgmma(w, shape, dt, at, bt, dregs, a, a_in_regs, b, scale_d, imm, m):
     if scale_b in _NEGATE:
         B = -B
     old = _fragment_in(dregs, n, dt) if scale_d else None
-    return _fragment_out(accumulate(A @ B.T, old, dt), dt)
+    return _fragment_out(accumulate(A @ B.T, old, dt, satfinite), dt)
 
 
-def mma_sync(shape, types, a, b, c):
+def mma_sync(shape, types, a, b, c, satfinite=False):
     """``mma.sync.m16n8kK``: the four (f32, s32) or two (f16) result registers.
 
     types: (D, A, B, C); a, b, c: tuples of registers. A, B: f16, bf16, tf32, e4m3, e5m2, s8 or u8.
@@ -110,4 +111,4 @@ def mma_sync(shape, types, a, b, c):
     B = decode(np.ascontiguousarray(raw.transpose(1, 0, 2, 3)).reshape(8, -1), bt)
     if A.shape[1] != k or B.shape[1] != k:
         raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)} with {len(a)} and {len(b)} operand registers")
-    return _fragment_out(accumulate(A @ B.T, _fragment_in(c, 8, dt), dt), dt)
+    return _fragment_out(accumulate(A @ B.T, _fragment_in(c, 8, dt), dt, satfinite), dt)
