@@ -261,9 +261,12 @@ class Generator:
         end = last if last.parts[0] in _ENDS else None
         for ins in b.insns[:-1] if end else b.insns:
             out += self._instruction(ins, part, pad)
-        following = b.idx + 1
+        following = b.following
         if end is None:
-            return [*out, f"{pad}pc = {following}"]
+            return [
+                *out,
+                f"{pad}pc = {following}" if following is not None else f"{pad}w.fail('the kernel runs off its end')",
+            ]
         lookup(end)
         cond = None
         if end.pred:

@@ -35,15 +35,17 @@ class Launch(Engine):
         seed, timing: see ``engine``.
         resident_clusters: how many clusters run at a time (more start when all of them wait).
         detect_races: keep vector clocks.
+        strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
     """
 
     def __init__(
         self, program: Any, grid: tuple, block: tuple, cluster: tuple, smem: int, params: bytes, spans: list[tuple[int, int]],
         *, seed: int = 0, timing: str = "adversarial", resident_clusters: int = 4, detect_races: bool = True,
+        strict_loads: bool = False,
     ):  # fmt: skip
         super().__init__(seed, timing)
         self.program, self.grid, self.block, self.cluster, self.smem = program, grid, block, cluster, smem
-        self.resident, self.detect_races = resident_clusters, detect_races
+        self.resident, self.detect_races, self.strict_loads = resident_clusters, detect_races, strict_loads
         self.num_sms = NUM_SMS.get(program.target, 148)
         self._check_shape()
         self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))

@@ -348,19 +348,20 @@ def parse_module(text: str) -> Module:
 
 
 class Block:
-    """A basic block: instructions, the branch target (or None) and the blocks that may follow."""
+    """A basic block: instructions, the branch target, the block behind it in the text, and all that may follow."""
 
-    __slots__ = ("idx", "insns", "succ", "target")
+    __slots__ = ("following", "idx", "insns", "succ", "target")
 
     def __init__(self, idx: int):
         self.idx = idx
         self.insns: list[Insn] = []
         self.succ: list[int] = []
         self.target: int | None = None
+        self.following: int | None = None
 
 
 def build_blocks(k: Kernel) -> list[Block]:
-    """Basic blocks of a kernel, numbered in text order."""
+    """Basic blocks of a kernel, in the order of ``_reconvergence_order`` and numbered by it."""
     blocks, labels = [Block(0)], {}
     for c in k.code:
         if isinstance(c, tuple):
@@ -385,4 +386,93 @@ def build_blocks(k: Kernel) -> list[Block]:
             b.succ = [following] if last.pred else []
         else:
             b.succ = [following] if following < len(blocks) else []
-    return blocks
+        b.following = following if following in b.succ else None
+    order = _reconvergence_order([b.succ for b in blocks])
+    number = {old: new for new, old in enumerate(order)}
+    out = [blocks[old] for old in order]
+    for b in out:
+        b.idx = number[b.idx]
+        b.succ = [number[x] for x in b.succ]
+        b.target = None if b.target is None else number[b.target]
+        b.following = None if b.following is None else number[b.following]
+    return out
+
+
+def _post_order(succ: list[list[int]]) -> list[int]:
+    """Depth-first post-order from block 0; successors are visited in the order given."""
+    seen, out = {0}, []
+    stack = [(0, iter(succ[0]))]
+    while stack:
+        node, rest = stack[-1]
+        for s in rest:
+            if s not in seen:
+                seen.add(s)
+                stack.append((s, iter(succ[s])))
+                break
+        else:
+            stack.pop()
+            out.append(node)
+    return out
+
+
+def _natural_loops(succ: list[list[int]]) -> list[set[int]]:
+    """Bodies of the natural loops, by dominators (Cooper, Harvey and Kennedy's iteration over reverse post-order)."""
+    rpo = _post_order(succ)[::-1]
+    place = {b: i for i, b in enumerate(rpo)}
+    preds: dict[int, list[int]] = {b: [] for b in rpo}
+    for b in rpo:
+        for s in succ[b]:
+            preds[s].append(b)
+    idom = {0: 0}
+    changed = True
+    while changed:
+        changed = False
+        for b in rpo[1:]:
+            new = None
+            for p in preds[b]:
+                if p not in idom:
+                    continue
+                if new is None:
+                    new = p
+                    continue
+                x, y = p, new
+                while x != y:
+                    while place[x] > place[y]:
+                        x = idom[x]
+                    while place[y] > place[x]:
+                        y = idom[y]
+                new = x
+            if new is not None and idom.get(b) != new:
+                idom[b] = new
+                changed = True
+    loops: dict[int, set[int]] = {}
+    for b in rpo:
+        for head in succ[b]:
+            x = b
+            while place[x] > place[head]:
+                x = idom[x]
+            if x != head:
+                continue  # not a back edge
+            body = loops.setdefault(head, {head})
+            work = [b]
+            while work:
+                n = work.pop()
+                if n not in body:
+                    body.add(n)
+                    work += preds[n]
+    return list(loops.values())
+
+
+def _reconvergence_order(succ: list[list[int]]) -> list[int]:
+    """Order of blocks in which a diverged warp meets again where it can first.
+
+    The fragment with the lowest number runs, so every forward edge must lead to a higher number and the exits of a loop
+    must lie behind all of its blocks: a reverse post-order that visits the edges leaving most loops first.
+    """
+    loops: list[list[int]] = [[] for _ in succ]
+    for i, body in enumerate(_natural_loops(succ)):
+        for b in body:
+            loops[b].append(i)
+    sets = [frozenset(x) for x in loops]
+    ordered = [sorted(s, key=lambda t, b=b: len(sets[b] & sets[t])) for b, s in enumerate(succ)]
+    return _post_order(ordered)[::-1]

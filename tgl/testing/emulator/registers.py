@@ -12,15 +12,18 @@ from .errors import RaceError
 
 
 class Group:
-    """Asynchronous register writes that one wait completes; ``what`` names them and ``line`` is their last PTX line."""
+    """Asynchronous register writes that one wait completes.
 
-    __slots__ = ("clock", "done", "line", "wait", "what")
+    A use of ``tolerated`` ones before that wait is a warning: undefined in PTX, but the assembler has the hardware wait
+    for the register, which shows that the operation with the given clock ``stamp`` (slot, clock) is complete.
+    """
 
-    def __init__(self, what: str, wait: str):
-        self.what, self.wait = what, wait
+    __slots__ = ("done", "stamp", "tolerated", "wait", "what")
+
+    def __init__(self, what: str, wait: str, tolerated: bool = False):
+        self.what, self.wait, self.tolerated = what, wait, tolerated
         self.done = False
-        self.line = 0
-        self.clock = 0
+        self.stamp = (0, 0)
 
 
 class Pending:
@@ -36,11 +39,17 @@ def ready(v: Any, w: Any) -> Any:
     """The value of a register for an ordinary instruction; raises RaceError while its write is in flight."""
     if type(v) is not Pending:
         return v
-    if not v.group.done:
-        raise RaceError(
-            f"{w.where()}: the instruction at {{line {w.line}}} uses a register that the {v.group.what} at "
-            f"{{line {v.line}}} has not delivered: no {v.group.wait} in between"
+    group = v.group
+    if not group.done:
+        text = (
+            f"uses a register that the {group.what} at {{line {v.line}}} has not delivered: no {group.wait} in between"
         )
+        if not group.tolerated:
+            raise RaceError(f"{w.where()} {text}")
+        w.launch.warn(f"the instruction at {{line {w.line}}} {text} (undefined in PTX; ptxas waits for the register)")
+        group.done = True
+        if w.agent is not None:
+            w.agent.learn(*group.stamp)
     return v.value
 
 

@@ -58,13 +58,16 @@ class LaunchRecord:
 class Emulation:
     """The machine of an ``emulate`` block. Options may be changed between launches; ``launches`` grows with each one."""
 
-    def __init__(self, arch: str, seed: int, timing: str, resident_clusters: int, detect_races: bool):
+    def __init__(
+        self, arch: str, seed: int, timing: str, resident_clusters: int, detect_races: bool, strict_loads: bool
+    ):
         if arch not in NUM_SMS:
             raise ValueError(f"arch must be one of {sorted(NUM_SMS)}, got {arch!r}")
         if resident_clusters < 1:
             raise ValueError(f"resident_clusters must be positive, got {resident_clusters}")
         self.arch, self.seed, self.timing = arch, seed, timing
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
+        self.strict_loads = strict_loads
         self.launches: list[LaunchRecord] = []
         self.error: BaseException | None = None
         self.edit_ptx: Callable[[str], str] | None = None
@@ -127,7 +130,7 @@ class Emulation:
             with single_threaded_blas():
                 launch = Launch(
                     program, grid, block, cluster, smem, bytes(params), self._spans(bytes(params)), seed=self.seed,
-                    timing=self.timing, resident_clusters=self.resident_clusters, detect_races=self.detect_races,
+                    timing=self.timing, resident_clusters=self.resident_clusters, detect_races=self.detect_races, strict_loads=self.strict_loads,
                 )  # fmt: skip
                 launch.run()
         except EmulatorError as e:
@@ -450,7 +453,13 @@ def active() -> Emulation | None:
 
 @contextlib.contextmanager
 def emulate(
-    arch: str, *, seed: int = 0, timing: str = "adversarial", resident_clusters: int = 4, detect_races: bool = True
+    arch: str,
+    *,
+    seed: int = 0,
+    timing: str = "adversarial",
+    resident_clusters: int = 4,
+    detect_races: bool = True,
+    strict_loads: bool = False,
 ) -> Iterator[Emulation]:
     """Run compiled CuTe DSL functions on the kernel emulator.
 
@@ -465,13 +474,15 @@ def emulate(
         timing: ``"adversarial"``, or ``"in_order"`` (asynchronous work completes when it is issued).
         resident_clusters: clusters that run at a time; more start when all of them wait.
         detect_races: keep vector clocks and report unordered accesses (about twice the time).
+        strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX, but
+            the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
     Yields:
         ``Emulation``, whose ``launches`` describe what ran.
     Raises:
         EmulatorError: no C compiler or no nvidia-cutlass-dsl; from calls inside: what a kernel did wrong.
         ValueError: a bad argument.
     """
-    e = Emulation(arch, seed, timing, resident_clusters, detect_races)
+    e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads)
     if not _dsl:
         _dsl.append(_Dsl())
     _dsl[0].push(e)

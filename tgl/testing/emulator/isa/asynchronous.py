@@ -289,14 +289,14 @@ def wgmma_wait(g, ins: Insn, part: bool) -> list[str]:
 
 @op(
     "wgmma.mma_async",
-    mods="sync aligned f32 s32 f16 bf16 tf32 e4m3 e5m2 s8 u8",
+    mods="sync aligned f32 s32 f16 bf16 tf32 e4m3 e5m2 s8 u8 satfinite",
     pattern=r"m64n\d+k\d+",
     accumulates=True,
     line=True,
 )
 def wgmma(g, ins: Insn, part: bool) -> list[str]:
     k, ops = ins.parts, ins.ops
-    i = next(j for j, x in enumerate(k) if x.startswith("m64n"))
+    shape, dt, at, bt = [x for x in k[2:] if x not in ("sync", "aligned", "satfinite")]
     in_regs = ops[1][0] == "vec"
     a = f"({', '.join(g.val(x) for x in ops[1][1])},)" if in_regs else g.val(ops[1], 64)
     imm = tuple(x[1] for x in ops[4:])
@@ -304,14 +304,15 @@ def wgmma(g, ins: Insn, part: bool) -> list[str]:
         raise UnsupportedError(f"{ins.op} with a variable scale or transposition")
     dst = ", ".join(g.names[x[1]] for x in elements(ops[0]))
     return [
-        f"{dst}, = w.wgmma({k[i]!r}, {k[i + 1]!r}, {k[i + 2]!r}, {k[i + 3]!r}, ({dst},), {a}, {in_regs}, {g.val(ops[2], 64)}, "
-        f"{g.val(ops[3], 1)}, {imm!r}, m)"
+        f"{dst}, = w.wgmma({shape!r}, {dt!r}, {at!r}, {bt!r}, ({dst},), {a}, {in_regs}, {g.val(ops[2], 64)}, "
+        f"{g.val(ops[3], 1)}, {imm!r}, m, {'satfinite' in k})"
     ]
 
 
-@op("mma.sync", mods="aligned row col f32 s32 f16 bf16 tf32 e4m3 e5m2 s8 u8", pattern=r"m\d+n\d+k\d+")
+@op("mma.sync", mods="aligned row col f32 s32 f16 bf16 tf32 e4m3 e5m2 s8 u8 satfinite", pattern=r"m\d+n\d+k\d+")
 def mma_sync(g, ins: Insn, part: bool) -> list[str]:
     shape = next(x for x in ins.parts if re.match(r"^m\d+n\d+k\d+$", x))
     a, b, c = (f"({', '.join(g.val(x) for x in elements(o))},)" for o in ins.ops[1:4])
-    out = [f"t_ = mma_sync({shape!r}, {ins.parts[-4:]!r}, {a}, {b}, {c})"]
+    types = [x for x in ins.parts if x != "satfinite"][-4:]
+    out = [f"t_ = mma_sync({shape!r}, {types!r}, {a}, {b}, {c}, {'satfinite' in ins.parts})"]
     return out + [g.assign(x, f"t_[{j}]", part) for j, x in enumerate(elements(ins.ops[0]))]

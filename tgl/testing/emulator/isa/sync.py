@@ -13,14 +13,9 @@ def _nothing(g, ins: Insn, part: bool) -> list[str]:
 
 # Memory-order fences: the emulator executes memory operations in program order and tracks ordering at barriers. Prefetches,
 # cache hints, register reallocation and launch dependencies do not change results.
-op(
-    "fence.acq_rel",
-    "fence.sc",
-    "fence.acquire",
-    "fence.release",
-    mods="cta cluster gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster",
-    dst=0,
-)(_nothing)
+op("fence.acquire", mods="cta cluster gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster", dst=0)(
+    _nothing
+)
 op("membar", mods="cta gl sys gpu cluster", dst=0)(_nothing)
 op("fence.proxy.alias", dst=0)(_nothing)
 op("fence.proxy.tensormap::generic", mods="acquire release cta cluster gpu sys", dst=0)(_nothing)
@@ -73,6 +68,18 @@ def policy(g, ins: Insn, part: bool) -> list[str]:
 @op("fence.proxy.async::generic", mods="acquire release cluster", pattern=r"sync_restrict::\S+", dst=0, line=True)
 def fence_async(g, ins: Insn, part: bool) -> list[str]:
     return ["pass"] if "global" in ins.parts else ["w.fence_proxy_async()"]
+
+
+@op(
+    "fence.acq_rel",
+    "fence.sc",
+    "fence.release",
+    mods="cta cluster gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster",
+    dst=0,
+    line=True,
+)
+def fence_release(g, ins: Insn, part: bool) -> list[str]:
+    return ["w.fence_release()"]
 
 
 @op("fence.mbarrier_init", mods="release cluster", dst=0, line=True)

@@ -177,7 +177,7 @@ class BulkWarp(SyncWarp):
 
     def bulk_wait(self, n: int, read: bool) -> Wait:
         """All but the ``n`` most recent groups must have read their source, or be complete."""
-        old = self.store_groups[: len(self.store_groups) - n] if n else list(self.store_groups)
+        old = self.store_groups[: max(0, len(self.store_groups) - n)]
         what = "read" if read else "done"
 
         def ok() -> bool:
@@ -187,8 +187,9 @@ class BulkWarp(SyncWarp):
             unit = self.units.get("bulk store")
             if old and unit is not None:
                 self.agent.learn(unit.slot, old[-1][1])
-            while self.store_groups and all(x.done for x in self.store_groups[0][0]):
-                self.store_groups.pop(0)
+            for group in old:
+                if self.store_groups[0] is group and all(x.done for x in group[0]):
+                    self.store_groups.pop(0)
 
         return Wait(ok, ("bulk wait_group", n, what), acquire)
 

@@ -19,6 +19,7 @@ class SyncWarp(MemoryWarp):
     def __init__(self, launch: Any, cta: Any, wid: int):
         super().__init__(launch, cta, wid)
         self.unfenced_mbars: list[MBarrier] = []
+        self.fenced: np.ndarray | None = None  # what this warp knew at its last cluster-wide release fence
         self.cluster_generation = 0
 
     # ---- proxy fences ----
@@ -40,6 +41,13 @@ class SyncWarp(MemoryWarp):
         for b in self.unfenced_mbars:
             b.fenced = True
         self.unfenced_mbars.clear()
+        self.fence_release()
+
+    def fence_release(self) -> None:
+        """A release fence: a later relaxed arrival on the cluster barrier hands on what came before the fence."""
+        if self.agent is not None:
+            self.fenced = self.agent.vc.copy()
+            self.agent.tick()
 
     # ---- named barriers ----
     def bar(self, bid: Any, n: Any, m: np.ndarray, wait: bool) -> Wait | None:
@@ -59,9 +67,12 @@ class SyncWarp(MemoryWarp):
         self.launch.progress += 1
         self.launch.stat["cluster_barriers"] += 1
         self.publish()
-        if self.agent is not None and not relaxed:
-            cl.gathered = merge_into(cl.gathered, self.agent.vc)
-            self.agent.tick()
+        if self.agent is not None:
+            vc = self.fenced if relaxed else self.agent.vc
+            if vc is not None:
+                cl.gathered = merge_into(cl.gathered, vc)
+            if not relaxed:
+                self.agent.tick()
         cl.settle()
 
     def cluster_wait(self) -> Wait:

@@ -37,7 +37,7 @@ class Warp(BulkWarp):
         self.wgmma_pending: list[Group] = []
         self.wgmma_fenced = False
         self.wgmma_waited = 0  # groups known to be complete in the whole warpgroup
-        self.tmem_loads = Group("tcgen05.ld", "tcgen05.wait::ld")
+        self.tmem_loads: list[Group] = []
 
     # ---- tcgen05: allocation ----
     def _pair(self, g: int) -> list[Cta]:
@@ -224,9 +224,13 @@ class Warp(BulkWarp):
     def tc_ld(self, shape: str, num: int, addr: Any, pack16: bool, imm: int) -> list[Pending]:
         """tcgen05.ld: registers that are pending until tcgen05.wait::ld."""
         lane, col = self._taddr(addr)
-        self.launch.agent = self.unit("tcgen05.ld")
+        unit = self.launch.agent = self.unit("tcgen05.ld")
         values = mma.tc_ld(self, shape, num, lane, col, pack16, imm)
-        group, line = self.tmem_loads, self.line
+        group, line = Group("tcgen05.ld", "tcgen05.wait::ld", not self.launch.strict_loads), self.line
+        if unit is not None:
+            group.stamp = (unit.slot, unit.clock)
+            unit.tick()
+        self.tmem_loads.append(group)
         return [Pending(v, group, line) for v in values]
 
     def tc_st(self, shape: str, num: int, addr: Any, vals: tuple, unpack16: bool, imm: int) -> None:
@@ -237,8 +241,9 @@ class Warp(BulkWarp):
     def tc_wait(self, what: str) -> None:
         """tcgen05.wait::ld / wait::st: the warp's earlier loads or stores are complete."""
         if what == "ld":
-            self.tmem_loads.done = True
-            self.tmem_loads = Group("tcgen05.ld", "tcgen05.wait::ld")
+            for group in self.tmem_loads:
+                group.done = True
+            self.tmem_loads.clear()
         u = self.units.get("tcgen05." + what)
         if u is not None:
             self.agent.learn(u.slot, u.clock)
@@ -249,16 +254,33 @@ class Warp(BulkWarp):
         self.wgmma_fenced = True
 
     def wgmma(
-        self, shape: str, dt: str, at: str, bt: str, dregs: tuple, a: Any, a_in_regs: bool, b: Any, scale_d: Any, imm: tuple,
+        self,
+        shape: str,
+        dt: str,
+        at: str,
+        bt: str,
+        dregs: tuple,
+        a: Any,
+        a_in_regs: bool,
+        b: Any,
+        scale_d: Any,
+        imm: tuple,
         m: np.ndarray,
-    ) -> list[Pending]:  # fmt: skip
+        satfinite: bool,
+    ) -> list[Pending]:
         """One warp's 16 rows of a warpgroup MMA; the accumulators are pending until the group is waited for."""
         if not self.wgmma_fenced:
             raise RaceError(f"{self.where()}: wgmma without a wgmma.fence before it")
         if not m.all():
             self.fail("wgmma in a diverged warp", SyncError)
         self.launch.agent = self.unit("wgmma")
-        values = mma.wgmma(self, shape, dt, at, bt, tuple(peek(r) for r in dregs), a, a_in_regs, b, scale_d, imm, m)
+        old = tuple(peek(r) for r in dregs)
+        values = mma.wgmma(self, shape, dt, at, bt, old, a, a_in_regs, b, scale_d, imm, m, satfinite)
+        stat = self.launch.stat
+        if self.wid % 4 == 0:
+            n, k = (int(x) for x in shape[len("m64n") :].split("k"))
+            stat["mma"] += 1
+            stat["mma_flops"] += 2 * 64 * n * k
         group, line = self.wgmma_open, self.line
         return [Pending(v, group, line) for v in values]
 
@@ -283,7 +305,7 @@ class Warp(BulkWarp):
         """Wait for all but the ``n`` most recent groups, of all four warps: kernels let one of them free a stage."""
         g = self._warpgroup()
         target = g.committed[self.wid % 4] - n
-        groups = self.wgmma_pending[: len(self.wgmma_pending) - n] if n else list(self.wgmma_pending)
+        groups = self.wgmma_pending[: max(0, len(self.wgmma_pending) - n)]
 
         def acquire() -> None:
             for group in groups:
