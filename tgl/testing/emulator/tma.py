@@ -32,7 +32,8 @@ _ADDRESS = (1 << 64) - 1
 
 
 class TensorMap:
-    """A decoded tensor map. Sizes, coordinates and boxes count elements; ``nbytes`` is what one box holds."""
+    """A decoded tensor map. Sizes, coordinates and boxes count elements; ``nbytes`` is the shared memory one box takes,
+    ``tx_bytes`` what an mbarrier counts for it."""
 
     @staticmethod
     def decode(raw):
@@ -64,6 +65,7 @@ class TensorMap:
         t.limits = [t.size[0] // t.per, *t.size[1 : t.rank]]
         t.inner = t.box[0] if t.unpack else t.bsz[0] * t.es
         t.nbytes = t.inner * int(np.prod(t.bsz[1:]))
+        t.tx_bytes = t.nbytes // 2 if t.unpack else t.nbytes  # the gaps do not count
         return t
 
     def __repr__(self):

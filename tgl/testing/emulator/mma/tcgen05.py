@@ -120,8 +120,9 @@ class Tcgen05:
         (64 rows of A per CTA of a pair) - rows 0..31 in quadrants 0 and 2, 32..63 in 1 and 3; "halves" (B of such an
         MMA) - the first half of the rows in quadrants 0 and 1, the second in 2 and 3.
         """
-        if addr >> 16:
-            raise UnsupportedError(f"{what} at tensor memory lane {addr >> 16}")
+        # the two top bits of a scale-factor address repeat the factor id of the instruction descriptor
+        if addr >> 16 & 0x3FFF:
+            raise UnsupportedError(f"{what} at tensor memory lane {addr >> 16 & 0x3FFF}")
         per = rows // 2 if split == "halves" else rows
         col, nc = addr & 0xFFFF, scale_columns(per, split)
         t = np.ascontiguousarray(cta.tmem_read(slice(0, 128), slice(col, col + nc), what)).reshape(4, 32, nc)
