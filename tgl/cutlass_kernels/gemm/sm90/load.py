@@ -10,15 +10,16 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ...varlen import ragged_coord
+from ...schedule import ceil_div
+from ...varlen.policy import Problem
 
 
 class Operand(NamedTuple):
     """One operand of the MMA, on its way from global to shared memory."""
 
-    atom: cute.CopyAtom  # TMA load
-    source: cute.Tensor  # coordinates: [rows, K, groups] or, ragged along K, [rows, K, shift, start]
-    ring: cute.Tensor  # shared memory [tile rows, tile_k, stages]
+    map: cute.CopyAtom  # TMA load
+    coords: cute.Tensor  # the coordinate tensor of the map
+    buffers: cute.Tensor  # shared memory [rows, tile_k, stages]
 
 
 class Ring(NamedTuple):
@@ -54,54 +55,39 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 
 @cute.jit
-def boxes(
-    operand: Operand, matrix: cute.Tensor, block: Int32, tile: cutlass.Constexpr
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """Source and destination of the loads of one tile: ``[box, k]`` in ``matrix``, ``[box, stage]`` in the ring."""
-    part = cute.local_tile(matrix, tile, (block, None))
-    ring, source = cpasync.tma_partition(
-        operand.atom, 0, cute.make_layout(1), cute.group_modes(operand.ring, 0, 2), cute.group_modes(part, 0, 2)
-    )
-    return source, ring
+def load_tiles(
+    gemm: cutlass.Constexpr, a: Operand, b: Operand, ring: Ring, problem: Problem, first: Int32, step: Int32
+):
+    """Load the k tiles of every tile from ``first`` on in steps of ``step``; one warp calls it.
 
-
-@cute.jit
-def rows_from(source: cute.Tensor, row: Int32) -> cute.Tensor:
-    """``[T, K]`` from ``row`` on. Rows past a group's end are a neighbour's and reach no row that is stored."""
-    return cute.domain_offset((row, 0), source)
-
-
-@cute.jit
-def depth_of(source: cute.Tensor, start: Int32, length: Int32) -> cute.Tensor:
-    """A group's rows as the K of a ragged ``[rows, K, shift, start]``; past its end everything loads as zero."""
-    moved = cute.domain_offset(ragged_coord(1, start, length, Int32(0)), source)
-    return moved[None, None, 0, 0]
-
-
-@cute.jit
-def load_tile(
-    a: Operand,
-    b: Operand,
-    a_boxes: tuple[cute.Tensor, cute.Tensor],
-    b_boxes: tuple[cute.Tensor, cute.Tensor],
-    ring: Ring,
-    stage: Int32,
-    phase: Int32,
-    depth: Int32,
-    stages: cutlass.Constexpr,
-    stage_bytes: cutlass.Constexpr,
-) -> tuple[Int32, Int32]:
-    """Load the ``depth`` k tiles of one output tile; returns where the ring stands after them.
-
-    ``phase`` is the consumers': a stage is empty once the phase before it has ended, at once in the first round.
+    Args:
+        gemm: the ``GroupedGemm``.
+        a, b: the operands.
+        ring: barriers.
+        problem: sizes and offsets.
     """
-    a_source, a_ring = a_boxes
-    b_source, b_ring = b_boxes
-    for k in cutlass.range(depth, unroll=1):
-        cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, stage_bytes)
-        cute.copy(a.atom, a_source[None, k], a_ring[None, stage], tma_bar_ptr=ring.full + stage)
-        cute.copy(b.atom, b_source[None, k], b_ring[None, stage], tma_bar_ptr=ring.full + stage)
-        stage, phase = advance(stage, phase, stages)
-    return stage, phase
+    policy = gemm.policy
+    tile_m, tile_n, tile_k = gemm.tiler
+    stage, phase = Int32(0), Int32(0)
+    search = policy.start(problem)
+    search, tile = policy.find(search, first, problem)
+    while tile.valid:
+        a_to, a_from = _boxes(a, cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None)))
+        b_to, b_from = _boxes(b, cute.local_tile(policy.b(b.coords, tile), (tile_n, tile_k), (tile.n, None)))
+        for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
+            # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
+            # once in the first, since a new barrier counts as having ended a phase of odd parity.
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
+            cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
+            cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
+            stage, phase = advance(stage, phase, gemm.stages)
+        first += step
+        search, tile = policy.find(search, first, problem)
+
+
+def _boxes(operand: Operand, part: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Destination ``[box, stage]`` and source ``[box, k]`` of the loads of one tile ``part [rows, tile_k, k]``."""
+    ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
+    return cpasync.tma_partition(operand.map, 0, cute.make_layout(1), ring, box)

@@ -1,10 +1,16 @@
-"""The consumer warpgroups' mainloop: wgmma over the stages of the ring."""
+"""The consumer warpgroups: wgmma over the stages of the ring, then the epilogue."""
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from ...epilogue.vectors import EpilogueArgs, TileVectors, load_vectors
+from ...schedule import ceil_div
+from ...varlen.policy import Problem
 from .load import Ring, advance
+from .store import Output, store_tile
+
+VECTORS_BARRIER = 1  # named barrier of all consumers
 
 
 @cute.jit
@@ -56,3 +62,62 @@ def multiply(
     else:
         acc.fill(0.0)
     return stage, phase
+
+
+@cute.jit
+def consume_tiles(
+    gemm: cutlass.Constexpr,
+    tiled_mma: cute.TiledMma,
+    a_buffers: cute.Tensor,
+    b_buffers: cute.Tensor,
+    ring: Ring,
+    output: Output,
+    vectors: TileVectors,
+    args: EpilogueArgs,
+    problem: Problem,
+    first: Int32,
+    step: Int32,
+):
+    """Multiply, finish and store every tile from ``first`` on in steps of ``step``, the tail's included.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        tiled_mma: the MMA of all consumer warpgroups.
+        a_buffers, b_buffers: the ring, ``[rows, tile_k, stages]``.
+        ring: its barriers.
+        output: where results go.
+        vectors, args: bias and row scale in shared and in global memory.
+        problem: sizes and offsets.
+    """
+    policy, spec, config = gemm.policy, gemm.spec, gemm.config
+    thread, _, _ = cute.arch.thread_idx()
+    which = cute.arch.make_warp_uniform(thread // 128)
+    thread_mma = tiled_mma.get_slice(which * 128)
+    a = tiled_mma.make_fragment_A(thread_mma.partition_A(a_buffers))
+    b = tiled_mma.make_fragment_B(thread_mma.partition_B(b_buffers))
+    acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
+    stage, phase, turn = Int32(0), Int32(0), Int32(0)
+    search = policy.start(problem, True)
+    search, tile = policy.find(search, first, problem, True)
+    while tile.valid:
+        product = policy.is_product(tile, problem)
+        if cutlass.const_expr(spec.bias):
+            # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
+            cute.arch.barrier(barrier_id=VECTORS_BARRIER, number_of_threads=gemm.consumers)
+            if product:
+                row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
+                load_vectors(vectors, args, tile.group, row, end, tile.n * config.tile_n, thread, gemm.consumers)
+            cute.arch.barrier(barrier_id=VECTORS_BARRIER, number_of_threads=gemm.consumers)
+        depth = Int32(0)
+        if product:
+            depth = ceil_div(policy.depth(tile, problem), config.tile_k)
+        stage, phase = multiply(tiled_mma, acc, a, b, ring, stage, phase, depth, gemm.stages)
+        if cutlass.const_expr(spec.accumulate):
+            if product:
+                turn = store_tile(gemm, acc, output, vectors, tile, product, which, thread % 128, turn)
+        else:
+            turn = store_tile(gemm, acc, output, vectors, tile, product, which, thread % 128, turn)
+        first += step
+        search, tile = policy.find(search, first, problem, True)
+    if thread % 128 < 32:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -13,23 +13,33 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
+from ...config import VARLEN_M
+from ...epilogue.vectors import TileVectors, add_bias
+from ...schedule import Tile
+
 CHUNK_ROWS = 64
 CHUNK_BYTES = 128
-BUFFERS = 2
+BUFFERS = 2  # per warpgroup
+FIRST_BARRIER = 2  # named barrier of the first warpgroup
 
 
 class Output(NamedTuple):
     """Where results go, and on which way."""
 
-    atom: cute.CopyAtom  # TMA store, plain or adding
-    target: cute.Tensor  # coordinates: ragged [rows, columns, shift, start], or [rows, columns, groups]
-    staging: cute.Tensor  # shared memory [64, columns of a chunk, buffers of all warpgroups]
-    out: cute.Tensor  # global memory
+    map: cute.CopyAtom  # TMA store, plain or adding
+    coords: cute.Tensor  # the coordinate tensor of the map
+    buffers: cute.Tensor  # shared memory [64, columns of a chunk, BUFFERS of every warpgroup]
+    values: cute.Tensor | None  # the output in global memory if it is read
 
 
 def chunk_columns(element: type[cutlass.Numeric]) -> int:
     """Columns of a chunk."""
     return CHUNK_BYTES * 8 // element.width
+
+
+def chunk_tile(element: type[cutlass.Numeric]) -> tuple[int, int]:
+    """Rows and columns of a chunk."""
+    return CHUNK_ROWS, chunk_columns(element)
 
 
 def staging_bytes(warpgroups: int) -> int:
@@ -40,11 +50,11 @@ def staging_bytes(warpgroups: int) -> int:
 def chunk_layout(element: type[cutlass.Numeric], count: int) -> cute.ComposedLayout:
     """Shared-memory layout of ``count`` chunks, ``[64, columns, count]``."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element)
-    return cute.tile_to_shape(atom, (CHUNK_ROWS, chunk_columns(element), count), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (*chunk_tile(element), count), order=(0, 1, 2))
 
 
 @cute.jit
-def stage_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Constexpr, thread: Int32):
+def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Constexpr, thread: Int32):
     """Round a chunk's registers and write them to ``buffer [64, columns]``.
 
     Args:
@@ -78,42 +88,104 @@ def stage_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
 
 
 @cute.jit
-def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32, rows: Int32, columns: Int32):
+def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32):
     """``values += out`` for accumulation into 16 bits, which must be rounded after the sum and not before.
 
     Args:
-        values: float32 ``(2, 2, columns / 8)``.
-        out: this group's ``[M, N]`` in global memory.
+        values: float32 ``(2, 2, columns / 8)``, the thread's registers of a chunk.
+        out: the group's matrix in global memory, row-major; nothing beyond its shape is read. Its width is even, so a
+            pair of columns is inside or outside as a whole.
         row, column: the thread's first element there.
-        rows, columns: M and N; nothing beyond is read. N is even, so a pair is inside or outside as a whole.
     """
     for half in cutlass.range_constexpr(2):
         base = out.iterator + (Int64(row + 8 * half) * out.stride[0] + column)
         for piece in cutlass.range_constexpr(cute.size(values, mode=[2])):
-            if row + 8 * half < rows and column + 8 * piece < columns:
+            if row + 8 * half < out.shape[0] and column + 8 * piece < out.shape[1]:
                 pair = cute.make_rmem_tensor(2, out.element_type)
-                source = (base + 8 * piece).align(4)
-                cute.autovec_copy(cute.make_tensor(source, 2), pair)
+                cute.autovec_copy(cute.make_tensor((base + 8 * piece).align(4), cute.make_layout(2)), pair)
                 for i in cutlass.range_constexpr(2):
                     values[i, half, piece] += pair[i].to(Float32)
 
 
 @cute.jit
-def store_chunk(
-    atom: cute.CopyAtom, buffer: cute.Tensor, target: cute.Tensor, row: Int32, column: Int32, rest: cutlass.Constexpr
-):
-    """Store one staged chunk to ``(row, column)`` of ``target`` by TMA; one warp calls it.
+def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32):
+    """``values += bias * scale`` for a thread's registers of a chunk, the first at ``(row, column)`` of the tile."""
+    shape = values.shape
+    bias = cute.make_tensor(vectors.bias.iterator + column, cute.make_layout(shape, stride=(1, 0, 8)))
+    scale = None
+    if cutlass.const_expr(vectors.bias_scale is not None):
+        scale = cute.make_tensor(vectors.bias_scale.iterator + row, cute.make_layout(shape, stride=(0, 8, 0)))
+    add_bias(values, bias, scale)
+
+
+@cute.jit
+def store_tile(
+    gemm: cutlass.Constexpr,
+    acc: cute.Tensor,
+    output: Output,
+    vectors: TileVectors,
+    tile: Tile,
+    product: cutlass.Boolean,
+    which: Int32,
+    thread: Int32,
+    turn: Int32,
+) -> Int32:
+    """Finish and store one warpgroup's rows of a tile; returns whose turn of the buffers comes after it.
 
     Args:
-        atom: TMA store, plain or adding.
-        buffer: shared memory ``[64, columns]``.
-        target: coordinates ``[rows, columns, ...]``, moved so that the modes behind the first two are at 0.
-        row, column: where; what lies beyond the bounds of the tensor map is not stored.
-        rest: how many modes ``target`` has behind the first two.
+        gemm: the ``GroupedGemm``.
+        acc: float32 registers ``((2, 2, N / 8), M, 1)``.
+        output: where results go.
+        vectors: bias and row scale of the tile.
+        tile: which.
+        product: whether the tile belongs to a group; the tail has no bias.
+        which: the warpgroup.
+        thread: index in the warpgroup.
+        turn: buffer to begin with. A tile may take an odd number of chunks, so the next does not begin with the first.
     """
-    moved = cute.domain_offset((row, column, *([0] * rest)), target)
-    tile = cute.local_tile(moved[(None, None, *([0] * rest))], buffer.shape, (0, 0))
-    source, sink = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(tile, 0, 2)
-    )
-    cute.copy(atom, source, sink)
+    config, element = gemm.config, gemm.out_element
+    columns = chunk_columns(element)
+    pieces = columns // 8
+    target = gemm.policy.out(output.coords, tile)
+    # The map alone would drop what lies outside; chunks that are outside as a whole need not be issued.
+    height = tile.length if gemm.policy.kind == VARLEN_M else Int32(target.shape[0])
+    width = Int32(target.shape[1])
+    thread_row, thread_column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+        first_row = (block * gemm.warpgroups + which) * CHUNK_ROWS
+        row = tile.m * config.tile_m + first_row
+        for chunk in cutlass.range_constexpr(config.tile_n // columns):
+            column = tile.n * config.tile_n + chunk * columns
+            values = cute.make_rmem_tensor((2, 2, pieces), Float32)
+            for i in cutlass.range_constexpr(4 * pieces):
+                values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
+            if cutlass.const_expr(gemm.spec.bias):
+                if product:
+                    add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)
+            if cutlass.const_expr(gemm.spec.reads_output):
+                old = gemm.policy.out(output.values, tile)
+                add_old(values, old, row + thread_row, column + thread_column)
+            buffer = output.buffers[None, None, which * BUFFERS + turn]
+            turn = (turn + 1) % BUFFERS
+            if thread < 32:
+                # At most the newest store may still read: the one before it read this buffer.
+                cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
+            meet(which)
+            write_chunk(values, buffer, element, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            meet(which)
+            if thread < 32:
+                if row < height and column < width:
+                    part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
+                    source, sink = cpasync.tma_partition(
+                        output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
+                    )
+                    cute.copy(output.map, source, sink)
+                cute.arch.cp_async_bulk_commit_group()
+    return turn
+
+
+@cute.jit
+def meet(which: Int32):
+    """Barrier of one warpgroup."""
+    cute.arch.barrier(barrier_id=FIRST_BARRIER + which, number_of_threads=128)
