@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 ARCHS = ("sm_90", "sm_100")
 SMEM_BYTES = {"sm_90": 227 * 1024, "sm_100": 227 * 1024}

@@ -48,7 +48,7 @@ def store_tiles(
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     out_map, out_coords, out_buffers = out
-    epi_m, epi_n = gemm.epi_tile
+    epi_n = gemm.epi_tile[1]
     pieces = config.tile_n // epi_n
 
     # [rows, columns, accumulators], cut into pieces: [epi_m, epi_n, 1, pieces, accumulators]
@@ -83,7 +83,7 @@ def store_tiles(
         if wanted:
             row = tile.m * config.tile_m + rank * config.cta_m
             column = tile.n * config.tile_n
-            if cutlass.const_expr(spec.bias):
+            if cutlass.const_expr(spec.bias):  # noqa: SIM102 (one is known while tracing, the other is not)
                 if product:
                     load_vectors(
                         vectors,
@@ -110,8 +110,8 @@ def store_tiles(
             for piece in cutlass.range_constexpr(pieces):
                 if product:
                     cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
+                    cute.arch.fence_view_async_tmem_load()
                     if cutlass.const_expr(piece == pieces - 1):
-                        cute.arch.fence_view_async_tmem_load()
                         with cute.arch.elect_one():
                             results.consumer_release(made)
                     if cutlass.const_expr(spec.bias):
@@ -132,13 +132,15 @@ def store_tiles(
                 cute.arch.fence_proxy("async.shared", space="cta")
                 _meet()
                 if warp == 0:
-                    cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
+                    with cute.arch.elect_one():  # the copy does not elect a lane itself, as loads do
+                        cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
                 buffer = (buffer + 1) % gemm.epi_stages
             if product:
                 made.advance()
         first += step
         search, tile = policy.find(search, first, problem, True)
     if warp == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
