@@ -44,7 +44,9 @@ class GroupedGemm:
         self.config, self.spec, self.element = config, spec, element
         tiles = (config.tile_m, config.tile_n, config.band)
         self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
-        self.out_element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out])
+        self.out_element = getattr(
+            cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
+        )
         self.tiler = (config.tile_m, config.tile_n, config.tile_k)
         self.warpgroups = min(config.tile_m // store.CHUNK_ROWS, 2)
         self.consumers = self.warpgroups * WARPGROUP

@@ -32,23 +32,26 @@ def multiply(
     depth: Int32,
     stages: cutlass.Constexpr,
 ) -> tuple[Int32, Int32]:
-    """``acc = A B`` over ``depth`` k tiles (zero if there is none); returns where the ring stands after them.
+    """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
 
-    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late.
+    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late. The
+    accumulator is cleared rather than overwritten by the first MMA: were it set on two ways (an MMA, or zeros where
+    there is nothing to multiply), the compiler would copy it through local memory and wait for every single MMA.
 
     Args:
-        tiled_mma: the warpgroups' MMA.
-        acc: float32 registers ``((2, 2, N / 8), M, N)``.
+        tiled_mma: the MMA of all consumer warpgroups.
+        acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
         ring, stage, phase, stages: the ring and where it stands.
         depth: k tiles.
     """
+    acc.fill(Float32(0))
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):
         cute.arch.mbarrier_wait(ring.full + stage, phase)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True if block else k != 0)
             cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
@@ -59,8 +62,6 @@ def multiply(
     warpgroup.wait_group(0)
     if depth > 0:
         release(ring, previous)
-    else:
-        acc.fill(0.0)
     return stage, phase
 
 
@@ -95,7 +96,6 @@ def consume_tiles(
     thread_mma = tiled_mma.get_slice(which * 128)
     a = tiled_mma.make_fragment_A(thread_mma.partition_A(a_buffers))
     b = tiled_mma.make_fragment_B(thread_mma.partition_B(b_buffers))
-    acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
     stage, phase, turn = Int32(0), Int32(0), Int32(0)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
@@ -111,6 +111,7 @@ def consume_tiles(
         depth = Int32(0)
         if product:
             depth = ceil_div(policy.depth(tile, problem), config.tile_k)
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
         stage, phase = multiply(tiled_mma, acc, a, b, ring, stage, phase, depth, gemm.stages)
         if cutlass.const_expr(spec.accumulate):
             if product:
