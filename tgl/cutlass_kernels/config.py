@@ -62,6 +62,16 @@ class GemmConfig:
     def _sm90(self) -> str | None:
         if self.two_cta:
             return "MMAs of two CTAs exist on sm_100 only"
+        if self.pingpong:
+            return "ping-pong consumers are not built"
+        if (self.cluster_m, self.cluster_n) != (1, 1):
+            return "there is no multicast on sm_90"
+        if self.tile_m not in (64, 128, 256):
+            return f"tile_m must be 64, 128 or 256, not {self.tile_m}"
+        if self.tile_n not in (64, 128, 192, 256):
+            return f"tile_n must be 64, 128, 192 or 256, not {self.tile_n}"
+        if self.tile_m * self.tile_n > 128 * 256:
+            return f"{self.tile_m} x {self.tile_n} accumulators do not fit the registers of two warpgroups"
         return None
 
     @property
@@ -73,3 +83,22 @@ class GemmConfig:
     def ctas(self) -> int:
         """CTAs in a cluster."""
         return self.cluster_m * self.cluster_n * (2 if self.two_cta else 1)
+
+
+def choose(arch: str, kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
+    """The tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
+
+    Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. Wide tiles cost the least bandwidth
+    per MMA; they are not used where half of one would stay empty. On sm_100 a pair of CTAs takes 256 rows, once a
+    group fills them on average.
+    """
+    if arch == "sm_90":
+        return _choose_sm90(kind, columns, depth, rows)
+    tile_n = 256 if columns > 128 else 128 if columns > 64 else 64
+    if rows >= 256:
+        return GemmConfig(tile_m=256, tile_n=tile_n, two_cta=True)
+    return GemmConfig(tile_m=128, tile_n=tile_n)
+
+
+def _choose_sm90(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
+    return GemmConfig()
