@@ -39,7 +39,7 @@ class Implementation:
         supports: called like ``run``; returns None if it can serve the call, else the reason why not.
         archs: CUDA architectures such as ``"sm_90"``; None means any.
         priority: higher is asked first; the built-in implementations use 0 and below.
-        emulable: whether it is a kernel compiled for ``archs`` that an emulator of such a device can run on CPU tensors.
+        emulable: whether it is a kernel compiled for ``archs`` that an emulator can run on CPU tensors.
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         note: a sentence for ``explain`` about what to expect.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
