@@ -5,7 +5,7 @@ mainloop. In shared memory they are float32 and viewed as whole tiles (stride 0 
 architecture's accumulator fragment is partitioned over them as over the output.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -23,8 +23,8 @@ class EpilogueArgs(NamedTuple):
 class TileVectors(NamedTuple):
     """The vectors of a tile in shared memory, each viewed as ``[tile_m, tile_n]``; None where the spec has none."""
 
-    bias: cute.Tensor | None
-    bias_scale: cute.Tensor | None
+    bias: Any
+    bias_scale: Any
 
 
 def vector_bytes(spec: EpilogueSpec, tile_m: int, tile_n: int) -> int:

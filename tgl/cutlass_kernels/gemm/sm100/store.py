@@ -1,5 +1,7 @@
 """The epilogue warps: accumulators to memory."""
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
@@ -21,7 +23,7 @@ def store_tiles(
     gemm: cutlass.Constexpr,
     accumulators: cute.Tensor,
     out,
-    out_values: cute.Tensor | None,
+    out_values: Any,
     vectors: TileVectors,
     args: EpilogueArgs,
     results: pipeline.PipelineUmmaAsync,
@@ -65,7 +67,8 @@ def store_tiles(
     tiled_write = cute.make_tiled_copy_D(write_atom, tiled_load)
     write_part = tiled_write.get_slice(thread).partition_D(out_buffers)
     write_from = tiled_write.retile(rounded)
-    bias_part = scale_part = None
+    bias_part: Any = None
+    scale_part: Any = None
     if cutlass.const_expr(spec.bias):
         bias_part = thread_load.partition_D(cute.flat_divide(vectors.bias, gemm.epi_tile))
     if cutlass.const_expr(spec.bias_scale):
