@@ -120,5 +120,5 @@ def consume_tiles(
             turn = store_tile(gemm, acc, output, vectors, tile, product, which, thread % 128, turn)
         first += step
         search, tile = policy.find(search, first, problem, True)
-    if thread % 128 < 32:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores that read it

@@ -93,18 +93,22 @@ def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32):
 
     Args:
         values: float32 ``(2, 2, columns / 8)``, the thread's registers of a chunk.
-        out: the group's matrix in global memory, row-major; nothing beyond its shape is read. Its width is even, so a
-            pair of columns is inside or outside as a whole.
+        out: the group's matrix in global memory, row-major; nothing beyond its shape is read.
         row, column: the thread's first element there.
     """
     for half in cutlass.range_constexpr(2):
         base = out.iterator + (Int64(row + 8 * half) * out.stride[0] + column)
         for piece in cutlass.range_constexpr(cute.size(values, mode=[2])):
-            if row + 8 * half < out.shape[0] and column + 8 * piece < out.shape[1]:
-                pair = cute.make_rmem_tensor(2, out.element_type)
-                cute.autovec_copy(cute.make_tensor((base + 8 * piece).align(4), cute.make_layout(2)), pair)
-                for i in cutlass.range_constexpr(2):
-                    values[i, half, piece] += pair[i].to(Float32)
+            pair = cute.make_rmem_tensor(2, out.element_type)
+            pair.fill(0.0)
+            left = out.shape[1] - (column + 8 * piece)
+            if row + 8 * half < out.shape[0]:
+                if left >= 2:
+                    cute.autovec_copy(cute.make_tensor((base + 8 * piece).align(4), cute.make_layout(2)), pair)
+                elif left == 1:
+                    pair[0] = cute.make_tensor(base + 8 * piece, cute.make_layout(1))[0]
+            for i in cutlass.range_constexpr(2):
+                values[i, half, piece] += pair[i].to(Float32)
 
 
 @cute.jit
@@ -150,6 +154,7 @@ def store_tile(
     # The map alone would drop what lies outside; chunks that are outside as a whole need not be issued.
     height = tile.length if gemm.policy.kind == VARLEN_M else Int32(target.shape[0])
     width = Int32(target.shape[1])
+    warp = cute.arch.make_warp_uniform(thread // 32)
     thread_row, thread_column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
     for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
         first_row = (block * gemm.warpgroups + which) * CHUNK_ROWS
@@ -159,7 +164,7 @@ def store_tile(
             values = cute.make_rmem_tensor((2, 2, pieces), Float32)
             for i in cutlass.range_constexpr(4 * pieces):
                 values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
-            if cutlass.const_expr(gemm.spec.bias):
+            if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
                     add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)
             if cutlass.const_expr(gemm.spec.reads_output):
@@ -167,21 +172,23 @@ def store_tile(
                 add_old(values, old, row + thread_row, column + thread_column)
             buffer = output.buffers[None, None, which * BUFFERS + turn]
             turn = (turn + 1) % BUFFERS
-            if thread < 32:
-                # At most the newest store may still read: the one before it read this buffer.
-                cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
+            if warp == 0:
+                with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+                    # At most the newest store may still read: the one before it read this buffer.
+                    cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
             meet(which)
             write_chunk(values, buffer, element, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             meet(which)
-            if thread < 32:
-                if row < height and column < width:
-                    part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
-                    source, sink = cpasync.tma_partition(
-                        output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
-                    )
-                    cute.copy(output.map, source, sink)
-                cute.arch.cp_async_bulk_commit_group()
+            if warp == 0:
+                part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
+                source, sink = cpasync.tma_partition(
+                    output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
+                )
+                with cute.arch.elect_one():
+                    if row < height and column < width:
+                        cute.copy(output.map, source, sink)
+                    cute.arch.cp_async_bulk_commit_group()
     return turn
 
 
