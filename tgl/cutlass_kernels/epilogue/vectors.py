@@ -16,8 +16,8 @@ from .spec import EpilogueSpec
 class EpilogueArgs(NamedTuple):
     """Operands of an epilogue in global memory; None where the spec has none."""
 
-    bias: cute.Tensor | None  # [G, N]
-    bias_scale: cute.Tensor | None  # [T]
+    bias: Any  # [G, N]
+    bias_scale: Any  # [T]
 
 
 class TileVectors(NamedTuple):
@@ -104,9 +104,15 @@ def add_output(acc: cute.Tensor, out: cute.Tensor, coords: cute.Tensor, limit: c
     Args:
         acc: float32 registers of a thread.
         out: this thread's elements of the output in global memory, of the same shape.
-        coords: their ``(row, column)`` within the group's matrix, of the same shape.
-        limit: rows and columns of that matrix; elements beyond are left alone.
+        coords: their ``(row, column)`` within the tile, of the same shape; the last is the largest.
+        limit: rows and columns of the output from the tile's first element on; elements beyond are left alone.
     """
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        if cute.elem_less(coords[i], limit):
-            acc[i] = acc[i] + out[i].to(Float32)
+    count = cutlass.const_expr(cute.size(acc))
+    if cute.elem_less(coords[count - 1], limit):
+        held = cute.make_rmem_tensor(acc.shape, out.element_type)
+        cute.autovec_copy(out, held)
+        acc.store(acc.load() + held.load().to(Float32))
+    else:
+        for i in cutlass.range(count, unroll_full=True):
+            if cute.elem_less(coords[i], limit):
+                acc[i] = acc[i] + out[i].to(Float32)
