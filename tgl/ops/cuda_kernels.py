@@ -6,14 +6,17 @@ import functools
 
 from .. import backends
 from ..cutlass_kernels import launch
+from ..cutlass_kernels.reduce import calls
+from .grouped_dbias import NAME as DBIAS
 from .grouped_gemm import NAME as GEMM
 from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
+from .splits_to_offsets import NAME as OFFSETS
 
 PRIORITY = 10
 ARCHS = frozenset(launch.GPU_ARCH)
 
-_gemm = functools.partial(
+_kernel = functools.partial(
     backends.Implementation,
     name="tgl kernel",
     device="cuda",
@@ -24,7 +27,7 @@ _gemm = functools.partial(
 )
 
 backends.add(
-    _gemm(
+    _kernel(
         op=GEMM,
         run=launch.grouped_gemm,
         supports=launch.grouped_gemm_supports,
@@ -32,7 +35,7 @@ backends.add(
     )
 )
 backends.add(
-    _gemm(
+    _kernel(
         op=WGRAD,
         run=launch.grouped_gemm_wgrad,
         supports=launch.grouped_gemm_wgrad_supports,
@@ -40,10 +43,26 @@ backends.add(
     )
 )
 backends.add(
-    _gemm(
+    _kernel(
         op=ACCUMULATE,
         run=launch.grouped_gemm_wgrad_accumulate,
         supports=launch.grouped_gemm_wgrad_supports,
         prepare=functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True),
+    )
+)
+backends.add(
+    _kernel(
+        op=DBIAS,
+        run=calls.grouped_dbias,
+        supports=calls.grouped_dbias_supports,
+        prepare=calls.prepare_grouped_dbias,
+    )
+)
+backends.add(
+    _kernel(
+        op=OFFSETS,
+        run=calls.splits_to_offsets,
+        supports=calls.splits_to_offsets_supports,
+        prepare=calls.prepare_splits_to_offsets,
     )
 )
