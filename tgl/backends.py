@@ -63,7 +63,7 @@ class Implementation:
             arch = device_arch(device)
             if arch not in self.archs:
                 return f"built for {', '.join(sorted(self.archs))}, this device is {arch}"
-        if self.syncs and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.syncs and _capturing(device):
             return "reads offs on the host, which CUDA graph capture forbids"
         return self.supports(*args, **kwargs) if self.supports is not None else None
 
@@ -77,8 +77,14 @@ def device_arch(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _cuda_arch(device: torch.device) -> str:
+    if not torch.cuda.is_available():
+        return "no such device here"  # fake tensors, for which explain still says what it can
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 _emulated_arch: str | None = None
@@ -180,7 +186,7 @@ def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
             implementation.run(*args, **kwargs)
             return
     explanation = _explain(op, device, args, kwargs)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         raise GraphCaptureError(f"tgl::{op} cannot be captured in a CUDA graph:\n{explanation}")
     raise NoImplementationError(str(explanation))
 

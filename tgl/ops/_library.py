@@ -93,18 +93,21 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> No
 def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
     """The Autograd kernel of an op that writes into an argument."""
     names = [a.name for a in op._schema.arguments]
+    written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled():
             for name, value in (*zip(names, args), *kwargs.items()):  # the dispatcher drops trailing defaults
                 if isinstance(value, Tensor) and value.requires_grad:
-                    written = next(a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write)
                     raise RuntimeError(
-                        f"{op.name()}: writes into `{written}` and has no derivative, so no argument may require grad, "
-                        f"but `{name}` does; detach it or use torch.no_grad()"
+                        f"{op.name()}: writes into `{', '.join(written)}` and has no derivative, so no argument may "
+                        f"require grad, but `{name}` does; detach it or use torch.no_grad()"
                     )
-        return _below_autograd(op, keyset, args, kwargs)
+        _below_autograd(op, keyset, args, kwargs)
+        # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
+        given = {**dict(zip(names, args)), **kwargs}
+        torch._C._increment_version([given[name] for name in written])
 
     return autograd_kernel
 

@@ -1,0 +1,64 @@
+"""FLOP counts, the save-list for checkpointing, and the schemas, whose every change must be deliberate."""
+
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tgl
+
+SNAPSHOT = Path(__file__).with_name("schemas.txt")
+T, K, N, G = 10, 4, 6, 3
+OFFS = torch.tensor([2, 2, 7], dtype=torch.int32)
+
+
+def schemas() -> str:
+    """Every op overload: its schema and its tags."""
+    lines = []
+    for name in sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")):
+        packet, _, overload = name.removeprefix("tgl::").partition(".")
+        op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
+        lines.append(f"{op._schema}  # {', '.join(sorted(str(t).removeprefix('Tag.') for t in op.tags))}")
+    return "\n".join(lines) + "\n"
+
+
+def test_schemas():
+    """To change a signature on purpose: ``python -m tests.ops.test_properties``."""
+    assert schemas() == SNAPSHOT.read_text()
+
+
+def count(function) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def test_flops_of_the_gemms():
+    a, b, dy = torch.randn(T, K), torch.randn(G, K, N), torch.randn(T, N)
+    assert count(lambda: tgl.grouped_gemm(a, b, OFFS)) == 2 * T * K * N
+    assert count(lambda: tgl.grouped_gemm(a, b, OFFS, out=torch.empty(T, N))) == 2 * T * K * N
+    assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS)) == 2 * T * K * N
+    assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, out=torch.empty(G, K, N))) == 2 * T * K * N
+    assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
+
+
+def test_flops_of_a_backward_are_twice_those_of_the_forward():
+    a, b = torch.randn(T, K, requires_grad=True), torch.randn(G, K, N, requires_grad=True)
+    assert count(lambda: tgl.grouped_gemm(a, b, OFFS).sum().backward()) == 3 * 2 * T * K * N
+    b.requires_grad_(False)
+    assert count(lambda: tgl.grouped_gemm(a, b, OFFS).sum().backward()) == 2 * 2 * T * K * N
+
+
+def test_flops_of_the_expert_layer():
+    mlp, x = tgl.GroupedMLP(G, K, N), torch.randn(T, K)
+    assert count(lambda: mlp(x, torch.tensor([2, 0, 5]))) == 2 * T * K * 2 * N + 2 * T * N * K
+
+
+def test_save_list_holds_overloads():
+    """Packets would silently match nothing."""
+    assert [torch.ops.tgl.grouped_gemm.default] == tgl.SAC_SAVE_LIST
+    assert all(isinstance(op, torch._ops.OpOverload) for op in tgl.SAC_SAVE_LIST)
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(schemas())

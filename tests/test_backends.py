@@ -1,0 +1,235 @@
+"""The registry: which implementation serves a call, what ``explain`` says, and implementations of one's own."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tgl
+from tgl import backends
+
+T, K, N, G = 16, 32, 64, 4
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Fake CUDA tensors of any shape on a pretended sm_90; returns what makes operands."""
+    mode = FakeTensorMode()
+    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90" if device.type == "cuda" else device.type)
+    # The data pointer of a fake tensor is not there to be read; a real one would be aligned.
+    monkeypatch.setattr(torch._subclasses.fake_tensor.FakeTensor, "data_ptr", lambda self: 0)
+
+    def operands(dtype=torch.bfloat16, depth=K, width=N):
+        with mode:
+            return (
+                torch.empty(T, depth, dtype=dtype, device="cuda"),
+                torch.empty(G, depth, width, dtype=dtype, device="cuda"),
+                torch.empty(G, dtype=torch.int32, device="cuda"),
+            )
+
+    with mode:
+        yield operands
+
+
+def reasons(explanation):
+    return {i.name: reason for i, reason in explanation.refused}
+
+
+def test_cpu():
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    explanation = tgl.explain(tgl.grouped_gemm, a, b, offs)
+    assert explanation.chosen.name == "loop of mm"
+    assert not explanation.syncs
+    assert str(explanation).splitlines()[:2] == ["tgl::grouped_gemm on cpu (cpu)", "  runs loop of mm"]
+
+
+PACKET = torch.ops.tgl.grouped_gemm
+
+
+@pytest.mark.parametrize(
+    "op", ["grouped_gemm", "tgl::grouped_gemm", tgl.grouped_gemm, PACKET, PACKET.default, PACKET.out]
+)
+def test_every_spelling_of_an_op(op):
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    assert tgl.explain(op, a, b, offs).op == "grouped_gemm"
+
+
+def test_every_op_can_be_explained_on_the_cpu():
+    for name, signatures in tgl.testing.SIGNATURES.items():
+        for sample in list(signatures[0].samples(dtypes=(torch.float32,), routings=("ragged_tail",)))[:1]:
+            packet, _, suffix = name.partition(".")
+            op = getattr(getattr(torch.ops.tgl, packet), suffix or "default")
+            args, kwargs = sample.call(op, sample.tensors())
+            assert tgl.explain(op, *args, **kwargs).chosen is not None, name
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match="`offs` must be int32"):
+        tgl.explain("grouped_gemm", torch.ones(T, K), torch.ones(G, K, N), torch.ones(G))
+    with pytest.raises(ValueError, match=r"`op` must be one of .*grouped_gemm.*, but got 'matmul'"):
+        tgl.explain("matmul")
+
+
+def test_bfloat16_on_sm_90_takes_grouped_mm(cuda):
+    explanation = tgl.explain(tgl.grouped_gemm, *cuda())
+    assert explanation.chosen.name == "aten grouped_mm"
+    assert not explanation.syncs
+    assert "loop of mm: lower priority" in str(explanation)
+    a, _, offs = cuda()
+    wgrad = tgl.explain(tgl.grouped_gemm_wgrad, a, torch.empty(T, N, dtype=torch.bfloat16, device="cuda"), offs)
+    assert wgrad.chosen.name == "aten grouped_mm"
+    assert not wgrad.syncs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_other_dtypes_loop_and_sync(cuda, dtype):
+    explanation = tgl.explain(tgl.grouped_gemm, *cuda(dtype))
+    assert explanation.chosen.name == "loop of mm"
+    assert explanation.syncs
+    assert "syncs with the host" in str(explanation)
+    assert reasons(explanation)["aten grouped_mm"] == f"takes bfloat16 only, got {dtype} -> {dtype}"
+
+
+def test_reasons_against_grouped_mm(cuda):
+    a, b, offs = cuda()
+    bias = torch.empty(G, N, dtype=torch.bfloat16, device="cuda")
+
+    def why(*args, **kwargs):
+        explanation = tgl.explain(tgl.grouped_gemm, *args, **kwargs)
+        assert explanation.chosen.name == "loop of mm"
+        return reasons(explanation)["aten grouped_mm"]
+
+    assert why(a, b, offs, bias) == "has no bias epilogue (adding it afterwards would round twice)"
+    assert "takes bfloat16 only" in why(a, b, offs, out_dtype=torch.float32)
+    assert why(torch.empty(0, K, dtype=torch.bfloat16, device="cuda"), b, offs) == "does not take empty operands"
+    odd = cuda(depth=31)
+    assert "needs `a` with one unit stride and all others multiples of 16 bytes, got strides (31, 1)" in why(*odd)
+    assert "needs `b`" in why(*cuda(width=31))
+    expanded = torch.empty_strided((T, K), (1, 0), dtype=torch.bfloat16, device="cuda")
+    assert "needs `a` with one unit stride" in why(expanded, b, offs)
+
+
+def test_an_operand_off_16_bytes(cuda, monkeypatch):
+    a, b, offs = cuda()
+    monkeypatch.setattr(torch._subclasses.fake_tensor.FakeTensor, "data_ptr", lambda self: 8)
+    assert reasons(tgl.explain(tgl.grouped_gemm, a, b, offs))["aten grouped_mm"] == "needs `a` aligned to 16 bytes"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_older_devices_loop(cuda, monkeypatch, arch):
+    monkeypatch.setattr(backends, "device_arch", lambda device: arch)
+    explanation = tgl.explain(tgl.grouped_gemm, *cuda())
+    assert explanation.chosen.name == "loop of mm"
+    assert "this device is " + arch in reasons(explanation)["aten grouped_mm"]
+    assert f"on cuda:0 ({arch})" in str(explanation)
+
+
+def test_without_any_cuda_device(monkeypatch):
+    """Fake CUDA tensors can be asked about on a machine that has none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backends._cuda_arch.cache_clear()
+    with FakeTensorMode():
+        dy, offs = torch.empty(T, N, device="cuda"), torch.empty(G, dtype=torch.int32, device="cuda")
+        explanation = tgl.explain(tgl.grouped_dbias, dy, offs)
+    backends._cuda_arch.cache_clear()
+    assert explanation.syncs
+    assert str(explanation).startswith("tgl::grouped_dbias on cuda:0 (no such device here)\n  runs loop of sums")
+
+
+def test_graph_capture(cuda, monkeypatch):
+    """Under capture an implementation that reads offs on the host is refused, with a named error if none is left."""
+    monkeypatch.setattr(backends, "_capturing", lambda device: device.type == "cuda")
+    assert tgl.explain(tgl.grouped_gemm, *cuda()).chosen.name == "aten grouped_mm"
+    a, b, offs = cuda(torch.float32)
+    explanation = tgl.explain(tgl.grouped_gemm, a, b, offs)
+    assert explanation.chosen is None
+    assert reasons(explanation)["loop of mm"] == "reads offs on the host, which CUDA graph capture forbids"
+    assert "no implementation" in str(explanation)
+    out = torch.empty(T, N, device="cuda")
+    with pytest.raises(tgl.GraphCaptureError, match=r"tgl::grouped_gemm cannot be captured in a CUDA graph") as error:
+        backends.run("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True)
+    assert "loop of mm: reads offs on the host" in str(error.value)
+    assert "aten grouped_mm: takes bfloat16 only" in str(error.value)
+
+
+def test_no_implementation_lists_the_reasons():
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    (builtin,) = [i for i in backends._table["grouped_gemm", "cpu"] if i.name == "loop of mm"]
+    backends.remove(builtin)
+    try:
+        with pytest.raises(tgl.NoImplementationError, match=r"tgl::grouped_gemm on cpu \(cpu\)\n  no implementation"):
+            tgl.grouped_gemm(a, b, offs)
+    finally:
+        backends.add(builtin)
+    assert tgl.grouped_gemm(a, b, offs).any()
+
+
+def test_an_implementation_of_ones_own():
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    plain = tgl.grouped_gemm(a, b, offs)
+
+    def supports(a, b, offs, bias, bias_scale, *, out, zero_tail):
+        return None if a.dtype == torch.float32 else f"takes float32 only, got {a.dtype}"
+
+    @tgl.register_implementation("grouped_gemm", "mine", device="cpu", supports=supports, note="for the test")
+    def mine(a, b, offs, bias, bias_scale, *, out, zero_tail):
+        out.fill_(123)
+
+    try:
+        explanation = tgl.explain(tgl.grouped_gemm, a, b, offs)
+        assert explanation.chosen is mine
+        assert "  runs mine (for the test)" in str(explanation)
+        assert "  not  loop of mm: lower priority" in str(explanation)
+        assert (tgl.grouped_gemm(a, b, offs) == 123).all()
+        refused = tgl.explain(tgl.grouped_gemm, a.double(), b.double(), offs)
+        assert refused.chosen.name == "loop of mm"
+        assert reasons(refused)["mine"] == "takes float32 only, got torch.float64"
+        assert torch.equal(tgl.grouped_gemm(a.double(), b.double(), offs), plain.double())
+    finally:
+        backends.remove(mine)
+    assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "loop of mm"
+    assert torch.equal(tgl.grouped_gemm(a, b, offs), plain)
+
+
+def test_priorities_and_replacement():
+    made = []
+
+    def register(name, priority):
+        def run(dy, offs, *, out):
+            out.fill_(priority)
+
+        made.append(tgl.register_implementation("grouped_dbias", name, device="cpu", priority=priority)(run))
+
+    dy, offs = torch.ones(4, 2), torch.tensor([4], dtype=torch.int32)
+    try:
+        for name, priority in (("low", -5), ("high", 30), ("middle", 20)):
+            register(name, priority)
+        explanation = tgl.explain(tgl.grouped_dbias, dy, offs)
+        assert explanation.chosen.name == "high"
+        assert [i.name for i in explanation.unasked] == ["middle", "loop of sums", "low"]
+        register("high", 10)
+        assert tgl.explain(tgl.grouped_dbias, dy, offs).chosen.name == "middle"
+        assert (tgl.grouped_dbias(dy, offs) == 20).all()
+    finally:
+        for implementation in made:
+            backends.remove(implementation)
+    assert (tgl.grouped_dbias(dy, offs) == 4).all()
+
+
+def test_an_unknown_op_cannot_be_served():
+    with pytest.raises(ValueError, match="`op` must be one of"):
+        tgl.register_implementation("matmul", "mine", device="cpu")(lambda: None)
+
+
+def test_an_implementation_for_a_new_device_type():
+    """A device type that nothing served before gets the ops' kernels; here one without any memory behind it."""
+    before = tgl.explain(tgl.splits_to_offsets, torch.ones(3, dtype=torch.int64)).chosen
+
+    @tgl.register_implementation("splits_to_offsets", "mine", device="xpu")
+    def mine(m_splits, *, out):
+        raise AssertionError("not called")
+
+    try:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("tgl::splits_to_offsets", "XPU")
+        assert tgl.explain(tgl.splits_to_offsets, torch.ones(3, dtype=torch.int64)).chosen is before
+    finally:
+        backends.remove(mine)

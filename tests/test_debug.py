@@ -1,0 +1,138 @@
+"""Bad values in ``offs``: never a write out of bounds, and ``tgl.debug_checks`` names the bad entry."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tgl
+
+BAD = {
+    "descending": ([3, 2, 6], r"`offs` must not descend, but offs\[1\] = 2 is less than offs\[0\] = 3"),
+    "negative": ([-1, 2, 6], r"`offs` must not descend, but offs\[0\] = -1 is less than 0"),
+    "negative later": ([1, -5, 6], r"`offs` must not descend, but offs\[1\] = -5 is less than offs\[0\] = 1"),
+    "out of range": ([1, 2, 7], r"`offs` must stay within 6 rows, but offs\[2\] = 7"),
+    "far out of range": ([1, 2**31 - 1, 2**31 - 1], r"`offs` must stay within 6 rows, but offs\[1\] = 2147483647"),
+}
+T, K, N, G = 6, 4, 8, 3
+
+
+def calls(offs):
+    """Every op that takes ``offs``, as name -> call."""
+    a, b, dy = torch.ones(T, K), torch.ones(G, K, N), torch.ones(T, N)
+    bias, scale, out, dw = torch.ones(G, N), torch.ones(T), torch.zeros(T, N), torch.zeros(G, K, N)
+    return {
+        "grouped_gemm": lambda: tgl.grouped_gemm(a, b, offs, bias, scale),
+        "grouped_gemm.out": lambda: tgl.grouped_gemm(a, b, offs, bias, scale, out=out),
+        "grouped_gemm_wgrad": lambda: tgl.grouped_gemm_wgrad(a, dy, offs),
+        "grouped_gemm_wgrad.out": lambda: tgl.grouped_gemm_wgrad(a, dy, offs, out=dw),
+        "grouped_gemm_wgrad_accumulate_": lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, offs, dw),
+        "grouped_dbias": lambda: tgl.grouped_dbias(dy, offs),
+        "grouped_dbias_dscales": lambda: tgl.grouped_dbias_dscales(dy, bias, scale, offs),
+        "grouped_activation": lambda: tgl.grouped_activation(dy, offs, scale),
+        "grouped_activation_backward": lambda: torch.ops.tgl.grouped_activation_backward(a, dy, offs, scale),
+    }
+
+
+NAMES = list(calls(torch.zeros(G, dtype=torch.int32)))
+
+
+def guarded(*shape):
+    """A buffer inside a larger one, and what lies around it."""
+    room = torch.full((torch.Size(shape).numel() + 512,), -7.0)
+    inside = room[256:-256].view(shape)
+    return inside, lambda: torch.cat([room[:256], room[-256:]])
+
+
+@given(ends=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-8, 16), min_size=G, max_size=G))
+def test_no_offs_makes_a_write_out_of_bounds(ends):
+    offs = torch.tensor(ends, dtype=torch.int32)
+    for call in calls(offs).values():
+        call()
+    a, b, dy = torch.ones(T, K), torch.ones(G, K, N), torch.ones(T, N)
+    out, around_out = guarded(T, N)
+    dw, around_dw = guarded(G, K, N)
+    tgl.grouped_gemm(a, b, offs, torch.ones(G, N), out=out)
+    tgl.grouped_gemm_wgrad(a, dy, offs, out=dw)
+    tgl.grouped_gemm_wgrad_accumulate_(a, dy, offs, dw)
+    assert (around_out() == -7).all()
+    assert (around_dw() == -7).all()
+    assert set(out.unique().tolist()) <= {-7.0, K + 1.0}, "a row is either a group's or untouched"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", BAD)
+def test_debug_checks_name_the_bad_entry(name, case):
+    ends, message = BAD[case]
+    call = calls(torch.tensor(ends, dtype=torch.int32))[name]
+    call()
+    with tgl.debug_checks(), pytest.raises(ValueError, match=rf"tgl::{name.removesuffix('.out')}: {message}"):
+        call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_debug_checks_let_good_offs_pass(name):
+    with tgl.debug_checks():
+        calls(torch.tensor([0, 3, 5], dtype=torch.int32))[name]()
+
+
+def test_nothing_is_written_when_a_check_fails():
+    a, b, dy = torch.ones(T, K), torch.ones(G, K, N), torch.ones(T, N)
+    offs = torch.tensor([3, 2, 6], dtype=torch.int32)
+    out, dw = torch.zeros(T, N), torch.zeros(G, K, N)
+    with tgl.debug_checks():
+        for call in (
+            lambda: tgl.grouped_gemm(a, b, offs, out=out),
+            lambda: tgl.grouped_gemm_wgrad(a, dy, offs, out=dw),
+            lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, offs, dw),
+        ):
+            with pytest.raises(ValueError, match="must not descend"):
+                call()
+    assert not out.any()
+    assert not dw.any()
+
+
+def test_contexts_nest_and_end_with_an_exception():
+    bad = calls(torch.tensor([3, 2, 6], dtype=torch.int32))["grouped_dbias"]
+    with tgl.debug_checks():
+        with tgl.debug_checks():
+            pass
+        with pytest.raises(ValueError, match="must not descend"):
+            bad()
+    with pytest.raises(ZeroDivisionError), tgl.debug_checks():
+        raise ZeroDivisionError
+    bad()
+
+
+def test_negative_splits():
+    splits = torch.tensor([2, -1, 3])
+    tgl.splits_to_offsets(splits)
+    with (
+        tgl.debug_checks(),
+        pytest.raises(ValueError, match=r"`m_splits` must not be negative, but m_splits\[1\]"),
+    ):
+        tgl.splits_to_offsets(splits)
+
+
+def test_splits_that_exceed_the_rows_are_found_behind_a_module():
+    layer = tgl.GroupedLinear(3, 4, 8)
+    with tgl.debug_checks(), pytest.raises(ValueError, match=r"must stay within 6 rows, but offs\[2\] = 7"):
+        layer(torch.ones(6, 4), torch.tensor([2, 2, 3]))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_around_a_compiled_call(backend):
+    """The check is in the op, so a graph compiled without it checks all the same, and compiles no second time."""
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(tgl.grouped_gemm, backend=graphs, fullgraph=True)
+    a, b = torch.ones(T, K), torch.ones(G, K, N)
+    good, bad = (torch.tensor(e, dtype=torch.int32) for e in ([1, 2, 6], [3, 2, 6]))
+    assert torch.equal(compiled(a, b, good), tgl.grouped_gemm(a, b, good))
+    compiled(a, b, bad)
+    with tgl.debug_checks():
+        compiled(a, b, good)
+        with pytest.raises(ValueError, match=r"tgl::grouped_gemm: `offs` must not descend, but offs\[1\] = 2"):
+            compiled(a, b, bad)
+    assert graphs.frame_count == 1
