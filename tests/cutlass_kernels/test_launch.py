@@ -104,6 +104,7 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
     dy = integers(a.shape[0], 24, dtype=F16)
     main_grad = torch.full((4, 72, 24), CANARY)
     launch._plans.clear()
+    launch._by_shape.clear()
     assert tgl.warmup(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
     tgl.warmup("grouped_gemm_wgrad", a, dy, offs)
     tgl.warmup("grouped_gemm_wgrad_accumulate_", a, dy, offs, main_grad)

@@ -1,8 +1,8 @@
 """From tensors to a launch: which kernel serves a call, compiled at most once, called on the current stream.
 
 A plan is found by dtypes, layouts, architecture, epilogue and tiling, never by token counts or offsets, so a change of
-routing compiles nothing. The tiling itself follows from N, K and the mean number of rows per group by a coarse rule
-(``config.choose``); a model's shapes have few of them.
+routing compiles nothing. The tiling follows from N, K and the mean number of rows per group, as a power of two, by a
+coarse rule (``config.choose``); a model's shapes have few of them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
+_by_shape: dict[tuple, Plan] = {}  # the same plans, found by what the tiling follows from
+_accepted: set[tuple] = set()  # dtypes and strides of operands found good, those that do not depend on token counts
 
 # --- what the kernels take --------------------------------------------------------------------------------------------
 
@@ -79,6 +81,24 @@ def _unit(strides: tuple[int, ...]) -> int:
     return last if strides[last] == 1 else last - 1
 
 
+def _known_good(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether operands of these dtypes and strides have been accepted before; their addresses are looked at anew."""
+    if a.shape[0] > MAX_ROWS or (a.dtype, out.dtype, a.stride(), b.stride(), out.stride()) not in _accepted:
+        return False
+    if out.device.type == "meta":
+        out = a
+    return (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT == 0
+
+
+def _operands_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
+    """Why the maps of the three operands cannot be made."""
+    reason = _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
+    strides = (a.stride(), b.stride(), out.stride())
+    if reason is None and a.stride(1) == 1 and all(0 not in s for s in strides):
+        _accepted.add((a.dtype, out.dtype, *strides))
+    return reason
+
+
 def _common_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
     reason = _packages_reason()
     if reason is not None:
@@ -103,23 +123,27 @@ def grouped_gemm_supports(
     zero_tail: bool,
 ) -> str | None:
     """Why ``grouped_gemm`` below cannot serve a call, or None."""
+    if _known_good(a, b, out):
+        return None
     reason = _common_reason(a, b, out)
     if reason is not None or out.numel() == 0:
         return reason
     if a.shape[1] == 0:
         return "does not take K = 0"
-    return _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
+    return _operands_reason(a, b, out)
 
 
 def grouped_gemm_wgrad_supports(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """Why ``grouped_gemm_wgrad`` and its accumulating form below cannot serve a call, or None."""
+    if a.stride(1) == b.stride(1) == 1 and _known_good(a, b, out):
+        return None
     reason = _common_reason(a, b, out)
     if reason is not None or out.numel() == 0 or a.shape[0] == 0:
         return reason
     for name, t in (("a", a), ("b", b)):
         if t.stride(1) != 1:
             return f"needs `{name}` row-major (groups are bounded along its rows), got strides {t.stride()}"
-    return _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
+    return _operands_reason(a, b, out)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -178,27 +202,43 @@ def _gemm_plan(
     a: Tensor, b: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor, zero_tail: bool
 ) -> Plan:
     groups, depth, columns = b.shape
-    tiling = config.choose(backends.device_arch(a.device), VARLEN_M, columns, depth, a.shape[0] // max(groups, 1))
-    dtypes = (a.dtype, out.dtype, bias.dtype if bias is not None else None)
-    scale = bias_scale.dtype if bias_scale is not None else None
-    key = (VARLEN_M, a.device, dtypes, scale, a.stride(1) == 1, b.stride(2) == 1, zero_tail, tiling)
-    plan = _plans.get(key)
+    arch = backends.device_arch(a.device)
+    vectors = (bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
+    layout = (VARLEN_M, arch, a.device, a.dtype, out.dtype, *vectors, a.stride(1) == 1, b.stride(2) == 1, zero_tail)
+    rows = _power_of_two(a.shape[0] // groups)
+    shape = (layout, columns, depth, rows)
+    plan = _by_shape.get(shape)
     if plan is None:
-        spec = EpilogueSpec(_name(out.dtype), _name(bias), _name(bias_scale), tail=zero_tail)
-        plan = _plans[key] = _make("grouped_gemm", VARLEN_M, a, _unit(b.stride()), spec, tiling)
+        tiling = config.choose(arch, VARLEN_M, columns, depth, rows)
+        plan = _plans.get((layout, tiling))
+        if plan is None:
+            spec = EpilogueSpec(_name(out.dtype), _name(bias), _name(bias_scale), tail=zero_tail)
+            plan = _plans[layout, tiling] = _make("grouped_gemm", VARLEN_M, a, _unit(b.stride()), spec, tiling)
+        _by_shape[shape] = plan
     return plan
 
 
 def _wgrad_plan(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> Plan:
     groups, rows, columns = out.shape
-    tiling = config.choose(backends.device_arch(a.device), VARLEN_K, columns, a.shape[0] // max(groups, 1), rows)
-    key = (VARLEN_K, a.device, a.dtype, out.dtype, accumulate, tiling)
-    plan = _plans.get(key)
+    arch = backends.device_arch(a.device)
+    layout = (VARLEN_K, arch, a.device, a.dtype, out.dtype, accumulate)
+    depth = _power_of_two(a.shape[0] // groups)
+    shape = (layout, columns, depth, rows)
+    plan = _by_shape.get(shape)
     if plan is None:
-        spec = EpilogueSpec(_name(out.dtype), accumulate=accumulate)
-        op = "grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad"
-        plan = _plans[key] = _make(op, VARLEN_K, a, 1, spec, tiling)
+        tiling = config.choose(arch, VARLEN_K, columns, depth, rows)
+        plan = _plans.get((layout, tiling))
+        if plan is None:
+            spec = EpilogueSpec(_name(out.dtype), accumulate=accumulate)
+            op = "grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad"
+            plan = _plans[layout, tiling] = _make(op, VARLEN_K, a, 1, spec, tiling)
+        _by_shape[shape] = plan
     return plan
+
+
+def _power_of_two(count: int) -> int:
+    """The largest power of two up to ``count``; 0 for 0."""
+    return 1 << count.bit_length() >> 1
 
 
 def _name(value: Tensor | torch.dtype | None) -> Any:
