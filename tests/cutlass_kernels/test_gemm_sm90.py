@@ -11,6 +11,7 @@ from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
+PAIRS = {shape: GemmConfig(*shape, cluster_n=2) for shape in ((128, 64), (128, 128), (256, 128))}
 TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 128), (128, 192), (128, 256), (256, 128))}
 
 GEMM = {
@@ -22,6 +23,10 @@ GEMM = {
     "scaled bias, odd number of chunks": Case(TILES[128, 192], (130, 0, 1), bias=BF16, bias_scale=F32, columns=392),
     "bias scaled in 16 bits": Case(TILES[64, 256], (1, 3, 300), bias=F16, bias_scale=F16, dtype=F16, out=F32),
     "two blocks, untouched tail": Case(TILES[256, 128], (257, 0, 255, 1), zero_tail=False, tail=300, b_row_major=False),
+    "multicast": Case(PAIRS[128, 64], RAGGED, depth=200),
+    "multicast, a column-major": Case(
+        PAIRS[256, 128], (257, 0, 3), columns=264, a_row_major=False, bias=F32, bias_scale=BF16, zero_tail=False
+    ),
     "all empty": Case(TILES[64, 64], (0, 0, 0), tail=140, columns=40),
     "no tail rows": Case(TILES[128, 256], (256, 128), tail=0),
     "one column tile, odd K": Case(TILES[128, 128], (70,), depth=67, columns=13),
@@ -33,6 +38,7 @@ WGRAD = {
     "accumulate in 16 bits": Case(TILES[128, 192], RAGGED, accumulate=True, columns=200),
     "two blocks": Case(TILES[256, 128], (130, 0, 64, 1, 70), depth=264, columns=136),
     "two blocks, accumulate": Case(TILES[256, 128], (64, 0, 63, 65), depth=264, out=F32, accumulate=True),
+    "multicast, accumulate": Case(PAIRS[128, 128], (64, 0, 63), columns=392, depth=136, out=F32, accumulate=True),
     "odd columns, accumulate": Case(TILES[64, 64], (3, 200), columns=37, dtype=F16, out=F16, accumulate=True),
     "all empty": Case(TILES[64, 64], (0, 0), tail=20, columns=40),
 }
@@ -56,7 +62,7 @@ def test_more_groups_than_a_warp_holds():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
-@pytest.mark.parametrize("config", TILES.values(), ids=str)
+@pytest.mark.parametrize("config", [*TILES.values(), *PAIRS.values()], ids=str)
 def test_every_tiling_under_many_schedules(kind, config):
     case = Case(config, RAGGED, out=F32, bias=F32 if kind == VARLEN_M else None, depth=264, columns=264)
     run("sm_90", kind, case, seeds=range(8))

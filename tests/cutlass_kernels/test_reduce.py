@@ -84,6 +84,25 @@ def test_any_layout(layout):
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")], ids=str)
+@pytest.mark.parametrize("columns", [264, 33])
+def test_row_scales(dtypes, columns):
+    sizes = [0, 1, 127, 0, LONG, 0]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(sum(sizes) + 9, columns, dtype=torch.bfloat16)
+    bias = integers(len(sizes), columns, dtype=getattr(torch, dtypes[0]))
+    scale = integers(len(dy), dtype=getattr(torch, dtypes[1]))
+    for t in (dy, scale):
+        t[sum(sizes) :] = float("nan")
+    dbias, dscales = torch.full((len(sizes), columns), 7.0), torch.full((len(dy),), 7.0)
+    calls.grouped_dbias_dscales(dy, bias, scale, offs, dbias=dbias, dscales=dscales)
+    weighted = torch.nan_to_num(dy.double()) * torch.nan_to_num(scale.double())[:, None]
+    assert torch.equal(dbias, expected(weighted, offs))
+    of_row = torch.repeat_interleave(bias.double(), torch.tensor(sizes), dim=0)
+    assert torch.equal(dscales[: sum(sizes)].double(), (dy[: sum(sizes)].double() * of_row).sum(1))
+    assert dscales[sum(sizes) :].eq(0).all()
+
+
 def test_no_rows_and_many_groups():
     offs = torch.zeros(70, dtype=torch.int32)
     dy = torch.full((4, 8), float("nan"), dtype=torch.bfloat16)

@@ -64,8 +64,8 @@ class GemmConfig:
             return "MMAs of two CTAs exist on sm_100 only"
         if self.pingpong:
             return "ping-pong consumers are not built"
-        if (self.cluster_m, self.cluster_n) != (1, 1):
-            return "there is no multicast on sm_90"
+        if self.cluster_m != 1 or self.cluster_n not in (1, 2):
+            return f"clusters are 1 x 1 or 1 x 2 on sm_90, not {self.cluster_m} x {self.cluster_n}"
         if self.tile_m not in (64, 128, 256):
             return f"tile_m must be 64, 128 or 256, not {self.tile_m}"
         if self.tile_n not in (64, 128, 192, 256):

@@ -8,6 +8,7 @@ from .. import backends
 from ..cutlass_kernels import launch
 from ..cutlass_kernels.reduce import calls
 from .grouped_dbias import NAME as DBIAS
+from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
 from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
@@ -64,5 +65,13 @@ backends.add(
         run=calls.splits_to_offsets,
         supports=calls.splits_to_offsets_supports,
         prepare=calls.prepare_splits_to_offsets,
+    )
+)
+backends.add(
+    _kernel(
+        op=DBIAS_DSCALES,
+        run=calls.grouped_dbias_dscales,
+        supports=calls.grouped_dbias_dscales_supports,
+        prepare=calls.prepare_grouped_dbias_dscales,
     )
 )

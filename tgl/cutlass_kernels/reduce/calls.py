@@ -33,6 +33,8 @@ class ReduceKey(NamedTuple):
     emulated: bool
     element: str
     vector: int
+    bias: str | None = None
+    bias_scale: str | None = None
 
 
 _plans: dict[tuple, Callable] = {}
@@ -52,7 +54,8 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     if dy.shape[0] == 0:
         out.zero_()
         return
-    _call(_dbias_plan(dy, _vector(dy)), dy, offs, out, _multiprocessors(dy.device))
+    plan = _dbias_plan(dy, _vector(dy), None, None)
+    _call(plan, dy, offs, out, None, None, None, _multiprocessors(dy.device))
 
 
 def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -62,15 +65,50 @@ def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     vector = _vector(dy)
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=out.dtype, device=dy.device)
-    plan = _dbias_plan(dy, vector)
-    _call(plan, dy.new_zeros(1, vector), offs, result, _multiprocessors(dy.device))
+    plan = _dbias_plan(dy, vector, None, None)
+    _call(plan, dy.new_zeros(1, vector), offs, result, None, None, None, _multiprocessors(dy.device))
 
 
-def _dbias_plan(dy: Tensor, vector: int) -> Callable:
-    key = ("grouped_dbias", dy.device, dy.dtype, vector)
+def grouped_dbias_dscales_supports(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> str | None:
+    """Why ``grouped_dbias_dscales`` below cannot serve a call, or None."""
+    return grouped_dbias_supports(dy, offs, out=dbias)
+
+
+def grouped_dbias_dscales(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> None:
+    """``dbias[g] = sum of bias_scale[t] dy[t]`` and ``dscales[t] = dy[t] . bias[g]``."""
+    if dbias.numel() == 0 or dy.shape[0] == 0:
+        dbias.zero_()
+        dscales.zero_()
+        return
+    plan = _dbias_plan(dy, min(_vector(dy), _vector(bias)), bias, bias_scale)
+    _call(plan, dy, offs, dbias, bias, bias_scale, dscales, _multiprocessors(dy.device))
+
+
+def prepare_grouped_dbias_dscales(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> None:
+    """Compile and load what ``grouped_dbias_dscales`` with these arguments needs, by a launch on a scratch problem."""
+    if dbias.numel() == 0 or dy.shape[0] == 0:
+        return
+    vector = min(_vector(dy), _vector(bias))
+    plan = _dbias_plan(dy, vector, bias, bias_scale)
+    offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
+    result = torch.zeros(1, vector, dtype=dbias.dtype, device=dy.device)
+    row, one = dy.new_zeros(1, vector), bias_scale.new_zeros(1)
+    _call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1), _multiprocessors(dy.device))
+
+
+def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
+    dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
+    key = ("grouped_dbias", dy.device, dtypes, vector)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("grouped_dbias", dy, ELEMENTS[dy.dtype], vector)
+        op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
+        plan = _plans[key] = _make(op, dy, vector, *(ELEMENTS[d] if d is not None else None for d in dtypes))
     return plan
 
 
@@ -96,7 +134,7 @@ def _offsets_plan(m_splits: Tensor) -> Callable:
     key = ("splits_to_offsets", m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("splits_to_offsets", m_splits, INTEGERS[m_splits.dtype], 1)
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, INTEGERS[m_splits.dtype])
     return plan
 
 
@@ -125,13 +163,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _make(op: str, first: Tensor, element: str, vector: int) -> Callable:
+def _make(op: str, first: Tensor, vector: int, element: Any, bias: Any = None, bias_scale: Any = None) -> Callable:
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(
             f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
             f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
         )
-    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector)
+    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, bias, bias_scale)
     # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
     return build(key) if key.emulated else cache.fetch(key, lambda: build(key))
 
@@ -154,8 +192,19 @@ def build(key: ReduceKey) -> Callable:
         sizes = make_fake_tensor(element, (groups,), (cute.sym_int64(),))
         return compile_(SplitsToOffsets(), sizes, ends, stream)
     vector = key.vector
-    columns = cute.sym_int32(divisibility=vector)
-    strides = (cute.sym_int64(divisibility=vector), 1) if vector > 1 else (cute.sym_int64(), cute.sym_int64())
-    dy = make_fake_tensor(element, (cute.sym_int32(), columns), strides, assumed_align=vector * element.width // 8)
+    rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
+
+    def matrix(element: Any, height: Any) -> Any:
+        """Read by vectors along its rows, or element by element in any layout."""
+        strides = (cute.sym_int64(divisibility=vector), 1) if vector > 1 else (cute.sym_int64(), cute.sym_int64())
+        return make_fake_tensor(element, (height, columns), strides, assumed_align=vector * element.width // 8)
+
     out = make_fake_compact_tensor(cutlass.Float32, (groups, columns), stride_order=(1, 0))
-    return compile_(GroupedDbias(vector), dy, ends, out, cutlass.Int32(1), stream)
+    bias = scale = dscales = None
+    if key.bias is not None and key.bias_scale is not None:
+        bias = matrix(getattr(cutlass, key.bias), groups)
+        scale = make_fake_tensor(getattr(cutlass, key.bias_scale), (rows,), (cute.sym_int64(),))
+        dscales = make_fake_compact_tensor(cutlass.Float32, (rows,))
+    return compile_(
+        GroupedDbias(vector), matrix(element, rows), ends, out, bias, scale, dscales, cutlass.Int32(1), stream
+    )

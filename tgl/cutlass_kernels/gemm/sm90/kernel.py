@@ -42,7 +42,7 @@ class GroupedGemm:
 
     def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
         self.config, self.spec, self.element = config, spec, element
-        tiles = (config.tile_m, config.tile_n, config.band)
+        tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
         self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
@@ -66,7 +66,7 @@ class GroupedGemm:
         clusters: Int32,
         stream,
     ):
-        """Launch. Tensors have the shapes of the op; ``clusters`` is how many CTAs may run at once."""
+        """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
         problem = self.policy.problem(a, b, offs, out)
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
@@ -87,8 +87,10 @@ class GroupedGemm:
         b_smem = hopper_helpers.make_smem_layout_b(
             row_major if b_depth else column_major, self.tiler, self.element, self.stages
         )
+        ctas = self.config.ctas
         load = cpasync.CopyBulkTensorTileG2SOp()
-        a_map, a_coords = cpasync.make_tiled_tma_atom(load, a, a_smem, (tile_m, tile_k))
+        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
+        a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
         b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, (tile_n, tile_k))
         if cutlass.const_expr(self.spec.reduces):
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
@@ -105,7 +107,13 @@ class GroupedGemm:
             target if cutlass.const_expr(self.spec.reads_output) else None,
             EpilogueArgs(bias, bias_scale),
             problem,
-        ).launch(grid=(running, 1, 1), block=(self.consumers + WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream)
+        ).launch(
+            grid=(running * ctas, 1, 1),
+            block=(self.consumers + WARPGROUP, 1, 1),
+            cluster=(ctas, 1, 1) if ctas > 1 else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -123,8 +131,10 @@ class GroupedGemm:
         b_map, b_coords, b_smem = b
         out_map, out_coords, out_smem = out
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        ctas = self.config.ctas
+        rank, first, step = block % ctas, block // ctas, blocks // ctas
         load_warp = self.consumers // 32
         if warp == load_warp:
             for tma in (a_map, b_map, out_map):
@@ -138,15 +148,28 @@ class GroupedGemm:
         vectors = allocate_vectors(allocator, self.spec, self.config.tile_m, self.config.tile_n)
         if warp == load_warp:
             with cute.arch.elect_one():
-                open_ring(ring, self.stages, load_warp)
-        cute.arch.sync_threads()
+                open_ring(ring, self.stages, load_warp * ctas)
+        self.meet()
 
         if warp >= load_warp:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == load_warp:
                 operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
-                load_tiles(self, *operands, ring, problem, first, step)
+                load_tiles(self, *operands, ring, problem, rank, first, step)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             output = store.Output(out_map, out_coords, out_buffers, out_values)
-            consume_tiles(self, tiled_mma, a_buffers, b_buffers, ring, output, vectors, args, problem, first, step)
+            consume_tiles(
+                self, tiled_mma, a_buffers, b_buffers, ring, output, vectors, args, problem, rank, first, step
+            )
+        if cutlass.const_expr(ctas > 1):
+            self.meet()  # no CTA leaves while another may still load into its shared memory
+
+    @cute.jit
+    def meet(self):
+        """Barrier of the cluster."""
+        if cutlass.const_expr(self.config.ctas > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

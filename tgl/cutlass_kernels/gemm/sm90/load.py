@@ -1,7 +1,10 @@
 """The producer warp: TMA loads of A and B into the stages of a ring in shared memory.
 
-Two mbarriers per stage: ``full`` (one arrival and the bytes of both boxes) says that a stage may be multiplied,
+Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles) says that a stage may be multiplied,
 ``empty`` (one arrival per consumer warp) that it may be overwritten.
+
+The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads its own tile of B and an equal part of A,
+which it multicasts to all of them; so a stage is empty only when the consumers of every CTA have given it back.
 """
 
 from typing import NamedTuple
@@ -37,7 +40,11 @@ def allocate_ring(allocator, stages: int) -> Ring:
 
 @cute.jit
 def open_ring(ring: Ring, stages: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
-    """Initialise the barriers; one thread calls it, then the CTA synchronises."""
+    """Initialise the barriers; one thread calls it, then the cluster synchronises.
+
+    Args:
+        consumer_warps: of all CTAs of the cluster.
+    """
     for stage in cutlass.range_constexpr(stages):
         cute.arch.mbarrier_init(ring.full + stage, 1)
         cute.arch.mbarrier_init(ring.empty + stage, consumer_warps)
@@ -56,7 +63,14 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 @cute.jit
 def load_tiles(
-    gemm: cutlass.Constexpr, a: Operand, b: Operand, ring: Ring, problem: Problem, first: Int32, step: Int32
+    gemm: cutlass.Constexpr,
+    a: Operand,
+    b: Operand,
+    ring: Ring,
+    problem: Problem,
+    rank: Int32,
+    first: Int32,
+    step: Int32,
 ):
     """Load the k tiles of every tile from ``first`` on in steps of ``step``; one warp calls it.
 
@@ -65,29 +79,36 @@ def load_tiles(
         a, b: the operands.
         ring: barriers.
         problem: sizes and offsets.
+        rank: of this CTA in its cluster.
     """
-    policy = gemm.policy
+    policy, ctas = gemm.policy, gemm.config.ctas
     tile_m, tile_n, tile_k = gemm.tiler
     stage, phase = Int32(0), Int32(0)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
-        a_to, a_from = _boxes(a, cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None)))
-        b_to, b_from = _boxes(b, cute.local_tile(policy.b(b.coords, tile), (tile_n, tile_k), (tile.n, None)))
+        a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
+        b_tile = cute.local_tile(policy.b(b.coords, tile), (tile_n, tile_k), (tile.n * ctas + rank, None))
+        a_to, a_from = _boxes(a, a_tile, rank, ctas)
+        b_to, b_from = _boxes(b, b_tile, 0, 1)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
             # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
             # once in the first, since a new barrier counts as having ended a phase of odd parity.
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
-            cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
+            if cutlass.const_expr(ctas > 1):
+                everyone = cutlass.Int16((1 << ctas) - 1)
+                cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage, mcast_mask=everyone)
+            else:
+                cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
             cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
             stage, phase = advance(stage, phase, gemm.stages)
         first += step
         search, tile = policy.find(search, first, problem)
 
 
-def _boxes(operand: Operand, part: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Destination ``[box, stage]`` and source ``[box, k]`` of the loads of one tile ``part [rows, tile_k, k]``."""
+def _boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of a tile ``[rows, tile_k, k]``."""
     ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
-    return cpasync.tma_partition(operand.map, 0, cute.make_layout(1), ring, box)
+    return cpasync.tma_partition(operand.map, index, cute.make_layout(parts), ring, box)

@@ -14,10 +14,14 @@ VECTORS_BARRIER = 1  # named barrier of all consumers
 
 
 @cute.jit
-def release(ring: Ring, stage: Int32):
-    """Give a stage back to the producer, once per warp."""
-    if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(ring.empty + stage)
+def release(ring: Ring, stage: Int32, ctas: cutlass.Constexpr):
+    """Give a stage back to the producers of all CTAs of the cluster, once per warp."""
+    lane = cute.arch.lane_idx()
+    if lane < ctas:
+        if cutlass.const_expr(ctas > 1):
+            cute.arch.mbarrier_arrive(ring.empty + stage, lane)
+        else:
+            cute.arch.mbarrier_arrive(ring.empty + stage)
 
 
 @cute.jit
@@ -31,6 +35,7 @@ def multiply(
     phase: Int32,
     depth: Int32,
     stages: cutlass.Constexpr,
+    ctas: cutlass.Constexpr,
 ) -> tuple[Int32, Int32]:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
 
@@ -44,6 +49,7 @@ def multiply(
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
         ring, stage, phase, stages: the ring and where it stands.
         depth: k tiles.
+        ctas: CTAs of the cluster.
     """
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -56,12 +62,12 @@ def multiply(
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if k > 0:
-            release(ring, previous)
+            release(ring, previous, ctas)
         previous = stage
         stage, phase = advance(stage, phase, stages)
     warpgroup.wait_group(0)
     if depth > 0:
-        release(ring, previous)
+        release(ring, previous, ctas)
     return stage, phase
 
 
@@ -76,6 +82,7 @@ def consume_tiles(
     vectors: TileVectors,
     args: EpilogueArgs,
     problem: Problem,
+    rank: Int32,
     first: Int32,
     step: Int32,
 ):
@@ -89,6 +96,7 @@ def consume_tiles(
         output: where results go.
         vectors, args: bias and row scale in shared and in global memory.
         problem: sizes and offsets.
+        rank: of this CTA in its cluster.
     """
     policy, spec, config = gemm.policy, gemm.spec, gemm.config
     thread, _, _ = cute.arch.thread_idx()
@@ -101,23 +109,24 @@ def consume_tiles(
     search, tile = policy.find(search, first, problem, True)
     while tile.valid:
         product = policy.is_product(tile, problem)
+        column = (tile.n * config.ctas + rank) * config.tile_n
         if cutlass.const_expr(spec.bias):
             # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
             cute.arch.barrier(barrier_id=VECTORS_BARRIER, number_of_threads=gemm.consumers)
             if product:
                 row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
-                load_vectors(vectors, args, tile.group, row, end, tile.n * config.tile_n, thread, gemm.consumers)
+                load_vectors(vectors, args, tile.group, row, end, column, thread, gemm.consumers)
             cute.arch.barrier(barrier_id=VECTORS_BARRIER, number_of_threads=gemm.consumers)
         depth = Int32(0)
         if product:
             depth = ceil_div(policy.depth(tile, problem), config.tile_k)
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
-        stage, phase = multiply(tiled_mma, acc, a, b, ring, stage, phase, depth, gemm.stages)
+        stage, phase = multiply(tiled_mma, acc, a, b, ring, stage, phase, depth, gemm.stages, config.ctas)
         if cutlass.const_expr(spec.accumulate):
             if product:
-                turn = store_tile(gemm, acc, output, vectors, tile, product, which, thread % 128, turn)
+                turn = store_tile(gemm, acc, output, vectors, tile, column, product, which, thread % 128, turn)
         else:
-            turn = store_tile(gemm, acc, output, vectors, tile, product, which, thread % 128, turn)
+            turn = store_tile(gemm, acc, output, vectors, tile, column, product, which, thread % 128, turn)
         first += step
         search, tile = policy.find(search, first, problem, True)
     with cute.arch.elect_one():

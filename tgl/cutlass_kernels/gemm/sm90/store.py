@@ -129,6 +129,7 @@ def store_tile(
     output: Output,
     vectors: TileVectors,
     tile: Tile,
+    first_column: Int32,
     product: cutlass.Boolean,
     which: Int32,
     thread: Int32,
@@ -142,6 +143,7 @@ def store_tile(
         output: where results go.
         vectors: bias and row scale of the tile.
         tile: which.
+        first_column: where this CTA's part of it begins.
         product: whether the tile belongs to a group; the tail has no bias.
         which: the warpgroup.
         thread: index in the warpgroup.
@@ -160,7 +162,7 @@ def store_tile(
         first_row = (block * gemm.warpgroups + which) * CHUNK_ROWS
         row = tile.m * config.tile_m + first_row
         for chunk in cutlass.range_constexpr(config.tile_n // columns):
-            column = tile.n * config.tile_n + chunk * columns
+            column = first_column + chunk * columns
             values = cute.make_rmem_tensor((2, 2, pieces), Float32)
             for i in cutlass.range_constexpr(4 * pieces):
                 values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
