@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/train_moe.py $(ARGS)
+	$(BIN)/python -m examples.train_moe $(ARGS)
 
 test: $(READY)
 	$(PYTEST) -m "not slow and not gpu" tests compile_tests

@@ -85,6 +85,18 @@ def test_debug_checks_in_a_compiled_backward() -> None:
         y.sum().backward()
 
 
+def test_debug_checks_inside_a_compiled_function_are_never_silently_left_out() -> None:
+    def checked(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        with tgl.debug_checks():
+            return tgl.grouped_gemm(a, b, offs)
+
+    args = torch.randn(T, K), torch.randn(G, K, N), torch.tensor([4, 2, 7], dtype=torch.int32)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="goes around the call of a compiled function"):
+        torch.compile(checked, backend="aot_eager", fullgraph=True)(*args)
+    with pytest.raises(ValueError, match="`offs` must not descend"):
+        torch.compile(checked, backend="aot_eager")(*args)
+
+
 # --- bad arguments ----------------------------------------------------------------------------------------------------
 
 BAD = {

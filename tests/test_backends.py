@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tgl import backends
+from tgl.testing import SIGNATURES
 
 T, K, N, G = 16, 32, 64, 4
 
@@ -54,7 +55,7 @@ def test_every_spelling_of_an_op(op):
 
 
 def test_every_op_can_be_explained_on_the_cpu():
-    for name, signatures in tgl.testing.SIGNATURES.items():
+    for name, signatures in SIGNATURES.items():
         for sample in list(signatures[0].samples(dtypes=(torch.float32,), routings=("ragged_tail",)))[:1]:
             packet, _, suffix = name.partition(".")
             op = getattr(getattr(torch.ops.tgl, packet), suffix or "default")

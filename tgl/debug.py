@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 _depth = 0
 
 
+# Traced, entering and leaving would cancel out before the graph runs, and nothing would be checked.
+@torch.compiler.disable(reason="tgl.debug_checks() goes around the call of a compiled function, not inside it")
 @contextmanager
 def debug_checks() -> Iterator[None]:
     """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
 
-    Works around an eager call and around a call of a compiled function (the check runs inside the op). Each checked op
-    copies ``offs`` to the host, so it synchronises and cannot run under CUDA graph capture. Contexts nest.
+    Works around an eager call and around a call of a compiled function (the check runs inside the op); inside a compiled
+    function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to the host, so
+    it synchronises and cannot run under CUDA graph capture. Contexts nest.
 
     Raises (from the op inside): ``ValueError`` naming the op and the first bad entry.
     """

@@ -41,9 +41,14 @@ def _show(got: object) -> str:
     return str(got)
 
 
+# The checks below compare first and call ``require`` only when the comparison is not plainly True: a failure, or a
+# condition on symbolic sizes. Every op call runs a dozen of them, and a call costs more than the comparison.
+
+
 def ndim(op: str, argument: str, t: Tensor, n: int, letters: str) -> None:
     """``t`` has ``n`` dimensions; ``letters`` names them for the message."""
-    require(t.dim() == n, op, argument, f"{n}-D {letters}", t.shape)
+    if t.dim() != n:
+        require(False, op, argument, f"{n}-D {letters}", t.shape)
 
 
 def shape(op: str, argument: str, t: Tensor, expected: tuple, letters: str) -> None:
@@ -51,31 +56,42 @@ def shape(op: str, argument: str, t: Tensor, expected: tuple, letters: str) -> N
     if len(expected) != t.dim():
         require(False, op, argument, lambda: f"of shape {letters} = {tuple(expected)}", t.shape)
     for have, want in zip(t.shape, expected):
-        require(have == want, op, argument, lambda: f"of shape {letters} = {tuple(expected)}", t.shape)
+        if (same := have == want) is not True:
+            require(same, op, argument, lambda: f"of shape {letters} = {tuple(expected)}", t.shape)
+
+
+def size(op: str, argument: str, t: Tensor, dim: int, expected: int | SymInt, must: Message) -> None:
+    """Dimension ``dim`` of ``t`` is ``expected``; ``must`` words it."""
+    if (same := t.shape[dim] == expected) is not True:
+        require(same, op, argument, must, t.shape)
 
 
 def floating(op: str, argument: str, t: Tensor) -> None:
     """``t`` is one of the floating dtypes that the dense ops compute in."""
-    require(t.dtype in FLOATS, op, argument, "float64, float32, bfloat16 or float16", t.dtype, TypeError)
+    if t.dtype not in FLOATS:
+        require(False, op, argument, "float64, float32, bfloat16 or float16", t.dtype, TypeError)
 
 
 def same_dtype(op: str, argument: str, t: Tensor, reference: str, dtype: torch.dtype) -> None:
     """``t`` has the dtype of the argument called ``reference``."""
-    require(t.dtype == dtype, op, argument, lambda: f"{dtype} like `{reference}`", t.dtype, TypeError)
+    if t.dtype != dtype:
+        require(False, op, argument, f"{dtype} like `{reference}`", t.dtype, TypeError)
 
 
 def either_dtype(op: str, argument: str, t: Tensor, *allowed: torch.dtype) -> None:
     """``t`` has one of the dtypes in ``allowed``."""
-    require(t.dtype in allowed, op, argument, lambda: " or ".join(map(str, dict.fromkeys(allowed))), t.dtype, TypeError)
+    if t.dtype not in allowed:
+        require(False, op, argument, " or ".join(map(str, dict.fromkeys(allowed))), t.dtype, TypeError)
 
 
 def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch.device) -> None:
     """``t`` lives on the device of the argument called ``reference``."""
-    require(t.device == device, op, argument, lambda: f"on {device} like `{reference}`", t.device)
+    if t.device != device:
+        require(False, op, argument, f"on {device} like `{reference}`", t.device)
 
 
 def dense_matrix(op: str, argument: str, t: Tensor) -> None:
-    """The last two dimensions of ``t`` hold a row- or column-major matrix (one unit stride), or an expanded one."""
+    """The last two dimensions of ``t`` are a matrix with one unit stride (row- or column-major), or an expanded one."""
     if not _has_unit_stride(t):
         require(
             False, op, argument, "row-major or column-major (one of its last two strides 1)", f"strides {t.stride()}"
@@ -93,13 +109,16 @@ def _has_unit_stride(t: Tensor) -> bool:
     return any(guard_or_true(x <= 1) for x in (*strides, *sizes))
 
 
-def offsets(op: str, offs: Tensor, groups: int | SymInt, reference: str, device: torch.device) -> None:
-    """``offs`` is a contiguous int32 vector of ``groups`` cumulative group ends, on the device of ``reference``."""
-    require(offs.dtype == torch.int32, op, "offs", "int32 (cumulative group ends)", offs.dtype, TypeError)
+def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, device: torch.device) -> None:
+    """``offs`` is a contiguous int32 vector of (``groups``) cumulative group ends, on the device of ``reference``."""
+    if offs.dtype != torch.int32:
+        require(False, op, "offs", "int32 (cumulative group ends)", offs.dtype, TypeError)
     ndim(op, "offs", offs, 1, "[G]")
-    require(offs.shape[0] == groups, op, "offs", lambda: f"of length {groups} (one end per group)", offs.shape)
+    if groups is not None:
+        size(op, "offs", offs, 0, groups, lambda: f"of length {groups} (one end per group)")
     same_device(op, "offs", offs, reference, device)
-    require(_is_contiguous_vector(offs), op, "offs", "contiguous", Strides(offs))
+    if not _is_contiguous_vector(offs):
+        require(False, op, "offs", "contiguous", f"strides {offs.stride()}")
 
 
 def _is_contiguous_vector(t: Tensor) -> bool:
@@ -109,16 +128,6 @@ def _is_contiguous_vector(t: Tensor) -> bool:
     if not isinstance(stride, SymInt) and not isinstance(t.shape[0], SymInt):
         return t.shape[0] <= 1
     return guard_or_true(stride == 1) or guard_or_true(t.shape[0] <= 1)
-
-
-class Strides:
-    """Formats a tensor's strides only when a message is printed."""
-
-    def __init__(self, t: Tensor) -> None:
-        self.t = t
-
-    def __str__(self) -> str:
-        return f"strides {self.t.stride()}"
 
 
 def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
@@ -141,15 +150,10 @@ def out_buffer(op: str, argument: str, t: Tensor, expected: tuple, letters: str,
     shape(op, argument, t, expected, letters)
     same_device(op, argument, t, "a", device)
     inner = t.stride(-1)
-    row_major = (not isinstance(inner, SymInt) and inner == 1) or guard_or_true(t.shape[-1] <= 1)
-    require(row_major, op, argument, "row-major (last stride 1)", Strides(t))
+    if not ((not isinstance(inner, SymInt) and inner == 1) or guard_or_true(t.shape[-1] <= 1)):
+        require(False, op, argument, "row-major (last stride 1)", f"strides {t.stride()}")
     for dim in range(t.dim() - 1):
         extent = 1 if dim + 1 == t.dim() - 1 else t.stride(dim + 1)
         room = t.stride(dim) >= t.shape[dim + 1] * extent
-        require(
-            room is True or guard_or_true(room) or guard_or_true(t.shape[dim] <= 1),
-            op,
-            argument,
-            "free of overlapping rows",
-            Strides(t),
-        )
+        if not (room is True or guard_or_true(room) or guard_or_true(t.shape[dim] <= 1)):
+            require(False, op, argument, "free of overlapping rows", f"strides {t.stride()}")

@@ -69,7 +69,7 @@ def grouped_gemm(
     checks.ndim(op, "b", b, 3, "[G, K, N]")
     checks.same_dtype(op, "b", b, "a", a.dtype)
     checks.same_device(op, "b", b, "a", a.device)
-    checks.require(b.shape[1] == a.shape[1], op, "b", lambda: f"[G, K, N] with K = {a.shape[1]} like `a`", b.shape)
+    checks.size(op, "b", b, 1, a.shape[1], lambda: f"[G, K, N] with K = {a.shape[1]} like `a`")
     checks.dense_matrix(op, "b", b)
     checks.offsets(op, offs, b.shape[0], "a", a.device)
     if bias is not None:
@@ -100,10 +100,9 @@ def _wgrad(op: str, a: Tensor, b: Tensor, offs: Tensor) -> tuple[Dim, Dim, Dim]:
     checks.ndim(op, "b", b, 2, "[T, N]")
     checks.same_dtype(op, "b", b, "a", a.dtype)
     checks.same_device(op, "b", b, "a", a.device)
-    checks.require(b.shape[0] == a.shape[0], op, "b", lambda: f"[T, N] with T = {a.shape[0]} like `a`", b.shape)
+    checks.size(op, "b", b, 0, a.shape[0], lambda: f"[T, N] with T = {a.shape[0]} like `a`")
     checks.dense_matrix(op, "b", b)
-    checks.ndim(op, "offs", offs, 1, "[G]")
-    checks.offsets(op, offs, offs.shape[0], "a", a.device)
+    checks.offsets(op, offs, None, "a", a.device)
     return offs.shape[0], a.shape[1], b.shape[1]
 
 
@@ -133,8 +132,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor) -> TensorSpec:
     checks.ndim(op, "dy", dy, 2, "[T, N]")
     checks.floating(op, "dy", dy)
     checks.dense_matrix(op, "dy", dy)
-    checks.ndim(op, "offs", offs, 1, "[G]")
-    checks.offsets(op, offs, offs.shape[0], "dy", dy.device)
+    checks.offsets(op, offs, None, "dy", dy.device)
     return TensorSpec((offs.shape[0], dy.shape[1]), accumulator(dy.dtype), dy.device)
 
 
@@ -144,8 +142,7 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
     checks.ndim(op, "dy", dy, 2, "[T, N]")
     checks.floating(op, "dy", dy)
     checks.dense_matrix(op, "dy", dy)
-    checks.ndim(op, "offs", offs, 1, "[G]")
-    checks.offsets(op, offs, offs.shape[0], "dy", dy.device)
+    checks.offsets(op, offs, None, "dy", dy.device)
     acc = accumulator(dy.dtype)
     checks.shape(op, "bias", bias, (offs.shape[0], dy.shape[1]), "[G, N]")
     checks.either_dtype(op, "bias", bias, dy.dtype, acc)
@@ -188,8 +185,7 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, 
     checks.ndim(op, "x", x, 2, "[T, 2 I] (gated) or [T, I]")
     checks.floating(op, "x", x)
     checks.dense_matrix(op, "x", x)
-    checks.ndim(op, "offs", offs, 1, "[G]")
-    checks.offsets(op, offs, offs.shape[0], "x", x.device)
+    checks.offsets(op, offs, None, "x", x.device)
     width = x.shape[1]
     if kind in GATED:
         checks.require(width % 2 == 0, op, "x", "[T, 2 I] with an even number of columns", x.shape)

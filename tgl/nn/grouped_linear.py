@@ -31,7 +31,7 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
         "m_splits as a list, or on another device than the input, costs a blocking copy and cannot be captured in a "
         "CUDA graph; pass a tensor on the input's device",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=5,  # the caller of the module: forward, _call_impl and _wrapped_call_impl lie between
     )
     return splits_to_offsets(torch.as_tensor(m_splits).to(device))
 
@@ -99,8 +99,7 @@ class GroupedLinear(nn.Module):
             inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped by expert.
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each group. Their sum may be less
                 than T: the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at
-                    the
-                price of a synchronisation, with a ``DeprecationWarning``.
+                the price of a synchronisation, with a ``DeprecationWarning``.
 
         Returns:
             ``[..., N]`` in the dtype of ``inp`` (of autocast, where active).
@@ -132,7 +131,7 @@ class GroupedLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         packed = dict(state_dict)
         for name in ("weight", "bias"):
-            parts = [packed.pop(f"{prefix}{name}{i}", None) for i in range(self.num_gemms)]
-            if getattr(self, name) is not None and all(part is not None for part in parts):
-                packed[prefix + name] = torch.stack(parts)
+            keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
+            if getattr(self, name) is not None and keys and all(key in packed for key in keys):
+                packed[prefix + name] = torch.stack([packed.pop(key) for key in keys])
         super()._load_from_state_dict(packed, prefix, *args, **kwargs)

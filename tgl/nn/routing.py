@@ -40,7 +40,10 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     Returns:
         The ``Routing``.
     """
-    experts, source = torch.sort(top_k_index.reshape(-1), stable=True)
+    choices = top_k_index.reshape(-1)
+    if choices.dtype.itemsize < 4:
+        choices = choices.int()  # a dtype that may be too narrow to count the experts
+    experts, source = torch.sort(choices, stable=True)
     position = torch.empty_like(source)
     position[source] = torch.arange(source.shape[0], device=source.device)
     groups = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)

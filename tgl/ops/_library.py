@@ -83,8 +83,6 @@ def _below_autograd(op: torch._ops.OpOverload, keyset: Any, args: tuple, kwargs:
 
 
 def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
-    if forward_ad._current_level < 0:
-        return
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise RuntimeError(f"{op.name()} has no forward-mode derivative (jvp); use reverse mode")
@@ -96,7 +94,8 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
     written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tangents(op, args, kwargs)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled():
             for name, value in (*zip(names, args), *kwargs.items()):  # the dispatcher drops trailing defaults
                 if isinstance(value, Tensor) and value.requires_grad:
@@ -143,7 +142,8 @@ def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:
     apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tangents(op, args, kwargs)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args, kwargs)
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
             return _below_autograd(op, keyset, args, kwargs)
         if len(args) < count:

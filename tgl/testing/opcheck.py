@@ -197,6 +197,8 @@ def _gradients(op: Any, sample: SampleInput, tensors: Tensors, cotangents: Calla
     grads = torch.autograd.grad(
         [t for _, t in used], list(leaves.values()), [cotangents(o, t) for o, t in used], allow_unused=True
     )
+    reached = any(grad is not None for grad in grads)
+    _require(reached, "no gradient reaches any argument (say differentiable=False if there is no formula)")
     return dict(zip(leaves, grads))
 
 
