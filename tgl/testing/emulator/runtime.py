@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import re
 import time
@@ -239,18 +240,17 @@ class _CudaView:
         return capsule
 
 
-def _walk(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+def _walk(values: Iterable[Any]) -> Iterator[Any]:
     """Arguments of a call, with containers and dataclasses opened."""
     for v in values:
         if isinstance(v, (list, tuple)):
-            yield from _walk(v, depth)
+            yield from _walk(v)
         elif isinstance(v, dict):
-            yield from _walk(v.values(), depth)
+            yield from _walk(v.values())
+        elif dataclasses.is_dataclass(v) and not isinstance(v, type):
+            yield from _walk(vars(v).values())
         else:
             yield v
-            inner = getattr(v, "__dict__", None)
-            if inner and depth < 3 and not hasattr(v, "untyped_storage") and not isinstance(v, type):
-                yield from _walk(inner.values(), depth + 1)
 
 
 @contextlib.contextmanager
@@ -434,12 +434,19 @@ def _call_spans(arguments: Any) -> list[tuple[int, int]]:
 
 
 def _as_cuda(value: Any) -> Any:
+    """An argument of a TVM-FFI function with every CPU tensor in it replaced by the same memory as a CUDA tensor."""
     import torch
+    import tvm_ffi
 
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return _CudaView(value)
+        return tvm_ffi.from_dlpack(_CudaView(value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return type(value)._make(map(_as_cuda, value))
     if type(value) in (tuple, list):
-        return type(value)(_as_cuda(v) for v in value)
+        return type(value)(map(_as_cuda, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _as_cuda(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
     return value
 
 

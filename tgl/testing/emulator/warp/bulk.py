@@ -94,7 +94,7 @@ class BulkWarp(SyncWarp):
         gather = len(at) == 5 and dim == 2  # tile::gather4: {column, row0..row3} of a one-row box
         if gather and t.bsz[1] != 1:
             self.fail(f"gather4 with a box of {t.bsz[1]} rows")
-        nbytes = t.nbytes * (4 if gather else 1)
+        nbytes, tx_bytes = (n * (4 if gather else 1) for n in (t.nbytes, t.tx_bytes))
         offset = dst & OFFSET_MASK
         t.check_dst(offset, self.fail)
         targets = self._targets(dst, mbar, mask, group)
@@ -112,7 +112,7 @@ class BulkWarp(SyncWarp):
                 else:
                     box = t.read(launch, at, self.fail)
                 t.scatter(cta, offset, box)
-                bar.complete(nbytes, op.vc if op is not None else None)
+                bar.complete(tx_bytes, op.vc if op is not None else None)
 
             launch.issue(None, op, land, "load")
 
