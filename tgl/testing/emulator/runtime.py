@@ -97,14 +97,18 @@ class Emulation:
         major = 10 if self.arch == "sm_100a" else 9
         return {75: major, 76: 0, 16: NUM_SMS[self.arch], 97: 232448, 81: 233472, 10: 32}.get(number, 0)
 
-    def _spans(self, params: bytes) -> list[tuple[int, int]]:
+    def _spans(self, program: cache.Program, params: bytes) -> list[tuple[int, int]]:
         """Host memory the launch may touch: the tensors of the call, registered ones, and what its pointers point into."""
         spans = self._call + [(a, n) for a, n, _ in self._registered]
         unknown = []
-        for i in range(0, len(params) - 7, 8):
-            v = int.from_bytes(params[i : i + 8], "little")
-            if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
-                unknown.append(v)
+        for offset, size in program.params:
+            # the only pointer of a tensor map is its first word, and its second half is not initialised
+            for i in range(offset, offset + (8 if size == 128 else size) - 7, 8):
+                v = int.from_bytes(params[i : i + 8], "little")
+                if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
+                    unknown.append(v)
+        mapped = _mapped() if unknown else []
+        unknown = [v for v in unknown if any(a <= v < b for a, b in mapped)]  # the others are numbers, not pointers
         if unknown:
             storages = _torch_storages()
             spans += {(a, n) for v in unknown for a, n in storages if a <= v < a + n}
@@ -128,9 +132,9 @@ class Emulation:
         t0 = time.perf_counter()
         launch = None
         try:
-            with single_threaded_blas():
+            with single_threaded_blas(), _no_gc():
                 launch = Launch(
-                    program, grid, block, cluster, smem, bytes(params), self._spans(bytes(params)), seed=self.seed,
+                    program, grid, block, cluster, smem, bytes(params), self._spans(program, bytes(params)), seed=self.seed,
                     timing=self.timing, resident_clusters=self.resident_clusters, detect_races=self.detect_races, strict_loads=self.strict_loads,
                 )  # fmt: skip
                 launch.run()
@@ -168,6 +172,18 @@ def tensor_span(t: Any) -> tuple[int, int]:
         return t.data_ptr(), 0
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), (last + 1) * t.element_size()
+
+
+def _mapped() -> list[tuple[int, int]]:
+    """Address ranges mapped for writing in this process."""
+    out = []
+    with open("/proc/self/maps") as f:
+        for line in f:
+            span, mode = line.split(None, 2)[:2]
+            if "w" in mode:
+                low, high = span.split("-")
+                out.append((int(low, 16), int(high, 16)))
+    return out
 
 
 def _torch_storages() -> list[tuple[int, int]]:
@@ -265,6 +281,18 @@ def single_threaded_blas() -> Iterator[None]:
     finally:
         for (_, put), n in zip(functions, before, strict=True):
             put(n)
+
+
+@contextlib.contextmanager
+def _no_gc() -> Iterator[None]:
+    """A launch makes millions of short-lived objects, none in cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _blas_functions() -> list[tuple[Any, Any]]:
