@@ -28,10 +28,10 @@ class Agent:
     """A vector clock and the slot of it that is the agent's own.
 
     ``clock`` is the stamp base of the next access; ``vc[slot] == clock | LINE_MASK`` unless the agent is a view of
-    another one's operations (see ``Clocks.snapshot``).
+    another one's operations.
     """
 
-    __slots__ = ("_snap", "clock", "clocks", "line", "name", "slot", "vc")
+    __slots__ = ("clock", "clocks", "line", "name", "slot", "vc")
 
     def __init__(self, clocks: Clocks, name: str):
         self.clocks = clocks
@@ -41,7 +41,6 @@ class Agent:
         self.vc = np.zeros(clocks.capacity, np.int64)
         self.vc[self.slot] = self.clock | LINE_MASK
         self.line = 0
-        self._snap: np.ndarray | None = None
 
     def join(self, vc: np.ndarray | None) -> None:
         """Acquire: learn everything that ``vc`` knows."""
@@ -51,7 +50,6 @@ class Agent:
             self.grow(vc.size)
         mine = self.vc[: vc.size]
         np.maximum(mine, vc, out=mine)
-        self._snap = None
 
     def learn(self, slot: int, clock: int) -> None:
         """Acquire of one agent's operations up to ``clock`` (a wait for that agent's own asynchronous work)."""
@@ -59,19 +57,17 @@ class Agent:
             self.grow(self.clocks.capacity)
         if self.vc[slot] < clock | LINE_MASK:
             self.vc[slot] = clock | LINE_MASK
-            self._snap = None
 
     def tick(self) -> None:
         """After a release: later accesses are not covered by it."""
         self.clock += TICK
         self.vc[self.slot] = self.clock | LINE_MASK
-        self._snap = None
 
-    def snapshot(self) -> np.ndarray:
-        """The vector clock as of now, shared between callers until it changes: do not write to it."""
-        if self._snap is None:
-            self._snap = self.vc.copy()
-        return self._snap
+    def release(self) -> np.ndarray:
+        """A copy of what the agent knows, to hand on; what it does from now on is not covered by it."""
+        vc = self.vc.copy()
+        self.tick()
+        return vc
 
     def grow(self, size: int) -> None:
         vc = np.zeros(max(size, self.clocks.capacity), np.int64)

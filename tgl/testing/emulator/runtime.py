@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
+from .engine import TIMINGS
 from .errors import EmulatorError
 from .hostlib import HostLibrary
 from .launch import NUM_SMS, Launch
@@ -66,6 +67,8 @@ class Emulation:
             raise ValueError(f"arch must be one of {sorted(NUM_SMS)}, got {arch!r}")
         if resident_clusters < 1:
             raise ValueError(f"resident_clusters must be positive, got {resident_clusters}")
+        if timing not in TIMINGS:
+            raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
         self.arch, self.seed, self.timing = arch, seed, timing
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
         self.strict_loads = strict_loads

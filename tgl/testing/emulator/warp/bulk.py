@@ -83,7 +83,7 @@ class BulkWarp(SyncWarp):
         if active != 1:
             if active == 0:
                 return
-            self.launch.warn(f"TMA load issued by {active} lanes of {self.name} at {{line {self.line}}}")
+            self.fail(f"TMA load issued by {active} lanes: each of them copies and signals", SyncError)
         launch = self.launch
         dst, tmap, mbar, mask, *coords = self.one_lane(m, dst, tmap, mbar, mask, *coords)  # type: ignore[assignment]
         dst, mbar = self.shared_address(dst), self.shared_address(mbar)
@@ -121,7 +121,9 @@ class BulkWarp(SyncWarp):
         if np.count_nonzero(m) != 1:
             if not m.any():
                 return
-            launch.warn(f"TMA store issued by {np.count_nonzero(m)} lanes of {self.name} at {{line {self.line}}}")
+            if red:
+                self.fail(f"TMA reduction issued by {np.count_nonzero(m)} lanes: each of them adds", SyncError)
+            launch.warn(f"TMA store issued by {np.count_nonzero(m)} lanes at {{line {self.line}}}")
         src, tmap, *coords = self.one_lane(m, src, tmap, *coords)  # type: ignore[assignment]
         src = self.shared_address(src)
         t = self.tensor_map(tmap)

@@ -46,8 +46,7 @@ class SyncWarp(MemoryWarp):
     def fence_release(self) -> None:
         """A release fence: a later relaxed arrival on the cluster barrier hands on what came before the fence."""
         if self.agent is not None:
-            self.fenced = self.agent.vc.copy()
-            self.agent.tick()
+            self.fenced = self.agent.release()
 
     # ---- named barriers ----
     def bar(self, bid: Any, n: Any, m: np.ndarray, wait: bool) -> Wait | None:

@@ -91,8 +91,8 @@ class Warp(BulkWarp):
                 queues[1].pop(0)
                 if self.agent is not None:
                     one, two = (r["warp"].agent for r in requests)
-                    one.join(two.vc)
-                    two.join(one.vc)
+                    one.join(two.release())
+                    two.join(one.release())
             self.launch.progress += 1
             return True
 
@@ -165,7 +165,7 @@ class Warp(BulkWarp):
         launch.issue(("tcgen05", self), None, run)
 
     def _issued(self) -> tuple[Any, int]:
-        return (self.agent.snapshot() if self.agent is not None else None), self.line
+        return (self.agent.release() if self.agent is not None else None), self.line
 
     def _resume_unit(self, vc: Any, line: int) -> None:
         """The tensor-core queue of this warp executes an instruction issued when the warp knew ``vc``."""
