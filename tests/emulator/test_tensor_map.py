@@ -20,6 +20,7 @@ CODES = {
     "bf16": 10,
     "fp4": 11,
     "fp4_unpack": 12,
+    "fp6_unpack": 13,
 }
 BYTES = {
     "u8": 1,
@@ -33,6 +34,7 @@ BYTES = {
     "bf16": 2,
     "fp4": 1,
     "fp4_unpack": 1,
+    "fp6_unpack": 1,
 }
 BASE = 1 << 20
 
@@ -224,7 +226,7 @@ def test_packed_fp4_counts_elements():
     launch.region.u8[:] = np.arange(128)
     assert (t.nbytes, t.tx_bytes, t.inner) == (32, 32, 16)
     assert t.read(launch, [32, 1], fail).tolist() == [list(range(48, 64)), list(range(80, 96))]
-    with pytest.raises(MemoryAccessError, match="odd"):
+    with pytest.raises(MemoryAccessError, match="not on a byte"):
         t.read(launch, [1, 0], fail)
 
 
@@ -238,6 +240,17 @@ def test_unpacked_fp4_leaves_a_gap_after_eight_bytes():
     assert rows[:, :8].tolist() == [list(range(8)), list(range(8, 16)), list(range(64, 72)), list(range(72, 80))]
     with pytest.raises(MemoryAccessError, match="store"):
         t.write(launch, [0, 0], np.zeros((2, 32), np.uint8), None, fail)
+
+
+def test_unpacked_fp6_leaves_a_gap_after_twelve_bytes():
+    t = encode("fp6_unpack", [128, 2], [96], [32, 2])
+    launch, cta = Launch(192), Cta()
+    launch.region.u8[:] = np.arange(192)
+    assert (t.nbytes, t.tx_bytes, t.inner) == (64, 48, 32)
+    t.scatter(cta, 1024, t.read(launch, [16, 0], fail))
+    rows = cta.smem[1024:1088].reshape(4, 16)
+    assert rows[:, :12].tolist() == [list(range(s, s + 12)) for s in (12, 24, 108, 120)]
+    assert (rows[:, 12:] == 0xFF).all()
 
 
 def test_out_of_bounds_fill_with_nan():
