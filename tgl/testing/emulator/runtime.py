@@ -218,11 +218,11 @@ def _capsule_tensor(capsule: Any) -> int | None:
     return api.PyCapsule_GetPointer(capsule, name) + (0 if name == b"dltensor" else 32)
 
 
-def pretend_cuda(capsule: Any) -> tuple[int, int]:
-    """Rewrite the device of a DLPack capsule from CPU to CUDA and return the tensor's (address, bytes)."""
+def pretend_cuda(capsule: Any) -> tuple[int, int] | None:
+    """Rewrite the device of a DLPack capsule from CPU to CUDA; the tensor's (address, bytes), None if it was consumed."""
     p = _capsule_tensor(capsule)
     if p is None:
-        return 0, 0
+        return None
     # struct DLTensor { void *data; {int32 type, id} device; int32 ndim; {u8 code, u8 bits, u16 lanes}; i64 *shape, *strides; u64 offset; }
     device = ctypes.c_int32.from_address(p + 8)
     if device.value == _CPU:
@@ -335,6 +335,7 @@ class _Dsl:
         self.library = HostLibrary()
         atexit.register(self.library.close)
         self.stack: list[Emulation] = []
+        self.tensor_type: Any = None
         self.undo: list[Callable[[], None]] = []
 
     @property
@@ -398,6 +399,8 @@ class _Dsl:
         self._set(module, "unload", lambda m: setattr(m, "_unloaded", True))
         self._after(compiled, "__init__", lambda *_: library.collect())
         self._after(cute_runtime._Tensor, "__init__", _adopt)
+        self._before(cute_runtime._Tensor, "load_dltensor", _adopt)
+        self.tensor_type = cute_runtime._Tensor
         self._around(compiled, "__call__", False)
         self._around(JitExecutor, "__call__", False)
         self._around(compiled, "run_compiled_program", False)
@@ -416,6 +419,15 @@ class _Dsl:
             result = original(this, *args, **kwargs)
             action(this)
             return result
+
+        self._set(cls, name, method)
+
+    def _before(self, cls: Any, name: str, action: Callable[..., None]) -> None:
+        original = getattr(cls, name)
+
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            action(this)
+            return original(this, *args, **kwargs)
 
         self._set(cls, name, method)
 
@@ -447,18 +459,28 @@ class _Dsl:
 
 
 def _adopt(tensor: Any) -> None:
-    """A DSL tensor made from a CPU tensor: let it pass for CUDA memory, and note where it lies."""
-    tensor._emulator_span = pretend_cuda(tensor._dlpack_data)
+    """A DSL tensor made from a CPU tensor: let it pass for CUDA memory (unless it was used outside), note where it lies."""
+    if not hasattr(tensor, "_emulator_span") and tensor._dltensor_wrapper is None:
+        span = pretend_cuda(tensor._dlpack_data)
+        if span is not None:
+            tensor._emulator_span = span
+
+
+def _loaded_span(tensor: Any) -> tuple[int, int]:
+    """(address, bytes) of a DSL tensor whose capsule was consumed before it came here."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True))
+    return tensor.data_ptr, -(-(last + 1) * tensor.element_type.width // 8)
 
 
 def _call_spans(arguments: Any) -> list[tuple[int, int]]:
     import torch
 
     spans = []
+    tensor_type = _dsl[0].tensor_type
     for v in _walk(arguments):
-        span = getattr(v, "_emulator_span", None)
-        if span is not None:
-            spans.append(span)
+        if type(v) is tensor_type:
+            _adopt(v)
+            spans.append(v._emulator_span if hasattr(v, "_emulator_span") else _loaded_span(v))
         elif isinstance(v, torch.Tensor) and v.device.type == "cpu":
             spans.append(tensor_span(v))
     return spans
