@@ -68,11 +68,12 @@ def _capsule_tensor(capsule: Any) -> int | None:
 
 
 def pretend_cuda(capsule: Any) -> tuple[int, int] | None:
-    """Rewrite the device of a DLPack capsule from CPU to CUDA; the tensor's (address, bytes), None if it was consumed."""
+    """Make the device of a DLPack capsule CUDA; returns the tensor's (address, bytes), None if it was consumed."""
     p = _capsule_tensor(capsule)
     if p is None:
         return None
-    # struct DLTensor { void *data; {int32 type, id} device; int32 ndim; {u8 code, u8 bits, u16 lanes}; i64 *shape, *strides; u64 offset; }
+    # struct DLTensor: data pointer at 0, device type at 8 and id at 12, ndim at 16, type code, bits (21) and lanes (22),
+    # pointers to shape (24) and strides (32), byte offset at 40
     device = ctypes.c_int32.from_address(p + 8)
     if device.value == _CPU:
         device.value = _CUDA
@@ -122,7 +123,7 @@ def walk(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def adopt(tensor: Any) -> None:
-    """A DSL tensor made from a CPU tensor: let it pass for CUDA memory (unless it was used outside), note where it lies."""
+    """A DSL tensor of CPU memory: let it pass for CUDA memory, unless it was used already, and note where it lies."""
     if not hasattr(tensor, "_emulator_span") and tensor._dltensor_wrapper is None:
         span = pretend_cuda(tensor._dlpack_data)
         if span is not None:

@@ -1,7 +1,7 @@
 """PTX text to per-kernel lists of instructions and basic blocks.
 
-The grammar accepted is what the CuTe DSL emits: one module of ``.entry`` functions, inline-assembly scopes in braces with
-their own registers and labels, ``.loc`` line information. Operands become small tuples:
+The grammar accepted is what the CuTe DSL emits: one module of ``.entry`` functions, inline-assembly scopes in braces
+with their own registers and labels, ``.loc`` line information. Operands become small tuples:
 
     ("reg", name) ("imm", int, spelling) ("special", "%tid.x") ("sym", name, offset) ("vec", [operand, ...])
     ("mem", base operand, byte offset, [further operands inside the brackets]) ("not", operand) ("pair", a, b) ("sink",)

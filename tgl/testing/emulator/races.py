@@ -2,13 +2,14 @@
 
 Every warp is an agent, and so is every asynchronous unit that works on its behalf: the tensor-core queue of a warp, its
 wgmma groups, its bulk stores, its cp.async copies, its tcgen05.ld / tcgen05.st, and each single TMA load. An access is
-stamped with the agent's clock; a release (arrival on a barrier, commit) hands the agent's vector clock to the barrier and
-advances the clock; an acquire (a wait that succeeds) joins the barrier's clock into the waiter's. Two accesses to one
-location, at least one a write, race if the later one's agent has not learnt of the earlier one's stamp. The order in which
-the emulator happened to run them does not matter, so one schedule finds the races of all schedules that take the same path.
+stamped with the agent's clock; a release (arrival on a barrier, commit) hands the agent's vector clock to the barrier
+and advances the clock; an acquire (a wait that succeeds) joins the barrier's clock into the waiter's. Two accesses to
+one location, at least one a write, race if the later one's agent has not learnt of the earlier one's stamp. The order
+in which the emulator happened to run them does not matter, so one schedule finds the races of all schedules that take
+the same path.
 
-A stamp is ``clock << 20 | PTX line``; vector clock entries are ``clock << 20 | 0xFFFFF``, so "known" is one comparison and
-every report can name the line of both accesses.
+A stamp is ``clock << 20 | PTX line``; vector clock entries are ``clock << 20 | 0xFFFFF``, so "known" is one comparison
+and every report can name the line of both accesses.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from .quiet import no_garbage_collection, single_threaded_blas
 class LaunchRecord:
     """What one emulated launch did.
 
-    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce); ``bank_conflicts`` the shared-memory passes
-    beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions the
-    translation refused and the launch did not reach, with their PTX line.
+    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce); ``bank_conflicts`` the shared-memory
+    passes beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists
+    instructions the translation refused and the launch did not reach, with their PTX line.
     """
 
     kernel: str
@@ -238,10 +238,11 @@ def emulate(
 ) -> Iterator[Emulation]:
     """Run compiled CuTe DSL functions on the kernel emulator.
 
-    Inside the block, functions compiled by ``cute.compile`` (with or without TVM-FFI) and called with CPU tensors execute
-    their kernels' PTX on those tensors; a launch's error is raised by the call. Compile inside a block: such functions stay
-    bound to the emulator and may be called in any later block for the same architecture, while functions compiled outside
-    stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different architectures.
+    Inside the block, functions compiled by ``cute.compile`` (with or without TVM-FFI) and called with CPU tensors
+    execute their kernels' PTX on those tensors; a launch's error is raised by the call. Compile inside a block: such
+    functions stay bound to the emulator and may be called in any later block for the same architecture, while functions
+    compiled outside stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different
+    architectures.
 
     Args:
         arch: ``"sm_100a"`` or ``"sm_90a"``.
@@ -249,7 +250,8 @@ def emulate(
         timing: ``"adversarial"``, or ``"in_order"`` (asynchronous work completes when it is issued).
         resident_clusters: clusters that run at a time; more start when all of them wait.
         detect_races: keep vector clocks and report unordered accesses (about twice the time).
-        strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX, but
+        strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,
+        but
             the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
     Yields:
         ``Emulation``, whose ``launches`` describe what ran.

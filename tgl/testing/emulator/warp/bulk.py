@@ -21,10 +21,10 @@ def _signed(v: int) -> int:
 class _Store:
     """A bulk store in flight: whether it has read shared memory, and whether its writes are done."""
 
-    __slots__ = ("done", "read")
+    __slots__ = ("done", "read", "waited")
 
     def __init__(self) -> None:
-        self.read = self.done = False
+        self.read = self.done = self.waited = False
 
 
 class BulkWarp(SyncWarp):
@@ -105,6 +105,8 @@ class BulkWarp(SyncWarp):
         for cta, bar in targets:
             self._claim(cta, offset, offset + nbytes)
             op = self.operation("TMA load")
+            if cta is not self.cta:
+                cta.note_remote(op)
 
             def land(cta: Cta = cta, bar: MBarrier = bar, op: Any = op) -> None:
                 if gather:
@@ -190,10 +192,18 @@ class BulkWarp(SyncWarp):
             if old and unit is not None:
                 self.agent.learn(unit.slot, old[-1][1])
             for group in old:
+                for store in group[0]:
+                    store.waited = True
                 if self.store_groups[0] is group and all(x.done for x in group[0]):
                     self.store_groups.pop(0)
 
         return Wait(ok, ("bulk wait_group", n, what), acquire)
+
+    def check_exit(self) -> None:
+        """The warp exits: a bulk store may still read the CTA's shared memory, which another CTA may get then."""
+        stores = [*self.store_group, *(s for group, _ in self.store_groups for s in group)]
+        if not all(s.waited for s in stores):
+            self.launch.warn(f"warp exits without a wait_group for its bulk stores, at {{line {self.line}}}")
 
     # ---- bulk copies without a tensor map ----
     def bulk_g2s(self, dst: Any, src: Any, size: Any, mbar: Any, mask: Any, m: np.ndarray) -> None:
@@ -209,6 +219,8 @@ class BulkWarp(SyncWarp):
             for cta, bar in self._targets(d, b, k, 1):
                 self._claim(cta, offset, offset + n)
                 op = self.operation("bulk load")
+                if cta is not self.cta:
+                    cta.note_remote(op)
 
                 def land(
                     cta: Cta = cta,
@@ -261,6 +273,8 @@ class BulkWarp(SyncWarp):
             so, do = s & OFFSET_MASK, d & OFFSET_MASK
             self._claim(target, do, do + n)
             op = self.operation("bulk copy")
+            if target is not self.cta:
+                target.note_remote(op)
 
             def land(
                 source: Cta = source,
@@ -290,6 +304,8 @@ class BulkWarp(SyncWarp):
                 self.fail(f"misaligned st.async of {n} bytes at {a:#x}")
             self._claim(cta, o, o + n)
             op = self.operation("st.async")
+            if cta is not self.cta:
+                cta.note_remote(op)
 
             def land(
                 cta: Cta = cta, o: int = o, data: bytes = data, bar: MBarrier = bar, n: int = n, op: Any = op
@@ -337,8 +353,10 @@ class BulkWarp(SyncWarp):
         targets = [
             (c, self.mbar_at(c.rank << 24 | mbar & OFFSET_MASK, True), self.operation("try_cancel")) for c in ctas
         ]
-        for cta, _, _ in targets:
+        for cta, _, op in targets:
             self._claim(cta, o, o + 16)
+            if cta is not self.cta:
+                cta.note_remote(op)
 
         def land() -> None:
             value = 0

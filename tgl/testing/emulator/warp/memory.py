@@ -234,6 +234,8 @@ class MemoryWarp(WarpCore):
                 a.join(cta.flags.get(w))
             return
         a.line = self.line
+        if cta is not self.cta:
+            cta.note_remote(a)
         if type(words) is slice and words.stop - words.start == 1:
             cta.shadow.read_word(a, words.start)
         else:
@@ -248,6 +250,8 @@ class MemoryWarp(WarpCore):
             return
         a.line = self.line
         cta.shadow.write(a, words)
+        if cta is not self.cta:
+            cta.note_remote(a)
 
     @staticmethod
     def _word_list(words: Any) -> list[int]:
