@@ -6,6 +6,7 @@ Prints one JSON line per mutant: the verdict is ``caught`` (an EmulatorError or 
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -33,7 +34,8 @@ def main():
 
     subject, per_kind, wanted = SUBJECTS[sys.argv[1]], int(sys.argv[2]), set(sys.argv[3:])
     signal.signal(signal.SIGVTALRM, _alarm)
-    seen = []
+    seen: list[str] = []
+    usual: set[str] = set()  # warnings of the unmutated kernel
 
     def attempt(text, seed, problem):
         """None, or how the run differs from a correct one."""
@@ -52,7 +54,15 @@ def main():
             return "internal error", f"{type(e).__name__}: {e}"
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        return None if torch.equal(out, want) else ("wrong result", "")
+        if not torch.equal(out, want):
+            return "wrong result", ""
+        fresh = {re.sub(r"\d+", "#", w): w for x in session.launches for w in x.warnings}
+        for known in usual:
+            fresh.pop(known, None)
+        if text is None:
+            usual.update(fresh)
+            return None
+        return ("warning", next(iter(fresh.values()))) if fresh else None
 
     def first_difference(text):
         """The first schedule, over both problems, in which a text does not run right."""
