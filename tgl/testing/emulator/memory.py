@@ -83,7 +83,7 @@ class Cta:
         self.published: list[Any] = []  # generic writes handed over at a barrier, not yet fenced for the async proxy
         self.exited = False
         self.exit_clock: Any = None  # what the exited warps of this CTA knew
-        self.remote: dict[int, tuple[int, str, int]] = {}  # clock slot -> last access from elsewhere: clock, name, line
+        self.remote: dict[int, tuple[int, str, int]] = {}  # clock slot -> last asynchronous or remote access: clock, name, line
         self.mbars: dict[int, Any] = {}
         self.named: dict[int, Any] = {}
         self.flags: dict[int, Any] = {}  # shared word -> vector clock released by synchronising stores
@@ -108,7 +108,7 @@ class Cta:
             raise SyncError(f"CTA {self.id} (rank {self.rank}): {what} after that CTA has exited")
 
     def note_remote(self, agent: Any) -> None:
-        """``agent``, which works for another CTA, touches this one's memory: it must be over before this CTA exits."""
+        """``agent``, asynchronous or of another CTA, touches this CTA's memory: it must be over before the CTA exits."""
         if agent is not None:
             self.remote[agent.slot] = (agent.clock, agent.name, agent.line)
 
@@ -118,7 +118,7 @@ class Cta:
         for slot, (clock, name, line) in self.remote.items():
             if slot >= known.size or known[slot] < clock:
                 raise RaceError(
-                    f"CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} is not "
+                    f"race: CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} is not "
                     "ordered before its exit"
                 )
 

@@ -105,8 +105,7 @@ class BulkWarp(SyncWarp):
         for cta, bar in targets:
             self._claim(cta, offset, offset + nbytes)
             op = self.operation("TMA load")
-            if cta is not self.cta:
-                cta.note_remote(op)
+            cta.note_remote(op)
 
             def land(cta: Cta = cta, bar: MBarrier = bar, op: Any = op) -> None:
                 if gather:
@@ -219,8 +218,7 @@ class BulkWarp(SyncWarp):
             for cta, bar in self._targets(d, b, k, 1):
                 self._claim(cta, offset, offset + n)
                 op = self.operation("bulk load")
-                if cta is not self.cta:
-                    cta.note_remote(op)
+                cta.note_remote(op)
 
                 def land(
                     cta: Cta = cta,
@@ -273,8 +271,7 @@ class BulkWarp(SyncWarp):
             so, do = s & OFFSET_MASK, d & OFFSET_MASK
             self._claim(target, do, do + n)
             op = self.operation("bulk copy")
-            if target is not self.cta:
-                target.note_remote(op)
+            target.note_remote(op)
 
             def land(
                 source: Cta = source,
@@ -304,8 +301,7 @@ class BulkWarp(SyncWarp):
                 self.fail(f"misaligned st.async of {n} bytes at {a:#x}")
             self._claim(cta, o, o + n)
             op = self.operation("st.async")
-            if cta is not self.cta:
-                cta.note_remote(op)
+            cta.note_remote(op)
 
             def land(
                 cta: Cta = cta, o: int = o, data: bytes = data, bar: MBarrier = bar, n: int = n, op: Any = op
@@ -355,8 +351,7 @@ class BulkWarp(SyncWarp):
         ]
         for cta, _, op in targets:
             self._claim(cta, o, o + 16)
-            if cta is not self.cta:
-                cta.note_remote(op)
+            cta.note_remote(op)
 
         def land() -> None:
             value = 0

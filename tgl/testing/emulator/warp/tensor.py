@@ -208,8 +208,7 @@ class Warp(BulkWarp):
             unit = self.units.get("tensor core queue")
             for b in bars:
                 b.arrive(1, 0, unit.vc if unit is not None else None)
-                if b.cta is not self.cta:
-                    b.cta.note_remote(unit)
+                b.cta.note_remote(unit)
             if unit is not None:
                 unit.tick()
 
