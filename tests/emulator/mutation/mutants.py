@@ -327,6 +327,13 @@ def mutants(text, per_kind=3) -> Iterator[Mutant]:
             new = change(ins)
             if new is not None:
                 yield make(kind, ins, replaced(ins, new))
+    for op in sorted({i.op for i in found if i.op.startswith(("fence.", "tcgen05.fence", "wgmma.fence"))}):
+        same = [i for i in found if i.op == op]
+        kept = [*lines]
+        for ins in same:
+            kept[ins.line] = ""
+        if len(same) > 1:  # compilers repeat fences: one deletion alone proves little
+            yield make("no fence of a kind", same[0], kept)
     early = list(_early_release(lines, found))
     for ins, moved in early[:per_kind]:
         yield make("early release", ins, moved)
