@@ -5,8 +5,8 @@
         f(cpu_tensor, ...)
     print(machine.launches[-1].mma_flops)
 
-The PTX that the DSL compiles is executed instruction by instruction. See ``emulate`` and ``sweep``; everything a kernel does
-wrong is an ``EmulatorError``. Needs numpy, nvidia-cutlass-dsl and, once, a C compiler.
+The PTX that the DSL compiles is executed instruction by instruction. See ``emulate`` and ``sweep``; everything a kernel
+does wrong is an ``EmulatorError``. Needs numpy, nvidia-cutlass-dsl and, once, a C compiler.
 """
 
 from .errors import DeadlockError, EmulatorError, MemoryAccessError, RaceError, SyncError, UnsupportedError

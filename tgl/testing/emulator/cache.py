@@ -1,9 +1,9 @@
 """Translated kernels, in memory and on disk.
 
-A kernel is translated once per PTX text and version of the emulator; the result (compiled Python code and launch facts) is
-kept under ``$XDG_CACHE_HOME/tgl/emulator`` (``~/.cache`` without it). The PTX of a cubin is kept beside it, so that a
-function compiled by an earlier process and reloaded from an object file still finds its source. A damaged or foreign entry
-counts as absent.
+A kernel is translated once per PTX text and version of the emulator; the result (compiled Python code and launch facts)
+is kept under ``$XDG_CACHE_HOME/tgl/emulator`` (``~/.cache`` without it). The PTX of a cubin is kept beside it, so that
+a function compiled by an earlier process and reloaded from an object file still finds its source. A damaged or foreign
+entry counts as absent.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def load_ptx(cubin_hash: str) -> str | None:
 class Program:
     """A translated kernel.
 
-    ``function(warp, mask, counts, fragments)`` is the generator that runs a warp; ``unsupported`` maps what was refused at
-    translation to its first PTX line; ``locations`` maps PTX lines to ``file:line`` of the kernel's source.
+    ``function(warp, mask, counts, fragments)`` is the generator that runs a warp; ``unsupported`` maps what was refused
+    at translation to its first PTX line; ``locations`` maps PTX lines to ``file:line`` of the kernel's source.
     """
 
     params: list[tuple[int, int]]

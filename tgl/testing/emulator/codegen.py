@@ -1,9 +1,9 @@
 """Translate one PTX kernel to a Python generator function that executes one warp.
 
-Registers are local variables. Blocks are numbered in text order; a warp runs the fragment with the lowest block number, so
-fragments meet again at the earliest block they share. While all live lanes are together the plain variant of a block runs
-(plain assignments); while they are apart the partial variant runs, where every write of a register that is live into some
-block is merged under the mask. The function yields what the warp waits for.
+Registers are local variables. Blocks are numbered in text order; a warp runs the fragment with the lowest block number,
+so fragments meet again at the earliest block they share. While all live lanes are together the plain variant of a block
+runs (plain assignments); while they are apart the partial variant runs, where every write of a register that is live
+into some block is merged under the mask. The function yields what the warp waits for.
 """
 
 from __future__ import annotations

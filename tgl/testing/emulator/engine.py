@@ -1,7 +1,7 @@
 """Asynchronous work: what is in flight, and when it happens.
 
-Copies and tensor-core instructions are queued as tasks. Copies complete in any order; the tensor-core instructions of one
-warp complete in the order of issue. With adversarial timing each launch draws how eagerly work completes, and some
+Copies and tensor-core instructions are queued as tasks. Copies complete in any order; the tensor-core instructions of
+one warp complete in the order of issue. With adversarial timing each launch draws how eagerly work completes, and some
 operations are held back until nothing else in the machine can move; with in-order timing a task runs when it is issued.
 """
 

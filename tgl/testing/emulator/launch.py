@@ -12,7 +12,7 @@ import numpy as np
 from .engine import Engine
 from .errors import DeadlockError, EmulatorError, MemoryAccessError, SyncError
 from .memory import Region
-from .races import Clocks
+from .races import Clocks, merge_into
 from .sync import Cluster
 from .warp import Warp
 
@@ -223,8 +223,13 @@ class Launch(Engine):
         cta, cl = w.cta, w.cta.cluster
         cta.live_warps -= 1
         cl.live -= 1
+        if w.agent is not None:
+            cta.exit_clock = merge_into(cta.exit_clock, w.agent.vc)
+        w.check_exit()
         if cta.live_warps == 0:
             cta.exited = True
+            if w.agent is not None:
+                cta.check_exit()
             if cta.tmem_allocs:
                 raise SyncError(f"CTA {cta.id} exits with tensor memory still allocated: columns {cta.tmem_allocs}")
         if cl.live == 0:

@@ -1,7 +1,7 @@
 """Memories of the emulated machine: global regions, and a CTA's shared and tensor memory.
 
-Shared memory keeps, per 4-byte word, whether it was written and whether the asynchronous proxy may see the write. A race
-detector (``races.Shadow``) is attached to both memories when the launch asks for one.
+Shared memory keeps, per 4-byte word, whether it was written and whether the asynchronous proxy may see the write. A
+race detector (``races.Shadow``) is attached to both memories when the launch asks for one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import MemoryAccessError, SyncError
+from .errors import MemoryAccessError, RaceError, SyncError
 from .races import Shadow
 
 SHARED_BASE, LOCAL_BASE = 1 << 56, 2 << 56  # generic address windows (shared, local); global addresses are the host's
@@ -32,8 +32,8 @@ CELL_LANES = 16  # TMEM races are tracked per 16 lanes and column
 class Region:
     """Bytes ``[start, end)`` of host memory that a kernel may access as global memory.
 
-    ``base`` is ``start`` rounded down to 16, where the views begin, so that a device address is aligned exactly when its
-    offset from ``base`` is.
+    ``base`` is ``start`` rounded down to 16, where the views begin, so that a device address is aligned exactly when
+    its offset from ``base`` is.
     """
 
     __slots__ = ("base", "end", "size", "start", "u8", "v")
@@ -82,6 +82,8 @@ class Cta:
         self.state32 = self.state.view(np.uint32)  # one entry per 16-byte chunk
         self.published: list[Any] = []  # generic writes handed over at a barrier, not yet fenced for the async proxy
         self.exited = False
+        self.exit_clock: Any = None  # what the exited warps of this CTA knew
+        self.remote: dict[int, tuple[int, str, int]] = {}  # clock slot -> last asynchronous or remote access: clock, name, line
         self.mbars: dict[int, Any] = {}
         self.named: dict[int, Any] = {}
         self.flags: dict[int, Any] = {}  # shared word -> vector clock released by synchronising stores
@@ -104,6 +106,21 @@ class Cta:
     def alive(self, what: str) -> None:
         if self.exited:
             raise SyncError(f"CTA {self.id} (rank {self.rank}): {what} after that CTA has exited")
+
+    def note_remote(self, agent: Any) -> None:
+        """``agent``, asynchronous or of another CTA, touches this CTA's memory: it must be over before the CTA exits."""
+        if agent is not None:
+            self.remote[agent.slot] = (agent.clock, agent.name, agent.line)
+
+    def check_exit(self) -> None:
+        """The CTA exits: raise if an access by another CTA is not ordered before that."""
+        known = self.exit_clock
+        for slot, (clock, name, line) in self.remote.items():
+            if slot >= known.size or known[slot] < clock:
+                raise RaceError(
+                    f"race: CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} is not "
+                    "ordered before its exit"
+                )
 
     def mbar(self, offset: int) -> Any:
         """The mbarrier at a shared offset, which must be initialised and its CTA alive."""

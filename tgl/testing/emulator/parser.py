@@ -1,7 +1,7 @@
 """PTX text to per-kernel lists of instructions and basic blocks.
 
-The grammar accepted is what the CuTe DSL emits: one module of ``.entry`` functions, inline-assembly scopes in braces with
-their own registers and labels, ``.loc`` line information. Operands become small tuples:
+The grammar accepted is what the CuTe DSL emits: one module of ``.entry`` functions, inline-assembly scopes in braces
+with their own registers and labels, ``.loc`` line information. Operands become small tuples:
 
     ("reg", name) ("imm", int, spelling) ("special", "%tid.x") ("sym", name, offset) ("vec", [operand, ...])
     ("mem", base operand, byte offset, [further operands inside the brackets]) ("not", operand) ("pair", a, b) ("sink",)
@@ -124,6 +124,7 @@ class _Parser:
         self.scope_count = 0
         self.loc: tuple[int, int] | None = None
         self.cache: dict[str, Operand] = {}
+        self.vectors: dict[str, list[str]] = {}
 
     def line_of(self, pos: int) -> int:
         return bisect.bisect_left(self.newlines, pos) + 1
@@ -164,6 +165,8 @@ class _Parser:
             return ("pair", self.operand(a), self.operand(b))
         if first.isdigit() or (first == "-" and t[1:2].isdigit()):
             return ("imm", parse_int(t), t)
+        if t in self.vectors:
+            return ("vec", [self.operand(x) for x in self.vectors[t]])
         name = self.resolve(t)
         if name in self.kernel.regs:
             return ("reg", name)
@@ -177,11 +180,15 @@ class _Parser:
     # ---- statements ----
     def declare_registers(self, s: str) -> None:
         assert self.kernel is not None
-        m = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", s, re.S)
+        m = re.match(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)$", s, re.S)
         assert m is not None, s
-        ty = m.group(1)
-        for name in m.group(2).split(","):
-            name = name.strip()
+        ty = m.group(2)
+        names = [name.strip() for name in m.group(3).split(",")]
+        if m.group(1):  # a vector register is its elements
+            for name in names:
+                self.vectors[name] = [f"{name}.{c}" for c in "xyzw"[: int(m.group(1))]]
+            names = [x for name in names for x in self.vectors[name]]
+        for name in names:
             many = re.match(r"^(\S+?)<(\d+)>$", name)
             if many:
                 for j in range(int(many.group(2))):

@@ -2,13 +2,14 @@
 
 Every warp is an agent, and so is every asynchronous unit that works on its behalf: the tensor-core queue of a warp, its
 wgmma groups, its bulk stores, its cp.async copies, its tcgen05.ld / tcgen05.st, and each single TMA load. An access is
-stamped with the agent's clock; a release (arrival on a barrier, commit) hands the agent's vector clock to the barrier and
-advances the clock; an acquire (a wait that succeeds) joins the barrier's clock into the waiter's. Two accesses to one
-location, at least one a write, race if the later one's agent has not learnt of the earlier one's stamp. The order in which
-the emulator happened to run them does not matter, so one schedule finds the races of all schedules that take the same path.
+stamped with the agent's clock; a release (arrival on a barrier, commit) hands the agent's vector clock to the barrier
+and advances the clock; an acquire (a wait that succeeds) joins the barrier's clock into the waiter's. Two accesses to
+one location, at least one a write, race if the later one's agent has not learnt of the earlier one's stamp. The order
+in which the emulator happened to run them does not matter, so one schedule finds the races of all schedules that take
+the same path.
 
-A stamp is ``clock << 20 | PTX line``; vector clock entries are ``clock << 20 | 0xFFFFF``, so "known" is one comparison and
-every report can name the line of both accesses.
+A stamp is ``clock << 20 | PTX line``; vector clock entries are ``clock << 20 | 0xFFFFF``, so "known" is one comparison
+and every report can name the line of both accesses.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Agent:
     """A vector clock and the slot of it that is the agent's own.
 
     ``clock`` is the stamp base of the next access; ``vc[slot] == clock | LINE_MASK`` unless the agent is a view of
-    another one's operations (see ``Clocks.snapshot``).
+    another one's operations.
     """
 
-    __slots__ = ("_snap", "clock", "clocks", "line", "name", "slot", "vc")
+    __slots__ = ("clock", "clocks", "line", "name", "slot", "vc")
 
     def __init__(self, clocks: Clocks, name: str):
         self.clocks = clocks
@@ -41,7 +42,6 @@ class Agent:
         self.vc = np.zeros(clocks.capacity, np.int64)
         self.vc[self.slot] = self.clock | LINE_MASK
         self.line = 0
-        self._snap: np.ndarray | None = None
 
     def join(self, vc: np.ndarray | None) -> None:
         """Acquire: learn everything that ``vc`` knows."""
@@ -51,7 +51,6 @@ class Agent:
             self.grow(vc.size)
         mine = self.vc[: vc.size]
         np.maximum(mine, vc, out=mine)
-        self._snap = None
 
     def learn(self, slot: int, clock: int) -> None:
         """Acquire of one agent's operations up to ``clock`` (a wait for that agent's own asynchronous work)."""
@@ -59,19 +58,17 @@ class Agent:
             self.grow(self.clocks.capacity)
         if self.vc[slot] < clock | LINE_MASK:
             self.vc[slot] = clock | LINE_MASK
-            self._snap = None
 
     def tick(self) -> None:
         """After a release: later accesses are not covered by it."""
         self.clock += TICK
         self.vc[self.slot] = self.clock | LINE_MASK
-        self._snap = None
 
-    def snapshot(self) -> np.ndarray:
-        """The vector clock as of now, shared between callers until it changes: do not write to it."""
-        if self._snap is None:
-            self._snap = self.vc.copy()
-        return self._snap
+    def release(self) -> np.ndarray:
+        """A copy of what the agent knows, to hand on; what it does from now on is not covered by it."""
+        vc = self.vc.copy()
+        self.tick()
+        return vc
 
     def grow(self, size: int) -> None:
         vc = np.zeros(max(size, self.clocks.capacity), np.int64)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import gc
 import re
 import time
 from collections import Counter
@@ -14,20 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
+from .arguments import call_spans, mapped_ranges, tensor_span, torch_storages
+from .dsl import Dsl
+from .engine import TIMINGS
 from .errors import EmulatorError
-from .hostlib import HostLibrary
 from .launch import NUM_SMS, Launch
-
-_CPU, _CUDA = 1, 2  # DLPack device types
+from .parser import parse_module
+from .quiet import no_garbage_collection, single_threaded_blas
 
 
 @dataclass
 class LaunchRecord:
     """What one emulated launch did.
 
-    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce); ``bank_conflicts`` the shared-memory passes
-    beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions the
-    translation refused and the launch did not reach, with their PTX line.
+    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce); ``bank_conflicts`` the shared-memory
+    passes beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists
+    instructions the translation refused and the launch did not reach, with their PTX line.
     """
 
     kernel: str
@@ -65,6 +65,8 @@ class Emulation:
             raise ValueError(f"arch must be one of {sorted(NUM_SMS)}, got {arch!r}")
         if resident_clusters < 1:
             raise ValueError(f"resident_clusters must be positive, got {resident_clusters}")
+        if timing not in TIMINGS:
+            raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
         self.arch, self.seed, self.timing = arch, seed, timing
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
         self.strict_loads = strict_loads
@@ -96,46 +98,102 @@ class Emulation:
         major = 10 if self.arch == "sm_100a" else 9
         return {75: major, 76: 0, 16: NUM_SMS[self.arch], 97: 232448, 81: 233472, 10: 32}.get(number, 0)
 
-    def _spans(self, params: bytes) -> list[tuple[int, int]]:
+    def _spans(self, program: cache.Program, params: bytes) -> list[tuple[int, int]]:
         """Host memory the launch may touch: the tensors of the call, registered ones, and what its pointers point into."""
         spans = self._call + [(a, n) for a, n, _ in self._registered]
         unknown = []
-        for i in range(0, len(params) - 7, 8):
-            v = int.from_bytes(params[i : i + 8], "little")
-            if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
-                unknown.append(v)
+        for offset, size in program.params:
+            # the only pointer of a tensor map is its first word, and its second half is not initialised
+            for i in range(offset, offset + (8 if size == 128 else size) - 7, 8):
+                v = int.from_bytes(params[i : i + 8], "little")
+                if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
+                    unknown.append(v)
+        mapped = mapped_ranges() if unknown else []
+        unknown = [v for v in unknown if any(a <= v < b for a, b in mapped)]  # the others are numbers, not pointers
         if unknown:
-            storages = _torch_storages()
+            storages = torch_storages()
             spans += {(a, n) for v in unknown for a, n in storages if a <= v < a + n}
         return spans
 
+    def launch_ptx(
+        self,
+        text: str,
+        args: Sequence[Any],
+        *,
+        grid: tuple[int, int, int] = (1, 1, 1),
+        block: tuple[int, int, int] = (32, 1, 1),
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        smem: int = 0,
+    ) -> LaunchRecord:
+        """Run the (first) kernel of a PTX module, without the DSL.
+
+        Args:
+            text: PTX.
+            args: one per parameter: a CPU tensor (its address is passed) or an integer.
+            grid, block, cluster: sizes, (x, y, z).
+            smem: dynamic shared memory in bytes.
+        Raises:
+            EmulatorError: what the kernel did wrong.
+            ValueError: the number of arguments.
+        """
+        name = next(iter(parse_module(text).kernels))
+        program = cache.get_program(text, name)
+        if len(args) != len(program.params):
+            raise ValueError(f"kernel {name} has {len(program.params)} parameters, got {len(args)} arguments")
+        params = bytearray(program.param_size)
+        for (offset, size), a in zip(program.params, args, strict=True):
+            value = a if isinstance(a, int) else a.data_ptr()
+            params[offset : offset + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        self._call = call_spans(args)
+        try:
+            self._run(program, grid, block, cluster, smem, bytes(params), 0.0)
+        finally:
+            self._call = []
+        return self.launches[-1]
+
     def _launch(self, text: str, name: str, dims: Sequence[int], smem: int, args: Any) -> None:
+        """A launch by compiled host code; ``args`` are the addresses of the parameters."""
         if self.edit_ptx is not None:
             text = self.edit_ptx(text)
         t0 = time.perf_counter()
         program = cache.get_program(text, name)
-        grid, block, cluster = tuple(dims[:3]), tuple(dims[3:6]), tuple(dims[6:9])
-        record = LaunchRecord(name, program.target, grid, block, cluster, smem)  # type: ignore[arg-type]
-        record.translate_seconds = time.perf_counter() - t0
-        record.unsupported = dict(program.unsupported)
-        self.launches.append(record)
-        if program.target != self.arch:
-            raise EmulatorError(f"kernel {name} was compiled for {program.target}; the emulated machine is {self.arch}")
+        translate = time.perf_counter() - t0
         params = bytearray(program.param_size)
         for i, (offset, size) in enumerate(program.params):
             params[offset : offset + size] = ctypes.string_at(args[i], size)
+        x, y, z, bx, by, bz, cx, cy, cz = dims
+        self._run(program, (x, y, z), (bx, by, bz), (cx, cy, cz), smem, bytes(params), translate)
+
+    def _run(
+        self,
+        program: cache.Program,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        smem: int,
+        params: bytes,
+        translate_seconds: float,
+    ) -> None:
+        record = LaunchRecord(program.name, program.target, grid, block, cluster, smem)
+        record.translate_seconds = translate_seconds
+        record.unsupported = dict(program.unsupported)
+        self.launches.append(record)
+        if program.target != self.arch:
+            raise EmulatorError(
+                f"kernel {program.name} was compiled for {program.target}; the emulated machine is {self.arch}"
+            )
         t0 = time.perf_counter()
         launch = None
         try:
-            with single_threaded_blas():
+            with single_threaded_blas(), no_garbage_collection():
                 launch = Launch(
-                    program, grid, block, cluster, smem, bytes(params), self._spans(bytes(params)), seed=self.seed,
+                    program, grid, block, cluster, smem, params, self._spans(program, params), seed=self.seed,
                     timing=self.timing, resident_clusters=self.resident_clusters, detect_races=self.detect_races, strict_loads=self.strict_loads,
                 )  # fmt: skip
                 launch.run()
         except EmulatorError as e:
             text = re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), str(e))
-            raise type(e)(f"{text}\nin kernel {name}, seed {self.seed}, timing {self.timing}") from e.__cause__
+            raise type(e)(f"{text}\nin kernel {program.name}, seed {self.seed}, timing {self.timing}") from e.__cause__
         finally:
             record.seconds = time.perf_counter() - t0
             if launch is not None:
@@ -160,290 +218,7 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
         record.warnings[text] = record.warnings.get(text, 0) + n
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-def tensor_span(t: Any) -> tuple[int, int]:
-    """(address, bytes) from the first to behind the last element of a torch tensor."""
-    if t.numel() == 0:
-        return t.data_ptr(), 0
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), (last + 1) * t.element_size()
-
-
-def _torch_storages() -> list[tuple[int, int]]:
-    import torch
-
-    out = set()
-    for o in gc.get_objects():
-        if type(o) in (torch.Tensor, torch.nn.Parameter) and o.device.type == "cpu" and o.layout == torch.strided:
-            s = o.untyped_storage()
-            if s.nbytes():
-                out.add((s.data_ptr(), s.nbytes()))
-    return sorted(out)
-
-
-def _capsule_tensor(capsule: Any) -> int | None:
-    """Address of the DLTensor in a DLPack capsule, None if the capsule was consumed."""
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype = ctypes.c_char_p
-    api.PyCapsule_GetName.argtypes = [ctypes.py_object]
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    try:
-        name = api.PyCapsule_GetName(capsule)
-    except (ValueError, TypeError):
-        return None
-    if name not in (b"dltensor", b"dltensor_versioned"):
-        return None
-    # DLManagedTensorVersioned has version, manager, deleter and flags in front
-    return api.PyCapsule_GetPointer(capsule, name) + (0 if name == b"dltensor" else 32)
-
-
-def pretend_cuda(capsule: Any) -> tuple[int, int]:
-    """Rewrite the device of a DLPack capsule from CPU to CUDA and return the tensor's (address, bytes)."""
-    p = _capsule_tensor(capsule)
-    if p is None:
-        return 0, 0
-    # struct DLTensor { void *data; {int32 type, id} device; int32 ndim; {u8 code, u8 bits, u16 lanes}; i64 *shape, *strides; u64 offset; }
-    device = ctypes.c_int32.from_address(p + 8)
-    if device.value == _CPU:
-        device.value = _CUDA
-    ndim = ctypes.c_int32.from_address(p + 16).value
-    bits = ctypes.c_uint8.from_address(p + 21).value * ctypes.c_uint16.from_address(p + 22).value
-    shape = ctypes.c_void_p.from_address(p + 24).value
-    strides = ctypes.c_void_p.from_address(p + 32).value
-    data = (ctypes.c_void_p.from_address(p).value or 0) + ctypes.c_uint64.from_address(p + 40).value
-    sizes = [ctypes.c_int64.from_address(shape + 8 * i).value for i in range(ndim)] if shape else []
-    if any(n == 0 for n in sizes):
-        return data, 0
-    if strides:
-        last = sum((n - 1) * ctypes.c_int64.from_address(strides + 8 * i).value for i, n in enumerate(sizes))
-    else:
-        last = -1
-        for n in sizes:
-            last = (last + 1) * n - 1 if last >= 0 else n - 1
-    return data, -(-(last + 1) * bits // 8)
-
-
-class _CudaView:
-    """A CPU tensor offered through DLPack as if it were CUDA memory."""
-
-    def __init__(self, tensor: Any):
-        self.tensor = tensor
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA, 0
-
-    def __dlpack__(self, **_: Any) -> Any:
-        capsule = self.tensor.detach().__dlpack__()
-        pretend_cuda(capsule)
-        return capsule
-
-
-def _walk(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
-    """Arguments of a call, with containers and dataclasses opened."""
-    for v in values:
-        if isinstance(v, (list, tuple)):
-            yield from _walk(v, depth)
-        elif isinstance(v, dict):
-            yield from _walk(v.values(), depth)
-        else:
-            yield v
-            inner = getattr(v, "__dict__", None)
-            if inner and depth < 3 and not hasattr(v, "untyped_storage") and not isinstance(v, type):
-                yield from _walk(inner.values(), depth + 1)
-
-
-@contextlib.contextmanager
-def single_threaded_blas() -> Iterator[None]:
-    """numpy's BLAS with one thread: many small products, and often a busy machine, where its threads only spin."""
-    functions = _blas_functions()
-    before = [get() for get, _ in functions]
-    for _, put in functions:
-        put(1)
-    try:
-        yield
-    finally:
-        for (_, put), n in zip(functions, before, strict=True):
-            put(n)
-
-
-def _blas_functions() -> list[tuple[Any, Any]]:
-    if _blas_cache:
-        return _blas_cache[0]
-    out = []
-    try:
-        with open("/proc/self/maps") as f:
-            paths = {line.split()[-1] for line in f if "openblas" in line}
-    except OSError:
-        paths = set()
-    for path in sorted(paths):
-        lib = ctypes.CDLL(path)
-        for prefix, suffix in (
-            ("scipy_openblas", "64_"),
-            ("scipy_openblas", ""),
-            ("openblas", "64_"),
-            ("openblas", ""),
-        ):
-            get = getattr(lib, f"{prefix}_get_num_threads{suffix}", None)
-            put = getattr(lib, f"{prefix}_set_num_threads{suffix}", None)
-            if get is not None and put is not None:
-                out.append((get, put))
-                break
-    _blas_cache.append(out)
-    return out
-
-
-_blas_cache: list[list[tuple[Any, Any]]] = []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-class _Dsl:
-    """The hooks into the CuTe DSL: installed while at least one ``emulate`` block is open, removed with the last one."""
-
-    def __init__(self) -> None:
-        self.library = HostLibrary()
-        atexit.register(self.library.close)
-        self.stack: list[Emulation] = []
-        self.undo: list[Callable[[], None]] = []
-
-    @property
-    def active(self) -> Emulation:
-        return self.stack[-1]
-
-    def _set(self, obj: Any, name: str, value: Any) -> None:
-        own = name in vars(obj)
-        old = vars(obj).get(name)
-        setattr(obj, name, value)
-        self.undo.append((lambda: setattr(obj, name, old)) if own else (lambda: delattr(obj, name)))
-
-    def push(self, e: Emulation) -> None:
-        if not self.stack:
-            self._install()
-        self.stack.append(e)
-        self._select()
-
-    def pop(self) -> None:
-        self.stack.pop()
-        if self.stack:
-            self._select()
-            return
-        self.library.launcher = None
-        while self.undo:
-            self.undo.pop()()
-
-    def _select(self) -> None:
-        e = self.active
-        lib = self.library
-        lib.launcher, lib.failed, lib.attribute = e._launch, e._failed, e._attribute
-        for envar in self._envars():
-            envar._arch = e.arch
-
-    @staticmethod
-    def _envars() -> list[Any]:
-        from cutlass.base_dsl.dsl import DSLSingletonMeta
-
-        return [dsl.envar for dsl in DSLSingletonMeta._instances.values() if hasattr(dsl, "envar")]
-
-    def _install(self) -> None:
-        try:
-            import cutlass.cute.runtime as cute_runtime
-            from cutlass.base_dsl import env_manager
-            from cutlass.base_dsl.jit_executor import JitExecutor
-            from cutlass.cutlass_dsl import CuTeDSL
-            from cutlass.cutlass_dsl import cuda_jit_executor as executor
-        except ImportError as e:
-            raise EmulatorError(f"the kernel emulator needs nvidia-cutlass-dsl: {e}") from e
-        CuTeDSL._get_dsl()
-        library = self.library
-        for envar in self._envars():
-            self._set(envar, "_arch", envar._arch)
-            for name in ("keep_ptx", "keep_cubin", "no_cache", "lineinfo"):
-                self._set(envar, name, True)
-            self._set(envar, "dump_dir", library.dump_dir)
-            self._set(envar, "shared_libs", library.path)
-        self._set(env_manager, "get_prefix_dsl_libs", lambda prefix: library.path)
-        compiled, module = executor.CudaDialectJitCompiledFunction, executor.CudaDialectJitModule
-        self._set(compiled, "num_devices", 1)
-        self._set(module, "unload", lambda m: setattr(m, "_unloaded", True))
-        self._after(compiled, "__init__", lambda *_: library.collect())
-        self._after(cute_runtime._Tensor, "__init__", _adopt)
-        self._around(compiled, "__call__", False)
-        self._around(JitExecutor, "__call__", False)
-        self._around(compiled, "run_compiled_program", False)
-        self._around(JitExecutor, "run_compiled_program", False)
-        try:
-            from cutlass.cutlass_dsl import tvm_ffi_provider as tvm
-        except ImportError:
-            return  # TVM-FFI is not installed: then nothing can be compiled for it either
-        self._around(tvm.TVMFFIJitCompiledFunction, "__call__", True)
-        self._around(tvm.TVMFFIJitCompiledFunctionWithKwargs, "__call__", True)
-
-    def _after(self, cls: Any, name: str, action: Callable[..., None]) -> None:
-        original = getattr(cls, name)
-
-        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(this, *args, **kwargs)
-            action(this)
-            return result
-
-        self._set(cls, name, method)
-
-    def _around(self, cls: Any, name: str, convert: bool) -> None:
-        """Calls of compiled functions: note their tensors, and raise the launch's error instead of an error code."""
-        original = getattr(cls, name)
-
-        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
-            e = self.active
-            outer = e.depth == 0
-            if outer:
-                e.error = None
-            e._call += _call_spans((args, kwargs))
-            if convert:
-                args, kwargs = _as_cuda(args), {k: _as_cuda(v) for k, v in kwargs.items()}
-            e.depth += 1
-            try:
-                return original(this, *args, **kwargs)
-            except Exception:
-                e.check()
-                raise
-            finally:
-                e.depth -= 1
-                if outer:
-                    e._call = []
-                    e.check()
-
-        self._set(cls, name, method)
-
-
-def _adopt(tensor: Any) -> None:
-    """A DSL tensor made from a CPU tensor: let it pass for CUDA memory, and note where it lies."""
-    tensor._emulator_span = pretend_cuda(tensor._dlpack_data)
-
-
-def _call_spans(arguments: Any) -> list[tuple[int, int]]:
-    import torch
-
-    spans = []
-    for v in _walk(arguments):
-        span = getattr(v, "_emulator_span", None)
-        if span is not None:
-            spans.append(span)
-        elif isinstance(v, torch.Tensor) and v.device.type == "cpu":
-            spans.append(tensor_span(v))
-    return spans
-
-
-def _as_cuda(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return _CudaView(value)
-    if type(value) in (tuple, list):
-        return type(value)(_as_cuda(v) for v in value)
-    return value
-
-
-_dsl: list[_Dsl] = []
+_dsl: list[Dsl] = []
 
 
 def active() -> Emulation | None:
@@ -463,10 +238,11 @@ def emulate(
 ) -> Iterator[Emulation]:
     """Run compiled CuTe DSL functions on the kernel emulator.
 
-    Inside the block, functions compiled by ``cute.compile`` (with or without TVM-FFI) and called with CPU tensors execute
-    their kernels' PTX on those tensors; a launch's error is raised by the call. Compile inside a block: such functions stay
-    bound to the emulator and may be called in any later block for the same architecture, while functions compiled outside
-    stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different architectures.
+    Inside the block, functions compiled by ``cute.compile`` (with or without TVM-FFI) and called with CPU tensors
+    execute their kernels' PTX on those tensors; a launch's error is raised by the call. Compile inside a block: such
+    functions stay bound to the emulator and may be called in any later block for the same architecture, while functions
+    compiled outside stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different
+    architectures.
 
     Args:
         arch: ``"sm_100a"`` or ``"sm_90a"``.
@@ -474,7 +250,8 @@ def emulate(
         timing: ``"adversarial"``, or ``"in_order"`` (asynchronous work completes when it is issued).
         resident_clusters: clusters that run at a time; more start when all of them wait.
         detect_races: keep vector clocks and report unordered accesses (about twice the time).
-        strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX, but
+        strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,
+        but
             the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
     Yields:
         ``Emulation``, whose ``launches`` describe what ran.
@@ -484,7 +261,7 @@ def emulate(
     """
     e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads)
     if not _dsl:
-        _dsl.append(_Dsl())
+        _dsl.append(Dsl())
     _dsl[0].push(e)
     try:
         yield e

@@ -108,5 +108,10 @@ int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*to_
   return 0;
 }
 void cuda_dialect_unload_library_once(void **state) { *state = 0; }
-void CuteDSLRT_TVMFFISetRaisedCudaError(void *a, int e) {}
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void *a, int e) {}
+typedef void (*raise_error)(const char *kind, const char **parts, int32_t count);  // TVM-FFI wants an error to be set
+static void raise(raise_error set) {
+  const char *message = "emulated kernel failed";
+  if (set) set("RuntimeError", &message, 1);
+}
+void CuteDSLRT_TVMFFISetRaisedCudaError(raise_error set, int e) { raise(set); }
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(raise_error set, int e) { raise(set); }

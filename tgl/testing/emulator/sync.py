@@ -14,8 +14,8 @@ _TX_LIMIT = (1 << 20) - 1  # the transaction count of an mbarrier has 20 bits an
 class Wait:
     """What a blocked warp waits for. Calling it tells whether the wait is over and, if so, acquires what it guards.
 
-    ``soft`` waits (try_wait) may time out: the scheduler resumes the warp with the wait unfulfilled when nothing else can
-    run.
+    ``soft`` waits (try_wait) may time out: the scheduler resumes the warp with the wait unfulfilled when nothing else
+    can run.
     """
 
     __slots__ = ("acquire", "ready", "soft", "what")
@@ -37,8 +37,8 @@ class MBarrier:
     """An mbarrier object.
 
     A phase ends when no arrival is pending and the transaction count is zero. The count may be negative while arrivals
-    are pending: a peer's copy may complete before the ``expect_tx`` of this CTA. ``gathered`` is the vector clock of all
-    arrivals so far, ``released`` the one handed to those who see a phase end.
+    are pending: a peer's copy may complete before the ``expect_tx`` of this CTA. ``gathered`` is the vector clock of
+    all arrivals so far, ``released`` the one handed to those who see a phase end.
     """
 
     __slots__ = (

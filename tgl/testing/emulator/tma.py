@@ -26,6 +26,7 @@ _TYPES = {
     10: ("bf16", 2),
     11: ("u4x16_align8", 1),
     12: ("u4x16_align16", 1),
+    13: ("u6x16_align16", 1),
 }
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ADDRESS = (1 << 64) - 1
@@ -55,17 +56,17 @@ class TensorMap:
         t.strides = [t.es] + [(lows[i] | bits(224 + 4 * i, 4) << 32) * 16 for i in range(4)]
         if bits(75, 2) or any(bits(416 + 3 * i, 3) for i in range(t.rank)):
             raise UnsupportedError(f"tensor map with interleaved layout or element strides: {t}")
-        # packed FP4: global memory is addressed in bytes of two elements; align16 spreads 16 elements (8 bytes) over
-        # 16 bytes of shared memory
-        t.per = 2 if code in (11, 12) else 1
-        t.unpack = code == 12
-        if t.box[0] % t.per or t.size[0] % t.per or (t.unpack and t.box[0] % 16):
-            raise UnsupportedError(f"FP4 extents: {t}")
-        t.bsz = [t.box[0] // t.per, *t.box[1 : t.rank]]
-        t.limits = [t.size[0] // t.per, *t.size[1 : t.rank]]
+        # packed FP4 and FP6: global memory is addressed in bytes; the align16 types spread 16 elements (8 or 12 bytes)
+        # over 16 bytes of shared memory
+        t.bits = {11: 4, 12: 4, 13: 6}.get(code, 8)
+        t.unpack = code in (12, 13)
+        if (t.box[0] * t.bits | t.size[0] * t.bits) % 8 or (t.unpack and t.box[0] % 16):
+            raise UnsupportedError(f"extents of packed elements: {t}")
+        t.bsz = [t.box[0] * t.bits // 8, *t.box[1 : t.rank]]
+        t.limits = [t.size[0] * t.bits // 8, *t.size[1 : t.rank]]
         t.inner = t.box[0] if t.unpack else t.bsz[0] * t.es
         t.nbytes = t.inner * int(np.prod(t.bsz[1:]))
-        t.tx_bytes = t.nbytes // 2 if t.unpack else t.nbytes  # the gaps do not count
+        t.tx_bytes = t.nbytes * t.bits // 8 if t.unpack else t.nbytes  # the gaps do not count
         return t
 
     def __repr__(self):
@@ -88,9 +89,9 @@ class TensorMap:
     def _clip(self, coords):
         """Box origin, and the part ``[lo, hi)`` of the box that lies inside the tensor (None if empty)."""
         c = list(coords[: self.rank])
-        if c[0] % self.per:
-            raise MemoryAccessError(f"odd FP4 coordinate {c[0]}: {self}")
-        c[0] //= self.per
+        if c[0] * self.bits % 8:
+            raise MemoryAccessError(f"coordinate {c[0]} of packed elements is not on a byte: {self}")
+        c[0] = c[0] * self.bits // 8
         lo = [max(0, -x) for x in c]
         hi = [min(b, s - x) for x, b, s in zip(c, self.bsz, self.limits, strict=True)]
         return (c, lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None
@@ -123,9 +124,9 @@ class TensorMap:
             c, lo, hi = part
             box[tuple(slice(lo[i], hi[i]) for i in reversed(range(self.rank)))] = self._view(launch, c, lo, hi)
         if self.unpack:
-            packed = box.reshape(-1, 8)
+            packed = box.reshape(-1, 2 * self.bits)
             spread = np.full((len(packed), 16), 0xFF, np.uint8)  # the gap's contents are undefined
-            spread[:, :8] = packed
+            spread[:, : 2 * self.bits] = packed
             return spread.reshape(*box.shape[:-1], -1)
         return box
 
@@ -133,7 +134,7 @@ class TensorMap:
         """Store the box at ``coords``, dropping what lies outside the tensor; ``red``: None or a reduction (add, min,
         max, inc, dec, and, or, xor) with what is in memory."""
         if self.unpack:
-            fail(f"TMA store through a map that unpacks FP4: {self}")
+            fail(f"TMA store through a map that unpacks: {self}")
         part = self._clip(coords)
         if not part:
             return

@@ -11,8 +11,8 @@ def _nothing(g, ins: Insn, part: bool) -> list[str]:
     return ["pass"]
 
 
-# Memory-order fences: the emulator executes memory operations in program order and tracks ordering at barriers. Prefetches,
-# cache hints, register reallocation and launch dependencies do not change results.
+# Memory-order fences: the emulator executes memory operations in program order and tracks ordering at barriers.
+# Prefetches, cache hints, register reallocation and launch dependencies do not change results.
 op("fence.acquire", mods="cta cluster gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster", dst=0)(
     _nothing
 )

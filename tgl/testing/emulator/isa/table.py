@@ -1,11 +1,11 @@
 """The instruction table: one entry per opcode.
 
-An entry is registered under a dotted prefix (``mbarrier.try_wait``, ``cp.async.bulk.tensor``); an instruction belongs to the
-longest prefix that matches. Every further part of its opcode must be among the modifiers the entry allows, else the
-instruction is refused by name: a modifier that is silently dropped is a wrong answer.
+An entry is registered under a dotted prefix (``mbarrier.try_wait``, ``cp.async.bulk.tensor``); an instruction belongs
+to the longest prefix that matches. Every further part of its opcode must be among the modifiers the entry allows, else
+the instruction is refused by name: a modifier that is silently dropped is a wrong answer.
 
-An emitter gets the code generator, the instruction and whether the warp may be diverged there, and returns lines of Python.
-Destinations are the first ``dst`` operands; all others are uses (and the destinations too, if ``accumulates``).
+An emitter gets the code generator, the instruction and whether the warp may be diverged there, and returns lines of
+Python. Destinations are the first ``dst`` operands; all others are uses (and the destinations too, if ``accumulates``).
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Tcgen05:
         self.a_negate, self.b_negate = idesc >> 13 & 1, idesc >> 14 & 1
         self.a_mn_major, self.b_mn_major = bool(idesc >> 15 & 1), bool(idesc >> 16 & 1)
         what = f"tcgen05.mma kind::{kind} instruction descriptor {idesc:#x}"
-        if idesc & 0xF or (not self.scaled and idesc >> 29):
+        self.saturate = kind == "i8" and bool(idesc >> 3 & 1)
+        if idesc & (0x7 if kind == "i8" else 0xF) or (not self.scaled and idesc >> 29):
             raise UnsupportedError(f"{what}: sparsity, saturation or shift")
         if self.scaled != (kind in _SCALES_PER_MMA):
             raise UnsupportedError(f"kind::{kind} {'with' if self.scaled else 'without'} block scaling")
@@ -213,7 +214,7 @@ class Tcgen05:
                 old = raw.view(np.int32 if self.accumulator == "s32" else np.float32)
             if scale_d:
                 old = old * np.float32(2.0**-scale_d)
-        new = np.ascontiguousarray(accumulate(product, old, self.accumulator))
+        new = np.ascontiguousarray(accumulate(product, old, self.accumulator, self.saturate))
         bits = new.view(np.uint16).astype(np.uint32) if self.accumulator == "f16" else new.view(np.uint32)
         if disabled is not None:
             bits = np.where(disabled[:, None], raw, bits)

@@ -21,7 +21,7 @@ def smem_descriptor(d):
     return d & 0x3FFF, _LAYOUTS[d >> 62 & 3], d >> 16 & 0x3FFF, d >> 32 & 0x3FFF
 
 
-def _fragment_in(regs, n, dt):
+def fragment_in(regs, n, dt):
     """Accumulator registers of one warp's 16 rows to values ``[16, n]``.
 
     Register 4j+2h+e (f16: 2j+h, with e the half) of thread t holds row t/4+8h, column 8j+2(t%4)+e.
@@ -34,8 +34,8 @@ def _fragment_in(regs, n, dt):
     return v.transpose(1, 3, 0, 4, 2).reshape(16, n)
 
 
-def _fragment_out(values, dt):
-    """Inverse of :func:`_fragment_in`: list of uint32[32]."""
+def fragment_out(values, dt):
+    """Inverse of :func:`fragment_in`: list of uint32[32]."""
     n = values.shape[1]
     v = values.astype(_ACC[dt], copy=False).reshape(2, 8, n // 8, 4, 2)
     if dt == "f16":
@@ -64,12 +64,11 @@ def _immediates(imm, a_in_regs):
     raise UnsupportedError(f"wgmma with {len(imm)} immediates")
 
 
-def wgmma(w, shape, dt, at, bt, dregs, a, a_in_regs, b, scale_d, imm, m, satfinite=False):
-    """One warp's sixteen rows of ``wgmma.mma_async``: the new accumulator registers.
+def wgmma(w, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite=False):
+    """One warp's sixteen rows of ``wgmma.mma_async``: the new accumulator, values ``[16, N]``.
 
-    shape: "m64nNkK"; dt, at, bt: types; dregs: accumulator registers; a: a descriptor or a tuple of registers; b: a
-    descriptor; scale_d: predicate (False ignores the accumulator); imm: trailing immediates; m: active lanes;
-    satfinite: clamp s32 sums.
+    shape: "m64nNkK"; dt, at, bt: types; old: accumulator ``[16, N]`` or None; a: a descriptor or a tuple of registers;
+    b: a descriptor; imm: trailing immediates; m: active lanes; satfinite: clamp s32 sums.
     """
     n = int(re.fullmatch(r"m64n(\d+)k(\d+)", shape)[1])
     if dt not in _ACC or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
@@ -77,7 +76,7 @@ def wgmma(w, shape, dt, at, bt, dregs, a, a_in_regs, b, scale_d, imm, m, satfini
     scale_a, scale_b, trans_a, trans_b = _immediates(imm, a_in_regs)
     if (trans_a or trans_b) and at not in ("bf16", "f16"):
         raise UnsupportedError(f"wgmma with an MN-major operand of type {at}")
-    b, scale_d = w.one_lane(m, b, scale_d)
+    (b,) = w.one_lane(m, b)
     start, sw, lbo, sbo = smem_descriptor(b)
     B = smem_rows(w.cta, start, n, 2, bool(trans_b), sw, lbo, sbo, bt, "wgmma operand B")
     if a_in_regs:
@@ -91,8 +90,7 @@ def wgmma(w, shape, dt, at, bt, dregs, a, a_in_regs, b, scale_d, imm, m, satfini
         A = -A
     if scale_b in _NEGATE:
         B = -B
-    old = _fragment_in(dregs, n, dt) if scale_d else None
-    return _fragment_out(accumulate(A @ B.T, old, dt, satfinite), dt)
+    return accumulate(A @ B.T, old, dt, satfinite).astype(_ACC[dt], copy=False)
 
 
 def mma_sync(shape, types, a, b, c, satfinite=False):
@@ -111,4 +109,4 @@ def mma_sync(shape, types, a, b, c, satfinite=False):
     B = decode(np.ascontiguousarray(raw.transpose(1, 0, 2, 3)).reshape(8, -1), bt)
     if A.shape[1] != k or B.shape[1] != k:
         raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)} with {len(a)} and {len(b)} operand registers")
-    return _fragment_out(accumulate(A @ B.T, _fragment_in(c, 8, dt), dt, satfinite), dt)
+    return fragment_out(accumulate(A @ B.T, fragment_in(c, 8, dt), dt, satfinite), dt)

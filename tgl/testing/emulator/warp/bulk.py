@@ -21,10 +21,10 @@ def _signed(v: int) -> int:
 class _Store:
     """A bulk store in flight: whether it has read shared memory, and whether its writes are done."""
 
-    __slots__ = ("done", "read")
+    __slots__ = ("done", "read", "waited")
 
     def __init__(self) -> None:
-        self.read = self.done = False
+        self.read = self.done = self.waited = False
 
 
 class BulkWarp(SyncWarp):
@@ -83,7 +83,7 @@ class BulkWarp(SyncWarp):
         if active != 1:
             if active == 0:
                 return
-            self.launch.warn(f"TMA load issued by {active} lanes of {self.name} at {{line {self.line}}}")
+            self.fail(f"TMA load issued by {active} lanes: each of them copies and signals", SyncError)
         launch = self.launch
         dst, tmap, mbar, mask, *coords = self.one_lane(m, dst, tmap, mbar, mask, *coords)  # type: ignore[assignment]
         dst, mbar = self.shared_address(dst), self.shared_address(mbar)
@@ -94,7 +94,7 @@ class BulkWarp(SyncWarp):
         gather = len(at) == 5 and dim == 2  # tile::gather4: {column, row0..row3} of a one-row box
         if gather and t.bsz[1] != 1:
             self.fail(f"gather4 with a box of {t.bsz[1]} rows")
-        nbytes = t.nbytes * (4 if gather else 1)
+        nbytes, tx_bytes = (n * (4 if gather else 1) for n in (t.nbytes, t.tx_bytes))
         offset = dst & OFFSET_MASK
         t.check_dst(offset, self.fail)
         targets = self._targets(dst, mbar, mask, group)
@@ -105,6 +105,7 @@ class BulkWarp(SyncWarp):
         for cta, bar in targets:
             self._claim(cta, offset, offset + nbytes)
             op = self.operation("TMA load")
+            cta.note_remote(op)
 
             def land(cta: Cta = cta, bar: MBarrier = bar, op: Any = op) -> None:
                 if gather:
@@ -112,7 +113,7 @@ class BulkWarp(SyncWarp):
                 else:
                     box = t.read(launch, at, self.fail)
                 t.scatter(cta, offset, box)
-                bar.complete(nbytes, op.vc if op is not None else None)
+                bar.complete(tx_bytes, op.vc if op is not None else None)
 
             launch.issue(None, op, land, "load")
 
@@ -121,7 +122,9 @@ class BulkWarp(SyncWarp):
         if np.count_nonzero(m) != 1:
             if not m.any():
                 return
-            launch.warn(f"TMA store issued by {np.count_nonzero(m)} lanes of {self.name} at {{line {self.line}}}")
+            if red:
+                self.fail(f"TMA reduction issued by {np.count_nonzero(m)} lanes: each of them adds", SyncError)
+            launch.warn(f"TMA store issued by {np.count_nonzero(m)} lanes at {{line {self.line}}}")
         src, tmap, *coords = self.one_lane(m, src, tmap, *coords)  # type: ignore[assignment]
         src = self.shared_address(src)
         t = self.tensor_map(tmap)
@@ -188,10 +191,18 @@ class BulkWarp(SyncWarp):
             if old and unit is not None:
                 self.agent.learn(unit.slot, old[-1][1])
             for group in old:
+                for store in group[0]:
+                    store.waited = True
                 if self.store_groups[0] is group and all(x.done for x in group[0]):
                     self.store_groups.pop(0)
 
         return Wait(ok, ("bulk wait_group", n, what), acquire)
+
+    def check_exit(self) -> None:
+        """The warp exits: a bulk store may still read the CTA's shared memory, which another CTA may get then."""
+        stores = [*self.store_group, *(s for group, _ in self.store_groups for s in group)]
+        if not all(s.waited for s in stores):
+            self.launch.warn(f"warp exits without a wait_group for its bulk stores, at {{line {self.line}}}")
 
     # ---- bulk copies without a tensor map ----
     def bulk_g2s(self, dst: Any, src: Any, size: Any, mbar: Any, mask: Any, m: np.ndarray) -> None:
@@ -207,6 +218,7 @@ class BulkWarp(SyncWarp):
             for cta, bar in self._targets(d, b, k, 1):
                 self._claim(cta, offset, offset + n)
                 op = self.operation("bulk load")
+                cta.note_remote(op)
 
                 def land(
                     cta: Cta = cta,
@@ -259,6 +271,7 @@ class BulkWarp(SyncWarp):
             so, do = s & OFFSET_MASK, d & OFFSET_MASK
             self._claim(target, do, do + n)
             op = self.operation("bulk copy")
+            target.note_remote(op)
 
             def land(
                 source: Cta = source,
@@ -288,6 +301,7 @@ class BulkWarp(SyncWarp):
                 self.fail(f"misaligned st.async of {n} bytes at {a:#x}")
             self._claim(cta, o, o + n)
             op = self.operation("st.async")
+            cta.note_remote(op)
 
             def land(
                 cta: Cta = cta, o: int = o, data: bytes = data, bar: MBarrier = bar, n: int = n, op: Any = op
@@ -335,8 +349,9 @@ class BulkWarp(SyncWarp):
         targets = [
             (c, self.mbar_at(c.rank << 24 | mbar & OFFSET_MASK, True), self.operation("try_cancel")) for c in ctas
         ]
-        for cta, _, _ in targets:
+        for cta, _, op in targets:
             self._claim(cta, o, o + 16)
+            cta.note_remote(op)
 
         def land() -> None:
             value = 0

@@ -18,8 +18,8 @@ class WarpCore:
     """Identity and control flow of a warp; the layers above add memory, synchronisation and the asynchronous units.
 
     ``line`` is the PTX line of the instruction that last touched memory or synchronised; ``agent`` is the warp's vector
-    clock, or None when races are not detected. Generated code keeps the active mask and the fragments of a diverged warp
-    (block number -> mask) and calls ``split`` / ``resched`` / ``ret`` at block ends.
+    clock, or None when races are not detected. Generated code keeps the active mask and the fragments of a diverged
+    warp (block number -> mask) and calls ``split`` / ``resched`` / ``ret`` at block ends.
     """
 
     def __init__(self, launch: Any, cta: Any, wid: int):
@@ -83,7 +83,7 @@ class WarpCore:
         u = self.units.get(kind)
         if u is None:
             u = self.units[kind] = Agent(a.clocks, f"{kind} of {self.name}")
-        u.join(a.snapshot())
+        u.join(a.release())
         u.line = self.line
         return u
 
@@ -106,7 +106,7 @@ class WarpCore:
             queue.append((s, c))
         if slot < 0:
             slot, clock = a.clocks.new_slot(f"{kind} issued by {self.name}"), TICK
-        vc = a.vc.copy()
+        vc = a.release()
         if slot >= vc.size:
             vc = np.concatenate([vc, np.zeros(a.clocks.capacity - vc.size, np.int64)])
         vc[slot] = clock | LINE_MASK

@@ -80,7 +80,7 @@ class MemoryWarp(WarpCore):
             o = addr & OFFSET_MASK
             self._bounds(cta, o, o + width, "load")
             if not cta.state[o >> 2]:
-                self.launch.warn(f"load of uninitialised shared memory by {self.name} at {{line {self.line}}}")
+                self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
             if self.agent is not None:
                 self._note_read(cta, slice(o >> 2, (o + width + 3) >> 2), order)
             u = cta.mv
@@ -104,7 +104,7 @@ class MemoryWarp(WarpCore):
             self.launch.bank("ld", offsets, width)
             words = self._words(offsets, width)
             if cta.state[words].min() == NEVER:
-                self.launch.warn(f"load of uninitialised shared memory by {self.name} at {{line {self.line}}}")
+                self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
             if self.agent is not None:
                 self._note_read(cta, words, order)
             index = (addr & _U24).astype(np.int64) // size
@@ -234,6 +234,8 @@ class MemoryWarp(WarpCore):
                 a.join(cta.flags.get(w))
             return
         a.line = self.line
+        if cta is not self.cta:
+            cta.note_remote(a)
         if type(words) is slice and words.stop - words.start == 1:
             cta.shadow.read_word(a, words.start)
         else:
@@ -248,6 +250,8 @@ class MemoryWarp(WarpCore):
             return
         a.line = self.line
         cta.shadow.write(a, words)
+        if cta is not self.cta:
+            cta.note_remote(a)
 
     @staticmethod
     def _word_list(words: Any) -> list[int]:
@@ -312,7 +316,7 @@ class MemoryWarp(WarpCore):
             cta, chunks = self._matrix_rows(addr, j, "ldmatrix")
             words = (chunks[:, None] * 4 + np.arange(4)).ravel()
             if cta.state[words].min() == NEVER:
-                self.launch.warn(f"load of uninitialised shared memory by {self.name} at {{line {self.line}}}")
+                self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
             if self.agent is not None:
                 self._note_read(cta, words, "")
             h = cta.chunks16[chunks].view(np.uint16)

@@ -46,8 +46,7 @@ class SyncWarp(MemoryWarp):
     def fence_release(self) -> None:
         """A release fence: a later relaxed arrival on the cluster barrier hands on what came before the fence."""
         if self.agent is not None:
-            self.fenced = self.agent.vc.copy()
-            self.agent.tick()
+            self.fenced = self.agent.release()
 
     # ---- named barriers ----
     def bar(self, bid: Any, n: Any, m: np.ndarray, wait: bool) -> Wait | None:
@@ -150,11 +149,17 @@ class SyncWarp(MemoryWarp):
         vc = a.vc if a is not None else None
         if type(addr) is int and type(count) is int and type(tx) is int:
             n = int(np.count_nonzero(m))
-            self.mbar_at(addr).arrive(count * n, tx * n, vc)
+            b = self.mbar_at(addr)
+            b.arrive(count * n, tx * n, vc)
+            if b.cta is not self.cta:
+                b.cta.note_remote(self.here())
         else:
             for lane in np.flatnonzero(m):
                 one = [x if type(x) is int else int(x[lane]) for x in (addr, count, tx)]
-                self.mbar_at(one[0]).arrive(one[1], one[2], vc)
+                b = self.mbar_at(one[0])
+                b.arrive(one[1], one[2], vc)
+                if b.cta is not self.cta:
+                    b.cta.note_remote(self.here())
         if a is not None:
             a.tick()
 

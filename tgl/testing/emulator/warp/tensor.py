@@ -10,7 +10,7 @@ import numpy as np
 from .. import mma
 from ..errors import RaceError, SyncError, UnsupportedError
 from ..memory import ASYNC, CELL_LANES, OFFSET_MASK, TMEM_COLUMNS, TMEM_LANES, Cta
-from ..registers import Group, Pending, peek
+from ..registers import Accumulators, Group, Pending
 from ..sync import Wait
 from .bulk import BulkWarp
 
@@ -35,6 +35,7 @@ class Warp(BulkWarp):
         super().__init__(launch, cta, wid)
         self.wgmma_open = Group("wgmma", "wgmma.commit_group and wait_group")
         self.wgmma_pending: list[Group] = []
+        self.accumulators = Accumulators()
         self.wgmma_fenced = False
         self.wgmma_waited = 0  # groups known to be complete in the whole warpgroup
         self.tmem_loads: list[Group] = []
@@ -90,8 +91,8 @@ class Warp(BulkWarp):
                 queues[1].pop(0)
                 if self.agent is not None:
                     one, two = (r["warp"].agent for r in requests)
-                    one.join(two.vc)
-                    two.join(one.vc)
+                    one.join(two.release())
+                    two.join(one.release())
             self.launch.progress += 1
             return True
 
@@ -164,7 +165,7 @@ class Warp(BulkWarp):
         launch.issue(("tcgen05", self), None, run)
 
     def _issued(self) -> tuple[Any, int]:
-        return (self.agent.snapshot() if self.agent is not None else None), self.line
+        return (self.agent.release() if self.agent is not None else None), self.line
 
     def _resume_unit(self, vc: Any, line: int) -> None:
         """The tensor-core queue of this warp executes an instruction issued when the warp knew ``vc``."""
@@ -207,6 +208,7 @@ class Warp(BulkWarp):
             unit = self.units.get("tensor core queue")
             for b in bars:
                 b.arrive(1, 0, unit.vc if unit is not None else None)
+                b.cta.note_remote(unit)
             if unit is not None:
                 unit.tick()
 
@@ -231,7 +233,7 @@ class Warp(BulkWarp):
             group.stamp = (unit.slot, unit.clock)
             unit.tick()
         self.tmem_loads.append(group)
-        return [Pending(v, group, line) for v in values]
+        return [Pending(values, i, group, line) for i in range(len(values))]
 
     def tc_st(self, shape: str, num: int, addr: Any, vals: tuple, unpack16: bool, imm: int) -> None:
         lane, col = self._taddr(addr)
@@ -267,22 +269,22 @@ class Warp(BulkWarp):
         imm: tuple,
         m: np.ndarray,
         satfinite: bool,
-    ) -> list[Pending]:
+    ) -> tuple[Pending, ...]:
         """One warp's 16 rows of a warpgroup MMA; the accumulators are pending until the group is waited for."""
         if not self.wgmma_fenced:
             raise RaceError(f"{self.where()}: wgmma without a wgmma.fence before it")
         if not m.all():
             self.fail("wgmma in a diverged warp", SyncError)
         self.launch.agent = self.unit("wgmma")
-        old = tuple(peek(r) for r in dregs)
-        values = mma.wgmma(self, shape, dt, at, bt, old, a, a_in_regs, b, scale_d, imm, m, satfinite)
-        stat = self.launch.stat
+        n, k = (int(x) for x in shape[len("m64n") :].split("k"))
+        (scale_d,) = self.one_lane(m, scale_d)
+        old = self.accumulators.values(dregs, n, dt) if scale_d else None
+        values = mma.wgmma(self, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite)
         if self.wid % 4 == 0:
-            n, k = (int(x) for x in shape[len("m64n") :].split("k"))
+            stat = self.launch.stat
             stat["mma"] += 1
             stat["mma_flops"] += 2 * 64 * n * k
-        group, line = self.wgmma_open, self.line
-        return [Pending(v, group, line) for v in values]
+        return self.accumulators.registers(values, dt, self.wgmma_open, self.line)
 
     def _warpgroup(self) -> _WgmmaGroups:
         g = self.cta.wgmma_groups.get(self.wid // 4)
