@@ -1,7 +1,7 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
 
 from . import backends
-from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation
+from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
 from .ops import (
@@ -41,4 +41,5 @@ __all__ = [
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "warmup",
 ]

@@ -42,6 +42,7 @@ class Implementation:
         emulable: whether it is a kernel compiled for ``archs`` that an emulator can run on CPU tensors.
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         note: a sentence for ``explain`` about what to expect.
+        prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
     """
 
     op: str
@@ -54,6 +55,7 @@ class Implementation:
     syncs: bool = False
     note: str = ""
     emulable: bool = False
+    prepare: Callable[..., None] | None = field(default=None, repr=False)
 
     def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
         """None if this implementation can serve the call, else why not."""
@@ -254,3 +256,20 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(f"`op` must be one of {', '.join(sorted(_arguments))}, but got {name!r}")
     device, call_args, call_kwargs = _arguments[name](*args, **kwargs)
     return _explain(name, device, call_args, call_kwargs)
+
+
+def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Compile and load what a call of ``op`` needs, without making the call: no argument is read or written.
+
+    Later calls with arguments of the same dtypes, layouts, N and K, and about as many rows per group, then find their
+    kernel ready, which CUDA graph capture requires. Takes and returns what ``explain`` does.
+
+    Raises:
+        ValueError, TypeError: what the call itself would raise for bad arguments.
+    """
+    explanation = explain(op, *args, **kwargs)
+    chosen = explanation.chosen
+    if chosen is not None and chosen.prepare is not None:
+        _, call_args, call_kwargs = _arguments[explanation.op](*args, **kwargs)
+        chosen.prepare(*call_args, **call_kwargs)
+    return explanation

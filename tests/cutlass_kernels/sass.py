@@ -1,0 +1,63 @@
+"""What the assembler made of a kernel: registers, local memory and machine instructions, read with nvdisasm."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def nvdisasm() -> str | None:
+    """Path of the disassembler: the one of the package ``nvidia-cuda-nvdisasm``, else one on PATH."""
+    try:
+        for file in importlib.metadata.files("nvidia-cuda-nvdisasm") or ():
+            if file.name == "nvdisasm":
+                return str(file.locate())
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return shutil.which("nvdisasm")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one kernel.
+
+    Attributes:
+        registers: per thread, at launch.
+        frame: bytes of stack per thread.
+        opcodes: static count of machine instructions, by name with the first modifier (``"HGMMA.64x128x16"``).
+    """
+
+    registers: int
+    frame: int
+    opcodes: Counter[str]
+
+    def count(self, prefix: str) -> int:
+        """Instructions whose name begins with ``prefix``."""
+        return sum(n for name, n in self.opcodes.items() if name.startswith(prefix))
+
+    @property
+    def spills(self) -> int:
+        """Accesses to local memory."""
+        return self.count("LDL") + self.count("STL")
+
+
+def inspect(cubin: bytes) -> Report:
+    """Read a cubin that holds one kernel."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([nvdisasm(), str(path)], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.\w+)?)[^;]*;", text, re.M)
+    return Report(_attribute(text, "REGCOUNT"), _attribute(text, "FRAME_SIZE"), Counter(names))
+
+
+def _attribute(text: str, name: str) -> int:
+    """The largest value of an attribute that the cubin states per function."""
+    blocks = re.findall(rf"EIATTR_{name}\n(.*?)(?=//-----|\n\n)", text, re.S)
+    return max(int(re.findall(r"\.word\s+0x([0-9a-f]+)", block)[-1], 16) for block in blocks)

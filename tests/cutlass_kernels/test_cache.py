@@ -1,0 +1,127 @@
+"""Compiled kernels on disk: found again, shared by processes, rebuilt when damaged."""
+
+import multiprocessing
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+from tgl.cutlass_kernels import cache, launch
+from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.testing.emulator import active, emulate
+from tgl.testing.emulator.runtime import _CudaView
+
+KEY = launch.PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 1, 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A cache of its own, and an emulator: what is loaded binds to it, not to a CUDA runtime without a driver."""
+    cache.set_directory(tmp_path)
+    with emulate("sm_100a"):
+        yield tmp_path
+    cache.set_directory(None)
+
+
+def fetch(counter=None):
+    def build():
+        if counter is not None:
+            counter.append(1)
+        return launch.build(KEY)
+
+    return cache.fetch(KEY, build)
+
+
+def never():
+    raise AssertionError("built again")
+
+
+def objects(directory):
+    return sorted(p for p in directory.rglob("*.o"))
+
+
+def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
+    fetch()
+    assert len(objects(directory)) == 1
+    assert callable(cache.fetch(KEY, never))
+
+
+def test_other_keys_and_other_sources_are_other_files(directory, monkeypatch):
+    fetch()
+    with pytest.raises(AssertionError, match="built again"):
+        cache.fetch(KEY._replace(a_unit=0), never)
+    monkeypatch.setattr(cache, "fingerprint", lambda: "another version")
+    with pytest.raises(AssertionError, match="built again"):
+        cache.fetch(KEY, never)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "digest"])
+def test_a_damaged_file_is_set_aside_and_rebuilt(directory, damage):
+    fetch()
+    (path,) = objects(directory)
+    data = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "flip":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        path.with_suffix(".sha256").unlink()
+    built = []
+    with pytest.warns(UserWarning, match="set the compiled kernel"):
+        fetch(built)
+    assert built == [1]
+    assert len(list(path.parent.glob("*.corrupt"))) == 1
+    assert callable(cache.fetch(KEY, never))
+
+
+def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    cache.set_directory(blocker / "below")
+    try:
+        with pytest.warns(UserWarning, match="cannot be kept"):
+            assert callable(fetch())
+    finally:
+        cache.set_directory(None)
+
+
+def _worker(directory, start, results):
+    cache.set_directory(directory)
+    built = []
+    start.wait()
+    fetch(built)
+    results.put(len(built))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are spawned")
+def test_processes_that_start_together_build_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Event(), context.Queue()
+    workers = [context.Process(target=_worker, args=(tmp_path, start, results)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    start.set()
+    counts = [results.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sorted(counts) == [0, 0, 1]
+
+
+def test_a_kernel_loaded_from_disk_computes(directory):
+    """The object file, loaded again, launches the same kernel."""
+    a = torch.randint(-1, 2, (40, 72)).bfloat16()
+    b = torch.randint(-1, 2, (2, 72, 24)).bfloat16()
+    offs = torch.tensor([33, 40], dtype=torch.int32)
+    out = torch.zeros(40, 24, dtype=torch.bfloat16)
+    fetch()
+    loaded = cache.fetch(KEY, never)
+    loaded(*(_CudaView(t) for t in (a, b, offs, out)), None, None, 2)
+    active().check()
+    expected = torch.cat([a[:33].double() @ b[0].double(), a[33:].double() @ b[1].double()])
+    assert torch.equal(out.double(), expected)

@@ -1,0 +1,143 @@
+"""Reductions, exactly, on the emulator: every dtype, ragged routings, poisoned tails, offsets that make no sense."""
+
+import pytest
+import torch
+
+from tests import oracle
+from tgl import backends
+from tgl.cutlass_kernels.reduce import calls
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+emulator = pytest.importorskip("tgl.testing.emulator")
+
+ARCHS = ["sm_90a", "sm_100a"]
+LONG = 2049  # one row more than a block sums alone
+
+
+@pytest.fixture(params=ARCHS, autouse=True)
+def machine(request):
+    with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
+        calls._plans.clear()
+        yield machine
+        calls._plans.clear()
+
+
+def integers(*shape, dtype):
+    return torch.randint(-1, 2, shape).to(dtype)
+
+
+def dbias(dy, offs):
+    """The op's result in the middle of a buffer whose other rows must survive."""
+    groups, columns = len(offs), dy.shape[1]
+    buffer = torch.empty(groups + 2, columns)
+    canary = torch.full((columns,), 7.0)
+
+    def run():
+        buffer.fill_(7.0)
+        calls.grouped_dbias(dy, offs, out=buffer[1:-1])
+
+    run()
+    first = buffer[1:-1].clone()
+    emulator.active().seed = 1
+    run()
+    assert torch.equal(buffer[0], canary)
+    assert torch.equal(buffer[-1], canary)
+    assert torch.equal(buffer[1:-1], first)
+    return first
+
+
+def expected(dy, offs):
+    return oracle.rounded(
+        torch.stack([torch.nan_to_num(dy[s:e].double()).sum(0) for _, s, e in oracle.groups(offs)]).long().numpy(),
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [136, 33])
+def test_ragged_groups(dtype, columns):
+    sizes = [0, 1, 127, 128, 0, 129, 40, 0]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(sum(sizes) + 9, columns, dtype=dtype)
+    dy[sum(sizes) :] = float("nan")
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
+
+
+def test_a_long_group_is_shared_by_a_cluster():
+    sizes = [3, LONG, 0, 2 * LONG, 5]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(sum(sizes) + 1, 72, dtype=torch.bfloat16)
+    dy[sum(sizes) :] = float("nan")
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
+
+
+@pytest.mark.parametrize("layout", ["column-major", "expanded", "sliced", "misaligned"])
+def test_any_layout(layout):
+    offs = torch.tensor([70, 70, 95]).int()
+    dy = {
+        "column-major": lambda: integers(24, 95, dtype=torch.bfloat16).t(),
+        "expanded": lambda: integers(1, 24, dtype=torch.bfloat16).expand(95, 24),
+        "sliced": lambda: integers(95, 50, dtype=torch.float16)[:, :24],
+        "misaligned": lambda: integers(95 * 24 + 1, dtype=torch.float16)[1:].view(95, 24),
+    }[layout]()
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")], ids=str)
+@pytest.mark.parametrize("columns", [264, 33])
+def test_row_scales(dtypes, columns):
+    sizes = [0, 1, 127, 0, LONG, 0]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(sum(sizes) + 9, columns, dtype=torch.bfloat16)
+    bias = integers(len(sizes), columns, dtype=getattr(torch, dtypes[0]))
+    scale = integers(len(dy), dtype=getattr(torch, dtypes[1]))
+    for t in (dy, scale):
+        t[sum(sizes) :] = float("nan")
+    dbias, dscales = torch.full((len(sizes), columns), 7.0), torch.full((len(dy),), 7.0)
+    calls.grouped_dbias_dscales(dy, bias, scale, offs, dbias=dbias, dscales=dscales)
+    weighted = torch.nan_to_num(dy.double()) * torch.nan_to_num(scale.double())[:, None]
+    assert torch.equal(dbias, expected(weighted, offs))
+    of_row = torch.repeat_interleave(bias.double(), torch.tensor(sizes), dim=0)
+    assert torch.equal(dscales[: sum(sizes)].double(), (dy[: sum(sizes)].double() * of_row).sum(1))
+    assert dscales[sum(sizes) :].eq(0).all()
+
+
+def test_no_rows_and_many_groups():
+    offs = torch.zeros(70, dtype=torch.int32)
+    dy = torch.full((4, 8), float("nan"), dtype=torch.bfloat16)
+    assert dbias(dy, offs).eq(0).all()
+
+
+def test_bad_offsets_stay_within_bounds():
+    """Ends past T are T, negative ends are 0, and a group that would end before it begins is empty."""
+    dy = integers(64, 16, dtype=torch.bfloat16)
+    got = dbias(dy, torch.tensor([-5, 10, 3, 1 << 30, -(1 << 31)]).int())
+    zeros = torch.zeros(16)
+    sums = [zeros, dy[:10].float().sum(0), zeros, dy[3:].float().sum(0), zeros]
+    assert torch.equal(got, torch.stack(sums))
+
+
+@pytest.mark.parametrize("dtype", list(calls.INTEGERS), ids=str)
+def test_offsets(dtype):
+    for seed, groups in enumerate((1, 32, 257, 600) if dtype == torch.int32 else (40,)):
+        sizes = torch.randint(0, 100, (2 * groups,)).to(dtype)[::2]
+        buffer = torch.full((groups + 2,), -7, dtype=torch.int32)
+        emulator.active().seed = seed
+        calls.splits_to_offsets(sizes, out=buffer[1:-1])
+        assert torch.equal(buffer[1:-1], sizes.long().cumsum(0).int())
+        assert buffer[0] == buffer[-1] == -7
+
+
+def test_one_launch_each(machine):
+    dy = integers(2 * LONG, 24, dtype=torch.bfloat16)
+    calls.grouped_dbias(dy, torch.tensor([2 * LONG]).int(), out=torch.empty(1, 24))
+    calls.splits_to_offsets(torch.ones(40, dtype=torch.int64), out=torch.empty(40, dtype=torch.int32))
+    assert len(machine.launches) == 2
+
+
+def test_what_is_not_supported():
+    double = torch.zeros(4, 8, dtype=torch.float64)
+    offs = torch.tensor([4]).int()
+    assert "float64" in calls.grouped_dbias_supports(double, offs, out=torch.empty(1, 8, dtype=torch.float64))
+    assert calls.grouped_dbias_supports(double.half(), offs, out=torch.empty(1, 8)) is None

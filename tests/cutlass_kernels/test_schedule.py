@@ -1,0 +1,115 @@
+"""The tile order and the search for a tile's group."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("cutlass")
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from tgl.cutlass_kernels.schedule import decode, find_tile, start_search
+from tgl.cutlass_kernels.varlen.groups import group_range
+from tgl.testing.emulator import emulate
+
+TILE_M, TILES_N, BAND, BLOCKS = 128, 3, 4, 3
+FIELDS = 5
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 9))
+def test_decode_visits_every_tile_once_in_bands(tiles_m, tiles_n, band):
+    order = [decode(i, tiles_m, tiles_n, band) for i in range(tiles_m * tiles_n)]
+    assert sorted(order) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
+    bands = [m // band for m, _ in order]
+    assert bands == sorted(bands)
+    columns = [n for m, n in order if m // band == 0]
+    assert columns == sorted(columns)
+
+
+@cute.kernel
+def _write_tiles(offs: cute.Tensor, out: cute.Tensor, rows: Int32, tail: cutlass.Constexpr):
+    index, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    search = start_search(offs, rows, TILES_N, TILE_M, tail)
+    search, tile = find_tile(search, index, offs, rows, TILES_N, TILE_M, BAND, tail)
+    while tile.valid:
+        if cute.arch.lane_idx() == 0:
+            out[index, 0] = tile.group
+            out[index, 1] = tile.m
+            out[index, 2] = tile.n
+            out[index, 3] = tile.start
+            out[index, 4] = tile.length
+        index += blocks
+        search, tile = find_tile(search, index, offs, rows, TILES_N, TILE_M, BAND, tail)
+
+
+@cute.jit
+def _launch(offs: cute.Tensor, out: cute.Tensor, rows: Int32, tail: cutlass.Constexpr):
+    _write_tiles(offs, out, rows, tail).launch(grid=(BLOCKS, 1, 1), block=(32, 1, 1))
+
+
+def _expected(ranges):
+    tiles = []
+    for group, (start, end) in enumerate(ranges):
+        tiles_m = -(-(end - start) // TILE_M)
+        for i in range(tiles_m * TILES_N):
+            tiles.append([group, *decode(i, tiles_m, TILES_N, BAND), start, end - start])
+    return tiles
+
+
+def _ranges(offs, rows, tail):
+    """Row ranges of the groups, and of the tail if it is one, as promised for any values in ``offs``."""
+    before = [0, *offs]
+    ranges = []
+    for start, end in zip(before, offs):
+        start = min(max(start, 0), rows)
+        ranges.append((start, min(max(end, start), rows)))
+    if tail:
+        ranges.append((min(max(before[-1], 0), rows), rows))
+    return ranges
+
+
+ROUTINGS = {
+    "ragged": ([5, 5, 135, 262, 390, 519, 520, 520], 600),
+    "67 groups": (torch.tensor([0, 3, 129, 0, 1] * 13 + [0, 256]).cumsum(0).tolist(), 2100),
+    "32 groups": ([128 * (g + 1) for g in range(32)], 32 * 128),
+    "empty": ([0, 0, 0], 300),
+    "no rows": ([0], 0),
+    "descending, negative, past the end": ([100, 40, -3, 700, 2**31 - 1, -(2**31), 200], 400),
+}
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("offs, rows", ROUTINGS.values(), ids=ROUTINGS)
+def test_a_warp_finds_every_tile(offs, rows, tail):
+    expected = _expected(_ranges(offs, rows, tail))
+    ends = torch.tensor(offs, dtype=torch.int32)
+    out = torch.full((len(expected) + BLOCKS, FIELDS), -1, dtype=torch.int32)
+    with emulate("sm_100a"):
+        ends_, out_ = (from_dlpack(t).mark_layout_dynamic() for t in (ends, out))
+        cute.compile(_launch, ends_, out_, Int32(rows), tail)(ends_, out_, Int32(rows))
+    assert out.tolist() == expected + [[-1] * FIELDS] * BLOCKS
+
+
+@cute.jit
+def _host_range(offs: cute.Tensor, rows: Int32, out: cute.Tensor, tail: cutlass.Constexpr):
+    for group in range(cute.size(out) // 2):
+        out[group, 0], out[group, 1] = group_range(offs, rows, group, tail)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=6), st.integers(0, 2**30))
+def test_ranges_stay_in_bounds_for_any_offsets(offs, rows):
+    """The device function itself, on the host."""
+    out = torch.full((len(offs) + 1, 2), -1, dtype=torch.int32)
+    key = len(offs)
+    ends_, out_ = from_dlpack(torch.tensor(offs, dtype=torch.int32)), from_dlpack(out)
+    if key not in _host:
+        _host[key] = cute.compile(_host_range, ends_, Int32(rows), out_, True)
+    _host[key](ends_, Int32(rows), out_)
+    assert [tuple(r) for r in out.tolist()] == _ranges(offs, rows, True)
+
+
+_host: dict = {}

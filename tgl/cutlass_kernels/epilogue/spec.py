@@ -1,0 +1,34 @@
+"""Which epilogue a kernel is built with; a part of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EpilogueSpec:
+    """``out = acc + bias[g] * bias_scale[t]`` or ``out += acc``, in float32 and rounded once.
+
+    Attributes:
+        out: dtype of the output, as ``torch`` names it: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        bias: dtype of ``bias [G, N]``, or None.
+        bias_scale: dtype of ``bias_scale [T]``, or None.
+        accumulate: whether the output is added to.
+        tail: whether rows past the last group are set to zero (``varlen_m``).
+    """
+
+    out: str
+    bias: str | None = None
+    bias_scale: str | None = None
+    accumulate: bool = False
+    tail: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Accumulate by an adding store: exact only if the output has the accumulator's precision."""
+        return self.accumulate and self.out == "float32"
+
+    @property
+    def reads_output(self) -> bool:
+        """Accumulate by reading the output first, so that the sum is rounded once."""
+        return self.accumulate and self.out != "float32"

@@ -1,0 +1,118 @@
+"""Bias and row scale: one value per column and one per row of a tile, staged in shared memory.
+
+A kernel asks for the vectors of a tile before it waits for the accumulator, so their latency hides behind the
+mainloop. In shared memory they are float32 and viewed as whole tiles (stride 0 along the other mode), so any
+architecture's accumulator fragment is partitioned over them as over the output.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from .spec import EpilogueSpec
+
+
+class EpilogueArgs(NamedTuple):
+    """Operands of an epilogue in global memory; None where the spec has none."""
+
+    bias: Any  # [G, N]
+    bias_scale: Any  # [T]
+
+
+class TileVectors(NamedTuple):
+    """The vectors of a tile in shared memory, each viewed as ``[tile_m, tile_n]``; None where the spec has none."""
+
+    bias: Any
+    bias_scale: Any
+
+
+def vector_bytes(spec: EpilogueSpec, tile_m: int, tile_n: int) -> int:
+    """Shared memory the vectors of a tile take."""
+    return 4 * ((tile_n if spec.bias else 0) + (tile_m if spec.bias_scale else 0))
+
+
+def allocate_vectors(allocator, spec: EpilogueSpec, tile_m: int, tile_n: int) -> TileVectors:
+    """Take shared memory for the vectors of a tile of ``tile_m x tile_n`` (the CTA's part of it)."""
+    bias = scale = None
+    if spec.bias:
+        pointer = allocator.allocate_array(Float32, num_elems=tile_n, byte_alignment=16)
+        bias = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(0, 1)))
+    if spec.bias_scale:
+        pointer = allocator.allocate_array(Float32, num_elems=tile_m, byte_alignment=16)
+        scale = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(1, 0)))
+    return TileVectors(bias, scale)
+
+
+@cute.jit
+def load_vectors(
+    vectors: TileVectors,
+    args: EpilogueArgs,
+    group: Int32,
+    row: Int32,
+    end: Int32,
+    column: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr,
+):
+    """Fill the vectors of the tile whose first element is ``(row, column)``; ``end`` is the row after the group's last.
+
+    The ``threads`` epilogue threads call it together. They must meet at a barrier afterwards, before any of them
+    reads, and before the next call, after all have read. Out of bounds the vectors are zero.
+    """
+    if cutlass.const_expr(vectors.bias is not None):
+        width = args.bias.shape[1]
+        for i in cutlass.range_constexpr((vectors.bias.shape[1] + threads - 1) // threads):
+            at = thread + i * threads
+            value = Float32(0)
+            if at < vectors.bias.shape[1] and column + at < width:
+                value = args.bias[group, column + at].to(Float32)
+            if at < vectors.bias.shape[1]:
+                vectors.bias[0, at] = value
+    if cutlass.const_expr(vectors.bias_scale is not None):
+        for i in cutlass.range_constexpr((vectors.bias_scale.shape[0] + threads - 1) // threads):
+            at = thread + i * threads
+            value = Float32(0)
+            if at < vectors.bias_scale.shape[0] and row + at < end:
+                value = args.bias_scale[row + at].to(Float32)
+            if at < vectors.bias_scale.shape[0]:
+                vectors.bias_scale[at, 0] = value
+
+
+@cute.jit
+def add_bias(acc: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor | None):
+    """``acc += bias * scale`` on one thread's registers.
+
+    Args:
+        acc: float32 registers of a thread, any shape.
+        bias, scale: this thread's elements of ``TileVectors``, of the same shape (views of shared memory).
+    """
+    held = cute.make_rmem_tensor(acc.shape, Float32)
+    cute.autovec_copy(bias, held)
+    if cutlass.const_expr(scale is not None):
+        factor = cute.make_rmem_tensor(acc.shape, Float32)
+        cute.autovec_copy(scale, factor)
+        acc.store(acc.load() + held.load() * factor.load())
+    else:
+        acc.store(acc.load() + held.load())
+
+
+@cute.jit
+def add_output(acc: cute.Tensor, out: cute.Tensor, coords: cute.Tensor, limit: cute.Shape):
+    """``acc += out`` on one thread's registers, for accumulation into 16 bits with one rounding.
+
+    Args:
+        acc: float32 registers of a thread.
+        out: this thread's elements of the output in global memory, of the same shape.
+        coords: their ``(row, column)`` within the tile, of the same shape; the last is the largest.
+        limit: rows and columns of the output from the tile's first element on; elements beyond are left alone.
+    """
+    count = cutlass.const_expr(cute.size(acc))
+    if cute.elem_less(coords[count - 1], limit):
+        held = cute.make_rmem_tensor(acc.shape, out.element_type)
+        cute.autovec_copy(out, held)
+        acc.store(acc.load() + held.load().to(Float32))
+    else:
+        for i in cutlass.range(count, unroll_full=True):
+            if cute.elem_less(coords[i], limit):
+                acc[i] = acc[i] + out[i].to(Float32)

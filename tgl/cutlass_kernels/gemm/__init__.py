@@ -1,0 +1,1 @@
+"""GEMM mainloops, one folder per architecture; each has ``kernel.GroupedGemm``."""

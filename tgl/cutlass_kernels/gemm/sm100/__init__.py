@@ -1,0 +1,1 @@
+"""tcgen05 kernels for sm_100a."""

@@ -1,0 +1,222 @@
+"""Grouped GEMM for sm_100a: persistent, warp-specialised, accumulators in tensor memory.
+
+=====  ===========================================================================================
+warps  role
+=====  ===========================================================================================
+0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store; warp 0 allocates and stores
+4      MMA: issues tcgen05.mma for the CTA, or for the pair of CTAs (then in the even one only)
+5      load: TMA of A and B
+=====  ===========================================================================================
+
+Every warp walks the same sequence of tiles on its own. Two pipelines connect them: ``stages`` buffers of A and B
+between load and MMA, and two accumulators between MMA and epilogue, so that one tile's epilogue runs during the next
+tile's mainloop.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute, memory, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import blackwell_helpers
+
+from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
+from ...epilogue import EpilogueSpec
+from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...varlen.policy import Problem, VarlenK, VarlenM
+from .load import load_tiles
+from .mma import multiply_tiles
+from .store import store_tiles
+
+EPILOGUE_WARPS = 4
+MMA_WARP = 4
+LOAD_WARP = 5
+THREADS = 32 * 6
+ACCUMULATORS = 2
+STORE_BARRIER, ALLOCATION_BARRIER = 1, 2  # named barriers; 0 is the whole CTA's
+OTHER_SMEM = 1024  # barriers, the tensor memory address, alignment
+
+
+def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
+    """Whether an operand is contiguous along the contraction."""
+    contiguous = isinstance(tensor.stride[depth_mode], int) and tensor.stride[depth_mode] == 1
+    return OperandMajorMode.K if contiguous else OperandMajorMode.MN
+
+
+class GroupedGemm:
+    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on."""
+
+    def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
+        self.config, self.spec, self.element = config, spec, element
+        tiles = (config.tile_m, config.tile_n, config.band)
+        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.out_element = getattr(
+            cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
+        )
+        self.tiler = (config.tile_m, config.tile_n, config.tile_k)
+        # One row of an epilogue tile is one 128-byte swizzle span: conflict-free stores, full TMA boxes.
+        self.epi_tile = (config.cta_m, min(config.tile_n, 1024 // self.out_element.width))
+        group = tcgen05.CtaGroup.TWO if config.two_cta else tcgen05.CtaGroup.ONE
+        self.cta_group = group
+        stage = (config.cta_m + config.tile_n // config.ctas) * config.tile_k * element.width // 8
+        epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
+        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + OTHER_SMEM
+        self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
+        self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
+        self.stage_bytes = stage * config.ctas
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offs: cute.Tensor,
+        out: cute.Tensor,
+        bias: cute.Tensor | None,
+        bias_scale: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
+        config = self.config
+        problem = self.policy.problem(a, b, offs, out)
+        a, b, out = self.policy.views(a, b, out)
+        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
+            self.element, self.element, major(a, 1), major(b, 1), Float32, self.cta_group, self.tiler[:2]
+        )
+        cluster = (config.ctas, 1, 1)
+        cluster_vmnk = cute.tiled_divide(cute.make_layout(cluster), (tiled_mma.thr_id.shape,))
+        a_smem = blackwell_helpers.make_smem_layout_a(tiled_mma, self.tiler, self.element, self.stages)
+        b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tiler, self.element, self.stages)
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
+        a_map, a_coords = cute.nvgpu.make_tiled_tma_atom_A(
+            load, a, cute.slice_(a_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
+        )
+        b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
+            load, b, cute.slice_(b_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
+        )
+        out_smem = blackwell_helpers.make_smem_layout_epi(
+            self.out_element, LayoutEnum.ROW_MAJOR, self.epi_tile, self.epi_stages
+        )
+        if cutlass.const_expr(self.spec.reduces):
+            store = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
+        else:
+            store = cpasync.CopyBulkTensorTileS2GOp()
+        out_map, out_coords = cpasync.make_tiled_tma_atom(
+            store, out, cute.slice_(out_smem, (None, None, 0)), self.epi_tile
+        )
+        running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
+        self.kernel(
+            tiled_mma,
+            cluster_vmnk,
+            (a_map, a_coords, a_smem),
+            (b_map, b_coords, b_smem),
+            (out_map, out_coords, out_smem),
+            out if cutlass.const_expr(self.spec.reads_output) else None,
+            EpilogueArgs(bias, bias_scale),
+            problem,
+        ).launch(grid=(running * config.ctas, 1, 1), block=(THREADS, 1, 1), cluster=cluster, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        cluster_vmnk: cute.Layout,
+        a,
+        b,
+        out,
+        out_values: cute.Tensor | None,
+        args: EpilogueArgs,
+        problem: Problem,
+    ):
+        """Set up what the roles share, then branch into them."""
+        config = self.config
+        a_map, a_coords, a_smem = a
+        b_map, b_coords, b_smem = b
+        out_map, out_coords, out_smem = out
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        if warp == LOAD_WARP:
+            for tma in (a_map, b_map, out_map):
+                cpasync.prefetch_descriptor(tma)
+
+        allocator = memory.SmemAllocator()
+        full = allocator.allocate_array(Int64, 2 * self.stages)
+        accumulated = allocator.allocate_array(Int64, 2 * ACCUMULATORS)
+        freed = allocator.allocate(Int64, 8)
+        address = allocator.allocate(Int32, 4)
+        loads = pipeline.PipelineTmaUmma.create(
+            barrier_storage=full,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+            tx_count=self.stage_bytes,
+            cta_layout_vmnk=cluster_vmnk,
+            defer_sync=True,
+        )
+        results = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=accumulated,
+            num_stages=ACCUMULATORS,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * config.ctas),
+            cta_layout_vmnk=cluster_vmnk,
+            defer_sync=True,
+        )
+        tmem = memory.TmemAllocator(
+            address,
+            barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATION_BARRIER, 32 * (EPILOGUE_WARPS + 1)),
+            is_two_cta=config.two_cta,
+            two_cta_tmem_dealloc_mbar_ptr=freed if cutlass.const_expr(config.two_cta) else None,
+        )
+        pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
+
+        a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, 1024, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.element, b_smem.outer, 1024, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
+        acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
+        acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
+        pipeline.pipeline_init_wait(cluster_vmnk)
+
+        rank = block % config.ctas
+        first, step = block // config.ctas, blocks // config.ctas
+        if warp == LOAD_WARP:
+            thread_mma = tiled_mma.get_slice(rank)
+            load_tiles(
+                self,
+                thread_mma,
+                (a_map, a_coords, a_buffers),
+                (b_map, b_coords, b_buffers),
+                loads,
+                problem,
+                first,
+                step,
+            )
+        if warp == MMA_WARP:
+            tmem.wait_for_alloc()
+            accumulators = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)
+            if rank == 0:
+                multiply_tiles(
+                    self, tiled_mma, a_buffers, b_buffers, accumulators, loads, results, problem, first, step
+                )
+        if warp < MMA_WARP:
+            tmem.allocate(TMEM_COLUMNS)
+            tmem.wait_for_alloc()
+            pointer = tmem.retrieve_ptr(Float32)
+            accumulators = cute.make_tensor(pointer, acc_layout)
+            store_tiles(
+                self,
+                accumulators,
+                (out_map, out_coords, out_buffers),
+                out_values,
+                vectors,
+                args,
+                results,
+                problem,
+                rank,
+                first,
+                step,
+            )
+            tmem.relinquish_alloc_permit()
+            cute.arch.barrier(barrier_id=STORE_BARRIER, number_of_threads=32 * EPILOGUE_WARPS)
+            tmem.free(pointer)

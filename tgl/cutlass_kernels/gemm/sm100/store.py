@@ -1,0 +1,149 @@
+"""The epilogue warps: accumulators to memory."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, load_vectors
+from ...varlen.policy import Problem
+
+THREADS = 128
+BARRIER = 1  # named barrier of the epilogue warps
+
+
+@cute.jit
+def _meet():
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+
+
+@cute.jit
+def store_tiles(
+    gemm: cutlass.Constexpr,
+    accumulators: cute.Tensor,
+    out,
+    out_values: Any,
+    vectors: TileVectors,
+    args: EpilogueArgs,
+    results: pipeline.PipelineUmmaAsync,
+    problem: Problem,
+    rank: Int32,
+    first: Int32,
+    step: Int32,
+):
+    """Store every tile from ``first`` on in steps of ``step``, the tail's included.
+
+    A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, with one barrier per piece: before
+    it all threads have written the piece and warp 0 has waited for the store that used the next piece's buffer.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        accumulators: tensor memory ``[..., ACCUMULATORS]``.
+        out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
+        out_values: the output in global memory if it is read, else None.
+        vectors, args: bias and row scale in shared and in global memory.
+        results: pipeline from the MMA warp.
+        rank: this CTA's part of the tile.
+    """
+    policy, spec, config = gemm.policy, gemm.spec, gemm.config
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    out_map, out_coords, out_buffers = out
+    epi_n = gemm.epi_tile[1]
+    pieces = config.tile_n // epi_n
+
+    # [rows, columns, accumulators], cut into pieces: [epi_m, epi_n, 1, pieces, accumulators]
+    pieces_acc = cute.flat_divide(accumulators[((None, None), 0, 0, None)], gemm.epi_tile)
+    load_atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(epi_n)), Float32)
+    tiled_load = tcgen05.make_tmem_copy(load_atom, pieces_acc[None, None, 0, 0, 0])
+    thread_load = tiled_load.get_slice(thread)
+    acc_part = thread_load.partition_S(pieces_acc)
+    cta_tile = (config.cta_m, config.tile_n)
+    coords = thread_load.partition_D(cute.flat_divide(cute.make_identity_tensor(cta_tile), gemm.epi_tile))
+    acc = cute.make_rmem_tensor(coords[None, None, None, 0, 0].shape, Float32)
+    rounded = cute.make_rmem_tensor(acc.shape, gemm.out_element)
+    write_atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), gemm.out_element, num_bits_per_copy=128)
+    tiled_write = cute.make_tiled_copy_D(write_atom, tiled_load)
+    write_part = tiled_write.get_slice(thread).partition_D(out_buffers)
+    write_from = tiled_write.retile(rounded)
+    bias_part: Any = None
+    scale_part: Any = None
+    if cutlass.const_expr(spec.bias):
+        bias_part = thread_load.partition_D(cute.flat_divide(vectors.bias, gemm.epi_tile))
+    if cutlass.const_expr(spec.bias_scale):
+        scale_part = thread_load.partition_D(cute.flat_divide(vectors.bias_scale, gemm.epi_tile))
+
+    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cute.size(accumulators, mode=[3]))
+    buffer = Int32(0)
+    search = policy.start(problem, True)
+    search, tile = policy.find(search, first, problem, True)
+    while tile.valid:
+        product = policy.is_product(tile, problem)
+        wanted = True
+        if cutlass.const_expr(spec.accumulate):
+            wanted = product
+        if wanted:
+            row = tile.m * config.tile_m + rank * config.cta_m
+            column = tile.n * config.tile_n
+            if cutlass.const_expr(spec.bias):  # noqa: SIM102 (one is known while tracing, the other is not)
+                if product:
+                    load_vectors(
+                        vectors,
+                        args,
+                        tile.group,
+                        tile.start + row,
+                        tile.start + tile.length,
+                        column,
+                        thread,
+                        THREADS,
+                    )
+                    _meet()
+            matrix = cute.domain_offset((row, column), policy.out(out_coords, tile))
+            matrix = cute.local_tile(matrix, cta_tile, (0, 0))
+            store_from, store_to = cpasync.tma_partition(
+                out_map,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(out_buffers, 0, 2),
+                cute.group_modes(cute.flat_divide(matrix, gemm.epi_tile), 0, 2),
+            )
+            if product:
+                results.consumer_wait(made)
+            for piece in cutlass.range_constexpr(pieces):
+                if product:
+                    cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
+                    cute.arch.fence_view_async_tmem_load()
+                    if cutlass.const_expr(piece == pieces - 1):
+                        with cute.arch.elect_one():
+                            results.consumer_release(made)
+                    if cutlass.const_expr(spec.bias):
+                        scale = None
+                        if cutlass.const_expr(spec.bias_scale):
+                            scale = scale_part[None, None, None, 0, piece]
+                        add_bias(acc, bias_part[None, None, None, 0, piece], scale)
+                    if cutlass.const_expr(spec.reads_output):
+                        values = cute.domain_offset((row, column), policy.out(out_values, tile))
+                        values = cute.local_tile(values, cta_tile, (0, 0))
+                        values = thread_load.partition_D(cute.flat_divide(values, gemm.epi_tile))
+                        limit = (out_values.shape[0] - row, out_values.shape[1] - column)
+                        add_output(acc, values[None, None, None, 0, piece], coords[None, None, None, 0, piece], limit)
+                else:
+                    acc.fill(0.0)
+                rounded.store(acc.load().to(gemm.out_element))
+                cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                _meet()
+                if warp == 0:
+                    with cute.arch.elect_one():  # the copy does not elect a lane itself, as loads do
+                        cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
+                buffer = (buffer + 1) % gemm.epi_stages
+            if product:
+                made.advance()
+        first += step
+        search, tile = policy.find(search, first, problem, True)
+    if warp == 0:
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

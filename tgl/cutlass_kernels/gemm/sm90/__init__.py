@@ -1,0 +1,1 @@
+"""Hopper: warpgroup MMAs fed by TMA."""

@@ -1,0 +1,175 @@
+"""Grouped GEMM for sm_90a: persistent, warp-specialised, accumulators in registers.
+
+=====================  ==========================================================================
+warps                  role
+=====================  ==========================================================================
+0 to 4 W - 1           W warpgroups (1 or 2) of consumers share a tile, ``tile_m / W`` rows each:
+                       wgmma, then epilogue arithmetic, rounding, staging, TMA store
+4 W                    load: TMA of A and B
+4 W + 1 to 4 W + 3     none; they complete the warpgroup that gives its registers to the consumers
+=====================  ==========================================================================
+
+Every warp walks the same sequence of tiles on its own. Load and consumers meet at a ring of ``stages`` buffers, which
+the load warp keeps filling with the next tile's operands while the consumers store.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, cute, memory
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
+from ...epilogue import EpilogueSpec
+from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...varlen.policy import Problem, VarlenK, VarlenM
+from . import store
+from .load import Operand, allocate_ring, load_tiles, open_ring
+from .mma import consume_tiles
+
+WARPGROUP = 128
+LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
+OTHER_SMEM = 1024  # barriers, alignment
+
+
+def depth_major(tensor: cute.Tensor) -> bool:
+    """Whether an operand ``[rows, depth, ...]`` is contiguous along the contraction."""
+    return isinstance(tensor.stride[1], int) and tensor.stride[1] == 1
+
+
+class GroupedGemm:
+    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on."""
+
+    def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
+        self.config, self.spec, self.element = config, spec, element
+        tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
+        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.out_element = getattr(
+            cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
+        )
+        self.tiler = (config.tile_m, config.tile_n, config.tile_k)
+        self.warpgroups = min(config.tile_m // store.CHUNK_ROWS, 2)
+        self.consumers = self.warpgroups * WARPGROUP
+        self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * element.width // 8
+        fixed = vector_bytes(spec, config.tile_m, config.tile_n) + OTHER_SMEM + store.staging_bytes(self.warpgroups)
+        self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offs: cute.Tensor,
+        out: cute.Tensor,
+        bias: cute.Tensor | None,
+        bias_scale: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
+        problem = self.policy.problem(a, b, offs, out)
+        a, b, target = self.policy.views(a, b, out)
+        a_depth, b_depth = depth_major(a), depth_major(b)
+        tile_m, tile_n, tile_k = self.tiler
+        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            OperandMajorMode.K if a_depth else OperandMajorMode.MN,
+            OperandMajorMode.K if b_depth else OperandMajorMode.MN,
+            Float32,
+            (self.warpgroups, 1, 1),
+            (store.CHUNK_ROWS, tile_n),
+        )
+        row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        a_smem = hopper_helpers.make_smem_layout_a(
+            row_major if a_depth else column_major, self.tiler, self.element, self.stages
+        )
+        b_smem = hopper_helpers.make_smem_layout_b(
+            row_major if b_depth else column_major, self.tiler, self.element, self.stages
+        )
+        ctas = self.config.ctas
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
+        a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
+        b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, (tile_n, tile_k))
+        if cutlass.const_expr(self.spec.reduces):
+            save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
+        else:
+            save = cpasync.CopyBulkTensorTileS2GOp()
+        out_smem = store.chunk_layout(self.out_element, self.warpgroups * store.BUFFERS)
+        out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, store.chunk_tile(self.out_element))
+        running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
+        self.kernel(
+            tiled_mma,
+            (a_map, a_coords, a_smem),
+            (b_map, b_coords, b_smem),
+            (out_map, out_coords, out_smem),
+            target if cutlass.const_expr(self.spec.reads_output) else None,
+            EpilogueArgs(bias, bias_scale),
+            problem,
+        ).launch(
+            grid=(running * ctas, 1, 1),
+            block=(self.consumers + WARPGROUP, 1, 1),
+            cluster=(ctas, 1, 1) if ctas > 1 else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        a,
+        b,
+        out,
+        out_values: cute.Tensor | None,
+        args: EpilogueArgs,
+        problem: Problem,
+    ):
+        """Set up what the roles share, then branch into them."""
+        a_map, a_coords, a_smem = a
+        b_map, b_coords, b_smem = b
+        out_map, out_coords, out_smem = out
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        ctas = self.config.ctas
+        rank, first, step = block % ctas, block // ctas, blocks // ctas
+        load_warp = self.consumers // 32
+        if warp == load_warp:
+            for tma in (a_map, b_map, out_map):
+                cpasync.prefetch_descriptor(tma)
+
+        allocator = memory.SmemAllocator()
+        ring = allocate_ring(allocator, self.stages)
+        a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, 1024, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.element, b_smem.outer, 1024, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        vectors = allocate_vectors(allocator, self.spec, self.config.tile_m, self.config.tile_n)
+        if warp == load_warp:
+            with cute.arch.elect_one():
+                open_ring(ring, self.stages, load_warp * ctas)
+        self.meet()
+
+        if warp >= load_warp:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == load_warp:
+                operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
+                load_tiles(self, *operands, ring, problem, rank, first, step)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            output = store.Output(out_map, out_coords, out_buffers, out_values)
+            consume_tiles(
+                self, tiled_mma, a_buffers, b_buffers, ring, output, vectors, args, problem, rank, first, step
+            )
+        if cutlass.const_expr(ctas > 1):
+            self.meet()  # no CTA leaves while another may still load into its shared memory
+
+    @cute.jit
+    def meet(self):
+        """Barrier of the cluster."""
+        if cutlass.const_expr(self.config.ctas > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

@@ -1,0 +1,114 @@
+"""The producer warp: TMA loads of A and B into the stages of a ring in shared memory.
+
+Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles) says that a stage may be multiplied,
+``empty`` (one arrival per consumer warp) that it may be overwritten.
+
+The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads its own tile of B and an equal part of A,
+which it multicasts to all of them; so a stage is empty only when the consumers of every CTA have given it back.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from ...schedule import ceil_div
+from ...varlen.policy import Problem
+
+
+class Operand(NamedTuple):
+    """One operand of the MMA, on its way from global to shared memory."""
+
+    map: cute.CopyAtom  # TMA load
+    coords: cute.Tensor  # the coordinate tensor of the map
+    buffers: cute.Tensor  # shared memory [rows, tile_k, stages]
+
+
+class Ring(NamedTuple):
+    """The barriers of the ring, ``stages`` of each."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+def allocate_ring(allocator, stages: int) -> Ring:
+    """Take shared memory for the barriers."""
+    pointer = allocator.allocate_array(Int64, num_elems=2 * stages)
+    return Ring(pointer, pointer + stages)
+
+
+@cute.jit
+def open_ring(ring: Ring, stages: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
+    """Initialise the barriers; one thread calls it, then the cluster synchronises.
+
+    Args:
+        consumer_warps: of all CTAs of the cluster.
+    """
+    for stage in cutlass.range_constexpr(stages):
+        cute.arch.mbarrier_init(ring.full + stage, 1)
+        cute.arch.mbarrier_init(ring.empty + stage, consumer_warps)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """The stage after ``stage``, and the phase of its barriers."""
+    stage += 1
+    if stage == stages:
+        stage = Int32(0)
+        phase ^= 1
+    return stage, phase
+
+
+@cute.jit
+def load_tiles(
+    gemm: cutlass.Constexpr,
+    a: Operand,
+    b: Operand,
+    ring: Ring,
+    problem: Problem,
+    rank: Int32,
+    first: Int32,
+    step: Int32,
+):
+    """Load the k tiles of every tile from ``first`` on in steps of ``step``; one warp calls it.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        a, b: the operands.
+        ring: barriers.
+        problem: sizes and offsets.
+        rank: of this CTA in its cluster.
+    """
+    policy, ctas = gemm.policy, gemm.config.ctas
+    tile_m, tile_n, tile_k = gemm.tiler
+    stage, phase = Int32(0), Int32(0)
+    search = policy.start(problem)
+    search, tile = policy.find(search, first, problem)
+    while tile.valid:
+        a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
+        b_tile = cute.local_tile(policy.b(b.coords, tile), (tile_n, tile_k), (tile.n * ctas + rank, None))
+        a_to, a_from = _boxes(a, a_tile, rank, ctas)
+        b_to, b_from = _boxes(b, b_tile, 0, 1)
+        for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
+            # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
+            # once in the first, since a new barrier counts as having ended a phase of odd parity.
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
+            if cutlass.const_expr(ctas > 1):
+                everyone = cutlass.Int16((1 << ctas) - 1)
+                cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage, mcast_mask=everyone)
+            else:
+                cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
+            cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
+            stage, phase = advance(stage, phase, gemm.stages)
+        first += step
+        search, tile = policy.find(search, first, problem)
+
+
+def _boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of a tile ``[rows, tile_k, k]``."""
+    ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
+    return cpasync.tma_partition(operand.map, index, cute.make_layout(parts), ring, box)

@@ -1,0 +1,200 @@
+"""From accumulator registers to memory: epilogue arithmetic, rounding, staging, TMA store.
+
+A warpgroup works through its rows in chunks of 64 rows x 128 bytes. Register ``(e, h, j)`` of thread ``t`` holds row
+``16 (t / 32) + t % 32 / 4 + 8 h`` and column ``8 j + 2 (t % 4) + e`` of its 64 rows. A chunk is staged in shared memory
+with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register stores free
+of bank conflicts and is what the tensor map expects. Two buffers per warpgroup alternate: one fills while the store of
+the other reads.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from ...config import VARLEN_M
+from ...epilogue.vectors import TileVectors, add_bias
+from ...schedule import Tile
+
+CHUNK_ROWS = 64
+CHUNK_BYTES = 128
+BUFFERS = 2  # per warpgroup
+FIRST_BARRIER = 2  # named barrier of the first warpgroup
+
+
+class Output(NamedTuple):
+    """Where results go, and on which way."""
+
+    map: cute.CopyAtom  # TMA store, plain or adding
+    coords: cute.Tensor  # the coordinate tensor of the map
+    buffers: cute.Tensor  # shared memory [64, columns of a chunk, BUFFERS of every warpgroup]
+    values: cute.Tensor | None  # the output in global memory if it is read
+
+
+def chunk_columns(element: type[cutlass.Numeric]) -> int:
+    """Columns of a chunk."""
+    return CHUNK_BYTES * 8 // element.width
+
+
+def chunk_tile(element: type[cutlass.Numeric]) -> tuple[int, int]:
+    """Rows and columns of a chunk."""
+    return CHUNK_ROWS, chunk_columns(element)
+
+
+def staging_bytes(warpgroups: int) -> int:
+    """Shared memory for the chunks of all warpgroups."""
+    return warpgroups * BUFFERS * CHUNK_ROWS * CHUNK_BYTES
+
+
+def chunk_layout(element: type[cutlass.Numeric], count: int) -> cute.ComposedLayout:
+    """Shared-memory layout of ``count`` chunks, ``[64, columns, count]``."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element)
+    return cute.tile_to_shape(atom, (*chunk_tile(element), count), order=(0, 1, 2))
+
+
+@cute.jit
+def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Constexpr, thread: Int32):
+    """Round a chunk's registers and write them to ``buffer [64, columns]``.
+
+    Args:
+        values: float32 ``(2, 2, columns / 8)``.
+        buffer: shared memory, swizzled.
+        element: dtype of the output.
+        thread: index in the warpgroup.
+    """
+    lane = thread % 32
+    first_row = thread // 32 * 16
+    pieces = cute.size(values, mode=[2])
+    if cutlass.const_expr(element.width == 16):
+        # One stmatrix stores 16 x 16: lanes 0-15 name the rows of the left 8 columns, lanes 16-31 those of the right.
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), element)
+        row = first_row + lane % 16
+        for pair in cutlass.range_constexpr(pieces // 2):
+            packed = cute.make_rmem_tensor((2, 2, 2), element)
+            for i in cutlass.range_constexpr(8):
+                packed[i] = values[pair * 8 + i].to(element)
+            target = cute.local_tile(buffer, (1, 8), (row, 2 * pair + lane // 16))
+            cute.copy(atom, cute.make_tensor(packed.iterator, (8, 1)), cute.make_tensor(target.iterator, (8, 1)))
+    else:
+        row = first_row + lane // 4
+        for piece in cutlass.range_constexpr(pieces):
+            for half in cutlass.range_constexpr(2):
+                pair = cute.make_rmem_tensor(2, element)
+                for i in cutlass.range_constexpr(2):
+                    pair[i] = values[i, half, piece].to(element)
+                target = cute.local_tile(buffer, (1, 2), (row + 8 * half, 4 * piece + lane % 4))
+                cute.autovec_copy(pair, cute.make_tensor(target.iterator, 2))
+
+
+@cute.jit
+def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32):
+    """``values += out`` for accumulation into 16 bits, which must be rounded after the sum and not before.
+
+    Args:
+        values: float32 ``(2, 2, columns / 8)``, the thread's registers of a chunk.
+        out: the group's matrix in global memory, row-major; nothing beyond its shape is read.
+        row, column: the thread's first element there.
+    """
+    for half in cutlass.range_constexpr(2):
+        base = out.iterator + (Int64(row + 8 * half) * out.stride[0] + column)
+        for piece in cutlass.range_constexpr(cute.size(values, mode=[2])):
+            pair = cute.make_rmem_tensor(2, out.element_type)
+            pair.fill(0.0)
+            left = out.shape[1] - (column + 8 * piece)
+            if row + 8 * half < out.shape[0]:
+                if left >= 2:
+                    cute.autovec_copy(cute.make_tensor((base + 8 * piece).align(4), cute.make_layout(2)), pair)
+                elif left == 1:
+                    pair[0] = cute.make_tensor(base + 8 * piece, cute.make_layout(1))[0]
+            for i in cutlass.range_constexpr(2):
+                values[i, half, piece] += pair[i].to(Float32)
+
+
+@cute.jit
+def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32):
+    """``values += bias * scale`` for a thread's registers of a chunk, the first at ``(row, column)`` of the tile."""
+    shape = values.shape
+    bias = cute.make_tensor(vectors.bias.iterator + column, cute.make_layout(shape, stride=(1, 0, 8)))
+    scale = None
+    if cutlass.const_expr(vectors.bias_scale is not None):
+        scale = cute.make_tensor(vectors.bias_scale.iterator + row, cute.make_layout(shape, stride=(0, 8, 0)))
+    add_bias(values, bias, scale)
+
+
+@cute.jit
+def store_tile(
+    gemm: cutlass.Constexpr,
+    acc: cute.Tensor,
+    output: Output,
+    vectors: TileVectors,
+    tile: Tile,
+    first_column: Int32,
+    product: cutlass.Boolean,
+    which: Int32,
+    thread: Int32,
+    turn: Int32,
+) -> Int32:
+    """Finish and store one warpgroup's rows of a tile; returns whose turn of the buffers comes after it.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        acc: float32 registers ``((2, 2, N / 8), M, 1)``.
+        output: where results go.
+        vectors: bias and row scale of the tile.
+        tile: which.
+        first_column: where this CTA's part of it begins.
+        product: whether the tile belongs to a group; the tail has no bias.
+        which: the warpgroup.
+        thread: index in the warpgroup.
+        turn: buffer to begin with. A tile may take an odd number of chunks, so the next does not begin with the first.
+    """
+    config, element = gemm.config, gemm.out_element
+    columns = chunk_columns(element)
+    pieces = columns // 8
+    target = gemm.policy.out(output.coords, tile)
+    # The map alone would drop what lies outside; chunks that are outside as a whole need not be issued.
+    height = tile.length if gemm.policy.kind == VARLEN_M else Int32(target.shape[0])
+    width = Int32(target.shape[1])
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    thread_row, thread_column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+        first_row = (block * gemm.warpgroups + which) * CHUNK_ROWS
+        row = tile.m * config.tile_m + first_row
+        for chunk in cutlass.range_constexpr(config.tile_n // columns):
+            column = first_column + chunk * columns
+            values = cute.make_rmem_tensor((2, 2, pieces), Float32)
+            for i in cutlass.range_constexpr(4 * pieces):
+                values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
+            if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
+                if product:
+                    add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)
+            if cutlass.const_expr(gemm.spec.reads_output):
+                old = gemm.policy.out(output.values, tile)
+                add_old(values, old, row + thread_row, column + thread_column)
+            buffer = output.buffers[None, None, which * BUFFERS + turn]
+            turn = (turn + 1) % BUFFERS
+            if warp == 0:
+                with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+                    # At most the newest store may still read: the one before it read this buffer.
+                    cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
+            meet(which)
+            write_chunk(values, buffer, element, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            meet(which)
+            if warp == 0:
+                part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
+                source, sink = cpasync.tma_partition(
+                    output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
+                )
+                with cute.arch.elect_one():
+                    if row < height and column < width:
+                        cute.copy(output.map, source, sink)
+                    cute.arch.cp_async_bulk_commit_group()
+    return turn
+
+
+@cute.jit
+def meet(which: Int32):
+    """Barrier of one warpgroup."""
+    cute.arch.barrier(barrier_id=FIRST_BARRIER + which, number_of_threads=128)

@@ -1,0 +1,210 @@
+"""From tensors to a launch of a reduction kernel; the counterpart of ``launch`` for the GEMMs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from .. import cache
+
+GPU_ARCH = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
+EMULATED_MULTIPROCESSORS = 8  # few enough that blocks take turns on items
+LOAD_BYTES = 16
+ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+INTEGERS = {
+    torch.int32: "Int32",
+    torch.int64: "Int64",
+    torch.int16: "Int16",
+    torch.int8: "Int8",
+    torch.uint8: "Uint8",
+}
+
+
+class ReduceKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    op: str
+    arch: str
+    emulated: bool
+    element: str
+    vector: int
+    bias: str | None = None
+    bias_scale: str | None = None
+
+
+_plans: dict[tuple, Callable] = {}
+
+
+def grouped_dbias_supports(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
+    """Why ``grouped_dbias`` below cannot serve a call, or None."""
+    if dy.dtype not in ELEMENTS:
+        return f"takes float32, bfloat16 and float16, got {dy.dtype}"
+    return None
+
+
+def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """``out[g] = sum of dy[t]`` over the rows ``t`` of every group ``g``."""
+    if out.numel() == 0:
+        return
+    if dy.shape[0] == 0:
+        out.zero_()
+        return
+    plan = _dbias_plan(dy, _vector(dy), None, None)
+    _call(plan, dy, offs, out, None, None, None, _multiprocessors(dy.device))
+
+
+def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """Compile and load what ``grouped_dbias`` with these arguments needs, by a launch on a scratch problem."""
+    if out.numel() == 0 or dy.shape[0] == 0:
+        return
+    vector = _vector(dy)
+    offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
+    result = torch.zeros(1, vector, dtype=out.dtype, device=dy.device)
+    plan = _dbias_plan(dy, vector, None, None)
+    _call(plan, dy.new_zeros(1, vector), offs, result, None, None, None, _multiprocessors(dy.device))
+
+
+def grouped_dbias_dscales_supports(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> str | None:
+    """Why ``grouped_dbias_dscales`` below cannot serve a call, or None."""
+    return grouped_dbias_supports(dy, offs, out=dbias)
+
+
+def grouped_dbias_dscales(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> None:
+    """``dbias[g] = sum of bias_scale[t] dy[t]`` and ``dscales[t] = dy[t] . bias[g]``."""
+    if dbias.numel() == 0 or dy.shape[0] == 0:
+        dbias.zero_()
+        dscales.zero_()
+        return
+    plan = _dbias_plan(dy, min(_vector(dy), _vector(bias)), bias, bias_scale)
+    _call(plan, dy, offs, dbias, bias, bias_scale, dscales, _multiprocessors(dy.device))
+
+
+def prepare_grouped_dbias_dscales(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> None:
+    """Compile and load what ``grouped_dbias_dscales`` with these arguments needs, by a launch on a scratch problem."""
+    if dbias.numel() == 0 or dy.shape[0] == 0:
+        return
+    vector = min(_vector(dy), _vector(bias))
+    plan = _dbias_plan(dy, vector, bias, bias_scale)
+    offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
+    result = torch.zeros(1, vector, dtype=dbias.dtype, device=dy.device)
+    row, one = dy.new_zeros(1, vector), bias_scale.new_zeros(1)
+    _call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1), _multiprocessors(dy.device))
+
+
+def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
+    dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
+    key = ("grouped_dbias", dy.device, dtypes, vector)
+    plan = _plans.get(key)
+    if plan is None:
+        op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
+        plan = _plans[key] = _make(op, dy, vector, *(ELEMENTS[d] if d is not None else None for d in dtypes))
+    return plan
+
+
+def splits_to_offsets_supports(m_splits: Tensor, *, out: Tensor) -> str | None:
+    """Why ``splits_to_offsets`` below cannot serve a call, or None."""
+    return None if m_splits.dtype in INTEGERS else f"takes {', '.join(map(str, INTEGERS))}, got {m_splits.dtype}"
+
+
+def splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
+    """``out[g] = m_splits[0] + ... + m_splits[g]``."""
+    if out.numel() == 0:
+        return
+    _call(_offsets_plan(m_splits), m_splits, out)
+
+
+def prepare_splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
+    """Compile and load what ``splits_to_offsets`` with these arguments needs, by a launch on a scratch problem."""
+    if out.numel():
+        _call(_offsets_plan(m_splits), m_splits.new_zeros(1), out.new_zeros(1))
+
+
+def _offsets_plan(m_splits: Tensor) -> Callable:
+    key = ("splits_to_offsets", m_splits.device, m_splits.dtype)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, INTEGERS[m_splits.dtype])
+    return plan
+
+
+def _vector(dy: Tensor) -> int:
+    """Elements a load may take: what divides the row, the row pitch and the address of ``dy``, up to 16 bytes."""
+    if dy.stride(1) != 1:
+        return 1
+    vector = LOAD_BYTES // dy.element_size()
+    while dy.shape[1] % vector or dy.stride(0) % vector or dy.data_ptr() % (vector * dy.element_size()):
+        vector //= 2
+    return vector
+
+
+def _call(plan: Callable, first: Tensor, *rest: Any) -> None:
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            plan(first, *rest)
+    else:
+        plan(first, *rest)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return EMULATED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _make(op: str, first: Tensor, vector: int, element: Any, bias: Any = None, bias_scale: Any = None) -> Callable:
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise backends.GraphCaptureError(
+            f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
+            f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
+        )
+    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, bias, bias_scale)
+    # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
+    return build(key) if key.emulated else cache.fetch(key, lambda: build(key))
+
+
+def build(key: ReduceKey) -> Callable:
+    """Compile the kernel for ``key``. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+    from .dbias import GroupedDbias
+    from .offsets import SplitsToOffsets
+
+    element = getattr(cutlass, key.element)
+    groups = cute.sym_int32()
+    ends = make_fake_compact_tensor(cutlass.Int32, (groups,))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    compile_ = cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)]
+    if key.op == "splits_to_offsets":
+        sizes = make_fake_tensor(element, (groups,), (cute.sym_int64(),))
+        return compile_(SplitsToOffsets(), sizes, ends, stream)
+    vector = key.vector
+    rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
+
+    def matrix(element: Any, height: Any) -> Any:
+        """Read by vectors along its rows, or element by element in any layout."""
+        strides = (cute.sym_int64(divisibility=vector), 1) if vector > 1 else (cute.sym_int64(), cute.sym_int64())
+        return make_fake_tensor(element, (height, columns), strides, assumed_align=vector * element.width // 8)
+
+    out = make_fake_compact_tensor(cutlass.Float32, (groups, columns), stride_order=(1, 0))
+    bias = scale = dscales = None
+    if key.bias is not None and key.bias_scale is not None:
+        bias = matrix(getattr(cutlass, key.bias), groups)
+        scale = make_fake_tensor(getattr(cutlass, key.bias_scale), (rows,), (cute.sym_int64(),))
+        dscales = make_fake_compact_tensor(cutlass.Float32, (rows,))
+    return compile_(
+        GroupedDbias(vector), matrix(element, rows), ends, out, bias, scale, dscales, cutlass.Int32(1), stream
+    )

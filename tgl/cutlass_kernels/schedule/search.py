@@ -1,0 +1,133 @@
+"""Which tile of which group a linear tile index is, found on the device without any table in memory.
+
+Every warp that needs a tile looks for it itself: the lanes hold 32 consecutive groups, their row ranges and an
+inclusive prefix sum of their tiles, so a tile costs one ballot and four shuffles, and the offsets are read once per
+32 groups. There is no scheduler warp, no shared memory and no barrier, hence nothing to synchronise; in exchange the
+roles of a CTA repeat the same few dozen instructions per tile.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from ..varlen.groups import group_range
+from .raster import ceil_div, decode
+
+LANES = 32
+
+
+class Tile(NamedTuple):
+    """One output tile.
+
+    ``m`` and ``n`` count tiles within the group; ``start`` and ``length`` are the group's rows. ``group`` equals the
+    number of groups for the tail, the rows past the last group. The other fields mean nothing unless ``valid``.
+    """
+
+    valid: Boolean
+    group: Int32
+    m: Int32
+    n: Int32
+    start: Int32
+    length: Int32
+
+
+class GroupSearch(NamedTuple):
+    """Where a warp's search stands. ``first`` and ``before`` are uniform, the others differ from lane to lane.
+
+    =============  =====================================================
+    ``first``      first of the 32 groups the lanes hold
+    ``before``     tiles of all groups before ``first``
+    ``upto``       tiles of the held groups up to and with this lane's
+    ``start``      first row of this lane's group
+    ``length``     rows of this lane's group
+    =============  =====================================================
+    """
+
+    first: Int32
+    before: Int32
+    upto: Int32
+    start: Int32
+    length: Int32
+
+
+@cute.jit
+def _hold(
+    offs: cute.Tensor, rows: Int32, first: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr, tail: cutlass.Constexpr
+) -> tuple[Int32, Int32, Int32]:
+    """``upto``, ``start`` and ``length`` for the 32 groups from ``first`` on."""
+    lane = cute.arch.lane_idx()
+    start, end = group_range(offs, rows, first + lane, tail)
+    upto = ceil_div(end - start, tile_m) * tiles_n
+    for i in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(upto, 1 << i)
+        if lane >= (1 << i):
+            upto = upto + below
+    return upto, start, end - start
+
+
+@cute.jit
+def start_search(
+    offs: cute.Tensor, rows: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr, tail: cutlass.Constexpr
+) -> GroupSearch:
+    """A search that holds the first 32 groups.
+
+    Args:
+        offs: int32 ``[G]``, group ends.
+        rows: T, the rows there are.
+        tiles_n: tiles across N.
+        tile_m: rows of a tile.
+        tail: whether the rows past the last group are a group of their own, number G.
+    """
+    upto, start, length = _hold(offs, rows, Int32(0), tiles_n, tile_m, tail)
+    return GroupSearch(Int32(0), Int32(0), upto, start, length)
+
+
+@cute.jit
+def find_tile(
+    search: GroupSearch,
+    index: Int32,
+    offs: cute.Tensor,
+    rows: Int32,
+    tiles_n: Int32,
+    tile_m: cutlass.Constexpr,
+    band: cutlass.Constexpr,
+    tail: cutlass.Constexpr,
+) -> tuple[GroupSearch, Tile]:
+    """The ``index``-th tile of all, and the search as it stands then.
+
+    A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
+    """
+    first, before, upto, start, length = search
+    groups = Int32(cute.size(offs)) + (1 if cutlass.const_expr(tail) else 0)
+    held = cute.arch.shuffle_sync(upto, LANES - 1)
+    beyond = index >= before + held and first + LANES < groups
+    while beyond:
+        first += LANES
+        before += held
+        upto, start, length = _hold(offs, rows, first, tiles_n, tile_m, tail)
+        held = cute.arch.shuffle_sync(upto, LANES - 1)
+        beyond = index >= before + held and first + LANES < groups
+    inside = index - before
+    lane = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= inside))
+    source = cutlass.min(lane, LANES - 1)
+    group_start = cute.arch.shuffle_sync(start, source)
+    group_length = cute.arch.shuffle_sync(length, source)
+    tiles_m = ceil_div(group_length, tile_m)
+    inside = inside - (cute.arch.shuffle_sync(upto, source) - tiles_m * tiles_n)
+    m, n = decode(inside, tiles_m, tiles_n, band)
+    tile = Tile(lane < LANES, first + source, m, n, group_start, group_length)
+    return GroupSearch(first, before, upto, start, length), tile
+
+
+@cute.jit
+def exact_tile(
+    index: Int32, offs: cute.Tensor, rows: Int32, tiles_m: Int32, tiles_n: Int32, band: cutlass.Constexpr
+) -> Tile:
+    """The ``index``-th tile where every group has ``tiles_m x tiles_n`` tiles, as weight gradients do."""
+    per_group = tiles_m * tiles_n
+    group = index // per_group
+    valid = group < cute.size(offs)
+    start, end = group_range(offs, rows, group, False)
+    m, n = decode(index - group * per_group, tiles_m, tiles_n, band)
+    return Tile(valid, group, m, n, start, end - start)

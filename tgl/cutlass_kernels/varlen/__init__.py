@@ -1,0 +1,1 @@
+"""Groups of rows of any length inside one tensor."""

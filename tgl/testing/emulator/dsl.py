@@ -1,0 +1,139 @@
+"""Hooks into the CuTe DSL: where it links, what it keeps, and what a call of a compiled function does."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from .arguments import adopt, as_cuda, call_spans
+from .errors import EmulatorError
+from .hostlib import HostLibrary
+
+
+class Dsl:
+    """The hooks into the CuTe DSL: installed while at least one ``emulate`` block is open, removed with the last one."""
+
+    def __init__(self) -> None:
+        self.library = HostLibrary()
+        atexit.register(self.library.close)
+        self.stack: list[Any] = []
+        self.undo: list[Callable[[], None]] = []
+
+    @property
+    def active(self) -> Any:
+        return self.stack[-1]
+
+    def _set(self, obj: Any, name: str, value: Any) -> None:
+        own = name in vars(obj)
+        old = vars(obj).get(name)
+        setattr(obj, name, value)
+        self.undo.append((lambda: setattr(obj, name, old)) if own else (lambda: delattr(obj, name)))
+
+    def push(self, e: Any) -> None:
+        if not self.stack:
+            self._install()
+        self.stack.append(e)
+        self._select()
+
+    def pop(self) -> None:
+        self.stack.pop()
+        if self.stack:
+            self._select()
+            return
+        self.library.launcher = None
+        while self.undo:
+            self.undo.pop()()
+
+    def _select(self) -> None:
+        e = self.active
+        lib = self.library
+        lib.launcher, lib.failed, lib.attribute = e._launch, e._failed, e._attribute
+        for envar in self._envars():
+            envar._arch = e.arch
+
+    @staticmethod
+    def _envars() -> list[Any]:
+        from cutlass.base_dsl.dsl import DSLSingletonMeta
+
+        return [dsl.envar for dsl in DSLSingletonMeta._instances.values() if hasattr(dsl, "envar")]
+
+    def _install(self) -> None:
+        try:
+            import cutlass.cute.runtime as cute_runtime
+            from cutlass.base_dsl import env_manager
+            from cutlass.base_dsl.jit_executor import JitExecutor
+            from cutlass.cutlass_dsl import CuTeDSL
+            from cutlass.cutlass_dsl import cuda_jit_executor as executor
+        except ImportError as e:
+            raise EmulatorError(f"the kernel emulator needs nvidia-cutlass-dsl: {e}") from e
+        CuTeDSL._get_dsl()
+        library = self.library
+        for envar in self._envars():
+            self._set(envar, "_arch", envar._arch)
+            for name in ("keep_ptx", "keep_cubin", "no_cache", "lineinfo"):
+                self._set(envar, name, True)
+            self._set(envar, "dump_dir", library.dump_dir)
+            self._set(envar, "shared_libs", library.path)
+        self._set(env_manager, "get_prefix_dsl_libs", lambda prefix: library.path)
+        compiled, module = executor.CudaDialectJitCompiledFunction, executor.CudaDialectJitModule
+        self._set(compiled, "num_devices", 1)
+        self._set(module, "unload", lambda m: setattr(m, "_unloaded", True))
+        self._after(compiled, "__init__", lambda *_: library.collect())
+        self._after(cute_runtime._Tensor, "__init__", adopt)
+        self._before(cute_runtime._Tensor, "load_dltensor", adopt)
+        self._around(compiled, "__call__", False)
+        self._around(JitExecutor, "__call__", False)
+        self._around(compiled, "run_compiled_program", False)
+        self._around(JitExecutor, "run_compiled_program", False)
+        try:
+            from cutlass.cutlass_dsl import tvm_ffi_provider as tvm
+        except ImportError:
+            return  # TVM-FFI is not installed: then nothing can be compiled for it either
+        self._around(tvm.TVMFFIJitCompiledFunction, "__call__", True)
+        self._around(tvm.TVMFFIJitCompiledFunctionWithKwargs, "__call__", True)
+
+    def _after(self, cls: Any, name: str, action: Callable[..., None]) -> None:
+        original = getattr(cls, name)
+
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(this, *args, **kwargs)
+            action(this)
+            return result
+
+        self._set(cls, name, method)
+
+    def _before(self, cls: Any, name: str, action: Callable[..., None]) -> None:
+        original = getattr(cls, name)
+
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            action(this)
+            return original(this, *args, **kwargs)
+
+        self._set(cls, name, method)
+
+    def _around(self, cls: Any, name: str, convert: bool) -> None:
+        """Calls of compiled functions: note their tensors, and raise the launch's error instead of an error code."""
+        original = getattr(cls, name)
+
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            e = self.active
+            outer = e.depth == 0
+            if outer:
+                e.error = None
+            e._call += call_spans((args, kwargs))
+            if convert:
+                args, kwargs = as_cuda(args), {k: as_cuda(v) for k, v in kwargs.items()}
+            e.depth += 1
+            try:
+                return original(this, *args, **kwargs)
+            except Exception:
+                e.check()
+                raise
+            finally:
+                e.depth -= 1
+                if outer:
+                    e._call = []
+                    e.check()
+
+        self._set(cls, name, method)

@@ -1,0 +1,7 @@
+"""Instructions the emulator knows; importing this package fills ``table.TABLE``."""
+
+from . import arithmetic, asynchronous, memory, sync
+from .arithmetic import WIDTH
+from .table import TABLE, Entry, destinations, lookup
+
+__all__ = ["TABLE", "WIDTH", "Entry", "arithmetic", "asynchronous", "destinations", "lookup", "memory", "sync"]

@@ -1,0 +1,174 @@
+"""Loads, stores, atomics and exchanges between lanes."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import UnsupportedError
+from ..parser import SIZES, Insn
+from .arithmetic import WIDTH
+from .table import CACHE_HINTS, FLOAT, INTEGER, ORDER, SPACE, op
+
+_TYPES = INTEGER + " " + FLOAT + " b128"
+_ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile")
+
+
+def space(ins: Insn) -> str:
+    for s in ins.parts:
+        if s.startswith("shared"):
+            return "shared"
+        if s in ("global", "param", "local", "const"):
+            return s
+    return "generic"
+
+
+def _order(ins: Insn) -> str:
+    return next((x for x in ins.parts if x in _ORDERS), "")
+
+
+def _vector(ins: Insn) -> int:
+    return next((int(x[1:]) for x in ins.parts if re.match(r"^v\d$", x)), 1)
+
+
+def elements(o) -> list:
+    return o[1] if o[0] == "vec" else [o]
+
+
+@op("ld", "ldu", mods=f"{_TYPES} {SPACE} {ORDER} v2 v4 v8 nc ca cg cs lu cv", pattern=CACHE_HINTS, line=True)
+def load(g, ins: Insn, part: bool) -> list[str]:
+    ty = ins.parts[-1]
+    size = SIZES[ty]
+    dst = elements(ins.ops[0])
+    sp = space(ins)
+    widths = [g.width(d) or 8 * size for d in dst]
+    if size == 16:
+        raise UnsupportedError(ins.op)
+    memory = ins.ops[1]
+    if sp == "param" and memory[1][0] == "sym":
+        base = g.k.param_offset[memory[1][1]] + memory[1][2] + memory[2]
+        out = []
+        for j, d in enumerate(dst):
+            e = f"w.launch.param({base + j * size}, {size})"
+            if ty[0] == "s" and widths[j] > size * 8:
+                e = f"sext({e}, {size * 8}, {widths[j]})"
+            out.append(g.assign(d, e, part))
+        return out
+    sp = "generic" if sp == "param" else sp
+    order = _order(ins)
+    out = ["w.spin += 20"] if order else []
+    out.append(f"t_ = w.ld({sp!r}, {g.addr(memory)}, {size}, {_vector(ins)}, m{f', {order!r}' if order else ''})")
+    for j, d in enumerate(dst):
+        e = f"t_[{j}]"
+        if widths[j] > size * 8:
+            e = f"sext({e}, {size * 8}, {widths[j]})" if ty[0] == "s" else f"zext({e}, {widths[j]})"
+        if d[0] != "sink":
+            out.append(g.assign(d, e, part))
+    return out
+
+
+@op("st", mods=f"{_TYPES} {SPACE} {ORDER} v2 v4 v8 wb cg cs wt", pattern=CACHE_HINTS, dst=0, line=True)
+def store(g, ins: Insn, part: bool) -> list[str]:
+    size = SIZES[ins.parts[-1]]
+    if size == 16:
+        raise UnsupportedError(ins.op)
+    vals = ", ".join(g.val(s, 8 * size) for s in elements(ins.ops[1]))
+    order = _order(ins)
+    return [f"w.st({space(ins)!r}, {g.addr(ins.ops[0])}, {size}, ({vals},), m{f', {order!r}' if order else ''})"]
+
+
+@op("st.async", mods=f"{_TYPES} {SPACE} weak mbarrier::complete_tx::bytes v2 v4", dst=0, line=True)
+def store_async(g, ins: Insn, part: bool) -> list[str]:
+    size = SIZES[ins.parts[-1]]
+    vals = ", ".join(g.val(s, 8 * size) for s in elements(ins.ops[1]))
+    return [f"w.st_async({g.addr(ins.ops[0])}, {size}, ({vals},), {g.addr(ins.ops[2])}, m)"]
+
+
+_ATOMIC = f"{_TYPES} {SPACE} {ORDER} add min max and or xor exch cas inc dec noftz v2 v4 v8"
+_OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+def _atomic(g, ins: Insn, operands: list) -> str:
+    ty = ins.parts[-1]
+    operation = next(x for x in ins.parts if x in _OPERATIONS)
+    mods = tuple(x for x in ins.parts[1:] if x == "noftz")
+    if ty == "b128":
+        raise UnsupportedError(ins.op)
+    f = g.constant(f"make_atom({operation!r}, {ty!r}, {mods!r})")
+    vector = _vector(ins) > 1
+    source = elements(operands[1]) if vector else operands[1:]
+    vals = ", ".join(g.val(x, WIDTH[ty]) for x in source)
+    return f"w.atom({space(ins)!r}, {f}, {SIZES[ty]}, {g.addr(operands[0])}, ({vals},), m, {vector})"
+
+
+@op("atom", mods=_ATOMIC, pattern=CACHE_HINTS, line=True)
+def atomic(g, ins: Insn, part: bool) -> list[str]:
+    if _vector(ins) > 1:
+        raise UnsupportedError(ins.op)
+    return [g.assign(ins.ops[0], _atomic(g, ins, ins.ops[1:]), part)]
+
+
+@op("red", mods=_ATOMIC, pattern=CACHE_HINTS, dst=0, line=True)
+def reduction(g, ins: Insn, part: bool) -> list[str]:
+    return [_atomic(g, ins, ins.ops)]
+
+
+@op("red.async", mods=f"{_TYPES} {SPACE} relaxed cluster mbarrier::complete_tx::bytes", dst=0, line=True)
+def reduction_async(g, ins: Insn, part: bool) -> list[str]:
+    raise UnsupportedError(ins.op)
+
+
+@op("multimem.ld_reduce", "multimem.st", "multimem.red", pattern=r".*", dst=0)
+def multimem(g, ins: Insn, part: bool) -> list[str]:
+    raise UnsupportedError(f"{ins.op}: multicast memory spans several GPUs; one is emulated")
+
+
+@op("stmatrix", mods="sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16", dst=0, line=True)
+def store_matrix(g, ins: Insn, part: bool) -> list[str]:
+    regs = ", ".join(g.val(x) for x in elements(ins.ops[1]))
+    return [f"w.stmatrix(m, {g.addr(ins.ops[0])}, ({regs},), {'trans' in ins.parts})"]
+
+
+@op("ldmatrix", mods="sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16", line=True)
+def load_matrix(g, ins: Insn, part: bool) -> list[str]:
+    regs = elements(ins.ops[0])
+    out = [f"t_ = w.ldmatrix(m, {g.addr(ins.ops[1])}, {len(regs)}, {'trans' in ins.parts})"]
+    return out + [g.assign(x, f"t_[{j}]", part) for j, x in enumerate(regs)]
+
+
+# ---- between lanes ----
+@op("elect.sync")
+def elect(g, ins: Insn, part: bool) -> list[str]:
+    leader, chosen = ins.ops[0][1], ins.ops[0][2]
+    out = ["t_, t2_ = elect(w, m)", g.assign(chosen, "t2_", part)]
+    return out + ([g.assign(leader, "t_", part)] if leader[0] == "reg" else [])
+
+
+@op("shfl.sync", mods="idx up down bfly b32")
+def shuffle(g, ins: Insn, part: bool) -> list[str]:
+    a, b, c = (g.val(o) for o in ins.ops[1:4])
+    mode = ins.parts[2]
+    if ins.ops[0][0] == "pair":
+        out = [f"t_, t2_ = shfl_pred({mode!r}, {a}, {b}, {c}, m)", g.assign(ins.ops[0][1], "t_", part)]
+        return [*out, g.assign(ins.ops[0][2], "t2_", part)]
+    return [g.assign(ins.ops[0], f"shfl({mode!r}, {a}, {b}, {c}, m)", part)]
+
+
+@op("vote.sync", mods="any all uni ballot pred b32")
+def vote(g, ins: Insn, part: bool) -> list[str]:
+    return [g.assign(ins.ops[0], f"vote({ins.parts[2]!r}, {g.val(ins.ops[1], 1)}, m)", part)]
+
+
+@op("redux.sync", mods="add min max and or xor u32 s32 b32 f32 abs NaN")
+def redux(g, ins: Insn, part: bool) -> list[str]:
+    mods = tuple(x for x in ins.parts[3:-1])
+    return [g.assign(ins.ops[0], f"redux({ins.parts[2]!r}, {g.val(ins.ops[1])}, m, {ins.parts[-1]!r}, {mods!r})", part)]
+
+
+@op("match.any.sync", "match.all.sync", mods="b32 b64")
+def match(g, ins: Insn, part: bool) -> list[str]:
+    raise UnsupportedError(ins.op)
+
+
+@op("activemask", mods="b32")
+def active_mask(g, ins: Insn, part: bool) -> list[str]:
+    return [g.assign(ins.ops[0], "maskbits(m)", part)]

@@ -1,0 +1,259 @@
+"""One kernel launch: grid, parameters, global memory, and the scheduler of its warps."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+
+from .engine import Engine
+from .errors import DeadlockError, EmulatorError, MemoryAccessError, SyncError
+from .memory import Region
+from .races import Clocks, merge_into
+from .sync import Cluster
+from .warp import Warp
+
+MAX_SHARED = 232448  # bytes a CTA may have, both architectures
+MAX_CLUSTER = 16
+NUM_SMS = {"sm_90a": 132, "sm_100a": 148}
+_STALLED_STEPS = 20_000
+_LIVELOCK_STEPS = 400_000
+
+
+class Launch(Engine):
+    """A grid being executed.
+
+    Args:
+        program: the translated kernel.
+        grid, block, cluster: sizes, (x, y, z).
+        smem: dynamic shared memory in bytes.
+        params: the parameter block.
+        spans: ``(address, bytes)`` of the host memory that is the kernel's global memory.
+        seed, timing: see ``engine``.
+        resident_clusters: how many clusters run at a time (more start when all of them wait).
+        detect_races: keep vector clocks.
+        strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
+    """
+
+    def __init__(
+        self, program: Any, grid: tuple, block: tuple, cluster: tuple, smem: int, params: bytes, spans: list[tuple[int, int]],
+        *, seed: int = 0, timing: str = "adversarial", resident_clusters: int = 4, detect_races: bool = True,
+        strict_loads: bool = False,
+    ):  # fmt: skip
+        super().__init__(seed, timing)
+        self.program, self.grid, self.block, self.cluster, self.smem = program, grid, block, cluster, smem
+        self.resident, self.detect_races, self.strict_loads = resident_clusters, detect_races, strict_loads
+        self.num_sms = NUM_SMS.get(program.target, 148)
+        self._check_shape()
+        self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))
+        self.param_bytes = params
+        self._buffer = (ctypes.c_uint8 * (len(params) + 256))()
+        self.param_addr = -(-ctypes.addressof(self._buffer) // 128) * 128
+        ctypes.memmove(self.param_addr, params, len(params))
+        self.regions = [Region(start, size) for start, size in _union(spans)]
+        self.regions.append(Region(self.param_addr, max(len(params), 1)))
+        self.regions.sort(key=lambda r: r.start)
+        self.starts = [r.start for r in self.regions]
+        self.tensor_maps: dict[bytes, Any] = {}
+        self.stat: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
+        self.opcodes: Counter[str] = Counter()
+        self.time = 0
+        self.warps: list[Warp] = []
+        self.clusters: list[Cluster] = []
+        self.started = 0
+        self.todo: deque[tuple[int, int, int]] = deque()
+        self.counts = [0] * len(program.histogram)
+        self._bank_cache: dict[Any, tuple[int, int]] = {}
+
+    def _check_shape(self) -> None:
+        grid, block, cluster = self.grid, self.block, self.cluster
+        shared = self.smem + self.program.dynamic_shared - 1024
+        if shared > MAX_SHARED:
+            raise SyncError(f"{shared} bytes of shared memory exceed {MAX_SHARED}")
+        if block[0] * block[1] * block[2] > 1024 or cluster[0] * cluster[1] * cluster[2] > MAX_CLUSTER or min(grid) < 1:
+            raise SyncError(f"illegal launch: grid {grid}, block {block}, cluster {cluster}")
+        if self.program.reqntid and tuple(block) != self.program.reqntid:
+            raise SyncError(f"block {block} differs from .reqntid {self.program.reqntid}")
+        if any(g % c for g, c in zip(grid, cluster, strict=True)):
+            raise SyncError(f"grid {grid} is not a multiple of the cluster {cluster}")
+
+    # ---- services for warps ----
+    def clock(self) -> int:
+        """A counter that advances with every look at it: the emulator does not model time."""
+        self.time += 100
+        return self.time & 0xFFFFFFFF
+
+    def warn(self, text: str) -> None:
+        self.warnings[text] += 1
+
+    def param(self, offset: int, size: int) -> int:
+        return int.from_bytes(self.param_bytes[offset : offset + size], "little")
+
+    def find(self, addr: int, n: int, who: Any) -> Region:
+        """The region that holds ``n`` bytes at ``addr``; raises MemoryAccessError if none does."""
+        i = bisect.bisect_right(self.starts, addr) - 1
+        if i >= 0:
+            r = self.regions[i]
+            if addr + n <= r.end:
+                return r
+        where = who.where() + ": " if who is not None else ""
+        hint = ""
+        if i >= 0:
+            r = self.regions[i]
+            hint = f"; the nearest tensor below is [{r.start:#x}, {r.end:#x}), the access ends {addr + n - r.end} bytes past it"
+        raise MemoryAccessError(
+            f"{where}global access of {n} bytes at {addr:#x} is outside every tensor of the call{hint}"
+        )
+
+    def bank(self, what: str, offsets: np.ndarray, width: int) -> None:
+        """Count the shared-memory passes of one access, and those a conflict-free one would need."""
+        first = int(offsets[0])
+        key = (what, width, first & 127, (offsets - first).tobytes())
+        passes = self._bank_cache.get(key)
+        if passes is None:
+            together = max(1, 128 // width)  # lanes served at a time
+            actual = 0
+            for i in range(0, len(offsets), together):
+                words = offsets[i : i + together, None] // 4 + np.arange(max(1, width // 4))
+                actual += int(np.bincount(np.unique(words) % 32).max())
+            passes = self._bank_cache[key] = (actual, -(-len(offsets) * width // 128))
+        self.stat["shared_passes"] += passes[0]
+        if passes[0] > passes[1]:
+            self.stat["bank_conflicts"] += passes[0] - passes[1]
+
+    def bank_matrices(self, what: str, addr: np.ndarray, n: int) -> None:
+        for j in range(n):
+            self.bank(what, (addr[8 * j : 8 * j + 8] & np.uint64(0xFFFFFF)).astype(np.int64), 16)
+
+    # ---- scheduling ----
+    def start_cluster(self) -> None:
+        """Make the next cluster of the grid resident."""
+        c = self.cluster
+        nwarps = -(-self.block[0] * self.block[1] * self.block[2] // 32) * c[0] * c[1] * c[2]
+        clocks = Clocks(2 * nwarps + 64) if self.detect_races else None
+        cl = Cluster(self, self.started, self.todo.popleft(), clocks)
+        self.started += 1
+        self.clusters.append(cl)
+        for cta in cl.ctas:
+            for i in range(cta.nwarps):
+                w = Warp(self, cta, i)
+                w.gen = self.program.function(w, w.live, self.counts, w.frags)
+                self.warps.append(w)
+                cl.live += 1
+                cta.live_warps += 1
+
+    def run(self) -> None:
+        """Execute the grid."""
+        n, c = self.nclusters, self.cluster
+        self.todo.extend((x * c[0], y * c[1], z * c[2]) for z in range(n[2]) for y in range(n[1]) for x in range(n[0]))
+        rnd, warps, p_async, p_slow, slow = self.random, self.warps, self.p_async, self.p_slow, self.slow_warps
+        stall = steps = last_progress = last_step = 0
+        while self.todo or warps:
+            while self.todo and len(self.clusters) < self.resident:
+                self.start_cluster()
+            if p_async and rnd.random() < p_async:
+                self.run_one()
+            n_warps = len(warps)
+            first = int(rnd.random() * n_warps)
+            chosen = None
+            for j in range(first, first + n_warps):
+                w = warps[j if j < n_warps else j - n_warps]
+                if w.wait is None or w.wait.ready():
+                    chosen = w
+                    if w.wid in slow and rnd.random() < p_slow:
+                        continue
+                    break
+            if chosen is not None:
+                self.step(chosen)
+                steps += 1
+                if self.progress != last_progress:
+                    last_progress, last_step = self.progress, steps
+                elif steps - last_step > _STALLED_STEPS:
+                    if self.todo:  # somebody may be spinning on memory that a cluster not yet resident will write
+                        self.start_cluster()
+                        last_step = steps
+                    elif steps - last_step > _LIVELOCK_STEPS:
+                        raise DeadlockError(
+                            f"livelock: no barrier or copy made progress for {_LIVELOCK_STEPS} steps\n"
+                            + self.describe()
+                        )
+                continue
+            if self.run_one(True):
+                stall = 0
+                continue
+            before = self.progress
+            for w in [x for x in warps if x.wait.soft]:  # nothing can run: every try_wait times out once
+                self.step(w)
+            if self.progress != before:
+                stall = 0
+                continue
+            stall += 1
+            if stall > 3:
+                if not self.todo:
+                    raise DeadlockError("deadlock: every warp is blocked\n" + self.describe())
+                self.start_cluster()
+                stall = 0
+        while self.run_one(True):
+            pass
+        self.stat["steps"] = steps
+        for count, histogram in zip(self.counts, self.program.histogram, strict=True):
+            if count:
+                for op, k in histogram.items():
+                    self.opcodes[op] += count * k
+
+    def step(self, w: Warp) -> None:
+        """Run a warp up to its next wait."""
+        try:
+            w.wait = next(w.gen)
+        except StopIteration:
+            self._exit(w)
+        except EmulatorError:
+            raise
+        except Exception as e:
+            raise EmulatorError(f"{w.where()}: internal error of the emulator: {e!r}") from e
+
+    def _exit(self, w: Warp) -> None:
+        self.warps.remove(w)
+        self.progress += 1
+        self.forget(w)
+        cta, cl = w.cta, w.cta.cluster
+        cta.live_warps -= 1
+        cl.live -= 1
+        if w.agent is not None:
+            cta.exit_clock = merge_into(cta.exit_clock, w.agent.vc)
+        w.check_exit()
+        if cta.live_warps == 0:
+            cta.exited = True
+            if w.agent is not None:
+                cta.check_exit()
+            if cta.tmem_allocs:
+                raise SyncError(f"CTA {cta.id} exits with tensor memory still allocated: columns {cta.tmem_allocs}")
+        if cl.live == 0:
+            self.clusters.remove(cl)
+        else:
+            cl.settle()
+
+    def describe(self) -> str:
+        """What every warp waits on."""
+        return "\n".join(
+            f"  {w.where()} waits on {' '.join(map(str, w.wait.what)) if w.wait else 'nothing (runnable)'}"
+            + (f" [diverged: blocks {sorted(w.frags)}]" if w.frags else "")
+            for w in self.warps
+        )
+
+
+def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge overlapping or touching spans."""
+    out: list[list[int]] = []
+    for start, size in sorted(spans):
+        if size <= 0:
+            continue
+        if out and start < out[-1][1]:
+            out[-1][1] = max(out[-1][1], start + size)
+        else:
+            out.append([start, start + size])
+    return [(a, b - a) for a, b in out]

@@ -1,0 +1,112 @@
+"""Tensor-core instructions with accumulators in registers: ``wgmma`` (sm_90) and ``mma.sync``."""
+
+import re
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..numerics import full
+from .operands import ELEMENT_BYTES, accumulate, decode, register_matrix, smem_rows
+
+# sm_90 matrix descriptor, bits 63..62 -> log2(swizzle span / 16 B)
+_LAYOUTS = {0: 0, 1: 3, 2: 2, 3: 1}
+_NEGATE = (-1, 0xFFFFFFFF)
+_ACC = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
+
+
+def smem_descriptor(d):
+    """Fields ``(start, log2 span, lbo, sbo)`` in 16-byte chunks of a 64-bit sm_90 descriptor."""
+    if d >> 49 & 0x1FFF:
+        raise UnsupportedError(f"wgmma descriptor {d:#x}: base offset or reserved bits")
+    return d & 0x3FFF, _LAYOUTS[d >> 62 & 3], d >> 16 & 0x3FFF, d >> 32 & 0x3FFF
+
+
+def fragment_in(regs, n, dt):
+    """Accumulator registers of one warp's 16 rows to values ``[16, n]``.
+
+    Register 4j+2h+e (f16: 2j+h, with e the half) of thread t holds row t/4+8h, column 8j+2(t%4)+e.
+    """
+    raw = np.ascontiguousarray(np.stack([full(x, 32) for x in regs]))
+    if dt == "f16":
+        v = raw.view(np.float16).reshape(n // 8, 2, 8, 4, 2)
+        return v.transpose(1, 2, 0, 3, 4).reshape(16, n)
+    v = raw.view(_ACC[dt]).reshape(n // 8, 2, 2, 8, 4)
+    return v.transpose(1, 3, 0, 4, 2).reshape(16, n)
+
+
+def fragment_out(values, dt):
+    """Inverse of :func:`fragment_in`: list of uint32[32]."""
+    n = values.shape[1]
+    v = values.astype(_ACC[dt], copy=False).reshape(2, 8, n // 8, 4, 2)
+    if dt == "f16":
+        return list(np.ascontiguousarray(v.transpose(2, 0, 1, 3, 4)).view(np.uint32).reshape(n // 4, 32))
+    return list(np.ascontiguousarray(v.transpose(2, 0, 4, 1, 3)).view(np.uint32).reshape(n // 2, 32))
+
+
+def _register_a(regs, fmt):
+    """A operand registers to values ``[16, K]``: register 2b+h of thread t holds row t/4+8h, K block b, quad t%4."""
+    raw = register_matrix([full(x, 32) for x in regs], fmt)
+    per = 4 // ELEMENT_BYTES[fmt]
+    v = raw.reshape(-1, 2, 8, 4, per).transpose(1, 2, 0, 3, 4)
+    return decode(np.ascontiguousarray(v).reshape(16, -1), fmt)
+
+
+def _immediates(imm, a_in_regs):
+    """(scale_a, scale_b, transpose_a, transpose_b) of a wgmma's trailing immediates; integer kinds have none."""
+    if len(imm) == 4:
+        return imm
+    if len(imm) == 3 and a_in_regs:
+        return imm[0], imm[1], 0, imm[2]
+    if len(imm) == 2:
+        return imm[0], imm[1], 0, 0
+    if not imm:
+        return 1, 1, 0, 0
+    raise UnsupportedError(f"wgmma with {len(imm)} immediates")
+
+
+def wgmma(w, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite=False):
+    """One warp's sixteen rows of ``wgmma.mma_async``: the new accumulator, values ``[16, N]``.
+
+    shape: "m64nNkK"; dt, at, bt: types; old: accumulator ``[16, N]`` or None; a: a descriptor or a tuple of registers;
+    b: a descriptor; imm: trailing immediates; m: active lanes; satfinite: clamp s32 sums.
+    """
+    n = int(re.fullmatch(r"m64n(\d+)k(\d+)", shape)[1])
+    if dt not in _ACC or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
+        raise UnsupportedError(f"wgmma.{shape}.{dt}.{at}.{bt}")
+    scale_a, scale_b, trans_a, trans_b = _immediates(imm, a_in_regs)
+    if (trans_a or trans_b) and at not in ("bf16", "f16"):
+        raise UnsupportedError(f"wgmma with an MN-major operand of type {at}")
+    (b,) = w.one_lane(m, b)
+    start, sw, lbo, sbo = smem_descriptor(b)
+    B = smem_rows(w.cta, start, n, 2, bool(trans_b), sw, lbo, sbo, bt, "wgmma operand B")
+    if a_in_regs:
+        A = _register_a(a, at)
+    else:
+        (a,) = w.one_lane(m, a)
+        start, sw, lbo, sbo = smem_descriptor(a)
+        rows = 16 * (w.wid % 4)
+        A = smem_rows(w.cta, start, 64, 2, bool(trans_a), sw, lbo, sbo, at, "wgmma operand A", rows, 16)
+    if scale_a in _NEGATE:
+        A = -A
+    if scale_b in _NEGATE:
+        B = -B
+    return accumulate(A @ B.T, old, dt, satfinite).astype(_ACC[dt], copy=False)
+
+
+def mma_sync(shape, types, a, b, c, satfinite=False):
+    """``mma.sync.m16n8kK``: the four (f32, s32) or two (f16) result registers.
+
+    types: (D, A, B, C); a, b, c: tuples of registers. A, B: f16, bf16, tf32, e4m3, e5m2, s8 or u8.
+    """
+    dt, at, bt, ct = types
+    found = re.fullmatch(r"m16n8k(\d+)", shape)
+    if not found or dt not in _ACC or ct != dt or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
+        raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)}")
+    k = int(found[1])
+    A = _register_a(a, at)
+    per = 4 // ELEMENT_BYTES[bt]
+    raw = register_matrix([full(x, 32) for x in b], bt).reshape(-1, 8, 4, per)  # K block, column, quad, element
+    B = decode(np.ascontiguousarray(raw.transpose(1, 0, 2, 3)).reshape(8, -1), bt)
+    if A.shape[1] != k or B.shape[1] != k:
+        raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)} with {len(a)} and {len(b)} operand registers")
+    return fragment_out(accumulate(A @ B.T, fragment_in(c, 8, dt), dt, satfinite), dt)

@@ -1,0 +1,196 @@
+"""Happens-before race detection with vector clocks.
+
+Every warp is an agent, and so is every asynchronous unit that works on its behalf: the tensor-core queue of a warp, its
+wgmma groups, its bulk stores, its cp.async copies, its tcgen05.ld / tcgen05.st, and each single TMA load. An access is
+stamped with the agent's clock; a release (arrival on a barrier, commit) hands the agent's vector clock to the barrier
+and advances the clock; an acquire (a wait that succeeds) joins the barrier's clock into the waiter's. Two accesses to
+one location, at least one a write, race if the later one's agent has not learnt of the earlier one's stamp. The order
+in which the emulator happened to run them does not matter, so one schedule finds the races of all schedules that take
+the same path.
+
+A stamp is ``clock << 20 | PTX line``; vector clock entries are ``clock << 20 | 0xFFFFF``, so "known" is one comparison
+and every report can name the line of both accesses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import RaceError
+
+LINE_BITS = 20
+LINE_MASK = (1 << LINE_BITS) - 1
+TICK = 1 << LINE_BITS
+
+
+class Agent:
+    """A vector clock and the slot of it that is the agent's own.
+
+    ``clock`` is the stamp base of the next access; ``vc[slot] == clock | LINE_MASK`` unless the agent is a view of
+    another one's operations.
+    """
+
+    __slots__ = ("clock", "clocks", "line", "name", "slot", "vc")
+
+    def __init__(self, clocks: Clocks, name: str):
+        self.clocks = clocks
+        self.name = name
+        self.slot = clocks.new_slot(name)
+        self.clock = TICK
+        self.vc = np.zeros(clocks.capacity, np.int64)
+        self.vc[self.slot] = self.clock | LINE_MASK
+        self.line = 0
+
+    def join(self, vc: np.ndarray | None) -> None:
+        """Acquire: learn everything that ``vc`` knows."""
+        if vc is None:
+            return
+        if self.vc.size < vc.size:
+            self.grow(vc.size)
+        mine = self.vc[: vc.size]
+        np.maximum(mine, vc, out=mine)
+
+    def learn(self, slot: int, clock: int) -> None:
+        """Acquire of one agent's operations up to ``clock`` (a wait for that agent's own asynchronous work)."""
+        if slot >= self.vc.size:
+            self.grow(self.clocks.capacity)
+        if self.vc[slot] < clock | LINE_MASK:
+            self.vc[slot] = clock | LINE_MASK
+
+    def tick(self) -> None:
+        """After a release: later accesses are not covered by it."""
+        self.clock += TICK
+        self.vc[self.slot] = self.clock | LINE_MASK
+
+    def release(self) -> np.ndarray:
+        """A copy of what the agent knows, to hand on; what it does from now on is not covered by it."""
+        vc = self.vc.copy()
+        self.tick()
+        return vc
+
+    def grow(self, size: int) -> None:
+        vc = np.zeros(max(size, self.clocks.capacity), np.int64)
+        vc[: self.vc.size] = self.vc
+        self.vc = vc
+
+
+class Operation:
+    """One asynchronous operation in flight, seen as an agent: its stamp, and what it is ordered after."""
+
+    __slots__ = ("clock", "line", "name", "slot", "vc")
+
+    def __init__(self, slot: int, clock: int, vc: np.ndarray, name: str, line: int):
+        self.slot, self.clock, self.vc, self.name, self.line = slot, clock, vc, name, line
+
+
+class Clocks:
+    """The agents of one cluster (shared and tensor memory are never shared more widely)."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.names: list[str] = []
+
+    def new_slot(self, name: str) -> int:
+        self.names.append(name)
+        if len(self.names) > self.capacity:
+            self.capacity *= 2
+        return len(self.names) - 1
+
+
+def merge_into(target: np.ndarray | None, vc: np.ndarray) -> np.ndarray:
+    """Join ``vc`` into the clock that a barrier accumulates; returns the array to keep."""
+    if target is None:
+        return vc.copy()
+    if target.size < vc.size:
+        grown = vc.copy()
+        part = grown[: target.size]
+        np.maximum(part, target, out=part)
+        return grown
+    part = target[: vc.size]
+    np.maximum(part, vc, out=part)
+    return target
+
+
+class _Reads:
+    __slots__ = ("last", "stamp")
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.stamp = np.zeros(shape, np.int64)
+        self.last = 0
+
+
+class Shadow:
+    """Last writer and last reads of every cell of one memory (a 4-byte shared word; 16 TMEM lanes of one column)."""
+
+    def __init__(self, clocks: Clocks, shape: tuple[int, ...], describe):
+        self.clocks = clocks
+        self.shape = shape
+        self.writer = np.zeros(shape, np.int32)
+        self.written = np.zeros(shape, np.int64)
+        self.reads: dict[int, _Reads] = {}
+        self.describe = describe  # (selection mask -> text) names the cells in a report
+
+    def read(self, agent: Any, cells: Any) -> None:
+        """Record a read of ``cells`` (any numpy index of ``shape``); raises RaceError if an unordered write exists."""
+        vc = agent.vc
+        if vc.size < self.clocks.capacity:
+            vc = agent.vc = np.concatenate([vc, np.zeros(self.clocks.capacity - vc.size, np.int64)])
+        if (self.written[cells] > vc[self.writer[cells]]).any():
+            self._report(agent, cells, "reads", vc)
+        r = self.reads.get(agent.slot)
+        if r is None:
+            r = self.reads[agent.slot] = _Reads(self.shape)
+        stamp = agent.clock | agent.line
+        r.stamp[cells] = stamp
+        if stamp > r.last:
+            r.last = stamp
+
+    def write(self, agent: Any, cells: Any) -> None:
+        """Record a write of ``cells``; raises RaceError if an unordered read or write exists."""
+        self.check_write(agent, cells)
+        self.writer[cells] = agent.slot
+        self.written[cells] = agent.clock | agent.line
+
+    def read_word(self, agent: Any, i: int) -> None:
+        """``read`` of one cell of a one-dimensional memory."""
+        if agent.vc.size < self.clocks.capacity:
+            agent.grow(self.clocks.capacity)
+        if self.written[i] > agent.vc[self.writer[i]]:
+            self._report(agent, slice(i, i + 1), "reads", agent.vc)
+        r = self.reads.get(agent.slot)
+        if r is None:
+            r = self.reads[agent.slot] = _Reads(self.shape)
+        stamp = agent.clock | agent.line
+        r.stamp[i] = stamp
+        if stamp > r.last:
+            r.last = stamp
+
+    def check_write(self, agent: Any, cells: Any) -> None:
+        """Raise RaceError if a write of ``cells`` would race; record nothing."""
+        vc = agent.vc
+        if vc.size < self.clocks.capacity:
+            vc = agent.vc = np.concatenate([vc, np.zeros(self.clocks.capacity - vc.size, np.int64)])
+        if (self.written[cells] > vc[self.writer[cells]]).any():
+            self._report(agent, cells, "writes", vc)
+        for slot, r in self.reads.items():
+            if r.last > vc[slot] and slot != agent.slot and (r.stamp[cells] > vc[slot]).any():
+                self._report(agent, cells, "writes", vc, slot)
+
+    def _report(self, agent: Any, cells: Any, verb: str, vc: np.ndarray, reader: int | None = None) -> None:
+        mask = np.zeros(self.shape, bool)
+        mask[cells] = True
+        if reader is None:
+            mask &= self.written > vc[self.writer]
+            first = tuple(np.argwhere(mask)[0])
+            other, stamp, what = self.clocks.names[self.writer[first]], int(self.written[first]), "the write"
+        else:
+            r = self.reads[reader]
+            mask &= r.stamp > vc[reader]
+            first = tuple(np.argwhere(mask)[0])
+            other, stamp, what = self.clocks.names[reader], int(r.stamp[first]), "the read"
+        raise RaceError(
+            f"race: {agent.name} {verb} {self.describe(mask)} at {{line {agent.line}}}, "
+            f"not ordered after {what} by {other} at {{line {stamp & LINE_MASK}}}"
+        )

@@ -1,0 +1,321 @@
+"""``emulate``: the context in which compiled CuTe DSL functions run on the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import cache
+from .arguments import call_spans, mapped_ranges, tensor_span, torch_storages
+from .dsl import Dsl
+from .engine import TIMINGS
+from .errors import EmulatorError
+from .launch import NUM_SMS, Launch
+from .parser import parse_module
+from .quiet import no_garbage_collection, single_threaded_blas
+
+
+@dataclass
+class LaunchRecord:
+    """What one emulated launch did.
+
+    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce); ``bank_conflicts`` the shared-memory
+    passes beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists
+    instructions the translation refused and the launch did not reach, with their PTX line.
+    """
+
+    kernel: str
+    arch: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    instructions: Counter[str] = field(default_factory=Counter)
+    tma_bytes: dict[str, int] = field(default_factory=dict)
+    mma_count: int = 0
+    mma_flops: int = 0
+    barriers: int = 0
+    bank_conflicts: int = 0
+    warnings: dict[str, int] = field(default_factory=dict)
+    unsupported: dict[str, int] = field(default_factory=dict)
+    tensor_memory_columns: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    translate_seconds: float = 0.0
+
+    @property
+    def warp_instructions(self) -> int:
+        """Instructions executed, each counted once per warp."""
+        return sum(self.instructions.values())
+
+
+class Emulation:
+    """The machine of an ``emulate`` block. Options may be changed between launches; ``launches`` grows with each one."""
+
+    def __init__(
+        self, arch: str, seed: int, timing: str, resident_clusters: int, detect_races: bool, strict_loads: bool
+    ):
+        if arch not in NUM_SMS:
+            raise ValueError(f"arch must be one of {sorted(NUM_SMS)}, got {arch!r}")
+        if resident_clusters < 1:
+            raise ValueError(f"resident_clusters must be positive, got {resident_clusters}")
+        if timing not in TIMINGS:
+            raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
+        self.arch, self.seed, self.timing = arch, seed, timing
+        self.resident_clusters, self.detect_races = resident_clusters, detect_races
+        self.strict_loads = strict_loads
+        self.launches: list[LaunchRecord] = []
+        self.error: BaseException | None = None
+        self.edit_ptx: Callable[[str], str] | None = None
+        self.depth = 0
+        self._registered: list[tuple[int, int, Any]] = []
+        self._call: list[tuple[int, int]] = []
+
+    def register(self, tensor: Any) -> None:
+        """Let kernels access a tensor that they reach only through a pointer in memory, not through an argument."""
+        start, size = tensor_span(tensor)
+        self._registered.append((start, size, tensor))
+
+    def check(self) -> None:
+        """Raise the error of the last launch, if it has not been raised yet."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    # ---- called by the host library ----
+    def _failed(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+
+    def _attribute(self, number: int) -> int:
+        """cudaDeviceGetAttribute for those attributes that host code asks for."""
+        major = 10 if self.arch == "sm_100a" else 9
+        return {75: major, 76: 0, 16: NUM_SMS[self.arch], 97: 232448, 81: 233472, 10: 32}.get(number, 0)
+
+    def _spans(self, program: cache.Program, params: bytes) -> list[tuple[int, int]]:
+        """Host memory the launch may touch: the tensors of the call, registered ones, and what its pointers point into."""
+        spans = self._call + [(a, n) for a, n, _ in self._registered]
+        unknown = []
+        for offset, size in program.params:
+            # the only pointer of a tensor map is its first word, and its second half is not initialised
+            for i in range(offset, offset + (8 if size == 128 else size) - 7, 8):
+                v = int.from_bytes(params[i : i + 8], "little")
+                if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
+                    unknown.append(v)
+        mapped = mapped_ranges() if unknown else []
+        unknown = [v for v in unknown if any(a <= v < b for a, b in mapped)]  # the others are numbers, not pointers
+        if unknown:
+            storages = torch_storages()
+            spans += {(a, n) for v in unknown for a, n in storages if a <= v < a + n}
+        return spans
+
+    def launch_ptx(
+        self,
+        text: str,
+        args: Sequence[Any],
+        *,
+        grid: tuple[int, int, int] = (1, 1, 1),
+        block: tuple[int, int, int] = (32, 1, 1),
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        smem: int = 0,
+    ) -> LaunchRecord:
+        """Run the (first) kernel of a PTX module, without the DSL.
+
+        Args:
+            text: PTX.
+            args: one per parameter: a CPU tensor (its address is passed) or an integer.
+            grid, block, cluster: sizes, (x, y, z).
+            smem: dynamic shared memory in bytes.
+        Raises:
+            EmulatorError: what the kernel did wrong.
+            ValueError: the number of arguments.
+        """
+        name = next(iter(parse_module(text).kernels))
+        program = cache.get_program(text, name)
+        if len(args) != len(program.params):
+            raise ValueError(f"kernel {name} has {len(program.params)} parameters, got {len(args)} arguments")
+        params = bytearray(program.param_size)
+        for (offset, size), a in zip(program.params, args, strict=True):
+            value = a if isinstance(a, int) else a.data_ptr()
+            params[offset : offset + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        self._call = call_spans(args)
+        try:
+            self._run(program, grid, block, cluster, smem, bytes(params), 0.0)
+        finally:
+            self._call = []
+        return self.launches[-1]
+
+    def _launch(self, text: str, name: str, dims: Sequence[int], smem: int, args: Any) -> None:
+        """A launch by compiled host code; ``args`` are the addresses of the parameters."""
+        if self.edit_ptx is not None:
+            text = self.edit_ptx(text)
+        t0 = time.perf_counter()
+        program = cache.get_program(text, name)
+        translate = time.perf_counter() - t0
+        params = bytearray(program.param_size)
+        for i, (offset, size) in enumerate(program.params):
+            params[offset : offset + size] = ctypes.string_at(args[i], size)
+        x, y, z, bx, by, bz, cx, cy, cz = dims
+        self._run(program, (x, y, z), (bx, by, bz), (cx, cy, cz), smem, bytes(params), translate)
+
+    def _run(
+        self,
+        program: cache.Program,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        smem: int,
+        params: bytes,
+        translate_seconds: float,
+    ) -> None:
+        record = LaunchRecord(program.name, program.target, grid, block, cluster, smem)
+        record.translate_seconds = translate_seconds
+        record.unsupported = dict(program.unsupported)
+        self.launches.append(record)
+        if program.target != self.arch:
+            raise EmulatorError(
+                f"kernel {program.name} was compiled for {program.target}; the emulated machine is {self.arch}"
+            )
+        t0 = time.perf_counter()
+        launch = None
+        try:
+            with single_threaded_blas(), no_garbage_collection():
+                launch = Launch(
+                    program, grid, block, cluster, smem, params, self._spans(program, params), seed=self.seed,
+                    timing=self.timing, resident_clusters=self.resident_clusters, detect_races=self.detect_races, strict_loads=self.strict_loads,
+                )  # fmt: skip
+                launch.run()
+        except EmulatorError as e:
+            text = re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), str(e))
+            raise type(e)(f"{text}\nin kernel {program.name}, seed {self.seed}, timing {self.timing}") from e.__cause__
+        finally:
+            record.seconds = time.perf_counter() - t0
+            if launch is not None:
+                _fill(record, launch)
+
+
+def _fill(record: LaunchRecord, launch: Launch) -> None:
+    stat = launch.stat
+    record.instructions = launch.opcodes
+    record.tma_bytes = {
+        "load": stat["tma_load_bytes"] + stat["bulk_load_bytes"],
+        "store": stat["tma_store_bytes"] + stat["bulk_store_bytes"],
+        "reduce": stat["tma_reduce_bytes"],
+    }
+    record.mma_count, record.mma_flops = stat["mma"], stat["mma_flops"]
+    record.barriers = stat["barriers"] + stat["cluster_barriers"]
+    record.bank_conflicts = stat["bank_conflicts"]
+    record.tensor_memory_columns = stat["tmem_columns"]
+    record.steps = stat["steps"]
+    for text, n in launch.warnings.items():
+        text = re.sub(r"\{line (\d+)\}", lambda m: launch.program.location(int(m.group(1))), text)
+        record.warnings[text] = record.warnings.get(text, 0) + n
+
+
+_dsl: list[Dsl] = []
+
+
+def active() -> Emulation | None:
+    """The innermost open ``emulate`` block, or None."""
+    return _dsl[0].stack[-1] if _dsl and _dsl[0].stack else None
+
+
+@contextlib.contextmanager
+def emulate(
+    arch: str,
+    *,
+    seed: int = 0,
+    timing: str = "adversarial",
+    resident_clusters: int = 4,
+    detect_races: bool = True,
+    strict_loads: bool = False,
+) -> Iterator[Emulation]:
+    """Run compiled CuTe DSL functions on the kernel emulator.
+
+    Inside the block, functions compiled by ``cute.compile`` (with or without TVM-FFI) and called with CPU tensors
+    execute their kernels' PTX on those tensors; a launch's error is raised by the call. Compile inside a block: such
+    functions stay bound to the emulator and may be called in any later block for the same architecture, while functions
+    compiled outside stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different
+    architectures.
+
+    Args:
+        arch: ``"sm_100a"`` or ``"sm_90a"``.
+        seed: of everything that is random: completion of asynchronous work, order of warps, spurious time-outs.
+        timing: ``"adversarial"``, or ``"in_order"`` (asynchronous work completes when it is issued).
+        resident_clusters: clusters that run at a time; more start when all of them wait.
+        detect_races: keep vector clocks and report unordered accesses (about twice the time).
+        strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,
+        but
+            the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
+    Yields:
+        ``Emulation``, whose ``launches`` describe what ran.
+    Raises:
+        EmulatorError: no C compiler or no nvidia-cutlass-dsl; from calls inside: what a kernel did wrong.
+        ValueError: a bad argument.
+    """
+    e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads)
+    if not _dsl:
+        _dsl.append(Dsl())
+    _dsl[0].push(e)
+    try:
+        yield e
+    finally:
+        _dsl[0].pop()
+    e.check()
+
+
+def sweep(
+    call: Callable[[], Any],
+    outputs: Sequence[Any],
+    seeds: Iterable[int] = range(6),
+    timings: Sequence[str] = ("adversarial",),
+) -> list[list[LaunchRecord]]:
+    """Run ``call()`` under several schedules of the active ``emulate`` block and demand identical bits.
+
+    Args:
+        call: launches kernels that overwrite ``outputs`` entirely.
+        outputs: tensors; poisoned (NaN, or all bits set) before every run.
+        seeds, timings: the schedules.
+    Returns:
+        The launch records of each run.
+    Raises:
+        EmulatorError: outside an ``emulate`` block, a run failed, or two schedules gave different bits.
+    """
+    import torch
+
+    e = active()
+    if e is None:
+        raise EmulatorError("sweep() needs an open emulate(...) block")
+    saved = e.seed, e.timing
+    first: list[Any] | None = None
+    runs = []
+    try:
+        for timing in timings:
+            for seed in seeds:
+                e.seed, e.timing = seed, timing
+                for o in outputs:
+                    if o.is_floating_point() and o.element_size() > 1:
+                        o.fill_(float("nan"))
+                    else:
+                        o.view(torch.uint8).fill_(0xFF)
+                start = len(e.launches)
+                call()
+                e.check()
+                runs.append(e.launches[start:])
+                got = [o.detach().contiguous().view(torch.uint8).clone() for o in outputs]
+                if first is None:
+                    first = got
+                for i, (a, b) in enumerate(zip(first, got, strict=True)):
+                    if not torch.equal(a, b):
+                        raise EmulatorError(
+                            f"output {i} depends on the schedule (timing {timing}, seed {seed}): there is a race"
+                        )
+    finally:
+        e.seed, e.timing = saved
+    return runs

@@ -1,0 +1,324 @@
+"""Loads, stores and atomics of a warp, in every address space."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import numerics as N
+from ..memory import DTYPES, GENERIC, LOCAL_BASE, NEVER, OFFSET_MASK, SHARED_BASE, SHARED_START, Cta
+from ..races import merge_into
+from .core import WarpCore
+
+_U24 = np.uint32(OFFSET_MASK)
+_LANES = np.arange(32)
+_SYNCHRONISING = frozenset(("acquire", "release", "acq_rel", "relaxed", "volatile"))
+
+
+class MemoryWarp(WarpCore):
+    """ld, st, atom, red, ldmatrix, stmatrix."""
+
+    def __init__(self, launch: Any, cta: Cta, wid: int):
+        super().__init__(launch, cta, wid)
+        self.dirty: list[Any] = []  # generic shared writes not yet fenced: (CTA, words)
+
+    # ---- addresses ----
+    @staticmethod
+    def shared_address(addr: int) -> int:
+        """A generic or shared address as a shared one (CTA rank << 24 | offset)."""
+        return addr - SHARED_BASE if addr >> 56 == 1 else addr
+
+    def target_cta(self, addr: int) -> Cta:
+        """The CTA of the cluster that a shared address names."""
+        rank = addr >> 24
+        if rank == self.cta.rank:
+            return self.cta
+        ctas = self.cta.cluster.ctas
+        if rank >= len(ctas):
+            self.fail(f"shared address {addr:#x} names CTA rank {rank} outside the cluster")
+        cta = ctas[rank]
+        if cta.exited:
+            cta.alive(f"access from {self.name}")
+        return cta
+
+    @staticmethod
+    def space_of(space: str, addr: Any, m: np.ndarray) -> tuple[str, Any]:
+        """Resolve a generic address (the same space in all lanes)."""
+        if space != "generic":
+            return space, addr
+        window = (addr if type(addr) is int else int(addr[int(m.argmax())])) >> 56
+        if window == 1:
+            return "shared", addr - SHARED_BASE if type(addr) is int else (addr - np.uint64(SHARED_BASE)).astype(
+                np.uint32
+            )
+        return ("local" if window == 2 else "global"), addr
+
+    def _bounds(self, cta: Cta, lo: int, hi: int, what: str) -> None:
+        if hi > cta.size or lo < SHARED_START:
+            self.fail(f"shared {what} of offsets [{lo:#x}, {hi:#x}), outside [{SHARED_START:#x}, {cta.size:#x})")
+
+    def _per_lane(self, addr: Any, m: np.ndarray) -> list[tuple[int, int]]:
+        return [(int(i), int(addr[i])) for i in np.flatnonzero(m)]
+
+    # ---- loads ----
+    def ld(self, space: str, addr: Any, size: int, n: int, m: np.ndarray, order: str = "") -> tuple:
+        """``n`` elements of ``size`` bytes at each lane's address; ``order`` is the memory-order modifier, if any."""
+        space, addr = self.space_of(space, addr, m)
+        if space == "local":
+            return self._ld_local(addr, size, n, m)
+        width = size * n
+        if type(addr) is int:
+            if addr % width:
+                self.fail(f"misaligned {space} load of {width} bytes at {addr:#x}")
+            if space == "global" or space == "const":
+                r = self.launch.find(addr, width, self)
+                o = addr - r.base
+                u: Any = r.u8[o : o + width].tobytes()
+                return tuple([int.from_bytes(u[j : j + size], "little") for j in range(0, width, size)])
+            cta = self.target_cta(addr)
+            o = addr & OFFSET_MASK
+            self._bounds(cta, o, o + width, "load")
+            if not cta.state[o >> 2]:
+                self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
+            if self.agent is not None:
+                self._note_read(cta, slice(o >> 2, (o + width + 3) >> 2), order)
+            u = cta.mv
+            return tuple([int.from_bytes(u[o + j : o + j + size], "little") for j in range(0, width, size)])
+        act = addr if m.all() else addr[m]
+        lo, hi = int(act.min()), int(act.max()) + width
+        if (act % act.dtype.type(width)).any():
+            self.fail(f"misaligned {space} load of {width} bytes at {lo:#x}")
+        if space == "global" or space == "const":
+            r = self.launch.find(lo, width, self)
+            if hi > r.end:
+                return self._ld_split(space, addr, size, n, m, order)
+            index = (addr - np.uint64(r.base)).astype(np.int64) // size
+            view = r.v[size]
+        else:
+            cta = self.target_cta(lo)
+            if lo >> 24 != (hi - width) >> 24:
+                return self._ld_split("shared", addr, size, n, m, order)
+            self._bounds(cta, lo & OFFSET_MASK, (hi - width & OFFSET_MASK) + width, "load")
+            offsets = (act & _U24).astype(np.int64)
+            self.launch.bank("ld", offsets, width)
+            words = self._words(offsets, width)
+            if cta.state[words].min() == NEVER:
+                self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
+            if self.agent is not None:
+                self._note_read(cta, words, order)
+            index = (addr & _U24).astype(np.int64) // size
+            view = cta.v[size]
+        if act is not addr:
+            index = np.where(m, index, index[int(m.argmax())])
+        if n == 1:
+            return (self._widen(view[index]),)
+        return tuple([self._widen(view[index + j]) for j in range(n)])
+
+    @staticmethod
+    def _words(offsets: np.ndarray, width: int) -> np.ndarray:
+        first = offsets >> 2
+        return first if width <= 4 else (first[:, None] + np.arange(width // 4)).ravel()
+
+    def _ld_split(self, space: str, addr: Any, size: int, n: int, m: np.ndarray, order: str) -> tuple:
+        """A load whose lanes reach several allocations or CTAs: lane by lane."""
+        out = [np.zeros(32, DTYPES[max(size, 2)]) for _ in range(n)]
+        for lane, a in self._per_lane(addr, m):
+            for o, x in zip(out, self.ld(space, a, size, n, m, order), strict=True):
+                o[lane] = x
+        return tuple(out)
+
+    @staticmethod
+    def _widen(a: np.ndarray) -> np.ndarray:
+        return a.astype(np.uint16) if a.dtype == np.uint8 else a
+
+    def _local_offsets(self, addr: Any, width: int, m: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        size = self.launch.program.local_size
+        if self.local is None:
+            self.local = np.full((32, size), 0xFF, np.uint8)
+        off = (N.full(addr, 64) & np.uint64(LOCAL_BASE - 1)).astype(np.int64)
+        if (off[m] + width > size).any():
+            self.fail(f"local access of {width} bytes at offset {int(off[m].max()):#x}, beyond {size}")
+        return self.local, np.where(m, off, 0)
+
+    def _ld_local(self, addr: Any, size: int, n: int, m: np.ndarray) -> tuple:
+        mem, off = self._local_offsets(addr, size * n, m)
+        out = []
+        for j in range(n):
+            b = np.ascontiguousarray(mem[_LANES[:, None], off[:, None] + j * size + np.arange(size)])
+            out.append(self._widen(b.view(DTYPES[size])[:, 0]))
+        return tuple(out)
+
+    # ---- stores ----
+    def st(self, space: str, addr: Any, size: int, vals: tuple, m: np.ndarray, order: str = "") -> None:
+        """Store ``vals`` (elements of ``size`` bytes) at each lane's address."""
+        space, addr = self.space_of(space, addr, m)
+        if space == "local":
+            return self._st_local(addr, size, vals, m)
+        n = len(vals)
+        width = size * n
+        if type(addr) is int:
+            if addr % width:
+                self.fail(f"misaligned {space} store of {width} bytes at {addr:#x}")
+            lane = -1
+            data = b""
+            for v in vals:
+                if type(v) is not int:
+                    if lane < 0:
+                        lane = 31 - int(m[::-1].argmax())  # several lanes store to one address: one of them wins
+                    v = int(v[lane])
+                data += (v & N.MASK[8 * size]).to_bytes(size, "little")
+            if space == "global":
+                r = self.launch.find(addr, width, self)
+                r.u8[addr - r.base : addr - r.base + width] = np.frombuffer(data, np.uint8)
+                return None
+            cta = self.target_cta(addr)
+            o = addr & OFFSET_MASK
+            self._bounds(cta, o, o + width, "store")
+            span = slice(o >> 2, (o + width + 3) >> 2)
+            if self.agent is not None:
+                self._note_write(cta, span, order)
+            cta.mv[o : o + width] = data
+            cta.state[span] = GENERIC
+            self.dirty.append((cta, span))
+            return None
+        all_lanes = bool(m.all())
+        act = addr if all_lanes else addr[m]
+        lo, hi = int(act.min()), int(act.max()) + width
+        if (act % act.dtype.type(width)).any():
+            self.fail(f"misaligned {space} store of {width} bytes at {lo:#x}")
+        if space == "global":
+            r = self.launch.find(lo, width, self)
+            if hi > r.end:
+                return self._st_split(space, addr, size, vals, m, order)
+            index = (act - np.uint64(r.base)).astype(np.int64) // size
+            view = r.v[size]
+        else:
+            cta = self.target_cta(lo)
+            if lo >> 24 != (hi - width) >> 24:
+                return self._st_split("shared", addr, size, vals, m, order)
+            self._bounds(cta, lo & OFFSET_MASK, (hi - width & OFFSET_MASK) + width, "store")
+            offsets = (act & _U24).astype(np.int64)
+            self.launch.bank("st", offsets, width)
+            words = self._words(offsets, width)
+            if self.agent is not None:
+                self._note_write(cta, words, order)
+            cta.state[words] = GENERIC
+            self.dirty.append((cta, words))
+            index = offsets // size
+            view = cta.v[size]
+        dt = DTYPES[size]
+        for j, v in enumerate(vals):
+            if type(v) is int:
+                view[index + j] = dt(v & N.MASK[8 * size])
+            else:
+                view[index + j] = (v if all_lanes else v[m]).astype(dt, copy=False)
+        return None
+
+    def _st_split(self, space: str, addr: Any, size: int, vals: tuple, m: np.ndarray, order: str) -> None:
+        for lane, a in self._per_lane(addr, m):
+            self.st(space, a, size, tuple(v if type(v) is int else int(v[lane]) for v in vals), m, order)
+
+    def _st_local(self, addr: Any, size: int, vals: tuple, m: np.ndarray) -> None:
+        mem, off = self._local_offsets(addr, size * len(vals), m)
+        lanes = np.flatnonzero(m)
+        for j, v in enumerate(vals):
+            b = N.full(v, max(8 * size, 16)).astype(DTYPES[size]).view(np.uint8).reshape(32, size)
+            mem[lanes[:, None], off[lanes, None] + j * size + np.arange(size)] = b[lanes]
+
+    # ---- races ----
+    def _note_read(self, cta: Cta, words: Any, order: str) -> None:
+        a = self.agent
+        if order in _SYNCHRONISING:  # flags in shared memory: the access itself synchronises
+            for w in self._word_list(words):
+                a.join(cta.flags.get(w))
+            return
+        a.line = self.line
+        if cta is not self.cta:
+            cta.note_remote(a)
+        if type(words) is slice and words.stop - words.start == 1:
+            cta.shadow.read_word(a, words.start)
+        else:
+            cta.shadow.read(a, words)
+
+    def _note_write(self, cta: Cta, words: Any, order: str) -> None:
+        a = self.agent
+        if order in _SYNCHRONISING:
+            for w in self._word_list(words):
+                cta.flags[w] = merge_into(cta.flags.get(w), a.vc)
+            a.tick()
+            return
+        a.line = self.line
+        cta.shadow.write(a, words)
+        if cta is not self.cta:
+            cta.note_remote(a)
+
+    @staticmethod
+    def _word_list(words: Any) -> list[int]:
+        return list(range(words.start, words.stop)) if type(words) is slice else [int(w) for w in words]
+
+    # ---- atomics ----
+    def atom(self, space: str, op: Any, size: int, addr: Any, vals: tuple, m: np.ndarray, vector: bool) -> Any:
+        """An atomic read-modify-write, lane by lane; returns the old values (of the first element).
+
+        ``op(old, *values) -> new`` works on bit patterns; ``vector`` applies it to each of ``vals`` at consecutive
+        addresses.
+        """
+        self.launch.progress += 1
+        old_values = np.zeros(32, DTYPES[max(size, 2)])
+        for lane in np.flatnonzero(m):
+            a = addr if type(addr) is int else int(addr[lane])
+            vs = [v if type(v) is int else int(v[lane]) for v in vals]
+            if vector:
+                old = self.ld(space, a, size, len(vs), m, "relaxed")
+                new = tuple(op(o, v) for o, v in zip(old, vs, strict=True))
+            else:
+                old = self.ld(space, a, size, 1, m, "relaxed")
+                new = (op(old[0], *vs),)
+            old_values[lane] = old[0]
+            self.st(space, a, size, new, m, "relaxed")
+        return old_values
+
+    # ---- 8x8 matrices ----
+    def _matrix_rows(self, addr: Any, j: int, what: str) -> tuple[Cta, np.ndarray]:
+        """CTA and 16-byte chunk numbers of the eight rows of matrix ``j``, whose addresses lanes 8j..8j+7 hold."""
+        a = N.full(addr, 64)[8 * j : 8 * j + 8].astype(np.uint64)
+        a = np.where(a >> np.uint64(56) == 1, a - np.uint64(SHARED_BASE), a).astype(np.int64)
+        cta = self.target_cta(int(a[0]))
+        if (a >> 24 != a[0] >> 24).any():
+            self.fail(f"{what}: rows in several CTAs")
+        o = a & OFFSET_MASK
+        if (o % 16).any():
+            self.fail(f"{what}: misaligned row address {int(a[(o % 16) != 0][0]):#x}")
+        self._bounds(cta, int(o.min()), int(o.max()) + 16, what)
+        return cta, o >> 4
+
+    def stmatrix(self, m: np.ndarray, addr: Any, regs: tuple, trans: bool) -> None:
+        self.launch.bank_matrices("st", N.full(addr, 64), len(regs))
+        for j, r in enumerate(regs):
+            h = np.empty((8, 8), np.uint16)
+            pair = N.full(r, 32).view(np.uint16).reshape(8, 4, 2)  # lane / 4, lane % 4, half
+            h[:, 0::2], h[:, 1::2] = pair[:, :, 0], pair[:, :, 1]
+            if trans:
+                h = h.T
+            cta, chunks = self._matrix_rows(addr, j, "stmatrix")
+            words = (chunks[:, None] * 4 + np.arange(4)).ravel()
+            if self.agent is not None:
+                self._note_write(cta, words, "")
+            cta.chunks16[chunks] = np.ascontiguousarray(h).view(np.uint8)
+            cta.state[words] = GENERIC
+            self.dirty.append((cta, words))
+
+    def ldmatrix(self, m: np.ndarray, addr: Any, n: int, trans: bool) -> list[np.ndarray]:
+        self.launch.bank_matrices("ld", N.full(addr, 64), n)
+        out = []
+        for j in range(n):
+            cta, chunks = self._matrix_rows(addr, j, "ldmatrix")
+            words = (chunks[:, None] * 4 + np.arange(4)).ravel()
+            if cta.state[words].min() == NEVER:
+                self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
+            if self.agent is not None:
+                self._note_read(cta, words, "")
+            h = cta.chunks16[chunks].view(np.uint16)
+            out.append(np.ascontiguousarray(h.T if trans else h).view(np.uint32).reshape(32))
+        return out
