@@ -9,6 +9,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator, TmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers, hopper_helpers
 
 THREADS = 128
@@ -209,11 +210,11 @@ class HopperGemm:
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
         m, n, k = self.TILE
-        kmajor = warpgroup.OperandMajorMode.K
+        kmajor = cute.nvgpu.OperandMajorMode.K
         mma = hopper_helpers.make_trivial_tiled_mma(
             a.element_type, b.element_type, kmajor, kmajor, cutlass.Float32, (1, 1, 1), tiler_mn=(64, n)
         )
-        row_major = cutlass.utils.LayoutEnum.ROW_MAJOR
+        row_major = LayoutEnum.ROW_MAJOR
         a_layout = hopper_helpers.make_smem_layout_a(row_major, self.TILE, a.element_type, self.stages)
         b_layout = hopper_helpers.make_smem_layout_b(row_major, self.TILE, b.element_type, self.stages)
         op = cpasync.CopyBulkTensorTileG2SOp()
@@ -281,7 +282,7 @@ class HopperGemm:
 
 
 class BlackwellGemm:
-    """C[m, n] = A[m, k] @ B[n, k]^T in fp32 for bf16 inputs: tcgen05.mma by one CTA or a pair, TMA multicast in clusters."""
+    """C[m, n] = A[m, k] @ B[n, k]^T in fp32 for bf16 inputs: tcgen05.mma by a CTA or a pair, multicast in clusters."""
 
     def __init__(self, pair=False, cluster=(1, 1), stages=3):
         self.pair, self.cluster, self.stages = pair, cluster, stages
@@ -289,7 +290,7 @@ class BlackwellGemm:
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
-        kmajor = tcgen05.OperandMajorMode.K
+        kmajor = cute.nvgpu.OperandMajorMode.K
         group = tcgen05.CtaGroup.TWO if self.pair else tcgen05.CtaGroup.ONE
         mma = blackwell_helpers.make_trivial_tiled_mma(
             a.element_type, b.element_type, kmajor, kmajor, cutlass.Float32, group, self.tile[:2]

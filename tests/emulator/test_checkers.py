@@ -40,7 +40,7 @@ def launch(body, *tensors, arch="sm_90a", warps=1, seed=0, timing="adversarial",
 
 
 def check(good, bad, error, match, *tensors, **options):
-    """``good`` runs under every schedule; ``bad`` raises under each of them, so that no schedule is needed to see it."""
+    """``good`` runs under every schedule; ``bad`` raises under each of them, so no schedule is needed to see it."""
     for timing in ("adversarial", "in_order"):
         for seed in range(3):
             launch(good, *tensors, seed=seed, timing=timing, **options)
@@ -107,7 +107,8 @@ def test_synchronising_accesses_are_not_races():
 
 def test_uninitialised_shared_memory_is_poison_and_a_warning():
     out = torch.zeros(32, dtype=torch.int32)
-    body = "  ld.shared.b32 %r4, [%r2+64];\n  mul.wide.s32 %rd1, %r0, 4;\n  add.s64 %rd1, %rd0, %rd1;\n  st.global.b32 [%rd1], %r4;"
+    body = "  ld.shared.b32 %r4, [%r2+64];\n  mul.wide.s32 %rd1, %r0, 4;\n  add.s64 %rd1, %rd0, %rd1;\n"
+    body += "  st.global.b32 [%rd1], %r4;"
     record = launch(body, out)
     assert (out == -1).all()
     assert any("uninitialised shared memory" in w for w in record.warnings)

@@ -72,8 +72,8 @@ def pretend_cuda(capsule: Any) -> tuple[int, int] | None:
     p = _capsule_tensor(capsule)
     if p is None:
         return None
-    # struct DLTensor: data pointer at 0, device type at 8 and id at 12, ndim at 16, type code, bits (21) and lanes (22),
-    # pointers to shape (24) and strides (32), byte offset at 40
+    # struct DLTensor: data pointer at 0, device type at 8 and id at 12, ndim at 16, type code, bits at 21, lanes at 22,
+    # pointers to shape at 24 and strides at 32, byte offset at 40
     device = ctypes.c_int32.from_address(p + 8)
     if device.value == _CPU:
         device.value = _CUDA

@@ -54,8 +54,8 @@ def directory() -> Path | None:
     d = Path(base) / "tgl" / "emulator"
     try:
         d.mkdir(parents=True, exist_ok=True)
-        probe = tempfile.TemporaryFile(dir=d)
-        probe.close()
+        with tempfile.TemporaryFile(dir=d):
+            pass
     except OSError:
         return None
     return d

@@ -29,7 +29,8 @@ SPECIAL = {
     "%cluster_nctaid.y": "w.launch.cluster[1]", "%cluster_nctaid.z": "w.launch.cluster[2]",
     "%clusterid.x": "w.cta.cluster_id[0]", "%clusterid.y": "w.cta.cluster_id[1]", "%clusterid.z": "w.cta.cluster_id[2]",
     "%nclusterid.x": "w.launch.nclusters[0]", "%nclusterid.y": "w.launch.nclusters[1]",
-    "%nclusterid.z": "w.launch.nclusters[2]", "%smid": "w.cta.smid", "%nsmid": "w.launch.num_sms", "%clock64": "w.launch.clock()",
+    "%nclusterid.z": "w.launch.nclusters[2]", "%smid": "w.cta.smid", "%nsmid": "w.launch.num_sms",
+    "%clock64": "w.launch.clock()",
     "%clock": "w.launch.clock()", "%globaltimer": "w.launch.clock()", "%lanemask_lt": "w.lanemask_lt",
     "%lanemask_le": "w.lanemask_le", "%lanemask_eq": "w.lanemask_eq", "%lanemask_gt": "w.lanemask_gt",
     "%lanemask_ge": "w.lanemask_ge", "%dynamic_smem_size": "w.launch.smem", "%is_explicit_cluster": "True",
@@ -141,7 +142,7 @@ class Generator:
         self.global_set = set(self.global_regs)
 
     def _find_pending(self) -> None:
-        """Registers that may hold the undelivered result of an asynchronous instruction: its targets, and their copies."""
+        """Registers that may hold an undelivered result: the targets of asynchronous instructions, and their copies."""
         pending: set[str] = set()
         moves: dict[str, list[str]] = {}
         for b in self.blocks:

@@ -12,7 +12,7 @@ from .hostlib import HostLibrary
 
 
 class Dsl:
-    """The hooks into the CuTe DSL: installed while at least one ``emulate`` block is open, removed with the last one."""
+    """The hooks into the CuTe DSL, installed while at least one ``emulate`` block is open."""
 
     def __init__(self) -> None:
         self.library = HostLibrary()

@@ -28,8 +28,13 @@ LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 _LoadCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _KernelCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
 _LaunchCallback = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
-)  # fmt: skip
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+)
 _AttributeCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
@@ -145,8 +150,8 @@ class HostLibrary:
             key = self._ptx_of(image_bytes(image))
             if key is None:
                 raise EmulatorError(
-                    "a kernel was loaded whose PTX is unknown: compile it inside `with emulate(...)` (its object file may "
-                    "then be reloaded by later processes)"
+                    "a kernel was loaded whose PTX is unknown: compile it inside `with emulate(...)` (its object file "
+                    "may then be reloaded by later processes)"
                 )
             self.modules.append(key)
             return len(self.modules)
@@ -169,6 +174,6 @@ class HostLibrary:
             return 0
         except BaseException as e:
             if not isinstance(e, EmulatorError):
-                e.__notes__ = [traceback.format_exc()]
+                e.args = (*e.args, traceback.format_exc())
             self.failed(e)
             return LAUNCH_FAILURE

@@ -39,10 +39,21 @@ class Launch(Engine):
     """
 
     def __init__(
-        self, program: Any, grid: tuple, block: tuple, cluster: tuple, smem: int, params: bytes, spans: list[tuple[int, int]],
-        *, seed: int = 0, timing: str = "adversarial", resident_clusters: int = 4, detect_races: bool = True,
+        self,
+        program: Any,
+        grid: tuple,
+        block: tuple,
+        cluster: tuple,
+        smem: int,
+        params: bytes,
+        spans: list[tuple[int, int]],
+        *,
+        seed: int = 0,
+        timing: str = "adversarial",
+        resident_clusters: int = 4,
+        detect_races: bool = True,
         strict_loads: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__(seed, timing)
         self.program, self.grid, self.block, self.cluster, self.smem = program, grid, block, cluster, smem
         self.resident, self.detect_races, self.strict_loads = resident_clusters, detect_races, strict_loads
@@ -104,7 +115,10 @@ class Launch(Engine):
         hint = ""
         if i >= 0:
             r = self.regions[i]
-            hint = f"; the nearest tensor below is [{r.start:#x}, {r.end:#x}), the access ends {addr + n - r.end} bytes past it"
+            hint = (
+                f"; the nearest tensor below is [{r.start:#x}, {r.end:#x}), the access ends {addr + n - r.end} bytes "
+            )
+            hint += "past it"
         raise MemoryAccessError(
             f"{where}global access of {n} bytes at {addr:#x} is outside every tensor of the call{hint}"
         )

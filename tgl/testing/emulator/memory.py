@@ -42,7 +42,7 @@ class Region:
         self.start, self.end = start, start + size
         self.base = start & ~15
         self.size = n = self.end - self.base
-        self.u8 = np.frombuffer((ctypes.c_uint8 * n).from_address(self.base), np.uint8)
+        self.u8 = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
         self.v = {s: self.u8[: n // s * s].view(d) for s, d in DTYPES.items()}
 
 
@@ -75,7 +75,7 @@ class Cta:
         self.size = launch.program.dynamic_shared + launch.smem
         size = -(-self.size // 16) * 16
         self.mem = np.full(size, 0xFF, np.uint8)
-        self.mv = memoryview(self.mem)
+        self.mv = self.mem.data
         self.v = {s: self.mem[: size // s * s].view(d) for s, d in DTYPES.items()}
         self.chunks16 = self.mem.reshape(-1, 16)
         self.state = np.zeros(size // 4, np.uint8)
@@ -83,7 +83,9 @@ class Cta:
         self.published: list[Any] = []  # generic writes handed over at a barrier, not yet fenced for the async proxy
         self.exited = False
         self.exit_clock: Any = None  # what the exited warps of this CTA knew
-        self.remote: dict[int, tuple[int, str, int]] = {}  # clock slot -> last asynchronous or remote access: clock, name, line
+        self.remote: dict[
+            int, tuple[int, str, int]
+        ] = {}  # clock slot -> last asynchronous or remote access: clock, name, line
         self.mbars: dict[int, Any] = {}
         self.named: dict[int, Any] = {}
         self.flags: dict[int, Any] = {}  # shared word -> vector clock released by synchronising stores
@@ -97,8 +99,8 @@ class Cta:
         self.nthreads = b[0] * b[1] * b[2]
         self.nwarps = -(-self.nthreads // 32)
         clocks = cluster.clocks
-        self.shadow = Shadow(clocks, (size // 4,), _shared_cells(self)) if clocks else None
-        self.tmem_shadow = (
+        self.shadow: Any = Shadow(clocks, (size // 4,), _shared_cells(self)) if clocks else None
+        self.tmem_shadow: Any = (
             Shadow(clocks, (TMEM_LANES // CELL_LANES, TMEM_COLUMNS), _tmem_cells(self)) if clocks else None
         )
 
@@ -108,7 +110,7 @@ class Cta:
             raise SyncError(f"CTA {self.id} (rank {self.rank}): {what} after that CTA has exited")
 
     def note_remote(self, agent: Any) -> None:
-        """``agent``, asynchronous or of another CTA, touches this CTA's memory: it must be over before the CTA exits."""
+        """``agent``, asynchronous or of another CTA, touches this memory: that must be over before the CTA exits."""
         if agent is not None:
             self.remote[agent.slot] = (agent.clock, agent.name, agent.line)
 
@@ -118,8 +120,8 @@ class Cta:
         for slot, (clock, name, line) in self.remote.items():
             if slot >= known.size or known[slot] < clock:
                 raise RaceError(
-                    f"race: CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} is not "
-                    "ordered before its exit"
+                    f"race: CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} "
+                    "is not ordered before its exit"
                 )
 
     def mbar(self, offset: int) -> Any:
@@ -161,8 +163,8 @@ class Cta:
         """
         if int(idx.max()) * 16 >= self.size or int(idx.min()) * 16 < SHARED_START:
             raise MemoryAccessError(
-                f"CTA {self.id}: {what} reads shared offsets [{int(idx.min()) * 16:#x}, {int(idx.max()) * 16 + 16:#x}), "
-                f"outside [{SHARED_START:#x}, {self.size:#x})"
+                f"CTA {self.id}: {what} reads shared offsets [{int(idx.min()) * 16:#x}, "
+                f"{int(idx.max()) * 16 + 16:#x}), outside [{SHARED_START:#x}, {self.size:#x})"
             )
         self.check_async(idx, what)
         if self.shadow is not None:

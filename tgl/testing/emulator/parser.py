@@ -18,8 +18,8 @@ from .errors import UnsupportedError
 Operand = tuple
 
 SIZES = {
-    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-    "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16, "pred": 1,
+    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
+    "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16, "pred": 1,
 }  # fmt: skip
 
 _LABEL = re.compile(r"([A-Za-z_$][\w$]*)\s*:(?!:)")
@@ -37,7 +37,7 @@ _OPENERS = re.compile(r"[{}]")
 
 
 class Insn:
-    """One instruction: dotted opcode, its parts, the guard ``(register, negated)``, operands, PTX line and source line."""
+    """One instruction: dotted opcode, its parts, guard ``(register, negated)``, operands, PTX line, source line."""
 
     __slots__ = ("line", "loc", "op", "ops", "parts", "pred", "text")
 
@@ -481,5 +481,8 @@ def _reconvergence_order(succ: list[list[int]]) -> list[int]:
         for b in body:
             loops[b].append(i)
     sets = [frozenset(x) for x in loops]
-    ordered = [sorted(s, key=lambda t, b=b: len(sets[b] & sets[t])) for b, s in enumerate(succ)]
+    ordered = []
+    for b, following in enumerate(succ):
+        common = {t: len(sets[b] & sets[t]) for t in following}
+        ordered.append(sorted(following, key=common.__getitem__))
     return _post_order(ordered)[::-1]

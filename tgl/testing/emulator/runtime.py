@@ -56,7 +56,7 @@ class LaunchRecord:
 
 
 class Emulation:
-    """The machine of an ``emulate`` block. Options may be changed between launches; ``launches`` grows with each one."""
+    """The machine of an ``emulate`` block. Options may change between launches; ``launches`` grows with each one."""
 
     def __init__(
         self, arch: str, seed: int, timing: str, resident_clusters: int, detect_races: bool, strict_loads: bool
@@ -99,7 +99,7 @@ class Emulation:
         return {75: major, 76: 0, 16: NUM_SMS[self.arch], 97: 232448, 81: 233472, 10: 32}.get(number, 0)
 
     def _spans(self, program: cache.Program, params: bytes) -> list[tuple[int, int]]:
-        """Host memory the launch may touch: the tensors of the call, registered ones, and what its pointers point into."""
+        """Memory the launch may touch: tensors of the call, registered ones, and what its pointers point into."""
         spans = self._call + [(a, n) for a, n, _ in self._registered]
         unknown = []
         for offset, size in program.params:
@@ -187,9 +187,19 @@ class Emulation:
         try:
             with single_threaded_blas(), no_garbage_collection():
                 launch = Launch(
-                    program, grid, block, cluster, smem, params, self._spans(program, params), seed=self.seed,
-                    timing=self.timing, resident_clusters=self.resident_clusters, detect_races=self.detect_races, strict_loads=self.strict_loads,
-                )  # fmt: skip
+                    program,
+                    grid,
+                    block,
+                    cluster,
+                    smem,
+                    params,
+                    self._spans(program, params),
+                    seed=self.seed,
+                    timing=self.timing,
+                    resident_clusters=self.resident_clusters,
+                    detect_races=self.detect_races,
+                    strict_loads=self.strict_loads,
+                )
                 launch.run()
         except EmulatorError as e:
             text = re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), str(e))

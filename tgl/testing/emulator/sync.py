@@ -42,7 +42,8 @@ class MBarrier:
     """
 
     __slots__ = (
-        "count", "cta", "fenced", "gathered", "init_clock", "init_slot", "name", "offset", "pending", "phase", "released", "tx",
+        "count", "cta", "fenced", "gathered", "init_clock", "init_slot", "name", "offset", "pending", "phase",
+        "released", "tx",
     )  # fmt: skip
 
     def __init__(self, count: int, cta: Any, offset: int):
@@ -51,7 +52,8 @@ class MBarrier:
         self.count = self.pending = count
         self.tx = 0
         self.phase = 0
-        self.gathered = self.released = None
+        self.gathered: Any = None
+        self.released: Any = None
         self.fenced = False
         self.init_slot, self.init_clock = 0, 0
 
@@ -73,7 +75,8 @@ class MBarrier:
             self.cta.alive(f"arrival on mbarrier {self.name}")
         if n > self.pending:
             raise SyncError(
-                f"mbarrier {self.name}: {n} arrivals with only {self.pending} of {self.count} pending (phase {self.phase})"
+                f"mbarrier {self.name}: {n} arrivals with only {self.pending} of {self.count} pending "
+                f"(phase {self.phase})"
             )
         if tx:
             self._add(tx)
@@ -110,7 +113,7 @@ class NamedBarrier:
     def __init__(self) -> None:
         self.arrived = 0
         self.generation = 0
-        self.gathered = None
+        self.gathered: Any = None
         self.warps: list[Any] = []  # that arrived
         self.waiting: list[Any] = []  # of those, the ones that also wait
 
@@ -158,7 +161,8 @@ class Cluster:
         self.arrived = 0
         self.generation = 0
         self.live = 0  # warps that have not exited
-        self.gathered = self.released = None
+        self.gathered: Any = None
+        self.released: Any = None
         self.alloc_requests: dict[int, dict[int, list]] = {}
         self.ctas = []
         for rank in range(self.size):

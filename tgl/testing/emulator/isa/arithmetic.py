@@ -10,7 +10,8 @@ FLOAT_TYPES = frozenset(FLOAT.split())
 INTEGER_TYPES = frozenset(INTEGER.split())
 WIDTH = {
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
-    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
+    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64,
+    "b128": 128,
 }  # fmt: skip
 FULL = {8: "0xFF", 16: "0xFFFF", 32: "0xFFFFFFFF", 64: "0xFFFFFFFFFFFFFFFF"}
 

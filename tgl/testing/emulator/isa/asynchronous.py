@@ -10,7 +10,10 @@ from .memory import elements
 from .table import op
 
 _HINT = r"L2::cache_hint"
-_COPY = "global shared::cta shared::cluster shared mbarrier::complete_tx::bytes bulk_group multicast::cluster cta_group::1 cta_group::2"
+_COPY = (
+    "global shared::cta shared::cluster shared mbarrier::complete_tx::bytes bulk_group multicast::cluster "
+    "cta_group::1 cta_group::2"
+)
 _REDUCTIONS = ("add", "min", "max", "and", "or", "xor", "inc", "dec")
 
 
@@ -42,7 +45,8 @@ def tensor_copy(g, ins: Insn, part: bool) -> list[str]:
         mask = g.val(ops[3], 16) if "multicast::cluster" in k else "0"
         group = 2 if "cta_group::2" in k else 1
         return [
-            f"w.tma_load({dim}, {g.addr(ops[0])}, {g.addr(ops[1])}, {_coordinates(g, ops[1])}, {g.addr(ops[2])}, {mask}, {group}, m)"
+            f"w.tma_load({dim}, {g.addr(ops[0])}, {g.addr(ops[1])}, {_coordinates(g, ops[1])}, {g.addr(ops[2])}, "
+            f"{mask}, {group}, m)"
         ]
     if k[5] != "global":
         raise UnsupportedError(ins.op)
@@ -57,10 +61,9 @@ def tensor_copy(g, ins: Insn, part: bool) -> list[str]:
     line=True,
 )
 def tensor_reduce(g, ins: Insn, part: bool) -> list[str]:
-    red = next(x for x in ins.parts if x in _REDUCTIONS)
-    return [
-        f"w.tma_store({int(ins.parts[5][0])}, {g.addr(ins.ops[0])}, {_coordinates(g, ins.ops[0])}, {g.addr(ins.ops[1])}, {red!r}, m)"
-    ]
+    k, ops = ins.parts, ins.ops
+    red = next(x for x in k if x in _REDUCTIONS)
+    return [f"w.tma_store({int(k[5][0])}, {g.addr(ops[0])}, {_coordinates(g, ops[0])}, {g.addr(ops[1])}, {red!r}, m)"]
 
 
 @op("cp.async.bulk", mods=_COPY, pattern=_HINT, dst=0, line=True)
@@ -123,7 +126,8 @@ def cp_async_arrive(g, ins: Insn, part: bool) -> list[str]:
 
 @op(
     "tensormap.replace",
-    mods="tile global_address global_dim global_stride box_dim element_stride swizzle_mode rank global shared::cta b1024 b64 b32",
+    mods="tile global_address global_dim global_stride box_dim element_stride swizzle_mode rank global shared::cta "
+    "b1024 b64 b32",
     dst=0,
     line=True,
 )
@@ -228,7 +232,8 @@ def tc_wait(g, ins: Insn, part: bool) -> list[str]:
 
 @op(
     "tcgen05.cp",
-    mods=_GROUP + " 128x256b 128x128b 64x128b 32x128b 4x256b warpx4 warpx2::02_13 warpx2::01_23 b8x16 b6x16_p32 b4x16_p64",
+    mods=_GROUP
+    + " 128x256b 128x128b 64x128b 32x128b 4x256b warpx4 warpx2::02_13 warpx2::01_23 b8x16 b6x16_p32 b4x16_p64",
     dst=0, line=True,
 )  # fmt: skip
 def tc_cp(g, ins: Insn, part: bool) -> list[str]:
@@ -261,7 +266,8 @@ def tc_mma(g, ins: Insn, part: bool) -> list[str]:
     if len(rest) > 1:
         scale_d = g.val(rest[1])
     return [
-        f"w.tc_mma({_cta_group(ins)}, {kind!r}, {g.addr(ops[0])}, {a}, {in_tmem}, {g.val(ops[2], 64)}, {g.val(ops[3])}, "
+        f"w.tc_mma({_cta_group(ins)}, {kind!r}, {g.addr(ops[0])}, {a}, {in_tmem}, {g.val(ops[2], 64)}, "
+        f"{g.val(ops[3])}, "
         f"{disable}, {enable}, {scale_d}, {scale_vec}, {scales}, m)"
     ]
 

@@ -56,7 +56,7 @@ class WarpCore:
         self.local: np.ndarray | None = None
         self.name = f"warp {wid} of CTA {cta.id}"
         clocks = cta.cluster.clocks
-        self.agent = Agent(clocks, self.name) if clocks else None
+        self.agent: Any = Agent(clocks, self.name) if clocks else None  # None: races are not detected
         self.units: dict[str, Agent] = {}  # asynchronous units working for this warp
         self.op_slots: dict[str, deque[tuple[int, int]]] = {}
 

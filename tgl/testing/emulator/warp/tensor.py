@@ -134,9 +134,21 @@ class Warp(BulkWarp):
 
     # ---- tcgen05: MMA, copy, commit (one in-order queue per issuing warp) ----
     def tc_mma(
-        self, g: int, kind: str, d: Any, a: Any, a_in_tmem: bool, b: Any, idesc: Any, disable: Any, enable: Any, scale_d: Any,
-        scale_vec: str | None, scales: Any, m: np.ndarray,
-    ) -> None:  # fmt: skip
+        self,
+        g: int,
+        kind: str,
+        d: Any,
+        a: Any,
+        a_in_tmem: bool,
+        b: Any,
+        idesc: Any,
+        disable: Any,
+        enable: Any,
+        scale_d: Any,
+        scale_vec: str | None,
+        scales: Any,
+        m: np.ndarray,
+    ) -> None:
         if np.count_nonzero(m) != 1:
             if not m.any():
                 return
@@ -188,7 +200,7 @@ class Warp(BulkWarp):
         self.launch.issue(("tcgen05", self), None, run)
 
     def tc_commit(self, addr: Any, mask: Any, g: int, m: np.ndarray) -> None:
-        """The mbarrier (in every CTA of the mask) gets one arrival when all earlier tcgen05 work of this warp is done."""
+        """The mbarrier (in every CTA of the mask) gets one arrival when this warp's earlier tcgen05 work is done."""
         (addr,) = self.one_lane(m, addr)
         addr = self.shared_address(addr)
         ctas = self.cta.cluster.ctas
