@@ -187,3 +187,28 @@ def test_activation_at_the_clamps_and_at_zero():
         tgl.grouped_activation(zero, torch.tensor([1], dtype=torch.int32), kind="srelu").sum(), zero
     )
     assert not grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_wide_rows_take_several_steps_on_a_cpu(dtype, kind, interleaved, with_probs):
+    """So wide that a step holds a few rows and the last one fewer: no step may see another's leftovers."""
+    rows, width = 12, 10_000
+    x = torch.randn(rows, width if kind == "srelu" else 2 * width).mul_(4).to(dtype).requires_grad_()
+    probs = torch.rand(rows).to(dtype).requires_grad_() if with_probs else None
+    offs = torch.tensor([3, 3, rows - 1], dtype=torch.int32)
+    results = []
+    for function, wide in ((tgl.grouped_activation, dtype), (oracle.activation, torch.float64)):
+        leaves = [t.detach().to(wide).requires_grad_() for t in (x, probs) if t is not None]
+        options = {"kind": kind, "interleaved": interleaved, "limit": 6.3}  # which no sample equals
+        y = function(leaves[0], offs, leaves[1] if with_probs else None, **options)
+        grads = torch.autograd.grad(y, leaves, torch.full_like(y, 0.75))
+        results.append([t.to(dtype) for t in (y, *grads)])
+    torch.testing.assert_close(results[0][:2], results[1][:2])
+    if with_probs:  # a sum of terms of either sign: its error is relative to the sum of their magnitudes
+        magnitude = (y.detach() * 0.75 / leaves[1][:, None]).abs().sum(1)
+        (_, _, have), (_, _, want) = results
+        allowed = 8 * torch.finfo(torch.float32).eps * magnitude + torch.finfo(dtype).eps * want.abs()
+        assert ((have.double() - want.double()).abs() <= allowed).all()
