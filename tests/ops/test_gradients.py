@@ -212,3 +212,37 @@ def test_wide_rows_take_several_steps_on_a_cpu(dtype, kind, interleaved, with_pr
         (_, _, have), (_, _, want) = results
         allowed = 8 * torch.finfo(torch.float32).eps * magnitude + torch.finfo(dtype).eps * want.abs()
         assert ((have.double() - want.double()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
+def test_second_derivatives_never_read_a_tail(name, signature, given, options):
+    """NaN in the tails of the inputs, of the gradient and of its gradient changes nothing."""
+    op = getattr(torch.ops.tgl, name).default
+    results = []
+    for tail in (float("nan"), 77.0):
+
+        def poison(t, role, tail=tail):
+            t = t.detach().clone()
+            if role.by_row:
+                t[ROUTING.routed :] = tail
+            return t
+
+        operands = []
+        for role, t in zip(signature.operands, random_operands(signature, given)):
+            floating = t is not None and t.is_floating_point()
+            operands.append(poison(t, role).requires_grad_() if floating else t)
+        leaves = [t for t in operands if t is not None and t.requires_grad]
+        roles = [r for r, t in zip(signature.operands, operands) if t is not None and t.requires_grad]
+        outputs = op(*operands, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        shaped = [(y, r) for y, r in zip(outputs, signature.outputs) if y.numel()]
+        seeds = [poison(torch.ones_like(y), r).requires_grad_() for y, r in shaped]
+        grads = torch.autograd.grad([y for y, _ in shaped], leaves, seeds, create_graph=True)
+        pairs = [(g, r) for g, r in zip(grads, roles) if g.requires_grad]
+        cotangents = [poison(torch.ones_like(g), r) for g, r in pairs]
+        second = torch.autograd.grad([g for g, _ in pairs], [*leaves, *seeds], cotangents, allow_unused=True)
+        assert all(g.isfinite().all() for g in second if g is not None)
+        results.append(second)
+    assert any(g is not None and g.any() for g in results[0])
+    for first, second in zip(*results):
+        assert (first is None and second is None) or torch.equal(first, second)
