@@ -51,7 +51,7 @@ SHAPES = (
 )
 ROUTINGS = ("balanced", "skewed")
 CASES = tuple(Case(*shape, routing) for shape in SHAPES for routing in ROUTINGS)
-QUICK = tuple(Case(*shape, "balanced") for shape in SHAPES[::2])
+QUICK = tuple(Case(*SHAPES[i], "balanced") for i in (0, 3, 4))
 
 
 def routing(case: Case) -> Tensor:
@@ -107,12 +107,12 @@ class Layer:
         return results
 
     def check(self, compiled: bool) -> None:
-        """The arms compute the same thing: nothing is timed before that."""
-        reference = self.step("eager")
-        for arm in ARMS[1:]:
-            for ours, theirs in zip(self.step(arm, compiled), reference, strict=True):
-                error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-                assert error < 8 * torch.finfo(ours.dtype).eps, f"{arm} differs by {error:.1e}"
+        """tgl and ``grouped_mm`` compute the same thing: nothing is timed before that. Also warms up."""
+        for ours, theirs in zip(self.step("tgl", compiled), self.step("grouped_mm", compiled), strict=True):
+            error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < 8 * torch.finfo(ours.dtype).eps, f"the arms differ by {error:.1e}"
+        if compiled:
+            self.step("eager", compiled)
 
 
 def dense(case: Case, dtype: torch.dtype) -> Callable[[], None]:
@@ -148,7 +148,7 @@ def measure(case: Case, dtype: torch.dtype, compiled: bool, seconds: float) -> d
     """Median seconds of every arm and of the dense products."""
     torch._dynamo.reset()
     layer = Layer(case, dtype)
-    layer.check(compiled)  # which also warms up
+    layer.check(compiled)
     arms: dict[str, Callable[[], object]] = {arm: (lambda arm=arm: layer.step(arm, compiled)) for arm in ARMS}
     arms["dense"] = dense(case, dtype)
     once = {name: times[0] for name, times in interleaved(arms, 1).items()}

@@ -106,12 +106,12 @@ def _plot_losses(axes: plt.Axes, unigram: float, history: History) -> None:
     axes.plot(held_out_steps, held_out, color=DEEP, linewidth=2.2, marker="o", markersize=5, label="held out")
     axes.axhline(unigram, color=WARM, linewidth=1.4, linestyle=(0, (5, 3)))
     end = len(steps)
-    axes.text(end, unigram + 0.05, f"unigram model {unigram:.2f}", color=WARM, ha="right", va="bottom")
+    axes.text(end, unigram + 0.05, f"unigram model {unigram:.3f}", color=WARM, ha="right", va="bottom")
     below = held_out[-1] < unigram
     place = {"xytext": (0, -10 if below else 10), "textcoords": "offset points", "va": "top" if below else "bottom"}
-    axes.annotate(f"{held_out[-1]:.2f}", (end, held_out[-1]), color=DEEP, ha="right", fontweight="bold", **place)
+    axes.annotate(f"{held_out[-1]:.3f}", (end, held_out[-1]), color=DEEP, ha="right", fontweight="bold", **place)
     top = max(held_out[0], unigram) * 1.04
-    axes.set_xlim(0, end * 1.015)
+    axes.set_xlim(0, end * 1.03)
     axes.set_ylim(0, top)
     axes.grid(axis="y", color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -154,11 +154,11 @@ def _plot_rates(axes: plt.Axes, comparison: Comparison) -> None:
     colors = ["#c3cad2", "#7fb0e0", DEEP][: len(names)]
     axes.barh(range(len(names)), rates, color=colors, height=0.62)
     for row, rate in enumerate(rates):
-        label = f"{rate / 1e3:.1f}k" + (f"  {rate / rates[0]:.2f}x" if row else "")
+        label = f"{rate:,.0f}" + (f"  {rate / rates[0]:.2f}x" if row else "")
         axes.text(rate + rates.max() * 0.02, row, label, va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, rates.max() * 1.42)
+    axes.set_xlim(0, rates.max() * 1.5)
     axes.set_xticks([])
     axes.tick_params(length=0, colors=INK)
     axes.spines[:].set_visible(False)

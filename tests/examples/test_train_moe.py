@@ -85,6 +85,13 @@ def test_bad_options_get_one_error(options, message, capsys):
     assert message in errors[0]
 
 
+def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "needs a C++ compiler such as g++ on the PATH; --no-compile trains without one" in capsys.readouterr().err
+
+
 def test_a_window_longer_than_the_text_is_refused(capsys):
     with pytest.raises(SystemExit, match=r"^train_moe: .* more than 100000000 bytes to train on"):
         main(["--context", "100000000"])

@@ -187,3 +187,62 @@ def test_activation_at_the_clamps_and_at_zero():
         tgl.grouped_activation(zero, torch.tensor([1], dtype=torch.int32), kind="srelu").sum(), zero
     )
     assert not grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_wide_rows_take_several_steps_on_a_cpu(dtype, kind, interleaved, with_probs):
+    """So wide that a step holds a few rows and the last one fewer: no step may see another's leftovers."""
+    rows, width = 12, 10_000
+    x = torch.randn(rows, width if kind == "srelu" else 2 * width).mul_(4).to(dtype).requires_grad_()
+    probs = torch.rand(rows).to(dtype).requires_grad_() if with_probs else None
+    offs = torch.tensor([3, 3, rows - 1], dtype=torch.int32)
+    results = []
+    for function, wide in ((tgl.grouped_activation, dtype), (oracle.activation, torch.float64)):
+        leaves = [t.detach().to(wide).requires_grad_() for t in (x, probs) if t is not None]
+        options = {"kind": kind, "interleaved": interleaved, "limit": 6.3}  # which no sample equals
+        y = function(leaves[0], offs, leaves[1] if with_probs else None, **options)
+        grads = torch.autograd.grad(y, leaves, torch.full_like(y, 0.75))
+        results.append([t.to(dtype) for t in (y, *grads)])
+    torch.testing.assert_close(results[0][:2], results[1][:2])
+    if with_probs:  # a sum of terms of either sign: its error is relative to the sum of their magnitudes
+        magnitude = (y.detach() * 0.75 / leaves[1][:, None]).abs().sum(1)
+        (_, _, have), (_, _, want) = results
+        allowed = 8 * torch.finfo(torch.float32).eps * magnitude + torch.finfo(dtype).eps * want.abs()
+        assert ((have.double() - want.double()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
+def test_second_derivatives_never_read_a_tail(name, signature, given, options):
+    """NaN in the tails of the inputs, of the gradient and of its gradient changes nothing."""
+    op = getattr(torch.ops.tgl, name).default
+    results = []
+    for tail in (float("nan"), 77.0):
+
+        def poison(t, role, tail=tail):
+            t = t.detach().clone()
+            if role.by_row:
+                t[ROUTING.routed :] = tail
+            return t
+
+        operands = []
+        for role, t in zip(signature.operands, random_operands(signature, given)):
+            floating = t is not None and t.is_floating_point()
+            operands.append(poison(t, role).requires_grad_() if floating else t)
+        leaves = [t for t in operands if t is not None and t.requires_grad]
+        roles = [r for r, t in zip(signature.operands, operands) if t is not None and t.requires_grad]
+        outputs = op(*operands, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        shaped = [(y, r) for y, r in zip(outputs, signature.outputs) if y.numel()]
+        seeds = [poison(torch.ones_like(y), r).requires_grad_() for y, r in shaped]
+        grads = torch.autograd.grad([y for y, _ in shaped], leaves, seeds, create_graph=True)
+        pairs = [(g, r) for g, r in zip(grads, roles) if g.requires_grad]
+        cotangents = [poison(torch.ones_like(g), r) for g, r in pairs]
+        second = torch.autograd.grad([g for g, _ in pairs], [*leaves, *seeds], cotangents, allow_unused=True)
+        assert all(g.isfinite().all() for g in second if g is not None)
+        results.append(second)
+    assert any(g is not None and g.any() for g in results[0])
+    for first, second in zip(*results):
+        assert (first is None and second is None) or torch.equal(first, second)

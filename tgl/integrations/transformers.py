@@ -134,12 +134,12 @@ def activation(experts: nn.Module) -> Activation | None:
 
 
 @torch.compiler.assume_constant_result
-def _activation(experts: type[nn.Module], has_gate: bool, function: Any) -> Activation | None:
+def _activation(experts: Any, has_gate: bool, function: Any) -> Activation | None:
     return _recognise(experts, has_gate, function)
 
 
 @functools.cache
-def _recognise(experts: type[nn.Module], has_gate: bool, function: Any) -> Activation | None:
+def _recognise(experts: Any, has_gate: bool, function: Any) -> Activation | None:
     from transformers import activations
 
     if not has_gate:

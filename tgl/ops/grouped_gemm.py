@@ -54,8 +54,8 @@ def _loop(
 ) -> None:
     """One matrix product per group, fp32 accumulation, one rounding."""
     sizes = segment_sizes(offs, a.shape[0])
-    *a_parts, _ = a.split(sizes)
-    *out_parts, tail = out.split(sizes)
+    *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
+    *out_parts, tail = torch.split_with_sizes(out, sizes)
     direct = (
         out.dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == a.dtype)
     )
@@ -69,7 +69,7 @@ def _loop(
                 torch.addmm(row, x, w, out=y)
     else:
         _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
-    if zero_tail:
+    if zero_tail and sizes[-1]:
         tail.zero_()
 
 

@@ -42,7 +42,7 @@ def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) ->
 
 def _parts(a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> zip:
     sizes = segment_sizes(offs, a.shape[0])
-    return zip(a.split(sizes), b.split(sizes), out.unbind())
+    return zip(torch.split_with_sizes(a, sizes), torch.split_with_sizes(b, sizes), out.unbind())
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
