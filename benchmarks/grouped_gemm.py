@@ -360,9 +360,8 @@ def report(results: list[dict]) -> None:
             if found:
                 mean = math.exp(statistics.fmean(math.log(x) for _, x in found))
                 worst, low = min(found, key=lambda pair: pair[1])
-                print(
-                    f"{op:>10} / {arm:<6} {mean:6.3f}  ({low:.3f}, {worst['shape']} {worst['routing']}, of {len(found)})"
-                )
+                where = f"{low:.3f}, {worst['shape']} {worst['routing']}, of {len(found)}"
+                print(f"{op:>10} / {arm:<6} {mean:6.3f}  ({where})")
 
 
 def plot(results: list[dict], path: Path) -> None:
