@@ -387,11 +387,21 @@ def plot(results: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=140)
 
 
+def named(chosen: GemmConfig) -> str:
+    """A tiling as ``--config`` takes it."""
+    return f"{chosen.tile_m}x{chosen.tile_n}" + "x2" * (chosen.ctas == 2) + "pp" * chosen.pingpong
+
+
 def sweep(args: argparse.Namespace) -> list[dict]:
     """Time tgl alone in every tiling."""
     arch = backends.device_arch(torch.device("cuda", 0))
     sizes = [(m, n) for m in (64, 128, 256) for n in (64, 128, 192, 256)]
-    every = [GemmConfig(m, n, cluster_n=c, band=args.band) for m, n in sizes for c in (1, 2)]
+    every = [
+        GemmConfig(m, n, cluster_n=c, pingpong=p, band=args.band)
+        for m, n in sizes
+        for c in (1, 2)
+        for p in (False, True)
+    ]
     every += [GemmConfig(256, n, two_cta=True, band=args.band) for n in (64, 128, 256)]
     results = []
     for name in args.shapes:
@@ -403,8 +413,8 @@ def sweep(args: argparse.Namespace) -> list[dict]:
                 problem = Problem(op, shape, split(routing, shape.groups, shape.rows))
                 graphs, labels = {}, {}
                 for chosen in every:
-                    if chosen.supports(arch, kind) is None:
-                        label = f"{chosen.tile_m}x{chosen.tile_n}" + ("x2" if chosen.ctas == 2 else "")
+                    if chosen.supports(arch, kind) is None and (args.tiles is None or named(chosen) in args.tiles):
+                        label = named(chosen)
                         with tiling(chosen):
                             graphs[label] = captured(problem.tgl)
                             labels[label] = gate(problem, graphs[label])
@@ -442,9 +452,10 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--arms", nargs="+", default=["torch", "loop", "dense", "copy", "quack"])
     parser.add_argument("--samples", type=int, default=50)
-    parser.add_argument("--config", help="tile_m x tile_n, and x2 for a cluster of two, as 256x128x2")
+    parser.add_argument("--config", help="tile_m x tile_n, x2 for a cluster of two, pp for ping-pong: 128x128x2pp")
     parser.add_argument("--band", type=int, default=8, help="with --config or --sweep-configs: tile rows per band")
     parser.add_argument("--sweep-configs", action="store_true")
+    parser.add_argument("--tiles", nargs="+", default=None, help="with --sweep-configs: only these, written as above")
     parser.add_argument("--out", type=Path, default=None, help="JSON file; the plot goes beside it")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -461,9 +472,10 @@ def main() -> None:
         print(f"host time of a warm call: {host_time():.1f} us")
         chosen = None
         if args.config:
-            tile_m, tile_n, *two = map(int, args.config.split("x"))
+            tile_m, tile_n, *two = map(int, args.config.removesuffix("pp").split("x"))
             pair = backends.device_arch(torch.device("cuda", 0)) != "sm_90"
-            extra = ({"two_cta": True} if pair else {"cluster_n": 2}) if two else {}
+            extra: dict = ({"two_cta": True} if pair else {"cluster_n": 2}) if two else {}
+            extra["pingpong"] = args.config.endswith("pp")
             chosen = GemmConfig(tile_m, tile_n, band=args.band, **extra)
         results = []
         print(

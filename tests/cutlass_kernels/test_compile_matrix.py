@@ -22,6 +22,8 @@ REGISTER_FILE = 65536
 TILINGS = [("sm_90", GemmConfig(*t)) for t in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128))]
 TILINGS += [("sm_90", GemmConfig(*t)) for t in ((128, 192), (128, 256), (256, 64), (256, 128))]
 TILINGS += [("sm_90", GemmConfig(*t, cluster_n=2)) for t in ((128, 128), (128, 256), (256, 128))]
+TILINGS += [("sm_90", GemmConfig(*t, pingpong=True)) for t in ((64, 128), (64, 256), (128, 64), (128, 128))]
+TILINGS += [("sm_90", GemmConfig(128, 128, pingpong=True, cluster_n=2))]
 TILINGS += [("sm_100", GemmConfig(128, n)) for n in (64, 128, 256)]
 TILINGS += [("sm_100", GemmConfig(256, n, two_cta=True)) for n in (64, 128, 256)]
 DTYPES = (torch.bfloat16, torch.float16)
@@ -87,7 +89,8 @@ MATRIX = [(kind, choice) for kind, choices in CHOICES.items() for choice in pair
 def label(kind: str, choice: dict) -> str:
     arch, config = choice["tiling"]
     rest = [f"{n}={str(v).removeprefix('torch.')}" for n, v in choice.items() if n != "tiling"]
-    return " ".join([arch, f"{config.tile_m}x{config.tile_n}{'x2' if config.ctas == 2 else ''}", kind, *rest])
+    tile = f"{config.tile_m}x{config.tile_n}" + "x2" * (config.ctas == 2) + "pp" * config.pingpong
+    return " ".join([arch, tile, kind, *rest])
 
 
 @pytest.fixture(scope="module")

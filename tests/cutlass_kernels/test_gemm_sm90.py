@@ -12,6 +12,7 @@ from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 PAIRS = {shape: GemmConfig(*shape, cluster_n=2) for shape in ((128, 64), (128, 128), (256, 128))}
+TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (64, 256), (128, 64), (128, 128))}
 TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 128), (128, 192), (128, 256), (256, 128))}
 
 GEMM = {
@@ -27,6 +28,8 @@ GEMM = {
     "multicast, a column-major": Case(
         PAIRS[256, 128], (257, 0, 3), columns=264, a_row_major=False, bias=F32, bias_scale=BF16, zero_tail=False
     ),
+    "ping-pong, deeper than the ring": Case(TURNS[128, 128], (257, 0, 3, 130), depth=520, columns=264, bias=BF16),
+    "ping-pong, scaled bias, tail": Case(TURNS[64, 128], RAGGED, bias=F32, bias_scale=BF16, tail=150),
     "all empty": Case(TILES[64, 64], (0, 0, 0), tail=140, columns=40),
     "no tail rows": Case(TILES[128, 256], (256, 128), tail=0),
     "one column tile, odd K": Case(TILES[128, 128], (70,), depth=67, columns=13),
@@ -39,6 +42,8 @@ WGRAD = {
     "two blocks": Case(TILES[256, 128], (130, 0, 64, 1, 70), depth=264, columns=136),
     "two blocks, accumulate": Case(TILES[256, 128], (64, 0, 63, 65), depth=264, out=F32, accumulate=True),
     "multicast, accumulate": Case(PAIRS[128, 128], (64, 0, 63), columns=392, depth=136, out=F32, accumulate=True),
+    "ping-pong": Case(TURNS[64, 256], (64, 0, 63, 165), columns=264, depth=136),
+    "ping-pong, accumulate": Case(TURNS[128, 128], (64, 0, 65), columns=136, depth=264, out=F32, accumulate=True),
     "odd columns, accumulate": Case(TILES[64, 64], (3, 200), columns=37, dtype=F16, out=F16, accumulate=True),
     "all empty": Case(TILES[64, 64], (0, 0), tail=20, columns=40),
 }
@@ -62,7 +67,7 @@ def test_more_groups_than_a_warp_holds():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
-@pytest.mark.parametrize("config", [*TILES.values(), *PAIRS.values()], ids=str)
+@pytest.mark.parametrize("config", [*TILES.values(), *PAIRS.values(), *TURNS.values()], ids=str)
 def test_every_tiling_under_many_schedules(kind, config):
     case = Case(config, RAGGED, out=F32, bias=F32 if kind == VARLEN_M else None, depth=264, columns=264)
     run("sm_90", kind, case, seeds=range(8))

@@ -136,6 +136,8 @@ def test_out_keeps_its_tail_and_its_surroundings():
 SM90 = [GemmConfig(*t) for t in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 192), (128, 256))]
 SM90 += [GemmConfig(*t) for t in ((256, 64), (256, 128))]
 SM90 += [GemmConfig(*t, cluster_n=2) for t in ((128, 128), (128, 256), (256, 128))]
+SM90 += [GemmConfig(*t, pingpong=True) for t in ((64, 128), (64, 256), (128, 64), (128, 128))]
+SM90 += [GemmConfig(128, 128, pingpong=True, cluster_n=2)]
 SM100 = [GemmConfig(128, n) for n in (64, 128, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)]
 
 
