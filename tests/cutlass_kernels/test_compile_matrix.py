@@ -1,6 +1,6 @@
 """Every pair of choices a GEMM kernel is made with: it compiles, is exact, and the machine code is what it should be.
 
-Choices are the tiling (with its architecture), the dtypes, both majors and the parts of the epilogue. For any two of
+Choices are the tiling (with its architecture), the dtypes, the major of B and the parts of the epilogue. For any two of
 them and any two values there is a kernel here; each is compiled, run on the emulator and disassembled.
 """
 
@@ -34,7 +34,6 @@ CHOICES = {
         "tiling": TILINGS,
         "dtype": DTYPES,
         "wide_out": YES_NO,
-        "a_row_major": YES_NO,
         "b_row_major": YES_NO,
         "bias": (None, "same", "float32"),
         "bias_scale": (None, "same", "float32"),
@@ -74,7 +73,6 @@ def case(choice: dict) -> tuple[str, Case]:
         columns=72,
         dtype=dtype,
         out=torch.float32 if choice["wide_out"] else dtype,
-        a_row_major=choice.get("a_row_major", True),
         b_row_major=choice.get("b_row_major", True),
         bias=named[choice.get("bias")],
         bias_scale=named[choice.get("bias_scale")],

@@ -17,16 +17,16 @@ TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 128)
 
 GEMM = {
     "plain": Case(TILES[128, 128], RAGGED),
-    "a column-major": Case(TILES[128, 128], RAGGED, a_row_major=False, depth=200, out=F32),
+    "float32 out": Case(TILES[128, 128], RAGGED, depth=200, out=F32),
     "b column-major": Case(TILES[128, 256], RAGGED, b_row_major=False, dtype=F16, out=F16, columns=264, tail=0),
-    "both column-major": Case(TILES[256, 128], RAGGED, a_row_major=False, b_row_major=False, bias=BF16),
+    "two blocks, b column-major": Case(TILES[256, 128], RAGGED, b_row_major=False, bias=BF16),
     "bias": Case(TILES[64, 64], RAGGED, bias=F32, zero_tail=False, tail=150),
     "scaled bias, odd number of chunks": Case(TILES[128, 192], (130, 0, 1), bias=BF16, bias_scale=F32, columns=392),
     "bias scaled in 16 bits": Case(TILES[64, 256], (1, 3, 300), bias=F16, bias_scale=F16, dtype=F16, out=F32),
     "two blocks, untouched tail": Case(TILES[256, 128], (257, 0, 255, 1), zero_tail=False, tail=300, b_row_major=False),
     "multicast": Case(PAIRS[128, 64], RAGGED, depth=200),
-    "multicast, a column-major": Case(
-        PAIRS[256, 128], (257, 0, 3), columns=264, a_row_major=False, bias=F32, bias_scale=BF16, zero_tail=False
+    "multicast, scaled bias": Case(
+        PAIRS[256, 128], (257, 0, 3), columns=264, bias=F32, bias_scale=BF16, zero_tail=False
     ),
     "ping-pong, deeper than the ring": Case(TURNS[128, 128], (257, 0, 3, 130), depth=520, columns=264, bias=BF16),
     "ping-pong, scaled bias, tail": Case(TURNS[64, 128], RAGGED, bias=F32, bias_scale=BF16, tail=150),

@@ -89,15 +89,12 @@ def tiling(monkeypatch):
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("majors", ["rr", "rc", "cr", "cc"])
-def test_grouped_gemm(sizes, dtype, majors):
-    rows = sum(sizes) + TAIL
-    rows += -rows % 8  # a column-major operand needs a pitch of 16 bytes
-    a, b = integers(rows, 200, dtype=dtype), integers(len(sizes), 200, 328, dtype=dtype)
+@pytest.mark.parametrize("b_major", ["row", "column"])
+def test_grouped_gemm(sizes, dtype, b_major):
+    a, b = integers(sum(sizes) + TAIL, 200, dtype=dtype), integers(len(sizes), 200, 328, dtype=dtype)
     a[sum(sizes) :] = float("nan")
     expected = gemm_reference(a, b, sizes)
-    a = a if majors[0] == "r" else column_major(a)
-    b = b if majors[1] == "r" else column_major(b)
+    b = b if b_major == "row" else column_major(b)
     assert torch.equal(served(tgl.grouped_gemm, a, b, ends(sizes)), expected.to(dtype))
 
 

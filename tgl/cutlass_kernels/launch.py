@@ -134,6 +134,10 @@ def grouped_gemm_supports(
         return reason
     if a.shape[1] == 0:
         return "does not take K = 0"
+    if a.stride(1) != 1:
+        # TMA wants the coordinate along the contiguous dimension on 16 bytes: else the device stops with an illegal
+        # instruction, and a group may begin at any row.
+        return f"needs `a` row-major (groups begin anywhere along its rows), got strides {a.stride()}"
     return _operands_reason(a, b, out)
 
 
