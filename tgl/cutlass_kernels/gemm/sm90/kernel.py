@@ -177,7 +177,7 @@ class GroupedGemm:
     def meet(self):
         """Barrier of the cluster."""
         if cutlass.const_expr(self.config.ctas > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive(aligned=True)
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
