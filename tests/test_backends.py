@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tgl import backends
+from tgl.cutlass_kernels import launch
 from tgl.testing import SIGNATURES
 
 T, K, N, G = 16, 32, 64, 4
@@ -13,9 +14,9 @@ T, K, N, G = 16, 32, 64, 4
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Fake CUDA tensors of any shape on a pretended sm_90; returns what makes operands."""
+    """Fake CUDA tensors on a pretended sm_103, for which there are no kernels of ours; returns what makes operands."""
     mode = FakeTensorMode()
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90" if device.type == "cuda" else device.type)
+    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_103" if device.type == "cuda" else device.type)
     # The data pointer of a fake tensor is not there to be read; a real one would be aligned.
     monkeypatch.setattr(torch._subclasses.fake_tensor.FakeTensor, "data_ptr", lambda self: 0)
 
@@ -70,7 +71,26 @@ def test_arguments_are_checked():
         tgl.explain("matmul")
 
 
-def test_bfloat16_on_sm_90_takes_grouped_mm(cuda):
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_our_kernels_come_first(cuda, monkeypatch, arch, dtype):
+    monkeypatch.setattr(backends, "device_arch", lambda device: arch)
+    monkeypatch.setattr(launch, "_packages_reason", lambda: None)
+    explanation = tgl.explain(tgl.grouped_gemm, *cuda(dtype))
+    assert explanation.chosen.name == "tgl kernel"
+    assert not explanation.syncs
+    assert tgl.explain(tgl.grouped_dbias, cuda(dtype)[0], cuda(dtype)[2]).chosen.name == "tgl kernel"
+
+
+def test_our_kernels_name_the_package_they_miss(cuda, monkeypatch):
+    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    monkeypatch.setattr(launch, "_packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
+    explanation = tgl.explain(tgl.grouped_gemm, *cuda(width=2 * N))
+    assert explanation.chosen.name == "aten grouped_mm"
+    assert reasons(explanation)["tgl kernel"] == "needs the package nvidia-cutlass-dsl"
+
+
+def test_bfloat16_without_our_kernels_takes_grouped_mm(cuda):
     explanation = tgl.explain(tgl.grouped_gemm, *cuda())
     assert explanation.chosen.name == "aten grouped_mm"
     assert not explanation.syncs

@@ -28,7 +28,6 @@ class Case:
     columns: int = 136
     dtype: torch.dtype = torch.bfloat16
     out: torch.dtype = torch.bfloat16
-    a_row_major: bool = True
     b_row_major: bool = True
     bias: torch.dtype | None = None
     bias_scale: torch.dtype | None = None
@@ -79,8 +78,7 @@ def kernel(arch: str, kind: str, case: Case):
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, case.zero_tail and kind == VARLEN_M
     )
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
-    a_unit = 1 if case.a_row_major or kind == VARLEN_K else 0
-    key = launch.PlanKey(kind, arch, True, name(case.dtype), a_unit, b_unit, spec, case.config)
+    key = launch.PlanKey(kind, arch, True, name(case.dtype), 1, b_unit, spec, case.config)
     if key not in _compiled:
         _compiled[key] = launch.build(key)
     return _compiled[key]
@@ -126,7 +124,7 @@ def _varlen_m(arch: str, case: Case):
             value += bias[g].double() * (scale[rows, None].double() if scale is not None else 1)
         expected[rows] = value
         start += size
-    a, b = stored(a, case.a_row_major), stored(b, case.b_row_major)
+    a, b = stored(a, True), stored(b, case.b_row_major)
     buffer, out = framed(case.rows, case.columns, dtype=case.out)
     function = kernel(arch, VARLEN_M, case)
     offs = case.ends

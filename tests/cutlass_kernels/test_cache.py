@@ -13,7 +13,7 @@ from tgl.cutlass_kernels import cache, launch
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.testing.emulator import active, emulate
-from tgl.testing.emulator.runtime import _CudaView
+from tgl.testing.emulator.arguments import as_cuda
 
 KEY = launch.PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 1, 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
 
@@ -121,7 +121,7 @@ def test_a_kernel_loaded_from_disk_computes(directory):
     out = torch.zeros(40, 24, dtype=torch.bfloat16)
     fetch()
     loaded = cache.fetch(KEY, never)
-    loaded(*(_CudaView(t) for t in (a, b, offs, out)), None, None, 2)
+    loaded(*as_cuda((a, b, offs, out)), None, None, 2)
     active().check()
     expected = torch.cat([a[:33].double() @ b[0].double(), a[33:].double() @ b[1].double()])
     assert torch.equal(out.double(), expected)

@@ -1,6 +1,6 @@
 """Every pair of choices a GEMM kernel is made with: it compiles, is exact, and the machine code is what it should be.
 
-Choices are the tiling (with its architecture), the dtypes, both majors and the parts of the epilogue. For any two of
+Choices are the tiling (with its architecture), the dtypes, the major of B and the parts of the epilogue. For any two of
 them and any two values there is a kernel here; each is compiled, run on the emulator and disassembled.
 """
 
@@ -22,6 +22,8 @@ REGISTER_FILE = 65536
 TILINGS = [("sm_90", GemmConfig(*t)) for t in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128))]
 TILINGS += [("sm_90", GemmConfig(*t)) for t in ((128, 192), (128, 256), (256, 64), (256, 128))]
 TILINGS += [("sm_90", GemmConfig(*t, cluster_n=2)) for t in ((128, 128), (128, 256), (256, 128))]
+TILINGS += [("sm_90", GemmConfig(*t, pingpong=True)) for t in ((64, 128), (64, 256), (128, 64), (128, 128))]
+TILINGS += [("sm_90", GemmConfig(128, 128, pingpong=True, cluster_n=2))]
 TILINGS += [("sm_100", GemmConfig(128, n)) for n in (64, 128, 256)]
 TILINGS += [("sm_100", GemmConfig(256, n, two_cta=True)) for n in (64, 128, 256)]
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,7 +34,6 @@ CHOICES = {
         "tiling": TILINGS,
         "dtype": DTYPES,
         "wide_out": YES_NO,
-        "a_row_major": YES_NO,
         "b_row_major": YES_NO,
         "bias": (None, "same", "float32"),
         "bias_scale": (None, "same", "float32"),
@@ -72,7 +73,6 @@ def case(choice: dict) -> tuple[str, Case]:
         columns=72,
         dtype=dtype,
         out=torch.float32 if choice["wide_out"] else dtype,
-        a_row_major=choice.get("a_row_major", True),
         b_row_major=choice.get("b_row_major", True),
         bias=named[choice.get("bias")],
         bias_scale=named[choice.get("bias_scale")],
@@ -87,7 +87,8 @@ MATRIX = [(kind, choice) for kind, choices in CHOICES.items() for choice in pair
 def label(kind: str, choice: dict) -> str:
     arch, config = choice["tiling"]
     rest = [f"{n}={str(v).removeprefix('torch.')}" for n, v in choice.items() if n != "tiling"]
-    return " ".join([arch, f"{config.tile_m}x{config.tile_n}{'x2' if config.ctas == 2 else ''}", kind, *rest])
+    tile = f"{config.tile_m}x{config.tile_n}" + "x2" * (config.ctas == 2) + "pp" * config.pingpong
+    return " ".join([arch, tile, kind, *rest])
 
 
 @pytest.fixture(scope="module")

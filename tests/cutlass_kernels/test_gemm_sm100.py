@@ -16,9 +16,9 @@ TWO = {n: GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)}
 
 GEMM = {
     "plain": Case(ONE[128], RAGGED),
-    "a column-major": Case(ONE[128], RAGGED, a_row_major=False, depth=200, out=F32),
+    "float32 out": Case(ONE[128], RAGGED, depth=200, out=F32),
     "b column-major": Case(ONE[256], RAGGED, b_row_major=False, dtype=F16, out=F16, columns=264, tail=0),
-    "both column-major": Case(TWO[128], RAGGED, a_row_major=False, b_row_major=False, bias=BF16),
+    "pair, b column-major": Case(TWO[128], RAGGED, b_row_major=False, bias=BF16),
     "bias": Case(ONE[64], RAGGED, bias=F32, zero_tail=False, tail=150),
     "scaled bias": Case(TWO[256], RAGGED, bias=BF16, bias_scale=F32, columns=264),
     "bias scaled in 16 bits": Case(ONE[256], (1, 3, 300), bias=F16, bias_scale=F16, dtype=F16, out=F32),

@@ -135,6 +135,7 @@ def test_what_the_kernels_refuse_has_a_reason(machine):
     assert "not 0" in refusal("grouped_gemm", a, b[:1].expand(2, 72, 40), offs)
     assert "takes bfloat16 and float16" in refusal("grouped_gemm", a.float(), b.float(), offs)
     assert "`out`" in refusal("grouped_gemm", a, integers(2, 72, 41, dtype=BF16).mT.contiguous().mT, offs)
+    assert "needs `a` row-major" in refusal("grouped_gemm", integers(72, 16, dtype=BF16).t(), b, offs)
     column_major = integers(48, 16, dtype=BF16).t()
     assert "needs `a` row-major" in refusal("grouped_gemm_wgrad", column_major, a[:, :48], offs)
     with backends.emulated_device("sm_90"):

@@ -6,6 +6,7 @@
 ``varlen``            where a group's rows are, and tensor maps that end where a group ends
 ``epilogue``          what happens to an accumulator on its way to memory
 ``gemm``              mainloops, one folder per architecture
+``reduce``            bias gradient and group offsets
 ``cache``, ``launch``  compiled kernels: kept in memory and on disk, found again, called
 ====================  ==========================================================================
 

@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,9 +112,9 @@ def _load(path: Path) -> Callable | None:
         module = load_module(str(path), enable_tvm_ffi=True)
         function = module[FUNCTION]
     except Exception as error:
-        aside = tempfile.mktemp(prefix=path.stem + ".", suffix=".corrupt", dir=path.parent)
+        aside = path.with_name(f"{path.stem}.{time.time_ns()}.corrupt")
         os.replace(path, aside)
-        warnings.warn(f"tgl: set the compiled kernel {path.name} aside as {Path(aside).name}: {error}", stacklevel=3)
+        warnings.warn(f"tgl: set the compiled kernel {path.name} aside as {aside.name}: {error}", stacklevel=3)
         return None
     _loaded.append(module)
     return function

@@ -62,8 +62,8 @@ class GemmConfig:
     def _sm90(self) -> str | None:
         if self.two_cta:
             return "MMAs of two CTAs exist on sm_100 only"
-        if self.pingpong:
-            return "ping-pong consumers are not built"
+        if self.pingpong and (self.tile_m not in (64, 128) or self.tile_m * self.tile_n > 64 * 256):
+            return f"a warpgroup alone takes 64 or 128 rows and 64 x 256 in all, not {self.tile_m} x {self.tile_n}"
         if self.cluster_m != 1 or self.cluster_n not in (1, 2):
             return f"clusters are 1 x 1 or 1 x 2 on sm_90, not {self.cluster_m} x {self.cluster_n}"
         if self.tile_m not in (64, 128, 256):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import backends
 from . import cache, config
@@ -71,7 +72,7 @@ def _matrix_reason(name: str, t: Tensor) -> str | None:
     for i, stride in enumerate(strides):
         if i != unit and (stride % step or (stride == 0 and t.shape[i] > 1)):
             return f"needs strides of `{name}` that are multiples of {ALIGNMENT} bytes and not 0, got {strides}"
-    if t.device.type != "meta" and t.data_ptr() % ALIGNMENT:
+    if _address(t) % ALIGNMENT:
         return f"needs `{name}` aligned to {ALIGNMENT} bytes"
     return None
 
@@ -85,9 +86,12 @@ def _known_good(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether operands of these dtypes and strides have been accepted before; their addresses are looked at anew."""
     if a.shape[0] > MAX_ROWS or (a.dtype, out.dtype, a.stride(), b.stride(), out.stride()) not in _accepted:
         return False
-    if out.device.type == "meta":
-        out = a
-    return (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT == 0
+    return (_address(a) | _address(b) | _address(out)) % ALIGNMENT == 0
+
+
+def _address(t: Tensor) -> int:
+    """Where ``t`` lies; 0 for a tensor without memory, about which ``explain`` may be asked."""
+    return 0 if isinstance(t, FakeTensor) else t.data_ptr()
 
 
 def _operands_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
@@ -130,6 +134,10 @@ def grouped_gemm_supports(
         return reason
     if a.shape[1] == 0:
         return "does not take K = 0"
+    if a.stride(1) != 1:
+        # TMA wants the coordinate along the contiguous dimension on 16 bytes: else the device stops with an illegal
+        # instruction, and a group may begin at any row.
+        return f"needs `a` row-major (groups begin anywhere along its rows), got strides {a.stride()}"
     return _operands_reason(a, b, out)
 
 

@@ -136,7 +136,7 @@ class GroupedDbias:
                     shares[tid, turn] = self.sum_warps(warp_sums, tid)
                 # Shares alternate between two buffers: passing this barrier for the next item proves that every
                 # block has read this item's, so it may be overwritten the time after.
-                cute.arch.cluster_arrive()
+                cute.arch.cluster_arrive(aligned=True)
                 cute.arch.cluster_wait()
                 if tid < self.vector:
                     column = rank * self.vector + tid
@@ -161,7 +161,7 @@ class GroupedDbias:
         if cutlass.const_expr(bias is not None):
             self.multiply_rows(dy, offs, bias, dscales, block * WARPS + cute.arch.warp_idx(), blocks * WARPS)
         # A block's shared memory must outlive its peers' reads.
-        cute.arch.cluster_arrive()
+        cute.arch.cluster_arrive(aligned=True)
         cute.arch.cluster_wait()
 
     @cute.jit

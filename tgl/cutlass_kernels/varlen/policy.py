@@ -42,8 +42,9 @@ class _Policy:
 class VarlenM(_Policy):
     """``a [T, K] x b [G, K, N] -> out [T, N]``: groups are rows of the output.
 
-    A needs no bound at a group's end: rows of a neighbour only reach rows of the accumulator that are not stored. The
-    output is stored through a ragged map.
+    A needs no bound at a group's end: rows of a neighbour only reach rows of the accumulator that are not stored. It
+    must be row-major, since a map is read from multiples of 16 bytes only along its contiguous mode, and groups begin
+    anywhere. The output is stored through a ragged map.
     """
 
     kind = VARLEN_M

@@ -3,8 +3,9 @@
 =====================  ==========================================================================
 warps                  role
 =====================  ==========================================================================
-0 to 4 W - 1           W warpgroups (1 or 2) of consumers share a tile, ``tile_m / W`` rows each:
-                       wgmma, then epilogue arithmetic, rounding, staging, TMA store
+0 to 4 W - 1           W warpgroups (1 or 2) of consumers: wgmma, then epilogue arithmetic, rounding,
+                       staging, TMA store. They share a tile, ``tile_m / W`` rows each; or, ping-pong,
+                       take tiles in turn, so that one multiplies while the other stores
 4 W                    load: TMA of A and B
 4 W + 1 to 4 W + 3     none; they complete the warpgroup that gives its registers to the consumers
 =====================  ==========================================================================
@@ -48,11 +49,18 @@ class GroupedGemm:
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
         self.tiler = (config.tile_m, config.tile_n, config.tile_k)
-        self.warpgroups = min(config.tile_m // store.CHUNK_ROWS, 2)
+        self.teams = 2 if config.pingpong else 1  # of warpgroups that share a tile
+        self.sharing = 1 if config.pingpong else min(config.tile_m // store.CHUNK_ROWS, 2)
+        self.warpgroups = self.teams * self.sharing
         self.consumers = self.warpgroups * WARPGROUP
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * element.width // 8
-        fixed = vector_bytes(spec, config.tile_m, config.tile_n) + OTHER_SMEM + store.staging_bytes(self.warpgroups)
+        fixed = vector_bytes(spec, *self.vector_tile) + OTHER_SMEM + store.staging_bytes(self.warpgroups)
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
+
+    @property
+    def vector_tile(self) -> tuple[int, int]:
+        """Rows and columns that bias and row scale are kept for: a tile per team."""
+        return self.teams * self.config.tile_m, self.teams * self.config.tile_n
 
     @cute.jit
     def __call__(
@@ -77,7 +85,7 @@ class GroupedGemm:
             OperandMajorMode.K if a_depth else OperandMajorMode.MN,
             OperandMajorMode.K if b_depth else OperandMajorMode.MN,
             Float32,
-            (self.warpgroups, 1, 1),
+            (self.sharing, 1, 1),
             (store.CHUNK_ROWS, tile_n),
         )
         row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -145,10 +153,10 @@ class GroupedGemm:
         a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, 1024, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.element, b_smem.outer, 1024, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
-        vectors = allocate_vectors(allocator, self.spec, self.config.tile_m, self.config.tile_n)
+        vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         if warp == load_warp:
             with cute.arch.elect_one():
-                open_ring(ring, self.stages, load_warp * ctas)
+                open_ring(ring, self.stages, 4 * self.sharing * ctas)
         self.meet()
 
         if warp >= load_warp:
@@ -169,7 +177,7 @@ class GroupedGemm:
     def meet(self):
         """Barrier of the cluster."""
         if cutlass.const_expr(self.config.ctas > 1):
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive(aligned=True)
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()

@@ -109,6 +109,6 @@ def load_tiles(
 
 
 def _boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of a tile ``[rows, tile_k, k]``."""
+    """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of ``[rows, tile_k, k]``."""
     ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
     return cpasync.tma_partition(operand.map, index, cute.make_layout(parts), ring, box)

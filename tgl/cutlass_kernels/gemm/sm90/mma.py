@@ -10,7 +10,8 @@ from ...varlen.policy import Problem
 from .load import Ring, advance
 from .store import Output, store_tile
 
-VECTORS_BARRIER = 1  # named barrier of all consumers
+VECTORS_BARRIER = 4  # named barrier of the first team
+TURN_BARRIER = 6  # named barrier on which the first team waits for its turn
 
 
 @cute.jit
@@ -26,6 +27,7 @@ def release(ring: Ring, stage: Int32, ctas: cutlass.Constexpr):
 
 @cute.jit
 def multiply(
+    gemm: cutlass.Constexpr,
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,
     a: cute.Tensor,
@@ -34,8 +36,7 @@ def multiply(
     stage: Int32,
     phase: Int32,
     depth: Int32,
-    stages: cutlass.Constexpr,
-    ctas: cutlass.Constexpr,
+    team: Int32,
 ) -> tuple[Int32, Int32]:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
 
@@ -44,15 +45,19 @@ def multiply(
     there is nothing to multiply), the compiler would copy it through local memory and wait for every single MMA.
 
     Args:
-        tiled_mma: the MMA of all consumer warpgroups.
+        gemm: the ``GroupedGemm``.
+        tiled_mma: the MMA of a team of warpgroups.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
-        ring, stage, phase, stages: the ring and where it stands.
+        ring, stage, phase: the ring and where it stands.
         depth: k tiles.
-        ctas: CTAs of the cluster.
+        team: which of the ``gemm.teams`` this warpgroup belongs to.
     """
+    ctas = gemm.config.ctas
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    if cutlass.const_expr(gemm.teams > 1):
+        wait_turn(team)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):
         cute.arch.mbarrier_wait(ring.full + stage, phase)
@@ -64,11 +69,29 @@ def multiply(
         if k > 0:
             release(ring, previous, ctas)
         previous = stage
-        stage, phase = advance(stage, phase, stages)
+        stage, phase = advance(stage, phase, gemm.stages)
+    if cutlass.const_expr(gemm.teams > 1):
+        give_turn(1 - team)
     warpgroup.wait_group(0)
     if depth > 0:
         release(ring, previous, ctas)
     return stage, phase
+
+
+@cute.jit
+def wait_turn(team: Int32):
+    """Wait until the other team has issued its tile's MMAs.
+
+    Besides keeping the MMAs of a tile together, this is what makes waiting for a stage sound: its barrier tells only
+    whether the number of rounds is even or odd, so nobody may be two rounds ahead of it.
+    """
+    cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
+
+
+@cute.jit
+def give_turn(team: Int32):
+    """Let ``team`` multiply."""
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
 
 
 @cute.jit
@@ -101,33 +124,59 @@ def consume_tiles(
     policy, spec, config = gemm.policy, gemm.spec, gemm.config
     thread, _, _ = cute.arch.thread_idx()
     which = cute.arch.make_warp_uniform(thread // 128)
-    thread_mma = tiled_mma.get_slice(which * 128)
+    team, member = which // gemm.sharing, which % gemm.sharing
+    team_threads = gemm.sharing * 128
+    thread_mma = tiled_mma.get_slice(member * 128)
     a = tiled_mma.make_fragment_A(thread_mma.partition_A(a_buffers))
     b = tiled_mma.make_fragment_B(thread_mma.partition_B(b_buffers))
-    stage, phase, turn = Int32(0), Int32(0), Int32(0)
+    own = team_vectors(vectors, team, gemm.tiler[:2])
+    stage, phase, turn, count = Int32(0), Int32(0), Int32(0), Int32(0)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
+    if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
+        if team == 1:
+            give_turn(Int32(0))
     while tile.valid:
         product = policy.is_product(tile, problem)
-        column = (tile.n * config.ctas + rank) * config.tile_n
-        if cutlass.const_expr(spec.bias):
-            # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
-            cute.arch.barrier(barrier_id=VECTORS_BARRIER, number_of_threads=gemm.consumers)
-            if product:
-                row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
-                load_vectors(vectors, args, tile.group, row, end, column, thread, gemm.consumers)
-            cute.arch.barrier(barrier_id=VECTORS_BARRIER, number_of_threads=gemm.consumers)
         depth = Int32(0)
         if product:
             depth = ceil_div(policy.depth(tile, problem), config.tile_k)
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
-        stage, phase = multiply(tiled_mma, acc, a, b, ring, stage, phase, depth, gemm.stages, config.ctas)
-        if cutlass.const_expr(spec.accumulate):
-            if product:
-                turn = store_tile(gemm, acc, output, vectors, tile, column, product, which, thread % 128, turn)
+        if count % gemm.teams == team:
+            column = (tile.n * config.ctas + rank) * config.tile_n
+            if cutlass.const_expr(spec.bias):
+                # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
+                cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
+                if product:
+                    row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
+                    load_vectors(own, args, tile.group, row, end, column, thread % team_threads, team_threads)
+                cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
+            acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
+            stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
+            if cutlass.const_expr(spec.accumulate):
+                if product:
+                    turn = store_tile(gemm, acc, output, own, tile, column, product, which, thread % 128, turn)
+            else:
+                turn = store_tile(gemm, acc, output, own, tile, column, product, which, thread % 128, turn)
         else:
-            turn = store_tile(gemm, acc, output, vectors, tile, column, product, which, thread % 128, turn)
+            # The other team's tile: its stages are not ours to wait for.
+            stage += depth
+            phase = (phase + stage // gemm.stages) % 2
+            stage = stage % gemm.stages
+        count += 1
         first += step
         search, tile = policy.find(search, first, problem, True)
+    if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
+        if count % gemm.teams == team:
+            wait_turn(team)  # takes the turn that was given last, so that no barrier is left half full
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores that read it
+
+
+def team_vectors(vectors: TileVectors, team: Int32, tile: tuple[int, int]) -> TileVectors:
+    """One team's part of the vectors, which are kept for a tile per team."""
+    bias, scale = vectors
+    if bias is not None:
+        bias = cute.make_tensor(bias.iterator + team * tile[1], cute.make_layout(tile, stride=(0, 1)))
+    if scale is not None:
+        scale = cute.make_tensor(scale.iterator + team * tile[0], cute.make_layout(tile, stride=(1, 0)))
+    return TileVectors(bias, scale)

@@ -159,7 +159,7 @@ def store_tile(
     warp = cute.arch.make_warp_uniform(thread // 32)
     thread_row, thread_column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
     for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-        first_row = (block * gemm.warpgroups + which) * CHUNK_ROWS
+        first_row = (block * gemm.sharing + which % gemm.sharing) * CHUNK_ROWS
         row = tile.m * config.tile_m + first_row
         for chunk in cutlass.range_constexpr(config.tile_n // columns):
             column = first_column + chunk * columns
