@@ -314,12 +314,10 @@ def test_pair_of_ctas(m):
 
 
 # ---- block scales ---------------------------------------------------------------------------------------------------
-def put_scales(cta, col, codes, quadrants):
-    """Scale bytes ``codes[row, 4]`` into tensor memory; ``quadrants``: 32-lane quadrant -> first row it holds."""
-    for q, first in quadrants.items():
-        for r in range(first, min(first + 128 if len(set(quadrants.values())) == 1 else first + 32, len(codes))):
-            cell = int.from_bytes(bytes(int(x) for x in codes[r]), "little")
-            cta.tmem[32 * q + (r - first) % 32, col + (r - first) // 32] = cell
+def put_scales(cta, col, codes, quadrant):
+    """Scale bytes ``codes[row, 4]`` into one 32-lane quadrant of tensor memory: row r in lane r%32, column r/32."""
+    for r, row in enumerate(codes):
+        cta.tmem[32 * quadrant + r % 32, col + r // 32] = int.from_bytes(bytes(int(x) for x in row), "little")
 
 
 SCALED = [
@@ -343,8 +341,8 @@ def test_block_scaled(kind, a_fmt, b_fmt, sf, vec, factors, k):
     pool = np.arange(124, 131) if sf == "ue8m0" else np.array([0x28, 0x30, 0x38, 0x40, 0x3C])
     sa, sb = rng.choice(pool, (128, 4)), rng.choice(pool, (n, 4))
     for q in range(4):
-        put_scales(cta, 300, sa, {q: 0})
-        put_scales(cta, 310, sb, {q: 0})
+        put_scales(cta, 300, sa, q)
+        put_scales(cta, 310, sb, q)
     value = np.vectorize(lambda c: 2.0 ** (int(c) - 127) if sf == "ue8m0" else ref.small_value(int(c), "e4m3"))
     for ids in ((0, 0), (4 - factors, 0)):
         word = idesc(kind, 128, n, a_fmt, b_fmt) | (sf == "ue8m0") << 23 | ids[0] << 29 | ids[1] << 4
@@ -357,7 +355,7 @@ def test_block_scaled(kind, a_fmt, b_fmt, sf, vec, factors, k):
 
 @pytest.mark.parametrize("m", [128, 256])
 def test_block_scaled_pair(m):
-    """A pair with 64 rows per CTA reads scales of A replicated 02_13 and halves of the scales of B in 01_23."""
+    """With 64 rows per CTA, each half of the scales of B is in the quadrants that hold its half of the columns."""
     rng = np.random.default_rng(3)
     n, rows, k = 128, m // 2, 32
     ac, av = codes_for(rng, "e4m3", (m, k))
@@ -368,14 +366,9 @@ def test_block_scaled_pair(m):
         la = place(c.smem, 0x4000, ac[rows * i : rows * (i + 1)], "e4m3", 32)
         lb = place(c.smem, 0x8000, bc[n // 2 * i : n // 2 * (i + 1)], "e4m3", 32)
         mine = sa[rows * i : rows * (i + 1)]
-        if m == 256:
-            for q in range(4):
-                put_scales(c, 300, mine, {q: 0})
-                put_scales(c, 310, sb, {q: 0})
-        else:
-            put_scales(c, 300, mine, {0: 0, 1: 32, 2: 0, 3: 32})
-            for q in range(4):
-                put_scales(c, 310, sb[64 * (q // 2) : 64 * (q // 2) + 64], {q: 0})
+        for q in range(4):
+            put_scales(c, 300, mine, q)
+            put_scales(c, 310, sb if m == 256 else sb[64 * (q // 2) : 64 * (q // 2) + 64], q)
     op = mma.Tcgen05("mxf8f6f4", idesc("mxf8f6f4", m, n, "e4m3", "e4m3") | 1 << 23, 2, "")
     op.run(pair, 0, desc100(0x4000, *la, 32), False, desc100(0x8000, *lb, 32), False, None, 0, (300, 310))
     want = (av * 2.0 ** (sa[:, :1] - 127)) @ (bv * 2.0 ** (sb[:, :1] - 127)).T
@@ -550,15 +543,23 @@ def test_wgmma_from_shared_memory(fmt, dt, k, span, a_mn, b_mn):
     imm = (1, 1, int(a_mn), int(b_mn)) if fmt in ("bf16", "f16") else () if dt == "s32" else (1, 1)
     mask = np.ones(32, bool)
     for wid in range(4, 8):
-        zero = [0] * (n // 4 if dt == "f16" else n // 2)
         args = (f"m64n{n}k{k}", dt, fmt, fmt)
-        first = mma.wgmma(Warp(cta, wid), *args, zero, da, False, db, False, imm, mask)
-        second = mma.wgmma(Warp(cta, wid), *args, first, da, False, db, True, imm, mask)
+        first = mma.wgmma(Warp(cta, wid), *args, None, da, False, db, imm, mask)
+        second = mma.wgmma(Warp(cta, wid), *args, first, da, False, db, imm, mask)
         mine = want[16 * (wid % 4) : 16 * (wid % 4) + 16]
         rounded = np.float16 if dt == "f16" else np.float64
         once = mine.astype(rounded).astype(np.float64)
-        assert np.array_equal(fragment_values(first, n, dt), once)
-        assert np.array_equal(fragment_values(second, n, dt), (once + mine).astype(rounded).astype(np.float64))
+        assert np.array_equal(first.astype(np.float64), once)
+        assert np.array_equal(second.astype(np.float64), (once + mine).astype(rounded).astype(np.float64))
+
+
+@pytest.mark.parametrize("dt", ["f32", "f16", "s32"])
+def test_accumulator_fragments(dt):
+    values = np.arange(16 * 24).reshape(16, 24)
+    regs = mma.fragment_out(values.astype({"f32": np.float32, "f16": np.float16, "s32": np.int32}[dt]), dt)
+    assert len(regs) == (6 if dt == "f16" else 12)
+    assert np.array_equal(fragment_values(regs, 24, dt), values)
+    assert np.array_equal(mma.fragment_in(regs, 24, dt), values)
 
 
 def operand_registers(codes, fmt):
@@ -586,19 +587,19 @@ def test_wgmma_with_a_in_registers(fmt):
     db = desc90(0x8000, *place(cta.smem, 0x8000, bc, fmt, 32), 32)
     imm = (-1, 1, 0) if fmt == "bf16" else () if fmt == "s8" else (0xFFFFFFFF, 1)
     regs = operand_registers(ac, fmt)
-    got = mma.wgmma(Warp(cta, 1), f"m64n{n}k{k}", dt, fmt, fmt, [0] * 8, regs, True, db, False, imm, np.ones(32, bool))
-    assert np.array_equal(fragment_values(got, n, dt), (av if fmt == "s8" else -av) @ bv.T)
+    got = mma.wgmma(Warp(cta, 1), f"m64n{n}k{k}", dt, fmt, fmt, None, regs, True, db, imm, np.ones(32, bool))
+    assert np.array_equal(got, (av if fmt == "s8" else -av) @ bv.T)
 
 
 def test_wgmma_refusals():
     w, mask = Warp(Cta(), 0), np.ones(32, bool)
     good = desc90(0x4000, 16, 256, 32)
     with pytest.raises(UnsupportedError, match="base offset"):
-        mma.wgmma(w, "m64n8k16", "f32", "bf16", "bf16", [0] * 4, good, False, good | 1 << 49, False, (1, 1, 0, 0), mask)
+        mma.wgmma(w, "m64n8k16", "f32", "bf16", "bf16", None, good, False, good | 1 << 49, (1, 1, 0, 0), mask)
     with pytest.raises(UnsupportedError, match="MN-major"):
-        mma.wgmma(w, "m64n8k32", "f32", "e4m3", "e4m3", [0] * 4, good, False, good, False, (1, 1, 0, 1), mask)
+        mma.wgmma(w, "m64n8k32", "f32", "e4m3", "e4m3", None, good, False, good, (1, 1, 0, 1), mask)
     with pytest.raises(UnsupportedError, match="f64"):
-        mma.wgmma(w, "m64n8k16", "f64", "bf16", "bf16", [0] * 4, good, False, good, False, (1, 1, 0, 0), mask)
+        mma.wgmma(w, "m64n8k16", "f64", "bf16", "bf16", None, good, False, good, (1, 1, 0, 0), mask)
 
 
 @pytest.mark.parametrize(
