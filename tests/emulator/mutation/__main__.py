@@ -36,18 +36,21 @@ def classify(subject, record):
     return explain(subject, record)
 
 
-def sample(records):
-    """Evenly spread caught mutants of as many kinds as possible, the quickest of each first."""
-    caught = sorted((r for r in records if r["verdict"] == "caught"), key=lambda r: r["seconds"])
-    semantic, deleted, kinds = [], [], set()
-    for r in caught:
-        name = r["id"].split("#")[0]
-        if name not in kinds:
-            kinds.add(name)
-            (deleted if r["kind"] == "delete" else semantic).append(r["id"])
-    half = PER_SUBJECT // 2
-    picked = deleted[:half] + semantic[: PER_SUBJECT - min(half, len(deleted))]
-    return sorted(picked)
+def sample(all_records):
+    """Per kernel, caught mutants of as many kinds as possible, half of them deletions; the quickest of each."""
+    picked, seen = {}, set()
+    for subject, records in all_records.items():
+        caught = sorted((r for r in records if r["verdict"] == "caught"), key=lambda r: r["seconds"])
+        first = {}
+        for r in caught:
+            first.setdefault(r["id"].split("#")[0], r)
+        deleted = [r["id"] for r in first.values() if r["kind"] == "delete"][: PER_SUBJECT // 2]
+        semantic = [r for r in first.values() if r["kind"] != "delete"]
+        semantic.sort(key=lambda r: r["kind"] in seen)  # kinds that no other kernel shows come first
+        semantic = semantic[: PER_SUBJECT - len(deleted)]
+        seen.update(r["kind"] for r in semantic)
+        picked[subject] = sorted(deleted + [r["id"] for r in semantic])
+    return picked
 
 
 def table(rows):
@@ -116,7 +119,7 @@ def main():
     (ROOT / "docs").mkdir(exist_ok=True)
     (ROOT / "docs" / "emulator_mutation.md").write_text(report(records))
     if args.sample:
-        SAMPLE.write_text(json.dumps({s: sample(r) for s, r in records.items()}, indent=1) + "\n")
+        SAMPLE.write_text(json.dumps(sample(records), indent=1) + "\n")
 
 
 if __name__ == "__main__":
