@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
-from .arguments import call_spans, mapped_ranges, tensor_span, torch_storages
+from .arguments import call_spans, mapped_ranges, storage_spans, tensor_span
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
@@ -111,8 +111,7 @@ class Emulation:
         mapped = mapped_ranges() if unknown else []
         unknown = [v for v in unknown if any(a <= v < b for a, b in mapped)]  # the others are numbers, not pointers
         if unknown:
-            storages = torch_storages()
-            spans += {(a, n) for v in unknown for a, n in storages if a <= v < a + n}
+            spans += storage_spans(unknown)
         return spans
 
     def launch_ptx(

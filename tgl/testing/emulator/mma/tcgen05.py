@@ -122,16 +122,15 @@ class Tcgen05:
         per = rows // 2 if halves else rows
         col, nc = addr & 0xFFFF, -(-per // 32)
         t = np.ascontiguousarray(cta.tmem_read(slice(0, 128), slice(col, col + nc), what)).reshape(4, 32, nc)
-        source = (0, 0, 2, 2) if halves else (0, 0, 0, 0)
-        for q, s in enumerate(source):
-            for c in range(nc):
-                n = min(32, per - 32 * c)
-                if not np.array_equal(t[q, :n, c], t[s, :n, c]):
-                    raise EmulatorError(
-                        f"CTA {cta.id}: {what}: scale factors are not replicated across the lane quadrants of tensor "
-                        f"memory (quadrant {q}, column {col + c})"
-                    )
-        cells = np.concatenate([t[q].T.reshape(-1)[:per] for q in ((0, 2) if halves else (0,))])
+        by_row = t.transpose(0, 2, 1).reshape(4, -1)[:, :per]  # quadrant, row
+        differs = by_row != by_row[[0, 0, 2, 2] if halves else [0, 0, 0, 0]]
+        if differs.any():
+            q, row = np.argwhere(differs)[0]
+            raise EmulatorError(
+                f"CTA {cta.id}: {what}: scale factors are not replicated across the lane quadrants of tensor "
+                f"memory (quadrant {q}, column {col + row // 32})"
+            )
+        cells = by_row[[0, 2]].reshape(-1) if halves else by_row[0]
         by = np.ascontiguousarray(cells).view(np.uint8).reshape(rows, 4)
         return LUT[self.scale_format][by[:, sid : sid + self.scales]]
 
