@@ -136,6 +136,22 @@ def test_tvm_ffi():
     assert len(machine.launches) == 1
 
 
+def test_object_file_reloaded(tmp_path):
+    pytest.importorskip("tvm_ffi")
+    src, dst = integers(64, 64), torch.empty(64, 64)
+    path = str(tmp_path / "double.o")
+    with emulate("sm_100a"):
+        f = cute.compile(kernels.Double(), *views(src, dst), kernels.STREAM, options="--enable-tvm-ffi")
+        f.export_to_c(path, function_name="double")
+    with emulate("sm_100a") as machine:
+        loaded = cute.runtime.load_module(path, enable_tvm_ffi=True)
+        machine.call(loaded.double, src, dst, 0)
+        assert torch.equal(dst, 2 * src)
+        machine.edit_ptx = lambda text: text.replace("mbarrier.init", "mbarrier.unheard_of")
+        with pytest.raises(EmulatorError, match="unheard_of"):
+            machine.call(loaded.double, src, dst, 0)
+
+
 def test_tvm_ffi_raises_the_error_of_the_launch():
     pytest.importorskip("tvm_ffi")
     src, dst = integers(64, 64), torch.empty(64, 64)

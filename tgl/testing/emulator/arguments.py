@@ -133,7 +133,7 @@ def walk(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(v, dict):
             yield from walk(v.values())
         elif dataclasses.is_dataclass(v) and not isinstance(v, type):
-            yield from walk(vars(v).values())
+            yield from walk(getattr(v, f.name) for f in dataclasses.fields(v))
         else:
             yield v
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
-from .arguments import call_spans, mapped_ranges, storage_spans, tensor_span
+from .arguments import as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
@@ -88,7 +88,38 @@ class Emulation:
         if error is not None:
             raise error
 
-    # ---- called by the host library ----
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a TVM-FFI function that was reloaded from an object file, with CPU tensors.
+
+        Functions from ``cute.compile`` are called directly; a reloaded one is a plain ``tvm_ffi.Function``, which takes
+        CUDA tensors only and turns the error of a launch into one of its own.
+
+        Raises:
+            EmulatorError: what a kernel did wrong.
+        """
+        return self._guarded(function, args, {}, True)
+
+    # ---- called by the hooks and the host library ----
+    def _guarded(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], convert: bool) -> Any:
+        """Call host code: note its tensors, show them as CUDA memory, and raise the launch's own error."""
+        outer = self.depth == 0
+        if outer:
+            self.error = None
+        self._call += call_spans((args, kwargs))
+        if convert:
+            args, kwargs = [as_cuda(a) for a in args], {k: as_cuda(v) for k, v in kwargs.items()}
+        self.depth += 1
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            self.check()
+            raise
+        finally:
+            self.depth -= 1
+            if outer:
+                self._call = []
+                self.check()
+
     def _failed(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
