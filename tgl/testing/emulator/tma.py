@@ -36,6 +36,23 @@ class TensorMap:
     """A decoded tensor map. Sizes, coordinates and boxes count elements; ``nbytes`` is the shared memory one box takes,
     ``tx_bytes`` what an mbarrier counts for it."""
 
+    base: int
+    rank: int
+    swizzle: int
+    fill_nan: int
+    dtype: str
+    es: int
+    bits: int
+    unpack: bool
+    size: list[int]
+    box: list[int]
+    strides: list[int]
+    bsz: list[int]
+    limits: list[int]
+    inner: int
+    nbytes: int
+    tx_bytes: int
+
     @staticmethod
     def decode(raw):
         """From the first 64 bytes of a descriptor. Raises UnsupportedError for a field that is not modelled."""

@@ -1,6 +1,7 @@
 """The ``cvt`` instruction: between integers, floats and packed narrow formats."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -78,16 +79,16 @@ def _int_to_int(a, dst, src, sat, dbits):
     (db, ds), (sb, ss) = dst, src
     lo, hi = (-(1 << db - 1), (1 << db - 1) - 1) if ds else (0, MASK[db])
     if type(a) is int:
-        v = a & MASK[sb]
-        if ss and v >> (sb - 1):
-            v -= 1 << sb
+        n = a & MASK[sb]
+        if ss and n >> (sb - 1):
+            n -= 1 << sb
         if sat:
-            v = min(max(v, lo), hi)
-        v &= MASK[db]
-        if ds and v >> (db - 1):
-            v -= 1 << db
-        return v & MASK[dbits]
-    v = a.astype(UDT[sb])
+            n = min(max(n, lo), hi)
+        n &= MASK[db]
+        if ds and n >> (db - 1):
+            n -= 1 << db
+        return n & MASK[dbits]
+    v: Any = a.astype(UDT[sb])
     if ss:
         v = v.view(SDT[sb])
     if sat:
@@ -161,7 +162,7 @@ def _to_small(dty, sty, args, rnd, relu, dbits):
         random = [second, second, first, first]
     else:
         values, random = list(_two(sty, args)), [None, None]
-    r = None
+    r: Any = None
     for i, (x, bits) in enumerate(zip(values, random, strict=True)):
         if relu:
             x = _clamp_negative(x)

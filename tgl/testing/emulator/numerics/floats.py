@@ -7,7 +7,9 @@ float64 function value rounded to the type, which is more accurate than the hard
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +110,7 @@ def _fma(x, y, z, rnd):
     return _zero_sign(odd_sum(p, z), p, z, rnd)
 
 
-_WIDE = {
+_WIDE: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sub": lambda x, y, rnd: _add(x, -y, rnd),
     "mul": lambda x, y, rnd: x * y,
@@ -122,6 +124,13 @@ _WIDE = {
     "sin": lambda x, rnd: np.sin(x),
     "cos": lambda x, rnd: np.cos(x),
     "tanh": lambda x, rnd: np.tanh(x),
+}
+_NATIVE: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rcp": lambda x: 1.0 / x,
 }
 _APPROX = ("rsqrt", "ex2", "lg2", "sin", "cos", "tanh")
 
@@ -168,9 +177,7 @@ def _f64(name, xs, rnd):
     if name in _APPROX or (name == "sqrt" and rnd == "rn"):
         return _WIDE[name](*xs, rnd)
     if rnd == "rn" and name != "fma":
-        return {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rcp": lambda x: 1.0 / x}[
-            name
-        ](*xs)
+        return _NATIVE[name](*xs)
     if name not in ("add", "sub", "mul", "div", "fma", "rcp"):
         raise UnsupportedError(f"{name}.{rnd}.f64")
     cols = np.broadcast_arrays(*xs)

@@ -6,6 +6,8 @@ arrays. Every function takes and returns register values unless it says otherwis
 integers is what makes address and loop arithmetic cheap.
 """
 
+from typing import Any
+
 import numpy as np
 
 M8, M16, M32, M64 = 0xFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
@@ -255,6 +257,7 @@ def prmt(a, b, c, mode=""):
 
 def lop3(a, b, c, lut):
     """Any three-input boolean function; bit ``4a+2b+c`` of ``lut`` is its value."""
+    r: Any
     if type(a) is int and type(b) is int and type(c) is int:
         r = 0
     else:
