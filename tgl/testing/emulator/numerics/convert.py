@@ -236,6 +236,21 @@ def _int_to_f64(v, rnd):
     return r
 
 
+def _keep_nan(bits, a, sty):
+    """NaN payloads survive bf16 -> f32 unchanged, and f64 -> f32 shortened and quiet."""
+    x = tofloat(a, sty)
+    nan = np.isnan(x)
+    if not nan.any():
+        return bits
+    if sty == "bf16":
+        kept = vec(a, 16).astype(np.uint32) << np.uint32(16)
+    else:
+        u = vec(a, 64)
+        sign, payload = (u >> np.uint64(63)).astype(np.uint32), (u >> np.uint64(29)).astype(np.uint32)
+        kept = sign << np.uint32(31) | np.uint32(0x7FC00000) | payload & np.uint32(0x3FFFFF)
+    return np.where(nan, kept, bits)
+
+
 def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
     x = tofloat(a, "f32" if sty == "tf32" else sty)
     if dty == "tf32":
@@ -254,6 +269,8 @@ def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
     if relu:
         x = _clamp_negative(x)
     bits = round_to(x, dty, rnd or "rn")
+    if dty == "f32" and sty in ("bf16", "f64"):
+        bits = _keep_nan(bits, a, sty)
     if ftz and dty == "f32":
         f = flush(bits.view(np.float32), "f32")
         bits = np.where(np.isnan(f), np.uint32(NAN_BITS["f32"]), np.ascontiguousarray(f).view(np.uint32))

@@ -190,13 +190,15 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
         xs = [flush(x, ty) for x in xs]
     if ty == "f64":
         r = _f64(name, xs, rnd)
-    elif ty == "f32" and rnd == "rn" and name in ("add", "sub", "mul"):
+    elif ty == "f32" and rnd == "rn" and name in ("add", "sub", "mul") and not ftz:
         r = (np.add if name == "add" else np.subtract if name == "sub" else np.multiply)(*xs)
     else:
         r = _WIDE[name](*[x.astype(np.float64) for x in xs], rnd)
+    if ftz:  # the device decides before it rounds: a value just below the normal range does not round up into it
+        r = flush(r, ty)
     bits = round_to(r, ty, rnd)
-    if ftz:
-        bits = _flush_bits(bits, ty)
+    if ty == "f64":
+        bits = _propagate_nan(bits, r, xs)
     if sat or relu:
         v = tofloat(bits, ty)
         one = v.dtype.type(1)
@@ -213,6 +215,17 @@ def _flush_bits(bits, ty):
     top = dt(1 << (WIDTH[ty] - 1))
     sub = (bits & dt(((1 << (WIDTH[ty] - 1)) - 1) >> mant << mant)) == 0
     return np.where(sub, bits & top, bits)
+
+
+def _propagate_nan(bits, r, xs):
+    """float64 NaN results: the first NaN operand made quiet, or the negative default NaN if there is none."""
+    nan = np.isnan(r)
+    if not nan.any():
+        return bits
+    value = np.full(bits.shape, 0xFFF8000000000000, np.uint64)
+    for x in reversed(xs):
+        value = np.where(np.isnan(x), np.ascontiguousarray(x).view(np.uint64) | np.uint64(1 << 51), value)
+    return np.where(nan, value, bits)
 
 
 def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
@@ -241,13 +254,15 @@ def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
 
 
 def _sign(name, ty, a, ftz):
-    """neg/abs/copysign act on the sign bit alone."""
+    """neg and abs change the sign bit alone, but make a NaN canonical (except in f64)."""
     top = {"f16": 0x8000, "bf16": 0x8000, "f32": 0x80000000, "f64": 1 << 63}[ty]
     u = vec(a, WIDTH[ty])
     dt = u.dtype.type
     if ftz:
         u = _flush_bits(u, ty)
-    return u ^ dt(top) if name == "neg" else u & dt(top - 1)
+    r = u ^ dt(top) if name == "neg" else u & dt(top - 1)
+    nan = np.isnan(tofloat(u, ty))
+    return np.where(nan, dt(NAN_BITS[ty]), r) if ty != "f64" and nan.any() else r
 
 
 @np.errstate(all="ignore")

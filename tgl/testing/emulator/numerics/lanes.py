@@ -174,11 +174,11 @@ def mulwide(a, b, bits, signed):
 
 
 def idiv(a, b, bits, signed, rem):
-    """Quotient truncated toward zero, or the remainder. Division by zero gives all ones (the remainder: ``a``)."""
+    """Quotient truncated toward zero, or the remainder. Both are all ones for a division by zero."""
 
     def one(a, b):
         if b == 0:
-            return a if rem else MASK[bits]
+            return MASK[bits]
         if not signed:
             return a % b if rem else a // b
         x, y = SIGNED[bits](a), SIGNED[bits](b)
