@@ -114,6 +114,16 @@ def test_blocks_nest_and_repeat_for_both_architectures():
     assert torch.equal(dst, 2 * src)
 
 
+def test_a_jit_function_called_without_compiling_it():
+    src, dst = integers(64, 32), torch.empty(96, 32)
+    with emulate("sm_90a") as machine:
+        kernels.Double()(*views(src, dst[:64]), kernels.STREAM)
+        assert torch.equal(dst[:64], 2 * src)
+        with pytest.raises(EmulatorError, match="outside every tensor"):
+            kernels.Overrun()(*views(dst[:32]), kernels.STREAM)
+    assert len(machine.launches) == 2
+
+
 def test_call_outside_a_block_fails():
     src, dst = integers(32, 32), torch.zeros(32, 32)
     args = [*views(src, dst), kernels.STREAM]

@@ -39,6 +39,18 @@ def mapped_ranges() -> list[tuple[int, int]]:
     return out
 
 
+_adopted: dict[int, weakref.WeakSet[Any]] = {}  # address -> DSL tensors that begin there
+
+
+def adopted_span(address: int) -> tuple[int, int] | None:
+    """The largest span of the living DSL tensors that begin at an address, None if there is none."""
+    tensors = _adopted.get(address)
+    if not tensors:
+        _adopted.pop(address, None)
+        return None
+    return max(t._emulator_span for t in tensors)
+
+
 _pointed: list[weakref.ref[Any]] = []  # tensors that launches got by address, as those of the next ones often are
 
 
@@ -144,6 +156,10 @@ def adopt(tensor: Any) -> None:
         span = pretend_cuda(tensor._dlpack_data)
         if span is not None:
             tensor._emulator_span = span
+            if len(_adopted) > 4096:
+                for address in [a for a, tensors in _adopted.items() if not tensors]:
+                    del _adopted[address]
+            _adopted.setdefault(span[0], weakref.WeakSet()).add(tensor)
 
 
 def _loaded_span(tensor: Any) -> tuple[int, int]:

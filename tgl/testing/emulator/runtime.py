@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
-from .arguments import as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
+from .arguments import adopted_span, as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
@@ -137,7 +137,12 @@ class Emulation:
             # the only pointer of a tensor map is its first word, and its second half is not initialised
             for i in range(offset, offset + (8 if size == 128 else size) - 7, 8):
                 v = int.from_bytes(params[i : i + 8], "little")
-                if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
+                if not 1 << 20 < v < 1 << 48 or any(a <= v < a + n for a, n in spans):
+                    continue
+                span = adopted_span(v)  # of a call that the hooks do not see: a function decorated with cute.jit
+                if span is not None:
+                    spans.append(span)
+                else:
                     unknown.append(v)
         mapped = mapped_ranges() if unknown else []
         unknown = [v for v in unknown if any(a <= v < b for a, b in mapped)]  # the others are numbers, not pointers
