@@ -87,8 +87,9 @@ def report(all_records):
 Written by `python -m tests.emulator.mutation`; the method is described in [emulator.md](emulator.md). Every
 synchronising instruction of each kernel is deleted in turn, and {len(kinds) - 1} kinds of semantic bug are planted at
 up to a fixed number of places each, all at PTX level. A mutant is *caught* when one of the schedules ends in a report
-(a warning that the kernel as it is does not give included) or in a wrong result; *not executed* means that a trap in its place is not reached with these shapes either; *harmless*
-that the kernel is still right, for the reason given. The score is caught / (caught + missed).
+(a warning that the kernel as it is does not give included) or in a wrong result; *not executed* means that a trap in
+its place is not reached with these shapes either; *harmless* that the kernel is still right, for the reason given. The
+score is caught / (caught + missed).
 
 {table(summary)}
 ## By kind of bug
