@@ -93,6 +93,19 @@ class Double:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
+class Overrun:
+    """Writes one row behind the last one of a matrix of 32 columns."""
+
+    @cute.jit
+    def __call__(self, dst: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(dst).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, dst: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        dst[dst.shape[0], tid] = cutlass.Float32(1.0)
+
+
 class Multicast:
     """Every CTA of a cluster loads a slice of a tile for all of them; each adds its rank and writes the whole tile."""
 

@@ -12,6 +12,7 @@ HEADER = """
   .reg .b32 %r<64>;
   .reg .b64 %rd<32>;
   .reg .f32 %f<64>;
+  .reg .b128 %q<4>;
 """
 
 # %r0 thread, %r1 warp, %r2 shared base, %p0 first thread of the CTA; %rd0.. the pointer parameters

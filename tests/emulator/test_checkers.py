@@ -414,3 +414,13 @@ def test_trap():
 def test_illegal_launches(options, match):
     with pytest.raises(SyncError, match=match):
         launch("", **options)
+
+
+def test_tensors_passed_by_address_only():
+    src, out = torch.full((4,), 7, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    text = module("  ld.global.b32 %r4, [%rd0+4];\n  st.global.b32 [%rd1], %r4;", 2)
+    with emulate("sm_90a") as machine:
+        for value in (7, 8):
+            src.fill_(value)
+            machine.launch_ptx(text, (src.data_ptr(), out.data_ptr()))
+            assert out.item() == value

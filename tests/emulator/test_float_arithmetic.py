@@ -13,7 +13,7 @@ from tgl.testing.emulator.numerics import fop, make_fop, make_fop_mixed, make_fs
 from tgl.testing.emulator.numerics import testp as float_class
 
 UDT = {"f16": np.uint16, "bf16": np.uint16, "f32": np.uint32, "f64": np.uint64}
-NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}
+NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0xFFF8000000000000}
 MODES = ("rn", "rz", "rm", "rp")
 
 
@@ -26,7 +26,8 @@ def expected(name, ty, bits, mode):
     v = [ref.from_bits(u, ty) for u in bits]
     s = [sign_of(u, ty) for u in bits]
     if any(x is None for x in v):
-        return NAN[ty]
+        first = next(u for u, x in zip(bits, v, strict=True) if x is None)
+        return first | 1 << 51 if ty == "f64" else NAN[ty]
     if name == "sub":
         v, s, name = [v[0], -v[1]], [s[0], 1 - s[1]], "add"
     if name == "mul":
@@ -179,6 +180,11 @@ def test_ftz(name):
     assert make_fop(name, "f32", ("rn", "ftz"))(*neg) == 0x80000000  # the sign survives
     half_min = make_fop("mul", "f32", ("rn", "ftz"))(0x00800000, 0x3F000000)
     assert half_min == 0  # a subnormal result is flushed too
+    # and one that only rounding would make normal: decided before rounding
+    just_below = (0x00800000, 0x3F7FFFFF) + (() if name != "fma" else (0,))
+    if name != "add":
+        assert make_fop(name, "f32", ("rn", "ftz"))(*just_below) == 0
+        assert make_fop(name, "f32", ("rn",))(*just_below) == 0x00800000
 
 
 def test_saturate_and_relu():
@@ -201,12 +207,21 @@ def test_min_max():
     assert make_fop("max", "f32", ("ftz",))(1, mz) == 0
 
 
-def test_sign_operations_keep_payloads():
-    assert make_fop("neg", "f32", ())(0x7F800001) == 0xFF800001
-    assert make_fop("abs", "bf16x2", ())(0x80008001) == 0x00000001
+def test_sign_operations():
+    assert make_fop("neg", "f32", ())(0x3F800000) == 0xBF800000
+    assert make_fop("neg", "f32", ())(0x7F800001) == 0x7FFFFFFF  # a NaN becomes the canonical one
+    assert make_fop("abs", "bf16x2", ())(0xFF818001) == 0x7FFF0001
     assert make_fop("neg", "f16x2", ())(0x3C00BC00) == 0xBC003C00
     assert make_fop("abs", "f64", ())(1 << 63) == 0
     assert make_fop("neg", "f32", ("ftz",))(0x00000001) == 0x80000000
+
+
+def test_double_precision_nan():
+    signalling, negative, one = 0x7FF0000000000001, 0xFFF8000000000123, 0x3FF0000000000000
+    assert make_fop("add", "f64", ("rn",))(one, signalling) == 0x7FF8000000000001
+    assert make_fop("fma", "f64", ("rz",))(one, negative, signalling) == negative  # the first NaN operand
+    assert make_fop("mul", "f64", ("rn",))(0, 0x7FF0000000000000) == 0xFFF8000000000000  # a NaN made here is negative
+    assert make_fop("sub", "f64", ("rm",))(one, negative) == negative
 
 
 def test_mixed_precision():

@@ -114,6 +114,16 @@ def test_blocks_nest_and_repeat_for_both_architectures():
     assert torch.equal(dst, 2 * src)
 
 
+def test_a_jit_function_called_without_compiling_it():
+    src, dst = integers(64, 32), torch.empty(96, 32)
+    with emulate("sm_90a") as machine:
+        kernels.Double()(*views(src, dst[:64]), kernels.STREAM)
+        assert torch.equal(dst[:64], 2 * src)
+        with pytest.raises(EmulatorError, match="outside every tensor"):
+            kernels.Overrun()(*views(dst[:32]), kernels.STREAM)
+    assert len(machine.launches) == 2
+
+
 def test_call_outside_a_block_fails():
     src, dst = integers(32, 32), torch.zeros(32, 32)
     args = [*views(src, dst), kernels.STREAM]
@@ -134,6 +144,22 @@ def test_tvm_ffi():
         f(src, dst, 0)
     assert torch.equal(dst, 2 * src)
     assert len(machine.launches) == 1
+
+
+def test_object_file_reloaded(tmp_path):
+    pytest.importorskip("tvm_ffi")
+    src, dst = integers(64, 64), torch.empty(64, 64)
+    path = str(tmp_path / "double.o")
+    with emulate("sm_100a"):
+        f = cute.compile(kernels.Double(), *views(src, dst), kernels.STREAM, options="--enable-tvm-ffi")
+        f.export_to_c(path, function_name="double")
+    with emulate("sm_100a") as machine:
+        loaded = cute.runtime.load_module(path, enable_tvm_ffi=True)
+        machine.call(loaded.double, src, dst, 0)
+        assert torch.equal(dst, 2 * src)
+        machine.edit_ptx = lambda text: text.replace("mbarrier.init", "mbarrier.unheard_of")
+        with pytest.raises(EmulatorError, match="unheard_of"):
+            machine.call(loaded.double, src, dst, 0)
 
 
 def test_tvm_ffi_raises_the_error_of_the_launch():

@@ -1,140 +1,15 @@
-"""Tensor-core instructions on hand-placed operands: one test per descriptor layout, number format and accumulator.
+"""``tcgen05.mma`` on hand-placed operands: one test per descriptor layout, number format and accumulator.
 
-Operands are put into a fake CTA's memory element by element, from the byte address of an element; results are compared
-with a float64 product of integer-valued operands, so equality is exact.
+Results are compared with a float64 product of integer-valued operands, so equality is exact.
 """
 
 import numpy as np
 import pytest
 
 from tests.emulator import reference as ref
+from tests.emulator.operands import SIZES, Cta, codes_for, desc100, place
 from tgl.testing.emulator import mma
-from tgl.testing.emulator.errors import EmulatorError, MemoryAccessError, UnsupportedError
-
-SM100_LAYOUT = {0: 0, 32: 6, 64: 4, 128: 2}
-SM90_LAYOUT = {0: 0, 32: 3, 64: 2, 128: 1}
-
-
-class Cta:
-    """Shared and tensor memory without checks: what the tensor-core functions need of a CTA."""
-
-    id, rank = (0, 0, 0), 0
-
-    def __init__(self):
-        self.smem = np.zeros(1 << 18, np.uint8)
-        self.tmem = np.full((128, 512), 0xDEADBEEF, np.uint32)
-        self.written = np.zeros((128, 512), bool)
-
-    def alive(self, what):
-        pass
-
-    def read_chunks(self, idx, what):
-        return self.smem.reshape(-1, 16)[idx]
-
-    def tmem_read(self, rows, cols, what):
-        return self.tmem[rows][:, cols]
-
-    def tmem_write(self, rows, cols, values, what):
-        r = np.arange(128)[rows] if isinstance(rows, slice) else rows
-        c = np.arange(512)[cols] if isinstance(cols, slice) else cols
-        self.tmem[np.ix_(r, c)] = values
-        self.written[np.ix_(r, c)] = True
-
-    def tmem_read_at(self, lanes, cols, what):
-        return self.tmem[lanes, cols]
-
-    def tmem_write_at(self, lanes, cols, values, what):
-        self.tmem[lanes, cols] = values
-
-
-class Warp:
-    def __init__(self, cta, wid):
-        self.cta, self.wid = cta, wid
-
-    def one_lane(self, m, *vals):
-        return list(vals)
-
-
-# ---- formats --------------------------------------------------------------------------------------------------------
-SIZES = {"f16": 16, "bf16": 16, "tf32": 32, "s8": 8, "u8": 8, "e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
-
-
-def codes_for(rng, fmt, shape):
-    """Random codes of small integer (or exactly representable) values, and the values."""
-    if fmt in ("s8", "u8"):
-        v = rng.integers(-8 if fmt == "s8" else 0, 9, shape)
-        return v & 0xFF, v.astype(np.float64)
-    if fmt in ref.SMALL:
-        values = [ref.small_value(c, fmt) for c in range(1 << SIZES[fmt])]
-        pool = [c for c, v in enumerate(values) if abs(v) <= 6 and (8 * v).is_integer()]
-        codes = rng.choice(pool, shape)
-        return codes, np.vectorize(lambda c: ref.small_value(int(c), fmt))(codes)
-    v = rng.integers(-4, 5, shape)
-    bits = v.astype(np.float32).view(np.uint32)
-    if fmt == "f16":
-        return v.astype(np.float16).view(np.uint16).astype(np.int64), v.astype(np.float64)
-    return (bits >> 16 if fmt == "bf16" else bits).astype(np.int64), v.astype(np.float64)
-
-
-def put_bits(smem, bit, width, code):
-    """Write ``width`` bits at a bit address (low bits first)."""
-    for i in range(width):
-        byte, pos = divmod(bit + i, 8)
-        smem[byte] = int(smem[byte]) & ~(1 << pos) | (int(code) >> i & 1) << pos
-
-
-def swizzled(addr, span):
-    return addr ^ ((addr >> 7) & {0: 0, 32: 1, 64: 3, 128: 7}[span]) << 4
-
-
-def place(smem, start, codes, fmt, span, mn_major=False, packed=False):
-    """Put ``codes[row, k]`` at ``start`` in a canonical layout; returns (leading, stride) byte offsets.
-
-    Unpacked 4- and 6-bit elements: sixteen per 16-byte chunk from its first bit, one "byte" of K each.
-    """
-    rows, k = codes.shape
-    width = SIZES[fmt]
-    per_byte = 2 if packed else 1
-    ebytes = max(1, width // 8)
-    lbo, sbo = 0, 0
-    contiguous = (rows if mn_major else k) * ebytes // per_byte
-    if not mn_major:
-        lbo, sbo = (rows * 16, 128) if span == 0 else (16, 8 * span)
-    elif span == 0:
-        lbo, sbo = 16 * 8 * (contiguous // 16), 128
-    else:
-        lbo, sbo = 8 * span * -(-k // 8), 8 * span
-    for r in range(rows):
-        for kk in range(k):
-            along, across = (r, kk) if mn_major else (kk, r)
-            byte = along * ebytes // per_byte
-            chunk, inner = byte // 16, byte % 16
-            if not mn_major:
-                if span == 0:
-                    off = across % 8 * 16 + across // 8 * sbo + chunk * lbo
-                else:
-                    off = across % 8 * span + across // 8 * sbo + chunk * 16
-            elif span == 0:
-                off = chunk * sbo + across % 8 * 16 + across // 8 * lbo
-            else:
-                off = chunk % (span // 16) * 16 + chunk // (span // 16) * lbo + across % 8 * span + across // 8 * sbo
-            addr = swizzled(start + off, span)
-            if fmt in ("e2m1", "e2m3", "e3m2") and not packed:
-                put_bits(smem, addr * 8 + inner * width, width, codes[r, kk])
-            elif packed:
-                put_bits(smem, (addr + inner) * 8 + kk % 2 * 4, 4, codes[r, kk])
-            else:
-                smem[addr + inner : addr + inner + ebytes] = list(int(codes[r, kk]).to_bytes(ebytes, "little"))
-    return lbo, sbo
-
-
-def desc100(start, lbo, sbo, span):
-    return start >> 4 | lbo >> 4 << 16 | sbo >> 4 << 32 | 1 << 46 | SM100_LAYOUT[span] << 61
-
-
-def desc90(start, lbo, sbo, span):
-    return start >> 4 | lbo >> 4 << 16 | sbo >> 4 << 32 | SM90_LAYOUT[span] << 62
-
+from tgl.testing.emulator.errors import EmulatorError, UnsupportedError
 
 A_CODE = {
     "f16": {"f16": 0, "bf16": 1},
@@ -314,12 +189,10 @@ def test_pair_of_ctas(m):
 
 
 # ---- block scales ---------------------------------------------------------------------------------------------------
-def put_scales(cta, col, codes, quadrants):
-    """Scale bytes ``codes[row, 4]`` into tensor memory; ``quadrants``: 32-lane quadrant -> first row it holds."""
-    for q, first in quadrants.items():
-        for r in range(first, min(first + 128 if len(set(quadrants.values())) == 1 else first + 32, len(codes))):
-            cell = int.from_bytes(bytes(int(x) for x in codes[r]), "little")
-            cta.tmem[32 * q + (r - first) % 32, col + (r - first) // 32] = cell
+def put_scales(cta, col, codes, quadrant):
+    """Scale bytes ``codes[row, 4]`` into one 32-lane quadrant of tensor memory: row r in lane r%32, column r/32."""
+    for r, row in enumerate(codes):
+        cta.tmem[32 * quadrant + r % 32, col + r // 32] = int.from_bytes(bytes(int(x) for x in row), "little")
 
 
 SCALED = [
@@ -343,8 +216,8 @@ def test_block_scaled(kind, a_fmt, b_fmt, sf, vec, factors, k):
     pool = np.arange(124, 131) if sf == "ue8m0" else np.array([0x28, 0x30, 0x38, 0x40, 0x3C])
     sa, sb = rng.choice(pool, (128, 4)), rng.choice(pool, (n, 4))
     for q in range(4):
-        put_scales(cta, 300, sa, {q: 0})
-        put_scales(cta, 310, sb, {q: 0})
+        put_scales(cta, 300, sa, q)
+        put_scales(cta, 310, sb, q)
     value = np.vectorize(lambda c: 2.0 ** (int(c) - 127) if sf == "ue8m0" else ref.small_value(int(c), "e4m3"))
     for ids in ((0, 0), (4 - factors, 0)):
         word = idesc(kind, 128, n, a_fmt, b_fmt) | (sf == "ue8m0") << 23 | ids[0] << 29 | ids[1] << 4
@@ -357,7 +230,7 @@ def test_block_scaled(kind, a_fmt, b_fmt, sf, vec, factors, k):
 
 @pytest.mark.parametrize("m", [128, 256])
 def test_block_scaled_pair(m):
-    """A pair with 64 rows per CTA reads scales of A replicated 02_13 and halves of the scales of B in 01_23."""
+    """With 64 rows per CTA, each half of the scales of B is in the quadrants that hold its half of the columns."""
     rng = np.random.default_rng(3)
     n, rows, k = 128, m // 2, 32
     ac, av = codes_for(rng, "e4m3", (m, k))
@@ -368,14 +241,9 @@ def test_block_scaled_pair(m):
         la = place(c.smem, 0x4000, ac[rows * i : rows * (i + 1)], "e4m3", 32)
         lb = place(c.smem, 0x8000, bc[n // 2 * i : n // 2 * (i + 1)], "e4m3", 32)
         mine = sa[rows * i : rows * (i + 1)]
-        if m == 256:
-            for q in range(4):
-                put_scales(c, 300, mine, {q: 0})
-                put_scales(c, 310, sb, {q: 0})
-        else:
-            put_scales(c, 300, mine, {0: 0, 1: 32, 2: 0, 3: 32})
-            for q in range(4):
-                put_scales(c, 310, sb[64 * (q // 2) : 64 * (q // 2) + 64], {q: 0})
+        for q in range(4):
+            put_scales(c, 300, mine, q)
+            put_scales(c, 310, sb if m == 256 else sb[64 * (q // 2) : 64 * (q // 2) + 64], q)
     op = mma.Tcgen05("mxf8f6f4", idesc("mxf8f6f4", m, n, "e4m3", "e4m3") | 1 << 23, 2, "")
     op.run(pair, 0, desc100(0x4000, *la, 32), False, desc100(0x8000, *lb, 32), False, None, 0, (300, 310))
     want = (av * 2.0 ** (sa[:, :1] - 127)) @ (bv * 2.0 ** (sb[:, :1] - 127)).T
@@ -424,219 +292,3 @@ def test_illegal_matrix_descriptors(flip):
     good = desc100(0x4000, 16, 256, 32)
     with pytest.raises(UnsupportedError):
         op.run([Cta()], 0, good ^ flip, False, good, False, None, 0)
-
-
-# ---- moving tensor memory -------------------------------------------------------------------------------------------
-def test_copy_to_tensor_memory():
-    """Rows of 16 or 32 bytes, replicated as the multicast form says."""
-    forms = {
-        ("128x256b", ""): (128, 8, lambda lane: lane),
-        ("128x128b", ""): (128, 4, lambda lane: lane),
-        ("64x128b", "warpx2::02_13"): (64, 4, lambda lane: lane % 64),
-        ("64x128b", "warpx2::01_23"): (64, 4, lambda lane: lane // 64 * 32 + lane % 32),
-        ("32x128b", "warpx4"): (32, 4, lambda lane: lane % 32),
-    }
-    for (shape, multicast), (rows, cols, source) in forms.items():
-        cta = Cta()
-        data = np.random.default_rng(4).integers(0, 256, (rows, 4 * cols))
-        lbo, sbo = place(cta.smem, 0x4000, data, "u8", 0)
-        mma.tc_cp([cta], shape, multicast, (), 40, desc100(0x4000, lbo, sbo, 0))
-        words = np.ascontiguousarray(data.astype(np.uint8)).view(np.uint32)
-        assert np.array_equal(cta.tmem[:, 40 : 40 + cols], words[[source(lane) for lane in range(128)]])
-    with pytest.raises(UnsupportedError):
-        mma.tc_cp([cta], "4x256b", "", (), 0, desc100(0, 16, 128, 0))
-    with pytest.raises(UnsupportedError):
-        mma.tc_cp([cta], "128x128b", "", ("b8x16.b4x16_p64",), 0, desc100(0, 16, 128, 0))
-
-
-def cell_of(shape, reg, thread):
-    """(lane, column) of a thread's register, by the tables of the instruction's description."""
-    if shape == "32x32b":
-        return thread, reg
-    if shape == "16x64b":  # two threads per row of 64 bits, rows interleaved by 8
-        return 8 * (thread % 2) + thread // 4, 2 * reg + thread // 2 % 2
-    if shape == "16x128b":
-        return thread // 4 + 8 * (reg % 2), 4 * (reg // 2) + thread % 4
-    if shape == "16x256b":
-        return thread // 4 + 8 * (reg // 2 % 2), 8 * (reg // 4) + 2 * (thread % 4) + reg % 2
-    return None
-
-
-@pytest.mark.parametrize(("shape", "num"), [("32x32b", 8), ("16x64b", 4), ("16x128b", 2), ("16x256b", 2)])
-def test_load_and_store_shapes(shape, num):
-    cta = Cta()
-    cta.tmem[:] = np.arange(128)[:, None] << 16 | np.arange(512)[None, :]
-    registers = {"16x128b": 2, "16x256b": 4}.get(shape, 1) * num
-    for wid in range(4):
-        got = mma.tc_ld(Warp(cta, wid), shape, num, 32 * wid, 16)
-        assert len(got) == registers
-        for reg in range(registers):
-            for t in range(32):
-                lane, col = cell_of(shape, reg, t)
-                assert got[reg][t] == (32 * wid + lane) << 16 | (16 + col)
-    other = Cta()
-    mma.tc_st(Warp(other, 2), shape, num, 64, 16, mma.tc_ld(Warp(cta, 2), shape, num, 64, 16))
-    changed = other.tmem != 0xDEADBEEF
-    assert np.array_equal(other.tmem[changed], cta.tmem[changed])
-    assert changed.sum() == 32 * registers
-
-
-def test_split_columns_shape():
-    cta = Cta()
-    cta.tmem[:] = np.arange(128)[:, None] << 16 | np.arange(512)[None, :]
-    got = mma.tc_ld(Warp(cta, 1), "16x32bx2", 2, 48, 0, imm=8)
-    assert [int(x) for x in got[1]] == [(48 + t % 16) << 16 | (1 + 8 * (t // 16)) for t in range(32)]
-
-
-def test_packed_halves():
-    cta = Cta()
-    cta.tmem[:32, :4] = [0xAAAA0001, 0xBBBB0002, 0xCCCC0003, 0xDDDD0004]
-    assert [int(r[5]) for r in mma.tc_ld(Warp(cta, 0), "32x32b", 2, 0, 0, pack16=True)] == [0x00020001, 0x00040003]
-    mma.tc_st(Warp(cta, 0), "32x32b", 1, 0, 10, (0x12345678,), unpack16=True)
-    assert cta.tmem[7, 10:12].tolist() == [0x5678, 0x1234]
-
-
-def test_lane_quadrant_of_a_warp():
-    with pytest.raises(MemoryAccessError, match="warp 1"):
-        mma.tc_ld(Warp(Cta(), 1), "32x32b", 1, 0, 0)
-    with pytest.raises(MemoryAccessError, match="lane 8"):
-        mma.tc_ld(Warp(Cta(), 0), "16x64b", 1, 8, 0)
-
-
-# ---- wgmma and mma.sync ---------------------------------------------------------------------------------------------
-def fragment_cell(reg, thread, per):
-    """(row, column) of an accumulator register of m16n8-shaped fragments; ``per``: values per register."""
-    if per == 2:
-        return thread // 4 + 8 * (reg % 2), 8 * (reg // 2) + 2 * (thread % 4)
-    return thread // 4 + 8 * (reg // 2 % 2), 8 * (reg // 4) + 2 * (thread % 4) + reg % 2
-
-
-def fragment_values(regs, n, dt):
-    """Accumulator registers to a matrix, cell by cell."""
-    out = np.zeros((16, n))
-    for i, r in enumerate(regs):
-        for t in range(32):
-            row, col = fragment_cell(i, t, 2 if dt == "f16" else 1)
-            if dt == "f16":
-                out[row, col : col + 2] = np.array([r[t]], np.uint32).view(np.float16)
-            else:
-                out[row, col] = np.array([r[t]], np.uint32).view(np.int32 if dt == "s32" else np.float32)[0]
-    return out
-
-
-WGMMA = [
-    ("bf16", "f32", 16, 128, False, False),
-    ("f16", "f32", 16, 64, True, False),
-    ("bf16", "f32", 16, 32, False, True),
-    ("f16", "f16", 16, 0, True, True),
-    ("tf32", "f32", 8, 128, False, False),
-    ("e4m3", "f32", 32, 128, False, False),
-    ("e5m2", "f16", 32, 64, False, False),
-    ("s8", "s32", 32, 32, False, False),
-    ("u8", "s32", 32, 0, False, False),
-]
-
-
-@pytest.mark.parametrize(("fmt", "dt", "k", "span", "a_mn", "b_mn"), WGMMA)
-def test_wgmma_from_shared_memory(fmt, dt, k, span, a_mn, b_mn):
-    rng = np.random.default_rng(5)
-    n = 64
-    cta = Cta()
-    ac, av = codes_for(rng, fmt, (64, k))
-    bc, bv = codes_for(rng, fmt, (n, k))
-    da = desc90(0x4000, *place(cta.smem, 0x4000, ac, fmt, span, a_mn), span)
-    db = desc90(0x8000, *place(cta.smem, 0x8000, bc, fmt, span, b_mn), span)
-    want = av @ bv.T
-    imm = (1, 1, int(a_mn), int(b_mn)) if fmt in ("bf16", "f16") else () if dt == "s32" else (1, 1)
-    mask = np.ones(32, bool)
-    for wid in range(4, 8):
-        zero = [0] * (n // 4 if dt == "f16" else n // 2)
-        args = (f"m64n{n}k{k}", dt, fmt, fmt)
-        first = mma.wgmma(Warp(cta, wid), *args, zero, da, False, db, False, imm, mask)
-        second = mma.wgmma(Warp(cta, wid), *args, first, da, False, db, True, imm, mask)
-        mine = want[16 * (wid % 4) : 16 * (wid % 4) + 16]
-        rounded = np.float16 if dt == "f16" else np.float64
-        once = mine.astype(rounded).astype(np.float64)
-        assert np.array_equal(fragment_values(first, n, dt), once)
-        assert np.array_equal(fragment_values(second, n, dt), (once + mine).astype(rounded).astype(np.float64))
-
-
-def operand_registers(codes, fmt):
-    """A fragment registers of one warp: register 2b+h, thread t: row t/4+8h, K block b, quad t%4."""
-    per = 32 // SIZES[fmt]
-    rows, k = codes.shape
-    halves, blocks = rows // 8, k // (4 * per)
-    regs = np.zeros((halves * blocks, 32), np.uint32)
-    for b in range(blocks):
-        for h in range(halves):
-            for t in range(32):
-                for e in range(per):
-                    code = int(codes[t // 4 + 8 * h, (b * 4 + t % 4) * per + e])
-                    regs[halves * b + h, t] |= np.uint32(code << e * SIZES[fmt])
-    return tuple(regs)
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "tf32", "e4m3", "s8"])
-def test_wgmma_with_a_in_registers(fmt):
-    rng = np.random.default_rng(6)
-    k, dt, n = 256 // SIZES[fmt], "s32" if fmt == "s8" else "f32", 16
-    cta = Cta()
-    ac, av = codes_for(rng, fmt, (16, k))
-    bc, bv = codes_for(rng, fmt, (n, k))
-    db = desc90(0x8000, *place(cta.smem, 0x8000, bc, fmt, 32), 32)
-    imm = (-1, 1, 0) if fmt == "bf16" else () if fmt == "s8" else (0xFFFFFFFF, 1)
-    regs = operand_registers(ac, fmt)
-    got = mma.wgmma(Warp(cta, 1), f"m64n{n}k{k}", dt, fmt, fmt, [0] * 8, regs, True, db, False, imm, np.ones(32, bool))
-    assert np.array_equal(fragment_values(got, n, dt), (av if fmt == "s8" else -av) @ bv.T)
-
-
-def test_wgmma_refusals():
-    w, mask = Warp(Cta(), 0), np.ones(32, bool)
-    good = desc90(0x4000, 16, 256, 32)
-    with pytest.raises(UnsupportedError, match="base offset"):
-        mma.wgmma(w, "m64n8k16", "f32", "bf16", "bf16", [0] * 4, good, False, good | 1 << 49, False, (1, 1, 0, 0), mask)
-    with pytest.raises(UnsupportedError, match="MN-major"):
-        mma.wgmma(w, "m64n8k32", "f32", "e4m3", "e4m3", [0] * 4, good, False, good, False, (1, 1, 0, 1), mask)
-    with pytest.raises(UnsupportedError, match="f64"):
-        mma.wgmma(w, "m64n8k16", "f64", "bf16", "bf16", [0] * 4, good, False, good, False, (1, 1, 0, 0), mask)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "dt", "k"),
-    [
-        ("bf16", "f32", 8),
-        ("bf16", "f32", 16),
-        ("f16", "f16", 16),
-        ("tf32", "f32", 4),
-        ("tf32", "f32", 8),
-        ("e4m3", "f32", 32),
-        ("s8", "s32", 16),
-        ("s8", "s32", 32),
-    ],
-)
-def test_mma_sync(fmt, dt, k):
-    rng = np.random.default_rng(7)
-    ac, av = codes_for(rng, fmt, (16, k))
-    bc, bv = codes_for(rng, fmt, (8, k))
-    c = rng.integers(-50, 50, (16, 8))
-    regs = []
-    for i in range(2 if dt == "f16" else 4):
-        row = np.zeros(32, np.uint32)
-        for t in range(32):
-            r, col = fragment_cell(i, t, 2 if dt == "f16" else 1)
-            if dt == "f16":
-                row[t] = c[r, col : col + 2].astype(np.float16).view(np.uint32)[0]
-            else:
-                row[t] = c[r, col : col + 1].astype(np.int32 if dt == "s32" else np.float32).view(np.uint32)[0]
-        regs.append(row)
-    got = mma.mma_sync(
-        f"m16n8k{k}", (dt, fmt, fmt, dt), operand_registers(ac, fmt), operand_registers(bc, fmt), tuple(regs)
-    )
-    assert np.array_equal(fragment_values(got, 8, dt), av @ bv.T + c)
-
-
-def test_mma_sync_refusals():
-    with pytest.raises(UnsupportedError):
-        mma.mma_sync("m8n8k4", ("f64", "f64", "f64", "f64"), (0,), (0,), (0, 0))
-    with pytest.raises(UnsupportedError):
-        mma.mma_sync("m16n8k32", ("f32", "bf16", "bf16", "f32"), (0,) * 4, (0,) * 2, (0,) * 4)

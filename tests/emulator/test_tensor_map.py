@@ -109,6 +109,7 @@ def test_boxes_inside_and_across_every_edge(dtype, rank):
     t = encode(dtype, sizes, strides, box)
     assert (t.rank, t.nbytes, t.inner) == (rank, es * int(np.prod(box)), es * box[0])
     for coords in ([0] * rank, [-2] * rank, [s - 1 for s in sizes], [s + 3 for s in sizes], [1] * rank):
+        coords[0] = coords[0] // (16 // es) * (16 // es)  # the innermost coordinate is a multiple of 16 bytes
         want = expected_box(launch.region.u8, dtype, sizes, strides, box, coords)
         assert np.array_equal(t.read(launch, coords, fail), want)
 
@@ -150,12 +151,15 @@ def test_store_clips_and_leaves_the_rest():
     t = encode("bf16", sizes, strides, box)
     launch = Launch(6 * 32)
     data = np.arange(64, dtype=np.uint16).reshape(4, 16) + 1
-    t.write(launch, [-3, 4], data, None, fail)
+    t.write(launch, [-8, 4], data, None, fail)
     got = launch.region.u8.view(np.uint16).reshape(6, 16)
     want = np.zeros((6, 16), np.uint16)
-    want[4:6, :10] = data[:2, 3:13]
+    want[4:6, :8] = data[:2, 8:16]
     assert np.array_equal(got, want)
-    t.write(launch, [20, 0], data, None, fail)  # wholly outside
+    t.write(launch, [8, 5], data, None, fail)
+    want[5, 8:10] = data[0, :2]
+    assert np.array_equal(got, want)
+    t.write(launch, [24, 0], data, None, fail)  # wholly outside
     assert np.array_equal(got, want)
 
 
@@ -247,9 +251,9 @@ def test_unpacked_fp6_leaves_a_gap_after_twelve_bytes():
     launch, cta = Launch(192), Cta()
     launch.region.u8[:] = np.arange(192)
     assert (t.nbytes, t.tx_bytes, t.inner) == (64, 48, 32)
-    t.scatter(cta, 1024, t.read(launch, [16, 0], fail))
+    t.scatter(cta, 1024, t.read(launch, [64, 0], fail))
     rows = cta.smem[1024:1088].reshape(4, 16)
-    assert rows[:, :12].tolist() == [list(range(s, s + 12)) for s in (12, 24, 108, 120)]
+    assert rows[:, :12].tolist() == [list(range(s, s + 12)) for s in (48, 60, 144, 156)]
     assert (rows[:, 12:] == 0xFF).all()
 
 
@@ -259,6 +263,16 @@ def test_out_of_bounds_fill_with_nan():
     assert np.isnan(box).tolist() == [False] * 4 + [True] * 4
     with pytest.raises(MemoryAccessError, match="NaN"):
         encode("u32", [4], [], [8], nan_fill=True).read(Launch(), [0], fail)
+
+
+@pytest.mark.parametrize(("dtype", "bad", "good"), [("u8", 8, 16), ("bf16", 4, 8), ("f32", -2, -4), ("fp4", 16, 32)])
+def test_innermost_coordinate_is_a_multiple_of_16_bytes(dtype, bad, good):
+    t = encode(dtype, [64], [], [32])
+    launch = Launch()
+    box = t.read(launch, [good], fail)
+    for transfer in (lambda: t.read(launch, [bad], fail), lambda: t.write(launch, [bad], box, None, fail)):
+        with pytest.raises(MemoryAccessError, match="multiple of 16"):
+            transfer()
 
 
 def test_alignment_rules():

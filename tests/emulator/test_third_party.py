@@ -12,12 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"cutlass_operators": "cutlass.operators", "quack_gemm": "quack"}
 
 
+@pytest.mark.parametrize("seeds", ["0", pytest.param("1,2,3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("driver", PACKAGES)
-def test_exact_against_torch(driver, arch):
+def test_exact_against_torch(driver, arch, seeds):
     if importlib.util.find_spec(PACKAGES[driver]) is None:
         pytest.skip(f"{PACKAGES[driver]} is not installed")
-    command = [sys.executable, "-m", f"tests.emulator.third_party.{driver}", "--arch", arch, "--seeds", "0,1"]
+    command = [sys.executable, "-m", f"tests.emulator.third_party.{driver}", "--arch", arch, "--seeds", seeds]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]

@@ -101,6 +101,10 @@ def arithmetic():
                 yield fop(name, ty, mods, 2)
         for name in ("neg", "abs"):
             yield fop(name, ty, (), 1)
+    for name in ("min", "max"):
+        yield fop(name, "f64", (), 2)
+    for name in ("neg", "abs"):
+        yield fop(name, "f64", (), 1)
     for cmp in ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"):
         for ty, mods in (("f32", ()), ("f32", ("ftz",)), ("f64", ()), ("f16", ()), ("bf16", ())):
             f = N.make_fsetp(cmp, ty, mods)
@@ -166,7 +170,7 @@ def conversions():
     for dst, src in itertools.product(ints, repeat=2):
         if dst[1:] != "8" and src[1:] != "8":
             yield conversion((), dst, src)
-            if WIDTH[src] > WIDTH[dst] or dst[0] != src[0]:
+            if WIDTH[src] > WIDTH[dst] or src[0] == "s" != dst[0] or (src[0] != dst[0] and WIDTH[src] == WIDTH[dst]):
                 yield conversion(("sat",), dst, src)
     for dst in ints:
         if dst[1:] == "8":
@@ -182,6 +186,9 @@ def conversions():
         yield conversion((rnd, "ftz"), "f32", "f32", columns=[dense])
     for rnd in ("rn", "rz", "rm", "rp"):
         yield conversion((rnd,), "f32", "f64")
+        yield conversion((rnd,), "f16", "f64")
+    yield conversion((), "f64", "f32", columns=[dense])
+    yield conversion((), "f64", "f16", columns=every16)
     yield conversion(("rn", "sat"), "f32", "f64")
     yield conversion(("rn", "ftz"), "f32", "f64")
     yield conversion(("sat",), "f32", "f32", columns=[dense])
@@ -326,8 +333,11 @@ def compare(device, forms):
         bad = np.flatnonzero(got != want)
         first = None
         if len(bad):
-            i = bad[0]
-            first = f"{[hex(int(c[i])) for c in f.columns]}: device {int(got[i]):#x}, emulator {int(want[i]):#x}"
+            pick = bad[np.linspace(0, len(bad) - 1, 4).astype(int)]
+            first = "; ".join(
+                f"{[hex(int(c[i])) for c in f.columns]}: device {int(got[i]):#x}, emulator {int(want[i]):#x}"
+                for i in pick
+            )
         out.append((f.name, n, len(bad), first))
     return out
 

@@ -45,7 +45,7 @@ def page(records, seeds):
     rows = ["| kernel | arch | kind | types | tile / cluster | shape | error | seconds |", "|" + " --- |" * 8]
     for r in records:
         types, tile, shape = describe(r)
-        name = f"{r['kernel']} ({r['package'].split('-')[0]}: {r['case']})"
+        name = f"{r['kernel']} ({r['package'].split('-')[0]}: {r['case']}{' *' if r['finding'] else ''})"
         rows.append(
             f"| {name} | {r['arch']} | {r['kind']} | {types} | {tile} | {shape} | {r['error']:g} | {r['seconds']} |"
         )
@@ -54,7 +54,8 @@ def page(records, seeds):
 Written by `python -m tests.emulator.third_party --seeds {seeds}` with {versions}. Inputs are small integers, and scales
 powers of two, so that every product and sum is exact: `error` is the largest absolute difference from torch in float64,
 rounded to the output type, over all schedules (adversarial timing, race detector on), and 0 is demanded. `seconds` is
-processor time per launch.
+processor time per launch (quack compiles in its first one). A kernel marked * is reported as it is, for shared memory
+"written without fence.proxy.async"; the figures are those of the kernel with that fence added.
 
 {chr(10).join(rows)}
 """

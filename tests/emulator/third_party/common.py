@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-from tgl.testing.emulator import emulate
+from tgl.testing.emulator import EmulatorError, emulate
 
 _CONFIG = ("ab", "a_fmt", "b_fmt", "acc", "out", "tile", "cluster", "two_cta", "vec")
 _SHAPE = ("m", "n", "k", "batch", "sizes")
@@ -25,16 +25,36 @@ def poison(t):
     t.view(torch.uint8).fill_(0xFF)
 
 
+def check_finding(arch, call, message):
+    """The kernel as it is must be reported with this message."""
+    try:
+        with emulate(arch):
+            call()
+    except EmulatorError as e:
+        if message in str(e):
+            return
+        raise
+    raise AssertionError(f"nothing was reported, expected: {message}")
+
+
 def run(case, seeds):
-    """Compile a case and run it once per seed, outputs poisoned before every run; returns a JSON-able record."""
+    """Compile a case and run it once per seed, outputs poisoned before every run; returns a JSON-able record.
+
+    A case with a ``finding`` is a kernel with a known defect: the emulator must report its ``message``, and with the
+    PTX edited by ``repair`` the kernel must run like the others.
+    """
     case = dict(case)
-    build, kind = case.pop("build"), case.pop("kind")
+    build, kind, finding = case.pop("build"), case.pop("kind"), case.pop("finding", None)
     with emulate(case["arch"]):
         call, out, want = build(**case)
+    if finding:
+        check_finding(case["arch"], call, finding["message"])
     worst, seconds, launches = 0.0, 0.0, []
     for seed in seeds:
         poison(out)
         with emulate(case["arch"], seed=seed, timing="adversarial") as session:
+            if finding:
+                session.edit_ptx = finding["repair"]
             started = time.process_time()
             call()
             seconds += time.process_time() - started
@@ -47,6 +67,7 @@ def run(case, seeds):
         "shape": {k: case[k] for k in _SHAPE if k in case},
         "config": {k: case[k] for k in _CONFIG if k in case},
         "seeds": list(seeds),
+        "finding": finding["message"] if finding else None,
         "error": worst,
         "instructions": sum(x.warp_instructions for x in launches),
         "mma": sum(x.mma_count for x in launches),

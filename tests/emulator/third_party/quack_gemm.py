@@ -6,6 +6,7 @@ is imported, hence a process of its own; it takes the architecture from the envi
 
 import importlib.util
 import os
+import re
 import sys
 import types
 
@@ -177,6 +178,15 @@ def _scaled(a_fmt, b_fmt=None, **kw):
     return case
 
 
+def fenced(before):
+    """A repair: a proxy fence in front of every instruction ``before``."""
+    return lambda text: re.sub(
+        rf"(?m)^(\s*(?:@!?%\w+\s+)?{re.escape(before)})", r"fence.proxy.async.shared::cta;\n\1", text
+    )
+
+
+# rows gathered by cp.async (generic proxy) are read by the tensor core (async proxy)
+UNFENCED = "without fence.proxy.async"
 SIZES = (0, 1, 127, 128, 0, 129, 60)
 PINGPONG = {"pingpong": True}
 CASES = {
@@ -189,7 +199,16 @@ CASES = {
         varlen_m, "sm_90a", "grouped", tile=(64, 128), cluster=(1, 2), sizes=SIZES, n=256, k=128, options=PINGPONG
     ),
     "sm90_grouped_gather": _case(
-        varlen_m, "sm_90a", "grouped", tile=(128, 128), cluster=(1, 1), sizes=SIZES, n=128, k=128, gather=True
+        varlen_m,
+        "sm_90a",
+        "grouped",
+        tile=(128, 128),
+        cluster=(1, 1),
+        sizes=SIZES,
+        n=128,
+        k=128,
+        gather=True,
+        finding={"message": UNFENCED, "repair": fenced("wgmma.fence")},
     ),
     "sm90_weight_gradient": _case(
         varlen_k, "sm_90a", "grouped", tile=(128, 128), cluster=(1, 1), sizes=(64, 0, 1, 200, 63), m=136, n=192
@@ -212,7 +231,16 @@ CASES = {
         varlen_m, "sm_100a", "grouped", tile=(256, 128), cluster=(2, 1), sizes=(300, 0, 5, 256, 90), n=256, k=128
     ),
     "sm100_grouped_gather": _case(
-        varlen_m, "sm_100a", "grouped", tile=(128, 128), cluster=(1, 1), sizes=SIZES, n=128, k=128, gather=True
+        varlen_m,
+        "sm_100a",
+        "grouped",
+        tile=(128, 128),
+        cluster=(1, 1),
+        sizes=SIZES,
+        n=128,
+        k=128,
+        gather=True,
+        finding={"message": UNFENCED, "repair": fenced("tcgen05.mma")},
     ),
     "sm100_grouped_tma_gather": _case(
         varlen_m,

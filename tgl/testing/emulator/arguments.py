@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import gc
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,16 +39,43 @@ def mapped_ranges() -> list[tuple[int, int]]:
     return out
 
 
-def torch_storages() -> list[tuple[int, int]]:
+_adopted: dict[int, weakref.WeakSet[Any]] = {}  # address -> DSL tensors that begin there
+
+
+def adopted_span(address: int) -> tuple[int, int] | None:
+    """The largest span of the living DSL tensors that begin at an address, None if there is none."""
+    tensors = _adopted.get(address)
+    if not tensors:
+        _adopted.pop(address, None)
+        return None
+    return max(t._emulator_span for t in tensors)
+
+
+_pointed: list[weakref.ref[Any]] = []  # tensors that launches got by address, as those of the next ones often are
+
+
+def storage_spans(addresses: list[int]) -> list[tuple[int, int]]:
+    """(address, bytes) of the torch CPU storages that hold the addresses; an address of none is left out."""
     import torch
 
-    out = set()
-    for o in gc.get_objects():
-        if type(o) in (torch.Tensor, torch.nn.Parameter) and o.device.type == "cpu" and o.layout == torch.strided:
-            s = o.untyped_storage()
-            if s.nbytes():
-                out.add((s.data_ptr(), s.nbytes()))
-    return sorted(out)
+    found: dict[int, tuple[int, int]] = {}
+
+    def look(tensors: Iterable[Any]) -> None:
+        for t in tensors:
+            if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided:
+                s = t.untyped_storage()
+                start, n = s.data_ptr(), s.nbytes()
+                for a in addresses:
+                    if start <= a < start + n and a not in found:
+                        found[a] = (start, n)
+                        _pointed.append(weakref.ref(t))
+
+    known = [t for t in (r() for r in _pointed) if t is not None]
+    _pointed.clear()
+    look(known)
+    if len(found) < len(addresses):
+        look(gc.get_objects())
+    return list(set(found.values()))
 
 
 def _capsule_tensor(capsule: Any) -> int | None:
@@ -117,7 +145,7 @@ def walk(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(v, dict):
             yield from walk(v.values())
         elif dataclasses.is_dataclass(v) and not isinstance(v, type):
-            yield from walk(vars(v).values())
+            yield from walk(getattr(v, f.name) for f in dataclasses.fields(v))
         else:
             yield v
 
@@ -128,6 +156,10 @@ def adopt(tensor: Any) -> None:
         span = pretend_cuda(tensor._dlpack_data)
         if span is not None:
             tensor._emulator_span = span
+            if len(_adopted) > 4096:
+                for address in [a for a, tensors in _adopted.items() if not tensors]:
+                    del _adopted[address]
+            _adopted.setdefault(span[0], weakref.WeakSet()).add(tensor)
 
 
 def _loaded_span(tensor: Any) -> tuple[int, int]:

@@ -84,6 +84,7 @@ class Generator:
         self.names = {r: "v_" + re.sub(r"\W", "_", r) for r in k.regs}
         self.constants: dict[str, str] = {}
         self.unsupported: dict[str, int] = {}  # refusal -> first PTX line
+        self.guarded = False  # emitting for a subset of the active lanes: every write must keep the others' values
         self._layout_shared()
         self._liveness()
         self._find_pending()
@@ -205,14 +206,15 @@ class Generator:
         if o[0] != "reg":
             raise UnsupportedError(f"destination {o}")
         name = self.names[o[1]]
-        if part and o[1] in self.global_set:
+        if part and (self.guarded or o[1] in self.global_set):
             bits = WIDTH[self.k.regs[o[1]]]
             if o[1] in self.pending:
                 return f"{name} = merge(m, peek({expr}), peek({name}), {bits})"
             if bits == 1:
                 return f"{name} = mergep(m, {expr}, {name})"
-            if bits < 128:
-                return f"{name} = merge(m, {expr}, {name}, {bits})"
+            if bits == 128:
+                return f"{name} = merge_pair(m, {expr}, {name})"
+            return f"{name} = merge(m, {expr}, {name}, {bits})"
         return f"{name} = {expr}"
 
     def constant(self, expr: str) -> str:
@@ -231,10 +233,18 @@ class Generator:
             return [f"w.line = {ins.line}", *lines]
         return lines
 
+    def _guarded_body(self, ins: Insn) -> list[str]:
+        """The body for those lanes whose guard holds; a register of this block alone has values in the others too."""
+        self.guarded = True
+        try:
+            return self._body(ins, True)
+        finally:
+            self.guarded = False
+
     def _instruction(self, ins: Insn, part: bool, pad: str) -> list[str]:
         try:
             lines = self._body(ins, part)
-            guarded = self._body(ins, True) if ins.pred else []
+            guarded = self._guarded_body(ins) if ins.pred else []
         except UnsupportedError as e:
             self.unsupported.setdefault(str(e), ins.line)
             lines = guarded = [f"w.line = {ins.line}", f"unsupported(w, {f'{e}: {ins.text}'[:400]!r})"]

@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable
 from typing import Any
 
-from .arguments import adopt, as_cuda, call_spans
+from .arguments import adopt
 from .errors import EmulatorError
 from .hostlib import HostLibrary
 
@@ -117,23 +117,6 @@ class Dsl:
         original = getattr(cls, name)
 
         def method(this: Any, *args: Any, **kwargs: Any) -> Any:
-            e = self.active
-            outer = e.depth == 0
-            if outer:
-                e.error = None
-            e._call += call_spans((args, kwargs))
-            if convert:
-                args, kwargs = as_cuda(args), {k: as_cuda(v) for k, v in kwargs.items()}
-            e.depth += 1
-            try:
-                return original(this, *args, **kwargs)
-            except Exception:
-                e.check()
-                raise
-            finally:
-                e.depth -= 1
-                if outer:
-                    e._call = []
-                    e.check()
+            return self.active._guarded(original, (this, *args), kwargs, convert)
 
         self._set(cls, name, method)

@@ -171,12 +171,11 @@ class Launch(Engine):
                 self.start_cluster()
             if p_async and rnd.random() < p_async:
                 self.run_one()
-            n_warps = len(warps)
-            first = int(rnd.random() * n_warps)
+            first = int(rnd.random() * len(warps))
             chosen = None
-            for j in range(first, first + n_warps):
-                w = warps[j if j < n_warps else j - n_warps]
-                if w.wait is None or w.wait.ready():
+            for w in warps[first:] + warps[:first]:
+                wait = w.wait
+                if wait is None or wait.ready():
                     chosen = w
                     if w.wid in slow and rnd.random() < p_slow:
                         continue

@@ -168,7 +168,7 @@ class Cta:
             )
         self.check_async(idx, what)
         if self.shadow is not None:
-            self.shadow.read(self.launch.agent, _words_of_chunks(idx))
+            self.shadow.read(self.launch.agent, idx, True)
         return self.chunks16[idx]
 
     def write_chunks(self, idx: np.ndarray, data: np.ndarray) -> None:
@@ -180,7 +180,7 @@ class Cta:
                 f"{int(idx.max()) * 16 + 16:#x}), outside [{SHARED_START:#x}, {self.size:#x})"
             )
         if self.shadow is not None:
-            self.shadow.write(self.launch.agent, _words_of_chunks(idx))
+            self.shadow.write(self.launch.agent, idx, True)
         self.chunks16[idx] = data
         self.state32[idx] = _ALL_ASYNC
 
@@ -261,10 +261,3 @@ class Cta:
         if self.tmem_shadow is not None:
             self.tmem_shadow.write(self.launch.agent, cells)
         t[lanes, cols] = values
-
-
-def _words_of_chunks(idx: np.ndarray) -> np.ndarray:
-    return (idx[..., None] * 4 + _FOUR).reshape(-1)
-
-
-_FOUR = np.arange(4)

@@ -14,6 +14,7 @@ and every report can name the line of both accesses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -114,73 +115,90 @@ def merge_into(target: np.ndarray | None, vc: np.ndarray) -> np.ndarray:
 
 
 class _Reads:
-    __slots__ = ("last", "stamp")
+    """Stamps of one agent's last reads, and the newest of them; ``rows`` sees four cells as one row."""
+
+    __slots__ = ("last", "rows", "stamp")
 
     def __init__(self, shape: tuple[int, ...]):
         self.stamp = np.zeros(shape, np.int64)
+        self.rows = self.stamp.reshape(-1, 4)
         self.last = 0
 
 
 class Shadow:
-    """Last writer and last reads of every cell of one memory (a 4-byte shared word; 16 TMEM lanes of one column)."""
+    """Last writer and last reads of every cell of one memory (a 4-byte shared word; 16 TMEM lanes of one column).
 
-    def __init__(self, clocks: Clocks, shape: tuple[int, ...], describe):
+    Cells are selected by any numpy index of ``shape``, or with ``rows`` by an index of rows of four (16-byte chunks).
+    """
+
+    def __init__(self, clocks: Clocks, shape: tuple[int, ...], describe: Callable[[np.ndarray], str]):
         self.clocks = clocks
         self.shape = shape
         self.writer = np.zeros(shape, np.int32)
         self.written = np.zeros(shape, np.int64)
+        self.writer_rows = self.writer.reshape(-1, 4)
+        self.written_rows = self.written.reshape(-1, 4)
         self.reads: dict[int, _Reads] = {}
-        self.describe = describe  # (selection mask -> text) names the cells in a report
+        self.describe = describe  # names the cells of a mask in a report
 
-    def read(self, agent: Any, cells: Any) -> None:
-        """Record a read of ``cells`` (any numpy index of ``shape``); raises RaceError if an unordered write exists."""
+    def _known(self, agent: Any) -> np.ndarray:
+        """The agent's vector clock, with an entry for every slot."""
         vc = agent.vc
         if vc.size < self.clocks.capacity:
             vc = agent.vc = np.concatenate([vc, np.zeros(self.clocks.capacity - vc.size, np.int64)])
-        if (self.written[cells] > vc[self.writer[cells]]).any():
-            self._report(agent, cells, "reads", vc)
-        r = self.reads.get(agent.slot)
+        return vc
+
+    def _reads_of(self, slot: int) -> _Reads:
+        r = self.reads.get(slot)
         if r is None:
-            r = self.reads[agent.slot] = _Reads(self.shape)
+            r = self.reads[slot] = _Reads(self.shape)
+        return r
+
+    def read(self, agent: Any, cells: Any, rows: bool = False) -> None:
+        """Record a read; raises RaceError if an unordered write exists."""
+        vc = self._known(agent)
+        written, writer = (self.written_rows, self.writer_rows) if rows else (self.written, self.writer)
+        if (written[cells] > vc[writer[cells]]).any():
+            self._report(agent, cells, rows, "reads", vc)
+        r = self._reads_of(agent.slot)
         stamp = agent.clock | agent.line
-        r.stamp[cells] = stamp
+        (r.rows if rows else r.stamp)[cells] = stamp
         if stamp > r.last:
             r.last = stamp
 
-    def write(self, agent: Any, cells: Any) -> None:
-        """Record a write of ``cells``; raises RaceError if an unordered read or write exists."""
-        self.check_write(agent, cells)
-        self.writer[cells] = agent.slot
-        self.written[cells] = agent.clock | agent.line
-
     def read_word(self, agent: Any, i: int) -> None:
         """``read`` of one cell of a one-dimensional memory."""
-        if agent.vc.size < self.clocks.capacity:
-            agent.grow(self.clocks.capacity)
-        if self.written[i] > agent.vc[self.writer[i]]:
-            self._report(agent, slice(i, i + 1), "reads", agent.vc)
-        r = self.reads.get(agent.slot)
-        if r is None:
-            r = self.reads[agent.slot] = _Reads(self.shape)
+        vc = self._known(agent)
+        if self.written[i] > vc[self.writer[i]]:
+            self._report(agent, slice(i, i + 1), False, "reads", vc)
+        r = self._reads_of(agent.slot)
         stamp = agent.clock | agent.line
         r.stamp[i] = stamp
         if stamp > r.last:
             r.last = stamp
 
-    def check_write(self, agent: Any, cells: Any) -> None:
-        """Raise RaceError if a write of ``cells`` would race; record nothing."""
-        vc = agent.vc
-        if vc.size < self.clocks.capacity:
-            vc = agent.vc = np.concatenate([vc, np.zeros(self.clocks.capacity - vc.size, np.int64)])
-        if (self.written[cells] > vc[self.writer[cells]]).any():
-            self._report(agent, cells, "writes", vc)
-        for slot, r in self.reads.items():
-            if r.last > vc[slot] and slot != agent.slot and (r.stamp[cells] > vc[slot]).any():
-                self._report(agent, cells, "writes", vc, slot)
+    def write(self, agent: Any, cells: Any, rows: bool = False) -> None:
+        """Record a write; raises RaceError if an unordered read or write exists."""
+        self.check_write(agent, cells, rows)
+        written, writer = (self.written_rows, self.writer_rows) if rows else (self.written, self.writer)
+        writer[cells] = agent.slot
+        written[cells] = agent.clock | agent.line
 
-    def _report(self, agent: Any, cells: Any, verb: str, vc: np.ndarray, reader: int | None = None) -> None:
+    def check_write(self, agent: Any, cells: Any, rows: bool = False) -> None:
+        """Raise RaceError if a write would race; record nothing."""
+        vc = self._known(agent)
+        written, writer = (self.written_rows, self.writer_rows) if rows else (self.written, self.writer)
+        if (written[cells] > vc[writer[cells]]).any():
+            self._report(agent, cells, rows, "writes", vc)
+        for slot, r in self.reads.items():
+            if r.last <= vc[slot] or slot == agent.slot:
+                continue  # all of that agent's reads are known, whatever the cells
+            if ((r.rows if rows else r.stamp)[cells] > vc[slot]).any():
+                self._report(agent, cells, rows, "writes", vc, slot)
+
+    def _report(self, agent: Any, cells: Any, rows: bool, verb: str, vc: np.ndarray, reader: int | None = None) -> None:
         mask = np.zeros(self.shape, bool)
-        mask[cells] = True
+        (mask.reshape(-1, 4) if rows else mask)[cells] = True
         if reader is None:
             mask &= self.written > vc[self.writer]
             first = tuple(np.argwhere(mask)[0])

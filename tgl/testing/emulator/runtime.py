@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
-from .arguments import call_spans, mapped_ranges, tensor_span, torch_storages
+from .arguments import adopted_span, as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
@@ -88,7 +88,38 @@ class Emulation:
         if error is not None:
             raise error
 
-    # ---- called by the host library ----
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a TVM-FFI function that was reloaded from an object file, with CPU tensors.
+
+        Functions from ``cute.compile`` are called directly; a reloaded one is a plain ``tvm_ffi.Function``, which takes
+        CUDA tensors only and turns the error of a launch into one of its own.
+
+        Raises:
+            EmulatorError: what a kernel did wrong.
+        """
+        return self._guarded(function, args, {}, True)
+
+    # ---- called by the hooks and the host library ----
+    def _guarded(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], convert: bool) -> Any:
+        """Call host code: note its tensors, show them as CUDA memory, and raise the launch's own error."""
+        outer = self.depth == 0
+        if outer:
+            self.error = None
+        self._call += call_spans((args, kwargs))
+        if convert:
+            args, kwargs = [as_cuda(a) for a in args], {k: as_cuda(v) for k, v in kwargs.items()}
+        self.depth += 1
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            self.check()
+            raise
+        finally:
+            self.depth -= 1
+            if outer:
+                self._call = []
+                self.check()
+
     def _failed(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
@@ -106,13 +137,17 @@ class Emulation:
             # the only pointer of a tensor map is its first word, and its second half is not initialised
             for i in range(offset, offset + (8 if size == 128 else size) - 7, 8):
                 v = int.from_bytes(params[i : i + 8], "little")
-                if 1 << 20 < v < 1 << 48 and not any(a <= v < a + n for a, n in spans):
+                if not 1 << 20 < v < 1 << 48 or any(a <= v < a + n for a, n in spans):
+                    continue
+                span = adopted_span(v)  # of a call that the hooks do not see: a function decorated with cute.jit
+                if span is not None:
+                    spans.append(span)
+                else:
                     unknown.append(v)
         mapped = mapped_ranges() if unknown else []
         unknown = [v for v in unknown if any(a <= v < b for a, b in mapped)]  # the others are numbers, not pointers
         if unknown:
-            storages = torch_storages()
-            spans += {(a, n) for v in unknown for a, n in storages if a <= v < a + n}
+            spans += storage_spans(unknown)
         return spans
 
     def launch_ptx(

@@ -46,6 +46,12 @@ def pack(vals: tuple, each: int, bits: int) -> Any:
     return r
 
 
+def merge_pair(m: np.ndarray, new: tuple, old: Any) -> tuple:
+    """``merge`` of a 128-bit register, a pair of 64-bit values (0 before its first write)."""
+    low, high = (0, 0) if type(old) is int else old
+    return N.merge(m, new[0], low, 64), N.merge(m, new[1], high, 64)
+
+
 def mapa(a: Any, r: Any, generic: bool) -> Any:
     """The same shared offset in CTA rank ``r``."""
     if type(a) is int and type(r) is int:
@@ -180,6 +186,7 @@ _NUMERICS = [
     "bfind",
     "addsat",
     "copysign",
+    "cvt_pack",
     "testp",
     "redux",
     "make_fop",
@@ -196,8 +203,8 @@ NAMESPACE: dict[str, Any] = {
     **{
         f.__name__: f
         for f in (
-            elect, field, pack, mapa, sext, zext, shfl, shfl_pred, maskbits, vote, isspacep, clc_canceled, clc_ctaid,
-            bulk_reduction, ready, peek, unsupported,
+            elect, merge_pair, field, pack, mapa, sext, zext, shfl, shfl_pred, maskbits, vote, isspacep, clc_canceled,
+            clc_ctaid, bulk_reduction, ready, peek, unsupported,
         )
     },
     **{name: getattr(N, name) for name in _NUMERICS},

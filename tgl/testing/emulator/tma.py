@@ -36,6 +36,23 @@ class TensorMap:
     """A decoded tensor map. Sizes, coordinates and boxes count elements; ``nbytes`` is the shared memory one box takes,
     ``tx_bytes`` what an mbarrier counts for it."""
 
+    base: int
+    rank: int
+    swizzle: int
+    fill_nan: int
+    dtype: str
+    es: int
+    bits: int
+    unpack: bool
+    size: list[int]
+    box: list[int]
+    strides: list[int]
+    bsz: list[int]
+    limits: list[int]
+    inner: int
+    nbytes: int
+    tx_bytes: int
+
     @staticmethod
     def decode(raw):
         """From the first 64 bytes of a descriptor. Raises UnsupportedError for a field that is not modelled."""
@@ -92,6 +109,10 @@ class TensorMap:
         if c[0] * self.bits % 8:
             raise MemoryAccessError(f"coordinate {c[0]} of packed elements is not on a byte: {self}")
         c[0] = c[0] * self.bits // 8
+        if c[0] * self.es % 16:  # the device stops with an illegal instruction
+            raise MemoryAccessError(
+                f"TMA innermost coordinate {coords[0]} is {c[0] * self.es} bytes, not a multiple of 16: {self}"
+            )
         lo = [max(0, -x) for x in c]
         hi = [min(b, s - x) for x, b, s in zip(c, self.bsz, self.limits, strict=True)]
         return (c, lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None

@@ -253,9 +253,10 @@ def move(g, ins: Insn, part: bool) -> list[str]:
     return [g.assign(d, g.val(s, bits, raw=True), part)]
 
 
-@op("cvt.pack", mods="sat u8 s8 u16 s16 u4 s4 u2 s2 s32 b32")
+@op("cvt.pack.sat", mods="u8 s8 u16 s16 u4 s4 u2 s2 s32 b32")
 def convert_pack(g, ins: Insn, part: bool) -> list[str]:
-    raise UnsupportedError(ins.op)
+    args = ", ".join(_values(g, ins, 32))
+    return [g.assign(ins.ops[0], f"cvt_pack({ins.parts[3]!r}, ({args},))", part)]
 
 
 @op(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -35,7 +35,6 @@ class Entry:
     dst: int | Callable[[Insn], int]
     accumulates: bool = False
     line: bool = False
-    end: bool = field(default=False)
 
 
 TABLE: dict[str, Entry] = {}

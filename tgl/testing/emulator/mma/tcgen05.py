@@ -34,11 +34,6 @@ def smem_descriptor(d):
     return d & 0x3FFF, _LAYOUTS[layout], d >> 16 & 0x3FFF, d >> 32 & 0x3FFF
 
 
-def scale_columns(rows, split):
-    """Tensor-memory columns that the scale factors of ``rows`` rows occupy (``split``: see :meth:`Tcgen05._scale`)."""
-    return -(-rows // (64 if split == "rows" else 32))
-
-
 class Tcgen05:
     """One kind of MMA: everything that the instruction and its 32-bit instruction descriptor say.
 
@@ -113,35 +108,29 @@ class Tcgen05:
         raw = cta.tmem_read(slice(0, rows), slice(col, col + 8), "tcgen05.mma operand A")
         return decode(np.ascontiguousarray(raw).view(f"u{ELEMENT_BYTES[self.a_format]}"), self.a_format)
 
-    def _scale(self, cta, addr, rows, sid, split, what):
+    def _scale(self, cta, addr, rows, sid, halves, what):
         """Scale factors of ``rows`` rows as float32 ``[rows, scales]``.
 
-        A row's factors are up to four bytes of one 32-bit cell. Each 32-lane quadrant of tensor memory reads its own
-        copy, hence the replication: ``split`` None - row r in lane r%32 of all four quadrants, column r/32; "rows"
-        (64 rows of A per CTA of a pair) - rows 0..31 in quadrants 0 and 2, 32..63 in 1 and 3; "halves" (B of such an
-        MMA) - the first half of the rows in quadrants 0 and 1, the second in 2 and 3.
+        A row's factors are up to four bytes of one 32-bit cell: row r is in lane r%32, column r/32. Each 32-lane
+        quadrant of tensor memory reads its own copy, so all four must hold the same; with ``halves`` (the scales of B
+        when a pair has 64 rows per CTA) the first half of the rows is in quadrants 0 and 1 and the second in 2 and 3,
+        as the accumulator's columns are.
         """
         # the two top bits of a scale-factor address repeat the factor id of the instruction descriptor
         if addr >> 16 & 0x3FFF:
             raise UnsupportedError(f"{what} at tensor memory lane {addr >> 16 & 0x3FFF}")
-        per = rows // 2 if split == "halves" else rows
-        col, nc = addr & 0xFFFF, scale_columns(per, split)
+        per = rows // 2 if halves else rows
+        col, nc = addr & 0xFFFF, -(-per // 32)
         t = np.ascontiguousarray(cta.tmem_read(slice(0, 128), slice(col, col + nc), what)).reshape(4, 32, nc)
-        source = {None: (0, 0, 0, 0), "rows": (0, 1, 0, 1), "halves": (0, 0, 2, 2)}[split]
-        used = [min(32, per - 32 * c) for c in range(nc)]
-        for q, s in enumerate(source):
-            for c, n in enumerate(used):
-                if not np.array_equal(t[q, :n, c], t[s, :n, c]):
-                    raise EmulatorError(
-                        f"CTA {cta.id}: {what}: scale factors are not replicated across the lane quadrants of tensor "
-                        f"memory (quadrant {q}, column {col + c})"
-                    )
-        if split == "rows":
-            cells = np.concatenate([t[0, :, 0], t[1, :, 0]])
-        elif split == "halves":
-            cells = np.concatenate([t[0].T.reshape(-1)[:per], t[2].T.reshape(-1)[:per]])
-        else:
-            cells = t[0].T.reshape(-1)[:rows]
+        by_row = t.transpose(0, 2, 1).reshape(4, -1)[:, :per]  # quadrant, row
+        differs = by_row != by_row[[0, 0, 2, 2] if halves else [0, 0, 0, 0]]
+        if differs.any():
+            q, row = np.argwhere(differs)[0]
+            raise EmulatorError(
+                f"CTA {cta.id}: {what}: scale factors are not replicated across the lane quadrants of tensor "
+                f"memory (quadrant {q}, column {col + row // 32})"
+            )
+        cells = by_row[[0, 2]].reshape(-1) if halves else by_row[0]
         by = np.ascontiguousarray(cells).view(np.uint8).reshape(rows, 4)
         return LUT[self.scale_format][by[:, sid : sid + self.scales]]
 
@@ -169,9 +158,8 @@ class Tcgen05:
                 A = -A
             Bi = B
             if self.scaled:
-                split = ("rows", "halves") if half_rows else (None, None)
-                sa = self._scale(cta, scales[0], rows, self.sfa_id, split[0], "scale factors of A")
-                sb = self._scale(cta, scales[1], self.N, self.sfb_id, split[1], "scale factors of B")
+                sa = self._scale(cta, scales[0], rows, self.sfa_id, False, "scale factors of A")
+                sb = self._scale(cta, scales[1], self.N, self.sfb_id, half_rows, "scale factors of B")
                 # at most 4 + 4 significant bits: exact in float32 unless the product leaves its range
                 A = A * np.repeat(sa, self.K // self.scales, axis=1)
                 Bi = B * np.repeat(sb, self.K // self.scales, axis=1)

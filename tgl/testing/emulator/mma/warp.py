@@ -70,9 +70,10 @@ def wgmma(w, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite=False):
     shape: "m64nNkK"; dt, at, bt: types; old: accumulator ``[16, N]`` or None; a: a descriptor or a tuple of registers;
     b: a descriptor; imm: trailing immediates; m: active lanes; satfinite: clamp s32 sums.
     """
-    n = int(re.fullmatch(r"m64n(\d+)k(\d+)", shape)[1])
-    if dt not in _ACC or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
+    found = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
+    if not found or dt not in _ACC or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
         raise UnsupportedError(f"wgmma.{shape}.{dt}.{at}.{bt}")
+    n = int(found[1])
     scale_a, scale_b, trans_a, trans_b = _immediates(imm, a_in_regs)
     if (trans_a or trans_b) and at not in ("bf16", "f16"):
         raise UnsupportedError(f"wgmma with an MN-major operand of type {at}")

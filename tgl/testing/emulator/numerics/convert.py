@@ -1,6 +1,7 @@
 """The ``cvt`` instruction: between integers, floats and packed narrow formats."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -78,16 +79,16 @@ def _int_to_int(a, dst, src, sat, dbits):
     (db, ds), (sb, ss) = dst, src
     lo, hi = (-(1 << db - 1), (1 << db - 1) - 1) if ds else (0, MASK[db])
     if type(a) is int:
-        v = a & MASK[sb]
-        if ss and v >> (sb - 1):
-            v -= 1 << sb
+        n = a & MASK[sb]
+        if ss and n >> (sb - 1):
+            n -= 1 << sb
         if sat:
-            v = min(max(v, lo), hi)
-        v &= MASK[db]
-        if ds and v >> (db - 1):
-            v -= 1 << db
-        return v & MASK[dbits]
-    v = a.astype(UDT[sb])
+            n = min(max(n, lo), hi)
+        n &= MASK[db]
+        if ds and n >> (db - 1):
+            n -= 1 << db
+        return n & MASK[dbits]
+    v: Any = a.astype(UDT[sb])
     if ss:
         v = v.view(SDT[sb])
     if sat:
@@ -161,7 +162,7 @@ def _to_small(dty, sty, args, rnd, relu, dbits):
         random = [second, second, first, first]
     else:
         values, random = list(_two(sty, args)), [None, None]
-    r = None
+    r: Any = None
     for i, (x, bits) in enumerate(zip(values, random, strict=True)):
         if relu:
             x = _clamp_negative(x)
@@ -235,6 +236,21 @@ def _int_to_f64(v, rnd):
     return r
 
 
+def _keep_nan(bits, a, sty):
+    """NaN payloads survive bf16 -> f32 unchanged, and f64 -> f32 shortened and quiet."""
+    x = tofloat(a, sty)
+    nan = np.isnan(x)
+    if not nan.any():
+        return bits
+    if sty == "bf16":
+        kept = vec(a, 16).astype(np.uint32) << np.uint32(16)
+    else:
+        u = vec(a, 64)
+        sign, payload = (u >> np.uint64(63)).astype(np.uint32), (u >> np.uint64(29)).astype(np.uint32)
+        kept = sign << np.uint32(31) | np.uint32(0x7FC00000) | payload & np.uint32(0x3FFFFF)
+    return np.where(nan, kept, bits)
+
+
 def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
     x = tofloat(a, "f32" if sty == "tf32" else sty)
     if dty == "tf32":
@@ -253,6 +269,8 @@ def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
     if relu:
         x = _clamp_negative(x)
     bits = round_to(x, dty, rnd or "rn")
+    if dty == "f32" and sty in ("bf16", "f64"):
+        bits = _keep_nan(bits, a, sty)
     if ftz and dty == "f32":
         f = flush(bits.view(np.float32), "f32")
         bits = np.where(np.isnan(f), np.uint32(NAN_BITS["f32"]), np.ascontiguousarray(f).view(np.uint32))

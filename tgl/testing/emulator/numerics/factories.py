@@ -84,6 +84,12 @@ def make_fsetp(cmp, ty, mods):
     return lambda a, b: fsetp(cmp, ty, a, b, ftz)
 
 
+def _can_saturate(dst, src):
+    """Whether a source value exists that the destination type (bits, signed) cannot hold."""
+    (db, ds), (sb, ss) = dst, src
+    return (ss and not ds) or sb - ss > db - ds
+
+
 def make_cvt(mods, dty, sty, dbits):
     """Function of the source operands of ``cvt{.mods}.dty.sty`` (see :func:`.convert.cvt`)."""
     what = ".".join(("cvt", *mods, dty, sty))
@@ -107,6 +113,8 @@ def make_cvt(mods, dty, sty, dbits):
     else:
         allowed = {*_ROUND, "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu", "satfinite"}
     _refuse(what, mods, allowed)
+    if "sat" in mods and dty in ITY and sty in ITY and not _can_saturate(ITY[dty], ITY[sty]):
+        raise UnsupportedError(f"{what}: every value fits, where .sat is not allowed")
     mods = tuple(mods)
     cvt(mods, dty, sty, (0,) * operands, dbits)  # refuses what the arithmetic does not define
     return lambda *args: cvt(mods, dty, sty, args, dbits)

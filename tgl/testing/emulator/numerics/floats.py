@@ -7,7 +7,9 @@ float64 function value rounded to the type, which is more accurate than the hard
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +110,7 @@ def _fma(x, y, z, rnd):
     return _zero_sign(odd_sum(p, z), p, z, rnd)
 
 
-_WIDE = {
+_WIDE: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sub": lambda x, y, rnd: _add(x, -y, rnd),
     "mul": lambda x, y, rnd: x * y,
@@ -122,6 +124,13 @@ _WIDE = {
     "sin": lambda x, rnd: np.sin(x),
     "cos": lambda x, rnd: np.cos(x),
     "tanh": lambda x, rnd: np.tanh(x),
+}
+_NATIVE: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rcp": lambda x: 1.0 / x,
 }
 _APPROX = ("rsqrt", "ex2", "lg2", "sin", "cos", "tanh")
 
@@ -168,9 +177,7 @@ def _f64(name, xs, rnd):
     if name in _APPROX or (name == "sqrt" and rnd == "rn"):
         return _WIDE[name](*xs, rnd)
     if rnd == "rn" and name != "fma":
-        return {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rcp": lambda x: 1.0 / x}[
-            name
-        ](*xs)
+        return _NATIVE[name](*xs)
     if name not in ("add", "sub", "mul", "div", "fma", "rcp"):
         raise UnsupportedError(f"{name}.{rnd}.f64")
     cols = np.broadcast_arrays(*xs)
@@ -183,13 +190,15 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
         xs = [flush(x, ty) for x in xs]
     if ty == "f64":
         r = _f64(name, xs, rnd)
-    elif ty == "f32" and rnd == "rn" and name in ("add", "sub", "mul"):
+    elif ty == "f32" and rnd == "rn" and name in ("add", "sub", "mul") and not ftz:
         r = (np.add if name == "add" else np.subtract if name == "sub" else np.multiply)(*xs)
     else:
         r = _WIDE[name](*[x.astype(np.float64) for x in xs], rnd)
+    if ftz:  # the device decides before it rounds: a value just below the normal range does not round up into it
+        r = flush(r, ty)
     bits = round_to(r, ty, rnd)
-    if ftz:
-        bits = _flush_bits(bits, ty)
+    if ty == "f64":
+        bits = _propagate_nan(bits, r, xs)
     if sat or relu:
         v = tofloat(bits, ty)
         one = v.dtype.type(1)
@@ -206,6 +215,17 @@ def _flush_bits(bits, ty):
     top = dt(1 << (WIDTH[ty] - 1))
     sub = (bits & dt(((1 << (WIDTH[ty] - 1)) - 1) >> mant << mant)) == 0
     return np.where(sub, bits & top, bits)
+
+
+def _propagate_nan(bits, r, xs):
+    """float64 NaN results: the first NaN operand made quiet, or the negative default NaN if there is none."""
+    nan = np.isnan(r)
+    if not nan.any():
+        return bits
+    value = np.full(bits.shape, 0xFFF8000000000000, np.uint64)
+    for x in reversed(xs):
+        value = np.where(np.isnan(x), np.ascontiguousarray(x).view(np.uint64) | np.uint64(1 << 51), value)
+    return np.where(nan, value, bits)
 
 
 def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
@@ -234,13 +254,15 @@ def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
 
 
 def _sign(name, ty, a, ftz):
-    """neg/abs/copysign act on the sign bit alone."""
+    """neg and abs change the sign bit alone, but make a NaN canonical (except in f64)."""
     top = {"f16": 0x8000, "bf16": 0x8000, "f32": 0x80000000, "f64": 1 << 63}[ty]
     u = vec(a, WIDTH[ty])
     dt = u.dtype.type
     if ftz:
         u = _flush_bits(u, ty)
-    return u ^ dt(top) if name == "neg" else u & dt(top - 1)
+    r = u ^ dt(top) if name == "neg" else u & dt(top - 1)
+    nan = np.isnan(tofloat(u, ty))
+    return np.where(nan, dt(NAN_BITS[ty]), r) if ty != "f64" and nan.any() else r
 
 
 @np.errstate(all="ignore")

@@ -151,13 +151,14 @@ def f32_to_bf16(f, rnd="rn", rbits=None):
 
 
 def f32_to_tf32(f, rnd, satfinite=False):
-    """float32 values to tf32: float32 patterns whose low 13 bits are zero; NaN becomes 0x7fffffff."""
+    """float32 values to tf32: float32 patterns whose low 13 bits are zero."""
     u = np.ascontiguousarray(f, np.float32).view(np.uint32)
     special = ~np.isfinite(f)
     r = np.where(special, u, round_bits(np.where(special, 0, u).astype(np.uint32), 13, rnd) << np.uint32(13))
     if satfinite:
         r = np.where((r & np.uint32(0x7FFFFFFF)) >= 0x7F800000, (r & np.uint32(0x80000000)) | np.uint32(0x7F7FE000), r)
-    return np.where(np.isnan(f), np.uint32(0x7FFFFFFF), r).astype(np.uint32)
+    # measured: to nearest away keeps a NaN as it is, the other directions shorten the canonical one
+    return np.where(np.isnan(f), u if rnd == "rna" else np.uint32(0x7FFFE000), r).astype(np.uint32)
 
 
 @np.errstate(all="ignore")

@@ -6,6 +6,8 @@ arrays. Every function takes and returns register values unless it says otherwis
 integers is what makes address and loop arithmetic cheap.
 """
 
+from typing import Any
+
 import numpy as np
 
 M8, M16, M32, M64 = 0xFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
@@ -172,11 +174,11 @@ def mulwide(a, b, bits, signed):
 
 
 def idiv(a, b, bits, signed, rem):
-    """Quotient truncated toward zero, or the remainder. Division by zero gives all ones (the remainder: ``a``)."""
+    """Quotient truncated toward zero, or the remainder. Both are all ones for a division by zero."""
 
     def one(a, b):
         if b == 0:
-            return a if rem else MASK[bits]
+            return MASK[bits]
         if not signed:
             return a % b if rem else a // b
         x, y = SIGNED[bits](a), SIGNED[bits](b)
@@ -255,6 +257,7 @@ def prmt(a, b, c, mode=""):
 
 def lop3(a, b, c, lut):
     """Any three-input boolean function; bit ``4a+2b+c`` of ``lut`` is its value."""
+    r: Any
     if type(a) is int and type(b) is int and type(c) is int:
         r = 0
     else:

@@ -183,8 +183,12 @@ class BulkWarp(SyncWarp):
         old = self.store_groups[: max(0, len(self.store_groups) - n)]
         what = "read" if read else "done"
 
+        waiting = [x for group, _ in old for x in group if not getattr(x, what)]
+
         def ok() -> bool:
-            return all(getattr(x, what) for group, _ in old for x in group)
+            while waiting and getattr(waiting[-1], what):
+                waiting.pop()
+            return not waiting
 
         def acquire() -> None:
             unit = self.units.get("bulk store")
@@ -426,6 +430,7 @@ class BulkWarp(SyncWarp):
         for copies, _ in [*self.copy_groups, (self.copy_group, 0)]:
             self._land_copies(copies)
         self.copy_groups, self.copy_group = [], []
+        self.publish()
         a, unit = self.agent, self.units.get("cp.async")
         vc = None
         if a is not None:

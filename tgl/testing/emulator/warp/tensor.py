@@ -149,10 +149,7 @@ class Warp(BulkWarp):
         scales: Any,
         m: np.ndarray,
     ) -> None:
-        if np.count_nonzero(m) != 1:
-            if not m.any():
-                return
-            self.fail(f"tcgen05.mma issued by {np.count_nonzero(m)} lanes", SyncError)
+        self._one_issuer(m, "tcgen05.mma")
         d, a, b, idesc, enable = self.one_lane(m, d, a, b, idesc, enable)
         if scales is not None:
             scales = tuple(self.one_lane(m, *scales))
@@ -176,6 +173,12 @@ class Warp(BulkWarp):
 
         launch.issue(("tcgen05", self), None, run)
 
+    def _one_issuer(self, m: np.ndarray, what: str) -> None:
+        """Every lane that executes such an instruction issues it: more than one is a bug."""
+        lanes = np.count_nonzero(m)
+        if lanes != 1:
+            self.fail(f"{what} issued by {lanes} lanes", SyncError)
+
     def _issued(self) -> tuple[Any, int]:
         return (self.agent.release() if self.agent is not None else None), self.line
 
@@ -188,6 +191,7 @@ class Warp(BulkWarp):
             self.launch.agent = u
 
     def tc_cp(self, shape: str, multicast: str, fmt: list[str], taddr: Any, desc: Any, g: int, m: np.ndarray) -> None:
+        self._one_issuer(m, "tcgen05.cp")
         taddr, desc = self.one_lane(m, taddr, desc)
         ctas = self._pair(g)
         self.launch.stat["tcgen05_cp"] += 1
@@ -201,6 +205,7 @@ class Warp(BulkWarp):
 
     def tc_commit(self, addr: Any, mask: Any, g: int, m: np.ndarray) -> None:
         """The mbarrier (in every CTA of the mask) gets one arrival when this warp's earlier tcgen05 work is done."""
+        self._one_issuer(m, "tcgen05.commit")
         (addr,) = self.one_lane(m, addr)
         addr = self.shared_address(addr)
         ctas = self.cta.cluster.ctas
