@@ -22,7 +22,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture(scope="module")
 def machine():
-    with emulate("sm_100a", detect_races=False) as machine, backends.emulated_device("sm_100"):
+    with emulate("sm_100a", detect_races=False) as machine:
         yield machine
 
 

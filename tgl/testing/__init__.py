@@ -1,4 +1,6 @@
-"""Tools for testing grouped ops and kernels, ours and other codebases' own; see ``docs/testing.md``.
+"""Tools for testing grouped ops and kernels, ours and other codebases' own.
+
+``docs/testing.md`` is about the ops, ``docs/emulator.md`` about running kernels without a GPU.
 
 Everything is imported on first use, so that ``import tgl`` does not pay for it.
 """
@@ -16,7 +18,9 @@ _EXPORTS = {
     "SampleInput": "samples",
     "Signature": "samples",
     "check_op": "opcheck",
+    "emulate": "emulator",
     "sample_inputs": "signatures",
+    "sweep": "emulator",
 }
 
 __all__ = sorted(_EXPORTS)

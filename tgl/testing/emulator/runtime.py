@@ -287,7 +287,7 @@ def emulate(
     execute their kernels' PTX on those tensors; a launch's error is raised by the call. Compile inside a block: such
     functions stay bound to the emulator and may be called in any later block for the same architecture, while functions
     compiled outside stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different
-    architectures.
+    architectures. The package's own ops take their kernels for ``arch`` on CPU tensors, where they have one.
 
     Args:
         arch: ``"sm_100a"`` or ``"sm_90a"``.
@@ -296,20 +296,22 @@ def emulate(
         resident_clusters: clusters that run at a time; more start when all of them wait.
         detect_races: keep vector clocks and report unordered accesses (about twice the time).
         strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,
-        but
-            the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
+            but the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
     Yields:
         ``Emulation``, whose ``launches`` describe what ran.
     Raises:
         EmulatorError: no C compiler or no nvidia-cutlass-dsl; from calls inside: what a kernel did wrong.
         ValueError: a bad argument.
     """
+    from ... import backends
+
     e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads)
     if not _dsl:
         _dsl.append(Dsl())
     _dsl[0].push(e)
     try:
-        yield e
+        with backends.emulated_device(arch.removesuffix("a")):
+            yield e
     finally:
         _dsl[0].pop()
     e.check()
