@@ -9,13 +9,14 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE
 JOBS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-full test-gpu lint format bench clean
+.PHONY: help demo test test-full test-gpu mutation lint format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
 	@echo "make test       the tests a change must pass"
 	@echo "make test-full  those and the long ones"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make mutation   plant every bug of the emulator's mutation score (hours); rewrites docs/emulator_mutation.md"
 	@echo "make lint       style, formatting and types"
 	@echo "make bench      every benchmark, as tables of ratios"
 
@@ -36,6 +37,9 @@ test-full: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
+
+mutation: $(READY)
+	$(TEST_ENV) $(BIN)/python -m tests.emulator.mutation
 
 lint: $(READY)
 	$(BIN)/ruff check .
