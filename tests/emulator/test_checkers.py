@@ -114,6 +114,28 @@ def test_uninitialised_shared_memory_is_poison_and_a_warning():
     assert any("uninitialised shared memory" in w for w in record.warnings)
 
 
+# ---- lanes of a warp ----
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "shfl.sync.idx.b32 %r4, %r0, 0, 31, -1;",
+        "elect.sync _|%p3, -1;",
+        "vote.sync.ballot.b32 %r4, %p1, -1;",
+        "redux.sync.add.s32 %r4, %r0, -1;",
+        "bar.warp.sync -1;",
+    ],
+)
+def test_collective_of_lanes_that_have_branched_away(instruction):
+    apart = "  setp.gt.u32 %p1, %r0, 7;\n  @%p1 bra AFTER;\n{inside}\nAFTER:\n{outside}\n"
+    mine = instruction.replace("-1;", "255;")
+    check(
+        apart.format(inside="  " + mine, outside="  " + instruction),
+        apart.format(inside="  " + instruction, outside=""),
+        SyncError,
+        "branched away",
+    )
+
+
 # ---- mbarriers ----
 def test_use_before_the_initialisation_is_known():
     init = "  @%p0 mbarrier.init.shared.b64 [%r2], 2;\n"

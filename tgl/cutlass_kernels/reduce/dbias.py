@@ -177,6 +177,7 @@ class GroupedDbias:
     ):
         """Sum rows ``[low, high)`` of one strip into ``warp_sums``; returns with the block synchronised."""
         lane = cute.arch.lane_idx()
+        warp = cute.arch.warp_idx()  # a shuffle: not inside a branch that only some lanes take
         across = tid % ACROSS
         column = first_column + across * self.vector
         acc = cute.make_rmem_tensor(self.vector, Float32)
@@ -198,7 +199,7 @@ class GroupedDbias:
             value += cute.arch.shuffle_sync_bfly(value, ACROSS)
             value += cute.arch.shuffle_sync_bfly(value, 2 * ACROSS)
             if lane < ACROSS:
-                warp_sums[across * self.vector + v, cute.arch.warp_idx()] = value
+                warp_sums[across * self.vector + v, warp] = value
         cute.arch.sync_threads()
 
     @cute.jit

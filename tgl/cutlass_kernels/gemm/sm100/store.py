@@ -135,8 +135,14 @@ def store_tiles(
                 cute.arch.fence_proxy("async.shared", space="cta")
                 _meet()
                 if warp == 0:
-                    with cute.arch.elect_one():  # the copy does not elect a lane itself, as loads do
+                    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one
+                    # lane alone would never end.
+                    if cutlass.const_expr(spec.reduces):
                         cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
+                    else:
+                        with cute.arch.elect_one():
+                            cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
+                    with cute.arch.elect_one():
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
                 buffer = (buffer + 1) % gemm.epi_stages

@@ -187,11 +187,21 @@ def store_tile(
                 source, sink = cpasync.tma_partition(
                     output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
                 )
+                if row < height and column < width:
+                    issue(output.map, source, sink, gemm.spec.reduces)
                 with cute.arch.elect_one():
-                    if row < height and column < width:
-                        cute.copy(output.map, source, sink)
                     cute.arch.cp_async_bulk_commit_group()
     return turn
+
+
+@cute.jit
+def issue(store: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor, adds: cutlass.Constexpr):
+    """Store by one lane. The adding store elects it itself, and an election by one lane alone would never end."""
+    if cutlass.const_expr(adds):
+        cute.copy(store, source, sink)
+    else:
+        with cute.arch.elect_one():
+            cute.copy(store, source, sink)
 
 
 @cute.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ..errors import UnsupportedError
 from ..parser import SIZES, Insn
@@ -136,10 +137,15 @@ def load_matrix(g, ins: Insn, part: bool) -> list[str]:
 
 
 # ---- between lanes ----
+def together(g, ins: Insn, members: Any, part: bool) -> list[str]:
+    """Check that the lanes named by ``members`` have not branched away; only where lanes can be apart."""
+    return [f"w.line = {ins.line}", f"w.together({ins.op!r}, m, {g.val(members)})"] if part else []
+
+
 @op("elect.sync")
 def elect(g, ins: Insn, part: bool) -> list[str]:
     leader, chosen = ins.ops[0][1], ins.ops[0][2]
-    out = ["t_, t2_ = elect(w, m)", g.assign(chosen, "t2_", part)]
+    out = [*together(g, ins, ins.ops[1], part), "t_, t2_ = elect(w, m)", g.assign(chosen, "t2_", part)]
     return out + ([g.assign(leader, "t_", part)] if leader[0] == "reg" else [])
 
 
@@ -147,21 +153,29 @@ def elect(g, ins: Insn, part: bool) -> list[str]:
 def shuffle(g, ins: Insn, part: bool) -> list[str]:
     a, b, c = (g.val(o) for o in ins.ops[1:4])
     mode = ins.parts[2]
+    check = together(g, ins, ins.ops[4], part)
     if ins.ops[0][0] == "pair":
         out = [f"t_, t2_ = shfl_pred({mode!r}, {a}, {b}, {c}, m)", g.assign(ins.ops[0][1], "t_", part)]
-        return [*out, g.assign(ins.ops[0][2], "t2_", part)]
-    return [g.assign(ins.ops[0], f"shfl({mode!r}, {a}, {b}, {c}, m)", part)]
+        return [*check, *out, g.assign(ins.ops[0][2], "t2_", part)]
+    return [*check, g.assign(ins.ops[0], f"shfl({mode!r}, {a}, {b}, {c}, m)", part)]
 
 
 @op("vote.sync", mods="any all uni ballot pred b32")
 def vote(g, ins: Insn, part: bool) -> list[str]:
-    return [g.assign(ins.ops[0], f"vote({ins.parts[2]!r}, {g.val(ins.ops[1], 1)}, m)", part)]
+    check = together(g, ins, ins.ops[2], part)
+    return [*check, g.assign(ins.ops[0], f"vote({ins.parts[2]!r}, {g.val(ins.ops[1], 1)}, m)", part)]
 
 
 @op("redux.sync", mods="add min max and or xor u32 s32 b32 f32 abs NaN")
 def redux(g, ins: Insn, part: bool) -> list[str]:
     mods = tuple(x for x in ins.parts[3:-1])
-    return [g.assign(ins.ops[0], f"redux({ins.parts[2]!r}, {g.val(ins.ops[1])}, m, {ins.parts[-1]!r}, {mods!r})", part)]
+    value = f"redux({ins.parts[2]!r}, {g.val(ins.ops[1])}, m, {ins.parts[-1]!r}, {mods!r})"
+    return [*together(g, ins, ins.ops[2], part), g.assign(ins.ops[0], value, part)]
+
+
+@op("bar.warp.sync", dst=0)
+def barrier_warp(g, ins: Insn, part: bool) -> list[str]:
+    return together(g, ins, ins.ops[0], part) or ["pass"]
 
 
 @op("match.any.sync", "match.all.sync", mods="b32 b64")

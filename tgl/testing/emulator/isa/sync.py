@@ -34,7 +34,6 @@ op("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", dst=
 op("tcgen05.relinquish_alloc_permit", mods="cta_group::1 cta_group::2 sync aligned", dst=0)(_nothing)
 op("applypriority", "discard", mods="global", pattern=r"L2::\w+", dst=0)(_nothing)
 op("pmevent", "brkpt", mods="mask", dst=0)(_nothing)
-op("bar.warp.sync", dst=0)(_nothing)
 
 
 # Block ends are emitted by the code generator; the entries say which modifiers they may have.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import numerics as N
-from ..errors import EmulatorError, MemoryAccessError
+from ..errors import EmulatorError, MemoryAccessError, SyncError
 from ..races import LINE_MASK, TICK, Agent, Operation
 
 _BITS = np.uint64(1) << np.arange(32, dtype=np.uint64)
@@ -66,6 +66,17 @@ class WarpCore:
     def fail(self, msg: str, kind: type[EmulatorError] = MemoryAccessError) -> NoReturn:
         """Raise ``kind`` with the place of this warp in front."""
         raise kind(f"{self.where()}: {msg}")
+
+    def together(self, what: str, m: np.ndarray, members: Any) -> None:
+        """Raise unless every live lane that ``members`` names is among ``m``, the lanes that execute ``what``."""
+        mask = int(self.one_lane(m, members)[0])
+        away = [i for i in range(32) if mask >> i & 1 and self.live[i] and not m[i]]
+        if away:
+            self.fail(
+                f"{what} names lanes {away} of the warp, which do not execute it with the others: "
+                "they have branched away, and the hardware waits for them for ever",
+                SyncError,
+            )
 
     # ---- happens-before ----
     def here(self) -> Any:
