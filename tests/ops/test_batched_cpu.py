@@ -50,12 +50,12 @@ def problem(sizes):
     return a, b, offs
 
 
-def exact(a, matrices, offs):
-    """The same product in float32, which is exact on these integers, rounded once."""
+def exact(a, matrices, offs, bias=None):
+    """The product in float32, which is exact on these integers, rounded once."""
     out = torch.zeros(a.shape[0], matrices.shape[2])
     ends = [0, *offs.tolist()]
     for g, (start, end) in enumerate(pairwise(ends)):
-        out[start:end] = a[start:end].float() @ matrices[g].float()
+        out[start:end] = a[start:end].float() @ matrices[g].float() + (bias[g].float() if bias is not None else 0)
     return out.bfloat16()
 
 
@@ -73,6 +73,22 @@ def test_gemm_is_exact(batches, monkeypatch, sizes, major):
     assert batches[-1]
     assert torch.equal(out, exact(a, matrices, offs))
     assert torch.equal(out, loop(monkeypatch, lambda: tgl.grouped_gemm(a, matrices, offs)))
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("strided", [False, True])
+def test_bias_is_rounded_with_the_product(batches, monkeypatch, sizes, strided):
+    a, _, offs = problem(sizes)
+    a[:-TAIL] *= 9
+    matrices, bias = integers(len(sizes), K, N), torch.randint(-128, 128, (len(sizes), N)).bfloat16()
+    if strided:
+        bias = bias.t().contiguous().t()
+    out = tgl.grouped_gemm(a, matrices, offs, bias)
+    assert batches[-1]
+    assert torch.equal(out, exact(a, matrices, offs, bias))
+    assert torch.equal(out, loop(monkeypatch, lambda: tgl.grouped_gemm(a, matrices, offs, bias)))
+    rounded_twice = exact(a, matrices, offs)[:-TAIL] + bias.repeat_interleave(torch.tensor(sizes), 0)
+    assert not torch.equal(out[:-TAIL], rounded_twice)
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
@@ -144,13 +160,14 @@ def test_bad_offs_stay_in_bounds(offs):
     assert tgl.grouped_gemm_wgrad(a, b, offs).isfinite().all()
 
 
-def test_only_bfloat16_rows_are_batched(batches):
+def test_only_bfloat16_in_rows_is_batched(batches):
     a, b, offs = problem(BALANCED)
     matrices = integers(len(BALANCED), K, N)
     tgl.grouped_gemm(a.float(), matrices.float(), offs)
     tgl.grouped_gemm(a.t().contiguous().t(), matrices, offs)
     tgl.grouped_gemm(a, matrices, offs, out_dtype=torch.float32)
-    tgl.grouped_gemm(a, matrices, offs, integers(len(BALANCED), N))
+    tgl.grouped_gemm(a, matrices, offs, integers(len(BALANCED), N).float())
+    tgl.grouped_gemm(a, matrices, offs, integers(len(BALANCED), N), integers(a.shape[0]))
     tgl.grouped_gemm_wgrad(a, b.t().contiguous().t(), offs)
     assert not batches
 

@@ -72,19 +72,27 @@ def _suits(*operands: Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(1) == 1 for t in operands)
 
 
-def gemm(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> set[int]:
-    """Write ``a @ b[g]`` for the groups that ``choose`` picks; returns which these are."""
+def gemm(a: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None, out: Tensor) -> set[int]:
+    """Write ``a @ b[g] + bias[g]`` for the groups that ``choose`` picks; returns which these are.
+
+    ``baddbmm`` of bfloat16 adds the bias before it rounds, as ``addmm`` does.
+    """
     groups = choose(sizes, *b.shape[1:]) if _suits(a) else []
     if not groups:
         return set()
     at = _Places.of(sizes, groups)
-    if len(groups) == b.shape[0]:
-        value = torch.bmm(at.rows(a), b).view(-1, b.shape[2])
-        torch.index_select(value, 0, at.used.nonzero().view(-1), out=out[: out.shape[0] - sizes[-1]])
+    everything = len(groups) == b.shape[0]
+    matrices = b if everything else _select(b, at.groups)
+    if bias is None:
+        value = torch.bmm(at.rows(a), matrices)
+    else:
+        value = torch.baddbmm(bias.index_select(0, at.groups)[:, None], at.rows(a), matrices)
+    if everything:
+        used = at.used.nonzero().view(-1)
+        torch.index_select(value.view(-1, b.shape[2]), 0, used, out=out[: out.shape[0] - sizes[-1]])
     else:
         parts = torch.split_with_sizes(out, sizes)
-        values = torch.bmm(at.rows(a), _select(b, at.groups)).unbind()
-        torch._foreach_copy_([parts[g] for g in groups], [v[: sizes[g]] for g, v in zip(groups, values)])
+        torch._foreach_copy_([parts[g] for g in groups], [v[: sizes[g]] for g, v in zip(groups, value.unbind())])
     return set(groups)
 
 

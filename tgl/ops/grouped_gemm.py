@@ -58,7 +58,7 @@ def _loop(
     direct = (
         out.dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == a.dtype)
     )
-    done = _batched_cpu.gemm(a, b, sizes, out) if direct and bias is None else set()
+    done = _batched_cpu.gemm(a, b, sizes, bias, out) if direct else set()
     if zero_tail and sizes[-1]:
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == b.shape[0]:
@@ -70,8 +70,8 @@ def _loop(
             if x.shape[0] and g not in done:
                 torch.mm(x, w, out=y)
     elif direct and bias is not None:
-        for x, w, y, row in zip(a_parts, b.unbind(), out_parts, bias.unbind()):
-            if x.shape[0]:
+        for g, (x, w, y, row) in enumerate(zip(a_parts, b.unbind(), out_parts, bias.unbind())):
+            if x.shape[0] and g not in done:
                 torch.addmm(row, x, w, out=y)
     else:
         _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
