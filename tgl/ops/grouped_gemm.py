@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
+from . import _batched_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import native_matmul, segment_sizes
 
@@ -52,25 +53,28 @@ def _loop(
     out: Tensor,
     zero_tail: bool,
 ) -> None:
-    """One matrix product per group, fp32 accumulation, one rounding."""
+    """One matrix product per group (small ones in one batch), fp32 accumulation, one rounding."""
     sizes = segment_sizes(offs, a.shape[0])
-    *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
-    *out_parts, tail = torch.split_with_sizes(out, sizes)
     direct = (
         out.dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == a.dtype)
     )
+    done = _batched_cpu.gemm(a, b, sizes, bias, out) if direct else set()
+    if zero_tail and sizes[-1]:
+        out[out.shape[0] - sizes[-1] :].zero_()
+    if len(done) == b.shape[0]:
+        return
+    *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
+    *out_parts, _ = torch.split_with_sizes(out, sizes)
     if direct and bias is None:
-        for x, w, y in zip(a_parts, b.unbind(), out_parts):
-            if x.shape[0]:
+        for g, (x, w, y) in enumerate(zip(a_parts, b.unbind(), out_parts)):
+            if x.shape[0] and g not in done:
                 torch.mm(x, w, out=y)
     elif direct and bias is not None:
-        for x, w, y, row in zip(a_parts, b.unbind(), out_parts, bias.unbind()):
-            if x.shape[0]:
+        for g, (x, w, y, row) in enumerate(zip(a_parts, b.unbind(), out_parts, bias.unbind())):
+            if x.shape[0] and g not in done:
                 torch.addmm(row, x, w, out=y)
     else:
         _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
-    if zero_tail and sizes[-1]:
-        tail.zero_()
 
 
 def _loop_widened(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
+from . import _batched_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import native_matmul, segment_sizes
 from .grouped_gemm import aten_operand_reason
@@ -40,18 +41,23 @@ def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) ->
     backends.run(ACCUMULATE, a.device, a, b, offs, out=main_grad)
 
 
-def _parts(a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> zip:
-    sizes = segment_sizes(offs, a.shape[0])
+def _parts(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> zip:
     return zip(torch.split_with_sizes(a, sizes), torch.split_with_sizes(b, sizes), out.unbind())
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """One matrix product per group; an empty group's slot is zeroed."""
+    """One matrix product per group (small ones in one batch); an empty group's slot is zeroed."""
+    sizes = segment_sizes(offs, a.shape[0])
     direct = out.dtype == a.dtype and native_matmul(a)
     acc = specs.accumulator(a.dtype)
-    for x, y, slot in _parts(a, b, offs, out):
+    done = _batched_cpu.wgrad(a, b, sizes, out) if direct else set()
+    if len(done) == out.shape[0]:
+        return
+    for g, (x, y, slot) in enumerate(_parts(a, b, sizes, out)):
         if not x.shape[0]:
             slot.zero_()
+        elif g in done:
+            continue
         elif direct:
             torch.mm(x.t(), y, out=slot)
         else:
@@ -61,7 +67,7 @@ def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
 def _loop_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """The same added to ``out`` in the accumulator's dtype, then rounded once; an empty group's slot is not touched."""
     acc = specs.accumulator(a.dtype)
-    for x, y, slot in _parts(a, b, offs, out):
+    for x, y, slot in _parts(a, b, segment_sizes(offs, a.shape[0]), out):
         if not x.shape[0]:
             continue
         if slot.dtype == acc:
