@@ -187,6 +187,19 @@ def test_ftz(name):
         assert make_fop(name, "f32", ("rn",))(*just_below) == 0x00800000
 
 
+@pytest.mark.parametrize(
+    ("rnd", "args", "expected"),
+    [
+        ("rn", (0xBFFFFFFF, 0x00800001, 0x00800001), 0x80800000),
+        ("rm", (0xBFFFFFFF, 0x00800001, 0x00800001), 0x80800000),
+        ("rp", (0xBFFFFFFF, 0x80800001, 0x80800001), 0x00800000),
+    ],
+)
+def test_ftz_decides_on_the_rounded_significand(rnd, args, expected):
+    """Exact results of 1 - 2^-46 times the smallest normal, which 24 bits cannot hold below it; as an H200 gives them."""
+    assert make_fop("fma", "f32", (rnd, "ftz"))(*args) == expected
+
+
 def test_saturate_and_relu():
     nan, inf, two, half, minus = 0x7FC00000, 0x7F800000, 0x40000000, 0x3F000000, 0xBF800000
     sat = make_fop("add", "f32", ("rn", "sat"))

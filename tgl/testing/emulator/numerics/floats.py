@@ -194,8 +194,8 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
         r = (np.add if name == "add" else np.subtract if name == "sub" else np.multiply)(*xs)
     else:
         r = _WIDE[name](*[x.astype(np.float64) for x in xs], rnd)
-    if ftz:  # the device decides before it rounds: a value just below the normal range does not round up into it
-        r = flush(r, ty)
+    if ftz:
+        r = _flush_result(r, ty, rnd)
     bits = round_to(r, ty, rnd)
     if ty == "f64":
         bits = _propagate_nan(bits, r, xs)
@@ -207,6 +207,20 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
         else:  # NaN stays NaN
             bits = round_to(np.where((v > 0) | np.isnan(v), v, v.dtype.type(0)), ty)
     return bits
+
+
+def _flush_result(r, ty, rnd):
+    """Flush exact results as the device does: by their value rounded to the precision of ``ty`` at any exponent.
+
+    A value that needs few enough bits stays below the normal range and becomes zero, although rounding on the coarser
+    subnormal grid would lift it into the range.
+    """
+    smallest, lift = _TINY[ty], 2.0**8 if ty == "f16" else 2.0**64
+    tiny = (np.abs(r) < smallest) & (r != 0)
+    if not tiny.any():
+        return r
+    rounded = np.abs(tofloat(round_to(r * lift, ty, rnd), ty)).astype(np.float64)
+    return np.where(tiny & (rounded < smallest * lift), np.copysign(0.0, r), r)
 
 
 def _flush_bits(bits, ty):
