@@ -196,7 +196,7 @@ def test_ftz(name):
     ],
 )
 def test_ftz_decides_on_the_rounded_significand(rnd, args, expected):
-    """Exact results of 1 - 2^-46 times the smallest normal, which 24 bits cannot hold below it; as an H200 gives them."""
+    """Exact results of 1 - 2^-46 times the smallest normal: 24 bits round them to it, as an H200 does."""
     assert make_fop("fma", "f32", (rnd, "ftz"))(*args) == expected
 
 
