@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from .. import backends
 from ..cutlass_kernels import launch
@@ -17,61 +18,36 @@ from .splits_to_offsets import NAME as OFFSETS
 PRIORITY = 10
 ARCHS = frozenset(launch.GPU_ARCH)
 
-_kernel = functools.partial(
-    backends.Implementation,
-    name="tgl kernel",
-    device="cuda",
-    archs=ARCHS,
-    priority=PRIORITY,
-    emulable=True,
-    note="one launch, groups read on the device",
-)
+# op: (run, supports, prepare)
+_KERNELS: dict[str, tuple[Callable[..., None], Callable[..., backends.Reason], Callable[..., None]]] = {
+    GEMM: (launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
+    WGRAD: (launch.grouped_gemm_wgrad, launch.grouped_gemm_wgrad_supports, launch.prepare_grouped_gemm_wgrad),
+    ACCUMULATE: (
+        launch.grouped_gemm_wgrad_accumulate,
+        launch.grouped_gemm_wgrad_supports,
+        functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True),
+    ),
+    DBIAS: (calls.grouped_dbias, calls.grouped_dbias_supports, calls.prepare_grouped_dbias),
+    DBIAS_DSCALES: (
+        calls.grouped_dbias_dscales,
+        calls.grouped_dbias_dscales_supports,
+        calls.prepare_grouped_dbias_dscales,
+    ),
+    OFFSETS: (calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
+}
 
-backends.add(
-    _kernel(
-        op=GEMM,
-        run=launch.grouped_gemm,
-        supports=launch.grouped_gemm_supports,
-        prepare=launch.prepare_grouped_gemm,
+for _op, (_run, _supports, _prepare) in _KERNELS.items():
+    backends.add(
+        backends.Implementation(
+            op=_op,
+            name="tgl kernel",
+            device="cuda",
+            run=_run,
+            supports=_supports,
+            archs=ARCHS,
+            priority=PRIORITY,
+            note="one launch, groups read on the device",
+            emulable=True,
+            prepare=_prepare,
+        )
     )
-)
-backends.add(
-    _kernel(
-        op=WGRAD,
-        run=launch.grouped_gemm_wgrad,
-        supports=launch.grouped_gemm_wgrad_supports,
-        prepare=launch.prepare_grouped_gemm_wgrad,
-    )
-)
-backends.add(
-    _kernel(
-        op=ACCUMULATE,
-        run=launch.grouped_gemm_wgrad_accumulate,
-        supports=launch.grouped_gemm_wgrad_supports,
-        prepare=functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True),
-    )
-)
-backends.add(
-    _kernel(
-        op=DBIAS,
-        run=calls.grouped_dbias,
-        supports=calls.grouped_dbias_supports,
-        prepare=calls.prepare_grouped_dbias,
-    )
-)
-backends.add(
-    _kernel(
-        op=OFFSETS,
-        run=calls.splits_to_offsets,
-        supports=calls.splits_to_offsets_supports,
-        prepare=calls.prepare_splits_to_offsets,
-    )
-)
-backends.add(
-    _kernel(
-        op=DBIAS_DSCALES,
-        run=calls.grouped_dbias_dscales,
-        supports=calls.grouped_dbias_dscales_supports,
-        prepare=calls.prepare_grouped_dbias_dscales,
-    )
-)
