@@ -34,11 +34,11 @@ def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     backends.run(NAME, a.device, a, b, offs, out=out)
 
 
-def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
     specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
     memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs)
     debug.check_offs(ACCUMULATE, offs, a.shape[0])
-    backends.run(ACCUMULATE, a.device, a, b, offs, out=main_grad)
+    backends.run(NAME if overwrite else ACCUMULATE, a.device, a, b, offs, out=main_grad)
 
 
 def _parts(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> zip:
@@ -128,9 +128,9 @@ _op_out = define(
     f"{NAME}.out(Tensor a, Tensor b, Tensor offs, *, Tensor(a!) out) -> ()", _kernel_out, specs.grouped_gemm_wgrad_out
 )
 _op_accumulate = define(
-    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad) -> ()",
+    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad, *, bool overwrite=False) -> ()",
     _kernel_accumulate,
-    specs.grouped_gemm_wgrad_accumulate_,
+    lambda a, b, offs, main_grad, *, overwrite=False: specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad),
     autocast=_autocast,
 )
 
@@ -146,7 +146,7 @@ def _call(
 
 
 def _call_accumulate(
-    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor
+    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
     return a.device, (a, b, offs), {"out": main_grad}
@@ -213,7 +213,9 @@ def grouped_gemm_wgrad(
     return out
 
 
-def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+def grouped_gemm_wgrad_accumulate_(
+    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False
+) -> None:
     """Add the weight gradient of every group to ``main_grad``, in place.
 
     ``main_grad[g] += a[rows of g]^T @ b[rows of g]``, formed in float32 (float64 for float64) and rounded once to the
@@ -226,10 +228,11 @@ def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         main_grad: ``[G, M, N]``, float32 or the dtype of ``a``, row-major (slots and rows may be padded), 16-byte
             aligned, sharing no memory with an operand and requiring no grad.
+        overwrite: replace what ``main_grad`` holds instead of adding to it; the slot of an empty group becomes zero.
 
     Raises:
         TypeError: dtypes that do not fit.
         ValueError: shapes, layouts or devices that do not fit.
         RuntimeError: an argument requires grad while grad mode is on.
     """
-    _op_accumulate(a, b, offs, main_grad)
+    _op_accumulate(a, b, offs, main_grad, overwrite=overwrite)
