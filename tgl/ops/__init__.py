@@ -7,6 +7,8 @@ from .group_quantize import group_quantize
 from .grouped_activation import grouped_activation
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
+from .grouped_gemm_scaled import grouped_gemm_scaled
+from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_scaled_wgrad_accumulate_
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .splits_to_offsets import splits_to_offsets
 
@@ -18,6 +20,9 @@ __all__ = [
     "grouped_dbias",
     "grouped_dbias_dscales",
     "grouped_gemm",
+    "grouped_gemm_scaled",
+    "grouped_gemm_scaled_wgrad",
+    "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
