@@ -1,9 +1,9 @@
-"""MXFP8: E4M3 or E5M2 elements, one E8M0 scale per 32 (OCP Microscaling Formats specification 1.0, hardware rounding).
+"""MXFP8: E4M3 or E5M2 elements, one E8M0 scale per 32 (OCP Microscaling Formats 1.0, rounded as hardware does).
 
-With ``d = amax * float32(1 / max)`` the scale of ``"rceil"`` is the smallest ``2^(e - 127) >= d``; ``"floor"`` takes the
-exponent of amax less that of the largest element, ``"even"`` the same after rounding amax to the element's mantissa.
-Always in integers, never with ``log2``, which misses bytes next to powers of two. A block that holds Inf or NaN gets
-scale 0xFF and elements 0x7F, in every mode (``cvt.rp.ue8m0x2`` without ``.satfinite``).
+With ``d = amax * float32(1 / max)`` the scale of ``"rceil"`` is the smallest ``2^(e - 127) >= d``; ``"floor"`` takes
+the exponent of amax less that of the largest element, ``"even"`` the same after rounding amax to the element's
+mantissa. Always in integers, never with ``log2``, which misses bytes next to powers of two. A block that holds Inf or
+NaN gets scale 0xFF and elements 0x7F, in every mode (``cvt.rp.ue8m0x2`` without ``.satfinite``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ._scales import BlockScales, RowScales
 BLOCK = 32
 UNIT = 128
 _SIGN_OFF = 0x7FFFFFFF
+_SMALL = 27 << 23  # bits of 2^-100: d is no subnormal from here on, whatever the element
 
 
 def quantize(
@@ -79,33 +80,42 @@ def present(places: Tensor, holes: Tensor | None, rows: int, scratch: Scratch) -
 
 
 def _scaled(wide: Tensor, dim: int, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Values ready to be cast, and the scale bytes (``dim`` kept), of blocks along ``dim``."""
+    """Values ready to be cast, and the scales as int32 (``dim`` kept), of blocks along ``dim``."""
     assert options.dtype is not None
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
     magnitude = torch.bitwise_and(wide.view(torch.int32), _SIGN_OFF, out=scaled.view(torch.int32))
-    amax = magnitude.amax(dim, keepdim=True)  # of the bits: ordered like the values, NaN above Inf
-    byte = e8m0(amax, element, options.scaling)
-    torch.mul(wide, ((254 - byte) << 23).clamp_(min=0x00400000).view(torch.float32), out=scaled)
+    byte = magnitude.amax(dim, keepdim=True)  # of the bits: ordered like the values, NaN above Inf
+    least, most = (int(bound) for bound in byte.aminmax())
+    bad = byte >= FP32_INF if most >= FP32_INF else None
+    e8m0_(byte, element, options.scaling, subnormal=least < _SMALL)
+    inverse = torch.sub(254, byte).bitwise_left_shift_(23)  # no finite magnitude has a scale above 247
+    torch.mul(wide, inverse.view(torch.float32), out=scaled)
     if options.scaling != "rceil":
         scaled.clamp_(-element.max, element.max)  # rceil never exceeds it by enough to round up
-    bad = byte == E8M0_NAN
-    if bad.any():
+    if bad is not None:
+        byte.masked_fill_(bad, E8M0_NAN)
         scaled.masked_fill_(bad, torch.nan)
-    return scaled, byte.to(torch.uint8)
+    return scaled, byte
 
 
-def e8m0(amax: Tensor, element: Element, scaling: str) -> Tensor:
-    """The scale, int32 0 ... 255, for magnitudes given by their bits (int32)."""
+def e8m0_(amax: Tensor, element: Element, scaling: str, subnormal: bool = True) -> Tensor:
+    """Turn finite magnitudes, given by their bits (int32), into scales 0 ... 254, in place.
+
+    ``subnormal=False`` promises that no ``d`` is below the smallest normal number.
+    """
     if scaling == "rceil":
-        inverse_max = torch.tensor(element.inverse_max, dtype=torch.int32).view(torch.float32)
-        bits = (amax.view(torch.float32) * inverse_max).view(torch.int32)
+        amax.view(torch.float32).mul_(element.inverse_max)
         # Any mantissa rounds up; that of a subnormal from above 2^-127, which is half the smallest normal.
-        byte = (bits + 0x3FFFFF).add_(bits >= 0x00800000, alpha=0x400000) >> 23
+        if subnormal:
+            amax.add_(amax < 0x00800000, alpha=-0x400000)
+        amax.add_(0x7FFFFF)
     else:
-        rounded = amax + element.half_ulp if scaling == "even" else amax
-        byte = ((rounded >> 23) - element.max_exponent).clamp_(min=0)
-    return byte.masked_fill_(amax >= FP32_INF, E8M0_NAN)
+        if scaling == "even":
+            amax.add_(element.half_ulp)
+        amax.sub_(element.max_exponent << 23)
+    amax.bitwise_right_shift_(23)
+    return amax.clamp_(min=0) if scaling != "rceil" else amax
 
 
 def dequantize(
