@@ -78,8 +78,10 @@ class Gemms(Protocol):
     ) -> Tensor:
         """``[T, K]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
 
-    def wgrad(self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        """``[G, N, K]`` of ``out_dtype``, contiguous."""
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        """``[G, N, K]`` of ``out_dtype``, contiguous, or every slot on ``alignment`` bytes."""
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         """Add the weight gradient to ``main_grad [G, N, K]``, or ``overwrite`` it; slots may be padded."""
@@ -123,8 +125,10 @@ class DenseGemms:
     ) -> Tensor:
         return grouped_gemm(dy[0], w[0], offs, out_dtype=out_dtype, out=out)
 
-    def wgrad(self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=out_dtype)
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=out_dtype, alignment=alignment)
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)

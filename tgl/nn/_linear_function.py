@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import allocate_wgrad, grouped_dbias_dscales
+from ..ops import grouped_dbias_dscales
 from ._gemms import Gemms, Operand, Operands
 from ._saving import restore, save
+
+SLOT_ALIGNMENT = 256  # bytes, of each group's weight gradient when groups have parameters of their own
 
 Stash = Callable[[Operand, Operand, Tensor, Tensor | None], None]
 
@@ -91,7 +93,6 @@ class LinearFunction(torch.autograd.Function):
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
         ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
         ctx.scale_dtypes = tuple(t.dtype if t is not None else None for t in (probs, bias_scale))
-        ctx.weight_shape = tuple(parameters[0].shape[-2:])
         return y if call.out is None else y.detach()
 
     @staticmethod
@@ -139,9 +140,8 @@ def _weight_gradients(ctx: Any, x: Operand, dy: Operand, offs: Tensor) -> tuple[
         return (None,) * ctx.num_weights
     if not call.discrete:
         return (gemms.wgrad(x, dy, offs, out_dtype=ctx.dtypes[1]),)
-    packed = allocate_wgrad(offs.shape[0], ctx.weight_shape, ctx.dtypes[1], offs.device)
-    gemms.wgrad_into(x, dy, offs, packed, overwrite=True)
-    return packed.unbind()
+    # Plain views of one allocation, which the caching allocator and streams know of, as they would not of addresses.
+    return gemms.wgrad(x, dy, offs, out_dtype=ctx.dtypes[1], alignment=SLOT_ALIGNMENT).unbind()
 
 
 def _bias_gradients(ctx: Any, dbias: Tensor | None) -> tuple[Tensor | None, ...]:
