@@ -6,12 +6,13 @@ operands are one tensor each; a quantised one has data, scales and whatever else
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..ops import (
+    grouped_activation,
     grouped_dbias,
     grouped_gemm,
     grouped_gemm_wgrad,
@@ -45,8 +46,16 @@ class Gemms(Protocol):
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         """Prepare the layer's input for the GEMMs asked for."""
 
-    def weight(self, w: Tensor, *, dgrad: bool) -> Operands:
-        """Prepare the weight for fprop, and for dgrad if asked for; runs without grad."""
+    def activated_input(
+        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+    ) -> Operands:
+        """Prepare ``grouped_activation(h, offs, probs, **activation)`` likewise."""
+
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
+        """Prepare the weight for fprop, and for dgrad if asked for; called without grad.
+
+        ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
+        """
 
     def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
@@ -59,18 +68,20 @@ class Gemms(Protocol):
         bias: Tensor | None,
         bias_scale: Tensor | None,
         *,
-        dtype: torch.dtype,
+        out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``[T, N]`` of ``dtype``; ``out``, which has that dtype, if given."""
+        """``[T, N]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
 
     def dgrad(
-        self, dy: Operand, w: Operand, offs: Tensor, *, dtype: torch.dtype, out: Tensor | None = None
+        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """``[T, K]`` of ``dtype``; ``out``, which has that dtype, if given."""
+        """``[T, K]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
 
-    def wgrad(self, x: Operand, dy: Operand, offs: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """``[G, N, K]`` of ``dtype``, contiguous."""
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        """``[G, N, K]`` of ``out_dtype``, contiguous, or every slot on ``alignment`` bytes."""
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         """Add the weight gradient to ``main_grad [G, N, K]``, or ``overwrite`` it; slots may be padded."""
@@ -84,7 +95,12 @@ class DenseGemms:
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         return Operands(fprop=(x,) if fprop else (), wgrad=(x,) if wgrad else ())
 
-    def weight(self, w: Tensor, *, dgrad: bool) -> Operands:
+    def activated_input(
+        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+    ) -> Operands:
+        return self.input(grouped_activation(h, offs, probs, **activation), offs, fprop=fprop, wgrad=wgrad)
+
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
         return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
 
     def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
@@ -99,18 +115,27 @@ class DenseGemms:
         bias: Tensor | None,
         bias_scale: Tensor | None,
         *,
-        dtype: torch.dtype,
+        out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, out_dtype=dtype, out=out)
+        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, out_dtype=out_dtype, out=out)
 
     def dgrad(
-        self, dy: Operand, w: Operand, offs: Tensor, *, dtype: torch.dtype, out: Tensor | None = None
+        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        return grouped_gemm(dy[0], w[0], offs, out_dtype=dtype, out=out)
+        return grouped_gemm(dy[0], w[0], offs, out_dtype=out_dtype, out=out)
 
-    def wgrad(self, x: Operand, dy: Operand, offs: Tensor, *, dtype: torch.dtype) -> Tensor:
-        return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=dtype)
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=out_dtype, alignment=alignment)
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)
+
+
+def gemms_for(recipe: Any) -> Gemms:
+    """The GEMMs of a layer that follows ``recipe``."""
+    if recipe is not None:
+        raise TypeError(f"`recipe` must be None, but got {recipe!r}")
+    return DenseGemms()

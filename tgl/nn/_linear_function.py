@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import allocate_wgrad, grouped_dbias_dscales
+from ..ops import grouped_dbias_dscales
 from ._gemms import Gemms, Operand, Operands
 from ._saving import restore, save
+
+SLOT_ALIGNMENT = 256  # bytes, of each group's weight gradient when groups have parameters of their own
 
 Stash = Callable[[Operand, Operand, Tensor, Tensor | None], None]
 
@@ -23,20 +25,24 @@ class Call(NamedTuple):
         offs: int32 ``[G]`` cumulative ends.
         weight: the prepared weight; never offloaded.
         bias: ``[G, N]`` or None.
+        out_dtype: dtype of the result.
         discrete: whether every group has a weight (and a bias) parameter of its own.
+        activation: arguments of ``grouped_activation``, which then comes before the layer; None for none.
         out: buffer ``[T, N]`` of the result, or None.
         dgrad_out: buffer ``[T, K]`` of the input gradient, or None.
         main_grad: ``[G, N, K]`` that takes the weight gradient, or None.
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
-        save_original_input: keep the input itself for the backward and prepare it again there.
+        save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
     """
 
     gemms: Gemms
     offs: Tensor
     weight: Operands
-    bias: Tensor | None = None
+    bias: Tensor | None
+    out_dtype: torch.dtype
     discrete: bool = False
+    activation: dict[str, Any] | None = None
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
     main_grad: Tensor | None = None
@@ -44,66 +50,85 @@ class Call(NamedTuple):
     stash: Stash | None = None
     save_original_input: bool = False
 
+    def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
+        """The layer's input, prepared."""
+        if self.activation is None:
+            return self.gemms.input(x, offs, fprop=fprop, wgrad=wgrad)
+        return self.gemms.activated_input(x, offs, probs, self.activation, fprop=fprop, wgrad=wgrad)
+
 
 class LinearFunction(torch.autograd.Function):
-    """``apply(call, x, bias_scale, num_weights, *parameters)``, the parameters being the weights, then the biases.
+    """``apply(call, num_weights, x, probs, bias_scale, *parameters)``: the weights, then the biases.
 
-    Buffers that the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
+    ``x [T, K]``; with an activation ``x`` is what goes into it and ``probs [T]`` multiplies what comes out. Buffers that
+    the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, x: Tensor, bias_scale: Tensor | None, num_weights: int, *parameters: Tensor
+        ctx: Any,
+        call: Call,
+        num_weights: int,
+        x: Tensor,
+        probs: Tensor | None,
+        bias_scale: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
-        gemms, offs = call.gemms, call.offs
-        needs_wgrad = any(ctx.needs_input_grad[4 : 4 + num_weights])
-        prepared = gemms.input(x, offs, fprop=True, wgrad=needs_wgrad and not call.save_original_input)
-        y = gemms.fprop(
-            prepared.fprop, call.weight.fprop, offs, call.bias, bias_scale, dtype=x.dtype, out=call.out
+        needs = ctx.needs_input_grad
+        first_bias = 5 + num_weights
+        ctx.needs_dgrad = needs[2] or needs[3]
+        ctx.needs_wgrad, ctx.needs_dbias = any(needs[5:first_bias]), any(needs[first_bias:])
+        again = call.save_original_input
+        prepared = call.input(x, call.offs, probs, fprop=True, wgrad=ctx.needs_wgrad and not again)
+        y = call.gemms.fprop(
+            prepared.fprop, call.weight.fprop, call.offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
         )
-        if not needs_wgrad:
-            kept: Operand = ()
-        else:
-            kept = (x,) if call.save_original_input else prepared.wgrad
-        save(ctx, kept, (offs, call.bias, bias_scale, *call.weight.dgrad))
-        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # what is saved, and what is done
-        ctx.num_weights, ctx.needs_wgrad = num_weights, needs_wgrad
-        ctx.dtype = x.dtype
-        ctx.weight_dtype, ctx.bias_dtype = parameters[0].dtype, parameters[-1].dtype
-        ctx.weight_shape = tuple(parameters[0].shape[-2:])
-        ctx.scale_dtype = bias_scale.dtype if bias_scale is not None else None
+        original: tuple[Tensor, ...] = ()
+        if (again and ctx.needs_wgrad) or (call.activation is not None and (ctx.needs_dgrad or ctx.needs_wgrad)):
+            original = (x,) if probs is None else (x, probs)
+        scale = () if bias_scale is None else (bias_scale,)
+        save(ctx, (*prepared.wgrad, *original, *scale), (call.offs, call.bias, *call.weight.dgrad))
+        ctx.counts = len(prepared.wgrad), len(original)
+        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)
+        ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
+        ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
+        ctx.scale_dtypes = tuple(t.dtype if t is not None else None for t in (probs, bias_scale))
         return y if call.out is None else y.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, (offs, bias, bias_scale, *weight) = restore(ctx)
         call, gemms = ctx.call, ctx.call.gemms
-        needs_dgrad, needs_dscale = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        needs_dbias = any(ctx.needs_input_grad[4 + ctx.num_weights :])
-        fused = needs_dbias and bias_scale is None
-        dy, dbias = gemms.grad(grad, offs, dgrad=needs_dgrad, wgrad=ctx.needs_wgrad, dbias=fused)
-        dx = dscale = None
-        if needs_dgrad:
-            dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, dtype=ctx.dtype, out=call.dgrad_out)
-            dx = dx if call.dgrad_out is None else dx.detach()
-        if bias_scale is not None and (needs_dbias or needs_dscale):
-            dbias, dscale = grouped_dbias_dscales(grad, bias, bias_scale, offs)
-            dscale = dscale.to(ctx.scale_dtype)
-        x: Operand = kept
+        activations, (offs, bias, *weight) = restore(ctx)
+        n_prepared, n_original = ctx.counts
+        wgrad_operand, rest = activations[:n_prepared], activations[n_prepared:]
+        original, scale = rest[:n_original], rest[n_original:]
+        x = original[0] if original else None
+        probs = original[1] if len(original) > 1 else None
+        dx = dprobs = dscale = None
+
+        dy, dbias = gemms.grad(
+            grad, offs, dgrad=ctx.needs_dgrad, wgrad=ctx.needs_wgrad, dbias=ctx.needs_dbias and not scale
+        )
+        if ctx.needs_dgrad:
+            dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, out_dtype=ctx.dtypes[0], out=call.dgrad_out)
+            if call.activation is not None:
+                dx, dprobs = torch.ops.tgl.grouped_activation_backward(dx, x, offs, probs, **call.activation)
+                dprobs = dprobs.to(ctx.scale_dtypes[0]) if probs is not None else None
+            elif call.dgrad_out is not None:
+                dx = dx.detach()
+        if scale and (ctx.needs_dbias or ctx.needs_input_grad[4]):
+            dbias, dscale = grouped_dbias_dscales(grad, bias, scale[0], offs)
+            dscale = dscale.to(ctx.scale_dtypes[1])
         if ctx.needs_wgrad and call.save_original_input:
-            x = gemms.input(kept[0], offs, fprop=False, wgrad=True).wgrad
-        gradients: tuple[Tensor | None, ...]
+            wgrad_operand = call.input(x, offs, probs, fprop=False, wgrad=True).wgrad
+
+        if not ctx.needs_dbias:
+            dbias = None
         if call.stash is not None:
-            call.stash(x, dy.wgrad, offs, dbias if needs_dbias else None)
-            gradients = (None,) * len(ctx.needs_input_grad[4:])
-        else:
-            gradients = _weight_gradients(ctx, x, dy.wgrad, offs)
-            if needs_dbias:
-                dbias = dbias.to(ctx.bias_dtype)
-                gradients += tuple(dbias.unbind()) if call.discrete else (dbias,)
-            else:
-                gradients += (None,) * (len(ctx.needs_input_grad) - 4 - ctx.num_weights)
-        return None, dx, dscale if needs_dscale else None, None, *gradients
+            call.stash(wgrad_operand, dy.wgrad, offs, dbias)
+            return None, None, dx, dprobs, dscale, *(None,) * (ctx.num_weights + ctx.num_biases)
+        dweights = _weight_gradients(ctx, wgrad_operand, dy.wgrad, offs)
+        return None, None, dx, dprobs, dscale, *dweights, *_bias_gradients(ctx, dbias)
 
 
 def _weight_gradients(ctx: Any, x: Operand, dy: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:
@@ -114,7 +139,13 @@ def _weight_gradients(ctx: Any, x: Operand, dy: Operand, offs: Tensor) -> tuple[
         gemms.wgrad_into(x, dy, offs, call.main_grad, overwrite=call.overwrite_main_grad)
         return (None,) * ctx.num_weights
     if not call.discrete:
-        return (gemms.wgrad(x, dy, offs, dtype=ctx.weight_dtype),)
-    packed = allocate_wgrad(offs.shape[0], ctx.weight_shape, ctx.weight_dtype, offs.device)
-    gemms.wgrad_into(x, dy, offs, packed, overwrite=True)
-    return packed.unbind()
+        return (gemms.wgrad(x, dy, offs, out_dtype=ctx.dtypes[1]),)
+    # Plain views of one allocation, which the caching allocator and streams know of, as they would not of addresses.
+    return gemms.wgrad(x, dy, offs, out_dtype=ctx.dtypes[1], alignment=SLOT_ALIGNMENT).unbind()
+
+
+def _bias_gradients(ctx: Any, dbias: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dbias is None:
+        return (None,) * ctx.num_biases
+    dbias = dbias.to(ctx.dtypes[2])
+    return dbias.unbind() if ctx.call.discrete else (dbias,)

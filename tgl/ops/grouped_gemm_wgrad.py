@@ -12,6 +12,7 @@ from ..meta import memory, specs
 from . import _batched_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import native_matmul, segment_sizes
+from .allocate_wgrad import aligned
 from .grouped_gemm import aten_operand_reason
 
 NAME = "grouped_gemm_wgrad"
@@ -20,8 +21,11 @@ ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _kernel(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype).empty()
+def _kernel(
+    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
+) -> Tensor:
+    spec = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+    out = spec.empty() if alignment is None else aligned(spec, alignment)
     debug.check_offs(NAME, offs, a.shape[0])
     backends.run(NAME, a.device, a, b, offs, out=out)
     return out
@@ -97,6 +101,7 @@ def _save(
     *,
     output: Tensor,
     out_dtype: torch.dtype | None,
+    alignment: int | None,
 ) -> None:
     ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs)
     ctx.dtype = a.dtype
@@ -118,7 +123,7 @@ def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: An
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor a, Tensor b, Tensor offs, *, ScalarType? out_dtype=None) -> Tensor",
+    f"{NAME}(Tensor a, Tensor b, Tensor offs, *, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
     _kernel,
     lambda *args, **kwargs: specs.grouped_gemm_wgrad(*args, **kwargs).empty(),
     formula=Formula(_save, _backward),
@@ -136,12 +141,18 @@ _op_accumulate = define(
 
 
 def _call(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     if out is not None:
         specs.grouped_gemm_wgrad_out(a, b, offs, out=out)
     else:
-        out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype).meta()
+        out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment).meta()
     return a.device, (a, b, offs), {"out": out}
 
 
@@ -181,7 +192,13 @@ backends.add(
 
 
 def grouped_gemm_wgrad(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """For every group, the product of its rows of ``a`` transposed and its rows of ``b``.
 
@@ -194,11 +211,13 @@ def grouped_gemm_wgrad(
         b: ``[T, N]`` of the same dtype.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
+        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
+            if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
         out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as ``allocate_wgrad`` makes
             them.
 
     Returns:
-        ``[G, M, N]``, contiguous; ``out`` itself if given.
+        ``[G, M, N]``, contiguous without ``alignment``; ``out`` itself if given.
 
     Raises:
         TypeError: dtypes that do not fit.
@@ -206,7 +225,9 @@ def grouped_gemm_wgrad(
         RuntimeError: ``out`` is given and an argument requires grad, or a forward-mode derivative is asked for.
     """
     if out is None:
-        return _op(a, b, offs, out_dtype=out_dtype)
+        return _op(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+    if alignment is not None:
+        raise ValueError(f"tgl::{NAME}: `alignment` must be None when `out` is given, but got {alignment}")
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
     _op_out(a, b, offs, out=out)
