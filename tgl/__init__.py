@@ -1,6 +1,6 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
 
-from . import backends
+from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
@@ -9,6 +9,7 @@ from .ops import (
     allocate_wgrad,
     group_quantize,
     grouped_activation,
+    grouped_activation_quantize,
     grouped_dbias,
     grouped_dbias_dscales,
     grouped_gemm,
@@ -18,6 +19,7 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    update_amax_history_,
 )
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "explain",
     "group_quantize",
     "grouped_activation",
+    "grouped_activation_quantize",
     "grouped_dbias",
     "grouped_dbias_dscales",
     "grouped_gemm",
@@ -46,8 +49,10 @@ __all__ = [
     "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "recipes",
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "update_amax_history_",
     "warmup",
 ]

@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from . import checks, placement
-from .formats import FORMATS, Format
+from .formats import ELEMENTS, FORMATS, Format
 from .placement import ceil_div
-from .quantized import ROW_UNIT, known_data, known_format, known_layout
-from .specs import Dim, TensorSpec
+from .quantized import (
+    ROW_UNIT,
+    SOURCES,
+    ComponentSpecs,
+    Options,
+    component_specs,
+    known_data,
+    known_format,
+    known_layout,
+)
+from .specs import Dim, TensorSpec, grouped_activation, packed_slots
 
 DIRECTIONS = ("rowwise", "columnwise")
+HISTORY_ALGOS = ("max", "most_recent")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GEMM_OPERANDS = ("a", "a_scale", "b", "b_scale", "offs", "a_amax", "b_amax", "bias", "bias_scale")
 
@@ -86,6 +96,44 @@ def _matrix_scale(form: Format, scale_layout: str, groups: Dim, width: Dim, dept
     if scale_layout == "blocked":
         return (groups, placement.blocked_size(width, columns))
     return (groups, columns, width) if across else (groups, width, columns)
+
+
+def grouped_activation_quantize(
+    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, *, kind: str, options: Options
+) -> ComponentSpecs:
+    """``[T, 2 I]`` (gated) or ``[T, I]`` to the components of ``[T, I]``; ``options`` resolved."""
+    op, form = "grouped_activation_quantize", options.description
+    shape, dtype, device, _ = grouped_activation(x, offs, probs, kind=kind)
+    checks.require(dtype in SOURCES, op, "x", "float32, bfloat16 or float16", dtype, TypeError)
+    if form.per_byte == 2 and (even := shape[1] % 2 == 0) is not True:
+        checks.require(even, op, "x", "such that I is even (two elements share a byte)", x.shape)
+    if scale is not None:
+        checks.require("scale" in form.options, op, "scale", f"None for {form.name}", "a tensor")
+        checks.shape(op, "scale", scale, (offs.shape[0],), "[G]")
+        checks.either_dtype(op, "scale", scale, torch.float32)
+        checks.same_device(op, "scale", scale, "x", device)
+        checks.contiguous(op, "scale", scale)
+    return component_specs(options, shape, offs.shape[0], device, grouped=True)
+
+
+def update_amax_history_(
+    amax: Tensor, history: Tensor, scale: Tensor, *, dtype: torch.dtype, margin: int = 0, algo: str = "max"
+) -> None:
+    """Checks: ``history [H, G]`` and ``scale [G]`` take ``amax [G]``."""
+    op = "update_amax_history_"
+    checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
+    checks.require(algo in HISTORY_ALGOS, op, "algo", f"one of {', '.join(HISTORY_ALGOS)}", repr(algo))
+    checks.ndim(op, "amax", amax, 1, "[G]")
+    groups = amax.shape[0]
+    checks.ndim(op, "history", history, 2, "[H, G]")
+    if (long := history.shape[0] >= 1) is not True:
+        checks.require(long, op, "history", "[H, G] with H at least 1", history.shape)
+    checks.size(op, "history", history, 1, groups, lambda: f"[H, G] with G = {groups} like `amax`")
+    checks.shape(op, "scale", scale, (groups,), "[G]")
+    for name, t in (("amax", amax), ("history", history), ("scale", scale)):
+        checks.either_dtype(op, name, t, torch.float32)
+        checks.same_device(op, name, t, "amax", amax.device)
+        checks.contiguous(op, name, t)
 
 
 def grouped_gemm_scaled(
@@ -213,11 +261,15 @@ def grouped_gemm_scaled_wgrad(
     format: str,
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
 ) -> TensorSpec:
-    """Columnwise tokens ``[T, M]`` and ``[T, N]`` -> ``[G, M, N]``."""
+    """Columnwise tokens ``[T, M]`` and ``[T, N]`` -> ``[G, M, N]``; with an ``alignment``, see ``packed_slots``."""
     op = "grouped_gemm_scaled_wgrad"
     shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
-    return TensorSpec(shape, _out_dtype(op, "out_dtype", out_dtype), a.device)
+    dtype = _out_dtype(op, "out_dtype", out_dtype)
+    if alignment is not None:
+        return packed_slots(op, shape[0], shape[1:], dtype, a.device, alignment)
+    return TensorSpec(shape, dtype, a.device)
 
 
 def _wgrad(

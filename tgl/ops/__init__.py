@@ -5,18 +5,21 @@ from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
 from .group_quantize import group_quantize
 from .grouped_activation import grouped_activation
+from .grouped_activation_quantize import grouped_activation_quantize
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
 from .grouped_gemm_scaled import grouped_gemm_scaled
 from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_scaled_wgrad_accumulate_
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .splits_to_offsets import splits_to_offsets
+from .update_amax_history import update_amax_history_
 
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
     "group_quantize",
     "grouped_activation",
+    "grouped_activation_quantize",
     "grouped_dbias",
     "grouped_dbias_dscales",
     "grouped_gemm",
@@ -26,4 +29,5 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
+    "update_amax_history_",
 ]

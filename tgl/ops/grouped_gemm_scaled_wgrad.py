@@ -11,6 +11,7 @@ from .. import backends, debug
 from ..meta import memory, scaled
 from . import _scaled_cpu
 from ._library import define
+from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
 
 NAME = "grouped_gemm_scaled_wgrad"
@@ -33,11 +34,13 @@ def _kernel(
     format: str,
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
 ) -> Tensor:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    out = scaled.grouped_gemm_scaled_wgrad(
-        *operands, format=format, scale_layout=scale_layout, out_dtype=out_dtype
-    ).empty()
+    spec = scaled.grouped_gemm_scaled_wgrad(
+        *operands, format=format, scale_layout=scale_layout, out_dtype=out_dtype, alignment=alignment
+    )
+    out = spec.empty() if alignment is None else aligned(spec, alignment)
     _run(NAME, operands, format, scale_layout, out, accumulate=False)
     return out
 
@@ -92,7 +95,7 @@ def _run(op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, 
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
+    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
     _kernel,
     lambda *operands, **options: scaled.grouped_gemm_scaled_wgrad(*operands, **options).empty(),
     no_derivative=ADVICE,
@@ -124,6 +127,7 @@ def _call(
     format: str,
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
@@ -131,7 +135,7 @@ def _call(
     if out is not None:
         scaled.grouped_gemm_scaled_wgrad_out(*operands, **options, out=out)
     else:
-        out = scaled.grouped_gemm_scaled_wgrad(*operands, **options, out_dtype=out_dtype).meta()
+        out = scaled.grouped_gemm_scaled_wgrad(*operands, **options, out_dtype=out_dtype, alignment=alignment).meta()
     return a.device, operands, {**options, "out": out, "accumulate": False}
 
 
@@ -153,6 +157,7 @@ def grouped_gemm_scaled_wgrad(
     format: str,
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """For every group, the product of its quantised rows of ``a`` transposed and its quantised rows of ``b``.
@@ -172,10 +177,12 @@ def grouped_gemm_scaled_wgrad(
         format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
         scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
         out_dtype: bfloat16 (default), float16 or float32.
+        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
+            if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
         out: buffer ``[G, M, N]`` of such a dtype, row-major, 16-byte aligned; slots and rows may be padded.
 
     Returns:
-        ``[G, M, N]``, contiguous; ``out`` itself if given.
+        ``[G, M, N]``, contiguous without ``alignment``; ``out`` itself if given.
 
     Raises:
         TypeError: dtypes that do not fit.
@@ -185,7 +192,9 @@ def grouped_gemm_scaled_wgrad(
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
     options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
     if out is None:
-        return _op(*operands, **options, out_dtype=out_dtype)
+        return _op(*operands, **options, out_dtype=out_dtype, alignment=alignment)
+    if alignment is not None:
+        raise ValueError(f"tgl::{NAME}: `alignment` must be None when `out` is given, but got {alignment}")
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
     _op_out(*operands, **options, out=out)
