@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import quantized, scaled, specs
 from ..meta.quantized import Components, Options
-from . import group_quantize as _group_quantize
-from . import grouped_activation as _grouped_activation
 from ._library import define
+from .group_quantize import NAME as QUANTIZE
+from .grouped_activation import NAME as ACTIVATION
 from .grouped_activation import Params
 from .grouped_gemm_scaled import ADVICE
 
@@ -58,8 +58,8 @@ def _two_ops(
 ) -> None:
     """The activation rounded to the dtype of ``x``, then quantised, each by what serves its op on the device."""
     activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
-    backends.run(_grouped_activation.NAME, x.device, x, offs, probs, params=params, out=activated)
-    backends.run(_group_quantize.NAME, x.device, activated, offs, scale, None, None, None, options=options, out=out)
+    backends.run(ACTIVATION, x.device, x, offs, probs, params=params, out=activated)
+    backends.run(QUANTIZE, x.device, activated, offs, scale, None, None, None, options=options, out=out)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
