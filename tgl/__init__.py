@@ -3,7 +3,17 @@
 from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
-from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
+from .nn import (
+    GroupedActivation,
+    GroupedLinear,
+    GroupedMLP,
+    Routing,
+    Sequential,
+    combine,
+    dispatch,
+    dispatch_weights,
+    route,
+)
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
@@ -14,6 +24,7 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    wgrad_stash_,
 )
 
 __version__ = "0.1.0"
@@ -21,10 +32,12 @@ __version__ = "0.1.0"
 __all__ = [
     "SAC_SAVE_LIST",
     "GraphCaptureError",
+    "GroupedActivation",
     "GroupedLinear",
     "GroupedMLP",
     "NoImplementationError",
     "Routing",
+    "Sequential",
     "allocate_wgrad",
     "backends",
     "combine",
@@ -42,4 +55,5 @@ __all__ = [
     "route",
     "splits_to_offsets",
     "warmup",
+    "wgrad_stash_",
 ]

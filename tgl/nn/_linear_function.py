@@ -34,6 +34,7 @@ class Call(NamedTuple):
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
         save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
+        grad: whether grad mode is on; inside the function it never is.
     """
 
     gemms: Gemms
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     overwrite_main_grad: bool = False
     stash: Stash | None = None
     save_original_input: bool = False
+    grad: bool = True
 
     def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
         """The layer's input, prepared."""
@@ -74,7 +76,7 @@ class LinearFunction(torch.autograd.Function):
         bias_scale: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        needs = ctx.needs_input_grad
+        needs = ctx.needs_input_grad if call.grad else (False,) * (5 + len(parameters))
         first_bias = 5 + num_weights
         ctx.needs_dgrad = needs[2] or needs[3]
         ctx.needs_wgrad, ctx.needs_dbias = any(needs[5:first_bias]), any(needs[first_bias:])
@@ -124,7 +126,7 @@ class LinearFunction(torch.autograd.Function):
 
         if not ctx.needs_dbias:
             dbias = None
-        if call.stash is not None:
+        if call.stash is not None and ctx.needs_wgrad:
             call.stash(wgrad_operand, dy.wgrad, offs, dbias)
             return None, None, dx, dprobs, dscale, *(None,) * (ctx.num_weights + ctx.num_biases)
         dweights = _weight_gradients(ctx, wgrad_operand, dy.wgrad, offs)
