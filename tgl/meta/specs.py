@@ -204,10 +204,9 @@ def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Ten
         checks.same_device(op, name, buffer, f"sources[{i}]", source.device)
         checks.ndim(op, name, buffer, source.dim() + 1, "[M, *capacity]")
         checks.size(op, name, buffer, 0, buffers[0].shape[0], lambda: f"[{buffers[0].shape[0]}, *capacity]")
+        must = f"at least {tuple(source.shape)} in each place"
         for have, need in zip(buffer.shape[1:], source.shape):
-            checks.require(
-                have >= need, op, name, lambda: f"at least {tuple(source.shape)} in each place", buffer.shape
-            )
+            checks.require(have >= need, op, name, must, buffer.shape)
 
 
 def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu") -> TensorSpec:

@@ -44,8 +44,8 @@ class References:
         for entry, versions in self._held:
             if [t._version for t in (*entry.x, *entry.dy, entry.offs)] != versions:
                 raise RuntimeError(
-                    "backward_dw: the input, the output gradient or the splits of a pending microbatch were modified in "
-                    "place after its backward; call backward_dw earlier, or reserve_delayed_wgrad to have them copied"
+                    "backward_dw: the input, the output gradient or the splits of a pending microbatch were modified "
+                    "in place after its backward; call backward_dw earlier, or reserve_delayed_wgrad for copies"
                 )
         return [entry for entry, _ in self._held]
 

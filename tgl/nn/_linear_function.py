@@ -62,8 +62,8 @@ class Call(NamedTuple):
 class LinearFunction(torch.autograd.Function):
     """``apply(call, num_weights, x, probs, bias_scale, *parameters)``: the weights, then the biases.
 
-    ``x [T, K]``; with an activation ``x`` is what goes into it and ``probs [T]`` multiplies what comes out. Buffers that
-    the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
+    ``x [T, K]``; with an activation ``x`` is what goes into it and ``probs [T]`` multiplies what comes out. Buffers
+    that the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ class LinearFunction(torch.autograd.Function):
         scale = () if bias_scale is None else (bias_scale,)
         save(ctx, (*prepared.wgrad, *original, *scale), (call.offs, call.bias, *call.weight.dgrad))
         ctx.counts = len(prepared.wgrad), len(original)
-        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)
+        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
         ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
         ctx.scale_dtypes = tuple(t.dtype if t is not None else None for t in (probs, bias_scale))
@@ -101,6 +101,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, gemms = ctx.call, ctx.call.gemms
         activations, (offs, bias, *weight) = restore(ctx)
+        assert offs is not None
         n_prepared, n_original = ctx.counts
         wgrad_operand, rest = activations[:n_prepared], activations[n_prepared:]
         original, scale = rest[:n_original], rest[n_original:]
@@ -119,6 +120,7 @@ class LinearFunction(torch.autograd.Function):
             elif call.dgrad_out is not None:
                 dx = dx.detach()
         if scale and (ctx.needs_dbias or ctx.needs_input_grad[4]):
+            assert bias is not None
             dbias, dscale = grouped_dbias_dscales(grad, bias, scale[0], offs)
             dscale = dscale.to(ctx.scale_dtypes[1])
         if ctx.needs_wgrad and call.save_original_input:

@@ -69,8 +69,9 @@ def _still_packed(module: GroupedParameters, name: str) -> bool:
 @torch.compiler.assume_constant_result
 def _find_main_grad(module: GroupedParameters) -> bool:
     """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
-    parts = [getattr(w, "main_grad", None) for w in module.group_parameters("weight")]
-    packed = slots_of(parts) if all(isinstance(p, Tensor) for p in parts) else None
+    weights = module.group_parameters("weight")
+    parts = [w.main_grad for w in weights if isinstance(getattr(w, "main_grad", None), Tensor)]
+    packed = slots_of(parts) if len(parts) == len(weights) else None
     module._main_grad = (packed, *parts) if packed is not None else None
     return packed is not None
 
@@ -166,8 +167,8 @@ class GroupedParameters(nn.Module):
         if known is None or any(getattr(w, "main_grad", None) is not m for w, m in zip(weights, known[1:])):
             if not _find_main_grad(self):
                 fail(
-                    "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
-                    "the slots of tgl.allocate_wgrad do"
+                    "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, "
+                    "as the slots of tgl.allocate_wgrad do"
                 )
             known = self._main_grad
         assert known is not None

@@ -64,15 +64,15 @@ class GroupedLinear(GroupedParameters):
         init_method: called with the weight ``[G, N, K]`` to fill it in place; default: every expert as ``nn.Linear``
             does.
         state_dict_format: ``"packed"`` saves ``weight [G, N, K]`` and ``bias [G, N]``; ``"discrete"`` saves
-            TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Default: the form of the parameters. Either
-            form loads, whatever this says.
+            TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Default: the form of the parameters.
+            Either form loads, whatever this says.
         single_grouped_weight: True: parameters ``weight [G, N, K]`` and ``bias [G, N]``. False: ``weight0 [N, K],
             weight1, ...`` and ``bias0 [N], ...`` as TransformerEngine has them, lying side by side in memory; their
             gradients are views of one allocation, each on a multiple of 256 bytes.
-        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` inside the GEMM; ``weight.grad`` stays
-            None. ``main_grad`` is ``[G, N, K]``, or ``[N, K]`` for each of the discrete weights and evenly spaced in one
-            allocation; float32 or the parameter's dtype. If ``weight.overwrite_main_grad`` is set and true (on the first
-            of discrete weights) it is replaced instead. ``weight.grad_added_to_main_grad`` is set to True.
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` inside the GEMM; ``weight.grad``
+            stays None. ``main_grad`` is ``[G, N, K]``, or ``[N, K]`` for each of the discrete weights and evenly spaced
+            in one allocation; float32 or the parameter's dtype. If ``weight.overwrite_main_grad`` is set and true (on
+            the first of discrete weights) it is replaced instead. ``weight.grad_added_to_main_grad`` is set to True.
         delay_wgrad_compute: leave the gradients of weight and bias to ``backward_dw``.
         save_original_input: keep the input itself for the backward, and not what a recipe makes of it.
         recipe: how the operands are quantised; None for not at all.
@@ -82,6 +82,8 @@ class GroupedLinear(GroupedParameters):
         bias: parameter ``[G, N]``, likewise, or None.
     """
 
+    weight: Tensor
+    bias: Tensor | None
     buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
 
     def __init__(
@@ -284,7 +286,7 @@ class GroupedLinear(GroupedParameters):
         """Tell optimizers where the gradient goes; returns whether it replaces what is there."""
         weights = self.group_parameters("weight")
         for weight in weights:
-            weight.grad_added_to_main_grad = True
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return bool(getattr(weights[0], "overwrite_main_grad", False))
 
     # --- delayed weight gradients -------------------------------------------------------------------------------------
@@ -354,6 +356,7 @@ class GroupedLinear(GroupedParameters):
             overwrite = False
             if more is not None:
                 dbias = more if dbias is None else dbias + more
+        assert target is not None
         if main_grad is None:
             add_to(target.unbind() if discrete else (target,), weights)
         if dbias is not None:
@@ -364,9 +367,7 @@ class GroupedLinear(GroupedParameters):
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         if isinstance(self._delayed, Copies):  # of the old device and dtype
             if not self._delayed.empty:
-                raise RuntimeError(
-                    "a layer with weight gradients pending cannot be moved or cast; call backward_dw first"
-                )
+                raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
             self._delayed = References()
         return super()._apply(fn, recurse)
 

@@ -61,8 +61,8 @@ class Sequential(nn.Sequential):
         Args:
             inp: ``[T, K]`` rows grouped by expert.
             m_splits: ``[G]``, rows of each group; see ``GroupedLinear``. Needed by tgl's modules.
-            probs: ``[T]``: multiplies the result of the (one) ``GroupedActivation`` or ``GroupedMLP``, and the bias of a
-                ``GroupedLinear`` after it.
+            probs: ``[T]``: multiplies the result of the (one) ``GroupedActivation`` or ``GroupedMLP``, and the bias of
+                the ``GroupedLinear`` after it.
             is_first_microbatch: see ``GroupedLinear``.
             op_kwargs: buffers, as ``{module or index: {"output": buffer, "grad_input": buffer}}``, either or both, for
                 modules that can write into them (``GroupedLinear``, ``GroupedMLP``); see ``GroupedLinear`` for what a
@@ -73,28 +73,44 @@ class Sequential(nn.Sequential):
             ValueError, TypeError: a module cannot take a buffer, two keys name one module, one buffer is used twice, or
                 anything else does not fit.
         """
-        modules = list(self)
-        buffers = _route(modules, op_kwargs) if op_kwargs else [{} for _ in modules]
-        if op_kwargs:
-            names = {f"op_kwargs[{i}]['{k}']": b for i, given in enumerate(buffers) for k, b in given.items()}
-            check_disjoint(names, {"inp": inp})
         offs = None
+        if m_splits is not None:
+            groups = m_splits.shape[0] if isinstance(m_splits, Tensor) and m_splits.dim() == 1 else len(m_splits)
+            num_gemms = next((m.num_gemms for m in self.modules() if isinstance(m, GroupedLinear)), groups)
+            offs = offsets_on(m_splits, num_gemms, inp.device)
+        return self.forward_offsets(inp, offs, probs, is_first_microbatch=is_first_microbatch, op_kwargs=op_kwargs)
+
+    def forward_offsets(
+        self,
+        inp: Tensor,
+        offs: Tensor | None,
+        probs: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        op_kwargs: OpKwargs | None = None,
+    ) -> Tensor:
+        """The same for cumulative ends ``offs``, int32 ``[G]``."""
+        modules = list(self)
+        buffers: list[Mapping[str, Tensor]] = [{} for _ in modules]
+        if op_kwargs:
+            buffers = _route(modules, op_kwargs)
+            names: dict[str, Tensor | None] = {
+                f"op_kwargs[{i}]['{k}']": b for i, given in enumerate(buffers) for k, b in given.items()
+            }
+            check_disjoint(names, {"inp": inp})
         scaled = False
         x = inp
         for module, given in zip(modules, buffers):
-            if not isinstance(module, (GroupedLinear, GroupedMLP, GroupedActivation)):
+            if not isinstance(module, (GroupedLinear, GroupedMLP, GroupedActivation, Sequential)):
                 x = module(x)
                 continue
             if offs is None:
-                if m_splits is None:
-                    fail(f"`m_splits` must be given, as {type(module).__name__} works on groups of rows")
-                groups = m_splits.shape[0] if isinstance(m_splits, Tensor) else len(m_splits)
-                offs = offsets_on(m_splits, getattr(module, "num_gemms", groups), inp.device)
+                fail(f"`m_splits` must be given, as {type(module).__name__} works on groups of rows")
             options: dict[str, Any] = {ARGUMENTS[k]: b for k, b in given.items()}
             if isinstance(module, GroupedActivation):
                 x = module.forward_offsets(x, offs, probs)
                 scaled = probs is not None
-            elif isinstance(module, GroupedMLP):
+            elif isinstance(module, (GroupedMLP, Sequential)):
                 x = module.forward_offsets(x, offs, probs, is_first_microbatch=is_first_microbatch, **options)
             else:
                 bias_scale = probs if scaled and module.has_bias else None
@@ -130,9 +146,7 @@ def _index(modules: list[nn.Module], key: nn.Module | int) -> int:
     if isinstance(key, nn.Module):
         places = [i for i, module in enumerate(modules) if module is key]
         if not places:
-            fail(
-                f"`op_kwargs` must name modules of this Sequential, but got a {type(key).__name__} outside it", KeyError
-            )
+            fail(f"`op_kwargs` must name modules of this Sequential, but got another {type(key).__name__}", KeyError)
         if len(places) > 1:
             fail(f"`op_kwargs` must name a module that comes up several times by its index, one of {places}", KeyError)
         return places[0]

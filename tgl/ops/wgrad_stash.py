@@ -23,7 +23,7 @@ def _kernel(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor])
     else:
         torch._assert_async(state[0] < room, f"tgl::{NAME}: `buffers` have no room for another microbatch")
     for source, buffer in zip(sources, buffers):
-        corner = buffer[(slice(None), *(slice(size) for size in source.shape))]
+        corner = buffer[tuple(slice(size) for size in (room, *source.shape))]
         corner, source = _writable(corner), _writable(source)
         corner.index_copy_(0, state[:1], source.unsqueeze(0))  # the place is known on the device alone
     state[:1] += 1
@@ -41,8 +41,8 @@ _op = define(f"{NAME}(Tensor[] sources, Tensor(a!) state, Tensor(b!)[] buffers) 
 def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
     """Copy ``sources`` into the next free place of ``buffers``; nothing is read on the host.
 
-    In a compiled graph, tensors kept by reference are overwritten as soon as the graph has ended; copies in buffers that
-    the graph does not own stay.
+    Tensors of a compiled graph that are kept by reference are overwritten as soon as the graph has ended; copies in
+    buffers that the graph does not own stay.
 
     Args:
         sources: tensors of any dtype and shape.
