@@ -3,7 +3,17 @@
 from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
-from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
+from .nn import (
+    GroupedActivation,
+    GroupedLinear,
+    GroupedMLP,
+    Routing,
+    Sequential,
+    combine,
+    dispatch,
+    dispatch_weights,
+    route,
+)
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
@@ -20,6 +30,7 @@ from .ops import (
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
     update_amax_history_,
+    wgrad_stash_,
 )
 
 __version__ = "0.1.0"
@@ -27,10 +38,12 @@ __version__ = "0.1.0"
 __all__ = [
     "SAC_SAVE_LIST",
     "GraphCaptureError",
+    "GroupedActivation",
     "GroupedLinear",
     "GroupedMLP",
     "NoImplementationError",
     "Routing",
+    "Sequential",
     "allocate_wgrad",
     "backends",
     "combine",
@@ -55,4 +68,5 @@ __all__ = [
     "splits_to_offsets",
     "update_amax_history_",
     "warmup",
+    "wgrad_stash_",
 ]

@@ -41,7 +41,12 @@ class Gemms(Protocol):
 
     T rows, G groups, ``x [T, K]``, ``w [G, N, K]``, ``dy [T, N]``; ``offs`` int32 ``[G]`` cumulative ends. Rows past
     ``offs[-1]`` are not read; results are zero there, buffers keep what they hold.
+
+    Attributes:
+        fuses_activation: whether ``activated_input`` is better than an activation and ``input``.
     """
+
+    fuses_activation: bool
 
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         """Prepare the layer's input for the GEMMs asked for."""
@@ -57,7 +62,9 @@ class Gemms(Protocol):
         ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
         """
 
-    def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
 
     def fprop(
@@ -90,7 +97,7 @@ class Gemms(Protocol):
 class DenseGemms:
     """The GEMMs on the tensors as they are."""
 
-    __slots__ = ()
+    fuses_activation = False
 
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         return Operands(fprop=(x,) if fprop else (), wgrad=(x,) if wgrad else ())
@@ -103,7 +110,9 @@ class DenseGemms:
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
         return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
 
-    def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
         operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
         return operands, grouped_dbias(dy, offs) if dbias else None
 

@@ -13,6 +13,7 @@ from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_s
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .splits_to_offsets import splits_to_offsets
 from .update_amax_history import update_amax_history_
+from .wgrad_stash import wgrad_stash_
 
 __all__ = [
     "SAC_SAVE_LIST",
@@ -30,4 +31,5 @@ __all__ = [
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
     "update_amax_history_",
+    "wgrad_stash_",
 ]
