@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..meta.formats import FORMATS
-from ..meta.quantized import Components, Options, component_specs
+from ..meta.quantized import Components
 from ..ops import (
     grouped_activation_quantize,
     grouped_dbias,
@@ -21,9 +20,9 @@ from ..ops import (
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor
 from ._errors import fail
-from ._gemms import Operand, Operands
+from ._gemms import DenseGemms, Gemms, Operand, Operands
 
-CACHE = tuple(f"weight_{name}" for name in Components._fields)
+KEPT = tuple(f"weight_{name}" for name in Components._fields)
 
 
 class ScaledGemms(nn.Module):
@@ -71,7 +70,7 @@ class ScaledGemms(nn.Module):
                 self.register_buffer(f"{name}_scale", torch.ones(num_gemms, dtype=torch.float32, device=device))
         if self.specs.grad.stochastic:
             self.register_buffer("rng_state", torch.zeros(2, dtype=torch.int64, device=device))
-        for name in CACHE:
+        for name in KEPT:
             self.register_buffer(name, None, persistent=False)
         self.reset_state()
 
@@ -84,7 +83,7 @@ class ScaledGemms(nn.Module):
             if name == "rng_state" and buffer.device.type != "meta":
                 generator = torch.Generator().set_state(torch.get_rng_state())
                 buffer.copy_(torch.stack([torch.randint(2**62, (), generator=generator), torch.tensor(0)]))
-            elif name in CACHE:
+            elif name in KEPT:
                 setattr(self, name, None)
             elif buffer.device.type != "meta":
                 buffer.fill_(1.0 if name.endswith("_scale") else 0.0)
@@ -121,25 +120,26 @@ class ScaledGemms(nn.Module):
             made = spec.quantize(w, None, columnwise=dgrad, scale=self._scale("weight"))
             self._remember("weight", made)
             return _forward_operands(made, form, True, dgrad=dgrad)
-        if isinstance(is_first_microbatch, Tensor) and isinstance(self.recipe, DelayedScaling):
+        first = is_first_microbatch
+        if isinstance(first, Tensor) and isinstance(self.recipe, DelayedScaling):
             fail("`is_first_microbatch` must be True, False or None for DelayedScaling, but got a tensor", TypeError)
-        kept = self._kept(w, spec, is_first_microbatch)
-        if is_first_microbatch is not False:
-            noop = is_first_microbatch.logical_not() if isinstance(is_first_microbatch, Tensor) else None
+        kept = self._kept()
+        if kept is None:
+            if first is False:
+                fail("`is_first_microbatch` must be True in the first call, but got False", RuntimeError)
+            kept = spec.quantize(w, None, scale=self._scale("weight"))
+            for name, part in zip(KEPT, kept):
+                setattr(self, name, part)
+            self._remember("weight", kept)
+        elif first is not False:
+            noop = first.logical_not() if isinstance(first, Tensor) else None
             spec.quantize(w, None, scale=self._scale("weight"), noop=noop, out=kept)
             self._remember("weight", kept)
         return _forward_operands(kept, form, True, dgrad=dgrad)
 
-    def _kept(self, w: Tensor, spec: QuantizeSpec, first: bool | Tensor) -> Components:
-        """The buffers that hold the quantised weight between microbatches, allocated when first asked for."""
-        if self.weight_data is None:
-            if first is False:
-                fail("`is_first_microbatch` must be True in the first call, but got False", RuntimeError)
-            options = Options(**{k: v for k, v in spec.options().items() if v is not None}).resolved("group_quantize")
-            made = component_specs(options, tuple(w.shape), w.shape[0], w.device, grouped=False)
-            for name, part in zip(CACHE, made):
-                setattr(self, name, part.empty())
-        return Components(*[getattr(self, name) for name in CACHE])
+    def _kept(self) -> Components | None:
+        """The quantised weight that was kept, if one was; later ones are written into the same memory."""
+        return None if self.weight_data is None else Components(*[getattr(self, name) for name in KEPT])
 
     def grad(
         self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
@@ -277,4 +277,23 @@ def _forward_operands(
         fprop=_rowwise(made, form) if fprop else (),
         dgrad=columnwise if dgrad else (),
         wgrad=columnwise if wgrad else (),
+    )
+
+
+def gemms_for(
+    recipe: Recipe | None,
+    num_gemms: int,
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | str | None = None,
+    save_original_input: bool = False,
+) -> Gemms:
+    """The GEMMs of a layer that follows ``recipe``; None is for the tensors as they are."""
+    if recipe is None:
+        return DenseGemms()
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe` must be a recipe of tgl.recipes or None, but got {recipe!r}")
+    return ScaledGemms(
+        recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
     )
