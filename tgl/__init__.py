@@ -17,6 +17,7 @@ from .nn import (
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    group_dequantize,
     group_quantize,
     grouped_activation,
     grouped_activation_quantize,
@@ -51,6 +52,7 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "group_dequantize",
     "group_quantize",
     "grouped_activation",
     "grouped_activation_quantize",

@@ -3,6 +3,7 @@
 from . import cuda_kernels  # noqa: F401 (registers)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
+from .group_dequantize import group_dequantize
 from .group_quantize import group_quantize
 from .grouped_activation import grouped_activation
 from .grouped_activation_quantize import grouped_activation_quantize
@@ -18,6 +19,7 @@ from .wgrad_stash import wgrad_stash_
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "group_dequantize",
     "group_quantize",
     "grouped_activation",
     "grouped_activation_quantize",
