@@ -22,7 +22,7 @@ from ..tensor import GroupedTensor
 from ._errors import fail
 from ._gemms import DenseGemms, Gemms, Operand, Operands
 
-KEPT = tuple(f"weight_{name}" for name in Components._fields)
+KEPT = tuple(f"kept_{name}" for name in Components._fields)
 
 
 class ScaledGemms(nn.Module):
@@ -139,7 +139,7 @@ class ScaledGemms(nn.Module):
 
     def _kept(self) -> Components | None:
         """The quantised weight that was kept, if one was; later ones are written into the same memory."""
-        return None if self.weight_data is None else Components(*[getattr(self, name) for name in KEPT])
+        return None if self.kept_data is None else Components(*[getattr(self, name) for name in KEPT])
 
     def grad(
         self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
