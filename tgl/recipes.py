@@ -285,7 +285,7 @@ class Float8CurrentScaling(Recipe):
 
     @property
     def operands(self) -> Operands:
-        common: dict = {"power_of_two": self.use_power_2_scales, "eps": self.amax_epsilon}
+        common: dict = {"power_of_two": self.use_power_2_scales, "eps": self.amax_epsilon or None}
         forward = QuantizeSpec("fp8_tensor", self.fp8_format.forward, **common)
         return Operands(
             input=forward,
@@ -343,7 +343,7 @@ class Float8BlockScaling(Recipe):
 
     @property
     def operands(self) -> Operands:
-        common: dict = {"power_of_two": not self.use_f32_scales, "eps": self.amax_epsilon}
+        common: dict = {"power_of_two": not self.use_f32_scales, "eps": self.amax_epsilon or None}
         return Operands(
             input=QuantizeSpec("fp8_block", self.fp8_format.forward, **common),
             weight=QuantizeSpec("fp8_block", self.fp8_format.forward, block_2d=True, **common),

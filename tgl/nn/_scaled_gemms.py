@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..meta.quantized import Components
+from ..meta.quantized import Components, Options, component_specs
 from ..ops import (
     grouped_activation_quantize,
     grouped_dbias,
@@ -136,6 +136,19 @@ class ScaledGemms(nn.Module):
             spec.quantize(w, None, scale=self._scale("weight"), noop=noop, out=kept)
             self._remember("weight", kept)
         return _forward_operands(kept, form, True, dgrad=dgrad)
+
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        """Stand-ins on the meta device for what wgrad reads of an input and of an output gradient of ``rows`` rows."""
+        form = self.recipe.format
+        found = []
+        for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
+            options = {k: v for k, v in spec.options().items() if v is not None}
+            resolved = Options(**options, rowwise=False).resolved("group_quantize")
+            made = component_specs(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
+            found.append(_columnwise(made.empty(), form))
+        return found[0], found[1]
 
     def _kept(self) -> Components | None:
         """The quantised weight that was kept, if one was; later ones are written into the same memory."""
