@@ -7,6 +7,7 @@ from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    group_dequantize,
     group_quantize,
     grouped_activation,
     grouped_dbias,
@@ -33,6 +34,7 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "group_dequantize",
     "group_quantize",
     "grouped_activation",
     "grouped_dbias",
