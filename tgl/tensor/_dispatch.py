@@ -110,12 +110,12 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         assert isinstance(source, GroupedTensor)
         return target.copy_(source.read(source.dtype), non_blocking)
     if not isinstance(source, GroupedTensor):
-        target.quantize_(source.to(target.device))
+        target.overwrite(source.to(target.device))
     elif target.same_structure(source):
         for name, part in target.parts().items():
             part.copy_(getattr(source, name), non_blocking)
     elif (target.shape, target.num_groups) == (source.shape, source.num_groups):
-        target.quantize_(source.read(source.dtype).to(target.device), offs=source.offs)
+        target.overwrite(source.read(source.dtype).to(target.device), offs=source.offs)
     else:
         return NotImplemented
     return target

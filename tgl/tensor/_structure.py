@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ CLASSES: dict[str, type[GroupedTensor]] = {}
 
 ALIGNMENT = 256  # bytes; where the components of a matrix in a list begin
 
+Static = tuple[Any, ...]
 Shapes = tuple[tuple[int, int], ...]
 Specs = dict[str, TensorSpec]
 
@@ -31,9 +33,19 @@ Specs = dict[str, TensorSpec]
 FIELDS = tuple(field.name for field in dataclasses.fields(Options))
 
 
-def fields(options: Options) -> tuple[Any, ...]:
-    """``options`` as constants, which Dynamo can read off a tensor that it has traced (a dataclass it cannot)."""
-    return tuple([getattr(options, name) for name in FIELDS])
+def fields(options: Options) -> Static:
+    """``options`` as constants, which Dynamo can read off a tensor that it has traced (a dataclass it cannot).
+
+    A float becomes its text: read off a tensor, it would be an input of the graph, and compile it twice.
+    """
+    return tuple([str(v) if isinstance(v := getattr(options, name), float) else v for name in FIELDS])
+
+
+@lru_cache
+def options_of(static: Static) -> Options:
+    """The inverse of ``fields``."""
+    values = dict(zip(FIELDS, static))
+    return Options(**{**values, "eps": float(values["eps"])})
 
 
 def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:

@@ -133,7 +133,7 @@ class QuantizedGroupedTensor(GroupedTensor):
 
 def arguments(options: Options) -> dict[str, Any]:
     """The keyword arguments of ``group_quantize`` that stand for ``options``."""
-    return dict(zip(_structure.FIELDS, _structure.fields(options)))
+    return {name: getattr(options, name) for name in _structure.FIELDS}
 
 
 class MXFP8GroupedTensor(QuantizedGroupedTensor):

@@ -11,7 +11,6 @@ list of matrices, their shapes. The number of rows is the only size that a graph
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -21,18 +20,12 @@ from ..meta import checks
 from ..meta.quantized import SOURCES, Components, Options
 from ..meta.specs import Dim, TensorSpec
 from . import _autograd, _dispatch, _structure
-from ._structure import CLASSES, Shapes
+from ._structure import CLASSES, Shapes, Static
 
 COMPONENTS = ("rowwise_data", "rowwise_scale", "rowwise_amax", "columnwise_data", "columnwise_scale", "columnwise_amax")
 """Attributes that hold the components, in the order of ``Components``; None where the tensor does not have one."""
 
 NAMES = (*COMPONENTS, "offs")
-Static = tuple[Any, ...]
-
-
-@lru_cache
-def _options(static: Static) -> Options:
-    return Options(*static)
 
 
 class GroupedTensor(Tensor):
@@ -137,7 +130,7 @@ class GroupedTensor(Tensor):
     @property
     def options(self) -> Options:
         """The options of ``group_quantize`` that it was made with."""
-        return _options(self.static)
+        return _structure.options_of(self.static)
 
     @property
     def num_groups(self) -> Dim:
@@ -205,8 +198,24 @@ class GroupedTensor(Tensor):
         matrices = [part.read_matrix(dtype, columnwise).reshape(-1) for part in self.split()]
         return torch.cat([torch.empty(0, dtype=dtype, device=self.device), *matrices])
 
-    def write(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, scale: Tensor | None, **rest: Any) -> None:
-        """Quantise ``x`` into the components, outside autograd."""
+    @torch.no_grad()
+    def overwrite(
+        self,
+        x: Tensor,
+        noop: Tensor | None = None,
+        *,
+        offs: Tensor | None = None,
+        scale: Tensor | None = None,
+        **rest: Tensor | None,
+    ) -> None:
+        """``quantize_`` outside autograd."""
+        op = "quantize_"
+        checks.require(not isinstance(x, GroupedTensor), op, "x", "a dense tensor", type(x).__name__, TypeError)
+        checks.shape(op, "x", x, tuple(self.shape), "of this GroupedTensor")
+        checks.same_device(op, "x", x, "self", self.device)
+        if offs is not None:
+            checks.require(self.offs is not None, op, "offs", "None for a tensor without groups of rows", "a tensor")
+            checks.offsets(op, offs, self.num_groups, "self", self.device)
         if self.shapes is None:
             self.write_matrix(x, noop, self.offs if offs is None else offs, scale=scale, **rest)
             if offs is not None:
@@ -267,19 +276,11 @@ class GroupedTensor(Tensor):
         """
         if not isinstance(x, Tensor):
             x = _flat(x, self.shapes)
-        op = "quantize_"
         if torch.is_grad_enabled() and (self.requires_grad or x.requires_grad):
             name = "self" if self.requires_grad else "x"
-            raise RuntimeError(f"tgl::{op}: writes in place and has no derivative, but `{name}` requires grad; "
+            raise RuntimeError(f"tgl::quantize_: writes in place and has no derivative, but `{name}` requires grad; "
                                "use torch.no_grad(), or tgl.quantize for a differentiable result")  # fmt: skip
-        checks.require(not isinstance(x, GroupedTensor), op, "x", "a dense tensor", type(x).__name__, TypeError)
-        checks.shape(op, "x", x, tuple(self.shape), "of this GroupedTensor")
-        checks.same_device(op, "x", x, "self", self.device)
-        if offs is not None:
-            checks.require(self.offs is not None, op, "offs", "None for a tensor without groups of rows", "a tensor")
-            checks.offsets(op, offs, self.num_groups, "self", self.device)
-        with torch.no_grad():
-            self.write(x, noop, offs, scale, row_scale=row_scale, rng=rng)
+        self.overwrite(x, noop, offs=offs, scale=scale, row_scale=row_scale, rng=rng)
         return self
 
     @staticmethod
@@ -309,7 +310,7 @@ class GroupedTensor(Tensor):
         resolved = _structure.resolve(op, format, options)
         cls, static = CLASSES[resolved.format], _structure.fields(resolved)
         checks.require(dtype in SOURCES, op, "dtype", "bfloat16, float16 or float32", dtype, TypeError)
-        target = torch.device(device) if device is not None else torch.get_default_device()
+        target = torch.empty(0, device=device).device
         if shape and not isinstance(shape[0], int | torch.SymInt):
             shapes = tuple([(n, k) for n, k in shape])
             _, specs = _structure.slots(cls, resolved, shapes, dtype, target)

@@ -125,5 +125,6 @@ def _quantize_list(
     t = GroupedTensor.empty(shapes, format, dtype=first.dtype, device=first.device, **options)
     t.quantize_([m.detach() for m in matrices], scale=scale, rng=rng)
     flat = torch.cat([m.reshape(-1) for m in matrices])
-    parts = t.parts()
-    return _autograd.Wrap.apply(flat, t.format, t.static, shapes, tuple(parts), *parts.values())
+    names = tuple([name for name in COMPONENTS if getattr(t, name) is not None])
+    parts = [getattr(t, name) for name in names]
+    return _autograd.Wrap.apply(flat, t.format, t.static, shapes, names, *parts)
