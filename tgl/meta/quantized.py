@@ -286,8 +286,8 @@ def group_quantize_out(
         checks.contiguous(_OP, name, buffer)
 
 
-OUT_NAMES = tuple("out_scale" if name == "scale" else name for name in Components._fields)
-"""Names of the buffers of ``group_quantize.out`` (``scale`` is an input there)."""
+OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)
+"""Names of the buffers of ``group_quantize.out``, where ``scale`` is an input and ``dbias`` an option."""
 
 
 def _vector(op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device) -> None:

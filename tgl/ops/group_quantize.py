@@ -10,7 +10,9 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory, quantized
 from ..meta.quantized import OUT_NAMES, Components, Options
+from . import _quantize_cpu
 from ._library import define
+from ._quantize_cpu import QUANTIZE
 
 NAME = "group_quantize"
 _ARGS = "Tensor x, Tensor? offs, Tensor? scale=None, Tensor? row_scale=None, Tensor? rng=None"
@@ -86,6 +88,25 @@ def _run(
     backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out)
 
 
+def _steps_of_aten(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    rng: Tensor | None,
+    noop: Tensor | None,
+    *,
+    options: Options,
+    out: Components,
+) -> None:
+    if noop is not None and noop.any():
+        return
+    if options.dbias:
+        assert offs is not None
+        _quantize_cpu.dbias(x, offs, row_scale, out=out.dbias)
+    QUANTIZE[options.format](x, offs, scale, row_scale, rng, options=options, out=out)
+
+
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +161,7 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
+backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _steps_of_aten))
 
 
 def group_quantize(

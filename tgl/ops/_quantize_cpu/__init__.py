@@ -18,3 +18,19 @@ steps of rows that fit the cache, through buffers that every step reuses, so tha
 with T; there is no Python loop over rows, blocks or groups. ``row_scale`` multiplies rows when they are loaded
 (``_rows.Rows``), rounded to x's dtype.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import mxfp8
+from ._dbias import dbias
+
+__all__ = ["DEQUANTIZE", "QUANTIZE", "dbias"]
+
+QUANTIZE: dict[str, Callable[..., None]] = {
+    "mxfp8": mxfp8.quantize,
+}
+DEQUANTIZE: dict[str, Callable[..., None]] = {
+    "mxfp8": mxfp8.dequantize,
+}
