@@ -7,6 +7,9 @@ from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
     group_quantize,
     grouped_activation,
     grouped_dbias,
@@ -15,6 +18,9 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
 )
 
 __version__ = "0.1.0"
@@ -33,6 +39,9 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
     "group_quantize",
     "grouped_activation",
     "grouped_dbias",
@@ -43,5 +52,8 @@ __all__ = [
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
     "warmup",
 ]

@@ -6,8 +6,8 @@ weight) and *across* the other dimension.
 
 Layouts:
     ``"blocked"``: as ``group_quantize(scale_layout="blocked")`` makes them.
-    ``"torch"``: as ``torch.nn.functional.scaled_grouped_mm`` takes them (``SwizzleType.SWIZZLE_32_4_4``): every group is
-        blocked on its own and follows the one before it. Rowwise ``[T + 128 G, columns]``; columnwise, where groups
+    ``"torch"``: as ``torch.nn.functional.scaled_grouped_mm`` takes them (``SwizzleType.SWIZZLE_32_4_4``): every group
+        is blocked on its own and follows the one before it. Rowwise ``[T + 128 G, columns]``; columnwise, where groups
         divide the contraction, ``[rows, ceil(T / block) + 4 G]``; weights ``[G, bytes]``.
     ``"te"``: the flat buffers of TransformerEngine's GroupedTensor: the groups' scale matrices one after the other,
         each padded to what its quantizer's ``get_scale_shape`` says.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import checks, placement
-from .formats import FORMATS, Format
+from .formats import Format
 from .placement import Dim, blocked_offset, ceil_div
 from .quantized import ROW_UNIT, ComponentSpecs, Options, component_specs, known_format
 from .specs import TensorSpec
@@ -182,7 +182,7 @@ def offsets(s: Scales, offs: Tensor | None) -> Tensor:
     count = along_shape[-1] if transposed else along_shape[-2]
     u, block = s.description.unit_scale, s.block_along
     if offs is None:
-        groups, n, _ = s.shape
+        groups = s.shape[0]
         index = torch.arange(count, device=device).repeat(groups)
         group = torch.arange(groups, device=device).repeat_interleave(count, output_size=groups * count)
         length = torch.full((groups,), count, dtype=torch.int64, device=device)
@@ -239,6 +239,3 @@ def _within(m: Matrix, along: Tensor, across: Tensor, n_along: Tensor, n_across:
     if m.tiled:
         return blocked_offset(y, x, columns)  # type: ignore[arg-type, return-value]
     return y * _up(columns, m.pad_columns) + x  # type: ignore[arg-type, operator]
-
-
-__all__ = ["FORMATS", "LAYOUTS", "Scales", "offsets", "scales"]

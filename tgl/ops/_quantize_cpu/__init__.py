@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import mxfp8
+from . import mxfp8, nvfp4
 from ._dbias import dbias
 
 __all__ = ["DEQUANTIZE", "QUANTIZE", "dbias"]
 
 QUANTIZE: dict[str, Callable[..., None]] = {
     "mxfp8": mxfp8.quantize,
+    "nvfp4": nvfp4.quantize,
 }
 DEQUANTIZE: dict[str, Callable[..., None]] = {
     "mxfp8": mxfp8.dequantize,
+    "nvfp4": nvfp4.dequantize,
 }
