@@ -6,6 +6,7 @@ low nibble: the bytes are what is specified, and ``torch.uint8`` is the one dtyp
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -30,19 +31,23 @@ class Element:
     Attributes:
         max: largest finite value.
         max_exponent: exponent of ``max``.
-        inverse_max: bits of ``float32(1 / max)``, the multiplier of ``"rceil"``.
+        inverse_max: ``float32(1 / max)``, the multiplier of ``"rceil"``.
         half_ulp: bits added to an amax by ``"even"``: half a unit in the last place of the element's mantissa.
     """
 
     max: float
     max_exponent: int
-    inverse_max: int
+    inverse_max: float
     half_ulp: int
 
 
+def _float32(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
 ELEMENTS: dict[torch.dtype, Element] = {
-    E4M3: Element(448.0, 8, 0x3B124925, 1 << 19),
-    E5M2: Element(57344.0, 15, 0x37924925, 1 << 20),
+    E4M3: Element(448.0, 8, _float32(0x3B124925), 1 << 19),
+    E5M2: Element(57344.0, 15, _float32(0x37924925), 1 << 20),
 }
 
 

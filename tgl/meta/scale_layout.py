@@ -171,71 +171,87 @@ def _up(n: Dim, multiple: int) -> Dim:
     return ceil_div(n, multiple) * multiple
 
 
-def offsets(s: Scales, offs: Tensor | None) -> Tensor:
-    """int64, of the compact shape: where each scale lies in ``s.layout``, -1 for those that belong to no group.
+class _Along(NamedTuple):
+    """The compact scales seen as ``[along, across]``: one entry for every place along, of all groups.
 
-    Ends outside ``[0, T]`` are clamped and a descending end makes an empty group, as everywhere.
+    Attributes:
+        group: int64, the group it is in (any, if in none).
+        local: int64, where it is in the group.
+        used: whether it is in a group.
+        place: int64, its row in a blocked rowwise matrix of all groups, or its column in a columnwise one.
+        length: int64 ``[G]``, places in each group.
     """
-    device = s.compact.device
-    along_shape = s.compact.shape
-    transposed = (s.description.name == "nvfp4" or s.square) and s.columnwise  # compact scales are [across, along]
-    count = along_shape[-1] if transposed else along_shape[-2]
-    u, block = s.description.unit_scale, s.block_along
-    if offs is None:
-        groups = s.shape[0]
-        index = torch.arange(count, device=device).repeat(groups)
-        group = torch.arange(groups, device=device).repeat_interleave(count, output_size=groups * count)
-        length = torch.full((groups,), count, dtype=torch.int64, device=device)
-        valid = torch.ones_like(index, dtype=torch.bool)
-        place, places = index, count
+
+    group: Tensor
+    local: Tensor
+    used: Tensor
+    place: Tensor
+    length: Tensor
+
+
+def _of_weights(s: Scales, count: int) -> _Along:
+    groups = int(s.groups)
+    index = torch.arange(count, device=s.compact.device).repeat(groups)
+    group = torch.arange(groups * count, device=s.compact.device) // max(count, 1)
+    return _Along(group, index, torch.ones_like(index, dtype=torch.bool), index, index.new_full((groups,), count))
+
+
+def _of_groups(s: Scales, offs: Tensor, count: int) -> _Along:
+    """Ends outside ``[0, T]`` are clamped and a descending end makes an empty group, as everywhere."""
+    place = torch.arange(count, device=offs.device)
+    if not s.groups:  # one that has nothing stands for them
+        nothing = torch.zeros_like(place)
+        return _Along(nothing, place, nothing.bool(), place, place.new_zeros(1))
+    ends = offs.to(torch.int64).clamp(0, int(s.shape[0])).cummax(0).values
+    first = placement.first_rows(ends)
+    length = (ends - first + s.block_along - 1) // s.block_along
+    if s.columnwise:
+        start = placement.starts(ends, s.description.unit_scale) // s.block_along
+        group = torch.searchsorted(start, place, right=True) - 1
     else:
-        rows = s.shape[0]
-        ends = offs.to(torch.int64).clamp(0, rows)
-        ends = ends.cummax(0).values if s.groups != 0 else ends
-        first = placement.first_rows(ends)
-        length = ceil_div(ends - first, block)
-        index = torch.arange(count, device=device)
-        if s.columnwise:
-            start = placement.starts(ends, u) // block
-            group = torch.searchsorted(start, index, right=True) - 1
-        else:
-            start = first
-            group = torch.searchsorted(ends, index, right=True)
-        valid = (group >= 0) & (group < s.groups)
-        group = torch.where(valid, group, 0)
-        if s.groups == 0:
-            return torch.full(s.compact.shape, -1, dtype=torch.int64, device=device)
-        place, places = index, count
-        index = index - start[group]
-        valid = valid & (index < length[group])
-        if not s.columnwise:
-            place = placement.starts(ends, ROW_UNIT)[group] + index
-    m, across = s.matrix, torch.arange(s.across, device=device)[None, :]
-    if s.layout == "blocked" and offs is not None:
-        offset = (
-            blocked_offset(across, place[:, None], places)
-            if s.columnwise
-            else blocked_offset(place[:, None], across, s.across)
-        )
+        start, group = first, torch.searchsorted(ends, place, right=True).clamp_(max=length.shape[0] - 1)
+    index = place - start[group]
+    used = index < length[group]
+    if not s.columnwise:
+        place = placement.starts(ends, ROW_UNIT)[group] + index
+    return _Along(group, index, used, place, length)
+
+
+def offsets(s: Scales, offs: Tensor | None) -> Tensor:
+    """int64, of the compact shape: where each scale lies in ``s.layout``, -1 for those that belong to no group."""
+    transposed = s.columnwise and (s.description.name == "nvfp4" or s.square)  # compact scales are [across, along]
+    count, width = int(s.compact.shape[-1 if transposed else -2]), int(s.across)
+    at = _of_weights(s, count) if offs is None else _of_groups(s, offs, count)
+    across = torch.arange(width, device=s.compact.device)
+    if s.layout == "blocked" and offs is not None:  # one matrix for all groups
+        place = at.place[:, None]
+        offset = blocked_offset(across, place, count) if s.columnwise else blocked_offset(place, across, width)
     else:
-        offset = _within(m, index[:, None], across, length[group][:, None], s.across)
-        footprint = _footprint(m, length, s.across)
-        offset = offset + (footprint.cumsum(0) - footprint)[group][:, None]
-    offset = torch.where(valid[:, None], offset, -1)
+        footprint = _footprint(s.matrix, at.length, width)
+        begin = footprint.cumsum(0) - footprint
+        offset = _within(s.matrix, at.local[:, None], across, at.length[at.group][:, None], width)
+        offset = offset + begin[at.group][:, None]
+    offset = torch.where(at.used[:, None], offset, -1)  # type: ignore[arg-type]
     if offs is None:
-        offset = offset.unflatten(0, (s.shape[0], count))
+        offset = offset.unflatten(0, (int(s.groups), count))
     return offset.transpose(-1, -2) if transposed else offset
 
 
-def _footprint(m: Matrix, along: Tensor, across: Dim) -> Tensor:
+def _footprint(m: Matrix, along: Tensor, across: int) -> Tensor:
+    """Scales in each group's own matrix, padding included."""
     if m.transposed:
-        return _up(along, m.pad_columns) * _up(across, m.pad_rows)  # type: ignore[arg-type, return-value]
-    return _up(along, m.pad_rows) * _up(across, m.pad_columns)  # type: ignore[arg-type, return-value]
+        return _round_up(along, m.pad_columns) * _up(across, m.pad_rows)  # type: ignore[return-value]
+    return _round_up(along, m.pad_rows) * _up(across, m.pad_columns)  # type: ignore[return-value]
 
 
-def _within(m: Matrix, along: Tensor, across: Tensor, n_along: Tensor, n_across: Dim) -> Tensor:
+def _within(m: Matrix, along: Tensor, across: Tensor, n_along: Tensor, n_across: int) -> Tensor:
     """Offset of a scale in its group's own matrix."""
-    y, x, columns = (across, along, n_along) if m.transposed else (along, across, n_across)
+    y, x = (across, along) if m.transposed else (along, across)
+    columns = n_along if m.transposed else n_along.new_full((), n_across)
     if m.tiled:
         return blocked_offset(y, x, columns)  # type: ignore[arg-type, return-value]
-    return y * _up(columns, m.pad_columns) + x  # type: ignore[arg-type, operator]
+    return y * _round_up(columns, m.pad_columns) + x
+
+
+def _round_up(n: Tensor, multiple: int) -> Tensor:
+    return (n + multiple - 1) // multiple * multiple

@@ -3,6 +3,7 @@
 from . import cuda_kernels  # noqa: F401 (registers)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
+from .group_dequantize import group_dequantize
 from .group_quantize import group_quantize
 from .grouped_activation import grouped_activation
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
@@ -24,6 +25,7 @@ __all__ = [
     "from_blocked_scale",
     "from_te_scale_layout",
     "from_torch_scale_layout",
+    "group_dequantize",
     "group_quantize",
     "grouped_activation",
     "grouped_dbias",

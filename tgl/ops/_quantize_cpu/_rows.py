@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_STEP = 1 << 16  # elements per thread and step: a few float32 buffers of them fit a second-level cache
+_STEP = 1 << 17  # elements per thread and step: a few float32 buffers of them fit a second-level cache
 
 
 def steps(start: int, stop: int, width: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
@@ -17,6 +17,15 @@ def steps(start: int, stop: int, width: int, multiple: int = 1) -> Iterator[tupl
     count = max(_STEP * torch.get_num_threads() // max(width, 1) // multiple, 1) * multiple
     for first in range(start, stop, count):
         yield first, min(first + count, stop)
+
+
+def aligned_steps(stop: int, width: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[0, stop)``, a multiple of ``unit``, into steps of several whole units or of a part of one."""
+    for first, last in steps(0, stop, width, max(unit, 1)):
+        if last - first > unit:
+            yield first, last
+        else:
+            yield from steps(first, last, width)
 
 
 class Scratch:
@@ -61,6 +70,10 @@ class Groups:
         self.firsts = torch.cat([self.ends.new_zeros(1), self.ends])[: self.count]
         self.routed = int(self.ends[-1]) if self.count else 0
 
+    def steps(self, columns: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows before the tail, of about one step; of matrices, several whole ones or a part of one."""
+        return aligned_steps(self.routed, columns, 1 if self.each is None else self.each)
+
     def of_rows(self, start: int, stop: int) -> Tensor:
         """int64: the group of every row of a range (before the tail)."""
         return torch.searchsorted(self.ends, torch.arange(start, stop), right=True)
@@ -83,7 +96,8 @@ class Groups:
         return Blocks(size, group, index, first, torch.minimum(self.ends[group] - first, torch.tensor(size)))
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """Blocks of rows, in the order of their rows; int64 vectors of the same length.
 
     Attributes:
@@ -102,13 +116,8 @@ class Blocks(NamedTuple):
 
     def steps(self, columns: int, each: int | None) -> Iterator[tuple[int, int]]:
         """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
-        total = self.first.shape[0]
-        if each is None:
-            yield from steps(0, total, self.size * columns)
-            return
-        per_matrix = max(-(-each // self.size), 1)
-        for start, stop in steps(0, total, self.size * columns * per_matrix, per_matrix):
-            yield from ((start, stop),) if stop - start > per_matrix else steps(start, stop, self.size * columns)
+        per_matrix = 1 if each is None else -(-each // self.size)
+        return aligned_steps(self.first.shape[0], self.size * columns, per_matrix)
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The range of rows that a range of blocks covers."""
@@ -150,7 +159,7 @@ class Rows:
         return wide
 
     def load_blocks(self, blocks: Blocks, start: int, stop: int, left: int, right: int, holes: Tensor | None) -> Tensor:
-        """A range of blocks as ``[blocks, size, columns]``, zeros where there is no row (``holes`` as of ``blocks``)."""
+        """A range of blocks as ``[blocks, size, columns]``, zeros where there is no row; ``holes`` as of ``blocks``."""
         size = blocks.size
         if holes is None:
             first = int(blocks.first[start])

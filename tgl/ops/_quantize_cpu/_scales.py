@@ -24,7 +24,7 @@ class RowScales:
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Scales of a range of rows."""
         if self.blocked:
-            self.memory.scatter_(0, self._offsets(start, stop).view(-1), values.reshape(-1))
+            self.memory.scatter_(0, self._offsets(start, stop).view(-1), values.reshape(-1).to(self.memory.dtype))
         else:
             self.memory[start:stop].copy_(values)
 
@@ -38,7 +38,7 @@ class RowScales:
             return _blocked(groups.places(start, stop, ROW_UNIT)[:, None], x, self.columns)
         row = torch.arange(start, stop)
         matrix = row // max(groups.each, 1)
-        base = matrix * blocked_size(groups.each, self.columns)
+        base = matrix * int(blocked_size(groups.each, self.columns))
         return base[:, None] + _blocked((row - matrix * groups.each)[:, None], x, self.columns)
 
 
@@ -67,12 +67,13 @@ class BlockScales:
     def write(self, start: int, stop: int, left: int, right: int, values: Tensor) -> None:
         """Scales ``[blocks, columns]`` of a range of blocks and of columns."""
         if self.blocked:
-            self.memory.scatter_(0, self._offsets(self.row[start:stop], left, right).view(-1), values.reshape(-1))
+            offsets = self._offsets(self.row[start:stop], left, right)
+            self.memory.scatter_(0, offsets.view(-1), values.reshape(-1).to(self.memory.dtype))
         elif int(self.row[stop - 1] - self.row[start]) == stop - 1 - start:
             row = int(self.row[start])
             self.memory[row : row + stop - start, left:right].copy_(values)
         else:
-            self.memory[:, left:right].index_copy_(0, self.row[start:stop], values)
+            self.memory[:, left:right].index_copy_(0, self.row[start:stop], values.to(self.memory.dtype))
 
     def read_rows(self, start: int, stop: int, left: int, right: int) -> Tensor:
         """The scale of every element of a range of rows and of columns."""
@@ -87,7 +88,7 @@ class BlockScales:
         if self.groups.each is None:
             return _blocked(y, row[:, None], self.across)
         matrix = row // max(self.per_matrix, 1)
-        base = matrix * blocked_size(self.columns, self.across)
+        base = matrix * int(blocked_size(self.columns, self.across))
         return base[:, None] + _blocked(y, (row - matrix * self.per_matrix)[:, None], self.across)
 
 

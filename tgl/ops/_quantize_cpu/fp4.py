@@ -117,20 +117,18 @@ def random_bits(blocks: Tensor, seed: int, offset: int, stream: int) -> Tensor:
         stream: 0 or 1.
     """
     counter = torch.stack([2 * blocks, 2 * blocks + 1], dim=-1)
-    words = _philox(
-        counter & _LOW, (counter >> 32) | (stream << 31), offset & _LOW, (offset >> 32) & _LOW, seed & (2**64 - 1)
-    )
+    words = _philox(counter & _LOW, (counter >> 32) | (stream << 31), offset & _64_BITS, seed & _64_BITS)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).flatten(-2).to(torch.int32)
 
 
-_LOW = 0xFFFFFFFF
+_LOW, _64_BITS = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
-def _philox(c0: Tensor, c1: Tensor, c2: Tensor | int, c3: Tensor | int, key: int) -> tuple[Tensor, ...]:
-    """Ten rounds on counters of four 32-bit words, held in int64."""
+def _philox(c0: Tensor, c1: Tensor, high: int, key: int) -> tuple[Tensor, ...]:
+    """Ten rounds on counters of four 32-bit words, held in int64; ``high`` are the upper two, the same for all."""
     k0, k1 = key & _LOW, key >> 32
-    words: tuple = (c0, c1, torch.full_like(c0, c2), torch.full_like(c0, c3))
+    words: tuple[Tensor, ...] = (c0, c1, torch.full_like(c0, high & _LOW), torch.full_like(c0, high >> 32))
     for _ in range(10):
         c0, c1, c2, c3 = words
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64, which the shifts and masks do not notice

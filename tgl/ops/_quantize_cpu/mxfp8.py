@@ -1,25 +1,29 @@
-"""MXFP8: E4M3 or E5M2 elements, one E8M0 scale per 32 (OCP Microscaling Formats specification 1.0, hardware rounding).
+"""MXFP8: E4M3 or E5M2 elements, one E8M0 scale per 32 (OCP Microscaling Formats 1.0, rounded as hardware does).
 
-With ``d = amax * float32(1 / max)`` the scale of ``"rceil"`` is the smallest ``2^(e - 127) >= d``; ``"floor"`` takes the
-exponent of amax less that of the largest element, ``"even"`` the same after rounding amax to the element's mantissa.
-Always in integers, never with ``log2``, which misses bytes next to powers of two. A block that holds Inf or NaN gets
-scale 0xFF and elements 0x7F, in every mode (``cvt.rp.ue8m0x2`` without ``.satfinite``).
+With ``d = amax * float32(1 / max)`` the scale of ``"rceil"`` is the smallest ``2^(e - 127) >= d``; ``"floor"`` takes
+the exponent of amax less that of the largest element, ``"even"`` the same after rounding amax to the element's
+mantissa. Always in integers, never with ``log2``, which misses bytes next to powers of two. A block that holds Inf or
+NaN gets scale 0xFF and elements 0x7F, in every mode (``cvt.rp.ue8m0x2`` without ``.satfinite``).
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import Components, DequantizeOptions, Options
-from ._decode import fp8_values, power_of_two, table
+from ._blocks import columnwise, rowwise
+from ._decode import fp8_values, multiply_blocks, power_of_two, table
 from ._rows import Groups, Rows, Scratch, steps
 from ._scales import BlockScales, RowScales
 
 BLOCK = 32
 UNIT = 128
 _SIGN_OFF = 0x7FFFFFFF
+_SMALL = 27 << 23  # bits of 2^-100: d is no subnormal from here on, whatever the element
 
 
 def quantize(
@@ -34,78 +38,59 @@ def quantize(
 ) -> None:
     """Both directions; see the package for the contract."""
     groups, scratch = Groups(x, offs), Scratch()
-    rows = Rows(x, row_scale, scratch)
+    rows, columns = Rows(x, row_scale, scratch), x.shape[-1]
+    rule = functools.partial(_scaled, options=options, scratch=scratch)
     if options.rowwise:
-        _rowwise(rows, groups, options, out, scratch)
+        scales = RowScales(out.scale, groups, -(-columns // BLOCK), options.blocked)
+        rowwise(rows, groups, BLOCK, rule, out.data, scales)
     if options.columnwise:
-        _columnwise(rows, groups, options, out, scratch)
+        blocks, data = groups.blocks(BLOCK), out.columnwise_data.view(groups.rows, columns)
+        block_scales = BlockScales(out.columnwise_scale, groups, blocks, columns, UNIT, options.blocked)
+
+        def write(start: int, stop: int, left: int, right: int, scaled: Tensor) -> None:
+            data[start:stop, left:right].copy_(scaled)
+
+        columnwise(rows, groups, blocks, rule, write, block_scales, scratch)
+        data[groups.routed :].view(torch.uint8).zero_()
 
 
-def _rowwise(rows: Rows, groups: Groups, options: Options, out: Components, scratch: Scratch) -> None:
-    columns = -(-rows.columns // BLOCK)
-    data = out.data.view(groups.rows, rows.columns)
-    scales = RowScales(out.scale, groups, columns, options.blocked)
-    scales.clear()
-    for start, stop in steps(0, groups.routed, columns * BLOCK):
-        wide = rows.load(start, stop, width=columns * BLOCK).unflatten(1, (columns, BLOCK))
-        scaled, byte = _scaled(wide, 2, options, scratch)
-        data[start:stop].copy_(scaled.view(stop - start, -1)[:, : rows.columns])
-        scales.write(start, stop, byte.squeeze(2))
-    data[groups.routed :].view(torch.uint8).zero_()
-
-
-def _columnwise(rows: Rows, groups: Groups, options: Options, out: Components, scratch: Scratch) -> None:
-    blocks = groups.blocks(BLOCK)
-    data = out.columnwise_data.view(groups.rows, rows.columns)
-    scales = BlockScales(out.columnwise_scale, groups, blocks, rows.columns, UNIT, options.blocked)
-    scales.clear()
-    for left, right in steps(0, rows.columns, BLOCK):
-        for start, stop in blocks.steps(right - left, None):
-            holes = blocks.holes(start, stop)
-            wide = rows.load_blocks(blocks, start, stop, left, right, holes)
-            scaled, byte = _scaled(wide, 1, options, scratch)
-            first, last = blocks.rows(start, stop)
-            data[first:last, left:right].copy_(present(scaled.flatten(0, 1), holes, last - first, scratch))
-            scales.write(start, stop, left, right, byte.squeeze(1))
-    data[groups.routed :].view(torch.uint8).zero_()
-
-
-def present(places: Tensor, holes: Tensor | None, rows: int, scratch: Scratch) -> Tensor:
-    """``places`` without those of ``holes``."""
-    if holes is None:
-        return places
-    filled = (~holes).view(-1).nonzero().view(-1)
-    return torch.index_select(places, 0, filled, out=scratch.room("present", rows, places.shape[1]))
-
-
-def _scaled(wide: Tensor, dim: int, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Values ready to be cast, and the scale bytes (``dim`` kept), of blocks along ``dim``."""
+def _scaled(wide: Tensor, dim: int, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Values ready to be cast, and the scales as int32 (``dim`` kept), of blocks along ``dim``."""
     assert options.dtype is not None
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
     magnitude = torch.bitwise_and(wide.view(torch.int32), _SIGN_OFF, out=scaled.view(torch.int32))
-    amax = magnitude.amax(dim, keepdim=True)  # of the bits: ordered like the values, NaN above Inf
-    byte = e8m0(amax, element, options.scaling)
-    torch.mul(wide, ((254 - byte) << 23).clamp_(min=0x00400000).view(torch.float32), out=scaled)
+    byte = magnitude.amax(dim, keepdim=True)  # of the bits: ordered like the values, NaN above Inf
+    least, most = (int(bound) for bound in byte.aminmax())
+    bad = byte >= FP32_INF if most >= FP32_INF else None
+    e8m0_(byte, element, options.scaling, subnormal=least < _SMALL)
+    inverse = torch.sub(254, byte).bitwise_left_shift_(23)  # no finite magnitude has a scale above 247
+    torch.mul(wide, inverse.view(torch.float32), out=scaled)
     if options.scaling != "rceil":
         scaled.clamp_(-element.max, element.max)  # rceil never exceeds it by enough to round up
-    bad = byte == E8M0_NAN
-    if bad.any():
+    if bad is not None:
+        byte.masked_fill_(bad, E8M0_NAN)
         scaled.masked_fill_(bad, torch.nan)
-    return scaled, byte.to(torch.uint8)
+    return scaled, byte
 
 
-def e8m0(amax: Tensor, element: Element, scaling: str) -> Tensor:
-    """The scale, int32 0 ... 255, for magnitudes given by their bits (int32)."""
+def e8m0_(amax: Tensor, element: Element, scaling: str, subnormal: bool = True) -> Tensor:
+    """Turn finite magnitudes, given by their bits (int32), into scales 0 ... 254, in place.
+
+    ``subnormal=False`` promises that no ``d`` is below the smallest normal number.
+    """
     if scaling == "rceil":
-        inverse_max = torch.tensor(element.inverse_max, dtype=torch.int32).view(torch.float32)
-        bits = (amax.view(torch.float32) * inverse_max).view(torch.int32)
+        amax.view(torch.float32).mul_(element.inverse_max)
         # Any mantissa rounds up; that of a subnormal from above 2^-127, which is half the smallest normal.
-        byte = (bits + 0x3FFFFF).add_(bits >= 0x00800000, alpha=0x400000) >> 23
+        if subnormal:
+            amax.add_(amax < 0x00800000, alpha=-0x400000)
+        amax.add_(0x7FFFFF)
     else:
-        rounded = amax + element.half_ulp if scaling == "even" else amax
-        byte = ((rounded >> 23) - element.max_exponent).clamp_(min=0)
-    return byte.masked_fill_(amax >= FP32_INF, E8M0_NAN)
+        if scaling == "even":
+            amax.add_(element.half_ulp)
+        amax.sub_(element.max_exponent << 23)
+    amax.bitwise_right_shift_(23)
+    return amax.clamp_(min=0) if scaling != "rceil" else amax
 
 
 def dequantize(
@@ -128,10 +113,3 @@ def dequantize(
             multiply_blocks(wide, power_of_two(by_row.read(start, stop)), BLOCK)
         result[start:stop].copy_(wide)
     result[groups.routed :].zero_()
-
-
-def multiply_blocks(wide: Tensor, factors: Tensor, block: int) -> None:
-    """Multiply every run of ``block`` columns, the last one partial, by its factor, in place."""
-    whole = wide.shape[1] // block
-    wide[:, : whole * block].unflatten(1, (whole, block)).mul_(factors[:, :whole, None])
-    wide[:, whole * block :].mul_(factors[:, whole:])

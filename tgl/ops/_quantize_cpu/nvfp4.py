@@ -60,7 +60,7 @@ class _Stack:
     @staticmethod
     def of(shape: tuple[int, ...], offs: Tensor | None) -> _Stack:
         if offs is None:
-            return _Stack(shape, None, shape[1], placement.ceil_div(shape[1], BLOCK))
+            return _Stack(shape, None, shape[1], -(-shape[1] // BLOCK))
         rows, groups = shape[0], offs.shape[0]
         ends = offs.to(torch.int64).clamp(0, rows)
         ends = ends.cummax(0).values if groups else ends
@@ -217,7 +217,7 @@ def _rowwise(
 ) -> None:
     stack, k = source.stack, source.stack.shape[-1]
     data, scale = stack.stacked(data), stack.stacked(scale)
-    blocks = placement.ceil_div(k, BLOCK)
+    blocks = -(-k // BLOCK)
     encode, decode = fp4.group_scales(amax)
     data[:, stack.routed :].zero_()
     if options.blocked:
@@ -349,7 +349,7 @@ def _rowwise_back(
     data: Tensor, scale: Tensor, decode: Tensor, stack: _Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
     k = stack.shape[-1]
-    blocks = placement.ceil_div(k, BLOCK)
+    blocks = -(-k // BLOCK)
     data, scale, out = stack.stacked(data), stack.stacked(scale), stack.stacked(out)
     out[:, stack.routed :].zero_()
     for step in _steps(stack.planes, stack.routed, k, 1):
