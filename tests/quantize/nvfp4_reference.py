@@ -5,6 +5,7 @@ Numbers are ``numpy.float32`` scalars, whose operations are IEEE. Matrices are l
 
 from __future__ import annotations
 
+import bisect
 import math
 from fractions import Fraction
 
@@ -27,8 +28,14 @@ E4M3 = [_e4m3_value(code) for code in range(0x7F)]
 
 
 def _nearest(table, value):
-    """Index of the entry nearest to a value that is not negative; of two equally near ones the even index."""
-    return min(range(len(table)), key=lambda i: (abs(Fraction(table[i]) - Fraction(float(value))), i % 2))
+    """Index of the entry nearest to a value from 0 to the last entry; of two equally near ones the even index.
+
+    The differences are exact in double precision wherever they are about equal.
+    """
+    upper = bisect.bisect_left(table, value)
+    lower = max(upper - 1, 0)
+    down, up = value - table[lower], table[upper] - value
+    return lower if down < up or (down == up and lower % 2 == 0) else upper
 
 
 def e4m3(value):
@@ -240,3 +247,14 @@ def dequantize(data, scale, amax):
                 row.append(F(-E2M1[nibble & 7] if nibble & 8 else E2M1[nibble]) * unit)
         rows.append(row)
     return rows
+
+
+def hadamard_back(values):
+    """The inverse in float32: butterfly, a quarter, signs."""
+    values = list(values)
+    for distance in (1, 2, 4, 8):
+        for i in range(16):
+            if not i & distance:
+                a, b = values[i], values[i + distance]
+                values[i], values[i + distance] = a + b, a - b
+    return [v * F(0.25) * F(s) for v, s in zip(values, SIGNS)]
