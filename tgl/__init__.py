@@ -17,6 +17,9 @@ from .nn import (
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
     group_dequantize,
     group_quantize,
     grouped_activation,
@@ -30,8 +33,14 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+<<<<<<< HEAD
     update_amax_history_,
     wgrad_stash_,
+=======
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
+>>>>>>> bnvfp4
 )
 
 __version__ = "0.1.0"
@@ -52,6 +61,9 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
     "grouped_activation",
@@ -68,7 +80,13 @@ __all__ = [
     "register_implementation",
     "route",
     "splits_to_offsets",
+<<<<<<< HEAD
     "update_amax_history_",
+=======
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
+>>>>>>> bnvfp4
     "warmup",
     "wgrad_stash_",
 ]

@@ -7,7 +7,7 @@ import torch
 import tgl
 from tests import scaled_oracle as oracle
 from tgl.testing import SIGNATURES, GroupSizes
-from tgl.testing.quantized_samples import QuantizedSample
+from tgl.testing.scaled_samples import QuantizedSample
 
 SMALL = ("ragged_tail", "even", "empty_first", "empty_middle", "empty_last", "all_empty", "no_rows", "no_groups")
 LARGE = ("above_tile", GroupSizes("many", tuple((7 * g) % 4 for g in range(40)), 64))

@@ -19,6 +19,7 @@ from ..ops import (
 )
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor
+from ..tensor._structure import FIELDS
 from ._errors import fail
 from ._gemms import DenseGemms, Gemms, Operand, Operands
 
@@ -202,16 +203,16 @@ class ScaledGemms(nn.Module):
         self, argument: str, t: GroupedTensor, spec: QuantizeSpec, *, rowwise: bool, columnwise: bool
     ) -> None:
         """``t`` is quantised in a way that the recipe's GEMMs can read."""
-        options = t.options
+        made_with = dict(zip(FIELDS, t.static))
         wanted = {"format": spec.format, "scale_layout": spec.scale_layout}
         wanted |= {"rowwise": True} if rowwise else {}
         wanted |= {"columnwise": True, "rht": spec.rht} if columnwise else {}
         wanted |= {"block_2d": spec.block_2d} if spec.format == "fp8_block" else {}
         for name, value in wanted.items():
-            if getattr(options, name) != value:
+            if made_with[name] != value:
                 fail(
                     f"`{argument}` must be quantised with {name}={value!r} for {self.recipe!r}, but it was with "
-                    f"{name}={getattr(options, name)!r}"
+                    f"{name}={made_with[name]!r}"
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledGemms:

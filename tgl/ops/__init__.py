@@ -12,6 +12,14 @@ from .grouped_gemm import grouped_gemm
 from .grouped_gemm_scaled import grouped_gemm_scaled
 from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_scaled_wgrad_accumulate_
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
+from .scale_layout import (
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
+)
 from .splits_to_offsets import splits_to_offsets
 from .update_amax_history import update_amax_history_
 from .wgrad_stash import wgrad_stash_
@@ -19,6 +27,9 @@ from .wgrad_stash import wgrad_stash_
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
     "grouped_activation",
@@ -34,4 +45,7 @@ __all__ = [
     "splits_to_offsets",
     "update_amax_history_",
     "wgrad_stash_",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .quantized_samples import QuantizedSignature
+from .scaled_samples import QuantizedSignature
 from .samples import SampleInput, Signature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
