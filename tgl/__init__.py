@@ -33,14 +33,11 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
-<<<<<<< HEAD
-    update_amax_history_,
-    wgrad_stash_,
-=======
     to_blocked_scale,
     to_te_scale_layout,
     to_torch_scale_layout,
->>>>>>> bnvfp4
+    update_amax_history_,
+    wgrad_stash_,
 )
 
 __version__ = "0.1.0"
@@ -80,13 +77,10 @@ __all__ = [
     "register_implementation",
     "route",
     "splits_to_offsets",
-<<<<<<< HEAD
-    "update_amax_history_",
-=======
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
->>>>>>> bnvfp4
+    "update_amax_history_",
     "warmup",
     "wgrad_stash_",
 ]

@@ -43,9 +43,9 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
-    "update_amax_history_",
-    "wgrad_stash_",
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
+    "update_amax_history_",
+    "wgrad_stash_",
 ]
