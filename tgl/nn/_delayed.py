@@ -63,11 +63,10 @@ class Copies:
         empty: whether no forward has been run that could have led to a copy.
     """
 
-    def __init__(self, microbatches: int, like: Pending) -> None:
-        """``like``: tensors, of any device, with the shapes and dtypes of the largest microbatch."""
+    def __init__(self, microbatches: int, like: Pending, device: torch.device) -> None:
+        """``like``: tensors (of any device) with the shapes and dtypes of the largest microbatch."""
         self._counts = len(like.x), len(like.dy)
         sources = [*like.x, *like.dy, like.offs]
-        device = like.offs.device
 
         def room(t: Tensor) -> Tensor:
             return torch.zeros((microbatches, *t.shape), dtype=t.dtype, device=device)

@@ -67,6 +67,11 @@ class Gemms(Protocol):
     ) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
 
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        """Tensors on the meta device with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``."""
+
     def fprop(
         self,
         x: Operand,
@@ -116,6 +121,12 @@ class DenseGemms:
         operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
         return operands, grouped_dbias(dy, offs) if dbias else None
 
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        x, dy = (torch.empty(rows, width, dtype=dtype, device="meta") for width in (in_features, out_features))
+        return (x,), (dy,)
+
     def fprop(
         self,
         x: Operand,
@@ -143,7 +154,15 @@ class DenseGemms:
         grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)
 
 
-def gemms_for(recipe: Any) -> Gemms:
+def gemms_for(
+    recipe: Any,
+    num_gemms: int,
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | str | None,
+    save_original_input: bool,
+) -> Gemms:
     """The GEMMs of a layer that follows ``recipe``."""
     if recipe is not None:
         raise TypeError(f"`recipe` must be None, but got {recipe!r}")

@@ -67,13 +67,12 @@ def _still_packed(module: GroupedParameters, name: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _find_main_grad(module: GroupedParameters) -> bool:
+def _find_main_grad(module: GroupedParameters) -> None:
     """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
     weights = module.group_parameters("weight")
-    parts = [w.main_grad for w in weights if isinstance(getattr(w, "main_grad", None), Tensor)]
+    parts = [part for part in (getattr(w, "main_grad", None) for w in weights) if isinstance(part, Tensor)]
     packed = slots_of(parts) if len(parts) == len(weights) else None
     module._main_grad = (packed, *parts) if packed is not None else None
-    return packed is not None
 
 
 class GroupedParameters(nn.Module):
@@ -163,16 +162,22 @@ class GroupedParameters(nn.Module):
         return main_grad
 
     def _packed_main_grad(self, weights: Sequence[nn.Parameter]) -> Tensor:
+        # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
+        # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
+        if torch.compiler.is_compiling():
+            _find_main_grad(self)
+        elif not self._main_grad_is_known(weights):
+            _find_main_grad(self)
+        if not self._main_grad_is_known(weights):
+            fail(
+                "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
+                "the slots of tgl.allocate_wgrad do"
+            )
+        return self._main_grad[0]  # type: ignore[index]
+
+    def _main_grad_is_known(self, weights: Sequence[nn.Parameter]) -> bool:
         known = self._main_grad
-        if known is None or any(getattr(w, "main_grad", None) is not m for w, m in zip(weights, known[1:])):
-            if not _find_main_grad(self):
-                fail(
-                    "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, "
-                    "as the slots of tgl.allocate_wgrad do"
-                )
-            known = self._main_grad
-        assert known is not None
-        return known[0]
+        return known is not None and all(getattr(w, "main_grad", None) is m for w, m in zip(weights, known[1:]))
 
     # --- where they lie -----------------------------------------------------------------------------------------------
 

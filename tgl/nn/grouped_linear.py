@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..meta.specs import accumulator
 from ..ops._library import autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.splits_to_offsets import splits_to_offsets
@@ -116,7 +117,9 @@ class GroupedLinear(GroupedParameters):
         )
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.gemms: Gemms = gemms_for(recipe)
+        self.gemms: Gemms = gemms_for(
+            recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
+        )
         self._dense = recipe is None
         self._plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
         self._delayed: References | Copies = References()
@@ -309,18 +312,14 @@ class GroupedLinear(GroupedParameters):
         if not self._delayed.empty:
             raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
         weight = self.group_parameters("weight")[0]
-        with torch.no_grad():
-            options: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
-            offs = torch.zeros(self.num_gemms, dtype=torch.int32, device=weight.device)
-            x = self.gemms.input(torch.zeros(max_rows, self.in_features, **options), offs, fprop=False, wgrad=True)
-            dy, dbias = self.gemms.grad(
-                torch.zeros(max_rows, self.out_features, **options),
-                offs,
-                dgrad=False,
-                wgrad=True,
-                dbias=any(b.requires_grad for b in self.group_parameters("bias")),
-            )
-        self._delayed = Copies(microbatches, Pending(x.wgrad, dy.wgrad, offs, dbias))
+        x, dy = self.gemms.wgrad_operands_like(
+            max_rows, self.num_gemms, self.in_features, self.out_features, dtype or weight.dtype
+        )
+        offs = torch.empty(self.num_gemms, dtype=torch.int32, device="meta")
+        dbias = None
+        if any(b.requires_grad for b in self.group_parameters("bias")):
+            dbias = torch.empty(self.num_gemms, self.out_features, dtype=accumulator(weight.dtype), device="meta")
+        self._delayed = Copies(microbatches, Pending(x, dy, offs, dbias), weight.device)
 
     def delayed_bytes_copied_host(self) -> int:
         """Bytes that ``delay_wgrad_compute`` has copied so far; 0 where it keeps references. Reads the device."""
