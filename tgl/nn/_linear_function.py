@@ -34,7 +34,6 @@ class Call(NamedTuple):
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
         save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
-        grad: whether grad mode is on; inside the function it never is.
     """
 
     gemms: Gemms
@@ -50,13 +49,23 @@ class Call(NamedTuple):
     overwrite_main_grad: bool = False
     stash: Stash | None = None
     save_original_input: bool = False
-    grad: bool = True
 
     def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
         """The layer's input, prepared."""
         if self.activation is None:
             return self.gemms.input(x, offs, fprop=fprop, wgrad=wgrad)
         return self.gemms.activated_input(x, offs, probs, self.activation, fprop=fprop, wgrad=wgrad)
+
+
+def fprop(
+    call: Call, x: Tensor, probs: Tensor | None, bias_scale: Tensor | None, *, wgrad: bool = False
+) -> tuple[Tensor, Operand]:
+    """The result ``[T, N]``, and what the weight gradient will read if ``wgrad``."""
+    prepared = call.input(x, call.offs, probs, fprop=True, wgrad=wgrad)
+    y = call.gemms.fprop(
+        prepared.fprop, call.weight.fprop, call.offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
+    )
+    return y, prepared.wgrad
 
 
 class LinearFunction(torch.autograd.Function):
@@ -76,21 +85,18 @@ class LinearFunction(torch.autograd.Function):
         bias_scale: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        needs = ctx.needs_input_grad if call.grad else (False,) * (5 + len(parameters))
+        needs = ctx.needs_input_grad
         first_bias = 5 + num_weights
         ctx.needs_dgrad = needs[2] or needs[3]
         ctx.needs_wgrad, ctx.needs_dbias = any(needs[5:first_bias]), any(needs[first_bias:])
         again = call.save_original_input
-        prepared = call.input(x, call.offs, probs, fprop=True, wgrad=ctx.needs_wgrad and not again)
-        y = call.gemms.fprop(
-            prepared.fprop, call.weight.fprop, call.offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
-        )
+        y, wgrad_operand = fprop(call, x, probs, bias_scale, wgrad=ctx.needs_wgrad and not again)
         original: tuple[Tensor, ...] = ()
         if (again and ctx.needs_wgrad) or (call.activation is not None and (ctx.needs_dgrad or ctx.needs_wgrad)):
             original = (x,) if probs is None else (x, probs)
         scale = () if bias_scale is None else (bias_scale,)
-        save(ctx, (*prepared.wgrad, *original, *scale), (call.offs, call.bias, *call.weight.dgrad))
-        ctx.counts = len(prepared.wgrad), len(original)
+        save(ctx, (*wgrad_operand, *original, *scale), (call.offs, call.bias, *call.weight.dgrad))
+        ctx.counts = len(wgrad_operand), len(original)
         ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
         ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype

@@ -164,9 +164,7 @@ class GroupedParameters(nn.Module):
     def _packed_main_grad(self, weights: Sequence[nn.Parameter]) -> Tensor:
         # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
         # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
-        if torch.compiler.is_compiling():
-            _find_main_grad(self)
-        elif not self._main_grad_is_known(weights):
+        if torch.compiler.is_compiling() or not self._main_grad_is_known(weights):
             _find_main_grad(self)
         if not self._main_grad_is_known(weights):
             fail(

@@ -17,7 +17,7 @@ from ._buffers import check_buffer, check_disjoint
 from ._delayed import Copies, Pending, References, add_to
 from ._errors import explain_to_dynamo, fail
 from ._gemms import Gemms, gemms_for
-from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction
+from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
 
 MSplits = Tensor | Sequence[int]
@@ -242,9 +242,8 @@ class GroupedLinear(GroupedParameters):
         stash = None
         if needs_wgrad and self.delay_wgrad_compute:
             stash = self._delayed
-            if isinstance(stash, Copies):
-                stash.empty = False
-            elif torch.compiler.is_compiling():
+            stash.started = True
+            if isinstance(stash, References) and torch.compiler.is_compiling():
                 fail(
                     "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
                     "tensors are reused when it has ended, so they are copied into buffers of the layer"
@@ -265,8 +264,9 @@ class GroupedLinear(GroupedParameters):
             overwrite_main_grad=bool(overwrite),
             stash=stash,
             save_original_input=self.save_original_input or recompute,
-            grad=grad,
         )
+        if not grad or not any(t is not None and t.requires_grad for t in (rows, probs, bias_scale, *weights, *biases)):
+            return fprop(call, rows, probs, bias_scale)[0]
         return LinearFunction.apply(call, len(weights), rows, probs, bias_scale, *weights, *biases)
 
     def _checked_buffers(
@@ -309,7 +309,7 @@ class GroupedLinear(GroupedParameters):
         """
         if not self.delay_wgrad_compute:
             raise RuntimeError("reserve_delayed_wgrad needs a layer with delay_wgrad_compute=True")
-        if not self._delayed.empty:
+        if self._delayed.started:
             raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
         weight = self.group_parameters("weight")[0]
         x, dy = self.gemms.wgrad_operands_like(
@@ -330,9 +330,9 @@ class GroupedLinear(GroupedParameters):
         """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
 
         They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``. It may come late, after any
-        number of backwards (of ``microbatches``, if reserved). Without anything pending it does nothing, and so does a
-        second call, or one on a layer without ``delay_wgrad_compute``. If it never comes, weight and bias get no
-        gradient from those microbatches, whose tensors stay alive until it does.
+        number of backwards (of ``microbatches``, if reserved). A second call adds nothing, and on a layer without
+        ``delay_wgrad_compute`` it does nothing. If it never comes, weight and bias get no gradient from those
+        microbatches, whose tensors stay alive until it does.
 
         Raises:
             RuntimeError: a tensor that was kept by reference has been modified in place.
@@ -343,7 +343,8 @@ class GroupedLinear(GroupedParameters):
         weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
         discrete = not self.single_grouped_weight
         main_grad = self.packed_main_grad() if self.fuse_wgrad_accumulation else None
-        overwrite = main_grad is not None and self._mark_main_grad()
+        # A backward that comes after an early call of this belongs to the same step, and must not replace its sum.
+        overwrite = main_grad is not None and self._mark_main_grad() and self._delayed.started
         target, dbias = main_grad, None
         for x, dy, offs, more in entries:
             if target is None:
@@ -365,7 +366,7 @@ class GroupedLinear(GroupedParameters):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         if isinstance(self._delayed, Copies):  # of the old device and dtype
-            if not self._delayed.empty:
+            if self._delayed.started:
                 raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
             self._delayed = References()
         return super()._apply(fn, recurse)
