@@ -146,7 +146,10 @@ class GroupedParameters(nn.Module):
         if self.single_grouped_weight:
             main_grad = getattr(weights[0], "main_grad", None)
             if main_grad is None:
-                fail("`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none")
+                fail(
+                    "`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none (nor "
+                    "can there be one under fully_shard, which hands the layer a gathered parameter without it)"
+                )
         else:
             main_grad = self._packed_main_grad(weights)
         shape = (self.num_gemms, self.out_features, self.in_features)

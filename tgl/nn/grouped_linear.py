@@ -186,7 +186,6 @@ class GroupedLinear(GroupedParameters):
         hidden: Tensor,
         offs: Tensor,
         probs: Tensor | None,
-        bias_scale: Tensor | None,
         activation: dict[str, Any],
         *,
         recompute: bool = False,
@@ -195,12 +194,12 @@ class GroupedLinear(GroupedParameters):
     ) -> Tensor:
         """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
 
-        ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
+        ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
         """
         return self._forward_function(
             hidden,
             offs,
-            bias_scale,
+            None,
             is_first_microbatch=is_first_microbatch,
             out=out,
             probs=probs,
@@ -258,6 +257,7 @@ class GroupedLinear(GroupedParameters):
             out_dtype=out_dtype,
             discrete=not self.single_grouped_weight,
             activation=activation,
+            scaled_by_probs=activation is not None and probs is not None and self.has_bias,
             out=out,
             dgrad_out=dgrad_out,
             main_grad=main_grad if stash is None else None,

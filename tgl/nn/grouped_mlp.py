@@ -130,7 +130,6 @@ class GroupedMLP(nn.Module):
                 hidden,
                 offs,
                 probs,
-                bias_scale,
                 activation,
                 recompute=self.recompute_activation,
                 is_first_microbatch=is_first_microbatch,
