@@ -4,6 +4,7 @@ from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
+from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
@@ -28,6 +29,7 @@ __all__ = [
     "allocate_wgrad",
     "backends",
     "combine",
+    "cpu_offload",
     "debug_checks",
     "dispatch",
     "dispatch_weights",
