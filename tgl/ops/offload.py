@@ -3,8 +3,10 @@
 On CUDA both copies run on one side stream per device, between pinned memory and the device, while the current stream
 goes on computing. What orders them:
 
-- the stream's own order: a tensor is not brought back before it has arrived on the host;
-- events: a copy to the host waits for what computes the tensor, and the current stream for what is brought back;
+- a snapshot: what leaves the device is a copy made on the current stream. The source may be written again at once,
+  which Inductor does when it reuses a buffer, and no event of ours would stop that;
+- events: the copy to the host waits for the snapshot, and the current stream for what is brought back;
+- the side stream's own order: nothing is brought back before it has arrived on the host;
 - ``record_stream``: memory that one stream allocated and the other still uses is not handed out again. The caching
   host allocator does the same for the pinned side of a non-blocking copy.
 
@@ -73,11 +75,12 @@ def _stream_pair(op: str, device: torch.device) -> tuple[torch.cuda.Stream, torc
 
 def _offload_cuda(x: Tensor) -> Tensor:
     current, copies = _stream_pair(OFFLOAD, x.device)
-    host = torch.empty_like(x, device="cpu", pin_memory=True)
+    snapshot = torch.empty_like(x).copy_(x)
+    host = torch.empty_like(snapshot, device="cpu", pin_memory=True)
     copies.wait_stream(current)
     with torch.cuda.stream(copies):
-        host.copy_(x, non_blocking=True)
-    x.record_stream(copies)
+        host.copy_(snapshot, non_blocking=True)
+    snapshot.record_stream(copies)
     return host
 
 
