@@ -179,7 +179,8 @@ def _stays(t: Tensor) -> bool:
 
 def _nbytes(t: Tensor) -> int:
     if is_traceable_wrapper_subclass(t):
-        return sum(_nbytes(getattr(t, name)) for name in t.__tensor_flatten__()[0])
+        parts = (getattr(t, name) for name in t.__tensor_flatten__()[0])
+        return sum(_nbytes(part) for part in parts if isinstance(part, Tensor))  # a DTensor lists its mesh as well
     return t.numel() * t.element_size()
 
 
@@ -200,7 +201,9 @@ def _take(t: Tensor) -> _Moved | _Wrapped:
         t = t.trigger_wait()
     if is_traceable_wrapper_subclass(t):
         names, context = t.__tensor_flatten__()
-        return _Wrapped(type(t), {name: _take(getattr(t, name)) for name in names}, context, t.shape, t.stride())
+        parts = {name: getattr(t, name) for name in names}
+        taken = {name: _take(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+        return _Wrapped(type(t), taken, context, t.shape, t.stride())
     source = StorageWeakRef(t.untyped_storage())
     key = (source.cdata, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
     moved = _moved.get(key)
@@ -214,5 +217,6 @@ def _take(t: Tensor) -> _Moved | _Wrapped:
 def _give_back(packed: _Moved | _Wrapped) -> Tensor:
     if isinstance(packed, _Moved):
         return ops.reload(packed.host, packed.device)
-    parts = {name: _give_back(part) for name, part in packed.parts.items()}
+    moved = _Moved, _Wrapped
+    parts = {name: _give_back(part) if isinstance(part, moved) else part for name, part in packed.parts.items()}
     return packed.kind.__tensor_unflatten__(parts, packed.context, packed.shape, packed.stride)  # type: ignore[attr-defined]
