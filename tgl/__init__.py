@@ -3,7 +3,17 @@
 from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
-from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
+from .nn import (
+    GroupedActivation,
+    GroupedLinear,
+    GroupedMLP,
+    Routing,
+    Sequential,
+    combine,
+    dispatch,
+    dispatch_weights,
+    route,
+)
 from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
@@ -15,6 +25,7 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    wgrad_stash_,
 )
 
 __version__ = "0.1.0"
@@ -22,10 +33,12 @@ __version__ = "0.1.0"
 __all__ = [
     "SAC_SAVE_LIST",
     "GraphCaptureError",
+    "GroupedActivation",
     "GroupedLinear",
     "GroupedMLP",
     "NoImplementationError",
     "Routing",
+    "Sequential",
     "allocate_wgrad",
     "backends",
     "combine",
@@ -44,4 +57,5 @@ __all__ = [
     "route",
     "splits_to_offsets",
     "warmup",
+    "wgrad_stash_",
 ]

@@ -22,14 +22,13 @@ def shares(a, b):
     "packed",
     [
         torch.randn(G, 4, 5),
-        torch.randn(G, 5, 4).transpose(1, 2),
         torch.randn(G, 6),
         torch.randn(1, 4, 5),
         tgl.allocate_wgrad(G, (4, 5), torch.float32).normal_(),
         torch.randn(2 * G, 4, 5)[1::2],
         nn.Parameter(torch.randn(G, 4, 5)),
     ],
-    ids=["weight", "column-major", "bias", "one", "padded slots", "every other", "parameter"],
+    ids=["weight", "bias", "one", "padded slots", "every other", "parameter"],
 )
 def test_parts_of_one_allocation_are_packed_without_a_copy(packed):
     parts = layouts.unpack(packed)
@@ -53,14 +52,14 @@ WHOLE = torch.randn(4, 4, 5)
         [WHOLE[0, :3], WHOLE[0, 1:]],
         [WHOLE[0, :, :4], WHOLE[1, :, :4].contiguous()],
         [torch.randn(4, 5).t(), torch.randn(5, 4)],
-        [torch.randn(0, 5), torch.randn(0, 5)],
+        WHOLE.transpose(1, 2).unbind(),
     ],
-    ids=["allocations", "a gap", "backwards", "the same", "overlapping", "strides", "majors", "empty"],
+    ids=["allocations", "a gap", "backwards", "the same", "overlapping", "strides", "majors", "column-major"],
 )
 def test_other_parts_are_copied(parts):
     packed = layouts.pack(parts)
-    assert torch.equal(packed, torch.stack(parts))
-    assert packed.numel() == 0 or not shares(packed, parts[0])
+    assert torch.equal(packed, torch.stack(list(parts)))
+    assert not shares(packed, parts[0])
 
 
 def test_packing_is_not_differentiable():

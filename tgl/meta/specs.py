@@ -191,6 +191,24 @@ def packed_slots(
     return TensorSpec((num_groups, *shape), dtype, device, (slot, *inner))
 
 
+def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Checks of ``wgrad_stash_``: every source fits into one place of its buffer."""
+    op = "wgrad_stash_"
+    checks.require(state.dtype == torch.int64, op, "state", "int64", state.dtype, TypeError)
+    checks.shape(op, "state", state, (2,), "[2]")
+    checks.require(len(sources) > 0, op, "sources", "one tensor or more", 0)
+    checks.require(len(sources) == len(buffers), op, "buffers", f"{len(sources)}, one per source", len(buffers))
+    for i, (source, buffer) in enumerate(zip(sources, buffers)):
+        name = f"buffers[{i}]"
+        checks.same_dtype(op, name, buffer, f"sources[{i}]", source.dtype)
+        checks.same_device(op, name, buffer, f"sources[{i}]", source.device)
+        checks.ndim(op, name, buffer, source.dim() + 1, "[M, *capacity]")
+        checks.size(op, name, buffer, 0, buffers[0].shape[0], lambda: f"[{buffers[0].shape[0]}, *capacity]")
+        must = f"at least {tuple(source.shape)} in each place"
+        for have, need in zip(buffer.shape[1:], source.shape):
+            checks.require(have >= need, op, name, must, buffer.shape)
+
+
 def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu") -> TensorSpec:
     """``[T, 2 I] -> [T, I]`` for gated kinds, ``[T, I] -> [T, I]`` for the others."""
     op = "grouped_activation"

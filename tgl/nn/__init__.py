@@ -4,5 +4,17 @@ from . import layouts
 from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route
+from .sequential import GroupedActivation, Sequential
 
-__all__ = ["GroupedLinear", "GroupedMLP", "Routing", "combine", "dispatch", "dispatch_weights", "layouts", "route"]
+__all__ = [
+    "GroupedActivation",
+    "GroupedLinear",
+    "GroupedMLP",
+    "Routing",
+    "Sequential",
+    "combine",
+    "dispatch",
+    "dispatch_weights",
+    "layouts",
+    "route",
+]

@@ -41,7 +41,12 @@ class Gemms(Protocol):
 
     T rows, G groups, ``x [T, K]``, ``w [G, N, K]``, ``dy [T, N]``; ``offs`` int32 ``[G]`` cumulative ends. Rows past
     ``offs[-1]`` are not read; results are zero there, buffers keep what they hold.
+
+    Attributes:
+        fuses_activation: whether ``activated_input`` is better than an activation and ``input``.
     """
+
+    fuses_activation: bool
 
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         """Prepare the layer's input for the GEMMs asked for."""
@@ -57,8 +62,15 @@ class Gemms(Protocol):
         ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
         """
 
-    def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
+
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        """Tensors on the meta device with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``."""
 
     def fprop(
         self,
@@ -90,7 +102,7 @@ class Gemms(Protocol):
 class DenseGemms:
     """The GEMMs on the tensors as they are."""
 
-    __slots__ = ()
+    fuses_activation = False
 
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         return Operands(fprop=(x,) if fprop else (), wgrad=(x,) if wgrad else ())
@@ -103,9 +115,17 @@ class DenseGemms:
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
         return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
 
-    def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
         operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
         return operands, grouped_dbias(dy, offs) if dbias else None
+
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        x, dy = (torch.empty(rows, width, dtype=dtype, device="meta") for width in (in_features, out_features))
+        return (x,), (dy,)
 
     def fprop(
         self,
@@ -134,7 +154,15 @@ class DenseGemms:
         grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)
 
 
-def gemms_for(recipe: Any) -> Gemms:
+def gemms_for(
+    recipe: Any,
+    num_gemms: int,
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | str | None,
+    save_original_input: bool,
+) -> Gemms:
     """The GEMMs of a layer that follows ``recipe``."""
     if recipe is not None:
         raise TypeError(f"`recipe` must be None, but got {recipe!r}")

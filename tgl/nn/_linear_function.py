@@ -34,6 +34,7 @@ class Call(NamedTuple):
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
         save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
+        grad: whether grad mode is on; inside the function it never is.
     """
 
     gemms: Gemms
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     overwrite_main_grad: bool = False
     stash: Stash | None = None
     save_original_input: bool = False
+    grad: bool = True
 
     def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
         """The layer's input, prepared."""
@@ -60,8 +62,8 @@ class Call(NamedTuple):
 class LinearFunction(torch.autograd.Function):
     """``apply(call, num_weights, x, probs, bias_scale, *parameters)``: the weights, then the biases.
 
-    ``x [T, K]``; with an activation ``x`` is what goes into it and ``probs [T]`` multiplies what comes out. Buffers that
-    the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
+    ``x [T, K]``; with an activation ``x`` is what goes into it and ``probs [T]`` multiplies what comes out. Buffers
+    that the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
     """
 
     @staticmethod
@@ -74,7 +76,7 @@ class LinearFunction(torch.autograd.Function):
         bias_scale: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        needs = ctx.needs_input_grad
+        needs = ctx.needs_input_grad if call.grad else (False,) * (5 + len(parameters))
         first_bias = 5 + num_weights
         ctx.needs_dgrad = needs[2] or needs[3]
         ctx.needs_wgrad, ctx.needs_dbias = any(needs[5:first_bias]), any(needs[first_bias:])
@@ -89,7 +91,7 @@ class LinearFunction(torch.autograd.Function):
         scale = () if bias_scale is None else (bias_scale,)
         save(ctx, (*prepared.wgrad, *original, *scale), (call.offs, call.bias, *call.weight.dgrad))
         ctx.counts = len(prepared.wgrad), len(original)
-        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)
+        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
         ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
         ctx.scale_dtypes = tuple(t.dtype if t is not None else None for t in (probs, bias_scale))
@@ -99,6 +101,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, gemms = ctx.call, ctx.call.gemms
         activations, (offs, bias, *weight) = restore(ctx)
+        assert offs is not None
         n_prepared, n_original = ctx.counts
         wgrad_operand, rest = activations[:n_prepared], activations[n_prepared:]
         original, scale = rest[:n_original], rest[n_original:]
@@ -117,6 +120,7 @@ class LinearFunction(torch.autograd.Function):
             elif call.dgrad_out is not None:
                 dx = dx.detach()
         if scale and (ctx.needs_dbias or ctx.needs_input_grad[4]):
+            assert bias is not None
             dbias, dscale = grouped_dbias_dscales(grad, bias, scale[0], offs)
             dscale = dscale.to(ctx.scale_dtypes[1])
         if ctx.needs_wgrad and call.save_original_input:
@@ -124,7 +128,7 @@ class LinearFunction(torch.autograd.Function):
 
         if not ctx.needs_dbias:
             dbias = None
-        if call.stash is not None:
+        if call.stash is not None and ctx.needs_wgrad:
             call.stash(wgrad_operand, dy.wgrad, offs, dbias)
             return None, None, dx, dprobs, dscale, *(None,) * (ctx.num_weights + ctx.num_biases)
         dweights = _weight_gradients(ctx, wgrad_operand, dy.wgrad, offs)

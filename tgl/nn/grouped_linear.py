@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .. import offload
+from ..meta.specs import accumulator
+from ..ops._library import autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.splits_to_offsets import splits_to_offsets
+from ._buffers import check_buffer, check_disjoint
+from ._delayed import Copies, Pending, References, add_to
+from ._errors import explain_to_dynamo, fail
+from ._gemms import Gemms, gemms_for
+from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction
+from ._parameters import GroupedParameters
 
 MSplits = Tensor | Sequence[int]
-
-
-def _explain_to_dynamo(message: str) -> None:
-    """Put ``message`` into the error of a trace, where a Python raise loses its own and a warning cannot be traced."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(message)
 
 
 def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tensor:
     """int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is there already."""
     if isinstance(m_splits, Tensor):
         if m_splits.shape != (num_gemms,):
-            message = f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}"
-            _explain_to_dynamo(message)
-            raise ValueError(message)
+            fail(f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}")
         if m_splits.device == device:
             return splits_to_offsets(m_splits)
     elif len(m_splits) != num_gemms:
-        message = f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}"
-        _explain_to_dynamo(message)
-        raise ValueError(message)
+        fail(f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}")
     message = (
         "m_splits as a list, or on another device than the input, costs a blocking copy and cannot be captured in a "
         "CUDA graph; pass a tensor on the input's device"
     )
-    _explain_to_dynamo(message)
+    explain_to_dynamo(message)
     warnings.warn(
         message,
         DeprecationWarning,
@@ -48,7 +46,14 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
     return splits_to_offsets(torch.as_tensor(m_splits).to(device))
 
 
-class GroupedLinear(nn.Module):
+def result_dtype(inp: Tensor) -> torch.dtype:
+    """The dtype a layer computes in: that of its input, or of autocast where active."""
+    if torch.is_autocast_enabled(inp.device.type) and inp.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return torch.get_autocast_dtype(inp.device.type)
+    return inp.dtype
+
+
+class GroupedLinear(GroupedParameters):
     """Apply G independent linear layers, each to its own group of rows: ``y[t] = weight[g] x[t] + bias[g]``.
 
     Args:
@@ -61,12 +66,27 @@ class GroupedLinear(nn.Module):
         init_method: called with the weight ``[G, N, K]`` to fill it in place; default: every expert as ``nn.Linear``
             does.
         state_dict_format: ``"packed"`` saves ``weight [G, N, K]`` and ``bias [G, N]``; ``"discrete"`` saves
-            TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Either form loads, whatever this says.
+            TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Default: the form of the parameters.
+            Either form loads, whatever this says.
+        single_grouped_weight: True: parameters ``weight [G, N, K]`` and ``bias [G, N]``. False: ``weight0 [N, K],
+            weight1, ...`` and ``bias0 [N], ...`` as TransformerEngine has them, lying side by side in memory; their
+            gradients are views of one allocation, each on a multiple of 256 bytes.
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` inside the GEMM; ``weight.grad``
+            stays None. ``main_grad`` is ``[G, N, K]``, or ``[N, K]`` for each of the discrete weights and evenly spaced
+            in one allocation; float32 or the parameter's dtype. If ``weight.overwrite_main_grad`` is set and true (on
+            the first of discrete weights) it is replaced instead. ``weight.grad_added_to_main_grad`` is set to True.
+        delay_wgrad_compute: leave the gradients of weight and bias to ``backward_dw``.
+        save_original_input: keep the input itself for the backward, and not what a recipe makes of it.
+        recipe: how the operands are quantised; None for not at all.
 
     Attributes:
-        weight: parameter ``[G, N, K]``.
-        bias: parameter ``[G, N]``, or None.
+        weight: parameter ``[G, N, K]``, with ``single_grouped_weight``.
+        bias: parameter ``[G, N]``, likewise, or None.
     """
+
+    weight: Tensor
+    bias: Tensor | None
+    buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
 
     def __init__(
         self,
@@ -78,33 +98,46 @@ class GroupedLinear(nn.Module):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
-        state_dict_format: str = "packed",
+        state_dict_format: str | None = None,
+        single_grouped_weight: bool = True,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        recipe: Any = None,
     ) -> None:
-        super().__init__()
-        if state_dict_format not in ("packed", "discrete"):
-            raise ValueError(f"`state_dict_format` must be 'packed' or 'discrete', but got {state_dict_format!r}")
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.init_method = init_method
-        self.state_dict_format = state_dict_format
-        options: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        self.bias: nn.Parameter | None
-        self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **options))
-        self.register_parameter("bias", nn.Parameter(torch.empty(num_gemms, out_features, **options)) if bias else None)
-        if self.weight.device.type != "meta":
-            self.reset_parameters()
+        super().__init__(
+            num_gemms,
+            in_features,
+            out_features,
+            bias,
+            params_dtype,
+            device,
+            init_method,
+            single_grouped_weight,
+            state_dict_format,
+        )
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.gemms: Gemms = gemms_for(
+            recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
+        )
+        self._dense = recipe is None
+        self._plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
+        self._delayed: References | Copies = References()
 
-    def reset_parameters(self) -> None:
-        """Initialise the parameters, for instance after ``to_empty`` on a module made on the meta device."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        with torch.no_grad():
-            if self.init_method is not None:
-                self.init_method(self.weight)
-            else:
-                self.weight.uniform_(-bound, bound)
-            if self.bias is not None:
-                self.bias.uniform_(-bound, bound)
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias."""
+        return bool(self._names["bias"])
 
-    def forward(self, inp: Tensor, m_splits: MSplits) -> Tensor:
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: MSplits,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """Run the layer.
 
         Args:
@@ -112,38 +145,234 @@ class GroupedLinear(nn.Module):
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each group. Their sum may be less
                 than T: the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at
                 the price of a synchronisation, with a ``DeprecationWarning``.
+            is_first_microbatch: for recipes: True quantises the weight and keeps the result, False uses what was kept,
+                None quantises and keeps nothing.
+            out: contiguous buffer for the result, of its shape and dtype, requiring no grad. Rows past the sum of
+                ``m_splits`` keep what they hold.
+            dgrad_out: the same for the gradient of ``inp``, which flows upstream as it is: rows past the sum hold what
+                the caller left there.
 
         Returns:
-            ``[..., N]`` in the dtype of ``inp`` (of autocast, where active).
-        """
-        return self.forward_offsets(inp, offsets_on(m_splits, self.num_gemms, inp.device))
+            ``[..., N]`` in the dtype of ``inp`` (of autocast, where active); the memory of ``out`` if given. (Compilers
+            that make graphs functional and do not undo it, as the ``aot_eager`` backend, return a copy.)
 
-    def forward_offsets(self, inp: Tensor, offs: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+        Raises:
+            ValueError, TypeError: arguments that do not fit, before anything is written.
+        """
+        offs = offsets_on(m_splits, self.num_gemms, inp.device)
+        return self.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out)
+
+    def forward_offsets(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        bias_scale: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias scaled per row by ``bias_scale [T]``."""
-        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-        y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
+        if self._plain and out is None and dgrad_out is None and not offload.in_graph():
+            rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
+            y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
+        else:
+            y = self._forward_function(
+                inp, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out
+            )
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
+
+    def forward_activated(
+        self,
+        hidden: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        bias_scale: Tensor | None,
+        activation: dict[str, Any],
+        *,
+        recompute: bool = False,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
+
+        ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
+        """
+        return self._forward_function(
+            hidden,
+            offs,
+            bias_scale,
+            is_first_microbatch=is_first_microbatch,
+            out=out,
+            probs=probs,
+            activation=activation,
+            recompute=recompute,
+        )
+
+    def _forward_function(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        bias_scale: Tensor | None,
+        *,
+        is_first_microbatch: bool | None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+        probs: Tensor | None = None,
+        activation: dict[str, Any] | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
+        weight, bias = self.packed("weight"), self.packed("bias")
+        assert weight is not None
+        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
+        out_dtype = result_dtype(rows)
+        if self._dense and torch.is_autocast_enabled(rows.device.type):
+            rows, weight = autocast_operand(out_dtype, rows), autocast_operand(out_dtype, weight)
+            bias = autocast_operand(out_dtype, bias) if bias is not None else None
+        if out is not None or dgrad_out is not None:
+            out, dgrad_out = self._checked_buffers(inp, out, dgrad_out, rows, out_dtype)
+
+        grad = torch.is_grad_enabled()
+        needs_wgrad = grad and any(w.requires_grad for w in weights)
+        needs_dgrad = grad and (rows.requires_grad or (probs is not None and probs.requires_grad))
+        main_grad = overwrite = None
+        if needs_wgrad and self.fuse_wgrad_accumulation:
+            main_grad = self.packed_main_grad()
+            overwrite = self._mark_main_grad()
+        stash = None
+        if needs_wgrad and self.delay_wgrad_compute:
+            stash = self._delayed
+            if isinstance(stash, Copies):
+                stash.empty = False
+            elif torch.compiler.is_compiling():
+                fail(
+                    "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
+                    "tensors are reused when it has ended, so they are copied into buffers of the layer"
+                )
+        with torch.no_grad():
+            operands = self.gemms.weight(weight, dgrad=needs_dgrad, is_first_microbatch=is_first_microbatch)
+        call = Call(
+            gemms=self.gemms,
+            offs=offs,
+            weight=operands,
+            bias=bias,
+            out_dtype=out_dtype,
+            discrete=not self.single_grouped_weight,
+            activation=activation,
+            out=out,
+            dgrad_out=dgrad_out,
+            main_grad=main_grad if stash is None else None,
+            overwrite_main_grad=bool(overwrite),
+            stash=stash,
+            save_original_input=self.save_original_input or recompute,
+            grad=grad,
+        )
+        return LinearFunction.apply(call, len(weights), rows, probs, bias_scale, *weights, *biases)
+
+    def _checked_buffers(
+        self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, rows: Tensor, out_dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both buffers as matrices."""
+        if out is not None:
+            check_buffer("out", out, (*inp.shape[:-1], self.out_features), out_dtype, inp.device)
+        if dgrad_out is not None:
+            check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
+            if rows.dtype != inp.dtype:
+                fail(f"`dgrad_out` must be None where autocast casts the input, but got a {dgrad_out.dtype} buffer")
+        check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
+        if inp.dim() != 2:
+            out = out.view(-1, self.out_features) if out is not None else None
+            dgrad_out = dgrad_out.view(-1, self.in_features) if dgrad_out is not None else None
+        return out, dgrad_out
+
+    def _mark_main_grad(self) -> bool:
+        """Tell optimizers where the gradient goes; returns whether it replaces what is there."""
+        weights = self.group_parameters("weight")
+        for weight in weights:
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return bool(getattr(weights[0], "overwrite_main_grad", False))
+
+    # --- delayed weight gradients -------------------------------------------------------------------------------------
+
+    def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
+        """Make room for the copies that ``delay_wgrad_compute`` needs in a compiled graph, and make them in eager too.
+
+        To be called before the layer is compiled, and again after it has been moved or cast.
+
+        Args:
+            max_rows: most rows T of any microbatch.
+            microbatches: how many backwards there may be before ``backward_dw``; one more is an error.
+            dtype: of the layer's input (under autocast, the autocast dtype); default that of the weight.
+
+        Raises:
+            RuntimeError: without ``delay_wgrad_compute``, or while something is pending.
+        """
+        if not self.delay_wgrad_compute:
+            raise RuntimeError("reserve_delayed_wgrad needs a layer with delay_wgrad_compute=True")
+        if not self._delayed.empty:
+            raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
+        weight = self.group_parameters("weight")[0]
+        x, dy = self.gemms.wgrad_operands_like(
+            max_rows, self.num_gemms, self.in_features, self.out_features, dtype or weight.dtype
+        )
+        offs = torch.empty(self.num_gemms, dtype=torch.int32, device="meta")
+        dbias = None
+        if any(b.requires_grad for b in self.group_parameters("bias")):
+            dbias = torch.empty(self.num_gemms, self.out_features, dtype=accumulator(weight.dtype), device="meta")
+        self._delayed = Copies(microbatches, Pending(x, dy, offs, dbias), weight.device)
+
+    def delayed_bytes_copied_host(self) -> int:
+        """Bytes that ``delay_wgrad_compute`` has copied so far; 0 where it keeps references. Reads the device."""
+        return self._delayed.bytes_copied_host() if isinstance(self._delayed, Copies) else 0
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
+
+        They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``. It may come late, after any
+        number of backwards (of ``microbatches``, if reserved). Without anything pending it does nothing, and so does a
+        second call, or one on a layer without ``delay_wgrad_compute``. If it never comes, weight and bias get no
+        gradient from those microbatches, whose tensors stay alive until it does.
+
+        Raises:
+            RuntimeError: a tensor that was kept by reference has been modified in place.
+        """
+        entries = self._delayed.pending()
+        if not entries:
+            return
+        weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
+        discrete = not self.single_grouped_weight
+        main_grad = self.packed_main_grad() if self.fuse_wgrad_accumulation else None
+        overwrite = main_grad is not None and self._mark_main_grad()
+        target, dbias = main_grad, None
+        for x, dy, offs, more in entries:
+            if target is None:
+                target = self.gemms.wgrad(
+                    x, dy, offs, out_dtype=weights[0].dtype, alignment=SLOT_ALIGNMENT if discrete else None
+                )
+            else:
+                self.gemms.wgrad_into(x, dy, offs, target, overwrite=overwrite)
+            overwrite = False
+            if more is not None:
+                dbias = more if dbias is None else dbias + more
+        assert target is not None
+        if main_grad is None:
+            add_to(target.unbind() if discrete else (target,), weights)
+        if dbias is not None:
+            dbias = dbias.to(biases[0].dtype, copy=True)  # what is pending may be a buffer that is written again
+            add_to(dbias.unbind() if discrete else (dbias,), biases)
+        self._delayed.clear()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        if isinstance(self._delayed, Copies):  # of the old device and dtype
+            if not self._delayed.empty:
+                raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
+            self._delayed = References()
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.has_bias}"
         )
-
-    # --- state dicts --------------------------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.state_dict_format == "discrete":
-            for name in ("weight", "bias"):
-                packed = destination.pop(prefix + name, None)
-                if packed is not None:
-                    destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(packed)})
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        packed = dict(state_dict)
-        for name in ("weight", "bias"):
-            keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
-            if getattr(self, name) is not None and keys and all(key in packed for key in keys):
-                packed[prefix + name] = torch.stack([packed.pop(key) for key in keys])
-        super()._load_from_state_dict(packed, prefix, *args, **kwargs)

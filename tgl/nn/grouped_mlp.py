@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_activation import grouped_activation
-from .grouped_linear import GroupedLinear, MSplits, offsets_on
+from ._buffers import check_buffer, check_disjoint
+from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
 
 
 class GroupedMLP(nn.Module):
@@ -23,12 +25,16 @@ class GroupedMLP(nn.Module):
         activation: ``"swiglu"``, ``"clamped_qgeglu"`` or ``"srelu"``; see ``tgl.grouped_activation``.
         interleaved: whether the gate and linear rows of FC1's weight alternate instead of standing side by side.
         bias: whether FC1 and FC2 have biases.
-        params_dtype, device, init_method, state_dict_format: see ``GroupedLinear``.
+        recompute_activation: keep what goes into the activation for the backward, which forms its result again.
+        params_dtype, device, init_method, state_dict_format, single_grouped_weight, fuse_wgrad_accumulation,
+            delay_wgrad_compute, save_original_input, recipe: see ``GroupedLinear``; they hold for both layers.
 
     Attributes:
         fc1: ``GroupedLinear`` ``H -> 2 I`` or ``H -> I``.
         fc2: ``GroupedLinear`` ``I -> H``.
     """
+
+    buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
 
     def __init__(
         self,
@@ -39,20 +45,32 @@ class GroupedMLP(nn.Module):
         activation: str = "swiglu",
         interleaved: bool = False,
         bias: bool = False,
+        recompute_activation: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
-        state_dict_format: str = "packed",
+        state_dict_format: str | None = None,
+        single_grouped_weight: bool = True,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        recipe: Any = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, but got {activation!r}")
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
+        self.recompute_activation = recompute_activation
         options: dict[str, Any] = {
             "params_dtype": params_dtype,
             "device": device,
             "init_method": init_method,
             "state_dict_format": state_dict_format,
+            "single_grouped_weight": single_grouped_weight,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "save_original_input": save_original_input,
+            "recipe": recipe,
         }
         width = 2 * ffn_hidden_size if activation in GATED else ffn_hidden_size
         self.fc1 = GroupedLinear(num_gemms, hidden_size, width, bias, **options)
@@ -63,7 +81,15 @@ class GroupedMLP(nn.Module):
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
-    def forward(self, inp: Tensor, m_splits: MSplits, probs: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: MSplits,
+        probs: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """Run the experts.
 
         Args:
@@ -71,17 +97,58 @@ class GroupedMLP(nn.Module):
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each expert; see ``GroupedLinear``.
             probs: ``[T]``: routing probability of every row. It multiplies the activation and FC2's bias, which is the
                 expert's whole answer times the probability.
+            is_first_microbatch, out, dgrad_out: see ``GroupedLinear``: buffers for the result and for the gradient of
+                ``inp``, both ``[T, H]``.
 
         Returns:
-            ``[T, H]``; rows past the sum of ``m_splits`` are zero.
+            ``[T, H]``; rows past the sum of ``m_splits`` are zero. The memory of ``out`` if given.
         """
-        return self.forward_offsets(inp, offsets_on(m_splits, self.num_gemms, inp.device), probs)
+        offs = offsets_on(m_splits, self.num_gemms, inp.device)
+        return self.forward_offsets(
+            inp, offs, probs, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out
+        )
 
-    def forward_offsets(self, inp: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    def forward_offsets(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        probs: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``."""
-        hidden = self.fc1.forward_offsets(inp, offs)
+        if out is not None:  # before FC1 writes into dgrad_out or the layer spends anything
+            dtype = result_dtype(inp)
+            check_buffer("out", out, (*inp.shape[:-1], self.fc2.out_features), dtype, inp.device)
+            check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
+        hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
+        bias_scale = probs if self.fc2.has_bias else None
+        activation = {"kind": self.activation, "interleaved": self.interleaved}
+        if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
+            return self.fc2.forward_activated(
+                hidden,
+                offs,
+                probs,
+                bias_scale,
+                activation,
+                recompute=self.recompute_activation,
+                is_first_microbatch=is_first_microbatch,
+                out=out,
+            )
         hidden = grouped_activation(hidden, offs, probs, kind=self.activation, interleaved=self.interleaved)
-        return self.fc2.forward_offsets(hidden, offs, probs if self.fc2.bias is not None else None)
+        return self.fc2.forward_offsets(hidden, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out)
+
+    def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
+        """``GroupedLinear.reserve_delayed_wgrad`` of both layers."""
+        self.fc1.reserve_delayed_wgrad(max_rows, microbatches, dtype=dtype)
+        self.fc2.reserve_delayed_wgrad(max_rows, microbatches, dtype=dtype)
+
+    def backward_dw(self) -> None:
+        """``GroupedLinear.backward_dw`` of both layers, in the order of the backward."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, interleaved={self.interleaved}"

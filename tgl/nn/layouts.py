@@ -23,13 +23,14 @@ To run a module on the memory of another's parameters, load what these functions
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._parameters import slots_of
 
 _DISCRETE = re.compile(r"(weight|bias)(\d+)")
 _EXTRA_STATE = re.compile(r"_extra_state\d*")
@@ -45,36 +46,18 @@ def unpack(packed: Tensor) -> tuple[Tensor, ...]:
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """G tensors ``[...]`` of one shape and dtype to ``[G, ...]``.
 
-    A view if they lie in one storage at one distance after each other and overlap nowhere, as the views that ``unpack``
-    or ``allocate_wgrad(...).unbind()`` return; else a copy. Not differentiable either way.
+    A view if they are contiguous and lie in one storage, in order and evenly spaced, as those of ``unpack`` and
+    ``allocate_wgrad(...).unbind()`` do; else a copy. Not differentiable either way.
 
     Raises:
         ValueError: no parts.
     """
     if not parts:
         raise ValueError("`parts` must hold at least one tensor, but is empty")
-    first = parts[0]
-    distance = _distance(parts)
-    if distance is None:
-        return torch.stack([t.detach() for t in parts])
-    return first.detach().as_strided((len(parts), *first.shape), (distance, *first.stride()))
-
-
-def _distance(parts: Sequence[Tensor]) -> int | None:
-    """Elements from each part to the next, if they are equidistant parts of one storage, else None."""
-    first, *rest = parts
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(first.shape, first.stride()))
-    if first.numel() == 0 or any(type(t) not in (Tensor, torch.nn.Parameter) for t in parts):
-        return None
-    for t in rest:
-        if (t.shape, t.stride(), t.dtype, t.device) != (first.shape, first.stride(), first.dtype, first.device):
-            return None
-        if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-    starts = [t.storage_offset() for t in parts]
-    distance = starts[1] - starts[0] if rest else extent
-    equidistant = all(b - a == distance for a, b in itertools.pairwise(starts))
-    return distance if equidistant and distance >= extent else None
+    values = [t.detach() for t in parts]
+    plain = all(type(t) is Tensor for t in values)
+    packed = slots_of(values) if plain else None
+    return packed if packed is not None else torch.stack(values)
 
 
 def interleave(rows: Tensor) -> Tensor:

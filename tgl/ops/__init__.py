@@ -8,6 +8,7 @@ from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
 from .splits_to_offsets import splits_to_offsets
+from .wgrad_stash import wgrad_stash_
 
 __all__ = [
     "SAC_SAVE_LIST",
@@ -19,4 +20,5 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
+    "wgrad_stash_",
 ]

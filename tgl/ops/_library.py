@@ -7,7 +7,7 @@ of returning a silent zero, ``torch.func.grad`` works, and formulas see every ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
             _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled():
             for name, value in (*zip(names, args), *kwargs.items()):  # the dispatcher drops trailing defaults
-                if isinstance(value, Tensor) and value.requires_grad:
+                if any(t.requires_grad for t in _tensors(value)):
                     raise RuntimeError(
                         f"{op.name()}: writes into `{', '.join(written)}` and has no derivative, so no argument may "
                         f"require grad, but `{name}` does; detach it or use torch.no_grad()"
@@ -106,9 +106,16 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
         _below_autograd(op, keyset, args, kwargs)
         # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
         given = {**dict(zip(names, args)), **kwargs}
-        torch._C._increment_version([given[name] for name in written])
+        torch._C._increment_version([t for name in written for t in _tensors(given[name])])
 
     return autograd_kernel
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    """The tensors of one argument: itself, those of a list, or none."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, list) else ()
 
 
 def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:

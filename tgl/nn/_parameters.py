@@ -1,0 +1,239 @@
+"""The parameters of ``GroupedLinear``: one packed tensor, or one parameter per group lying in one packed tensor.
+
+The GEMMs read the packed tensor, optimizers and state dicts see the parameters, and nothing is copied between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import fail
+
+
+def pack(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Move ``parameters`` into one contiguous tensor, if they do not lie in one, and return that tensor.
+
+    None if they are no plain tensors of one form (a wrapper may have replaced them): then they stay as they are.
+    """
+    first = parameters[0]
+    if any(
+        type(p.data) is not Tensor or (p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device)
+        for p in parameters
+    ):
+        return None
+    found = slots_of([p.data for p in parameters])
+    if found is not None and found.is_contiguous():
+        return found
+    packed = torch.empty((len(parameters), *first.shape), dtype=first.dtype, device=first.device)
+    for slot, parameter in zip(packed.unbind(), parameters):
+        slot.copy_(parameter.data)
+        parameter.data = slot
+    return packed
+
+
+def slots_of(parts: Sequence[Tensor]) -> Tensor | None:
+    """The view ``[G, ...]`` of which ``parts`` are the slots, in order and evenly spaced; None if there is none."""
+    first = parts[0]
+    if first.device.type == "meta" or not all(p.is_contiguous() and p.shape == first.shape for p in parts):
+        return None
+    storage = first.untyped_storage().data_ptr()
+    if any(p.untyped_storage().data_ptr() != storage or p.dtype != first.dtype for p in parts):
+        return None
+    starts = [p.storage_offset() for p in parts]
+    step = starts[1] - starts[0] if len(parts) > 1 else first.numel()
+    if step < first.numel() or any(start != starts[0] + i * step for i, start in enumerate(starts)):
+        return None
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
+
+
+def _lies_in(packed: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether ``parts`` are the slots of ``packed``, by address."""
+    if packed.device.type == "meta":
+        return True
+    start, step = packed.data_ptr(), packed.stride(0) * packed.element_size()
+    return packed.dtype == parts[0].dtype and all(p.data_ptr() == start + i * step for i, p in enumerate(parts))
+
+
+@torch.compiler.assume_constant_result
+def _still_packed(module: GroupedParameters, name: str) -> bool:
+    """``_lies_in`` for a trace: decided when it is made, on the real tensors."""
+    packed = module._packed[name]
+    return packed is not None and _lies_in(packed, module.group_parameters(name))
+
+
+@torch.compiler.assume_constant_result
+def _find_main_grad(module: GroupedParameters) -> None:
+    """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
+    weights = module.group_parameters("weight")
+    parts = [part for part in (getattr(w, "main_grad", None) for w in weights) if isinstance(part, Tensor)]
+    packed = slots_of(parts) if len(parts) == len(weights) else None
+    module._main_grad = (packed, *parts) if packed is not None else None
+
+
+class GroupedParameters(nn.Module):
+    """Weight ``[G, N, K]`` and bias ``[G, N]`` in either form, their initialisation and their state dicts.
+
+    See ``GroupedLinear`` for the arguments.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        init_method: Callable[[Tensor], Any] | None,
+        single_grouped_weight: bool,
+        state_dict_format: str | None,
+    ) -> None:
+        super().__init__()
+        if state_dict_format not in (None, "packed", "discrete"):
+            raise ValueError(f"`state_dict_format` must be 'packed' or 'discrete', but got {state_dict_format!r}")
+        if num_gemms < 1 and not single_grouped_weight:
+            raise ValueError(f"`num_gemms` must be at least 1 without `single_grouped_weight`, but got {num_gemms}")
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.init_method = init_method
+        self.single_grouped_weight = single_grouped_weight
+        self.state_dict_format = state_dict_format or ("packed" if single_grouped_weight else "discrete")
+        self._packed: dict[str, Tensor | None] = {}
+        self._main_grad: tuple[Tensor, ...] | None = None
+        self._names: dict[str, list[str]] = {}
+        for name, shape in (("weight", (out_features, in_features)), ("bias", (out_features,))):
+            wanted = name == "weight" or bias
+            full_shape = (num_gemms, *shape) if single_grouped_weight else shape
+            names = [name] if single_grouped_weight else [f"{name}{i}" for i in range(num_gemms)]
+            self._names[name] = names if wanted else []
+            for full in names:
+                data = torch.empty(full_shape, dtype=params_dtype, device=device) if wanted else None
+                self.register_parameter(full, nn.Parameter(data) if data is not None else None)
+        self._pack()
+        if next(self.parameters()).device.type != "meta":
+            self.reset_parameters()
+
+    def group_parameters(self, name: str) -> list[nn.Parameter]:
+        """The parameters that make up ``"weight"`` or ``"bias"``: one, or one per group; none for no bias."""
+        return [self._parameters[full] for full in self._names[name]]  # type: ignore[misc]
+
+    def packed(self, name: str) -> Tensor | None:
+        """``weight [G, N, K]`` or ``bias [G, N]`` without grad, sharing the parameters' memory; None for no bias.
+
+        Parameters of single groups that something else has moved apart (a wrapper that shards or gathers them) are
+        copied together, by every call.
+        """
+        parameters = self.group_parameters(name)
+        if not parameters:
+            return None
+        if self.single_grouped_weight:
+            return parameters[0].detach()
+        if _still_packed(self, name):
+            return self._packed[name]
+        return torch.stack([p.detach() for p in parameters])
+
+    def packed_main_grad(self) -> Tensor:
+        """``main_grad`` of the weight as one ``[G, N, K]``; checked.
+
+        Raises:
+            ValueError, TypeError: there is none, or it does not fit.
+        """
+        weights = self.group_parameters("weight")
+        if self.single_grouped_weight:
+            main_grad = getattr(weights[0], "main_grad", None)
+            if main_grad is None:
+                fail("`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none")
+        else:
+            main_grad = self._packed_main_grad(weights)
+        shape = (self.num_gemms, self.out_features, self.in_features)
+        if tuple(main_grad.shape) != shape:
+            fail(f"`weight.main_grad` must be of shape [G, N, K] = {shape}, but got {tuple(main_grad.shape)}")
+        if main_grad.dtype not in (torch.float32, weights[0].dtype):
+            must = f"torch.float32 or {weights[0].dtype} like the weight"
+            fail(f"`weight.main_grad` must be {must}, but got {main_grad.dtype}", TypeError)
+        if main_grad.device != weights[0].device:
+            fail(f"`weight.main_grad` must be on {weights[0].device} like the weight, but got {main_grad.device}")
+        if main_grad.requires_grad:
+            fail("`weight.main_grad` must require no grad, but it does")
+        return main_grad
+
+    def _packed_main_grad(self, weights: Sequence[nn.Parameter]) -> Tensor:
+        # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
+        # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
+        if torch.compiler.is_compiling():
+            _find_main_grad(self)
+        elif not self._main_grad_is_known(weights):
+            _find_main_grad(self)
+        if not self._main_grad_is_known(weights):
+            fail(
+                "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
+                "the slots of tgl.allocate_wgrad do"
+            )
+        return self._main_grad[0]  # type: ignore[index]
+
+    def _main_grad_is_known(self, weights: Sequence[nn.Parameter]) -> bool:
+        known = self._main_grad
+        return known is not None and all(getattr(w, "main_grad", None) is m for w, m in zip(weights, known[1:]))
+
+    # --- where they lie -----------------------------------------------------------------------------------------------
+
+    def _pack(self) -> None:
+        if not self.single_grouped_weight:
+            self._packed = {name: pack(self.group_parameters(name)) for name, full in self._names.items() if full}
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # moves the parameters one by one
+        self._pack()
+        return self
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._pack()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters, for instance after ``to_empty`` on a module made on the meta device."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        self._pack()
+        with torch.no_grad():
+            weight, bias = self.packed("weight"), self.packed("bias")
+            assert weight is not None
+            if self.init_method is not None:
+                self.init_method(weight)
+            else:
+                weight.uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
+
+    # --- state dicts --------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        discrete = self.state_dict_format == "discrete"
+        if discrete != self.single_grouped_weight:
+            return
+        for name, names in self._names.items():
+            if not names:
+                continue
+            if discrete:
+                parts = destination.pop(prefix + name)
+                destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(parts)})
+            else:
+                parts = [destination.pop(prefix + full) for full in names]
+                destination[prefix + name] = self._packed[name] if _still_packed(self, name) else torch.stack(parts)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        given = dict(state_dict)
+        for name, names in self._names.items():
+            keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
+            if not names or not keys:
+                continue
+            if not self.single_grouped_weight and prefix + name in given:
+                given.update(zip(keys, given.pop(prefix + name).unbind()))
+            elif self.single_grouped_weight and all(key in given for key in keys):
+                given[prefix + name] = torch.stack([given.pop(key) for key in keys])
+        super()._load_from_state_dict(given, prefix, *args, **kwargs)
+        self._pack()  # assign=True has put other tensors in the parameters' place

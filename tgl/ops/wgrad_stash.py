@@ -1,0 +1,58 @@
+"""``tgl::wgrad_stash_``: copy what a weight gradient needs into buffers that outlive the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..meta import specs
+from ._library import define
+
+NAME = "wgrad_stash_"
+
+
+def _kernel(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
+    specs.wgrad_stash_(sources, state, buffers)
+    room = buffers[0].shape[0]
+    if state.device.type == "cpu":
+        held = int(state[0])
+        if held >= room:
+            raise RuntimeError(f"tgl::{NAME}: `buffers` hold {held} microbatches already, and have no room for another")
+    else:
+        torch._assert_async(state[0] < room, f"tgl::{NAME}: `buffers` have no room for another microbatch")
+    for source, buffer in zip(sources, buffers):
+        corner = buffer[tuple(slice(size) for size in (room, *source.shape))]
+        corner, source = _writable(corner), _writable(source)
+        corner.index_copy_(0, state[:1], source.unsqueeze(0))  # the place is known on the device alone
+    state[:1] += 1
+    state[1:] += sum(source.numel() * source.element_size() for source in sources)
+
+
+def _writable(t: Tensor) -> Tensor:
+    """8-bit floats as bytes, which every device can copy by index."""
+    return t.view(torch.uint8) if t.dtype.is_floating_point and t.element_size() == 1 else t
+
+
+_op = define(f"{NAME}(Tensor[] sources, Tensor(a!) state, Tensor(b!)[] buffers) -> ()", _kernel, specs.wgrad_stash_)
+
+
+def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Copy ``sources`` into the next free place of ``buffers``; nothing is read on the host.
+
+    Tensors of a compiled graph that are kept by reference are overwritten as soon as the graph has ended; copies in
+    buffers that the graph does not own stay.
+
+    Args:
+        sources: tensors of any dtype and shape.
+        state: int64 ``[2]``: microbatches held, which is the place written to and then one more, and bytes copied so
+            far, which grow by those of ``sources``.
+        buffers: for each source one of ``[M, *capacity]``, same dtype, for M microbatches; ``capacity`` is no smaller
+            than the source in any dimension, which fills the leading part. The rest keeps its bytes.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        RuntimeError: there are M microbatches already (a device-side assertion on CUDA).
+    """
+    _op(list(sources), state, list(buffers))
