@@ -110,7 +110,7 @@ class LinearFunction(torch.autograd.Function):
         dx = dprobs = dscale = None
 
         dy, dbias = gemms.grad(
-            grad, offs, dgrad=ctx.needs_dgrad, wgrad=ctx.needs_wgrad, dbias=ctx.needs_dbias and not scale
+            grad, offs, dgrad=ctx.needs_dgrad, wgrad=ctx.needs_wgrad, dbias=ctx.needs_dbias and len(scale) == 0
         )
         if ctx.needs_dgrad:
             dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, out_dtype=ctx.dtypes[0], out=call.dgrad_out)
