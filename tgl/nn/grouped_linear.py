@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import offload
 from ..meta.specs import accumulator
 from ..ops._library import autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
@@ -172,7 +173,7 @@ class GroupedLinear(GroupedParameters):
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias scaled per row by ``bias_scale [T]``."""
-        if self._plain and out is None and dgrad_out is None:
+        if self._plain and out is None and dgrad_out is None and not offload.in_graph():
             rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
             y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_activation import grouped_activation
 from ._buffers import check_buffer, check_disjoint
@@ -125,7 +126,7 @@ class GroupedMLP(nn.Module):
         hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
         bias_scale = probs if self.fc2.has_bias else None
         activation = {"kind": self.activation, "interleaved": self.interleaved}
-        if self.recompute_activation or self.fc2.gemms.fuses_activation:
+        if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
             return self.fc2.forward_activated(
                 hidden,
                 offs,
