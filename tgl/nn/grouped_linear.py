@@ -17,9 +17,10 @@ from ..ops.splits_to_offsets import splits_to_offsets
 from ._buffers import check_buffer, check_disjoint
 from ._delayed import Copies, Pending, References, add_to
 from ._errors import explain_to_dynamo, fail
-from ._gemms import Gemms, gemms_for
+from ._gemms import Gemms
 from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
+from ._scaled_gemms import gemms_for
 
 MSplits = Tensor | Sequence[int]
 
@@ -124,6 +125,12 @@ class GroupedLinear(GroupedParameters):
         self._dense = recipe is None
         self._plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
         self._delayed: References | Copies = References()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        gemms: Gemms | None = getattr(self, "gemms", None)  # not there yet when the base class initialises
+        if gemms is not None:
+            gemms.reset_state()
 
     @property
     def has_bias(self) -> bool:
