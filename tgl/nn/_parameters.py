@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import fail
+from .layouts import is_extra_state
 
 
 def pack(parameters: Sequence[nn.Parameter]) -> Tensor | None:
@@ -227,7 +228,7 @@ class GroupedParameters(nn.Module):
                 destination[prefix + name] = self._packed[name] if _still_packed(self, name) else torch.stack(parts)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        given = dict(state_dict)
+        given = {key: value for key, value in state_dict.items() if not is_extra_state(key, prefix)}
         for name, names in self._names.items():
             keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
             if not names or not keys:
