@@ -14,6 +14,7 @@ from .nn import (
     dispatch_weights,
     route,
 )
+from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
@@ -54,6 +55,7 @@ __all__ = [
     "allocate_wgrad",
     "backends",
     "combine",
+    "cpu_offload",
     "debug_checks",
     "dispatch",
     "dispatch_weights",

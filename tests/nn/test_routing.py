@@ -9,8 +9,8 @@ import tgl
 
 
 def naive(index, num_experts):
-    """Pairs sorted by expert, stably; sentinels last. Returns the pairs and the ends."""
-    pairs = [(int(e), i) for i, e in enumerate(index.reshape(-1).tolist())]
+    """Pairs sorted by expert, stably; those of no expert last. Returns the pairs and the ends."""
+    pairs = [(e if e >= 0 else num_experts, i) for i, e in enumerate(index.reshape(-1).tolist())]
     ordered = [i for e, i in sorted(pairs)]
     ends = [sum(e <= g for e, _ in pairs) for g in range(num_experts)]
     return ordered, ends
@@ -45,7 +45,7 @@ def routed_layer(x, index, weights, scale, weigh_rows=False):
 )
 def test_route_against_a_loop(tokens, top_k, experts, sentinel, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(0, experts + sentinel, (tokens, top_k), generator=generator).to(dtype)
+    index = torch.randint(-sentinel, experts + sentinel, (tokens, top_k), generator=generator).to(dtype)
     routing = tgl.route(index, experts)
     source, ends = naive(index, experts)
     assert routing.source.tolist() == source
@@ -64,6 +64,17 @@ def test_narrow_index_dtypes_with_many_experts(dtype, experts):
     """More experts than the dtype of the choices can count."""
     index = torch.tensor([[3, 1], [0, 100], [2, 2]]).clamp(max=experts - 1).to(dtype)
     assert tgl.route(index, experts).offs.tolist() == naive(index, experts)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_indices_out_of_range_belong_to_no_expert(dtype):
+    """Both ways, down to the least value of the dtype: the tail, not the first or the last expert."""
+    limits = torch.iinfo(dtype)
+    index = torch.tensor([[1, -1], [limits.min, 0], [2, limits.max]], dtype=dtype)
+    routing = tgl.route(index, 2)
+    assert routing.offs.tolist() == [1, 2]
+    assert routing.source.tolist()[:2] == [3, 0]
+    assert sorted(routing.source.tolist()[2:]) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])

@@ -1,5 +1,6 @@
 """Modules built from the ops: grouped linear layers, the expert MLP, and the routing around them."""
 
+from . import layouts
 from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route
@@ -14,5 +15,6 @@ __all__ = [
     "combine",
     "dispatch",
     "dispatch_weights",
+    "layouts",
     "route",
 ]

@@ -70,6 +70,11 @@ class Gemms(Protocol):
     ) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
 
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        """Tensors on the meta device with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``."""
+
     def fprop(
         self,
         x: Operand,
@@ -121,6 +126,12 @@ class DenseGemms:
     ) -> tuple[Operands, Tensor | None]:
         operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
         return operands, grouped_dbias(dy, offs) if dbias else None
+
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        x, dy = (torch.empty(rows, width, dtype=dtype, device="meta") for width in (in_features, out_features))
+        return (x,), (dy,)
 
     def fprop(
         self,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import fail
+from .layouts import is_extra_state
 
 
 def pack(parameters: Sequence[nn.Parameter]) -> Tensor | None:
@@ -67,13 +68,12 @@ def _still_packed(module: GroupedParameters, name: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _find_main_grad(module: GroupedParameters) -> bool:
+def _find_main_grad(module: GroupedParameters) -> None:
     """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
     weights = module.group_parameters("weight")
-    parts = [w.main_grad for w in weights if isinstance(getattr(w, "main_grad", None), Tensor)]
+    parts = [part for part in (getattr(w, "main_grad", None) for w in weights) if isinstance(part, Tensor)]
     packed = slots_of(parts) if len(parts) == len(weights) else None
     module._main_grad = (packed, *parts) if packed is not None else None
-    return packed is not None
 
 
 class GroupedParameters(nn.Module):
@@ -147,7 +147,10 @@ class GroupedParameters(nn.Module):
         if self.single_grouped_weight:
             main_grad = getattr(weights[0], "main_grad", None)
             if main_grad is None:
-                fail("`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none")
+                fail(
+                    "`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none (nor "
+                    "can there be one under fully_shard, which hands the layer a gathered parameter without it)"
+                )
         else:
             main_grad = self._packed_main_grad(weights)
         shape = (self.num_gemms, self.out_features, self.in_features)
@@ -163,16 +166,20 @@ class GroupedParameters(nn.Module):
         return main_grad
 
     def _packed_main_grad(self, weights: Sequence[nn.Parameter]) -> Tensor:
+        # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
+        # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
+        if torch.compiler.is_compiling() or not self._main_grad_is_known(weights):
+            _find_main_grad(self)
+        if not self._main_grad_is_known(weights):
+            fail(
+                "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
+                "the slots of tgl.allocate_wgrad do"
+            )
+        return self._main_grad[0]  # type: ignore[index]
+
+    def _main_grad_is_known(self, weights: Sequence[nn.Parameter]) -> bool:
         known = self._main_grad
-        if known is None or any(getattr(w, "main_grad", None) is not m for w, m in zip(weights, known[1:])):
-            if not _find_main_grad(self):
-                fail(
-                    "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, "
-                    "as the slots of tgl.allocate_wgrad do"
-                )
-            known = self._main_grad
-        assert known is not None
-        return known[0]
+        return known is not None and all(getattr(w, "main_grad", None) is m for w, m in zip(weights, known[1:]))
 
     # --- where they lie -----------------------------------------------------------------------------------------------
 
@@ -221,7 +228,7 @@ class GroupedParameters(nn.Module):
                 destination[prefix + name] = self._packed[name] if _still_packed(self, name) else torch.stack(parts)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        given = dict(state_dict)
+        given = {key: value for key, value in state_dict.items() if not is_extra_state(key, prefix)}
         for name, names in self._names.items():
             keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
             if not names or not keys:

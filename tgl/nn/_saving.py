@@ -7,12 +7,22 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import offload
+
 
 def save(ctx: Any, activations: Sequence[Tensor], resident: Sequence[Tensor | None] = ()) -> None:
     """Save ``activations``, which may live elsewhere until the backward, and ``resident`` tensors, which stay.
 
-    Weights, routing and parameters' operands are resident: they are in use, and the next call needs them again.
+    Weights, routing and parameters' operands are resident: they are in use, and the next call needs them again. The
+    activations of one call move as one, or none of them does.
     """
+    ctx.home = None
+    if offload.in_graph():
+        moved = offload.to_host(activations)
+        if moved is not None:
+            ctx.home, activations = activations[0].device, moved
+    else:
+        offload.announce(activations, resident)
     ctx.activations = len(activations)
     ctx.save_for_backward(*activations, *resident)
 
@@ -20,4 +30,5 @@ def save(ctx: Any, activations: Sequence[Tensor], resident: Sequence[Tensor | No
 def restore(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
     """``(activations, resident)`` as they were given to ``save``."""
     saved = ctx.saved_tensors
-    return saved[: ctx.activations], saved[ctx.activations :]
+    activations, resident = saved[: ctx.activations], saved[ctx.activations :]
+    return activations if ctx.home is None else offload.to_device(activations, ctx.home), resident

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import offload
+from ..meta.specs import accumulator
 from ..ops._library import autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.splits_to_offsets import splits_to_offsets
@@ -16,7 +18,7 @@ from ._buffers import check_buffer, check_disjoint
 from ._delayed import Copies, Pending, References, add_to
 from ._errors import explain_to_dynamo, fail
 from ._gemms import Gemms
-from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction
+from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
 from ._scaled_gemms import gemms_for
 
@@ -178,7 +180,7 @@ class GroupedLinear(GroupedParameters):
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias scaled per row by ``bias_scale [T]``."""
-        if self._plain and out is None and dgrad_out is None:
+        if self._plain and out is None and dgrad_out is None and not offload.in_graph():
             rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
             y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
         else:
@@ -192,7 +194,6 @@ class GroupedLinear(GroupedParameters):
         hidden: Tensor,
         offs: Tensor,
         probs: Tensor | None,
-        bias_scale: Tensor | None,
         activation: dict[str, Any],
         *,
         recompute: bool = False,
@@ -201,12 +202,13 @@ class GroupedLinear(GroupedParameters):
     ) -> Tensor:
         """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
 
-        ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
+        ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the
+        activation again.
         """
         return self._forward_function(
             hidden,
             offs,
-            bias_scale,
+            None,
             is_first_microbatch=is_first_microbatch,
             out=out,
             probs=probs,
@@ -248,9 +250,8 @@ class GroupedLinear(GroupedParameters):
         stash = None
         if needs_wgrad and self.delay_wgrad_compute:
             stash = self._delayed
-            if isinstance(stash, Copies):
-                stash.empty = False
-            elif torch.compiler.is_compiling():
+            stash.started = True
+            if isinstance(stash, References) and torch.compiler.is_compiling():
                 fail(
                     "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
                     "tensors are reused when it has ended, so they are copied into buffers of the layer"
@@ -265,14 +266,16 @@ class GroupedLinear(GroupedParameters):
             out_dtype=out_dtype,
             discrete=not self.single_grouped_weight,
             activation=activation,
+            scaled_by_probs=activation is not None and probs is not None and self.has_bias,
             out=out,
             dgrad_out=dgrad_out,
             main_grad=main_grad if stash is None else None,
             overwrite_main_grad=bool(overwrite),
             stash=stash,
             save_original_input=self.save_original_input or recompute,
-            grad=grad,
         )
+        if not grad or not any(t is not None and t.requires_grad for t in (rows, probs, bias_scale, *weights, *biases)):
+            return fprop(call, rows, probs, bias_scale)[0]
         return LinearFunction.apply(call, len(weights), rows, probs, bias_scale, *weights, *biases)
 
     def _checked_buffers(
@@ -315,21 +318,17 @@ class GroupedLinear(GroupedParameters):
         """
         if not self.delay_wgrad_compute:
             raise RuntimeError("reserve_delayed_wgrad needs a layer with delay_wgrad_compute=True")
-        if not self._delayed.empty:
+        if self._delayed.started:
             raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
         weight = self.group_parameters("weight")[0]
-        with torch.no_grad():
-            options: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": weight.device}
-            offs = torch.zeros(self.num_gemms, dtype=torch.int32, device=weight.device)
-            x = self.gemms.input(torch.zeros(max_rows, self.in_features, **options), offs, fprop=False, wgrad=True)
-            dy, dbias = self.gemms.grad(
-                torch.zeros(max_rows, self.out_features, **options),
-                offs,
-                dgrad=False,
-                wgrad=True,
-                dbias=any(b.requires_grad for b in self.group_parameters("bias")),
-            )
-        self._delayed = Copies(microbatches, Pending(x.wgrad, dy.wgrad, offs, dbias))
+        x, dy = self.gemms.wgrad_operands_like(
+            max_rows, self.num_gemms, self.in_features, self.out_features, dtype or weight.dtype
+        )
+        offs = torch.empty(self.num_gemms, dtype=torch.int32, device="meta")
+        dbias = None
+        if any(b.requires_grad for b in self.group_parameters("bias")):
+            dbias = torch.empty(self.num_gemms, self.out_features, dtype=accumulator(weight.dtype), device="meta")
+        self._delayed = Copies(microbatches, Pending(x, dy, offs, dbias), weight.device)
 
     def delayed_bytes_copied_host(self) -> int:
         """Bytes that ``delay_wgrad_compute`` has copied so far; 0 where it keeps references. Reads the device."""
@@ -340,9 +339,9 @@ class GroupedLinear(GroupedParameters):
         """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
 
         They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``. It may come late, after any
-        number of backwards (of ``microbatches``, if reserved). Without anything pending it does nothing, and so does a
-        second call, or one on a layer without ``delay_wgrad_compute``. If it never comes, weight and bias get no
-        gradient from those microbatches, whose tensors stay alive until it does.
+        number of backwards (of ``microbatches``, if reserved). A second call adds nothing, and on a layer without
+        ``delay_wgrad_compute`` it does nothing. If it never comes, weight and bias get no gradient from those
+        microbatches, whose tensors stay alive until it does.
 
         Raises:
             RuntimeError: a tensor that was kept by reference has been modified in place.
@@ -353,7 +352,8 @@ class GroupedLinear(GroupedParameters):
         weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
         discrete = not self.single_grouped_weight
         main_grad = self.packed_main_grad() if self.fuse_wgrad_accumulation else None
-        overwrite = main_grad is not None and self._mark_main_grad()
+        # A backward that comes after an early call of this belongs to the same step, and must not replace its sum.
+        overwrite = main_grad is not None and self._mark_main_grad() and self._delayed.started
         target, dbias = main_grad, None
         for x, dy, offs, more in entries:
             if target is None:
@@ -375,7 +375,7 @@ class GroupedLinear(GroupedParameters):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         if isinstance(self._delayed, Copies):  # of the old device and dtype
-            if not self._delayed.empty:
+            if self._delayed.started:
                 raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
             self._delayed = References()
         return super()._apply(fn, recurse)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_activation import grouped_activation
 from ..recipes import DelayedScaling
@@ -60,7 +61,9 @@ class GroupedMLP(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, but got {activation!r}")
         if recompute_activation and isinstance(recipe, DelayedScaling):
-            raise ValueError("`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then")
+            raise ValueError(
+                "`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then"
+            )
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
         self.recompute_activation = recompute_activation
         options: dict[str, Any] = {
@@ -128,12 +131,11 @@ class GroupedMLP(nn.Module):
         hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
         bias_scale = probs if self.fc2.has_bias else None
         activation = {"kind": self.activation, "interleaved": self.interleaved}
-        if self.recompute_activation or self.fc2.gemms.fuses_activation:
+        if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
             return self.fc2.forward_activated(
                 hidden,
                 offs,
                 probs,
-                bias_scale,
                 activation,
                 recompute=self.recompute_activation,
                 is_first_microbatch=is_first_microbatch,

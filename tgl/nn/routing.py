@@ -33,8 +33,9 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Group the (token, choice) pairs by expert, on the device; pairs of one expert keep the order of their tokens.
 
     Args:
-        top_k_index: integer ``[S, k]``: experts chosen by each token. Values of ``num_experts`` and more (the sentinels
-            of expert parallelism) go to the tail: no expert's rows, and zeros in every grouped op.
+        top_k_index: integer ``[S, k]``: experts chosen by each token. Values out of range, negative or ``num_experts``
+            and more (the sentinels of expert parallelism), go to the tail: no expert's rows, and zeros in every grouped
+            op.
         num_experts: G.
 
     Returns:
@@ -43,6 +44,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     choices = top_k_index.reshape(-1)
     if choices.dtype.itemsize < 4:
         choices = choices.int()  # a dtype that may be too narrow to count the experts
+    choices = choices.masked_fill(choices < 0, num_experts)
     experts, source = torch.sort(choices, stable=True)
     position = torch.empty_like(source)
     position[source] = torch.arange(source.shape[0], device=source.device)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import grouped_gemm, grouped_gemm_wgrad  # noqa: F401  (the ops must exist first)
+from . import grouped_gemm, grouped_gemm_wgrad, offload  # noqa: F401  (the ops must exist first)
 
 _ops = torch.ops.tgl
 
-SAC_SAVE_LIST: list[torch._ops.OpOverload] = [_ops.grouped_gemm.default]
+SAC_SAVE_LIST: list[torch._ops.OpOverload] = [_ops.grouped_gemm.default, _ops.offload.default]
 """Op overloads whose outputs selective activation checkpointing should save rather than recompute.
+
+What is offloaded is on the host already; recomputing it would copy it there and back again.
 
 Pass it to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 """

@@ -1,0 +1,100 @@
+"""Two processes that talk over gloo, started once and asked to run one function after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RANKS = 2
+LIMIT = 60.0  # seconds for one function, start-up of the processes not counted
+START = 120.0
+
+
+def serve(rank: int, store: str, requests: Any) -> None:
+    """What a process does: run what comes through the pipe, and answer with None or with a traceback."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    requests.send(None)
+    while (job := requests.recv()) is not None:
+        function, args = job
+        torch.manual_seed(0)
+        try:
+            function(*args)
+            requests.send(None)
+        except BaseException:
+            requests.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Calls ``function(*args)`` on every rank; an exception on one of them fails the call, and so does silence."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+
+    def __call__(self, function: Callable[..., None], *args: Any) -> None:
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        self.collect(LIMIT)
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(), "store")
+        both = [context.Pipe() for _ in range(RANKS)]
+        self.pipes = [ours for ours, _ in both]
+        self.processes = [
+            context.Process(target=serve, args=(rank, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(both)
+        ]
+        for process in self.processes:
+            process.start()
+        self.collect(START)
+
+    def collect(self, limit: float) -> None:
+        deadline = time.monotonic() + limit
+        answers: dict[int, str | None] = {}
+        while len(answers) < RANKS and time.monotonic() < deadline:
+            for rank, pipe in enumerate(self.pipes):
+                if rank not in answers and pipe.poll(0.05):
+                    try:
+                        answers[rank] = pipe.recv()
+                    except EOFError:
+                        answers[rank] = "the process ended"
+                    if answers[rank] is not None:  # the other rank may wait for this one for ever
+                        deadline = min(deadline, time.monotonic() + 2)
+        failures = [f"rank {rank}:\n{text}" for rank, text in answers.items() if text is not None]
+        failures += [f"rank {rank} did not answer" for rank in range(RANKS) if rank not in answers]
+        if len(answers) < RANKS or "the process ended" in answers.values():
+            self.stop()
+        if failures:
+            raise AssertionError("\n".join(failures))
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    workers = Ranks()
+    yield workers
+    if workers.processes:
+        for pipe in workers.pipes:
+            pipe.send(None)
+        for process in workers.processes:
+            process.join(5)
+    workers.stop()

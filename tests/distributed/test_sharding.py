@@ -1,0 +1,245 @@
+"""Sharding rules on two ranks: the result and gradients of one rank, for every placement of the operands."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import tgl
+import tgl.distributed
+
+T, G, K, N, I = 9, 3, 4, 6, 8
+OFFS = torch.tensor([4, 4, 7], dtype=torch.int32)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+def mesh():
+    return init_device_mesh("cpu", (2,))
+
+
+def place(t: Tensor, placement, grad: bool = False) -> DTensor:
+    return distribute_tensor(t.detach().clone(), mesh(), [placement]).requires_grad_(grad)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(-4, 5, shape).double()
+
+
+def compare(function, tensors, placements, expected_placement=None, communications=None) -> None:
+    """``function`` on DTensors of the given placements against the same on whole tensors, and their gradients.
+
+    The values are small integers in float64: sums of products are exact in any order, so equal means equal.
+    """
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    expected = function(*leaves, OFFS)
+    grads = torch.autograd.grad(expected, leaves, torch.ones_like(expected))
+    shards, offs = [place(t, p, grad=True) for t, p in zip(tensors, placements)], place(OFFS, R)
+    with CommDebugMode() as counter:
+        actual = function(*shards, offs)
+    if expected_placement is not None:
+        assert actual.placements == (expected_placement,), actual.placements
+        assert counter.get_total_counts() == communications
+    assert torch.equal(actual.full_tensor(), expected)
+    assert (actual.shape, actual.stride(), actual.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    ones = distribute_tensor(torch.ones_like(expected), mesh(), [R])
+    for mine, theirs in zip(torch.autograd.grad(actual, shards, ones), grads):
+        assert torch.equal(mine.full_tensor(), theirs)
+
+
+def gemm(a, b, offs):
+    return tgl.grouped_gemm(a, b, offs)
+
+
+def gemm_with_bias(a, b, bias, offs):
+    return tgl.grouped_gemm(a, b, offs, bias)
+
+
+def gemm_with_scaled_bias(a, b, bias, scale, offs):
+    return tgl.grouped_gemm(a, b, offs, bias, scale)
+
+
+def layer(a, weight, bias, offs):
+    """As ``GroupedLinear`` calls it: the weight ``[G, N, K]``, transposed."""
+    return tgl.grouped_gemm(a, weight.transpose(1, 2), offs, bias)
+
+
+def check_gemm_placements():
+    a, b, bias, scale = integers(T, K), integers(G, K, N), integers(G, N), integers(T)
+    cases = [
+        (gemm, (a, b), (R, R), R),
+        (gemm, (a, b), (R, S2), S1),
+        (gemm, (a, b), (S1, S1), Partial()),
+        (gemm_with_bias, (a, b, bias), (R, S2, S1), S1),
+        (gemm_with_bias, (a, b, bias), (S1, S1, R), Partial()),
+        (gemm_with_scaled_bias, (a, b, bias, scale), (R, S2, S1, R), S1),
+        (gemm_with_scaled_bias, (a, b, bias, scale), (S1, S1, R, R), Partial()),
+        (layer, (a, integers(G, N, K), bias), (R, S1, S1), S1),
+        (layer, (a, integers(G, N, K), bias), (S1, S2, R), Partial()),
+    ]
+    for function, tensors, placements, result in cases:
+        compare(function, tensors, placements, result, communications=0)
+
+
+def check_gemm_from_anywhere():
+    """DTensor redistributes what no rule takes as it is: right, if not free."""
+    a, b, bias, scale = integers(T, K), integers(G, K, N), integers(G, N), integers(T)
+    for placements in itertools.product((R, S0, S1), (R, S0, S1, S2), (R, S0, S1), (R, S0)):
+        compare(gemm_with_scaled_bias, (a, b, bias, scale), placements)
+
+
+def check_out_dtype_is_part_of_the_key():
+    """The same shapes with another ``out_dtype``: DTensor must not answer from its cache."""
+    a, b = integers(T, K).float(), integers(G, K, N).float()
+    for dtype in (None, torch.bfloat16, torch.float16, torch.float32):
+        y = tgl.grouped_gemm(place(a, R), place(b, S2), place(OFFS, R), out_dtype=dtype)
+        assert y.dtype == y.to_local().dtype == (dtype or torch.float32)
+        w = tgl.grouped_gemm_wgrad(place(a, R), place(a, S1), place(OFFS, R), out_dtype=dtype)
+        assert w.dtype == w.to_local().dtype == (dtype or torch.float32)
+
+
+def check_activation_options_are_part_of_the_key():
+    x = integers(T, 2 * I)
+    for kind, interleaved in (("swiglu", False), ("srelu", False), ("swiglu", True), ("clamped_qgeglu", True)):
+        expected = tgl.grouped_activation(x, OFFS, kind=kind, interleaved=interleaved)
+        actual = tgl.grouped_activation(place(x, S1), place(OFFS, R), kind=kind, interleaved=interleaved)
+        assert actual.shape == expected.shape
+        assert actual.placements == (S1 if kind == "srelu" or interleaved else R,)
+        torch.testing.assert_close(actual.full_tensor(), expected)
+
+
+def check_wgrad():
+    a, b = integers(T, K), integers(T, N)
+    for placements, result in (((R, R), R), ((S1, R), S1), ((R, S1), S2)):
+        compare(lambda a, b, offs: tgl.grouped_gemm_wgrad(a, b, offs), (a, b), placements, result, communications=0)
+
+
+def check_wgrad_accumulate():
+    """Main_grad is written where it is: ``a`` must fit, ``b`` is brought there."""
+    a, b, main_grad = integers(T, K), integers(T, N), integers(G, K, N)
+    expected = main_grad.clone()
+    tgl.grouped_gemm_wgrad_accumulate_(a, b, OFFS, expected)
+    for (a_placement, placement), b_placement in itertools.product(((R, R), (S1, S1), (R, S2)), (R, S0, S1)):
+        x, y, buffer = place(a, a_placement), place(b, b_placement), place(main_grad, placement)
+        memory = buffer.to_local().data_ptr()
+        tgl.grouped_gemm_wgrad_accumulate_(x, y, place(OFFS, R), buffer)
+        assert buffer.placements == (placement,)
+        assert buffer.to_local().data_ptr() == memory
+        assert torch.equal(buffer.full_tensor(), expected)
+
+
+def check_main_grad_that_does_not_fit():
+    """An error on every rank, and nothing written."""
+    a, b, main_grad = integers(T, K), integers(T, N), integers(4, K, N)
+    offs = place(torch.tensor([4, 4, 7, 9], dtype=torch.int32), R)
+    for a_placement, placement in ((R, S0), (R, S1), (S1, R), (S1, S2)):
+        x, buffer = place(a, a_placement), place(main_grad, placement)
+        with pytest.raises(RuntimeError, match="grouped_gemm_wgrad_accumulate_"):
+            tgl.grouped_gemm_wgrad_accumulate_(x, place(b, R), offs, buffer)
+        assert torch.equal(buffer.full_tensor(), main_grad)
+
+
+def check_dbias():
+    dy, bias, scale = integers(T, N), integers(G, N), integers(T)
+    for placement in (R, S1):
+        compare(lambda dy, offs: tgl.grouped_dbias(dy, offs), (dy,), (placement,), placement, communications=0)
+    expected = tgl.grouped_dbias_dscales(dy, bias, scale, OFFS)
+    operands = place(dy, S1), place(bias, S1), place(scale, R), place(OFFS, R)
+    with CommDebugMode() as counter:
+        dbias, dscales = tgl.grouped_dbias_dscales(*operands)
+    assert counter.get_total_counts() == 0
+    assert (dbias.placements, dscales.placements) == ((S1,), (Partial(),))
+    assert torch.equal(dbias.full_tensor(), expected[0])
+    assert torch.equal(dscales.full_tensor(), expected[1])
+
+
+def check_activation():
+    probs = torch.rand(T, dtype=torch.float64)
+    for kind, interleaved, width in (("srelu", False, I), ("swiglu", True, 2 * I), ("clamped_qgeglu", True, 2 * I)):
+        x = torch.randn(T, width, dtype=torch.float64)
+        for given in (None, probs):
+            leaves = [t.clone().requires_grad_() for t in (x, given) if t is not None]
+            shards = [place(t, p, grad=True) for t, p in zip((x, given), (S1, R)) if t is not None]
+            options = {"kind": kind, "interleaved": interleaved}
+            expected = tgl.grouped_activation(leaves[0], OFFS, *leaves[1:], **options)
+            offs, dy = place(OFFS, R), place(torch.ones_like(expected), S1)
+            with CommDebugMode() as counter:
+                actual = tgl.grouped_activation(shards[0], offs, *shards[1:], **options)
+                grads = torch.autograd.grad(actual, shards, dy)
+            assert counter.get_total_counts() == 0
+            assert actual.placements == (S1,)
+            torch.testing.assert_close(actual.full_tensor(), expected)
+            for mine, theirs in zip(grads, torch.autograd.grad(expected, leaves, torch.ones_like(expected))):
+                torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def check_uneven_columns():
+    """Seven columns over two ranks, and gate and linear halves whose pairs would be torn apart."""
+    a, b = integers(T, 7), integers(G, 7, 5)
+    compare(gemm, (a, b), (S1, S1))
+    compare(gemm, (a, b), (R, S2))
+    x = torch.randn(T, 6)  # two ranks of three columns: a pair and a half
+    actual = tgl.grouped_activation(place(x, S1), place(OFFS, R), interleaved=True)
+    torch.testing.assert_close(actual.full_tensor(), tgl.grouped_activation(x, OFFS, interleaved=True))
+
+
+def check_offload():
+    x = torch.randn(4, 6)
+    for placement in (R, S0, S1):
+        moved = torch.ops.tgl.offload(place(x, placement))
+        back = torch.ops.tgl.reload(moved, torch.device("cpu"))
+        assert moved.placements == back.placements == (placement,)
+        assert torch.equal(back.full_tensor(), x)
+    weight, shard = place(torch.randn(6), R, grad=True), place(x, S0)
+    with tgl.cpu_offload(min_bytes=0) as context:
+        y = weight * shard
+    assert context.tensors_offloaded == 1
+    assert context.bytes_offloaded == 4 * 12  # this rank's half
+    (grad,) = torch.autograd.grad(y.full_tensor().sum(), weight)
+    torch.testing.assert_close(grad.full_tensor(), x.sum(0))
+
+
+def check_splits():
+    splits = torch.tensor([4, 0, 3])
+    for placement in (R, S0):
+        assert torch.equal(tgl.splits_to_offsets(place(splits, placement)).full_tensor(), OFFS)
+
+
+def check_tensor_parallel_mlp():
+    """Column-parallel FC1, row-parallel FC2, as Megatron does it: one all-reduce, at the end."""
+    mlp = tgl.GroupedMLP(G, K, I, bias=True, interleaved=True, params_dtype=torch.float64)
+    x, probs = torch.randn(T, K, dtype=torch.float64), torch.rand(T, dtype=torch.float64)
+    expected = mlp.forward_offsets(x, OFFS, probs)
+    grads = torch.autograd.grad(expected.sin().sum(), list(mlp.parameters()))
+    plan = {"fc1.weight": S1, "fc1.bias": S1, "fc2.weight": S2, "fc2.bias": R}
+    for name, parameter in list(mlp.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        shard = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh(), [plan[name]]))
+        setattr(mlp.get_submodule(owner), leaf, shard)
+    inputs = place(x, R), place(OFFS, R), place(probs, R)
+    with CommDebugMode() as counter:
+        y = mlp.forward_offsets(*inputs)
+        assert counter.get_total_counts() == 0
+        assert y.placements == (Partial(),)
+        y = y.redistribute(placements=[R])
+        assert counter.get_total_counts() == 1
+    torch.testing.assert_close(y.to_local(), expected)
+    for mine, theirs in zip(torch.autograd.grad(y.sin().sum(), list(mlp.parameters())), grads):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("check", [f for name, f in list(globals().items()) if name.startswith("check_")])
+def test_two_ranks(ranks, check):
+    ranks(check)
+
+
+def test_every_op_has_a_rule_but_those_that_cannot():
+    """Factories have no operands, and DTensor takes no rule for an ``out``."""
+    defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
+    rules = {op.name().removeprefix("tgl::") for op in tgl.distributed.sharding._RULES}
+    assert defined - rules == {"allocate_wgrad", "grouped_gemm.out", "grouped_gemm_wgrad.out"}

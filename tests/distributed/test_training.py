@@ -1,0 +1,139 @@
+"""Data parallel training over two ranks reaches the weights of one rank that sees both halves of the batch.
+
+The bound. Both runs sum the same products; only the order differs: each rank rounds the sum over its half, and the
+halves are added afterwards. With eps the spacing of the dtype and n <= 100 terms per weight gradient, one gradient
+differs by at most n eps max|grad|, and ``STEPS`` of SGD at rate ``RATE`` from equal weights by ``STEPS RATE n eps
+max|grad|`` to first order, which is below 100 eps for gradients below 3. The same test in float64, where the bound is
+2e-14, is what tells rounding from an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import tgl
+
+H, I, E, S, TOP_K, STEPS, RATE = 8, 6, 3, 16, 2, 5, 0.05
+
+
+class Layer(nn.Module):
+    """Norm, router, and experts: three of them, which two ranks cannot share evenly."""
+
+    def __init__(self, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H, dtype=dtype)
+        self.router = nn.Linear(H, E, bias=False, dtype=dtype)
+        self.experts = tgl.GroupedMLP(E, H, I, bias=True, params_dtype=dtype, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weights, chosen = self.router(h).softmax(-1).topk(TOP_K)
+        routing = tgl.route(chosen, E)
+        probs = tgl.dispatch_weights(weights, routing)
+        return x + tgl.combine(self.experts.forward_offsets(tgl.dispatch(h, routing), routing.offs, probs), routing)
+
+
+def model(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Layer(dtype) for _ in range(2)))
+
+
+def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(4)
+    return [(torch.randn(S, H, dtype=dtype), torch.randn(S, H, dtype=dtype)) for _ in range(STEPS)]
+
+
+def train(module: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), RATE)
+    for x, target in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x), target).backward()
+        optimizer.step()
+
+
+def half(data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    mine = slice(dist.get_rank() * S // 2, (dist.get_rank() + 1) * S // 2)
+    return [(x[mine], target[mine]) for x, target in data]
+
+
+def compare(trained: nn.Module, dtype: torch.dtype) -> None:
+    single = model(dtype)
+    before = [p.detach().clone() for p in single.parameters()]
+    train(single, batches(dtype))
+    bound = 100 * torch.finfo(dtype).eps
+    for mine, theirs, old in zip(trained.parameters(), single.parameters(), before, strict=True):
+        value = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        assert (theirs - old).abs().max() > 1e-4  # it has learned something
+        assert (value - theirs).abs().max() <= bound
+
+
+def check_ddp(dtype: torch.dtype) -> None:
+    module = DistributedDataParallel(model(dtype))
+    train(module, half(batches(dtype)))
+    compare(module, dtype)
+
+
+def shard(module: nn.Sequential, unit: str, reshard: bool = True) -> nn.Sequential:
+    """FSDP2 with the whole layer as a unit, or with its experts as one of their own."""
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in module:
+        part = layer if unit == "layer" else layer.experts
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+        if unit == "experts":  # parameters are gathered before `forward` alone, unless it is told of other methods
+            register_fsdp_forward_method(part, "forward_offsets")
+    return fully_shard(module, mesh=mesh)
+
+
+def check_fully_shard(dtype: torch.dtype, unit: str, reshard: bool) -> None:
+    module = shard(model(dtype), unit, reshard)
+    weight = module[0].experts.fc1.weight
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().shape[0] == (2, 1)[dist.get_rank()]  # of three experts
+    train(module, half(batches(dtype)))
+    compare(module, dtype)
+
+
+def check_fully_shard_with_offload(unit: str) -> None:
+    """The parameters gathered for the forward are parameters: they stay, and are gathered again for the backward."""
+    (x, _), *_ = batches(torch.float64)
+    results = []
+    for module, min_bytes in (
+        (model(torch.float64), 0),
+        (shard(model(torch.float64), unit), 0),
+        (shard(model(torch.float64), unit), 1 << 30),
+    ):
+        with tgl.cpu_offload(min_bytes=min_bytes) as context:
+            y = module(x)
+        y.sin().sum().backward()
+        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+        results.append((context.bytes_offloaded, grads))
+    (moved, _), (moved_sharded, grads), (nothing, expected) = results
+    assert moved_sharded == moved > 0
+    assert nothing == 0
+    for mine, theirs in zip(grads, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_ddp(ranks, dtype):
+    ranks(check_ddp, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("unit, reshard", [("layer", True), ("experts", True), ("experts", False)])
+def test_fully_shard(ranks, dtype, unit, reshard):
+    ranks(check_fully_shard, dtype, unit, reshard)
+
+
+@pytest.mark.parametrize("unit", ["layer", "experts"])
+def test_fully_shard_with_offload(ranks, unit):
+    ranks(check_fully_shard_with_offload, unit)

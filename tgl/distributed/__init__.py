@@ -1,0 +1,8 @@
+"""Several ranks: DTensor sharding rules for the ops, which importing this package registers, and expert parallelism."""
+
+from .expert_parallel import expert_parallel_host
+from .sharding import register_sharding_rules
+
+register_sharding_rules()
+
+__all__ = ["expert_parallel_host", "register_sharding_rules"]

@@ -1,0 +1,149 @@
+"""How the ops run on DTensors: which placements of their operands give which placement of the result.
+
+For one dimension of the mesh, besides everything replicated:
+
+| op | sharded | result |
+|---|---|---|
+| ``grouped_gemm`` | N of ``b`` and ``bias`` (column parallel) | sharded in N |
+| | K of ``a`` and ``b``, ``bias`` a partial sum (row parallel) | partial sum |
+| ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded alike |
+| ``grouped_dbias`` | N | sharded in N |
+| ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
+| ``grouped_activation`` and its backward | columns, where a rank gets whole pairs of gate and linear half | sharded alike, ``dprobs`` a partial sum |
+| ``offload``, ``reload`` | anything | the same |
+
+DTensor brings operands placed otherwise into one of these. ``offs`` is always replicated, and rows and groups are never
+sharded: a shard of cumulative ends has lost its start. Ranks that hold different experts or different tokens work on
+local tensors with ends of their own; see ``expert_parallel_host``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from ..meta.specs import GATED
+
+_ops = torch.ops.tgl
+Rule = tuple[list[Placement | None], list[Placement | None]]  # of the results, of the arguments
+
+
+def _rule(results: Sequence[Placement], *arguments: tuple[Any, Placement]) -> Rule:
+    """A rule with None for the arguments that a call leaves out."""
+    return list(results), [placement if spec is not None else None for spec, placement in arguments]
+
+
+def _replicated(results: int, *arguments: Any) -> Rule:
+    return _rule([Replicate()] * results, *((spec, Replicate()) for spec in arguments))
+
+
+def _grouped_gemm(a: Any, b: Any, offs: Any, bias: Any = None, bias_scale: Any = None, **_: Any) -> list[Rule]:
+    whole = Replicate()
+    return [
+        _replicated(1, a, b, offs, bias, bias_scale),
+        _rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), (bias_scale, whole)),
+        _rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), (bias_scale, whole)),
+    ]
+
+
+def _wgrad(a: Any, b: Any, offs: Any, **_: Any) -> list[Rule]:
+    whole = Replicate()
+    return [
+        _replicated(1, a, b, offs),
+        _rule([Shard(1)], (a, Shard(1)), (b, whole), (offs, whole)),
+        _rule([Shard(2)], (a, whole), (b, Shard(1)), (offs, whole)),
+    ]
+
+
+def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, **_: Any) -> list[Rule]:
+    """The same, for the placement that ``main_grad`` has: what is redistributed would be written and lost.
+
+    DTensor takes the first operand for the one that is written, and does not redistribute it either.
+    """
+    placements = set(main_grad.placements)
+    if len(placements) != 1:
+        raise NotImplementedError(
+            f"tgl::grouped_gemm_wgrad_accumulate_: `main_grad` must be placed alike on all dimensions of its mesh, "
+            f"but got {main_grad.placements}"
+        )
+    rules = [_rule([], *zip((a, b, offs, main_grad), (*inputs, *result))) for result, inputs in _wgrad(a, b, offs)]
+    return [rule for rule in rules if rule[1][-1] in placements]
+
+
+def _grouped_dbias(dy: Any, offs: Any) -> list[Rule]:
+    return [_replicated(1, dy, offs), _rule([Shard(1)], (dy, Shard(1)), (offs, Replicate()))]
+
+
+def _grouped_dbias_dscales(dy: Any, bias: Any, bias_scale: Any, offs: Any) -> list[Rule]:
+    whole = Replicate()
+    return [
+        _replicated(2, dy, bias, bias_scale, offs),
+        _rule([Shard(1), Partial()], (dy, Shard(1)), (bias, Shard(1)), (bias_scale, whole), (offs, whole)),
+    ]
+
+
+def _columns_can_be_sharded(x: Any, kind: str, interleaved: bool) -> bool:
+    if kind not in GATED:
+        return True
+    return interleaved and x.shape[1] % (2 * x.mesh.size()) == 0
+
+
+def _grouped_activation(
+    x: Any, offs: Any, probs: Any = None, *, kind: str = "swiglu", interleaved: bool = False, **_: Any
+) -> list[Rule]:
+    whole = Replicate()
+    rules = [_replicated(1, x, offs, probs)]
+    if _columns_can_be_sharded(x, kind, interleaved):
+        rules.append(_rule([Shard(1)], (x, Shard(1)), (offs, whole), (probs, whole)))
+    return rules
+
+
+def _grouped_activation_backward(
+    dy: Any, x: Any, offs: Any, probs: Any = None, *, kind: str = "swiglu", interleaved: bool = False, **_: Any
+) -> list[Rule]:
+    whole = Replicate()
+    rules = [_replicated(2, dy, x, offs, probs)]
+    if _columns_can_be_sharded(x, kind, interleaved):
+        dprobs = Partial() if probs is not None else whole  # of shape [0] without probs
+        rules.append(_rule([Shard(1), dprobs], (dy, Shard(1)), (x, Shard(1)), (offs, whole), (probs, whole)))
+    return rules
+
+
+def _splits_to_offsets(m_splits: Any) -> list[Rule]:
+    return [_replicated(1, m_splits)]
+
+
+def _elementwise(x: Any, device: Any = None) -> list[Rule]:
+    placements: list[Placement] = [Replicate(), Partial(), *(Shard(dim) for dim in range(len(x.shape)))]
+    rest = [None] if device is not None else []
+    return [([placement], [placement, *rest]) for placement in placements]
+
+
+_RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
+    _ops.grouped_gemm.default: _grouped_gemm,
+    _ops.grouped_gemm_wgrad.default: _wgrad,
+    _ops.grouped_gemm_wgrad_accumulate_.default: _wgrad_accumulate,
+    _ops.grouped_dbias.default: _grouped_dbias,
+    _ops.grouped_dbias_dscales.default: _grouped_dbias_dscales,
+    _ops.grouped_activation.default: _grouped_activation,
+    _ops.grouped_activation_backward.default: _grouped_activation_backward,
+    _ops.splits_to_offsets.default: _splits_to_offsets,
+    _ops.offload.default: _elementwise,
+    _ops.reload.default: _elementwise,
+}
+
+
+@functools.cache
+def register_sharding_rules() -> None:
+    """Tell DTensor of the rules above; importing ``tgl.distributed`` does it."""
+    schemas = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    for op, rule in _RULES.items():
+        register_sharding(op)(rule)
+        # DTensor keeps what a rule has answered. Its key holds no keyword arguments but integers, while ours decide on
+        # the dtype, the shape and the placement of the result.
+        schemas[op].static_kwargkey = [a.name for a in op._schema.arguments if a.kwarg_only]

@@ -1,0 +1,174 @@
+"""Names and shapes of the experts' parameters in other codebases, and back, without a copy where the layout allows.
+
+G experts, H hidden and I intermediate width; N out and K in features of one layer. State dicts of one layer:
+
+| layout | weight | bias |
+|---|---|---|
+| packed (``GroupedLinear``) | ``weight [G, N, K]`` | ``bias [G, N]`` |
+| discrete (TransformerEngine) | ``weight0 [N, K]``, ``weight1``, ... | ``bias0 [N]``, ``bias1``, ... |
+
+and of an expert MLP:
+
+| layout | first | second | biases |
+|---|---|---|---|
+| ``GroupedMLP`` | ``fc1.weight [G, 2 I, H]`` | ``fc2.weight [G, H, I]`` | ``fc1.bias [G, 2 I]``, ``fc2.bias [G, H]`` |
+| transformers | ``gate_up_proj [G, 2 I, H]`` | ``down_proj [G, H, I]`` | ``gate_up_proj_bias``, ``down_proj_bias`` |
+| transformers, transposed | ``gate_up_proj [G, H, 2 I]`` | ``down_proj [G, I, H]`` | the same |
+
+Without a gate it is ``up_proj [G, I, H]``. Whether gate and linear rows of ``gate_up_proj`` alternate is no matter of
+the layout but of ``GroupedMLP(interleaved=...)``; ``interleave`` and ``deinterleave`` change it.
+
+To run a module on the memory of another's parameters, load what these functions return with ``assign=True``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._parameters import slots_of
+
+_DISCRETE = re.compile(r"(weight|bias)(\d+)")
+_EXTRA_STATE = re.compile(r"_extra_state\d*")
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, ...]:
+    """``[G, ...]`` to G tensors ``[...]``: views."""
+    return packed.unbind()
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """G tensors ``[...]`` of one shape and dtype to ``[G, ...]``.
+
+    A view if they are contiguous and lie in one storage, in order and evenly spaced, as those of ``unpack`` and
+    ``allocate_wgrad(...).unbind()`` do; else a copy. Not differentiable either way.
+
+    Raises:
+        ValueError: no parts.
+    """
+    if not parts:
+        raise ValueError("`parts` must hold at least one tensor, but is empty")
+    values = [t.detach() for t in parts]
+    plain = all(type(t) is Tensor for t in values)
+    packed = slots_of(values) if plain else None
+    return packed if packed is not None else torch.stack(values)
+
+
+def interleave(rows: Tensor) -> Tensor:
+    """``[G, 2 I, ...]`` with the gate rows first to gate and linear rows alternating: a copy."""
+    gate, linear = rows.chunk(2, dim=1)
+    return torch.stack([gate, linear], dim=2).flatten(1, 2)
+
+
+def deinterleave(rows: Tensor) -> Tensor:
+    """The inverse of ``interleave``: a copy."""
+    return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------------
+
+
+def is_extra_state(key: str, prefix: str = "") -> bool:
+    """Whether ``key`` is TransformerEngine's record of a layer's FP8 scales, which no layer here has."""
+    return key.startswith(prefix) and _EXTRA_STATE.fullmatch(key[len(prefix) :]) is not None
+
+
+def from_discrete(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of any module with the entries of its discrete layers packed (see ``pack`` for when it copies).
+
+    Args:
+        state: ``...weight0, ...weight1, ...`` and ``...bias0, ...`` become ``...weight`` and ``...bias``; other entries
+            are kept, but for ``..._extra_state`` beside discrete ones.
+
+    Raises:
+        ValueError: the numbers of a name are not ``0, 1, ..., G - 1``.
+    """
+    found: dict[str, dict[int, Tensor]] = {}
+    rest = {}
+    for key, value in state.items():
+        owner, dot, name = key.rpartition(".")
+        match = _DISCRETE.fullmatch(name)
+        if match is None:
+            rest[key] = value
+        else:
+            found.setdefault(f"{owner}{dot}{match[1]}", {})[int(match[2])] = value
+    for key, numbered in found.items():
+        if sorted(numbered) != list(range(len(numbered))):
+            raise ValueError(f"`state` must have {key}0 to {key}{max(numbered)}, but has only {sorted(numbered)}")
+    prefixes = {key.removesuffix("weight") for key in found if key.endswith("weight")}
+    kept = {k: v for k, v in rest.items() if not any(is_extra_state(k, prefix) for prefix in prefixes)}
+    return kept | {key: pack([numbered[i] for i in range(len(numbered))]) for key, numbered in found.items()}
+
+
+def to_discrete(state: Mapping[str, Any], names: Sequence[str] = ("weight", "bias")) -> dict[str, Any]:
+    """The inverse of ``from_discrete`` for the state dict of one ``GroupedLinear``: views.
+
+    Args:
+        state: ``weight [G, N, K]`` and perhaps ``bias [G, N]``; other entries are kept.
+        names: full keys of the entries to take apart, for the state dict of a larger module.
+    """
+    discrete = {}
+    for key, value in state.items():
+        if key in names:
+            discrete |= {f"{key}{i}": part for i, part in enumerate(unpack(value))}
+        else:
+            discrete[key] = value
+    return discrete
+
+
+_TO_TRANSFORMERS = {
+    "fc1.weight": "{up}",
+    "fc1.bias": "{up}_bias",
+    "fc2.weight": "down_proj",
+    "fc2.bias": "down_proj_bias",
+}
+
+
+def from_transformers(state: Mapping[str, Any], *, transposed: bool = False) -> dict[str, Any]:
+    """The state dict of a transformers experts module as that of a ``GroupedMLP``: views.
+
+    Args:
+        state: ``gate_up_proj`` or ``up_proj``, ``down_proj`` and perhaps their biases; see the tables above.
+        transposed: whether the matrices are ``[G, in, out]`` (the module's ``is_transposed``). The views are then
+            column-major, which the ops take as they are.
+
+    Raises:
+        ValueError: an entry of another name.
+    """
+    names = {
+        theirs.format(up=up): ours for ours, theirs in _TO_TRANSFORMERS.items() for up in ("gate_up_proj", "up_proj")
+    }
+    _refuse_unknown(state, names)
+    return {names[key]: _turned(names[key], value, transposed) for key, value in state.items()}
+
+
+def to_transformers(state: Mapping[str, Any], *, gated: bool = True, transposed: bool = False) -> dict[str, Any]:
+    """The inverse of ``from_transformers``: views.
+
+    Args:
+        state: ``fc1.weight``, ``fc2.weight`` and perhaps their biases, packed.
+        gated: name the first matrix ``gate_up_proj``, else ``up_proj``.
+        transposed: as above.
+
+    Raises:
+        ValueError: an entry of another name.
+    """
+    _refuse_unknown(state, _TO_TRANSFORMERS)
+    up = "gate_up_proj" if gated else "up_proj"
+    return {_TO_TRANSFORMERS[key].format(up=up): _turned(key, value, transposed) for key, value in state.items()}
+
+
+def _refuse_unknown(state: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    unknown = sorted(set(state) - set(names))
+    if unknown:
+        raise ValueError(f"`state` must hold only {', '.join(names)}, but has {', '.join(unknown)}")
+
+
+def _turned(key: str, value: Tensor, transposed: bool) -> Tensor:
+    return value.transpose(1, 2) if transposed and key.endswith("weight") else value
