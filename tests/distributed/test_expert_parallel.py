@@ -22,9 +22,7 @@ NAMES = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 def experts_of(parameters: dict[str, Tensor]) -> Any:
     """A function of rows and ends that runs a ``GroupedMLP`` with the given parameters."""
     mlp = tgl.GroupedMLP(parameters["fc1.weight"].shape[0], H, I, bias=True, device="meta")
-    return lambda rows, offs: torch.func.functional_call(
-        mlp, parameters, (rows, torch.diff(offs, prepend=offs[:1] * 0))
-    )
+    return lambda rows, offs: torch.func.functional_call(mlp, parameters, (rows, torch.diff(offs, prepend=offs[:1] * 0)))
 
 
 def whole(x: Tensor, index: Tensor, weights: Tensor, parameters: dict[str, Tensor]) -> Tensor:
@@ -68,7 +66,8 @@ def check(case: str) -> None:
         layer, out_placements=[Shard(0)], in_placements=([Shard(0)],) * (3 + len(NAMES)), device_mesh=mesh
     )
     shards = {
-        id(t): distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_(t.requires_grad) for t in (*leaves, index)
+        id(t): distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_(t.requires_grad)
+        for t in (*leaves, index)
     }
     y = over_ranks(*(shards[id(t)] for t in (x, index, weights, *(parameters[name] for name in NAMES))))
     torch.testing.assert_close(y.full_tensor(), expected)
