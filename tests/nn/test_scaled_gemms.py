@@ -109,7 +109,7 @@ def test_a_layer_is_these_ops(recipe, dtype):
     """Which operand goes into which GEMM in which direction, quantised how: bit by bit."""
     layer, _ = layers(recipe, params_dtype=dtype)
     x, dy = tokens(dtype=dtype), tokens(N, dtype, 1)
-    rng = layer.gemms.rng_state + torch.tensor([0, 1]) if isinstance(recipe, NVFP4BlockScaling) else None
+    rng = layer.gemms.rng_state + torch.tensor([0, 1]) if recipe.operands.grad.stochastic else None
     got = run(layer, x, dy)
 
     common, of_input, of_weight, of_grad = QUANTIZED[recipe]
@@ -271,7 +271,7 @@ def test_a_frozen_weight_needs_no_columnwise_input():
     layer, _ = layers(MXFP8BlockScaling(), bias=False)
     layer.weight.requires_grad_(False)
     kept = saved_bytes(layer, tokens())
-    assert sum(kept.values()) < T * K  # weight components alone
+    assert sum(kept.values()) == G * N * K + G * 256 * 8 + 4 * G  # of the weight, and the group ends
     y, dx = run(layer, tokens())[:2]
     assert y.any()
     assert dx.any()
@@ -424,7 +424,7 @@ def test_delayed_scales_follow_the_history(algo, margin):
         history.insert(0, amax)
         history = history[:2]
         largest = torch.stack(history).amax(0) if algo == "max" else amax
-        want = torch.where(largest > 0, 448 / largest / 2**margin, used)
+        want = torch.where(largest > 0, torch.full_like(largest, 448) / largest / 2**margin, used)
         assert torch.equal(layer.gemms.input_scale, want)
         assert torch.equal(layer.gemms.input_history[: len(history)], torch.stack(history))
     assert layer.gemms.grad_scale[0] > 57344 / 8 / 2**margin  # of E5M2
