@@ -57,14 +57,16 @@ class ScaledGemms(nn.Module):
     ) -> None:
         super().__init__()
         recipe.check_features(in_features=in_features, out_features=out_features)
-        delayed = isinstance(recipe, DelayedScaling)
-        if delayed and save_original_input:
+        if isinstance(recipe, DelayedScaling) and save_original_input:
             raise ValueError("`save_original_input` must be False for DelayedScaling, whose scale has moved on by then")
         self.recipe = recipe
         self.specs = recipe.operands
-        self.names = {"format": recipe.format, "scale_layout": self.specs.input.scale_layout}
+        # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
+        self.format, self.title = recipe.format, repr(recipe)
+        self.names = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
+        self.delayed = isinstance(recipe, DelayedScaling)
         self.num_gemms = num_gemms
-        if delayed:
+        if isinstance(recipe, DelayedScaling):
             for name in self.specs._fields:
                 shape = (recipe.amax_history_len, num_gemms)
                 self.register_buffer(f"{name}_history", torch.zeros(shape, dtype=torch.float32, device=device))
@@ -94,11 +96,11 @@ class ScaledGemms(nn.Module):
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         if isinstance(x, GroupedTensor):
             self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
-            return _forward_operands(x.components(), self.recipe.format, fprop, wgrad=wgrad)
+            return _forward_operands(x.components(), self.format, fprop, wgrad=wgrad)
         spec = self.specs.input
         made = spec.quantize(x, offs, rowwise=fprop, columnwise=wgrad, scale=self._scale("input"))
         self._remember("input", made)
-        return _forward_operands(made, self.recipe.format, fprop, wgrad=wgrad)
+        return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
     def activated_input(
         self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
@@ -108,11 +110,11 @@ class ScaledGemms(nn.Module):
             h, offs, probs, self._scale("input"), rowwise=fprop, columnwise=wgrad, **options, **activation
         )
         self._remember("input", made)
-        return _forward_operands(made, self.recipe.format, fprop, wgrad=wgrad)
+        return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""
-        form = self.recipe.format
+        form = self.format
         if isinstance(w, GroupedTensor):
             self._check_quantized("weight", w, self.specs.weight, rowwise=True, columnwise=dgrad)
             return _forward_operands(w.components(), form, True, dgrad=dgrad)
@@ -122,7 +124,7 @@ class ScaledGemms(nn.Module):
             self._remember("weight", made)
             return _forward_operands(made, form, True, dgrad=dgrad)
         first = is_first_microbatch
-        if isinstance(first, Tensor) and isinstance(self.recipe, DelayedScaling):
+        if isinstance(first, Tensor) and self.delayed:
             fail("`is_first_microbatch` must be True, False or None for DelayedScaling, but got a tensor", TypeError)
         kept = self._kept()
         if kept is None:
@@ -142,7 +144,7 @@ class ScaledGemms(nn.Module):
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
         """Stand-ins on the meta device for what wgrad reads of an input and of an output gradient of ``rows`` rows."""
-        form = self.recipe.format
+        form = self.format
         found = []
         for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
             options = {k: v for k, v in spec.options().items() if v is not None}
@@ -173,7 +175,7 @@ class ScaledGemms(nn.Module):
             dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, dbias=dbias
         )
         self._remember("grad", made)
-        form = self.recipe.format
+        form = self.format
         operands = Operands(
             dgrad=_rowwise(made, form) if dgrad else (),
             wgrad=_columnwise(made, form) if wgrad else (),
@@ -184,7 +186,7 @@ class ScaledGemms(nn.Module):
 
     def _scale(self, operand: str) -> Tensor | None:
         """The given scale of delayed scaling."""
-        return getattr(self, f"{operand}_scale") if isinstance(self.recipe, DelayedScaling) else None
+        return getattr(self, f"{operand}_scale") if self.delayed else None
 
     def _remember(self, operand: str, made: Components) -> None:
         """Put the amaxes of a call into the operand's history, in training."""
@@ -215,7 +217,7 @@ class ScaledGemms(nn.Module):
         for name, value in wanted.items():
             if made_with[name] != value:
                 fail(
-                    f"`{argument}` must be quantised with {name}={value!r} for {self.recipe!r}, but it was with "
+                    f"`{argument}` must be quantised with {name}={value!r} for {self.title}, but it was with "
                     f"{name}={made_with[name]!r}"
                 )
 
