@@ -37,7 +37,6 @@ from .ops import (
     to_blocked_scale,
     to_te_scale_layout,
     to_torch_scale_layout,
-    update_amax_history_,
     wgrad_stash_,
 )
 
@@ -82,7 +81,6 @@ __all__ = [
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
-    "update_amax_history_",
     "warmup",
     "wgrad_stash_",
 ]

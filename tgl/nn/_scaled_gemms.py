@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ..meta.quantized import Components, Options, component_specs
 from ..ops import (
+    fp8_scale_from_history,
+    fp8_update_history_,
     grouped_activation_quantize,
     grouped_dbias,
     grouped_gemm_scaled,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_scaled_wgrad_accumulate_,
-    update_amax_history_,
 )
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor, quantize
@@ -169,7 +170,7 @@ class ScaledGemms(nn.Module):
         rng = None
         if self.specs.grad.stochastic:
             # Out of place, then copied: a clone between two updates of one buffer is what Inductor gets wrong.
-            rng = self.rng_state + torch.tensor([0, 1], device=dy.device)
+            rng = self.rng_state + torch.arange(2, device=dy.device)  # the same seed, the next offset
             self.rng_state.copy_(rng)
         made = self.specs.grad.quantize(
             dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, dbias=dbias
@@ -196,13 +197,12 @@ class ScaledGemms(nn.Module):
         amax = made.amax if made.amax.shape[0] else made.columnwise_amax
         spec: QuantizeSpec = getattr(self.specs, operand)
         assert spec.dtype is not None
-        update_amax_history_(
-            amax,
-            getattr(self, f"{operand}_history"),
-            getattr(self, f"{operand}_scale"),
-            dtype=spec.dtype,
-            margin=recipe.margin,
-            algo=recipe.amax_compute_algo,
+        history, scale = getattr(self, f"{operand}_history"), getattr(self, f"{operand}_scale")
+        fp8_update_history_(amax, history)
+        scale.copy_(
+            fp8_scale_from_history(
+                history, scale, algorithm=recipe.amax_compute_algo, dtype=spec.dtype, margin=recipe.margin
+            )
         )
 
     def _check_quantized(

@@ -21,7 +21,6 @@ from .scale_layout import (
     to_torch_scale_layout,
 )
 from .splits_to_offsets import splits_to_offsets
-from .update_amax_history import update_amax_history_
 from .wgrad_stash import wgrad_stash_
 
 __all__ = [
@@ -46,6 +45,5 @@ __all__ = [
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
-    "update_amax_history_",
     "wgrad_stash_",
 ]
