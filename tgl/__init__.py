@@ -3,6 +3,7 @@
 from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
+from .meta.quantized import Components
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
 from .ops import (
     SAC_SAVE_LIST,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "Components",
     "GraphCaptureError",
     "GroupedLinear",
     "GroupedMLP",
