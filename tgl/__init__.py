@@ -1,6 +1,6 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
 
-from . import backends
+from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
 from .nn import (
@@ -18,13 +18,26 @@ from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
+    group_dequantize,
+    group_quantize,
     grouped_activation,
+    grouped_activation_quantize,
     grouped_dbias,
     grouped_dbias_dscales,
     grouped_gemm,
+    grouped_gemm_scaled,
+    grouped_gemm_scaled_wgrad,
+    grouped_gemm_scaled_wgrad_accumulate_,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
+    update_amax_history_,
     wgrad_stash_,
 )
 
@@ -47,15 +60,29 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
+    "group_dequantize",
+    "group_quantize",
     "grouped_activation",
+    "grouped_activation_quantize",
     "grouped_dbias",
     "grouped_dbias_dscales",
     "grouped_gemm",
+    "grouped_gemm_scaled",
+    "grouped_gemm_scaled_wgrad",
+    "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "recipes",
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
+    "update_amax_history_",
     "warmup",
     "wgrad_stash_",
 ]

@@ -22,18 +22,18 @@ class Pending(NamedTuple):
 
 
 class References:
-    """Keeps the tensors themselves, of any number of microbatches."""
+    """Keeps the tensors themselves, of any number of microbatches.
+
+    Attributes:
+        started: whether a forward has been run since the last ``clear``.
+    """
 
     def __init__(self) -> None:
         self._held: list[tuple[Pending, list[int]]] = []
+        self.started = False
 
     def __call__(self, x: Operand, dy: Operand, offs: Tensor, dbias: Tensor | None) -> None:
         self._held.append((Pending(x, dy, offs, dbias), [t._version for t in (*x, *dy, offs)]))
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is pending."""
-        return not self._held
 
     def pending(self) -> list[Pending]:
         """Everything that is pending.
@@ -52,6 +52,7 @@ class References:
     def clear(self) -> None:
         """Forget what was pending."""
         self._held.clear()
+        self.started = False
 
 
 class Copies:
@@ -60,7 +61,7 @@ class Copies:
     Which places are in use is known on the device alone: an unused one has groups without rows, which add nothing.
 
     Attributes:
-        empty: whether no forward has been run that could have led to a copy.
+        started: whether a forward has been run since the last ``clear``.
     """
 
     def __init__(self, microbatches: int, like: Pending, device: torch.device) -> None:
@@ -73,15 +74,13 @@ class Copies:
 
         self._buffers = [room(t) for t in sources] + ([room(like.dbias)] if like.dbias is not None else [])
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
-        self.empty = True
+        self.started = False
 
     def __call__(self, x: Operand, dy: Operand, offs: Tensor, dbias: Tensor | None) -> None:
         wgrad_stash_([*x, *dy, offs, *([dbias] if dbias is not None else [])], self._state, self._buffers)
 
     def pending(self) -> list[Pending]:
         """One entry per place, used or not."""
-        if self.empty:
-            return []
         n_x, n_dy = self._counts
         entries = []
         for place in zip(*(b.unbind() for b in self._buffers)):
@@ -91,12 +90,10 @@ class Copies:
 
     def clear(self) -> None:
         """Make every place unused again."""
-        for buffer in self._buffers[
-            sum(self._counts) :
-        ]:  # the ends and the bias gradients; what they point at may stay
+        for buffer in self._buffers[sum(self._counts) :]:  # ends and bias gradients; the rest is then not read
             buffer.zero_()
         self._state[:1] = 0
-        self.empty = True
+        self.started = False
 
     @property
     def bytes_reserved(self) -> int:

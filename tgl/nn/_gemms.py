@@ -48,6 +48,9 @@ class Gemms(Protocol):
 
     fuses_activation: bool
 
+    def reset_state(self) -> None:
+        """Start afresh, with the layer's parameters."""
+
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         """Prepare the layer's input for the GEMMs asked for."""
 
@@ -104,6 +107,9 @@ class DenseGemms:
 
     fuses_activation = False
 
+    def reset_state(self) -> None:
+        pass
+
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         return Operands(fprop=(x,) if fprop else (), wgrad=(x,) if wgrad else ())
 
@@ -152,18 +158,3 @@ class DenseGemms:
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)
-
-
-def gemms_for(
-    recipe: Any,
-    num_gemms: int,
-    in_features: int,
-    out_features: int,
-    *,
-    device: torch.device | str | None,
-    save_original_input: bool,
-) -> Gemms:
-    """The GEMMs of a layer that follows ``recipe``."""
-    if recipe is not None:
-        raise TypeError(f"`recipe` must be None, but got {recipe!r}")
-    return DenseGemms()

@@ -28,13 +28,13 @@ class Call(NamedTuple):
         out_dtype: dtype of the result.
         discrete: whether every group has a weight (and a bias) parameter of its own.
         activation: arguments of ``grouped_activation``, which then comes before the layer; None for none.
+        scaled_by_probs: whether ``probs`` multiplies the bias as well; then there is no ``bias_scale``.
         out: buffer ``[T, N]`` of the result, or None.
         dgrad_out: buffer ``[T, K]`` of the input gradient, or None.
         main_grad: ``[G, N, K]`` that takes the weight gradient, or None.
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
         save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
-        grad: whether grad mode is on; inside the function it never is.
     """
 
     gemms: Gemms
@@ -44,19 +44,31 @@ class Call(NamedTuple):
     out_dtype: torch.dtype
     discrete: bool = False
     activation: dict[str, Any] | None = None
+    scaled_by_probs: bool = False
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
     main_grad: Tensor | None = None
     overwrite_main_grad: bool = False
     stash: Stash | None = None
     save_original_input: bool = False
-    grad: bool = True
 
     def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
         """The layer's input, prepared."""
         if self.activation is None:
             return self.gemms.input(x, offs, fprop=fprop, wgrad=wgrad)
         return self.gemms.activated_input(x, offs, probs, self.activation, fprop=fprop, wgrad=wgrad)
+
+
+def fprop(
+    call: Call, x: Tensor, probs: Tensor | None, bias_scale: Tensor | None, *, wgrad: bool = False
+) -> tuple[Tensor, Operand]:
+    """The result ``[T, N]``, and what the weight gradient will read if ``wgrad``."""
+    prepared = call.input(x, call.offs, probs, fprop=True, wgrad=wgrad)
+    scale = probs if call.scaled_by_probs else bias_scale
+    y = call.gemms.fprop(
+        prepared.fprop, call.weight.fprop, call.offs, call.bias, scale, out_dtype=call.out_dtype, out=call.out
+    )
+    return y, prepared.wgrad
 
 
 class LinearFunction(torch.autograd.Function):
@@ -76,25 +88,24 @@ class LinearFunction(torch.autograd.Function):
         bias_scale: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        needs = ctx.needs_input_grad if call.grad else (False,) * (5 + len(parameters))
+        needs = ctx.needs_input_grad
         first_bias = 5 + num_weights
         ctx.needs_dgrad = needs[2] or needs[3]
         ctx.needs_wgrad, ctx.needs_dbias = any(needs[5:first_bias]), any(needs[first_bias:])
         again = call.save_original_input
-        prepared = call.input(x, call.offs, probs, fprop=True, wgrad=ctx.needs_wgrad and not again)
-        y = call.gemms.fprop(
-            prepared.fprop, call.weight.fprop, call.offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
-        )
-        original: tuple[Tensor, ...] = ()
-        if (again and ctx.needs_wgrad) or (call.activation is not None and (ctx.needs_dgrad or ctx.needs_wgrad)):
-            original = (x,) if probs is None else (x, probs)
-        scale = () if bias_scale is None else (bias_scale,)
-        save(ctx, (*prepared.wgrad, *original, *scale), (call.offs, call.bias, *call.weight.dgrad))
-        ctx.counts = len(prepared.wgrad), len(original)
+        y, wgrad_operand = fprop(call, x, probs, bias_scale, wgrad=ctx.needs_wgrad and not again)
+        kept = {}
+        if (again and ctx.needs_wgrad) or (call.activation is not None and ctx.needs_dgrad):
+            kept["x"] = x
+        if probs is not None:
+            kept["probs"] = probs
+        if bias_scale is not None:
+            kept["bias_scale"] = bias_scale
+        save(ctx, (*wgrad_operand, *kept.values()), (call.offs, call.bias, *call.weight.dgrad))
+        ctx.kept = tuple(kept)
         ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
         ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
-        ctx.scale_dtypes = tuple(t.dtype if t is not None else None for t in (probs, bias_scale))
         return y if call.out is None else y.detach()
 
     @staticmethod
@@ -102,30 +113,32 @@ class LinearFunction(torch.autograd.Function):
         call, gemms = ctx.call, ctx.call.gemms
         activations, (offs, bias, *weight) = restore(ctx)
         assert offs is not None
-        n_prepared, n_original = ctx.counts
-        wgrad_operand, rest = activations[:n_prepared], activations[n_prepared:]
-        original, scale = rest[:n_original], rest[n_original:]
-        x = original[0] if original else None
-        probs = original[1] if len(original) > 1 else None
+        count = len(activations) - len(ctx.kept)
+        wgrad_operand, kept = activations[:count], dict(zip(ctx.kept, activations[count:]))
+        probs, bias_scale = kept.get("probs"), kept.get("bias_scale")
+        scale = probs if call.scaled_by_probs else bias_scale
+        needs_dscale = ctx.needs_input_grad[3 if call.scaled_by_probs else 4]
         dx = dprobs = dscale = None
 
         dy, dbias = gemms.grad(
-            grad, offs, dgrad=ctx.needs_dgrad, wgrad=ctx.needs_wgrad, dbias=ctx.needs_dbias and len(scale) == 0
+            grad, offs, dgrad=ctx.needs_dgrad, wgrad=ctx.needs_wgrad, dbias=ctx.needs_dbias and scale is None
         )
         if ctx.needs_dgrad:
             dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, out_dtype=ctx.dtypes[0], out=call.dgrad_out)
             if call.activation is not None:
-                dx, dprobs = torch.ops.tgl.grouped_activation_backward(dx, x, offs, probs, **call.activation)
-                dprobs = dprobs.to(ctx.scale_dtypes[0]) if probs is not None else None
+                dx, dprobs = torch.ops.tgl.grouped_activation_backward(dx, kept["x"], offs, probs, **call.activation)
             elif call.dgrad_out is not None:
                 dx = dx.detach()
-        if scale and (ctx.needs_dbias or ctx.needs_input_grad[4]):
+        if scale is not None and (ctx.needs_dbias or needs_dscale):
             assert bias is not None
-            dbias, dscale = grouped_dbias_dscales(grad, bias, scale[0], offs)
-            dscale = dscale.to(ctx.scale_dtypes[1])
+            dbias, dscale = grouped_dbias_dscales(grad, bias, scale, offs)
+            if call.scaled_by_probs:
+                dprobs, dscale = dscale if dprobs is None else dprobs + dscale, None
         if ctx.needs_wgrad and call.save_original_input:
-            wgrad_operand = call.input(x, offs, probs, fprop=False, wgrad=True).wgrad
+            wgrad_operand = call.input(kept["x"], offs, probs, fprop=False, wgrad=True).wgrad
 
+        dprobs = dprobs.to(probs.dtype) if dprobs is not None and probs is not None else None
+        dscale = dscale.to(bias_scale.dtype) if dscale is not None and bias_scale is not None else None
         if not ctx.needs_dbias:
             dbias = None
         if call.stash is not None and ctx.needs_wgrad:

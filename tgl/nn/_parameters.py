@@ -146,7 +146,10 @@ class GroupedParameters(nn.Module):
         if self.single_grouped_weight:
             main_grad = getattr(weights[0], "main_grad", None)
             if main_grad is None:
-                fail("`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none")
+                fail(
+                    "`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none (nor "
+                    "can there be one under fully_shard, which hands the layer a gathered parameter without it)"
+                )
         else:
             main_grad = self._packed_main_grad(weights)
         shape = (self.num_gemms, self.out_features, self.in_features)
@@ -164,9 +167,7 @@ class GroupedParameters(nn.Module):
     def _packed_main_grad(self, weights: Sequence[nn.Parameter]) -> Tensor:
         # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
         # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
-        if torch.compiler.is_compiling():
-            _find_main_grad(self)
-        elif not self._main_grad_is_known(weights):
+        if torch.compiler.is_compiling() or not self._main_grad_is_known(weights):
             _find_main_grad(self)
         if not self._main_grad_is_known(weights):
             fail(

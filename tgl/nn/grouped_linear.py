@@ -17,9 +17,10 @@ from ..ops.splits_to_offsets import splits_to_offsets
 from ._buffers import check_buffer, check_disjoint
 from ._delayed import Copies, Pending, References, add_to
 from ._errors import explain_to_dynamo, fail
-from ._gemms import Gemms, gemms_for
-from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction
+from ._gemms import Gemms
+from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
+from ._scaled_gemms import gemms_for
 
 MSplits = Tensor | Sequence[int]
 
@@ -125,6 +126,12 @@ class GroupedLinear(GroupedParameters):
         self._plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
         self._delayed: References | Copies = References()
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        gemms: Gemms | None = getattr(self, "gemms", None)  # not there yet when the base class initialises
+        if gemms is not None:
+            gemms.reset_state()
+
     @property
     def has_bias(self) -> bool:
         """Whether there is a bias."""
@@ -187,7 +194,6 @@ class GroupedLinear(GroupedParameters):
         hidden: Tensor,
         offs: Tensor,
         probs: Tensor | None,
-        bias_scale: Tensor | None,
         activation: dict[str, Any],
         *,
         recompute: bool = False,
@@ -196,12 +202,12 @@ class GroupedLinear(GroupedParameters):
     ) -> Tensor:
         """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
 
-        ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
+        ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
         """
         return self._forward_function(
             hidden,
             offs,
-            bias_scale,
+            None,
             is_first_microbatch=is_first_microbatch,
             out=out,
             probs=probs,
@@ -243,9 +249,8 @@ class GroupedLinear(GroupedParameters):
         stash = None
         if needs_wgrad and self.delay_wgrad_compute:
             stash = self._delayed
-            if isinstance(stash, Copies):
-                stash.empty = False
-            elif torch.compiler.is_compiling():
+            stash.started = True
+            if isinstance(stash, References) and torch.compiler.is_compiling():
                 fail(
                     "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
                     "tensors are reused when it has ended, so they are copied into buffers of the layer"
@@ -260,14 +265,16 @@ class GroupedLinear(GroupedParameters):
             out_dtype=out_dtype,
             discrete=not self.single_grouped_weight,
             activation=activation,
+            scaled_by_probs=activation is not None and probs is not None and self.has_bias,
             out=out,
             dgrad_out=dgrad_out,
             main_grad=main_grad if stash is None else None,
             overwrite_main_grad=bool(overwrite),
             stash=stash,
             save_original_input=self.save_original_input or recompute,
-            grad=grad,
         )
+        if not grad or not any(t is not None and t.requires_grad for t in (rows, probs, bias_scale, *weights, *biases)):
+            return fprop(call, rows, probs, bias_scale)[0]
         return LinearFunction.apply(call, len(weights), rows, probs, bias_scale, *weights, *biases)
 
     def _checked_buffers(
@@ -310,7 +317,7 @@ class GroupedLinear(GroupedParameters):
         """
         if not self.delay_wgrad_compute:
             raise RuntimeError("reserve_delayed_wgrad needs a layer with delay_wgrad_compute=True")
-        if not self._delayed.empty:
+        if self._delayed.started:
             raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
         weight = self.group_parameters("weight")[0]
         x, dy = self.gemms.wgrad_operands_like(
@@ -331,9 +338,9 @@ class GroupedLinear(GroupedParameters):
         """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
 
         They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``. It may come late, after any
-        number of backwards (of ``microbatches``, if reserved). Without anything pending it does nothing, and so does a
-        second call, or one on a layer without ``delay_wgrad_compute``. If it never comes, weight and bias get no
-        gradient from those microbatches, whose tensors stay alive until it does.
+        number of backwards (of ``microbatches``, if reserved). A second call adds nothing, and on a layer without
+        ``delay_wgrad_compute`` it does nothing. If it never comes, weight and bias get no gradient from those
+        microbatches, whose tensors stay alive until it does.
 
         Raises:
             RuntimeError: a tensor that was kept by reference has been modified in place.
@@ -344,7 +351,8 @@ class GroupedLinear(GroupedParameters):
         weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
         discrete = not self.single_grouped_weight
         main_grad = self.packed_main_grad() if self.fuse_wgrad_accumulation else None
-        overwrite = main_grad is not None and self._mark_main_grad()
+        # A backward that comes after an early call of this belongs to the same step, and must not replace its sum.
+        overwrite = main_grad is not None and self._mark_main_grad() and self._delayed.started
         target, dbias = main_grad, None
         for x, dy, offs, more in entries:
             if target is None:
@@ -366,7 +374,7 @@ class GroupedLinear(GroupedParameters):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         if isinstance(self._delayed, Copies):  # of the old device and dtype
-            if not self._delayed.empty:
+            if self._delayed.started:
                 raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
             self._delayed = References()
         return super()._apply(fn, recurse)

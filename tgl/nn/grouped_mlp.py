@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_activation import grouped_activation
+from ..recipes import DelayedScaling
 from ._buffers import check_buffer, check_disjoint
 from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
 
@@ -59,6 +60,8 @@ class GroupedMLP(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, but got {activation!r}")
+        if recompute_activation and isinstance(recipe, DelayedScaling):
+            raise ValueError("`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then")
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
         self.recompute_activation = recompute_activation
         options: dict[str, Any] = {
@@ -131,7 +134,6 @@ class GroupedMLP(nn.Module):
                 hidden,
                 offs,
                 probs,
-                bias_scale,
                 activation,
                 recompute=self.recompute_activation,
                 is_first_microbatch=is_first_microbatch,

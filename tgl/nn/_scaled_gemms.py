@@ -1,0 +1,313 @@
+"""The GEMMs of a layer on operands quantised as a recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..meta.quantized import Components, Options, component_specs
+from ..ops import (
+    grouped_activation_quantize,
+    grouped_dbias,
+    grouped_gemm_scaled,
+    grouped_gemm_scaled_wgrad,
+    grouped_gemm_scaled_wgrad_accumulate_,
+    update_amax_history_,
+)
+from ..recipes import DelayedScaling, QuantizeSpec, Recipe
+from ..tensor import GroupedTensor
+from ..tensor._structure import FIELDS
+from ._errors import fail
+from ._gemms import DenseGemms, Gemms, Operand, Operands
+
+KEPT = tuple(f"kept_{name}" for name in Components._fields)
+
+
+class ScaledGemms(nn.Module):
+    """``Gemms`` on quantised operands, with the state that a recipe needs as buffers.
+
+    Operands are ``(data, scale)``, or ``(data, scale, amax)`` for NVFP4. A layer's input or weight may be a
+    ``GroupedTensor`` that is quantised already.
+
+    In the state dict are the seed and offset of stochastic rounding (``rng_state``) and, for ``DelayedScaling``, the
+    histories and scales; a state dict that lacks them loads, and leaves them as they are. The quantised weight that
+    ``is_first_microbatch`` keeps is not saved.
+
+    Args:
+        recipe: how operands are quantised.
+        num_gemms, in_features, out_features: of the layer.
+        device: of the buffers.
+        save_original_input: whether the layer will quantise its input once more in the backward.
+    """
+
+    fuses_activation = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        save_original_input: bool = False,
+    ) -> None:
+        super().__init__()
+        recipe.check_features(in_features=in_features, out_features=out_features)
+        delayed = isinstance(recipe, DelayedScaling)
+        if delayed and save_original_input:
+            raise ValueError("`save_original_input` must be False for DelayedScaling, whose scale has moved on by then")
+        self.recipe = recipe
+        self.specs = recipe.operands
+        self.names = {"format": recipe.format, "scale_layout": self.specs.input.scale_layout}
+        self.num_gemms = num_gemms
+        if delayed:
+            for name in self.specs._fields:
+                shape = (recipe.amax_history_len, num_gemms)
+                self.register_buffer(f"{name}_history", torch.zeros(shape, dtype=torch.float32, device=device))
+                self.register_buffer(f"{name}_scale", torch.ones(num_gemms, dtype=torch.float32, device=device))
+        if self.specs.grad.stochastic:
+            self.register_buffer("rng_state", torch.zeros(2, dtype=torch.int64, device=device))
+        for name in KEPT:
+            self.register_buffer(name, None, persistent=False)
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Forget histories and kept weights, and take a new seed from the state of torch's default generator.
+
+        The generator does not advance, so that a recipe does not change what is drawn after it.
+        """
+        for name, buffer in self.named_buffers():
+            if name == "rng_state" and buffer.device.type != "meta":
+                generator = torch.Generator().set_state(torch.get_rng_state())
+                buffer.copy_(torch.stack([torch.randint(2**62, (), generator=generator), torch.tensor(0)]))
+            elif name in KEPT:
+                setattr(self, name, None)
+            elif buffer.device.type != "meta":
+                buffer.fill_(1.0 if name.endswith("_scale") else 0.0)
+
+    # --- operands -----------------------------------------------------------------------------------------------------
+
+    def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
+        if isinstance(x, GroupedTensor):
+            self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
+            return _forward_operands(x.components(), self.recipe.format, fprop, wgrad=wgrad)
+        spec = self.specs.input
+        made = spec.quantize(x, offs, rowwise=fprop, columnwise=wgrad, scale=self._scale("input"))
+        self._remember("input", made)
+        return _forward_operands(made, self.recipe.format, fprop, wgrad=wgrad)
+
+    def activated_input(
+        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+    ) -> Operands:
+        options = {k: v for k, v in self.specs.input.options(wgrad).items() if k != "block_2d"}
+        made = grouped_activation_quantize(
+            h, offs, probs, self._scale("input"), rowwise=fprop, columnwise=wgrad, **options, **activation
+        )
+        self._remember("input", made)
+        return _forward_operands(made, self.recipe.format, fprop, wgrad=wgrad)
+
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
+        """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""
+        form = self.recipe.format
+        if isinstance(w, GroupedTensor):
+            self._check_quantized("weight", w, self.specs.weight, rowwise=True, columnwise=dgrad)
+            return _forward_operands(w.components(), form, True, dgrad=dgrad)
+        spec = self.specs.weight
+        if is_first_microbatch is None:
+            made = spec.quantize(w, None, columnwise=dgrad, scale=self._scale("weight"))
+            self._remember("weight", made)
+            return _forward_operands(made, form, True, dgrad=dgrad)
+        first = is_first_microbatch
+        if isinstance(first, Tensor) and isinstance(self.recipe, DelayedScaling):
+            fail("`is_first_microbatch` must be True, False or None for DelayedScaling, but got a tensor", TypeError)
+        kept = self._kept()
+        if kept is None:
+            if first is False:
+                fail("`is_first_microbatch` must be True in the first call, but got False", RuntimeError)
+            kept = spec.quantize(w, None, scale=self._scale("weight"))
+            for name, part in zip(KEPT, kept):
+                setattr(self, name, part)
+            self._remember("weight", kept)
+        elif first is not False:
+            noop = first.logical_not() if isinstance(first, Tensor) else None
+            spec.quantize(w, None, scale=self._scale("weight"), noop=noop, out=kept)
+            self._remember("weight", kept)
+        return _forward_operands(kept, form, True, dgrad=dgrad)
+
+    def wgrad_operands_like(
+        self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> tuple[Operand, Operand]:
+        """Stand-ins on the meta device for what wgrad reads of an input and of an output gradient of ``rows`` rows."""
+        form = self.recipe.format
+        found = []
+        for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
+            options = {k: v for k, v in spec.options().items() if v is not None}
+            resolved = Options(**options, rowwise=False).resolved("group_quantize")
+            made = component_specs(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
+            found.append(_columnwise(made.empty(), form))
+        return found[0], found[1]
+
+    def _kept(self) -> Components | None:
+        """The quantised weight that was kept, if one was; later ones are written into the same memory."""
+        return None if self.kept_data is None else Components(*[getattr(self, name) for name in KEPT])
+
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
+        if not dgrad and not wgrad:
+            return Operands(), grouped_dbias(dy, offs) if dbias else None
+        rng = None
+        if self.specs.grad.stochastic:
+            # Out of place, then copied: a clone between two updates of one buffer is what Inductor gets wrong.
+            rng = self.rng_state + torch.tensor([0, 1], device=dy.device)
+            self.rng_state.copy_(rng)
+        made = self.specs.grad.quantize(
+            dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, dbias=dbias
+        )
+        self._remember("grad", made)
+        form = self.recipe.format
+        operands = Operands(
+            dgrad=_rowwise(made, form) if dgrad else (),
+            wgrad=_columnwise(made, form) if wgrad else (),
+        )
+        return operands, made.dbias if dbias else None
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def _scale(self, operand: str) -> Tensor | None:
+        """The given scale of delayed scaling."""
+        return getattr(self, f"{operand}_scale") if isinstance(self.recipe, DelayedScaling) else None
+
+    def _remember(self, operand: str, made: Components) -> None:
+        """Put the amaxes of a call into the operand's history, in training."""
+        recipe = self.recipe
+        if not isinstance(recipe, DelayedScaling) or not self.training:
+            return
+        amax = made.amax if made.amax.shape[0] else made.columnwise_amax
+        spec: QuantizeSpec = getattr(self.specs, operand)
+        assert spec.dtype is not None
+        update_amax_history_(
+            amax,
+            getattr(self, f"{operand}_history"),
+            getattr(self, f"{operand}_scale"),
+            dtype=spec.dtype,
+            margin=recipe.margin,
+            algo=recipe.amax_compute_algo,
+        )
+
+    def _check_quantized(
+        self, argument: str, t: GroupedTensor, spec: QuantizeSpec, *, rowwise: bool, columnwise: bool
+    ) -> None:
+        """``t`` is quantised in a way that the recipe's GEMMs can read."""
+        made_with = dict(zip(FIELDS, t.static))
+        wanted = {"format": spec.format, "scale_layout": spec.scale_layout}
+        wanted |= {"rowwise": True} if rowwise else {}
+        wanted |= {"columnwise": True, "rht": spec.rht} if columnwise else {}
+        wanted |= {"block_2d": spec.block_2d} if spec.format == "fp8_block" else {}
+        for name, value in wanted.items():
+            if made_with[name] != value:
+                fail(
+                    f"`{argument}` must be quantised with {name}={value!r} for {self.recipe!r}, but it was with "
+                    f"{name}={made_with[name]!r}"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledGemms:
+        """Buffers move with the module, but ``module.bfloat16()`` and the like leave their dtypes alone."""
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        own = {prefix + name: t for name, t in self.named_buffers() if name not in self._non_persistent_buffers_set}
+        super()._load_from_state_dict({**own, **state_dict}, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return repr(self.recipe)
+
+    # --- GEMMs --------------------------------------------------------------------------------------------------------
+
+    def fprop(
+        self,
+        x: Operand,
+        w: Operand,
+        offs: Tensor,
+        bias: Tensor | None,
+        bias_scale: Tensor | None,
+        *,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return grouped_gemm_scaled(
+            *_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out
+        )
+
+    def dgrad(
+        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        return grouped_gemm_scaled(
+            *_pair(dy, w, offs), **self.names, b_direction="columnwise", out_dtype=out_dtype, out=out
+        )
+
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        return grouped_gemm_scaled_wgrad(
+            *_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment
+        )
+
+    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+        *operands, dy_amax, x_amax = _pair(dy, x, offs)
+        grouped_gemm_scaled_wgrad_accumulate_(
+            *operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite
+        )
+
+
+def _pair(a: Operand, b: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:
+    """The leading arguments of a scaled GEMM."""
+    return a[0], a[1], b[0], b[1], offs, a[2] if len(a) == 3 else None, b[2] if len(b) == 3 else None
+
+
+def _rowwise(made: Components, form: str) -> Operand:
+    return (made.data, made.scale, made.amax) if form == "nvfp4" else (made.data, made.scale)
+
+
+def _columnwise(made: Components, form: str) -> Operand:
+    parts = (made.columnwise_data, made.columnwise_scale)
+    return (*parts, made.columnwise_amax) if form == "nvfp4" else parts
+
+
+def _forward_operands(
+    made: Components, form: str, fprop: bool, *, dgrad: bool = False, wgrad: bool = False
+) -> Operands:
+    columnwise = _columnwise(made, form) if dgrad or wgrad else ()
+    return Operands(
+        fprop=_rowwise(made, form) if fprop else (),
+        dgrad=columnwise if dgrad else (),
+        wgrad=columnwise if wgrad else (),
+    )
+
+
+def gemms_for(
+    recipe: Recipe | None,
+    num_gemms: int,
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | str | None = None,
+    save_original_input: bool = False,
+) -> Gemms:
+    """The GEMMs of a layer that follows ``recipe``; None is for the tensors as they are."""
+    if recipe is None:
+        return DenseGemms()
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe` must be a recipe of tgl.recipes or None, but got {recipe!r}")
+    return ScaledGemms(
+        recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
+    )

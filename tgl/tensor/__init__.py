@@ -1,0 +1,21 @@
+"""``GroupedTensor``: the components of a quantised (or dense) operand behind one tensor, and one class per format."""
+
+from .formats import (
+    DenseGroupedTensor,
+    FP8BlockGroupedTensor,
+    FP8TensorGroupedTensor,
+    MXFP8GroupedTensor,
+    NVFP4GroupedTensor,
+)
+from .grouped_tensor import GroupedTensor
+from .quantize import quantize
+
+__all__ = [
+    "DenseGroupedTensor",
+    "FP8BlockGroupedTensor",
+    "FP8TensorGroupedTensor",
+    "GroupedTensor",
+    "MXFP8GroupedTensor",
+    "NVFP4GroupedTensor",
+    "quantize",
+]

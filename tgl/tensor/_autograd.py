@@ -1,0 +1,74 @@
+"""Straight-through derivatives: a gradient passes a quantisation as if it were not there.
+
+The gradient of a GroupedTensor is a dense tensor with zeros in the rows past ``offs[-1]``: everything that reads a
+GroupedTensor makes it so. That is why ``Wrap`` may pass it on without a look, and it must: Dynamo traces a backward with
+a gradient of the output's type, on which no op is defined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import _structure
+
+if TYPE_CHECKING:
+    from .grouped_tensor import GroupedTensor, Shapes, Static
+
+
+class Wrap(torch.autograd.Function):
+    """Components behind one tensor, whose gradient is that of the ``x`` they were made from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        format: str,
+        static: Static,
+        shapes: Shapes | None,
+        names: tuple[str, ...],
+        *parts: Tensor,
+    ) -> GroupedTensor:
+        return _structure.CLASSES[format](x.shape, x.dtype, static, dict(zip(names, parts)), shapes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *(None,) * (len(ctx.needs_input_grad) - 1)
+
+
+class RowScale(torch.autograd.Function):
+    """Carries the derivative of ``x * row_scale[:, None]``; the product itself is formed where ``x`` is quantised."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row_scale: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, row_scale, offs)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, row_scale, offs = ctx.saved_tensors
+        dx = dscale = None
+        if ctx.needs_input_grad[0]:
+            dx = _structure.zero_tail(grad * row_scale.to(grad.dtype)[:, None], offs)
+        if ctx.needs_input_grad[1]:
+            dot = torch.linalg.vecdot(grad.float(), x.float())
+            dscale = _structure.zero_tail(dot[:, None], offs)[:, 0].to(row_scale.dtype)
+        return dx, dscale, None
+
+
+class Dequantize(torch.autograd.Function):
+    """The values of a GroupedTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+        ctx.save_for_backward(t.offs)
+        ctx.dtype = t.dtype
+        return t.read(dtype, columnwise)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (offs,) = ctx.saved_tensors
+        grad = grad.to(ctx.dtype)
+        return grad if offs is None else _structure.zero_tail(grad, offs), None, None

@@ -1,0 +1,141 @@
+"""The aten ops that a GroupedTensor takes; every other one raises and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from ..meta.quantized import SOURCES
+from . import _structure
+
+if TYPE_CHECKING:
+    from .grouped_tensor import GroupedTensor
+
+aten = torch.ops.aten
+
+_OPS: dict[Any, Callable[..., Any]] = {}
+_VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.select.int}
+_VIEWS.add(aten.unbind.int)
+
+
+def _op(*overloads: Any) -> Callable:
+    def register(function: Callable) -> Callable:
+        _OPS.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
+def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run ``func`` for ``GroupedTensor.__torch_dispatch__``."""
+    function = _OPS.get(func)
+    result = function(*args, **kwargs) if function is not None else NotImplemented
+    if result is NotImplemented:
+        kinds = {type(a).__name__: None for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, base)}
+        raise NotImplementedError(
+            f"{', '.join(kinds)} does not support {func} with these arguments: it holds the components of a format; "
+            "take its values with dequantize(), its groups with split() or its components"
+        )
+    return return_and_correct_aliasing(func, args, kwargs, result) if func in _VIEWS else result
+
+
+@_op(aten.detach.default, aten.alias.default)
+def _alias(t: GroupedTensor) -> GroupedTensor:
+    return t.map(aten.alias.default)
+
+
+@_op(aten.view.default)
+def _view(t: GroupedTensor, size: Any) -> Any:
+    return _alias(t) if tuple(size) == tuple(t.shape) else NotImplemented
+
+
+@_op(aten.as_strided.default)
+def _as_strided(t: GroupedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    return _alias(t) if (tuple(size), tuple(stride)) == (tuple(t.shape), t.stride()) else NotImplemented
+
+
+@_op(aten.clone.default)
+def _clone(t: GroupedTensor, *, memory_format: Any = None) -> GroupedTensor:
+    return t.map(torch.clone)
+
+
+@_op(aten._to_copy.default)
+def _to_copy(
+    t: GroupedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> GroupedTensor:
+    dtype = t.dtype if dtype is None else dtype
+    _require_logical(dtype)
+    return t.cast(dtype).map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
+
+
+@_op(aten.empty_like.default)
+def _empty_like(
+    t: GroupedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: Any = None,
+) -> GroupedTensor:
+    dtype = t.dtype if dtype is None else dtype
+    _require_logical(dtype)
+    # The group ends say what the rest means, so they are not left open.
+    return t.cast(dtype).map(
+        lambda part: part.to(device, copy=True) if part is t.offs else torch.empty_like(part, device=device)
+    )
+
+
+def _require_logical(dtype: torch.dtype) -> None:
+    if dtype not in SOURCES:
+        raise TypeError(f"the dtype of a GroupedTensor must be bfloat16, float16 or float32, but got {dtype}")
+
+
+@_op(aten.copy_.default)
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    from .grouped_tensor import GroupedTensor
+
+    if not isinstance(target, GroupedTensor):
+        assert isinstance(source, GroupedTensor)
+        return target.copy_(source.read(source.dtype), non_blocking)
+    if not isinstance(source, GroupedTensor):
+        target.overwrite(source.to(target.device))
+    elif target.same_structure(source):
+        for name, part in target.parts().items():
+            part.copy_(getattr(source, name), non_blocking)
+    elif (target.shape, target.num_groups) == (source.shape, source.num_groups):
+        target.overwrite(source.read(source.dtype).to(target.device), offs=source.offs)
+    else:
+        return NotImplemented
+    return target
+
+
+@_op(aten.unbind.int)
+def _unbind(t: GroupedTensor, dim: int = 0) -> Any:
+    return _structure.split(t, None) if t.dim() == 3 and dim in (0, -3) else NotImplemented
+
+
+@_op(aten.select.int)
+def _select(t: GroupedTensor, dim: int, index: int) -> Any:
+    return _structure.matrix_of(t, index) if t.dim() == 3 and dim in (0, -3) else NotImplemented
+
+
+@_op(aten.stack.default)
+def _stack(tensors: list[GroupedTensor], dim: int = 0) -> Any:
+    first = tensors[0]
+    alike = first.dim() == 2 and first.offs is None and dim in (0, -3)
+    if not alike or not all(first.same_structure(t) for t in tensors):
+        return NotImplemented
+    parts = {name: torch.stack([getattr(t, name) for t in tensors]) for name in first.parts()}
+    return type(first)((len(tensors), *first.shape), first.dtype, first.static, parts)

@@ -1,0 +1,201 @@
+"""Which components a GroupedTensor of a given shape has, and where each of its groups lies in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..meta import checks
+from ..meta.placement import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, blocked_size, ceil_div
+from ..meta.quantized import ROW_UNIT, Options
+from ..meta.specs import Dim, TensorSpec
+
+if TYPE_CHECKING:
+    from .grouped_tensor import GroupedTensor
+
+CLASSES: dict[str, type[GroupedTensor]] = {}
+"""Classes by name of the format."""
+
+ALIGNMENT = 256  # bytes; where the components of a matrix in a list begin
+
+Static = tuple[Any, ...]
+Shapes = tuple[tuple[int, int], ...]
+Specs = dict[str, TensorSpec]
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Options))
+
+
+def fields(options: Options) -> Static:
+    """``options`` as constants, which Dynamo can read off a tensor that it has traced (a dataclass it cannot).
+
+    A float becomes its text: read off a tensor, it would be an input of the graph, and compile it twice.
+    """
+    return tuple([str(v) if isinstance(v := getattr(options, name), float) else v for name in FIELDS])
+
+
+@lru_cache
+def options_of(static: Static) -> Options:
+    """The inverse of ``fields``."""
+    values = dict(zip(FIELDS, static))
+    return Options(**{**values, "eps": float(values["eps"])})
+
+
+def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
+    """The options that ``format`` and ``options`` describe, checked."""
+    if isinstance(format, Options):
+        checks.require(not options, op, "options", "none beside an Options", ", ".join(options))
+        return format
+    if format == "dense":
+        checks.require(not options, op, "options", "none for dense values", ", ".join(options))
+        return Options("dense", columnwise=False)
+    return Options(format, **options).resolved(op)
+
+
+def stacked(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The shape of a stack of matrices; one matrix is a stack of one."""
+    return tuple(shape) if len(shape) == 3 else (1, *shape)
+
+
+def component_specs(
+    cls: type[GroupedTensor],
+    options: Options,
+    shape: tuple[Dim, ...],
+    groups: Dim | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Specs:
+    """The components by name: of rows in ``groups`` groups with their ``offs``, or of matrices."""
+    if groups is not None:
+        specs = cls.component_specs(options, shape, groups, dtype, device, rows=True)
+        return {**specs, "offs": TensorSpec((groups,), torch.int32, device)}
+    stack = stacked(shape)
+    specs = cls.component_specs(options, stack, stack[0], dtype, device, rows=False)
+    return specs if len(shape) == 3 else {name: _first(spec) for name, spec in specs.items()}
+
+
+def _first(spec: TensorSpec) -> TensorSpec:
+    return spec._replace(shape=spec.shape[1:])
+
+
+# --- a list of matrices -----------------------------------------------------------------------------------------------
+
+
+class Slot(NamedTuple):
+    """Where one component of one matrix lies in the flat buffer of all of them, in elements."""
+
+    start: int
+    shape: tuple[int, ...]
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The component."""
+        return buffer[self.start : self.start + math.prod(self.shape)].view(self.shape)
+
+
+def slots(
+    cls: type[GroupedTensor], options: Options, shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> tuple[list[dict[str, Slot]], Specs]:
+    """Every matrix's components, each on a boundary of ``ALIGNMENT`` bytes, and the buffers that hold them.
+
+    Components of one element per matrix (an amax, the scale of a tensor) lie one behind the other: they are ``[G]``.
+    """
+    found: list[dict[str, Slot]] = []
+    buffers: Specs = {}
+    for shape in shapes:
+        matrix = {}
+        for name, spec in component_specs(cls, options, shape, None, dtype, device).items():
+            start = buffers[name].shape[0] if name in buffers else 0
+            if spec.shape:
+                unit = ALIGNMENT // spec.dtype.itemsize
+                start = ceil_div(start, unit) * unit
+            matrix[name] = Slot(int(start), tuple(int(size) for size in spec.shape))
+            buffers[name] = spec._replace(shape=(start + math.prod(spec.shape),))
+        found.append(matrix)
+    return found, buffers
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def split(t: GroupedTensor, sizes: Sequence[int] | None) -> list[GroupedTensor]:
+    """See ``GroupedTensor.split``."""
+    op = "split"
+    if t.offs is None:
+        checks.require(sizes is None, op, "sizes", "None for matrices", sizes)
+        if t.shapes is not None:
+            found, _ = slots(type(t), t.options, t.shapes, t.dtype, t.device)
+            views = [{name: slot.view(getattr(t, name)) for name, slot in matrix.items()} for matrix in found]
+            return [_matrix(t, shape, parts) for shape, parts in zip(t.shapes, views)]
+        checks.require(t.dim() == 3, op, "self", "a stack or a list of matrices, or rows in groups", t.shape)
+        return [matrix_of(t, g) for g in range(t.shape[0])]
+    must = "given for rows in groups, whose sizes lie on the device (split_host reads them there)"
+    checks.require(sizes is not None, op, "sizes", must, None)
+    assert sizes is not None
+    fits = len(sizes) == t.num_groups and all(s >= 0 for s in sizes) and sum(sizes) <= t.shape[0]
+    checks.require(fits, op, "sizes", f"{t.num_groups} sizes that add up to {t.shape[0]} at most", list(sizes))
+    return [_rows_of(t, g, start, size) for g, (start, size) in enumerate(zip(itertools.accumulate((0, *sizes)), sizes))]
+
+
+def matrix_of(t: GroupedTensor, g: int) -> GroupedTensor:
+    """Matrix ``g`` of a stack, as a view."""
+    return _matrix(t, t.shape[1:], {name: part.detach()[g] for name, part in t.parts().items()})
+
+
+def _matrix(t: GroupedTensor, shape: Sequence[Dim], parts: dict[str, Tensor]) -> GroupedTensor:
+    return type(t)(shape, t.dtype, t.static, parts)
+
+
+def _rows_of(t: GroupedTensor, g: int, start: int, size: int) -> GroupedTensor:
+    """The rows of group ``g`` as one matrix of views; see ``placement`` for where they lie."""
+    options, k = t.options, int(t.shape[1])
+    views: dict[str, Callable[[Tensor], Tensor]] = {"rowwise_data": lambda c: c[start : start + size]}
+    if options.format != "dense":
+        f = options.description
+        across, down = ceil_div(k, f.block or 1), ceil_div(size, f.block or 1)
+        place = start // f.unit_scale + g if f.unit_scale else 0
+        first, row = place * f.unit_scale // (f.block or 1), start // ROW_UNIT + g
+
+        def one(c: Tensor) -> Tensor:
+            return c[g]
+
+        def row_tiles(c: Tensor) -> Tensor:
+            bytes_per_row = blocked_size(ROW_UNIT, across)
+            return c[row * bytes_per_row : (row + ceil_div(size, ROW_UNIT)) * bytes_per_row]
+
+        def column_tiles(c: Tensor) -> Tensor:
+            tiles = c.view(ceil_div(k, TILE_ROWS), -1, TILE_BYTES)
+            return tiles[:, first // TILE_COLUMNS : first // TILE_COLUMNS + ceil_div(down, TILE_COLUMNS)]
+
+        def column_data(c: Tensor) -> Tensor:
+            begin = (start // f.unit_data + g) * f.unit_data // f.per_byte
+            # NVFP4 in whole blocks: a Hadamard transform fills the last one.
+            width = ceil_div(size, f.block) * f.block if f.per_byte == 2 else size
+            return c[:, begin : begin + width // f.per_byte]
+
+        transposed_scales = f.per_byte == 2
+        views["rowwise_amax"] = views["columnwise_amax"] = one
+        if not f.block:
+            views["rowwise_scale"] = views["columnwise_scale"] = one
+        elif options.blocked:
+            views["rowwise_scale"], views["columnwise_scale"] = row_tiles, column_tiles
+        else:
+            views["rowwise_scale"] = views["rowwise_data"]
+            views["columnwise_scale"] = (
+                (lambda c: c[:, first : first + down]) if transposed_scales else lambda c: c[first : first + down]
+            )
+        views["columnwise_data"] = column_data if f.transposed_columnwise else views["rowwise_data"]
+    parts = {name: view(part.detach()) for name, part in t.parts().items() if (view := views.get(name)) is not None}
+    return _matrix(t, (size, k), parts)
+
+
+def zero_tail(x: Tensor, offs: Tensor) -> Tensor:
+    """``x [T, K]`` with zeros in the rows past ``offs[-1]``, whatever was there."""
+    end = offs[-1:].sum()  # of no groups: 0
+    return torch.where(torch.arange(x.shape[0], device=x.device)[:, None] < end, x, 0)

@@ -1,0 +1,176 @@
+"""One small class per format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..meta import checks
+from ..meta.quantized import Components, Options, component_specs
+from ..meta.specs import Dim, TensorSpec
+from ..ops.group_dequantize import group_dequantize
+from ..ops.group_quantize import group_quantize
+from . import _structure
+from .grouped_tensor import COMPONENTS, GroupedTensor
+
+
+def has(options: Options, name: str) -> bool:
+    """Whether a tensor made with ``options`` has the component ``name``."""
+    direction = options.columnwise if name.startswith("columnwise") else options.rowwise
+    return direction and (options.description.has_amax or not name.endswith("amax"))
+
+
+class DenseGroupedTensor(GroupedTensor):
+    """Values as they are: ``rowwise_data`` of the tensor's shape and dtype, zeros in the rows past ``offs[-1]``.
+
+    It lets code that takes GroupedTensors go without quantisation.
+    """
+
+    format = "dense"
+
+    @classmethod
+    def component_specs(
+        cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
+    ) -> dict[str, TensorSpec]:
+        return {"rowwise_data": TensorSpec(tuple(shape), dtype, device)}
+
+    def cast(self, dtype: torch.dtype) -> GroupedTensor:
+        assert self.rowwise_data is not None
+        parts = {**self.parts(), "rowwise_data": self.rowwise_data.to(dtype)}
+        return type(self)(self.shape, dtype, self.static, parts, self.shapes)
+
+    def read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+        assert self.rowwise_data is not None
+        checks.require(not columnwise, "dequantize", "columnwise", "None or False for dense values", columnwise)
+        return self.rowwise_data.to(dtype, copy=True)
+
+    def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+        assert self.rowwise_data is not None
+        for name, t in tensors.items():
+            checks.require(t is None, "quantize_", name, "None for dense values", "a tensor")
+        x = x.to(self.dtype) if offs is None else _structure.zero_tail(x.to(self.dtype), offs)
+        self.rowwise_data.copy_(x if noop is None else torch.where(noop != 0, self.rowwise_data, x))
+
+
+class QuantizedGroupedTensor(GroupedTensor):
+    """What the quantised formats share: they are made by ``group_quantize`` and read by ``group_dequantize``."""
+
+    @classmethod
+    def component_specs(
+        cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
+    ) -> dict[str, TensorSpec]:
+        specs = component_specs(options, shape, groups, device, grouped=rows)
+        return {name: spec for name, spec in zip(COMPONENTS, specs) if has(options, name)}
+
+    @property
+    def scale_layout(self) -> str:
+        """``"compact"`` or ``"blocked"``."""
+        return self.options.scale_layout
+
+    @property
+    def element_dtype(self) -> torch.dtype:
+        """dtype of the data components; uint8 holds two FP4 values."""
+        dtype = self.options.dtype
+        assert dtype is not None
+        return dtype
+
+    def describe(self) -> list[str]:
+        o = self.options
+        words = [f"element={str(o.dtype).removeprefix('torch.')}"] if o.format != "nvfp4" else []
+        words += [name for name in ("rowwise", "columnwise", "power_of_two", "block_2d", "rht") if getattr(o, name)]
+        words += [f"scaling={o.scaling}"] if o.format == "mxfp8" else []
+        return [*words, f"scale_layout={o.scale_layout}"] if len(o.description.layouts) > 1 else words
+
+    def components(self) -> Components:
+        o, f = self.options, self.options.description
+        one = self.dim() == 2 and self.offs is None
+        found = []
+        for name, dtype in zip(COMPONENTS, (self.element_dtype, f.scale_dtype, torch.float32) * 2):
+            t = getattr(self, name)
+            if t is None:
+                t = torch.empty(0, dtype=dtype, device=self.device)
+            elif one:
+                t = t.reshape(1, -1) if o.blocked and name.endswith("scale") else t[None]
+            found.append(t)
+        return Components(*found, torch.empty(0, device=self.device))
+
+    def cast(self, dtype: torch.dtype) -> GroupedTensor:
+        return type(self)(self.shape, dtype, self.static, self.parts(), self.shapes)
+
+    def read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+        o, c = self.options, self.components()
+        columnwise = not o.rowwise if columnwise is None else columnwise
+        direction = "columnwise" if columnwise else "rowwise"
+        present = o.columnwise if columnwise else o.rowwise
+        checks.require(present, "dequantize", "columnwise", f"{not columnwise}: no {direction} components", columnwise)
+        data, scale, amax = c[3:6] if columnwise else c[:3]
+        transposed = columnwise and o.description.transposed_columnwise
+        one = self.offs is None and self.dim() == 2
+        values = group_dequantize(
+            data.contiguous(),
+            scale.contiguous(),
+            self.offs,
+            amax if o.format == "nvfp4" else None,
+            format=o.format,
+            columnwise=columnwise,
+            scale_layout=o.scale_layout,
+            out_dtype=dtype,
+            rows=self.shape[0] if transposed and self.offs is not None else None,
+            block_2d=o.block_2d,
+            rht=o.rht and columnwise,
+        )
+        return values[0, : self.shape[0]] if one else values
+
+    def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+        for name, part in self.parts().items():
+            must = "made of contiguous components (views of rows from split() can be read only)"
+            checks.require(part.is_contiguous(), "quantize_", "self", must, lambda: f"{name} with {part.stride()}")
+        x = x[None] if offs is None and x.dim() == 2 else x
+        group_quantize(x, offs, **tensors, noop=noop, **arguments(self.options), out=self.components())
+
+
+def arguments(options: Options) -> dict[str, Any]:
+    """The keyword arguments of ``group_quantize`` that stand for ``options``."""
+    return {name: getattr(options, name) for name in _structure.FIELDS}
+
+
+class MXFP8GroupedTensor(QuantizedGroupedTensor):
+    """E4M3 (or E5M2) elements, one power-of-two scale (E8M0) per 32 elements of a row, or of a column.
+
+    Components of rows ``[T, K]``, with compact scales: ``rowwise_data [T, K]``, ``rowwise_scale [T, K/32]``,
+    ``columnwise_data [T, K]`` (not transposed), ``columnwise_scale [Tp/32, K]``; see ``tgl.group_quantize``.
+    """
+
+    format = "mxfp8"
+
+
+class NVFP4GroupedTensor(QuantizedGroupedTensor):
+    """E2M1 elements, two per byte, one E4M3 scale per 16 of them and one float32 amax per group.
+
+    Components of rows ``[T, K]``, with compact scales: ``rowwise_data [T, K/2]``, ``rowwise_scale [T, K/16]``,
+    ``columnwise_data [K, Tp/2]`` (transposed), ``columnwise_scale [K, Tp/16]``; see ``tgl.group_quantize``.
+    """
+
+    format = "nvfp4"
+
+
+class FP8TensorGroupedTensor(QuantizedGroupedTensor):
+    """E4M3 (or E5M2) elements, one float32 scale per group: its own (current scaling) or a given one (delayed).
+
+    Components of rows ``[T, K]``: ``rowwise_data [T, K]``, ``columnwise_data [K, Tp]`` (transposed), inverse scales and
+    amaxes ``[G]``; see ``tgl.group_quantize``.
+    """
+
+    format = "fp8_tensor"
+
+
+class FP8BlockGroupedTensor(QuantizedGroupedTensor):
+    """E4M3 (or E5M2) elements, one float32 scale per 128 elements of a row, or of a column, or per 128 x 128 block.
+
+    Components of rows ``[T, K]``: ``rowwise_data [T, K]``, ``rowwise_scale [T, K/128]``, ``columnwise_data [K, Tp]``
+    (transposed), ``columnwise_scale [Tp/128, K]``; see ``tgl.group_quantize``.
+    """
+
+    format = "fp8_block"

@@ -1,0 +1,375 @@
+"""``GroupedTensor``: G groups of rows, or G matrices, held as the components of a format behind one tensor.
+
+The wrapper has the shape and dtype of what it stands for and no memory of its own. Its components are ordinary tensors,
+one allocation each: a graph that writes several of them (``quantize_``) can then tell that they do not overlap, which
+views of one allocation would not allow, and every allocation starts on an alignment that any kernel accepts.
+
+Everything that is not a component is a constant of the graph: the dtype, the options of ``group_quantize`` and, for a
+list of matrices, their shapes. The number of rows is the only size that a graph must leave open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..meta import checks
+from ..meta.quantized import SOURCES, Components, Options
+from ..meta.specs import Dim, TensorSpec
+from . import _autograd, _dispatch, _structure
+from ._structure import CLASSES, Shapes, Static
+
+COMPONENTS = ("rowwise_data", "rowwise_scale", "rowwise_amax", "columnwise_data", "columnwise_scale", "columnwise_amax")
+"""Attributes that hold the components, in the order of ``Components``; None where the tensor does not have one."""
+
+NAMES = (*COMPONENTS, "offs")
+
+
+class GroupedTensor(Tensor):
+    """Abstract base of ``DenseGroupedTensor`` and of one class per quantised format.
+
+    Make one with ``tgl.quantize``, allocate one with ``GroupedTensor.empty``. What it stands for is one of
+
+    - ``[T, K]``, rows in groups: ``offs`` int32 ``[G]`` holds the cumulative group ends, on the device;
+    - ``[G, N, K]``, G matrices of one shape, such as the weights of G experts; ``offs`` is None;
+    - ``[N, K]``, one matrix, such as an element of ``split()``; ``offs`` is None;
+    - ``[numel]``, matrices of any shapes one after the other (``shapes``), for storage; ``offs`` is None.
+
+    Its dtype is the one it was made from, which ``dequantize`` returns to; it can be bfloat16, float16 or float32.
+    Gradients of a GroupedTensor are dense tensors of its shape. It can be cloned, detached, moved, copied into, stacked
+    and unbound, saved and loaded; every other op raises ``NotImplementedError`` and names itself.
+
+    Attributes:
+        format: name of the format.
+        rowwise_data, rowwise_scale, rowwise_amax: components with blocks along K, or None.
+        columnwise_data, columnwise_scale, columnwise_amax: components with blocks along the rows, or None.
+        offs: int32 ``[G]``, or None.
+        shapes: shapes of the matrices of a list, or None.
+    """
+
+    format: ClassVar[str] = ""
+    rowwise_data: Tensor | None
+    rowwise_scale: Tensor | None
+    rowwise_amax: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale: Tensor | None
+    columnwise_amax: Tensor | None
+    offs: Tensor | None
+    shapes: Shapes | None
+    static: Static
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.format:
+            CLASSES[cls.format] = cls
+
+    # --- a traceable wrapper ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def __new__(
+        cls: type[GroupedTensor],
+        shape: Sequence[Dim],
+        dtype: torch.dtype,
+        static: Static,
+        parts: dict[str, Tensor],
+        shapes: Shapes | None = None,
+    ) -> GroupedTensor:
+        """Wrap components as they are; ``tgl.quantize`` and ``empty`` are the ways to make one that fits together."""
+        if not cls.format:
+            raise TypeError("GroupedTensor is abstract: make one with tgl.quantize or GroupedTensor.empty")
+        data = parts["rowwise_data"] if "rowwise_data" in parts else parts["columnwise_data"]
+        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=data.device)
+        self.rowwise_data = parts.get("rowwise_data")
+        self.rowwise_scale = parts.get("rowwise_scale")
+        self.rowwise_amax = parts.get("rowwise_amax")
+        self.columnwise_data = parts.get("columnwise_data")
+        self.columnwise_scale = parts.get("columnwise_scale")
+        self.columnwise_amax = parts.get("columnwise_amax")
+        self.offs = parts.get("offs")
+        self.static = static
+        self.shapes = shapes
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.parts()), (self.dtype, self.static, self.shapes)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner_tensors: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> GroupedTensor:
+        dtype, static, shapes = context
+        return cls(outer_size, dtype, static, inner_tensors, shapes)
+
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        # The gradient of a graph's output is a dense tensor. AOTAutograd looks at the components of whatever is
+        # returned here before it takes it for a plain tensor, so this one says that it has none.
+        tangent = next(iter(self.parts().values())).new_empty(self.shape, dtype=self.dtype)
+        tangent.__tensor_flatten__ = lambda: ((), None)  # type: ignore[attr-defined]
+        return tangent
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch.call(GroupedTensor, func, args, kwargs or {})
+
+    def parts(self) -> dict[str, Tensor]:
+        """The components that there are, and ``offs`` if there is one, by name."""
+        return {name: t for name in NAMES if (t := getattr(self, name)) is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
+        """A GroupedTensor of ``function`` of every part; ``dtype`` replaces the dtype it stands for."""
+        parts = {name: function(t) for name, t in self.parts().items()}
+        return type(self)(self.shape, dtype or self.dtype, self.static, parts, self.shapes)
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> Options:
+        """The options of ``group_quantize`` that it was made with."""
+        return _structure.options_of(self.static)
+
+    @property
+    def num_groups(self) -> Dim:
+        """G."""
+        if self.offs is not None:
+            return self.offs.shape[0]
+        if self.shapes is not None:
+            return len(self.shapes)
+        return self.shape[0] if self.dim() == 3 else 1
+
+    def components(self) -> Components:
+        """What the ops take: ``[0]`` for a component that there is not; one matrix is a stack of one."""
+        raise NotImplementedError
+
+    def same_structure(self, other: GroupedTensor) -> bool:
+        """Whether the components of the two have the same shapes, dtypes and meaning."""
+        return (
+            type(self) is type(other)
+            and (self.shape, self.static, self.shapes) == (other.shape, other.static, other.shapes)
+            and [(n, t.shape) for n, t in self.parts().items()] == [(n, t.shape) for n, t in other.parts().items()]
+        )
+
+    def describe(self) -> list[str]:
+        """What ``repr`` says of the format's options."""
+        return []
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        words = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device={self.device}"]
+        words += [f"groups={self.num_groups}", *self.describe()]
+        if self.requires_grad:
+            words.append("requires_grad=True" if self.grad_fn is None else f"grad_fn=<{self.grad_fn.name()}>")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own = {*NAMES, "static", "shapes"}
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        kind = (self.format, tuple(self.shape), self.dtype, self.static, self.shapes)
+        return rebuild, (*kind, self.parts(), self.requires_grad, state)
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def component_specs(
+        cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
+    ) -> dict[str, TensorSpec]:
+        """The components of rows in groups (``rows``) or of a stack of matrices, by name."""
+        raise NotImplementedError
+
+    def read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+        """The values of rows in groups, of a stack or of one matrix."""
+        raise NotImplementedError
+
+    def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+        """Quantise rows in groups, a stack or one matrix into the components."""
+        raise NotImplementedError
+
+    def cast(self, dtype: torch.dtype) -> GroupedTensor:
+        """The same components standing for another dtype."""
+        raise NotImplementedError
+
+    def read(self, dtype: torch.dtype, columnwise: bool | None = None) -> Tensor:
+        """The values as a dense tensor, outside autograd."""
+        if self.shapes is None:
+            return self.read_matrix(dtype, columnwise)
+        matrices = [part.read_matrix(dtype, columnwise).reshape(-1) for part in self.split()]
+        return torch.cat([torch.empty(0, dtype=dtype, device=self.device), *matrices])
+
+    @torch.no_grad()
+    def overwrite(
+        self,
+        x: Tensor,
+        noop: Tensor | None = None,
+        *,
+        offs: Tensor | None = None,
+        scale: Tensor | None = None,
+        **rest: Tensor | None,
+    ) -> None:
+        """``quantize_`` outside autograd."""
+        op = "quantize_"
+        checks.require(not isinstance(x, GroupedTensor), op, "x", "a dense tensor", type(x).__name__, TypeError)
+        checks.shape(op, "x", x, tuple(self.shape), "of this GroupedTensor")
+        checks.same_device(op, "x", x, "self", self.device)
+        if offs is not None:
+            checks.require(self.offs is not None, op, "offs", "None for a tensor without groups of rows", "a tensor")
+            checks.offsets(op, offs, self.num_groups, "self", self.device)
+        if self.shapes is None:
+            self.write_matrix(x, noop, self.offs if offs is None else offs, scale=scale, **rest)
+            if offs is not None:
+                assert self.offs is not None
+                self.offs.copy_(offs if noop is None else torch.where(noop != 0, self.offs, offs))
+            return
+        matrices = x.split([n * k for n, k in self.shapes])
+        for g, (part, matrix) in enumerate(zip(self.split(), matrices)):
+            own = None if scale is None else scale[g : g + 1]
+            part.write_matrix(matrix.view(part.shape), noop, None, scale=own, **rest)
+
+    def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:  # type: ignore[override]
+        """The values as a dense tensor of the same shape; rows past ``offs[-1]`` are zero.
+
+        Differentiable, straight through: the gradient passes as it is, zero past ``offs[-1]``.
+
+        Args:
+            dtype: bfloat16, float16 or float32; default the tensor's own.
+            columnwise: which components to read; default the rowwise ones if there are any. Columnwise NVFP4 components
+                made with ``rht`` are transformed back.
+
+        Raises:
+            ValueError: there are no such components.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        checks.require(dtype in SOURCES, "dequantize", "dtype", "bfloat16, float16 or float32", dtype, TypeError)
+        return _autograd.Dequantize.apply(self, dtype, columnwise)
+
+    def quantize_(
+        self,
+        x: Tensor | Sequence[Tensor],
+        noop: Tensor | None = None,
+        *,
+        offs: Tensor | None = None,
+        scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        rng: Tensor | None = None,
+    ) -> GroupedTensor:
+        """Quantise ``x`` into the buffers of this tensor, with the options it was made with; nothing is allocated.
+
+        It is how an optimizer step updates a quantised parameter: ``weight.quantize_(master)``. Not differentiable:
+        call it under ``torch.no_grad()`` if this tensor or ``x`` requires grad.
+
+        Args:
+            x: dense, of this tensor's shape, bfloat16, float16 or float32; for a list of matrices a list of their
+                shapes, or their elements one after the other.
+            noop: float32 or bool, one element, on the device: if it is not zero nothing is written. It is not read on
+                the host.
+            offs: int32 ``[G]``: new group ends, copied into ``self.offs``; default: those there are.
+            scale, row_scale, rng: as in ``tgl.quantize``.
+
+        Returns:
+            self.
+
+        Raises:
+            RuntimeError: a gradient would be lost.
+            TypeError, ValueError: arguments that do not fit; nothing has been written.
+        """
+        if not isinstance(x, Tensor):
+            x = _flat(x, self.shapes)
+        if torch.is_grad_enabled() and (self.requires_grad or x.requires_grad):
+            name = "self" if self.requires_grad else "x"
+            raise RuntimeError(f"tgl::quantize_: writes in place and has no derivative, but `{name}` requires grad; "
+                               "use torch.no_grad(), or tgl.quantize for a differentiable result")  # fmt: skip
+        self.overwrite(x, noop, offs=offs, scale=scale, row_scale=row_scale, rng=rng)
+        return self
+
+    @staticmethod
+    def empty(
+        shape: Sequence[Dim] | Sequence[Sequence[int]],
+        format: str | Options,
+        *,
+        num_groups: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> GroupedTensor:
+        """Allocate one from sizes alone; fill it with ``quantize_``.
+
+        Args:
+            shape: ``(T, K)`` with ``num_groups``; ``(G, N, K)``; ``(N, K)``; or a list of shapes ``(N, K)``.
+            format: as in ``tgl.quantize``.
+            num_groups: G, for rows in groups. ``offs`` is zero (empty groups) until ``quantize_`` is given others.
+            dtype: the dtype it stands for: bfloat16, float16 or float32.
+            device: default: the current default device.
+            options: as in ``tgl.quantize``.
+
+        Returns:
+            A tensor whose components are uninitialised (those of a list of matrices zero).
+        """
+        op = "empty"
+        resolved = _structure.resolve(op, format, options)
+        cls, static = CLASSES[resolved.format], _structure.fields(resolved)
+        checks.require(dtype in SOURCES, op, "dtype", "bfloat16, float16 or float32", dtype, TypeError)
+        target = torch.empty(0, device=device).device
+        if shape and not isinstance(shape[0], int | torch.SymInt):
+            shapes = tuple([(n, k) for n, k in shape])
+            _, specs = _structure.slots(cls, resolved, shapes, dtype, target)
+            numel = sum(n * k for n, k in shapes)
+            return cls((numel,), dtype, static, {name: spec.empty().zero_() for name, spec in specs.items()}, shapes)
+        size = tuple(shape)
+        fits = len(size) == 2 if num_groups is not None else len(size) in (2, 3)
+        checks.require(fits, op, "shape", "(T, K) with `num_groups`, (G, N, K), (N, K) or a list of those", size)
+        parts = {
+            name: spec.empty()
+            for name, spec in _structure.component_specs(cls, resolved, size, num_groups, dtype, target).items()
+        }
+        if num_groups is not None:
+            parts["offs"].zero_()
+        return cls(size, dtype, static, parts)
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def split(self, sizes: Sequence[int] | None = None) -> list[GroupedTensor]:  # type: ignore[override]
+        """One GroupedTensor ``[rows, K]`` per group, views that share memory with this one and carry no gradient.
+
+        Args:
+            sizes: rows of each group, for rows in groups only: their sizes lie on the device, where ``split_host`` reads
+                them.
+        """
+        return _structure.split(self, sizes)
+
+    def split_host(self) -> list[GroupedTensor]:
+        """``split`` with the sizes read from ``offs``, at the price of a synchronisation."""
+        if self.offs is None:
+            return self.split()
+        ends = self.offs.tolist()
+        return self.split([end - start for start, end in zip([0, *ends], ends)])
+
+
+def _flat(matrices: Sequence[Tensor], shapes: Shapes | None) -> Tensor:
+    have = tuple(tuple(m.shape) for m in matrices)
+    if shapes is None:
+        checks.require(len(set(have)) == 1, "quantize_", "x", "a tensor, or matrices of one shape", have)
+        return torch.stack(tuple(matrices))
+    checks.require(have == shapes, "quantize_", "x", f"matrices of the shapes {shapes}", have)
+    return torch.cat([m.reshape(-1) for m in matrices])
+
+
+def rebuild(
+    format: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    static: Static,
+    shapes: Shapes | None,
+    parts: dict[str, Tensor],
+    requires_grad: bool,
+    state: dict[str, Any],
+) -> GroupedTensor:
+    """The inverse of pickling; only constants and tensors, so that ``torch.load`` needs to trust nothing else."""
+    self = CLASSES[format](shape, dtype, static, parts, shapes)
+    self.requires_grad_(requires_grad)
+    self.__dict__.update(state)
+    return self
+
+
+torch.serialization.add_safe_globals([rebuild])
