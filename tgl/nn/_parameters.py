@@ -13,57 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import fail
-
-
-def pack(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Move ``parameters`` into one contiguous tensor, if they do not lie in one, and return that tensor.
-
-    None if they are no plain tensors of one form (a wrapper may have replaced them): then they stay as they are.
-    """
-    first = parameters[0]
-    if any(
-        type(p.data) is not Tensor or (p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device)
-        for p in parameters
-    ):
-        return None
-    found = slots_of([p.data for p in parameters])
-    if found is not None and found.is_contiguous():
-        return found
-    packed = torch.empty((len(parameters), *first.shape), dtype=first.dtype, device=first.device)
-    for slot, parameter in zip(packed.unbind(), parameters):
-        slot.copy_(parameter.data)
-        parameter.data = slot
-    return packed
-
-
-def slots_of(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view ``[G, ...]`` of which ``parts`` are the slots, in order and evenly spaced; None if there is none."""
-    first = parts[0]
-    if first.device.type == "meta" or not all(p.is_contiguous() and p.shape == first.shape for p in parts):
-        return None
-    storage = first.untyped_storage().data_ptr()
-    if any(p.untyped_storage().data_ptr() != storage or p.dtype != first.dtype for p in parts):
-        return None
-    starts = [p.storage_offset() for p in parts]
-    step = starts[1] - starts[0] if len(parts) > 1 else first.numel()
-    if step < first.numel() or any(start != starts[0] + i * step for i, start in enumerate(starts)):
-        return None
-    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
-
-
-def _lies_in(packed: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether ``parts`` are the slots of ``packed``, by address."""
-    if packed.device.type == "meta":
-        return True
-    start, step = packed.data_ptr(), packed.stride(0) * packed.element_size()
-    return packed.dtype == parts[0].dtype and all(p.data_ptr() == start + i * step for i, p in enumerate(parts))
+from ._slots import lies_in, pack, slots_of
+from .layouts import is_extra_state
 
 
 @torch.compiler.assume_constant_result
 def _still_packed(module: GroupedParameters, name: str) -> bool:
-    """``_lies_in`` for a trace: decided when it is made, on the real tensors."""
+    """``lies_in`` for a trace: decided when it is made, on the real tensors."""
     packed = module._packed[name]
-    return packed is not None and _lies_in(packed, module.group_parameters(name))
+    return packed is not None and lies_in(packed, module.group_parameters(name))
 
 
 @torch.compiler.assume_constant_result
@@ -227,7 +185,7 @@ class GroupedParameters(nn.Module):
                 destination[prefix + name] = self._packed[name] if _still_packed(self, name) else torch.stack(parts)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        given = dict(state_dict)
+        given = {key: value for key, value in state_dict.items() if not is_extra_state(key, prefix)}
         for name, names in self._names.items():
             keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
             if not names or not keys:

@@ -202,7 +202,8 @@ class GroupedLinear(GroupedParameters):
     ) -> Tensor:
         """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
 
-        ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the activation again.
+        ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the
+        activation again.
         """
         return self._forward_function(
             hidden,

@@ -61,7 +61,9 @@ class GroupedMLP(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, but got {activation!r}")
         if recompute_activation and isinstance(recipe, DelayedScaling):
-            raise ValueError("`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then")
+            raise ValueError(
+                "`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then"
+            )
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
         self.recompute_activation = recompute_activation
         options: dict[str, Any] = {

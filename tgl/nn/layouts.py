@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._parameters import slots_of
+from ._slots import slots_of
 
 _DISCRETE = re.compile(r"(weight|bias)(\d+)")
 _EXTRA_STATE = re.compile(r"_extra_state\d*")
