@@ -146,7 +146,8 @@ class GroupedParameters(nn.Module):
         if not self._main_grad_is_known(weights):
             fail(
                 "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
-                "the slots of tgl.allocate_wgrad do"
+                "the slots of tgl.allocate_wgrad do (there can be none under fully_shard, which hands the layer "
+                "gathered parameters without them)"
             )
         return self._main_grad[0]  # type: ignore[index]
 
