@@ -18,7 +18,7 @@ from ..ops import (
     update_amax_history_,
 )
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
-from ..tensor import GroupedTensor
+from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
 from ._errors import fail
 from ._gemms import DenseGemms, Gemms, Operand, Operands
@@ -150,6 +150,10 @@ class ScaledGemms(nn.Module):
             made = component_specs(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
             found.append(_columnwise(made.empty(), form))
         return found[0], found[1]
+
+    def quantized(self, w: Tensor) -> GroupedTensor:
+        """A weight in the recipe's format, both directions."""
+        return quantize(w, None, **self.specs.weight.options(), scale=self._scale("weight"))
 
     def _kept(self) -> Components | None:
         """The quantised weight that was kept, if one was; later ones are written into the same memory."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import offload
 from ..meta.specs import accumulator
@@ -20,7 +20,7 @@ from ._errors import explain_to_dynamo, fail
 from ._gemms import Gemms
 from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
-from ._scaled_gemms import gemms_for
+from ._scaled_gemms import ScaledGemms, gemms_for
 
 MSplits = Tensor | Sequence[int]
 
@@ -131,6 +131,21 @@ class GroupedLinear(GroupedParameters):
         gemms: Gemms | None = getattr(self, "gemms", None)  # not there yet when the base class initialises
         if gemms is not None:
             gemms.reset_state()
+
+    def quantize_weight(self) -> None:
+        """Replace the weight by a ``GroupedTensor`` parameter in the recipe's format, the only copy from then on.
+
+        ``weight.unbind()`` gives the experts' weights as views, ``weight.quantize_(values)`` writes new values, and
+        gradients are dense.
+
+        Raises:
+            ValueError: there is no recipe, or every group has a weight parameter of its own.
+        """
+        if not isinstance(self.gemms, ScaledGemms):
+            raise ValueError("`recipe` must be given for quantize_weight, but is None")
+        if not self.single_grouped_weight:
+            raise ValueError("`single_grouped_weight` must be True for quantize_weight, but is False")
+        self.weight = nn.Parameter(self.gemms.quantized(self.weight.detach()), self.weight.requires_grad)
 
     @property
     def has_bias(self) -> bool:
