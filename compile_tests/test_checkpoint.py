@@ -1,4 +1,7 @@
-"""Selective activation checkpointing: the ops in ``tgl.SAC_SAVE_LIST`` run once, the rest is recomputed."""
+"""Recomputation in the backward: all, all but the ops in ``tgl.SAC_SAVE_LIST``, or the activation alone.
+
+What runs is counted, and so are the bytes that wait for the backward.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _compiling import Captured, ends, graph_breaks, leaf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tgl
@@ -88,3 +91,75 @@ def test_gradients_are_those_without_checkpointing(mlp: tgl.GroupedMLP, x: Tenso
         torch.compile(checkpointed(mlp, save), backend=backend, fullgraph=True)(x, probs).sum().backward()
         for t, grad in zip((x, *mlp.parameters()), expected):
             torch.testing.assert_close(t.grad, grad)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_saved(mlp: nn.Module, function: Callable, *args: Any) -> int:
+    """Bytes that a call of ``function`` keeps for the backward, eager or compiled; parameters and ``OFFS`` aside."""
+    storages = {t.untyped_storage().data_ptr(): 0 for t in (OFFS, *mlp.parameters())}
+
+    def pack(t: Tensor) -> Tensor:
+        storages.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = function(*args)
+    y.sum().backward()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_bytes_saved(backend: str | None) -> None:
+    """Per row of the experts: the input, FC1's result, the activation, and what follows the experts (here a sine)."""
+    x = torch.randn(9, K)
+
+    def saved(mlp: nn.Module, function: Callable) -> int:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=True) if backend else function
+        return bytes_saved(mlp, compiled, x)
+
+    def experts(mlp: tgl.GroupedMLP) -> Callable:
+        return lambda x: mlp.forward_offsets(x, OFFS).sin()
+
+    whole, thrifty = tgl.GroupedMLP(G, K, N), tgl.GroupedMLP(G, K, N, recompute_activation=True)
+    assert saved(whole, experts(whole)) == 4 * 9 * (K + 2 * N + N + K)
+    assert saved(thrifty, experts(thrifty)) == 4 * 9 * (K + 2 * N + K)
+    region = experts(whole)
+    assert saved(whole, lambda x: checkpoint(region, x, use_reentrant=False)) == 4 * 9 * K
+
+
+# --- the activation alone ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_recomputing_the_activation_changes_no_bit(activation: str, backend: str | None) -> None:
+    whole = tgl.GroupedMLP(G, K, N, activation=activation, bias=True)
+    thrifty = tgl.GroupedMLP(G, K, N, activation=activation, bias=True, recompute_activation=True)
+    thrifty.load_state_dict(whole.state_dict())
+    x, probs = leaf(torch.randn(9, K)), leaf(torch.rand(9))
+    results = []
+    for mlp in (whole, thrifty):
+        function = mlp.forward_offsets
+        if backend is not None and mlp is thrifty:
+            function = torch.compile(function, backend=backend, fullgraph=True)
+        y = function(x, OFFS, probs)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), [x, probs, *mlp.parameters()])))
+    assert graph_breaks() == 0
+    for mine, theirs in zip(*results):
+        assert torch.equal(mine, theirs)
+
+
+def test_recomputing_the_activation_runs_it_twice_and_no_gemm() -> None:
+    mlp, captured = tgl.GroupedMLP(G, K, N, recompute_activation=True), Captured()
+    torch.compile(mlp.forward_offsets, backend=captured, fullgraph=True)(leaf(torch.randn(9, K)), OFFS).sum().backward()
+    assert captured.tgl_calls("forward") == {"grouped_gemm": 2, "grouped_activation": 1}
+    assert captured.tgl_calls("backward") == {
+        "grouped_gemm": 2,
+        "grouped_gemm_wgrad": 2,
+        "after": 1,
+        "grouped_activation": 1,
+        "grouped_activation_backward": 1,
+    }

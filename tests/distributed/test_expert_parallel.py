@@ -22,7 +22,8 @@ NAMES = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 def experts_of(parameters: dict[str, Tensor]) -> Any:
     """A function of rows and ends that runs a ``GroupedMLP`` with the given parameters."""
     mlp = tgl.GroupedMLP(parameters["fc1.weight"].shape[0], H, I, bias=True, device="meta")
-    return lambda rows, offs: torch.func.functional_call(mlp, parameters, (rows, torch.diff(offs, prepend=offs[:1] * 0)))
+    run = torch.func.functional_call
+    return lambda rows, offs: run(mlp, parameters, (rows, torch.diff(offs, prepend=offs[:1] * 0)))
 
 
 def whole(x: Tensor, index: Tensor, weights: Tensor, parameters: dict[str, Tensor]) -> Tensor:

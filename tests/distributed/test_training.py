@@ -32,7 +32,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(H, dtype=dtype)
         self.router = nn.Linear(H, E, bias=False, dtype=dtype)
-        self.experts = tgl.GroupedMLP(E, H, I, bias=True, params_dtype=dtype, **options)
+        self.experts = tgl.GroupedMLP(E, H, I, params_dtype=dtype, **{"bias": True, **options})
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -42,9 +42,9 @@ class Layer(nn.Module):
         return x + tgl.combine(self.experts.forward_offsets(tgl.dispatch(h, routing), routing.offs, probs), routing)
 
 
-def model(dtype: torch.dtype) -> nn.Sequential:
+def model(dtype: torch.dtype, **options: Any) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(*(Layer(dtype) for _ in range(2)))
+    return nn.Sequential(*(Layer(dtype, **options) for _ in range(2)))
 
 
 def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -65,8 +65,8 @@ def half(data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     return [(x[mine], target[mine]) for x, target in data]
 
 
-def compare(trained: nn.Module, dtype: torch.dtype) -> None:
-    single = model(dtype)
+def compare(trained: nn.Module, dtype: torch.dtype, **options: Any) -> None:
+    single = model(dtype, **options)
     before = [p.detach().clone() for p in single.parameters()]
     train(single, batches(dtype))
     bound = 100 * torch.finfo(dtype).eps
@@ -76,10 +76,10 @@ def compare(trained: nn.Module, dtype: torch.dtype) -> None:
         assert (value - theirs).abs().max() <= bound
 
 
-def check_ddp(dtype: torch.dtype) -> None:
-    module = DistributedDataParallel(model(dtype))
+def check_ddp(dtype: torch.dtype, packed: bool) -> None:
+    module = DistributedDataParallel(model(dtype, single_grouped_weight=packed))
     train(module, half(batches(dtype)))
-    compare(module, dtype)
+    compare(module, dtype, single_grouped_weight=packed)
 
 
 def shard(module: nn.Sequential, unit: str, reshard: bool = True) -> nn.Sequential:
@@ -100,6 +100,49 @@ def check_fully_shard(dtype: torch.dtype, unit: str, reshard: bool) -> None:
     assert weight.to_local().shape[0] == (2, 1)[dist.get_rank()]  # of three experts
     train(module, half(batches(dtype)))
     compare(module, dtype)
+
+
+def check_fully_shard_of_discrete_weights(dtype: torch.dtype) -> None:
+    """Every expert's matrix is sharded in its rows; gathered ones lie apart and are copied together by every call."""
+    module = shard(model(dtype, single_grouped_weight=False), "layer")
+    assert module[0].experts.fc1.weight0.to_local().shape == (I, H)  # of twelve rows
+    train(module, half(batches(dtype)))
+    compare(module, dtype, single_grouped_weight=False)
+
+
+def check_main_grad_under_fully_shard(packed: bool) -> None:
+    """The layer computes with gathered parameters: what was set on the sharded ones is not there."""
+    module = shard(
+        model(torch.float32, single_grouped_weight=packed, fuse_wgrad_accumulation=True, bias=False), "layer"
+    )
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    with pytest.raises(ValueError, match=r"main_grad`(?s:.*)fully_shard"):
+        module(torch.randn(S, H))
+
+
+def check_main_grad_under_ddp(dtype: torch.dtype) -> None:
+    """DDP reduces ``grad`` alone: ``main_grad`` holds this rank's part until the caller adds them up."""
+    ((x, target), *_) = batches(dtype)
+    single = model(dtype)
+    nn.functional.mse_loss(single(x), target).backward()
+    module = model(dtype, fuse_wgrad_accumulation=True)
+    weights = [p for name, p in module.named_parameters() if name.endswith(("fc1.weight", "fc2.weight"))]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, requires_grad=False)
+    ((mine, mine_target), *_) = half([(x, target)])
+    wrapper = DistributedDataParallel(module)
+    nn.functional.mse_loss(wrapper(mine), mine_target).backward()
+    bound = 100 * torch.finfo(dtype).eps
+    for parameter, expected in zip(module.parameters(), single.parameters(), strict=True):
+        grad = parameter.grad
+        if hasattr(parameter, "main_grad"):
+            assert grad is None or not grad.any()
+            grad = parameter.main_grad.clone()
+            assert (grad / 2 - expected.grad).abs().max() > 1e-4
+            dist.all_reduce(grad)
+            grad /= 2
+        assert (grad - expected.grad).abs().max() <= bound
 
 
 def check_fully_shard_with_offload(unit: str) -> None:
@@ -123,15 +166,34 @@ def check_fully_shard_with_offload(unit: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_ddp(ranks, dtype):
-    ranks(check_ddp, dtype)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@DTYPES
+@pytest.mark.parametrize("packed", [True, False])
+def test_ddp(ranks, dtype, packed):
+    ranks(check_ddp, dtype, packed)
+
+
+@DTYPES
 @pytest.mark.parametrize("unit, reshard", [("layer", True), ("experts", True), ("experts", False)])
 def test_fully_shard(ranks, dtype, unit, reshard):
     ranks(check_fully_shard, dtype, unit, reshard)
+
+
+@DTYPES
+def test_fully_shard_of_discrete_weights(ranks, dtype):
+    ranks(check_fully_shard_of_discrete_weights, dtype)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_main_grad_under_fully_shard(ranks, packed):
+    ranks(check_main_grad_under_fully_shard, packed)
+
+
+@DTYPES
+def test_main_grad_under_ddp(ranks, dtype):
+    ranks(check_main_grad_under_ddp, dtype)
 
 
 @pytest.mark.parametrize("unit", ["layer", "experts"])

@@ -125,6 +125,67 @@ def test_a_missing_number():
         layouts.from_discrete({"fc1.weight0": torch.ones(2), "fc1.weight2": torch.ones(2)})
 
 
+# --- modules of either form -------------------------------------------------------------------------------------------
+
+FORMS = pytest.mark.parametrize("single", [True, False], ids=["packed", "discrete"])
+
+
+@FORMS
+def test_strict_loading_of_what_transformer_engine_saves(single):
+    """Its ``_extra_state`` holds scales of its FP8 recipes; any other stranger is still an error."""
+    source = tgl.GroupedLinear(G, H, I, single_grouped_weight=False)
+    state = source.state_dict()
+    assert set(state) == {f"{name}{i}" for name in ("weight", "bias") for i in range(G)}
+    state |= {"_extra_state": torch.empty(0, dtype=torch.uint8), "_extra_state1": None, "_extra_state2": None}
+    target = tgl.GroupedLinear(G, H, I, single_grouped_weight=single)
+    assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
+    x = torch.randn(5, H)
+    assert torch.equal(target(x, SPLITS), source(x, SPLITS))
+    model = nn.ModuleDict({"experts": target})
+    model.load_state_dict({f"experts.{k}": v for k, v in state.items()})
+    for stranger in ("_extra_state_", "_extra_states", "extra_state", "weight_extra_state"):
+        with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{stranger}"'):
+            target.load_state_dict({**state, stranger: None})
+
+
+@FORMS
+@pytest.mark.parametrize("bias", [False, True])
+def test_meta_device_then_reset(single, bias):
+    """The same values as a module made at once, in one tensor for all groups."""
+    options = {"bias": bias, "single_grouped_weight": single, "params_dtype": torch.bfloat16}
+    layer = tgl.GroupedMLP(G, H, I, device="meta", **options)
+    assert {p.device.type for p in layer.parameters()} == {"meta"}
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(float("nan"))
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    at_once = tgl.GroupedMLP(G, H, I, **options)
+    for (name, mine), theirs in zip(layer.named_parameters(), at_once.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    first = layers_parameters(layer.fc1)
+    assert shares(layouts.pack(first), first[0])
+    x = torch.randn(5, H, dtype=torch.bfloat16)
+    assert torch.equal(layer(x, SPLITS), at_once(x, SPLITS))
+
+
+def layers_parameters(layer):
+    return [p for name, p in layer.named_parameters() if name.startswith("weight")]
+
+
+@FORMS
+def test_discrete_entries_assigned_from_one_allocation_stay_there(single):
+    """TransformerEngine's names onto a packed module, on the memory they have, if it is one."""
+    source = tgl.GroupedLinear(G, H, I).state_dict()
+    target = tgl.GroupedLinear(G, H, I, device="meta", single_grouped_weight=single)
+    entries = layouts.to_discrete(source)
+    target.load_state_dict(entries if not single else layouts.from_discrete(entries), assign=True)
+    assert shares(layers_parameters(target)[0], source["weight"])
+    assert shares(layers_parameters(target)[-1], source["weight"] if single else source["weight"][-1])
+
+
 # --- an MLP: transformers ---------------------------------------------------------------------------------------------
 
 

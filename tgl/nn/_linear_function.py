@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops import grouped_dbias_dscales
+from ..ops.after import after
 from ._gemms import Gemms, Operand, Operands
 from ._saving import restore, save
 
@@ -101,7 +102,8 @@ class LinearFunction(torch.autograd.Function):
             kept["probs"] = probs
         if bias_scale is not None:
             kept["bias_scale"] = bias_scale
-        save(ctx, (*wgrad_operand, *kept.values()), (call.offs, call.bias, *call.weight.dgrad))
+        bias = call.bias if bias_scale is not None or call.scaled_by_probs else None
+        save(ctx, (*wgrad_operand, *kept.values()), (call.offs, bias, *call.weight.dgrad))
         ctx.kept = tuple(kept)
         ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
@@ -135,7 +137,8 @@ class LinearFunction(torch.autograd.Function):
             if call.scaled_by_probs:
                 dprobs, dscale = dscale if dprobs is None else dprobs + dscale, None
         if ctx.needs_wgrad and call.save_original_input:
-            wgrad_operand = call.input(kept["x"], offs, probs, fprop=False, wgrad=True).wgrad
+            now = after(offs, grad) if torch.compiler.is_compiling() else offs
+            wgrad_operand = call.input(kept["x"], now, probs, fprop=False, wgrad=True).wgrad
 
         dprobs = dprobs.to(probs.dtype) if dprobs is not None and probs is not None else None
         dscale = dscale.to(bias_scale.dtype) if dscale is not None and bias_scale is not None else None

@@ -250,9 +250,7 @@ class ScaledGemms(nn.Module):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        return grouped_gemm_scaled(
-            *_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out
-        )
+        return grouped_gemm_scaled(*_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out)
 
     def dgrad(
         self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
@@ -264,15 +262,11 @@ class ScaledGemms(nn.Module):
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
     ) -> Tensor:
-        return grouped_gemm_scaled_wgrad(
-            *_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment
-        )
+        return grouped_gemm_scaled_wgrad(*_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment)
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         *operands, dy_amax, x_amax = _pair(dy, x, offs)
-        grouped_gemm_scaled_wgrad_accumulate_(
-            *operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite
-        )
+        grouped_gemm_scaled_wgrad_accumulate_(*operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite)
 
 
 def _pair(a: Operand, b: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:
