@@ -94,7 +94,9 @@ def graphs(name: str) -> str:
 
 def test_joint_graph_of_mxfp8() -> None:
     """The forward returns the columnwise components of input and weight to the backward, and no bfloat16 tensor."""
-    assert_expected_inline(graphs("mxfp8"), """\
+    assert_expected_inline(
+        graphs("mxfp8"),
+        """\
 forward
   splits_to_offsets: i32[4] = tgl.splits_to_offsets(primals_2)
   detach: bf16[4, 32, 64] = aten.detach(primals_3)
@@ -124,12 +126,15 @@ backward
       splits_to_offsets, format=mxfp8, b_direction=columnwise, scale_layout=blocked, out_dtype=torch.bfloat16)
   grouped_gemm_scaled_wgrad: bf16[4, 32, 64] = tgl.grouped_gemm_scaled_wgrad(getitem_17, getitem_18,
       getitem_10, getitem_11, splits_to_offsets, format=mxfp8, scale_layout=blocked, out_dtype=torch.bfloat16)
-  return [grouped_gemm_scaled_1, None, grouped_gemm_scaled_wgrad]""")
+  return [grouped_gemm_scaled_1, None, grouped_gemm_scaled_wgrad]""",
+    )
 
 
 def test_joint_graph_of_nvfp4() -> None:
     """Likewise; the state of stochastic rounding moves on in the backward."""
-    assert_expected_inline(graphs("nvfp4"), """\
+    assert_expected_inline(
+        graphs("nvfp4"),
+        """\
 forward
   splits_to_offsets: i32[4] = tgl.splits_to_offsets(primals_2)
   detach: bf16[4, 32, 64] = aten.detach(primals_3)
@@ -171,7 +176,8 @@ backward
       getitem_10, getitem_11, splits_to_offsets, getitem_19, getitem_12, format=nvfp4, scale_layout=blocked,
       out_dtype=torch.bfloat16)
   copy_: i64[2] = aten.copy_(primals_4, copy)
-  return [grouped_gemm_scaled_1, None, grouped_gemm_scaled_wgrad, None]""")
+  return [grouped_gemm_scaled_1, None, grouped_gemm_scaled_wgrad, None]""",
+    )
 
 
 def test_activation_is_quantised_in_its_own_op() -> None:

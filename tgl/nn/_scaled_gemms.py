@@ -45,6 +45,8 @@ class ScaledGemms(nn.Module):
     """
 
     fuses_activation = True
+    rng_state: Tensor
+    kept_data: Tensor | None
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class ScaledGemms(nn.Module):
         self.specs = recipe.operands
         # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
         self.format, self.title = recipe.format, repr(recipe)
-        self.names = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
+        self.names: dict[str, Any] = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
         self.delayed = isinstance(recipe, DelayedScaling)
         self.num_gemms = num_gemms
         if isinstance(recipe, DelayedScaling):
@@ -210,7 +212,7 @@ class ScaledGemms(nn.Module):
     ) -> None:
         """``t`` is quantised in a way that the recipe's GEMMs can read."""
         made_with = dict(zip(FIELDS, t.static))
-        wanted = {"format": spec.format, "scale_layout": spec.scale_layout}
+        wanted: dict[str, Any] = {"format": spec.format, "scale_layout": spec.scale_layout}
         wanted |= {"rowwise": True} if rowwise else {}
         wanted |= {"columnwise": True, "rht": spec.rht} if columnwise else {}
         wanted |= {"block_2d": spec.block_2d} if spec.format == "fp8_block" else {}
@@ -250,28 +252,34 @@ class ScaledGemms(nn.Module):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        return grouped_gemm_scaled(*_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out)
+        return grouped_gemm_scaled(
+            **_pair(x, w), offs=offs, bias=bias, bias_scale=bias_scale, **self.names, out_dtype=out_dtype, out=out
+        )
 
     def dgrad(
         self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
         return grouped_gemm_scaled(
-            *_pair(dy, w, offs), **self.names, b_direction="columnwise", out_dtype=out_dtype, out=out
+            **_pair(dy, w), offs=offs, **self.names, b_direction="columnwise", out_dtype=out_dtype, out=out
         )
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
     ) -> Tensor:
-        return grouped_gemm_scaled_wgrad(*_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment)
+        return grouped_gemm_scaled_wgrad(
+            **_pair(dy, x), offs=offs, **self.names, out_dtype=out_dtype, alignment=alignment
+        )
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
-        *operands, dy_amax, x_amax = _pair(dy, x, offs)
-        grouped_gemm_scaled_wgrad_accumulate_(*operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite)
+        grouped_gemm_scaled_wgrad_accumulate_(
+            **_pair(dy, x), offs=offs, main_grad=main_grad, **self.names, overwrite=overwrite
+        )
 
 
-def _pair(a: Operand, b: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:
-    """The leading arguments of a scaled GEMM."""
-    return a[0], a[1], b[0], b[1], offs, a[2] if len(a) == 3 else None, b[2] if len(b) == 3 else None
+def _pair(a: Operand, b: Operand) -> dict[str, Any]:
+    """The operands of a scaled GEMM, by the names of its arguments."""
+    names = ("", "_scale", "_amax")
+    return {f"a{name}": t for name, t in zip(names, a)} | {f"b{name}": t for name, t in zip(names, b)}
 
 
 def _rowwise(made: Components, form: str) -> Operand:
