@@ -53,6 +53,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/op_overhead.py
 	$(BIN)/python benchmarks/recompiles.py
+	$(BIN)/python benchmarks/layer_features.py
 	$(BIN)/python benchmarks/expert_layer.py
 	$(BIN)/python benchmarks/memory.py
 

@@ -17,14 +17,20 @@ from ._slots import lies_in, pack, slots_of
 from .layouts import is_extra_state
 
 
-@torch.compiler.assume_constant_result
+def _decided_when_traced(function: Callable) -> Callable:
+    """``torch.compiler.assume_constant_result``, which would import the compiler together with this package."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_decided_when_traced
 def _still_packed(module: GroupedParameters, name: str) -> bool:
     """``lies_in`` for a trace: decided when it is made, on the real tensors."""
     packed = module._packed[name]
     return packed is not None and lies_in(packed, module.group_parameters(name))
 
 
-@torch.compiler.assume_constant_result
+@_decided_when_traced
 def _find_main_grad(module: GroupedParameters) -> None:
     """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
     weights = module.group_parameters("weight")
@@ -33,7 +39,7 @@ def _find_main_grad(module: GroupedParameters) -> None:
     module._main_grad = (packed, *parts) if packed is not None else None
 
 
-@torch.compiler.assume_constant_result
+@_decided_when_traced
 def _mark_while_tracing(module: GroupedParameters) -> bool:
     """Set the flag now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
