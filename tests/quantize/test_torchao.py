@@ -95,8 +95,8 @@ def test_mxfp8_edges(scaling, different):
 
 
 def test_mxfp8_rceil_beside_powers_of_two():
-    """Next to 448 * 2^k torchao misses the scale of some amaxes, those whose log2 is whole when rounded to float32. Ours
-    is the smallest power of two not below amax * float32(1 / 448), in exact arithmetic, for all of them."""
+    """Next to 448 * 2^k torchao misses the scale of some amaxes, those whose log2 is whole when rounded to float32.
+    Ours is the smallest power of two not below amax * float32(1 / 448), in exact arithmetic, for all of them."""
     middle = torch.exp2(torch.arange(-100.0, 110)) * 448
     ulps = torch.arange(-64, 65, dtype=torch.int32)
     amax = (middle.view(torch.int32)[:, None] + ulps).view(torch.float32)
