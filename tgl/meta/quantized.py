@@ -247,7 +247,10 @@ def group_quantize(
         _only_for(_OP, f, "scale", "a tensor", None)
         shaped = options.eps == 0 and not options.power_of_two
         checks.require(shaped, _OP, "scale", "None when `eps` or `power_of_two` asks for one to be made", "a tensor")
-        _vector(_OP, "scale", scale, groups, "[G]", x.device)
+        checks.shape(_OP, "scale", scale, (groups,), "[G]")
+        checks.either_dtype(_OP, "scale", scale, torch.float32)
+        checks.same_device(_OP, "scale", scale, "x", x.device)
+        checks.contiguous(_OP, "scale", scale)
     if row_scale is not None:
         checks.require(offs is not None, _OP, "row_scale", "None when `offs` is None", "a tensor")
         checks.shape(_OP, "row_scale", row_scale, (x.shape[0],), "[T]")
@@ -288,16 +291,6 @@ def group_quantize_out(
 
 OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)
 """Names of the buffers of ``group_quantize.out``, where ``scale`` is an input and ``dbias`` an option."""
-
-
-def _vector(
-    op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device, like: str = "x"
-) -> None:
-    """A contiguous float32 vector."""
-    checks.shape(op, argument, t, (length,), letters)
-    checks.either_dtype(op, argument, t, torch.float32)
-    checks.same_device(op, argument, t, like, device)
-    checks.contiguous(op, argument, t)
 
 
 # --- group_dequantize -------------------------------------------------------------------------------------------------
@@ -423,7 +416,9 @@ def fp8_scale_from_history(
     op = "fp8_scale_from_history"
     _history(op, history)
     groups = history.shape[1]
-    _vector(op, "scale", scale, groups, "[G], as many groups as `history`", history.device, like="history")
+    checks.shape(op, "scale", scale, (groups,), "[G], as many groups as `history`")
+    checks.either_dtype(op, "scale", scale, torch.float32)
+    checks.same_device(op, "scale", scale, "history", history.device)
     checks.require(algorithm in ALGORITHMS, op, "algorithm", f"one of {', '.join(ALGORITHMS)}", repr(algorithm))
     if dtype is not None:
         checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
@@ -443,5 +438,4 @@ def fp8_update_history(amax: Tensor, history: Tensor) -> None:
 def _history(op: str, history: Tensor) -> None:
     checks.ndim(op, "history", history, 2, "[L, G], the last L amaxes of every group")
     checks.either_dtype(op, "history", history, torch.float32)
-    checks.contiguous(op, "history", history)
     checks.require(history.shape[0] >= 1, op, "history", "[L, G] with L at least 1", history.shape)
