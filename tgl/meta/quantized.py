@@ -283,10 +283,18 @@ def group_quantize_out(
             checks.shape(_OP, "noop", noop, (1,), "[] or [1]")
         checks.same_device(_OP, "noop", noop, "x", x.device)
     for name, spec, buffer in zip(OUT_NAMES, specs, out):
-        checks.shape(_OP, name, buffer, spec.shape, "that of the component")
-        checks.same_dtype(_OP, name, buffer, f'format="{options.format}"', spec.dtype)
-        checks.same_device(_OP, name, buffer, "x", x.device)
-        checks.contiguous(_OP, name, buffer)
+        _component(_OP, name, buffer, spec, f"{options.scale_layout} {options.format}", "x")
+
+
+def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
+    """``t`` is as ``spec`` says; ``what`` names layout and format."""
+    sizes = [have == want for have, want in zip(t.shape, spec.shape)] if t.dim() == len(spec.shape) else [False]
+    for same in sizes:
+        if same is not True:
+            checks.require(same, op, argument, lambda: f"{tuple(spec.shape)}, the shape of {what}", t.shape)
+    checks.either_dtype(op, argument, t, spec.dtype)
+    checks.same_device(op, argument, t, reference, spec.device)
+    checks.contiguous(op, argument, t)
 
 
 OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)
@@ -375,11 +383,7 @@ def group_dequantize(
         if t is None:
             checks.require(False, op, name, f"given for {f.name}", None)
             continue
-        letters = "that of the component" if name != "scale" else f"of {options.scale_layout} scales"
-        checks.shape(op, name, t, spec.shape, letters)
-        checks.either_dtype(op, name, t, spec.dtype)
-        checks.same_device(op, name, t, "data", data.device)
-        checks.contiguous(op, name, t)
+        _component(op, name, t, spec, f"{options.scale_layout} {options.format}", "data")
     return TensorSpec(shape, dtype, data.device)
 
 
