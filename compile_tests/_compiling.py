@@ -14,7 +14,17 @@ from torch._dynamo.utils import counters
 
 import tgl
 
-_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
 
 
 class ExpertLayer(nn.Module):
