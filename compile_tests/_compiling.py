@@ -18,12 +18,12 @@ _SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e5m2: "f8e5m2",
-    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
-    torch.bool: "bool",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.bool: "b8",
 }
 
 

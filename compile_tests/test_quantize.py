@@ -166,7 +166,7 @@ def test_delayed_scaling_in_one_graph() -> None:
         """\
 forward
   group_quantize = tgl.group_quantize(arg0_1, arg1_1, arg2_1, format=fp8_tensor, columnwise=False)
-  getitem: f8e4m3[9, 8] = getitem(group_quantize, 0)
+  getitem: e4m3[9, 8] = getitem(group_quantize, 0)
   getitem_2: f32[3] = getitem(group_quantize, 2)
   auto_functionalized_v2 = auto_functionalized_v2(tgl.fp8_update_history_.default, amax=getitem_2,
       _history_base_index=0, _all_bases=[arg3_1])
