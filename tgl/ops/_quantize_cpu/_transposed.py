@@ -8,7 +8,7 @@ from torch import Tensor
 from ._rows import Groups, Scratch
 
 ROWS = 512  # of a step, at least: what is written are runs of so many bytes
-_SPARSE = 4  # places per row up to which gaps are written as well
+_SPARSE = 2  # places per row up to which gaps are written as well
 
 
 class Transposed:
