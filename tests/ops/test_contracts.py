@@ -11,5 +11,5 @@ ON_THEIR_OWN = {  # and where they are under test
     "grouped_activation_quantize",  # test_activation_quantize.py: the bytes of two ops that are here
     "scale_from_layout",  # quantize/test_scale_layout.py
     "scale_to_layout",
-    "wgrad_stash_",  # nn/test_layer_features.py
+    "wgrad_stash_",  # test_wgrad_stash.py
 }
