@@ -15,7 +15,8 @@ def overload(name):
 
 def test_every_op_has_a_signature():
     defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
-    assert defined - {"allocate_wgrad"} == set(NAMES)
+    without_groups = {"after", "allocate_wgrad", "offload", "reload"}  # tests/test_offload.py has opcheck for these
+    assert defined - without_groups == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
