@@ -214,25 +214,31 @@ def check_splits():
 
 
 def check_tensor_parallel_mlp():
-    """Column-parallel FC1, row-parallel FC2, as Megatron does it: one all-reduce, at the end."""
+    """Column-parallel FC1, row-parallel FC2, as Megatron does it: one all-reduce each way."""
     mlp = tgl.GroupedMLP(G, K, I, bias=True, interleaved=True, params_dtype=torch.float64)
     x, probs = torch.randn(T, K, dtype=torch.float64), torch.rand(T, dtype=torch.float64)
-    expected = mlp.forward_offsets(x, OFFS, probs)
-    grads = torch.autograd.grad(expected.sin().sum(), list(mlp.parameters()))
+    leaves = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
+    expected = mlp.forward_offsets(leaves[0], OFFS, leaves[1])
+    grads = torch.autograd.grad(expected.sin().sum(), [*leaves, *mlp.parameters()])
     plan = {"fc1.weight": S1, "fc1.bias": S1, "fc2.weight": S2, "fc2.bias": R}
     for name, parameter in list(mlp.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         shard = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh(), [plan[name]]))
         setattr(mlp.get_submodule(owner), leaf, shard)
-    inputs = place(x, R), place(OFFS, R), place(probs, R)
+    leaves, offs = [place(x, R, grad=True), place(probs, R, grad=True)], place(OFFS, R)
     with CommDebugMode() as counter:
-        y = mlp.forward_offsets(*inputs)
+        y = mlp.forward_offsets(leaves[0], offs, leaves[1])
         assert counter.get_total_counts() == 0
         assert y.placements == (Partial(),)
         y = y.redistribute(placements=[R])
         assert counter.get_total_counts() == 1
     torch.testing.assert_close(y.to_local(), expected)
-    for mine, theirs in zip(torch.autograd.grad(y.sin().sum(), list(mlp.parameters())), grads):
+    loss = y.sin().sum()
+    with CommDebugMode() as counter:
+        actual = torch.autograd.grad(loss, [*leaves, *mlp.parameters()])
+    assert counter.get_total_counts() == 0
+    assert actual[0].placements == actual[1].placements == (Partial(),)  # to be added up by whoever takes them
+    for mine, theirs in zip(actual, grads, strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
