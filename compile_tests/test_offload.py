@@ -83,7 +83,9 @@ def test_the_graphs_of_a_layer() -> None:
     """What the forward returns for the backward is on the host; the weight stays."""
     layer = tgl.GroupedLinear(G, K, N)
     captured = capture(lambda x: layer.forward_offsets(x * 2, OFFS), leaf(torch.randn(T, K)), everything)
-    assert_expected_inline(captured.text(), """\
+    assert_expected_inline(
+        captured.text(),
+        """\
 forward
   mul: f32[12, 8] = aten.mul.Tensor(primals_1, 2)
   detach: f32[3, 16, 8] = aten.detach(primals_2)
@@ -99,7 +101,8 @@ backward
   grouped_gemm_wgrad: f32[3, 16, 8] = tgl.grouped_gemm_wgrad(tangents_1, reload, primals_4,
       out_dtype=torch.float32)
   mul_1: f32[12, 8] = aten.mul.Tensor(grouped_gemm_1, 2)
-  return [mul_1, grouped_gemm_wgrad, grouped_dbias, None]""")
+  return [mul_1, grouped_gemm_wgrad, grouped_dbias, None]""",
+    )
 
 
 def test_an_inner_context_opts_out() -> None:

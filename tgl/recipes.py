@@ -124,17 +124,17 @@ class QuantizeSpec:
         )
 
     def options(self, columnwise: bool = True) -> dict:
-        """The keyword arguments of ``group_quantize`` that are the same in every call."""
-        return {
+        """The keyword arguments of ``group_quantize`` and ``tgl.quantize`` that are the same in every call."""
+        made = {
             "format": self.format,
             "dtype": self.dtype,
             "scaling": self.scaling,
             "scale_layout": self.scale_layout,
             "power_of_two": self.power_of_two,
-            "eps": self.eps,
             "block_2d": self.block_2d,
             "rht": self.rht and columnwise,
         }
+        return made if self.eps is None else {**made, "eps": self.eps}
 
     def describe(self, direction: str) -> str:
         """In words, for the table: element type, blocks, and what else is done in ``direction``."""

@@ -24,6 +24,7 @@ import tgl
 from . import data, report
 from .compare import compare
 from .model import HEAD, Config, Transformer
+from .recipes import RECIPES
 from .train import fit, sample
 
 PROMPT = b"\ndef read"
@@ -49,6 +50,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, batches and sample")
     parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16 is autocast over float32 weights")
+    parser.add_argument("--recipe", choices=RECIPES, default="none", help="how the experts' GEMMs are quantised")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), metavar="DIR", help="folder for the results")
     parser.add_argument("--no-compile", action="store_true", help="train in eager mode")
     chosen = parser.parse_args(arguments)
@@ -58,6 +60,8 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but got {value}")
     if chosen.dim % HEAD:
         parser.error(f"--dim must be a multiple of {HEAD}, but got {chosen.dim}")
+    if chosen.recipe != "none" and chosen.dtype == "float64":
+        parser.error(f"--dtype must be float32 or bfloat16 with --recipe {chosen.recipe}, but got float64")
     if chosen.top_k > chosen.experts:
         parser.error(f"--top-k must be at most --experts ({chosen.experts}), but got {chosen.top_k}")
     if chosen.out.exists() and not chosen.out.is_dir():
@@ -87,6 +91,11 @@ def describe(chosen: argparse.Namespace, model: Transformer, corpus: data.Corpus
     where = str(chosen.device)
     if chosen.device.type == "cpu":
         where += f" ({threads} thread{'s' if threads > 1 else ''})"
+    recipe = model.config.recipe
+    if recipe is None:
+        how = f"tgl.grouped_gemm runs {served.name if served else 'nothing'}"
+    else:
+        how = str(recipe).replace("\n", "\n" + 12 * " ")
     return [
         f"tgl {tgl.__version__}, torch {torch.__version__}, {where}, {chosen.dtype}, {mode}",
         f"  text      {corpus.train.shape[0] / 1e6:.1f} MB of Python {platform.python_version()}'s standard library: "
@@ -94,7 +103,7 @@ def describe(chosen: argparse.Namespace, model: Transformer, corpus: data.Corpus
         f"  model     {chosen.layers} blocks of width {chosen.dim}; in each {chosen.experts} experts of "
         f"{experts.fc2.in_features} units, {chosen.top_k} per byte; "
         f"{report.count(total)} parameters, {report.count(active)} active",
-        f"  experts   tgl.grouped_gemm runs {served.name if served else 'nothing'}",
+        f"  experts   {how}",
         f"  training  {chosen.steps} steps of {chosen.batch} windows of {chosen.context} bytes",
         f"  to beat   {corpus.unigram:.3f} nats per byte ({report.bits(corpus.unigram):.3f} bits), a unigram model's",
     ]
@@ -110,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
         corpus = data.load(chosen.context)
     except FileNotFoundError as error:
         sys.exit(f"train_moe: {error}")
-    model = Transformer(Config(chosen.dim, chosen.layers, chosen.experts, chosen.top_k, chosen.context))
+    recipe = RECIPES[chosen.recipe]
+    model = Transformer(Config(chosen.dim, chosen.layers, chosen.experts, chosen.top_k, chosen.context, recipe))
     model = model.to(chosen.device, torch.float64 if dtype == torch.float64 else torch.float32)
     compiled = None if chosen.no_compile else torch.compile(model, fullgraph=True)
     trained = model if compiled is None else compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,17 @@ HEAD = 32
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model: width (a multiple of 32), blocks, experts per block, experts per byte, longest window."""
+    """The model: width (a multiple of 32), blocks, experts per block, experts per byte, longest window, and a recipe.
+
+    ``recipe`` is how the experts' GEMMs are quantised; None for not at all.
+    """
 
     dim: int
     layers: int
     experts: int
     top_k: int
     context: int
+    recipe: tgl.recipes.Recipe | None = None
 
     @property
     def expert_width(self) -> int:
@@ -64,7 +68,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k, self.plain = config.top_k, False
         self.router = nn.Linear(config.dim, config.experts, bias=False)
-        self.experts = tgl.GroupedMLP(config.experts, config.dim, config.expert_width)
+        self.experts = tgl.GroupedMLP(config.experts, config.dim, config.expert_width, recipe=config.recipe)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x [S, dim]`` to the output ``[S, dim]``, the load-balancing loss and int32 rows per expert ``[E]``."""
@@ -139,6 +143,13 @@ class Transformer(nn.Module):
         for block in self.blocks:
             block.moe.plain = plain
         return self
+
+    def without_recipe(self) -> Transformer:
+        """A copy whose experts are not quantised."""
+        copy = Transformer(replace(self.config, recipe=None)).to(self.embedding.weight)
+        parameters = dict(self.named_parameters())
+        copy.load_state_dict({name: parameters[name] for name in copy.state_dict()})
+        return copy
 
     def parameter_counts(self) -> tuple[int, int]:
         """All parameters, and those a single byte meets."""

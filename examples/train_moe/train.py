@@ -116,12 +116,14 @@ def fit(
 def evaluate(model: Transformer, corpus: Corpus, dtype: torch.dtype) -> tuple[float, Tensor]:
     """Held-out loss in nats per byte, and each expert's share of the rows, ``[layers, experts]`` on the CPU."""
     device = model.embedding.weight.device
+    model.eval()
     total, rows = 0.0, torch.zeros((), dtype=torch.int64)
     for windows in corpus.held_out.split(max(1, EVALUATION_TOKENS // model.config.context)):
         with autocast(device, dtype):
             nats, _, batch_rows = model(windows.to(device))
         total += nats.item() * windows.shape[0]
         rows = rows + batch_rows.cpu()
+    model.train()
     return total / corpus.held_out.shape[0], rows / rows.sum(dim=1, keepdim=True)
 
 

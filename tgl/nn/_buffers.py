@@ -12,16 +12,20 @@ from ._errors import fail
 ARGUMENTS = {"output": "out", "grad_input": "dgrad_out"}
 
 
-def check_buffer(argument: str, buffer: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
-    """``buffer`` has exactly this form, is contiguous, and takes no part in autograd."""
+def check_buffer(
+    argument: str, buffer: Tensor, shape: tuple | None, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """``buffer`` has exactly this form (None: not known yet), is contiguous, and takes no part in autograd."""
 
     def require(condition: bool, must: str, got: object, error: type[Exception] = ValueError) -> None:
         if not condition:
             fail(f"`{argument}` must be {must}, but got {got}", error)
 
     require(isinstance(buffer, Tensor), "a tensor", type(buffer).__name__, TypeError)
-    require(tuple(buffer.shape) == tuple(shape), f"of shape {tuple(shape)}", f"shape {tuple(buffer.shape)}")
-    require(buffer.dtype == dtype, str(dtype), buffer.dtype, TypeError)
+    if shape is not None:
+        require(tuple(buffer.shape) == tuple(shape), f"of shape {tuple(shape)}", f"shape {tuple(buffer.shape)}")
+    if dtype is not None:
+        require(buffer.dtype == dtype, str(dtype), buffer.dtype, TypeError)
     require(buffer.device == device, f"on {device}", buffer.device)
     require(buffer.is_contiguous(), "contiguous", f"strides {buffer.stride()}")
     require(not buffer.requires_grad, "a buffer that requires no grad", "one that does")

@@ -102,7 +102,8 @@ class LinearFunction(torch.autograd.Function):
             kept["probs"] = probs
         if bias_scale is not None:
             kept["bias_scale"] = bias_scale
-        save(ctx, (*wgrad_operand, *kept.values()), (call.offs, call.bias, *call.weight.dgrad))
+        bias = call.bias if bias_scale is not None or call.scaled_by_probs else None
+        save(ctx, (*wgrad_operand, *kept.values()), (call.offs, bias, *call.weight.dgrad))
         ctx.kept = tuple(kept)
         ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights

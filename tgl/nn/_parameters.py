@@ -33,6 +33,22 @@ def _find_main_grad(module: GroupedParameters) -> None:
     module._main_grad = (packed, *parts) if packed is not None else None
 
 
+@torch.compiler.assume_constant_result
+def _mark_while_tracing(module: GroupedParameters) -> bool:
+    """Set the flag now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    if inside:
+        _mark(module.group_parameters("weight"))
+    return inside
+
+
+def _mark(weights: Sequence[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
 class GroupedParameters(nn.Module):
     """Weight ``[G, N, K]`` and bias ``[G, N]`` in either form, their initialisation and their state dicts.
 
@@ -114,7 +130,7 @@ class GroupedParameters(nn.Module):
         if tuple(main_grad.shape) != shape:
             fail(f"`weight.main_grad` must be of shape [G, N, K] = {shape}, but got {tuple(main_grad.shape)}")
         if main_grad.dtype not in (torch.float32, weights[0].dtype):
-            must = f"torch.float32 or {weights[0].dtype} like the weight"
+            must = " or ".join(map(str, dict.fromkeys((torch.float32, weights[0].dtype))))
             fail(f"`weight.main_grad` must be {must}, but got {main_grad.dtype}", TypeError)
         if main_grad.device != weights[0].device:
             fail(f"`weight.main_grad` must be on {weights[0].device} like the weight, but got {main_grad.device}")
@@ -138,6 +154,15 @@ class GroupedParameters(nn.Module):
     def _main_grad_is_known(self, weights: Sequence[nn.Parameter]) -> bool:
         known = self._main_grad
         return known is not None and all(getattr(w, "main_grad", None) is m for w, m in zip(weights, known[1:]))
+
+    def mark_main_grad(self) -> None:
+        """Tell optimizers that the gradient is not in ``grad``."""
+        if not torch.compiler.is_compiling() or not _mark_while_tracing(self):
+            _mark(self.group_parameters("weight"))
+
+    def overwrites_main_grad(self) -> bool:
+        """Whether the gradient replaces what ``main_grad`` holds."""
+        return bool(getattr(self.group_parameters("weight")[0], "overwrite_main_grad", False))
 
     # --- where they lie -----------------------------------------------------------------------------------------------
 

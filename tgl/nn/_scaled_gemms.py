@@ -18,7 +18,7 @@ from ..ops import (
     update_amax_history_,
 )
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
-from ..tensor import GroupedTensor
+from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
 from ._errors import fail
 from ._gemms import DenseGemms, Gemms, Operand, Operands
@@ -151,6 +151,10 @@ class ScaledGemms(nn.Module):
             found.append(_columnwise(made.empty(), form))
         return found[0], found[1]
 
+    def quantized(self, w: Tensor) -> GroupedTensor:
+        """A weight in the recipe's format, both directions."""
+        return quantize(w, None, **self.specs.weight.options(), scale=self._scale("weight"))
+
     def _kept(self) -> Components | None:
         """The quantised weight that was kept, if one was; later ones are written into the same memory."""
         return None if self.kept_data is None else Components(*[getattr(self, name) for name in KEPT])
@@ -244,9 +248,7 @@ class ScaledGemms(nn.Module):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        return grouped_gemm_scaled(
-            *_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out
-        )
+        return grouped_gemm_scaled(*_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out)
 
     def dgrad(
         self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
@@ -258,15 +260,11 @@ class ScaledGemms(nn.Module):
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
     ) -> Tensor:
-        return grouped_gemm_scaled_wgrad(
-            *_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment
-        )
+        return grouped_gemm_scaled_wgrad(*_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment)
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
         *operands, dy_amax, x_amax = _pair(dy, x, offs)
-        grouped_gemm_scaled_wgrad_accumulate_(
-            *operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite
-        )
+        grouped_gemm_scaled_wgrad_accumulate_(*operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite)
 
 
 def _pair(a: Operand, b: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:

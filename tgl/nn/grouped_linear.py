@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import offload
 from ..meta.specs import accumulator
@@ -15,12 +15,12 @@ from ..ops._library import autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.splits_to_offsets import splits_to_offsets
 from ._buffers import check_buffer, check_disjoint
-from ._delayed import Copies, Pending, References, add_to
+from ._delayed import Delayed, Pending, add_to
 from ._errors import explain_to_dynamo, fail
 from ._gemms import Gemms
 from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
-from ._scaled_gemms import gemms_for
+from ._scaled_gemms import ScaledGemms, gemms_for
 
 MSplits = Tensor | Sequence[int]
 
@@ -124,13 +124,28 @@ class GroupedLinear(GroupedParameters):
         )
         self._dense = recipe is None
         self._plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
-        self._delayed: References | Copies = References()
+        self._delayed = Delayed()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         gemms: Gemms | None = getattr(self, "gemms", None)  # not there yet when the base class initialises
         if gemms is not None:
             gemms.reset_state()
+
+    def quantize_weight(self) -> None:
+        """Replace the weight by a ``GroupedTensor`` parameter in the recipe's format, the only copy from then on.
+
+        ``weight.unbind()`` gives the experts' weights as views, ``weight.quantize_(values)`` writes new values, and
+        gradients are dense.
+
+        Raises:
+            ValueError: there is no recipe, or every group has a weight parameter of its own.
+        """
+        if not isinstance(self.gemms, ScaledGemms):
+            raise ValueError("`recipe` must be given for quantize_weight, but is None")
+        if not self.single_grouped_weight:
+            raise ValueError("`single_grouped_weight` must be True for quantize_weight, but is False")
+        self.weight = nn.Parameter(self.gemms.quantized(self.weight.detach()), self.weight.requires_grad)
 
     @property
     def has_bias(self) -> bool:
@@ -243,15 +258,14 @@ class GroupedLinear(GroupedParameters):
         grad = torch.is_grad_enabled()
         needs_wgrad = grad and any(w.requires_grad for w in weights)
         needs_dgrad = grad and (rows.requires_grad or (probs is not None and probs.requires_grad))
-        main_grad = overwrite = None
+        main_grad = stash = None
         if needs_wgrad and self.fuse_wgrad_accumulation:
             main_grad = self.packed_main_grad()
-            overwrite = self._mark_main_grad()
-        stash = None
+            if not self.delay_wgrad_compute:
+                self.mark_main_grad()
         if needs_wgrad and self.delay_wgrad_compute:
             stash = self._delayed
-            stash.started = True
-            if isinstance(stash, References) and torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() and not stash.copies:
                 fail(
                     "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
                     "tensors are reused when it has ended, so they are copied into buffers of the layer"
@@ -270,7 +284,7 @@ class GroupedLinear(GroupedParameters):
             out=out,
             dgrad_out=dgrad_out,
             main_grad=main_grad if stash is None else None,
-            overwrite_main_grad=bool(overwrite),
+            overwrite_main_grad=main_grad is not None and self.overwrites_main_grad(),
             stash=stash,
             save_original_input=self.save_original_input or recompute,
         )
@@ -294,19 +308,12 @@ class GroupedLinear(GroupedParameters):
             dgrad_out = dgrad_out.view(-1, self.in_features) if dgrad_out is not None else None
         return out, dgrad_out
 
-    def _mark_main_grad(self) -> bool:
-        """Tell optimizers where the gradient goes; returns whether it replaces what is there."""
-        weights = self.group_parameters("weight")
-        for weight in weights:
-            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return bool(getattr(weights[0], "overwrite_main_grad", False))
-
     # --- delayed weight gradients -------------------------------------------------------------------------------------
 
     def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
         """Make room for the copies that ``delay_wgrad_compute`` needs in a compiled graph, and make them in eager too.
 
-        To be called before the layer is compiled, and again after it has been moved or cast.
+        To be called before the layer is compiled, and again after it has been moved or cast. Reads the device.
 
         Args:
             max_rows: most rows T of any microbatch.
@@ -318,7 +325,7 @@ class GroupedLinear(GroupedParameters):
         """
         if not self.delay_wgrad_compute:
             raise RuntimeError("reserve_delayed_wgrad needs a layer with delay_wgrad_compute=True")
-        if self._delayed.started:
+        if self._delayed.in_use():
             raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
         weight = self.group_parameters("weight")[0]
         x, dy = self.gemms.wgrad_operands_like(
@@ -328,17 +335,18 @@ class GroupedLinear(GroupedParameters):
         dbias = None
         if any(b.requires_grad for b in self.group_parameters("bias")):
             dbias = torch.empty(self.num_gemms, self.out_features, dtype=accumulator(weight.dtype), device="meta")
-        self._delayed = Copies(microbatches, Pending(x, dy, offs, dbias), weight.device)
+        self._delayed.reserve(microbatches, Pending(x, dy, offs, dbias), weight.device)
 
     def delayed_bytes_copied_host(self) -> int:
         """Bytes that ``delay_wgrad_compute`` has copied so far; 0 where it keeps references. Reads the device."""
-        return self._delayed.bytes_copied_host() if isinstance(self._delayed, Copies) else 0
+        return self._delayed.bytes_copied_host()
 
     @torch.no_grad()
     def backward_dw(self) -> None:
         """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
 
-        They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``. It may come late, after any
+        They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``; with ``overwrite_main_grad``
+        their sum replaces what ``main_grad`` holds, if anything is pending. It may come late, after any
         number of backwards (of ``microbatches``, if reserved). A second call adds nothing, and on a layer without
         ``delay_wgrad_compute`` it does nothing. If it never comes, weight and bias get no gradient from those
         microbatches, whose tensors stay alive until it does.
@@ -352,8 +360,10 @@ class GroupedLinear(GroupedParameters):
         weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
         discrete = not self.single_grouped_weight
         main_grad = self.packed_main_grad() if self.fuse_wgrad_accumulation else None
-        # A backward that comes after an early call of this belongs to the same step, and must not replace its sum.
-        overwrite = main_grad is not None and self._mark_main_grad() and self._delayed.started
+        if main_grad is not None:
+            self.mark_main_grad()
+            if self.overwrites_main_grad():
+                main_grad.masked_fill_(torch.as_tensor(self._delayed.in_use(), device=main_grad.device), 0)
         target, dbias = main_grad, None
         for x, dy, offs, more in entries:
             if target is None:
@@ -361,8 +371,7 @@ class GroupedLinear(GroupedParameters):
                     x, dy, offs, out_dtype=weights[0].dtype, alignment=SLOT_ALIGNMENT if discrete else None
                 )
             else:
-                self.gemms.wgrad_into(x, dy, offs, target, overwrite=overwrite)
-            overwrite = False
+                self.gemms.wgrad_into(x, dy, offs, target, overwrite=False)
             if more is not None:
                 dbias = more if dbias is None else dbias + more
         assert target is not None
@@ -374,10 +383,9 @@ class GroupedLinear(GroupedParameters):
         self._delayed.clear()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        if isinstance(self._delayed, Copies):  # of the old device and dtype
-            if self._delayed.started:
-                raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
-            self._delayed = References()
+        if self._delayed.in_use():
+            raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
+        self._delayed = Delayed()  # what is reserved is of the old device and dtype
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

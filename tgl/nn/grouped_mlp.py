@@ -65,6 +65,7 @@ class GroupedMLP(nn.Module):
                 "`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then"
             )
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
+        self.in_features = self.out_features = hidden_size
         self.recompute_activation = recompute_activation
         options: dict[str, Any] = {
             "params_dtype": params_dtype,
@@ -124,9 +125,11 @@ class GroupedMLP(nn.Module):
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``."""
-        if out is not None:  # before FC1 writes into dgrad_out or the layer spends anything
-            dtype = result_dtype(inp)
-            check_buffer("out", out, (*inp.shape[:-1], self.fc2.out_features), dtype, inp.device)
+        if out is not None or dgrad_out is not None:
+            if out is not None:
+                check_buffer("out", out, (*inp.shape[:-1], self.out_features), result_dtype(inp), inp.device)
+            if dgrad_out is not None:
+                check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
         bias_scale = probs if self.fc2.has_bias else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..meta.specs import ACTIVATIONS
 from ..ops.grouped_activation import grouped_activation
-from ._buffers import ARGUMENTS, check_disjoint
+from ._buffers import ARGUMENTS, check_buffer, check_disjoint
 from ._errors import fail
-from .grouped_linear import GroupedLinear, MSplits, offsets_on
+from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
 from .grouped_mlp import GroupedMLP
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Tensor]]
@@ -94,10 +95,7 @@ class Sequential(nn.Sequential):
         buffers: list[Mapping[str, Tensor]] = [{} for _ in modules]
         if op_kwargs:
             buffers = _route(modules, op_kwargs)
-            names: dict[str, Tensor | None] = {
-                f"op_kwargs[{i}]['{k}']": b for i, given in enumerate(buffers) for k, b in given.items()
-            }
-            check_disjoint(names, {"inp": inp})
+            _check(modules, buffers, inp)
         scaled = False
         x = inp
         for module, given in zip(modules, buffers):
@@ -140,6 +138,26 @@ def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[Mapping[str, T
                 fail(f"`op_kwargs` must go to modules that can take {name!r}, but got module {index}, a {module}")
         routed[index] = given
     return routed
+
+
+def _check(modules: list[nn.Module], buffers: list[Mapping[str, Tensor]], inp: Tensor) -> None:
+    """Check all buffers before the first module writes into one, as far as it is known what they must be."""
+    rows: tuple | None = tuple(inp.shape[:-1])
+    dtype: torch.dtype | None = inp.dtype
+    named: dict[str, Tensor | None] = {}
+    for i, (module, given) in enumerate(zip(modules, buffers)):
+        computed = result_dtype(inp) if dtype is not None else None
+        for key, buffer in given.items():
+            name = f"op_kwargs[{i}]['{key}']"
+            width = module.out_features if key == "output" else module.in_features
+            shape = (*rows, width) if rows is not None else None
+            check_buffer(name, buffer, shape, computed if key == "output" else dtype, inp.device)
+            named[name] = buffer
+        if isinstance(module, (GroupedLinear, GroupedMLP)):
+            dtype = computed
+        elif not isinstance(module, GroupedActivation):
+            rows = dtype = None  # anything may come out of another module; the next layer checks for itself
+    check_disjoint(named, {"inp": inp})
 
 
 def _index(modules: list[nn.Module], key: nn.Module | int) -> int:

@@ -67,8 +67,9 @@ def factors(
 
 def _decode_scale(amax: Tensor) -> Tensor:
     """``S_dec`` of NVFP4, from the group's amax."""
-    encode = torch.where(amax == 0, 1.0, (NVFP4_RANGE / amax).clamp(max=FP32_MAX))
-    return 1.0 / encode
+    # A tensor divided: a number over a tensor is computed as a reciprocal and a product, which round twice.
+    encode = torch.full_like(amax, NVFP4_RANGE).div_(amax).clamp_(max=FP32_MAX)
+    return torch.where(amax == 0, 1.0, encode.reciprocal_())
 
 
 def _spread(scale: Tensor, block: int, dim: int, length: int) -> Tensor:

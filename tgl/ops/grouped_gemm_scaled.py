@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory, scaled
 from . import _scaled_cpu
-from ._library import define
+from ._library import autocast_nothing, define
 
 NAME = "grouped_gemm_scaled"
 _ARGS = (
@@ -78,12 +78,14 @@ _op = define(
     _kernel,
     lambda *operands, **options: scaled.grouped_gemm_scaled(*operands, **options).empty(),
     no_derivative=ADVICE,
+    autocast=autocast_nothing,
 )
 _op_out = define(
     f"{NAME}.out({_ARGS}, *, {_OPTIONS}, Tensor(a!) out) -> ()",
     _kernel_out,
     scaled.grouped_gemm_scaled_out,
     no_derivative=ADVICE,
+    autocast=autocast_nothing,
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory, scaled
 from . import _scaled_cpu
-from ._library import define
+from ._library import autocast_nothing, define
 from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
 
@@ -99,12 +99,14 @@ _op = define(
     _kernel,
     lambda *operands, **options: scaled.grouped_gemm_scaled_wgrad(*operands, **options).empty(),
     no_derivative=ADVICE,
+    autocast=autocast_nothing,
 )
 _op_out = define(
     f"{NAME}.out({_ARGS}, *, {_OPTIONS}, Tensor(a!) out) -> ()",
     _kernel_out,
     scaled.grouped_gemm_scaled_wgrad_out,
     no_derivative=ADVICE,
+    autocast=autocast_nothing,
 )
 _op_accumulate = define(
     f"{ACCUMULATE}({_ARGS.replace('offs', 'offs, Tensor(a!) main_grad', 1)}, *, {_OPTIONS}, bool overwrite=False)"
@@ -112,6 +114,7 @@ _op_accumulate = define(
     _kernel_accumulate,
     scaled.grouped_gemm_scaled_wgrad_accumulate_,
     no_derivative=ADVICE,
+    autocast=autocast_nothing,
 )
 
 

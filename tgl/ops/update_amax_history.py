@@ -28,7 +28,8 @@ def _kernel(
 def _steps(amax: Tensor, history: Tensor, scale: Tensor, *, dtype: torch.dtype, margin: int, algo: str) -> None:
     history.copy_(torch.cat([amax[None], history[:-1]]))
     largest = history.amax(0) if algo == "max" else amax
-    fresh = (ELEMENTS[dtype].max / largest * 2.0**-margin).clamp(max=FP32_MAX)
+    # A tensor divided: a number over a tensor is computed as a reciprocal and a product, which round twice.
+    fresh = torch.full_like(largest, ELEMENTS[dtype].max).div_(largest).mul_(2.0**-margin).clamp_(max=FP32_MAX)
     scale.copy_(torch.where((largest > 0) & largest.isfinite(), fresh, scale))
 
 
