@@ -15,7 +15,8 @@ def overload(name):
 
 def test_every_op_has_a_signature():
     defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
-    assert defined - {"allocate_wgrad", "wgrad_stash_"} == set(NAMES)
+    without_groups = {"after", "allocate_wgrad", "offload", "reload", "wgrad_stash_"}  # opcheck is in their own tests
+    assert defined - without_groups == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
