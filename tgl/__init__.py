@@ -3,6 +3,7 @@
 from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
+from .meta.quantized import Components
 from .nn import (
     GroupedActivation,
     GroupedLinear,
@@ -18,11 +19,14 @@ from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    fp8_scale_from_history,
+    fp8_update_history_,
     from_blocked_scale,
     from_te_scale_layout,
     from_torch_scale_layout,
     group_dequantize,
     group_quantize,
+    group_requantize,
     grouped_activation,
     grouped_activation_quantize,
     grouped_dbias,
@@ -37,7 +41,6 @@ from .ops import (
     to_blocked_scale,
     to_te_scale_layout,
     to_torch_scale_layout,
-    update_amax_history_,
     wgrad_stash_,
 )
 
@@ -45,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "Components",
     "GraphCaptureError",
     "GroupedActivation",
     "GroupedLinear",
@@ -60,11 +64,14 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
     "from_blocked_scale",
     "from_te_scale_layout",
     "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
+    "group_requantize",
     "grouped_activation",
     "grouped_activation_quantize",
     "grouped_dbias",
@@ -82,7 +89,6 @@ __all__ = [
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
-    "update_amax_history_",
     "warmup",
     "wgrad_stash_",
 ]

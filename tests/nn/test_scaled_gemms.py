@@ -42,7 +42,12 @@ QUANTIZED = {
     ),
     NVFP4BlockScaling(True, True, True, "compact"): ({"format": "nvfp4"}, {}, {}, {}),
     Float8CurrentScaling(): ({"format": "fp8_tensor"}, {}, {}, {"dtype": E5M2}),
-    Float8CurrentScaling(Format.E4M3, True, 1e-3): ({"format": "fp8_tensor", "power_of_two": True, "eps": 1e-3}, {}, {}, {}),
+    Float8CurrentScaling(Format.E4M3, True, 1e-3): (
+        {"format": "fp8_tensor", "power_of_two": True, "eps": 1e-3},
+        {},
+        {},
+        {},
+    ),
     Float8BlockScaling(): ({"format": "fp8_block"}, {}, {"block_2d": True}, {}),
     Float8BlockScaling(Format.HYBRID, True): (
         {"format": "fp8_block", "power_of_two": False},
@@ -420,7 +425,9 @@ def test_delayed_scales_follow_the_history(algo, margin):
         x = tokens(seed=step) * size
         used = layer.gemms.input_scale.clone()
         run(layer, x)
-        amax = torch.stack([part.abs().amax() if len(part) else torch.tensor(0.0) for part in x[:ROUTED].split(SIZES.tolist())])
+        amax = torch.stack(
+            [part.abs().amax() if len(part) else torch.tensor(0.0) for part in x[:ROUTED].split(SIZES.tolist())]
+        )
         history.insert(0, amax)
         history = history[:2]
         largest = torch.stack(history).amax(0) if algo == "max" else amax
