@@ -56,7 +56,8 @@ def test_flops_of_the_expert_layer():
 
 def test_save_list_holds_overloads():
     """Packets would silently match nothing."""
-    assert [torch.ops.tgl.grouped_gemm.default, torch.ops.tgl.offload.default] == tgl.SAC_SAVE_LIST
+    ops = torch.ops.tgl
+    assert [ops.grouped_gemm.default, ops.grouped_gemm_scaled.default, ops.offload.default] == tgl.SAC_SAVE_LIST
     assert all(isinstance(op, torch._ops.OpOverload) for op in tgl.SAC_SAVE_LIST)
 
 
