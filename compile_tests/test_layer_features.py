@@ -27,6 +27,7 @@ from _layers import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 FORMS = {"packed": True, "discrete": False}
@@ -135,8 +136,7 @@ def test_out_without_grad(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("form, main_dtype", [("packed", torch.float32), ("discrete", torch.bfloat16)])
 def test_overwrite_main_grad_is_one_more_graph(backend: str, form: str, main_dtype: torch.dtype) -> None:
     """The first microbatch replaces what the buffer holds, the second adds; an empty group's slot becomes zero."""
     layer = make_layer(dtype=torch.bfloat16, single_grouped_weight=FORMS[form], fuse_wgrad_accumulation=True)
@@ -205,6 +205,47 @@ def test_another_main_grad_is_used_at_once(backend: str, form: str) -> None:
         forward(batch.x, batch.splits).backward(batch.dy)
     for buffer, batch in zip(buffers, batches):
         assert torch.equal(buffer.double(), expected(layer, [batch]).weight_gradient + 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_main_grad_inside_checkpoint(backend: str) -> None:
+    """Accumulated once, not again by the recomputation; and the flag is set."""
+    layer, (batch,) = make_layer(fuse_wgrad_accumulation=True), make_microbatches(1)
+    main_grad = give_main_grad(layer)
+
+    def checkpointed(x: Tensor, splits: Tensor) -> Tensor:
+        return checkpoint(layer, x, splits, use_reentrant=False)
+
+    forward = checkpointed if backend == "eager" else torch.compile(checkpointed, backend=backend, fullgraph=True)
+    forward(batch.x, batch.splits).backward(batch.dy)
+    want = expected(layer, [batch])
+    assert torch.equal(main_grad.double(), want.weight_gradient + 1)
+    assert torch.equal(batch.x.grad[:ROUTED].double(), want.input_gradients[0])
+    assert layer.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reserve", [False, True], ids=["references", "copies"])
+def test_overwriting_with_delayed_gradients(backend: str, reserve: bool) -> None:
+    """The sum of what is pending replaces the buffer; a call that finds nothing leaves it alone."""
+    if backend != "eager" and not reserve:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="reserve_delayed_wgrad"):
+            layer, (batch,) = make_layer(delay_wgrad_compute=True), make_microbatches(1)
+            compiled(layer, backend)(batch.x, batch.splits)
+        return
+    layer = make_layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    main_grad = give_main_grad(layer).fill_(float("nan"))
+    layer.weight.overwrite_main_grad = True
+    if reserve:
+        layer.reserve_delayed_wgrad(T, 2)
+    forward, batches = compiled(layer, backend), make_microbatches(4)
+    for pair in (batches[:2], batches[2:]):
+        for batch in pair:
+            forward(batch.x, batch.splits).backward(batch.dy)
+        for _ in range(2):
+            layer.backward_dw()
+            assert torch.equal(main_grad.double(), expected(layer, pair).weight_gradient)
+    assert layer.weight.grad_added_to_main_grad
 
 
 # --- delayed weight gradients -----------------------------------------------------------------------------------------
@@ -314,6 +355,16 @@ def test_parameters_that_were_moved_apart_are_still_what_is_read(backend: str) -
     y.backward(batch.dy)
     assert torch.equal(y[:ROUTED].double(), want.outputs[0])
     assert torch.equal(batch.x.grad[:ROUTED].double(), want.input_gradients[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_are_replaced(backend: str) -> None:
+    """A compiled layer looks again: it holds no memory of parameters that are gone."""
+    layer, (batch,) = make_layer(single_grouped_weight=False), make_microbatches(1)
+    forward = compiled(layer, backend)
+    forward(batch.x, batch.splits)
+    layer.weight2 = torch.nn.Parameter(layer.weight2.detach() + 1)
+    assert torch.equal(forward(batch.x, batch.splits)[:ROUTED].double(), expected(layer, [batch]).outputs[0])
 
 
 # --- one graph --------------------------------------------------------------------------------------------------------

@@ -346,6 +346,7 @@ def test_ops_take_every_dtype(dtype):
 def test_ops_under_opcheck(layout):
     torch.library.opcheck(torch.ops.tgl.offload.default, (LAYOUTS[layout]().requires_grad_(),))
     torch.library.opcheck(torch.ops.tgl.reload.default, (LAYOUTS[layout]().requires_grad_(), CPU))
+    torch.library.opcheck(torch.ops.tgl.after.default, (LAYOUTS[layout]().requires_grad_(), torch.randn(3)))
 
 
 def test_ops_are_differentiable():

@@ -10,7 +10,7 @@ For one dimension of the mesh, besides everything replicated:
 | ``grouped_dbias`` | N | sharded in N |
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
 | ``grouped_activation`` and its backward | columns, where a rank gets whole pairs of gate and linear half | sharded alike, ``dprobs`` a partial sum |
-| ``offload``, ``reload`` | anything | the same |
+| ``offload``, ``reload``, ``after`` | anything | the same |
 
 DTensor brings operands placed otherwise into one of these. ``offs`` is always replicated, and rows and groups are never
 sharded: a shard of cumulative ends has lost its start. Ranks that hold different experts or different tokens work on
@@ -20,6 +20,7 @@ local tensors with ends of their own; see ``expert_parallel_host``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,10 +119,21 @@ def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [_replicated(1, m_splits)]
 
 
-def _elementwise(x: Any, device: Any = None) -> list[Rule]:
-    placements: list[Placement] = [Replicate(), Partial(), *(Shard(dim) for dim in range(len(x.shape)))]
-    rest = [None] if device is not None else []
-    return [([placement], [placement, *rest]) for placement in placements]
+def _any_placement(t: Any) -> list[Placement]:
+    return [Replicate(), Partial(), *(Shard(dim) for dim in range(len(t.shape)))]
+
+
+def _offload(x: Any) -> list[Rule]:
+    return [([placement], [placement]) for placement in _any_placement(x)]
+
+
+def _reload(x: Any, device: Any) -> list[Rule]:
+    return [([placement], [placement, None]) for placement in _any_placement(x)]
+
+
+def _after(x: Any, dependency: Any) -> list[Rule]:
+    both = itertools.product(_any_placement(x), _any_placement(dependency))
+    return [([placement], [placement, other]) for placement, other in both]
 
 
 _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
@@ -133,8 +145,9 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_activation.default: _grouped_activation,
     _ops.grouped_activation_backward.default: _grouped_activation_backward,
     _ops.splits_to_offsets.default: _splits_to_offsets,
-    _ops.offload.default: _elementwise,
-    _ops.reload.default: _elementwise,
+    _ops.offload.default: _offload,
+    _ops.reload.default: _reload,
+    _ops.after.default: _after,
 }
 
 
