@@ -19,7 +19,7 @@ from ...meta.quantized import ROW_UNIT, Components, DequantizeOptions, Options
 from . import fp4
 from .fp4 import BLOCK
 
-_STEP = 1 << 17  # elements: the float32 and int32 temporaries of a step stay in the cache
+_STEP = 1 << 17  # elements per thread: the float32 and int32 temporaries of a step stay in the cache
 _UNIT = 64  # tokens
 _RUNS = _UNIT // BLOCK
 
@@ -27,15 +27,16 @@ Step = tuple[slice, slice]
 
 
 def _steps(planes: int, rows: int, width: int, multiple: int) -> Iterator[Step]:
-    """Slices of planes and rows of about ``_STEP`` elements: whole planes, or ``multiple`` rows (or more) of one."""
+    """Slices of planes and rows of about a step's elements: whole planes, or ``multiple`` rows (or more) of one."""
     if not planes or not rows or not width:
         return
-    whole = _STEP // (rows * width)
+    size = _STEP * torch.get_num_threads()
+    whole = size // (rows * width)
     if whole > 0:
         for p in range(0, planes, whole):
             yield slice(p, min(p + whole, planes)), slice(0, rows)
         return
-    some = max(_STEP // (width * multiple), 1) * multiple
+    some = max(size // (width * multiple), 1) * multiple
     for p in range(planes):
         for r in range(0, rows, some):
             yield slice(p, p + 1), slice(r, min(r + some, rows))
@@ -120,24 +121,24 @@ class _Source:
             return x.contiguous()
         return (x.float() * self.row_scale[step[1]].float()[:, None]).to(x.dtype)
 
-    def runs(self, step: Step) -> tuple[Tensor, Tensor | None]:
-        """``[P * R, 16, K]`` with zeros where there is no row, and which runs have no row at all (None: none)."""
+    def runs(self, step: Step) -> Tensor:
+        """``[P * R, 16, K]``, zeros where there is no row."""
         planes, runs = step
         if self.stack.ends is None:
             rows = slice(runs.start * BLOCK, min(runs.stop * BLOCK, self.stack.routed))
             x = self.rows((planes, rows))
             missing = (runs.stop - runs.start) * BLOCK - x.shape[1]
             x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-            return x.reshape(-1, BLOCK, x.shape[-1]), None
+            return x.reshape(-1, BLOCK, x.shape[-1])
         index = self.stack.rows_of_runs(step)
         first, last = int(index[0, 0]), int(index[-1, -1])
         if first >= 0 and last - first == index.numel() - 1:
-            return self.rows((planes, slice(first, last + 1))).view(*index.shape, -1), None
-        none, flat = index < 0, index.flatten().clamp_min_(0)
+            return self.rows((planes, slice(first, last + 1))).view(*index.shape, -1)
+        flat = index.flatten().clamp_min(0)
         x = self.x.index_select(0, flat)
         if self.row_scale is not None:
             x = (x.float() * self.row_scale.index_select(0, flat).float()[:, None]).to(x.dtype)
-        return x.view(*index.shape, -1).masked_fill_(none[..., None], 0.0), none[:, 0]
+        return x.view(*index.shape, -1).masked_fill_((index < 0)[..., None], 0.0)
 
 
 # --- amax -------------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def _transformed_amax(source: _Source) -> Tensor:
     stack, k = source.stack, source.stack.shape[-1]
     amax = torch.zeros(stack.groups)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
-        found = _finite_amax(fp4.hadamard(source.runs(step)[0]), (1, 2))
+        found = _finite_amax(fp4.hadamard(source.runs(step)), (1, 2))
         amax.scatter_reduce_(0, stack.group_of_runs(step), found, "amax")
     return amax
 
@@ -288,7 +289,7 @@ def _columnwise(
         return
     encode, decode = fp4.group_scales(amax)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
-        x, unused = source.runs(step)
+        x = source.runs(step)
         if options.rht:
             x = fp4.hadamard(x)
         found = _block_amax(x, 1)
@@ -303,8 +304,6 @@ def _columnwise(
             random = fp4.random_bits(_columnwise_blocks(stack, step, k), *seed, stream=1)
             codes = fp4.stochastic(y, random.transpose(1, 2))
         pairs = fp4.pack_rows(codes).masked_fill_(broken[:, None], fp4.PAIR_NAN)
-        if unused is not None and options.rht:  # the transform of zeros has zeros of either sign
-            pairs.masked_fill_(unused[:, None, None], 0)
         planes, runs = step
         count = planes.stop - planes.start
         across = data[planes, :, runs.start * BLOCK // 2 : runs.stop * BLOCK // 2]
