@@ -38,6 +38,13 @@ def test_every_width_and_source(format, options, columns, dtype):
     check(x, torch.tensor([4, 4, 9], dtype=torch.int32), format, **options)
 
 
+@pytest.mark.parametrize("format, options", CASES, ids=IDS)
+def test_many_empty_groups_between_rows(format, options):
+    """Places far apart, and rows of one step in many groups."""
+    sizes = [3, *[0] * 40, 5, 0, 1, 2, *[0] * 9, 40]
+    check(spread(60, 20), torch.tensor(sizes).cumsum(0).int(), format, **options)
+
+
 @pytest.mark.parametrize("shape", [(2, 33, 40), (3, 128, 32), (1, 1, 1), (0, 4, 4), (40, 3, 5)], ids=str)
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
 def test_matrices(format, options, shape):

@@ -68,7 +68,10 @@ class ComponentSpecs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None."""
+    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None.
+
+    Resolving what is resolved changes nothing.
+    """
 
     format: str
     rowwise: bool = True
@@ -105,7 +108,9 @@ class Options:
             _only_for(op, f, name, getattr(self, name), default)
         _only_for(op, f, "rht", self.rht, False)
         checks.require(self.columnwise or not self.rht, op, "rht", "False without `columnwise`", self.rht)
-        power_of_two = f.name == "fp8_block" if self.power_of_two is None else self.power_of_two
+        power_of_two = self.power_of_two
+        if power_of_two is None and "power_of_two" in f.options:
+            power_of_two = f.name == "fp8_block"
         return replace(self, dtype=dtype, power_of_two=power_of_two)
 
 
