@@ -17,6 +17,7 @@ from torch import Tensor
 from ...meta import placement
 from ...meta.quantized import ROW_UNIT, Components, DequantizeOptions, Options
 from . import fp4
+from ._rows import Groups
 from .fp4 import BLOCK
 
 _STEP = 1 << 17  # elements per thread: the float32 and int32 temporaries of a step stay in the cache
@@ -42,68 +43,59 @@ def _steps(planes: int, rows: int, width: int, multiple: int) -> Iterator[Step]:
             yield slice(p, p + 1), slice(r, min(r + some, rows))
 
 
-@dataclass(frozen=True)
 class _Stack:
     """Planes of rows, and the groups that their rows belong to.
 
     Attributes:
-        shape: ``(T, K)`` or ``(G, N, K)``.
-        ends: int64 ``[G]`` group ends of ``[T, K]``, clamped to ``[0, T]`` and not descending; None for weights.
+        groups: of the rows; those of weights are the planes.
+        grouped: whether it is rows in groups.
+        planes: how many.
+        columns: K.
         routed: rows to be quantised in each plane.
-        runs: runs of 16 rows in each plane, those of the placement's gaps included.
+        runs: runs of 16 rows in each plane, those in the gaps of the placement included; 0 without rows.
     """
 
-    shape: tuple[int, ...]
-    ends: Tensor | None
-    routed: int
-    runs: int
-
-    @staticmethod
-    def of(shape: tuple[int, ...], offs: Tensor | None) -> _Stack:
+    def __init__(self, x: Tensor, offs: Tensor | None) -> None:
+        self.groups = Groups(x, offs)
+        self.grouped = offs is not None
+        self.columns = x.shape[-1]
         if offs is None:
-            return _Stack(shape, None, shape[1], -(-shape[1] // BLOCK))
-        rows, groups = shape[0], offs.shape[0]
-        ends = offs.to(torch.int64).clamp(0, rows)
-        ends = ends.cummax(0).values if groups else ends
-        runs = _RUNS * int(placement.units(rows, groups, _UNIT))
-        routed = int(ends[-1]) if groups else 0
-        return _Stack(shape, ends, routed, runs if routed else 0)
-
-    @property
-    def planes(self) -> int:
-        return 1 if self.ends is not None else self.shape[0]
-
-    @property
-    def groups(self) -> int:
-        return self.ends.shape[0] if self.ends is not None else self.shape[0]
+            self.planes, self.routed = x.shape[:2]
+            self.runs = -(-self.routed // BLOCK)
+        else:
+            self.planes, self.routed = 1, self.groups.routed
+            self.runs = _RUNS * int(placement.units(x.shape[0], self.groups.count, _UNIT)) if self.routed else 0
 
     def stacked(self, t: Tensor) -> Tensor:
         """A tensor that has a plane dimension for weights only, with one in any case."""
-        return t[None] if self.ends is not None else t
+        return t[None] if self.grouped else t
 
     def group_of_rows(self, step: Step) -> Tensor:
         """int64 ``[P, R]`` or ``[P, 1]``."""
         planes, rows = step
-        if self.ends is None:
-            return torch.arange(planes.start, planes.stop)[:, None]
-        return torch.searchsorted(self.ends, torch.arange(rows.start, rows.stop), right=True)[None]
+        if self.grouped:
+            return self.groups.of_rows(rows.start, rows.stop)[None]
+        return torch.arange(planes.start, planes.stop)[:, None]
 
     def group_of_runs(self, step: Step) -> Tensor:
         """int64 ``[P * R]``."""
         planes, runs = step
-        if self.ends is None:
+        if not self.grouped:
             return torch.arange(planes.start, planes.stop).repeat_interleave(runs.stop - runs.start)
-        first = placement.starts(self.ends, _UNIT) // BLOCK
+        first = self.groups.begins(_UNIT) // BLOCK
         return torch.searchsorted(first, torch.arange(runs.start, runs.stop), right=True) - 1
 
     def rows_of_runs(self, step: Step) -> Tensor:
         """int64 ``[R, 16]`` for rows in groups: the rows of each run, -1 where there is none."""
-        assert self.ends is not None
-        group = self.group_of_runs(step)
-        first = placement.first_rows(self.ends) - placement.starts(self.ends, _UNIT)
+        group = self.group_of_runs(step)[:, None]
         place = torch.arange(step[1].start * BLOCK, step[1].stop * BLOCK).view(-1, BLOCK)
-        rows = place + first[group][:, None]
-        return torch.where(rows < self.ends[group][:, None], rows, -1)
+        rows = place + (self.groups.firsts - self.groups.begins(_UNIT))[group]
+        return torch.where(rows < self.groups.ends[group], rows, -1)
+
+    def places(self, step: Step) -> Tensor:
+        """int64 ``[R]``: the row of the blocked rowwise scales that each row has."""
+        start, stop = step[1].start, step[1].stop
+        return self.groups.places(start, stop, ROW_UNIT) if self.grouped else torch.arange(start, stop)
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ class _Source:
     def runs(self, step: Step) -> Tensor:
         """``[P * R, 16, K]``, zeros where there is no row."""
         planes, runs = step
-        if self.stack.ends is None:
+        if not self.stack.grouped:
             rows = slice(runs.start * BLOCK, min(runs.stop * BLOCK, self.stack.routed))
             x = self.rows((planes, rows))
             missing = (runs.stop - runs.start) * BLOCK - x.shape[1]
@@ -167,8 +159,8 @@ def _block_amax(x: Tensor, dim: int) -> Tensor:
 
 def _group_amax(source: _Source) -> Tensor:
     """float32 ``[G]``: amax of every group's finite elements."""
-    stack, k = source.stack, source.stack.shape[-1]
-    amax = torch.zeros(stack.groups)
+    stack, k = source.stack, source.stack.columns
+    amax = torch.zeros(stack.groups.count)
     for step in _steps(stack.planes, stack.routed, k, 1):
         group = stack.group_of_rows(step)
         found = _finite_amax(source.rows(step), -1)
@@ -178,8 +170,8 @@ def _group_amax(source: _Source) -> Tensor:
 
 def _transformed_amax(source: _Source) -> Tensor:
     """The same after the Hadamard transform."""
-    stack, k = source.stack, source.stack.shape[-1]
-    amax = torch.zeros(stack.groups)
+    stack, k = source.stack, source.stack.columns
+    amax = torch.zeros(stack.groups.count)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
         found = _finite_amax(fp4.hadamard(source.runs(step)), (1, 2))
         amax.scatter_reduce_(0, stack.group_of_runs(step), found, "amax")
@@ -200,7 +192,7 @@ def quantize(
     out: Components,
 ) -> None:
     """See the package."""
-    stack = _Stack.of(tuple(x.shape), offs)
+    stack = _Stack(x, offs)
     source = _Source(x, row_scale, stack)
     amax = _group_amax(source) if options.rowwise or not options.rht else torch.empty(0)
     seed = (int(rng[0]), int(rng[1])) if rng is not None else None
@@ -216,7 +208,7 @@ def quantize(
 def _rowwise(
     source: _Source, amax: Tensor, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
-    stack, k = source.stack, source.stack.shape[-1]
+    stack, k = source.stack, source.stack.columns
     data, scale = stack.stacked(data), stack.stacked(scale)
     blocks = -(-k // BLOCK)
     encode, decode = fp4.group_scales(amax)
@@ -243,7 +235,7 @@ def _rowwise(
         pairs = fp4.pack(codes).masked_fill_(broken[..., None], fp4.PAIR_NAN)
         data[step] = pairs.flatten(2)[..., : k // 2]
         if options.blocked:
-            _put(scale, step[0], _rowwise_places(stack, step), torch.arange(blocks), blocks, bytes_)
+            _put(scale, step[0], stack.places(step), torch.arange(blocks), blocks, bytes_)
         else:
             scale[step] = bytes_
 
@@ -258,17 +250,8 @@ def _shared_by_rows(amax: Tensor) -> Tensor:
 def _rowwise_blocks(stack: _Stack, step: Step, blocks: int) -> Tensor:
     """int64 ``[P, R, B]``: position of every block among all."""
     planes, rows = (torch.arange(s.start, s.stop) for s in step)
-    row = planes[:, None] * stack.routed + rows if stack.ends is None else rows[None]
+    row = planes[:, None] * stack.routed + rows  # of groups, the one plane is 0
     return row[..., None] * blocks + torch.arange(blocks)
-
-
-def _rowwise_places(stack: _Stack, step: Step) -> Tensor:
-    """int64 ``[R]``: row of the blocked scale matrix that each row has."""
-    rows = torch.arange(step[1].start, step[1].stop)
-    if stack.ends is None:
-        return rows
-    group = torch.searchsorted(stack.ends, rows, right=True)
-    return rows + (placement.starts(stack.ends, ROW_UNIT) - placement.first_rows(stack.ends))[group]
 
 
 def _put(flat: Tensor, planes: slice, y: Tensor, x: Tensor, columns: int, scales: Tensor) -> None:
@@ -280,7 +263,7 @@ def _put(flat: Tensor, planes: slice, y: Tensor, x: Tensor, columns: int, scales
 def _columnwise(
     source: _Source, amax: Tensor, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
-    stack, k = source.stack, source.stack.shape[-1]
+    stack, k = source.stack, source.stack.columns
     data, scale = stack.stacked(data), stack.stacked(scale)
     if options.blocked or not stack.routed:
         scale.zero_()
@@ -336,7 +319,7 @@ def dequantize(
 ) -> None:
     """See the package."""
     assert amax is not None
-    stack = _Stack.of(tuple(out.shape), offs)
+    stack = _Stack(out, offs)
     decode = fp4.group_scales(amax)[1]
     if options.columnwise:
         _columnwise_back(data, scale, decode, stack, options, out)
@@ -347,13 +330,13 @@ def dequantize(
 def _rowwise_back(
     data: Tensor, scale: Tensor, decode: Tensor, stack: _Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
-    k = stack.shape[-1]
+    k = stack.columns
     blocks = -(-k // BLOCK)
     data, scale, out = stack.stacked(data), stack.stacked(scale), stack.stacked(out)
     out[:, stack.routed :].zero_()
     for step in _steps(stack.planes, stack.routed, k, 1):
         if options.blocked:
-            bytes_ = _get(scale, step[0], _rowwise_places(stack, step), torch.arange(blocks), blocks)
+            bytes_ = _get(scale, step[0], stack.places(step), torch.arange(blocks), blocks)
         else:
             bytes_ = scale[step]
         pairs = torch.nn.functional.pad(data[step], (0, blocks * BLOCK // 2 - k // 2))
@@ -365,9 +348,9 @@ def _rowwise_back(
 def _columnwise_back(
     data: Tensor, scale: Tensor, decode: Tensor, stack: _Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
-    k = stack.shape[-1]
+    k = stack.columns
     data, scale = stack.stacked(data), stack.stacked(scale)
-    if stack.ends is not None:
+    if stack.grouped:
         out[stack.routed :].zero_()
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
         planes, runs = step
@@ -384,7 +367,7 @@ def _columnwise_back(
         if options.rht:
             x = fp4.hadamard_back(x)
         x = x.to(out.dtype)
-        if stack.ends is None:
+        if not stack.grouped:
             rows = slice(runs.start * BLOCK, min(runs.stop * BLOCK, stack.routed))
             out[planes, rows] = x.view(planes.stop - planes.start, -1, k)[:, : rows.stop - rows.start]
         else:
