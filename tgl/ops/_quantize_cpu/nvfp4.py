@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ...meta import placement
-from ...meta.quantized import ROW_UNIT, Components, DequantizeOptions, Options
+from ...meta.quantized import Components, DequantizeOptions, Options
 from . import fp4
 from ._rows import Groups
+from ._scales import RowScales
 from .fp4 import BLOCK
 
 _STEP = 1 << 17  # elements per thread: the float32 and int32 temporaries of a step stay in the cache
@@ -92,10 +93,10 @@ class _Stack:
         rows = place + (self.groups.firsts - self.groups.begins(_UNIT))[group]
         return torch.where(rows < self.groups.ends[group], rows, -1)
 
-    def places(self, step: Step) -> Tensor:
-        """int64 ``[R]``: the row of the blocked rowwise scales that each row has."""
-        start, stop = step[1].start, step[1].stop
-        return self.groups.places(start, stop, ROW_UNIT) if self.grouped else torch.arange(start, stop)
+    def flat(self, step: Step) -> tuple[int, int]:
+        """The range of rows of a step, all planes stacked; steps are whole planes or part of one."""
+        planes, rows = step
+        return planes.start * self.routed + rows.start, (planes.stop - 1) * self.routed + rows.stop
 
 
 @dataclass(frozen=True)
@@ -209,14 +210,11 @@ def _rowwise(
     source: _Source, amax: Tensor, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
     stack, k = source.stack, source.stack.columns
-    data, scale = stack.stacked(data), stack.stacked(scale)
-    blocks = -(-k // BLOCK)
+    data, blocks = stack.stacked(data), -(-k // BLOCK)
+    scales = RowScales(scale, stack.groups, blocks, options.blocked)
     encode, decode = fp4.group_scales(amax)
     data[:, stack.routed :].zero_()
-    if options.blocked:
-        scale.zero_()
-    else:
-        scale[:, stack.routed :].zero_()
+    scales.clear()
     for step in _steps(stack.planes, stack.routed, k, BLOCK):
         x = source.rows(step)
         if k % BLOCK:
@@ -234,10 +232,7 @@ def _rowwise(
             codes = fp4.stochastic(y, fp4.random_bits(_rowwise_blocks(stack, step, blocks), *seed, stream=0))
         pairs = fp4.pack(codes).masked_fill_(broken[..., None], fp4.PAIR_NAN)
         data[step] = pairs.flatten(2)[..., : k // 2]
-        if options.blocked:
-            _put(scale, step[0], stack.places(step), torch.arange(blocks), blocks, bytes_)
-        else:
-            scale[step] = bytes_
+        scales.write(*stack.flat(step), bytes_.flatten(0, 1))
 
 
 def _shared_by_rows(amax: Tensor) -> Tensor:
@@ -252,12 +247,6 @@ def _rowwise_blocks(stack: _Stack, step: Step, blocks: int) -> Tensor:
     planes, rows = (torch.arange(s.start, s.stop) for s in step)
     row = planes[:, None] * stack.routed + rows  # of groups, the one plane is 0
     return row[..., None] * blocks + torch.arange(blocks)
-
-
-def _put(flat: Tensor, planes: slice, y: Tensor, x: Tensor, columns: int, scales: Tensor) -> None:
-    """Write ``scales[P, y, x]`` into blocked ``flat[P, bytes]``."""
-    offset = placement.blocked_offset(y[:, None], x[None, :], columns)
-    flat[planes].index_copy_(1, offset.flatten(), scales.flatten(1))  # type: ignore[union-attr]
 
 
 def _columnwise(
@@ -293,9 +282,15 @@ def _columnwise(
         across.copy_(pairs.view(count, -1, k)[:, : across.shape[-1]].transpose(1, 2))
         turned = bytes_.view(count, -1, k).transpose(1, 2)
         if options.blocked:
-            _put(scale, planes, torch.arange(k), torch.arange(runs.start, runs.stop), stack.runs, turned)
+            scale[planes].index_copy_(1, _blocked(stack, runs), turned.flatten(1))
         else:
             scale[planes, :, runs] = turned
+
+
+def _blocked(stack: _Stack, runs: slice) -> Tensor:
+    """int64: offsets of the scales ``[K, R]`` of runs in a blocked plane."""
+    y, x = torch.arange(stack.columns)[:, None], torch.arange(runs.start, runs.stop)
+    return placement.blocked_offset(y, x, stack.runs).flatten()  # type: ignore[union-attr]
 
 
 def _shared_by_columns(amax: Tensor) -> Tensor:
@@ -332,13 +327,11 @@ def _rowwise_back(
 ) -> None:
     k = stack.columns
     blocks = -(-k // BLOCK)
-    data, scale, out = stack.stacked(data), stack.stacked(scale), stack.stacked(out)
+    scales = RowScales(scale, stack.groups, blocks, options.blocked)
+    data, out = stack.stacked(data), stack.stacked(out)
     out[:, stack.routed :].zero_()
     for step in _steps(stack.planes, stack.routed, k, 1):
-        if options.blocked:
-            bytes_ = _get(scale, step[0], stack.places(step), torch.arange(blocks), blocks)
-        else:
-            bytes_ = scale[step]
+        bytes_ = scales.read(*stack.flat(step)).view(*data[step].shape[:2], blocks)
         pairs = torch.nn.functional.pad(data[step], (0, blocks * BLOCK // 2 - k // 2))
         values = fp4.values(pairs).unflatten(-1, (blocks, BLOCK))
         values *= fp4.decoded(bytes_, decode[stack.group_of_rows(step)[..., None]])[..., None]
@@ -355,7 +348,7 @@ def _columnwise_back(
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
         planes, runs = step
         if options.blocked:
-            bytes_ = _get(scale, planes, torch.arange(k), torch.arange(runs.start, runs.stop), stack.runs)
+            bytes_ = scale[planes].index_select(1, _blocked(stack, runs)).unflatten(1, (k, -1))
         else:
             bytes_ = scale[planes, :, runs]
         pairs = data[planes, :, runs.start * BLOCK // 2 : runs.stop * BLOCK // 2]
@@ -374,9 +367,3 @@ def _columnwise_back(
             index = stack.rows_of_runs(step).flatten()
             used = index >= 0
             out[index[used]] = x.view(-1, k)[used]
-
-
-def _get(flat: Tensor, planes: slice, y: Tensor, x: Tensor, columns: int) -> Tensor:
-    """The inverse of ``_put``."""
-    offset = placement.blocked_offset(y[:, None], x[None, :], columns)
-    return flat[planes].index_select(1, offset.flatten()).unflatten(1, (y.shape[0], x.shape[0]))  # type: ignore
