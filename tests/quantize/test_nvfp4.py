@@ -169,6 +169,16 @@ def test_bad_offsets_stay_in_bounds(layout):
     assert torch.equal(*values)
 
 
+def test_thread_count_changes_nothing():
+    """Steps grow with the number of threads, so there they are cut elsewhere."""
+    x = torch.randn(3000, 96).bfloat16()
+    offs = torch.tensor([1000, 1001, 2900], dtype=torch.int32)
+    expected = quantize(x, offs, rht=True, rng=SEED)
+    torch.set_num_threads(2)
+    for component, value in zip(quantize(x, offs, rht=True, rng=SEED), expected):
+        assert torch.equal(component, value)
+
+
 @pytest.mark.parametrize("rht", [False, True])
 def test_requantize(rht):
     """What quantising the float32 values of the rowwise components gives."""
