@@ -17,14 +17,29 @@ from .ops import (
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
 )
+from .tensor import (
+    DenseGroupedTensor,
+    FP8BlockGroupedTensor,
+    FP8TensorGroupedTensor,
+    GroupedTensor,
+    MXFP8GroupedTensor,
+    NVFP4GroupedTensor,
+    quantize,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "DenseGroupedTensor",
+    "FP8BlockGroupedTensor",
+    "FP8TensorGroupedTensor",
     "GraphCaptureError",
     "GroupedLinear",
     "GroupedMLP",
+    "GroupedTensor",
+    "MXFP8GroupedTensor",
+    "NVFP4GroupedTensor",
     "NoImplementationError",
     "Routing",
     "allocate_wgrad",
@@ -42,6 +57,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "quantize",
     "register_implementation",
     "route",
     "splits_to_offsets",

@@ -140,7 +140,9 @@ def split(t: GroupedTensor, sizes: Sequence[int] | None) -> list[GroupedTensor]:
     assert sizes is not None
     fits = len(sizes) == t.num_groups and all(s >= 0 for s in sizes) and sum(sizes) <= t.shape[0]
     checks.require(fits, op, "sizes", f"{t.num_groups} sizes that add up to {t.shape[0]} at most", list(sizes))
-    return [_rows_of(t, g, start, size) for g, (start, size) in enumerate(zip(itertools.accumulate((0, *sizes)), sizes))]
+    return [
+        _rows_of(t, g, start, size) for g, (start, size) in enumerate(zip(itertools.accumulate((0, *sizes)), sizes))
+    ]
 
 
 def matrix_of(t: GroupedTensor, g: int) -> GroupedTensor:

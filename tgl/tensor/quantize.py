@@ -77,7 +77,11 @@ def quantize(
 def _offsets(x: Tensor, offs: Tensor | None, m_splits: Tensor | None, num_groups: int | None) -> Tensor | None:
     """A copy of the group ends, which belongs to the new tensor alone."""
     op = "quantize"
-    given = [name for name, value in (("offs", offs), ("m_splits", m_splits), ("num_groups", num_groups)) if value is not None]
+    given = [
+        name
+        for name, value in (("offs", offs), ("m_splits", m_splits), ("num_groups", num_groups))
+        if value is not None
+    ]
     checks.require(len(given) <= 1, op, "offs", "the only description of the groups", " and ".join(given))
     if m_splits is not None:
         return splits_to_offsets(m_splits)
