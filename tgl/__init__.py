@@ -7,6 +7,9 @@ from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
     group_dequantize,
     group_quantize,
     grouped_activation,
@@ -16,6 +19,9 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
 )
 from .tensor import (
     DenseGroupedTensor,
@@ -49,6 +55,9 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
     "grouped_activation",
@@ -61,5 +70,8 @@ __all__ = [
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
     "warmup",
 ]

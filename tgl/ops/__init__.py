@@ -9,11 +9,22 @@ from .grouped_activation import grouped_activation
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
+from .scale_layout import (
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
+)
 from .splits_to_offsets import splits_to_offsets
 
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
     "grouped_activation",
@@ -23,4 +34,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
 ]
