@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
-from ..meta.quantized import Components, Options, component_specs
+from ..meta.quantized import Options, component_specs
 from ..meta.specs import Dim, TensorSpec
 from ..ops.group_dequantize import group_dequantize
 from ..ops.group_quantize import group_quantize
@@ -35,6 +35,10 @@ class DenseGroupedTensor(GroupedTensor):
         cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
     ) -> dict[str, TensorSpec]:
         return {"rowwise_data": TensorSpec(tuple(shape), dtype, device)}
+
+    @property
+    def component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        return self.dtype, torch.float32, torch.float32
 
     def cast(self, dtype: torch.dtype) -> GroupedTensor:
         assert self.rowwise_data is not None
@@ -83,18 +87,13 @@ class QuantizedGroupedTensor(GroupedTensor):
         words += [f"scaling={o.scaling}"] if o.format == "mxfp8" else []
         return [*words, f"scale_layout={o.scale_layout}"] if len(o.description.layouts) > 1 else words
 
-    def components(self) -> Components:
-        o, f = self.options, self.options.description
-        one = self.dim() == 2 and self.offs is None
-        found = []
-        for name, dtype in zip(COMPONENTS, (self.element_dtype, f.scale_dtype, torch.float32) * 2):
-            t = getattr(self, name)
-            if t is None:
-                t = torch.empty(0, dtype=dtype, device=self.device)
-            elif one:
-                t = t.reshape(1, -1) if o.blocked and name.endswith("scale") else t[None]
-            found.append(t)
-        return Components(*found, torch.empty(0, device=self.device))
+    @property
+    def component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        return self.element_dtype, self.options.description.scale_dtype, torch.float32
+
+    def stack_of_one(self, name: str, part: Tensor) -> Tensor:
+        blocked = name.endswith("scale") and self.options.blocked
+        return part.reshape(1, -1) if blocked else part[None]
 
     def cast(self, dtype: torch.dtype) -> GroupedTensor:
         return type(self)(self.shape, dtype, self.static, self.parts(), self.shapes)
@@ -125,10 +124,21 @@ class QuantizedGroupedTensor(GroupedTensor):
 
     def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         for name, part in self.parts().items():
-            must = "made of contiguous components (views of rows from split() can be read only)"
-            checks.require(part.is_contiguous(), "quantize_", "self", must, lambda: f"{name} with {part.stride()}")
+            if not part.is_contiguous():
+                must = "made of contiguous components (what split() gives of rows can only be read)"
+                checks.require(False, "quantize_", "self", must, f"{name} with strides {part.stride()}")
         x = x[None] if offs is None and x.dim() == 2 else x
-        group_quantize(x, offs, **tensors, noop=noop, **arguments(self.options), out=self.components())
+        out = self.components()
+        # The one number of a matrix among others has not the alignment that a buffer needs: it takes a detour.
+        numbers = {
+            slot: part
+            for slot, part in zip(out._fields, (getattr(self, name) for name in COMPONENTS))
+            if part is not None and not part.dim()
+        }
+        aside = {slot: part.reshape(1).clone() for slot, part in numbers.items()}
+        group_quantize(x, offs, **tensors, noop=noop, **arguments(self.options), out=out._replace(**aside))
+        for slot, part in numbers.items():
+            part.copy_(aside[slot][0])
 
 
 def arguments(options: Options) -> dict[str, Any]:

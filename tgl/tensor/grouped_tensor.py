@@ -142,8 +142,26 @@ class GroupedTensor(Tensor):
         return self.shape[0] if self.dim() == 3 else 1
 
     def components(self) -> Components:
-        """What the ops take: ``[0]`` for a component that there is not; one matrix is a stack of one."""
+        """What the ops take: ``[0]`` for a component that there is not, and one matrix as a stack of one."""
+        one = self.dim() == 2 and self.offs is None
+        found = []
+        for name, dtype in zip(COMPONENTS, self.component_dtypes * 2):
+            part = getattr(self, name)
+            if part is None:
+                part = torch.empty(0, dtype=dtype, device=self.device)
+            elif one:
+                part = self.stack_of_one(name, part)
+            found.append(part)
+        return Components(*found, torch.empty(0, device=self.device))
+
+    @property
+    def component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """dtypes of data, scales and amax."""
         raise NotImplementedError
+
+    def stack_of_one(self, name: str, part: Tensor) -> Tensor:
+        """A component of one matrix as that of a stack of one."""
+        return part[None]
 
     def same_structure(self, other: GroupedTensor) -> bool:
         """Whether the components of the two have the same shapes, dtypes and meaning."""
@@ -289,7 +307,7 @@ class GroupedTensor(Tensor):
         format: str | Options,
         *,
         num_groups: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        source_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> GroupedTensor:
@@ -299,9 +317,9 @@ class GroupedTensor(Tensor):
             shape: ``(T, K)`` with ``num_groups``; ``(G, N, K)``; ``(N, K)``; or a list of shapes ``(N, K)``.
             format: as in ``tgl.quantize``.
             num_groups: G, for rows in groups. ``offs`` is zero (empty groups) until ``quantize_`` is given others.
-            dtype: the dtype it stands for: bfloat16, float16 or float32.
+            source_dtype: the tensor's own dtype, that of the values it is to hold: bfloat16, float16 or float32.
             device: default: the current default device.
-            options: as in ``tgl.quantize``.
+            options: as in ``tgl.quantize``, where ``dtype`` is that of the elements.
 
         Returns:
             A tensor whose components are uninitialised (those of a list of matrices zero).
@@ -309,23 +327,26 @@ class GroupedTensor(Tensor):
         op = "empty"
         resolved = _structure.resolve(op, format, options)
         cls, static = CLASSES[resolved.format], _structure.fields(resolved)
-        checks.require(dtype in SOURCES, op, "dtype", "bfloat16, float16 or float32", dtype, TypeError)
+        must = "bfloat16, float16 or float32"
+        checks.require(source_dtype in SOURCES, op, "source_dtype", must, source_dtype, TypeError)
         target = torch.empty(0, device=device).device
         if shape and not isinstance(shape[0], int | torch.SymInt):
             shapes = tuple([(n, k) for n, k in shape])
-            _, specs = _structure.slots(cls, resolved, shapes, dtype, target)
+            _, specs = _structure.slots(cls, resolved, shapes, source_dtype, target)
             numel = sum(n * k for n, k in shapes)
-            return cls((numel,), dtype, static, {name: spec.empty().zero_() for name, spec in specs.items()}, shapes)
+            return cls(
+                (numel,), source_dtype, static, {name: spec.empty().zero_() for name, spec in specs.items()}, shapes
+            )
         size = tuple(shape)
         fits = len(size) == 2 if num_groups is not None else len(size) in (2, 3)
         checks.require(fits, op, "shape", "(T, K) with `num_groups`, (G, N, K), (N, K) or a list of those", size)
         parts = {
             name: spec.empty()
-            for name, spec in _structure.component_specs(cls, resolved, size, num_groups, dtype, target).items()
+            for name, spec in _structure.component_specs(cls, resolved, size, num_groups, source_dtype, target).items()
         }
         if num_groups is not None:
             parts["offs"].zero_()
-        return cls(size, dtype, static, parts)
+        return cls(size, source_dtype, static, parts)
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -333,8 +354,8 @@ class GroupedTensor(Tensor):
         """One GroupedTensor ``[rows, K]`` per group, views that share memory with this one and carry no gradient.
 
         Args:
-            sizes: rows of each group, for rows in groups only: their sizes lie on the device, where ``split_host`` reads
-                them.
+            sizes: rows of each group; for rows in groups only. What ``offs`` says lies on the device, and
+                ``split_host`` reads it there.
         """
         return _structure.split(self, sizes)
 
