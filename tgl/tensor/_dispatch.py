@@ -108,7 +108,8 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
     if not isinstance(target, GroupedTensor):
         assert isinstance(source, GroupedTensor)
-        return target.copy_(source.read(source.dtype), non_blocking)
+        dtype = target.dtype if target.dtype in SOURCES else source.dtype
+        return target.copy_(source.read(dtype), non_blocking)
     if not isinstance(source, GroupedTensor):
         target.overwrite(source.to(target.device))
     elif target.same_structure(source):

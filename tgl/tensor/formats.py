@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
+from ..meta.checks import OUT_ALIGNMENT
 from ..meta.quantized import Options, component_specs
 from ..meta.specs import Dim, TensorSpec
 from ..ops.group_dequantize import group_dequantize
@@ -129,16 +130,15 @@ class QuantizedGroupedTensor(GroupedTensor):
                 checks.require(False, "quantize_", "self", must, f"{name} with strides {part.stride()}")
         x = x[None] if offs is None and x.dim() == 2 else x
         out = self.components()
-        # The one number of a matrix among others has not the alignment that a buffer needs: it takes a detour.
-        numbers = {
-            slot: part
-            for slot, part in zip(out._fields, (getattr(self, name) for name in COMPONENTS))
-            if part is not None and not part.dim()
-        }
-        aside = {slot: part.reshape(1).clone() for slot, part in numbers.items()}
+        aside = {slot: part.clone() for slot, part in zip(out._fields, out) if self._may_lie_anywhere(part)}
         group_quantize(x, offs, **tensors, noop=noop, **arguments(self.options), out=out._replace(**aside))
-        for slot, part in numbers.items():
-            part.copy_(aside[slot][0])
+        for slot, part in aside.items():
+            getattr(out, slot).copy_(part)
+
+    def _may_lie_anywhere(self, part: Tensor) -> bool:
+        """Whether a component of one matrix among others may start where no kernel can write: it takes a detour."""
+        one = self.offs is None and self.dim() == 2
+        return one and part.numel() * part.itemsize % OUT_ALIGNMENT != 0
 
 
 def arguments(options: Options) -> dict[str, Any]:

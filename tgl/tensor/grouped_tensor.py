@@ -186,7 +186,9 @@ class GroupedTensor(Tensor):
         own = {*NAMES, "static", "shapes"}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         kind = (self.format, tuple(self.shape), self.dtype, self.static, self.shapes)
-        return rebuild, (*kind, self.parts(), self.requires_grad, state)
+        # As bytes: plain pickle does not know torch's 8-bit floating dtypes.
+        parts = {name: (t.view(torch.uint8) if t.itemsize == 1 else t, t.dtype) for name, t in self.parts().items()}
+        return rebuild, (*kind, parts, self.requires_grad, state)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -382,12 +384,13 @@ def rebuild(
     dtype: torch.dtype,
     static: Static,
     shapes: Shapes | None,
-    parts: dict[str, Tensor],
+    parts: dict[str, tuple[Tensor, torch.dtype]],
     requires_grad: bool,
     state: dict[str, Any],
 ) -> GroupedTensor:
     """The inverse of pickling; only constants and tensors, so that ``torch.load`` needs to trust nothing else."""
-    self = CLASSES[format](shape, dtype, static, parts, shapes)
+    components = {name: t.view(element) for name, (t, element) in parts.items()}
+    self = CLASSES[format](shape, dtype, static, components, shapes)
     self.requires_grad_(requires_grad)
     self.__dict__.update(state)
     return self
