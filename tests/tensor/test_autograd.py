@@ -42,6 +42,13 @@ def test_through_clone_and_casts():
     assert torch.equal(x.grad, torch.full_like(x, 3))
 
 
+def test_through_single_matrices():
+    w = torch.nn.Parameter(tgl.quantize(torch.randn(3, 4, 32), None, "mxfp8"))
+    first, _, last = w.unbind()
+    (torch.stack([first, last]).dequantize().sum() + w[2].dequantize().sum()).backward()
+    assert w.grad.sum(dim=(1, 2)).tolist() == [128.0, 0.0, 256.0]
+
+
 def test_second_derivative():
     x = torch.randn(4, 32, requires_grad=True)
     y = tgl.quantize(x, None, "mxfp8").dequantize()

@@ -80,6 +80,16 @@ def test_writing_into_one(call, error, message):
     assert_same_bytes(t.detach(), before)
 
 
+def test_writing_into_dense_values():
+    x, _, t = rows("dense")
+    with pytest.raises(TypeError, match="quantize_: `x` must be float32, bfloat16 or float16"):
+        t.quantize_(x.double())
+    with pytest.raises(ValueError, match="`noop` must be of one element"):
+        t.quantize_(x, torch.ones(2))
+    with pytest.raises(ValueError, match="`rng` must be None for dense values"):
+        t.quantize_(x, rng=torch.ones(2))
+
+
 def test_offs_for_matrices():
     t = tgl.quantize(torch.ones(2, 4, 32), None, "mxfp8")
     with pytest.raises(ValueError, match="`offs` must be None for a tensor without groups of rows"):

@@ -65,7 +65,7 @@ class Dequantize(torch.autograd.Function):
     def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
         ctx.save_for_backward(t.offs)
         ctx.dtype = t.dtype
-        return t.read(dtype, columnwise)
+        return t._read(dtype, columnwise)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
