@@ -202,7 +202,9 @@ def test_a_graph_saves_components() -> None:
     captured = Captured()
     x, w = torch.randn(5, 64, requires_grad=True), torch.ones(64, requires_grad=True)
     torch.compile(scaled, backend=captured, fullgraph=True)(x, ends(5), w).sum().backward()
-    assert_expected_inline(captured.text(), """\
+    assert_expected_inline(
+        captured.text(),
+        """\
 forward
   clone: i32[3] = aten.clone(primals_2)
   group_quantize = tgl.group_quantize(primals_1, clone, format=mxfp8, columnwise=False,
@@ -219,7 +221,8 @@ backward
       out_dtype=torch.float32)
   mul_2: f32[5, 64] = aten.mul.Tensor(tangents_1, group_dequantize_1)
   sum_1: f32[64] = aten.sum.dim_IntList(mul_2, [0])
-  return [mul_1, None, sum_1]""")
+  return [mul_1, None, sum_1]""",
+    )
 
 
 OPERATIONS: dict[str, Callable[[GroupedTensor], Any]] = {

@@ -3,15 +3,19 @@
 from . import backends
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
+from .meta.quantized import Components
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    fp8_scale_from_history,
+    fp8_update_history_,
     from_blocked_scale,
     from_te_scale_layout,
     from_torch_scale_layout,
     group_dequantize,
     group_quantize,
+    group_requantize,
     grouped_activation,
     grouped_dbias,
     grouped_dbias_dscales,
@@ -37,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "Components",
     "DenseGroupedTensor",
     "FP8BlockGroupedTensor",
     "FP8TensorGroupedTensor",
@@ -55,11 +60,14 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
     "from_blocked_scale",
     "from_te_scale_layout",
     "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
+    "group_requantize",
     "grouped_activation",
     "grouped_dbias",
     "grouped_dbias_dscales",

@@ -3,8 +3,10 @@
 from . import cuda_kernels  # noqa: F401 (registers)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
+from .fp8_history import fp8_scale_from_history, fp8_update_history_
 from .group_dequantize import group_dequantize
 from .group_quantize import group_quantize
+from .group_requantize import group_requantize
 from .grouped_activation import grouped_activation
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
@@ -22,11 +24,14 @@ from .splits_to_offsets import splits_to_offsets
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
     "from_blocked_scale",
     "from_te_scale_layout",
     "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
+    "group_requantize",
     "grouped_activation",
     "grouped_dbias",
     "grouped_dbias_dscales",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .quantized import QUANTIZED_SIGNATURES
 from .samples import SampleInput, Signature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
@@ -47,6 +48,7 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_BACKWARD.format(x="2I", y="I"), options=_GATED, **_ACTIVATION),
         Signature(_BACKWARD.format(x="I", y="I"), options=_PLAIN, **_ACTIVATION),
     ),
+    **QUANTIZED_SIGNATURES,
 }
 """Signatures by op name (without namespace, with the overload unless it is the default one)."""
 

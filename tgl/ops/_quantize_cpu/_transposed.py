@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ._rows import Groups, Scratch
 
+ROWS = 512  # of a step, at least: what is written are runs of so many bytes
+
 
 class Transposed:
     """Rows of bytes behind a transposed memory; ranges of rows are those of ``Groups.steps``."""
@@ -21,6 +23,7 @@ class Transposed:
 
     def write(self, start: int, stop: int, left: int, right: int, rows: Tensor) -> None:
         """Bytes ``[rows, columns]`` of a range of rows and of columns."""
+        rows = self.scratch.room("straight", *rows.shape, dtype=torch.uint8).copy_(rows)  # turns three times as fast
         target = self._part(start, stop, left, right)
         if isinstance(target, Tensor):
             target.copy_(rows.view(*target.transpose(-1, -2).shape).transpose(-1, -2))
