@@ -73,7 +73,7 @@ def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: fl
         if grouped and t.shape[:1] == (routing.rows,) and t.dim() == 2:
             t.view(torch.uint8)[routing.routed :] = 0xFF if tail != tail else _GARBAGE
     derived = {"data": data, "scale": scale}
-    if "amax" in sample.given:
+    if options["format"] == "nvfp4":
         derived["amax"] = amax
     return derived
 
@@ -102,12 +102,16 @@ def _quantize(
     )
 
 
+def _amax(format: str) -> str:
+    return "amax[G]:derived" if format == "nvfp4" else "amax[G]:derived?"
+
+
 def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: bool = True) -> Signature:
     """``group_dequantize`` of rows in groups or of matrices."""
     offs = "offs[G]:ends" if grouped else "offs[G]:derived?"
     never = {"offs": "nothing"} | ({} if format == "nvfp4" else {"amax": "nothing"})
     return Signature(
-        f"data[]:derived, scale[]:derived, {offs}, amax[G]:derived? -> y[{'T' if grouped else 'M'},K]",
+        f"data[]:derived, scale[]:derived, {offs}, {_amax(format)} -> y[{'T' if grouped else 'M'},K]",
         requires=never,
         options={"format": (format,), **options},
         derive=_components,
@@ -117,9 +121,10 @@ def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: b
 
 def _requantize(format: str, options: Mapping[str, Sequence[Any]]) -> Signature:
     """``group_requantize`` of rows in groups."""
+    data, amax = "T" if format == "mxfp8" else "C", "G" if format in ("nvfp4", "fp8_tensor") else "E"
     return Signature(
-        "data[]:derived, scale[]:derived, offs[G]:ends, amax[G]:derived? -> "
-        f"columnwise_data[{'T' if format == 'mxfp8' else 'C'},K], columnwise_scale[P,K], columnwise_amax[E]",
+        f"data[]:derived, scale[]:derived, offs[G]:ends, {_amax(format)} -> "
+        f"columnwise_data[{data},K], columnwise_scale[P,K], columnwise_amax[{amax}]",
         requires={} if format == "nvfp4" else {"amax": "nothing"},
         options={"format": (format,), **options},
         derive=_components,
@@ -139,6 +144,9 @@ QUANTIZED_SIGNATURES: dict[str, tuple[Signature, ...]] = {
         _quantize("mxfp8", {"scaling": ("rceil", "floor", "even")}, "row_scale"),
         _quantize("mxfp8", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
         _quantize("mxfp8", {**_E5M2, **_BOTH_LAYOUTS}, grouped=False),
+        _quantize("nvfp4", {"rht": (True, False), **_BOTH_LAYOUTS}, "row_scale"),
+        _quantize("nvfp4", {"dbias": (True,)}, "rng"),
+        _quantize("nvfp4", {"block_2d": (True, False)}, "rng", grouped=False),
         _quantize("fp8_tensor", {"columnwise": (True, False)}, "scale", "row_scale"),
         _quantize("fp8_tensor", _E5M2, grouped=False),
         _quantize("fp8_block", {"power_of_two": (True, False)}, "row_scale"),
@@ -146,11 +154,14 @@ QUANTIZED_SIGNATURES: dict[str, tuple[Signature, ...]] = {
     ),
     "group_quantize.out": (
         _quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),
+        _quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),
         _quantize("fp8_tensor", {}, "scale", out=True),
         _quantize("fp8_block", {}, out=True),
     ),
     "group_dequantize": (
         _dequantize("mxfp8", {"columnwise": (False, True), **_BOTH_LAYOUTS}),
+        _dequantize("nvfp4", _BOTH_LAYOUTS),
+        _dequantize("nvfp4", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
         _dequantize("fp8_tensor", {}),
         _dequantize("fp8_tensor", {"columnwise": (False, True)}, grouped=False),
         _dequantize("fp8_block", {}),
@@ -158,6 +169,7 @@ QUANTIZED_SIGNATURES: dict[str, tuple[Signature, ...]] = {
     ),
     "group_requantize": (
         _requantize("mxfp8", _BOTH_LAYOUTS),
+        _requantize("nvfp4", {"rht": (False, True)}),
         _requantize("fp8_tensor", {}),
         _requantize("fp8_block", {}),
     ),
