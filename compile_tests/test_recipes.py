@@ -23,7 +23,6 @@ from tgl.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from tgl.tensor import quantize
 
 G, K, N = 4, 64, 32
 RECIPES: dict[str, Recipe] = {
@@ -241,7 +240,7 @@ def test_quantised_inputs_and_weights(name: str) -> None:
     options = recipe.operands.input.options()
 
     def inside(x: Tensor) -> Tensor:
-        return layer.forward_offsets(quantize(x, offs, **options), offs)
+        return layer.forward_offsets(tgl.quantize(x, offs, **options), offs)
 
     def outside(t: Tensor) -> Tensor:
         return layer.forward_offsets(t, offs)
@@ -253,7 +252,7 @@ def test_quantised_inputs_and_weights(name: str) -> None:
         x = torch.randn(rows, K, dtype=torch.bfloat16)
         want = step(lambda t: eager.forward_offsets(t, offs), eager, x)[:2]
         assert same(step(compiled_inside, layer, x)[:1], want[:1])
-        assert same(step(lambda t: compiled_outside(quantize(t, offs, **options)), layer, x)[:1], want[:1])
+        assert same(step(lambda t: compiled_outside(tgl.quantize(t, offs, **options)), layer, x)[:1], want[:1])
     assert made.frame_count == 1
     assert given.frame_count <= 2
 
@@ -267,7 +266,7 @@ def test_quantised_inputs_and_weights(name: str) -> None:
 def test_a_wrong_quantised_input_is_named_in_the_trace() -> None:
     layer, _ = pair("mxfp8")
     offs = torch.tensor([10, 10, 15, 20], dtype=torch.int32)
-    made = quantize(torch.randn(20, K, dtype=torch.bfloat16), offs, "mxfp8")
+    made = tgl.quantize(torch.randn(20, K, dtype=torch.bfloat16), offs, "mxfp8")
     with pytest.raises(Exception, match="`inp` must be quantised with scale_layout='blocked'"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(made, torch.tensor([10, 0, 5, 5]))
 

@@ -43,16 +43,31 @@ from .ops import (
     to_torch_scale_layout,
     wgrad_stash_,
 )
+from .tensor import (
+    DenseGroupedTensor,
+    FP8BlockGroupedTensor,
+    FP8TensorGroupedTensor,
+    GroupedTensor,
+    MXFP8GroupedTensor,
+    NVFP4GroupedTensor,
+    quantize,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
     "Components",
+    "DenseGroupedTensor",
+    "FP8BlockGroupedTensor",
+    "FP8TensorGroupedTensor",
     "GraphCaptureError",
     "GroupedActivation",
     "GroupedLinear",
     "GroupedMLP",
+    "GroupedTensor",
+    "MXFP8GroupedTensor",
+    "NVFP4GroupedTensor",
     "NoImplementationError",
     "Routing",
     "Sequential",
@@ -82,6 +97,7 @@ __all__ = [
     "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "quantize",
     "recipes",
     "register_implementation",
     "route",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
@@ -155,3 +156,21 @@ def test_no_derivative(name):
         call(name, tensors, options)
     with torch.no_grad():
         call(name, tensors, options)
+
+
+def test_compiled_carries_the_message():
+    tensors, options = arguments(GEMM, "mxfp8")
+    tensors["a_scale"] = tensors["a_scale"][:, 1:].contiguous()
+    compiled = torch.compile(lambda **t: tgl.grouped_gemm_scaled(**t, **options), backend="aot_eager", fullgraph=True)
+    with pytest.raises((TorchRuntimeError, ValueError), match=r"`a_scale` must be of shape \[T, ceil\(K/32\)\]"):
+        compiled(**tensors)
+
+
+def test_explain():
+    for name in (GEMM, WGRAD):
+        tensors, options = arguments(name, "nvfp4", "blocked")
+        found = tgl.explain(name, **tensors, **options)
+        assert found.chosen.name == "decode and mm"
+    tensors, options = arguments(GEMM, "mxfp8")
+    on_meta = {n: t.to("meta") if t is not None else None for n, t in tensors.items()}
+    assert tgl.explain(GEMM, **on_meta, **options).chosen is None

@@ -16,6 +16,8 @@ ON_THEIR_OWN = {  # and where they are under test
     "scale_to_layout",
     "wgrad_stash_",  # test_wgrad_stash.py
 }
+FEWEST = len(tgl.testing.ROUTINGS)
+NONZERO_WHEN_EMPTY = ("group_quantize",)  # a group without rows has scale 1
 
 
 def overload(name):
@@ -30,14 +32,17 @@ def test_every_op_has_a_signature():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contracts(name):
-    assert tgl.testing.check_op(overload(name), tgl.testing.sample_inputs(name)) > 50
+    empty_groups_zero = name not in NONZERO_WHEN_EMPTY
+    samples = tgl.testing.sample_inputs(name)
+    assert tgl.testing.check_op(overload(name), samples, empty_groups_zero=empty_groups_zero) > FEWEST
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_contracts_over_the_whole_product(name):
+    empty_groups_zero = name not in NONZERO_WHEN_EMPTY
     samples = tgl.testing.sample_inputs(name, full=True)
-    assert tgl.testing.check_op(overload(name), samples, opcheck="none") > 50
+    assert tgl.testing.check_op(overload(name), samples, empty_groups_zero=empty_groups_zero, opcheck="none") > FEWEST
 
 
 def test_allocate_wgrad_under_opcheck():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,6 +41,16 @@ def test_flops_of_the_gemms():
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, out=torch.empty(G, K, N))) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
+
+
+@pytest.mark.parametrize("make", [tgl.recipes.MXFP8BlockScaling, tgl.recipes.NVFP4BlockScaling])
+def test_flops_of_a_layer_with_a_recipe(make):
+    """Those of any other layer; NVFP4's weight gradient is stored by place, of which there are more than rows."""
+    recipe = make()
+    layer, x = tgl.GroupedLinear(G, K, N, recipe=recipe), torch.randn(T, K, requires_grad=True)
+    rows = T if recipe.format == "mxfp8" else 64 * G
+    assert count(lambda: layer(x, torch.tensor([2, 0, 5]))) == 2 * T * K * N
+    assert count(lambda: layer(x, torch.tensor([2, 0, 5])).sum().backward()) == 2 * (2 * T + rows) * K * N
 
 
 def test_flops_of_a_backward_are_twice_those_of_the_forward():
