@@ -53,8 +53,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/op_overhead.py
 	$(BIN)/python benchmarks/recompiles.py
+	$(BIN)/python benchmarks/layer_features.py
 	$(BIN)/python benchmarks/expert_layer.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/quantize.py --quick
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

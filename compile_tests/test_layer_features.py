@@ -19,6 +19,7 @@ from _layers import (
     T,
     expected,
     give_main_grad,
+    integers,
     make_layer,
     make_microbatches,
     packed_gradient,
@@ -27,6 +28,9 @@ from _layers import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
+
+import tgl
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 FORMS = {"packed": True, "discrete": False}
@@ -135,8 +139,7 @@ def test_out_without_grad(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("form, main_dtype", [("packed", torch.float32), ("discrete", torch.bfloat16)])
 def test_overwrite_main_grad_is_one_more_graph(backend: str, form: str, main_dtype: torch.dtype) -> None:
     """The first microbatch replaces what the buffer holds, the second adds; an empty group's slot becomes zero."""
     layer = make_layer(dtype=torch.bfloat16, single_grouped_weight=FORMS[form], fuse_wgrad_accumulation=True)
@@ -158,7 +161,7 @@ def test_overwrite_main_grad_is_one_more_graph(backend: str, form: str, main_dty
 
 
 def test_no_weight_gradient_is_materialised() -> None:
-    """The backward graph holds one accumulation, and no tensor of the weight's size but main_grad's own."""
+    """The graph that makes one holds one call more; the accumulation is in the next test."""
     calls = {}
     for fuse in (False, True):
         captured = Captured()
@@ -166,9 +169,9 @@ def test_no_weight_gradient_is_materialised() -> None:
         layer, (batch,) = make_layer(fuse_wgrad_accumulation=fuse), make_microbatches(1)
         give_main_grad(layer)
         torch.compile(layer, backend=captured, fullgraph=True)(batch.x, batch.splits).backward(batch.dy)
-        calls[fuse] = captured.text(only="tgl"), captured.tgl_calls("backward")
-    assert calls[False][1] == {"grouped_gemm": 1, "grouped_gemm_wgrad": 1, "grouped_dbias": 1}
-    assert calls[True][1] == {"grouped_gemm": 1, "grouped_dbias": 1}, "the accumulation is wrapped, see below"
+        calls[fuse] = captured.tgl_calls("backward")
+    assert calls[False] == {"grouped_gemm": 1, "grouped_gemm_wgrad": 1, "grouped_dbias": 1}
+    assert calls[True] == {"grouped_gemm": 1, "grouped_dbias": 1}
 
 
 def test_graphs_of_main_grad_and_delayed() -> None:
@@ -205,6 +208,47 @@ def test_another_main_grad_is_used_at_once(backend: str, form: str) -> None:
         forward(batch.x, batch.splits).backward(batch.dy)
     for buffer, batch in zip(buffers, batches):
         assert torch.equal(buffer.double(), expected(layer, [batch]).weight_gradient + 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_main_grad_inside_checkpoint(backend: str) -> None:
+    """Accumulated once, not again by the recomputation; and the flag is set."""
+    layer, (batch,) = make_layer(fuse_wgrad_accumulation=True), make_microbatches(1)
+    main_grad = give_main_grad(layer)
+
+    def checkpointed(x: Tensor, splits: Tensor) -> Tensor:
+        return checkpoint(layer, x, splits, use_reentrant=False)
+
+    forward = checkpointed if backend == "eager" else torch.compile(checkpointed, backend=backend, fullgraph=True)
+    forward(batch.x, batch.splits).backward(batch.dy)
+    want = expected(layer, [batch])
+    assert torch.equal(main_grad.double(), want.weight_gradient + 1)
+    assert torch.equal(batch.x.grad[:ROUTED].double(), want.input_gradients[0])
+    assert layer.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reserve", [False, True], ids=["references", "copies"])
+def test_overwriting_with_delayed_gradients(backend: str, reserve: bool) -> None:
+    """The sum of what is pending replaces the buffer; a call that finds nothing leaves it alone."""
+    if backend != "eager" and not reserve:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="reserve_delayed_wgrad"):
+            layer, (batch,) = make_layer(delay_wgrad_compute=True), make_microbatches(1)
+            compiled(layer, backend)(batch.x, batch.splits)
+        return
+    layer = make_layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    main_grad = give_main_grad(layer).fill_(float("nan"))
+    layer.weight.overwrite_main_grad = True
+    if reserve:
+        layer.reserve_delayed_wgrad(T, 2)
+    forward, batches = compiled(layer, backend), make_microbatches(4)
+    for pair in (batches[:2], batches[2:]):
+        for batch in pair:
+            forward(batch.x, batch.splits).backward(batch.dy)
+        for _ in range(2):
+            layer.backward_dw()
+            assert torch.equal(main_grad.double(), expected(layer, pair).weight_gradient)
+    assert layer.weight.grad_added_to_main_grad
 
 
 # --- delayed weight gradients -----------------------------------------------------------------------------------------
@@ -316,14 +360,51 @@ def test_parameters_that_were_moved_apart_are_still_what_is_read(backend: str) -
     assert torch.equal(batch.x.grad[:ROUTED].double(), want.input_gradients[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_are_replaced(backend: str) -> None:
+    """A compiled layer looks again: it holds no memory of parameters that are gone."""
+    layer, (batch,) = make_layer(single_grouped_weight=False), make_microbatches(1)
+    forward = compiled(layer, backend)
+    forward(batch.x, batch.splits)
+    layer.weight2 = torch.nn.Parameter(layer.weight2.detach() + 1)
+    assert torch.equal(forward(batch.x, batch.splits)[:ROUTED].double(), expected(layer, [batch]).outputs[0])
+
+
 # --- one graph --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_every_number_of_rows(backend: str) -> None:
+    layer = make_layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    main_grad = give_main_grad(layer)
+    layer.reserve_delayed_wgrad(40)
+    counter = CompileCounterWithBackend(backend)
+    forward = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (8, 40, 13):
+        main_grad.zero_()
+        x, dy, sizes = integers(rows, K).requires_grad_(), integers(rows, N), torch.tensor([3, 0, rows - 3])
+        out, dgrad_out = torch.empty(rows, N), torch.empty(rows, K)
+        forward(x, sizes, out=out, dgrad_out=dgrad_out).backward(dy)
+        layer.backward_dw()
+        plain = make_layer()
+        y = plain(x, sizes)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        y.backward(dy)
+        assert torch.equal(out, y)
+        assert torch.equal(dgrad_out, dx)
+        assert torch.equal(main_grad, plain.weight.grad)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", [None, tgl.recipes.MXFP8BlockScaling()], ids=["dense", "mxfp8"])
 @pytest.mark.parametrize("form", FORMS)
-def test_one_graph_for_every_routing(form: str) -> None:
-    """All features on, routings that change at every step."""
-    layer = make_layer(single_grouped_weight=FORMS[form], fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
-    give_main_grad(layer)
+def test_one_graph_for_every_routing(form: str, recipe: Any) -> None:
+    """All features on, routings that change at every step; the values of the plain layer."""
+    plain = make_layer(recipe=recipe)
+    layer = make_layer(
+        single_grouped_weight=FORMS[form], fuse_wgrad_accumulation=True, delay_wgrad_compute=True, recipe=recipe
+    )
+    main_grad = give_main_grad(layer).zero_()
     layer.reserve_delayed_wgrad(T)
     counter = CompileCounterWithBackend("aot_eager")
     forward = torch.compile(layer, backend=counter, fullgraph=True)
@@ -332,6 +413,11 @@ def test_one_graph_for_every_routing(form: str) -> None:
         y = forward(batch.x, batch.splits, out=batch.out, dgrad_out=batch.dgrad_out)
         y.backward(batch.dy)
         layer.backward_dw()
-        assert torch.equal(y[:ROUTED].double(), expected(layer, [batch]).outputs[0])
+        want = plain(batch.x, batch.splits)
+        want.backward(batch.dy)
+        assert torch.equal(y[:ROUTED], want[:ROUTED])
+        assert torch.equal(main_grad, plain.weight.grad)
+        plain.zero_grad()
+        main_grad.zero_()
     assert counter.frame_count == 1
     assert graph_breaks() == 0

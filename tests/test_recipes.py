@@ -1,6 +1,7 @@
 """Recipes are values, and each says in one table what it does."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +113,12 @@ def test_bad_values_are_named(make, message):
 def test_something_else_is_no_recipe():
     with pytest.raises(TypeError, match=r"`recipe` must be a recipe of tgl.recipes or None, but got 'mxfp8'"):
         tgl.GroupedLinear(2, 8, 8, recipe="mxfp8")
+
+
+def test_the_page_shows_the_tables_and_its_example_runs(capsys):
+    text = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    for recipe in RECIPES:
+        assert str(recipe()) in text, recipe
+    example = text.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "docs/recipes.md", "exec"), {})
+    assert capsys.readouterr().out == f"{MXFP8BlockScaling()}\n"

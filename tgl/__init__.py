@@ -3,6 +3,7 @@
 from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
+from .meta.quantized import Components
 from .nn import (
     GroupedActivation,
     GroupedLinear,
@@ -18,11 +19,14 @@ from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    fp8_scale_from_history,
+    fp8_update_history_,
     from_blocked_scale,
     from_te_scale_layout,
     from_torch_scale_layout,
     group_dequantize,
     group_quantize,
+    group_requantize,
     grouped_activation,
     grouped_activation_quantize,
     grouped_dbias,
@@ -37,18 +41,33 @@ from .ops import (
     to_blocked_scale,
     to_te_scale_layout,
     to_torch_scale_layout,
-    update_amax_history_,
     wgrad_stash_,
+)
+from .tensor import (
+    DenseGroupedTensor,
+    FP8BlockGroupedTensor,
+    FP8TensorGroupedTensor,
+    GroupedTensor,
+    MXFP8GroupedTensor,
+    NVFP4GroupedTensor,
+    quantize,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "Components",
+    "DenseGroupedTensor",
+    "FP8BlockGroupedTensor",
+    "FP8TensorGroupedTensor",
     "GraphCaptureError",
     "GroupedActivation",
     "GroupedLinear",
     "GroupedMLP",
+    "GroupedTensor",
+    "MXFP8GroupedTensor",
+    "NVFP4GroupedTensor",
     "NoImplementationError",
     "Routing",
     "Sequential",
@@ -60,11 +79,14 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
     "from_blocked_scale",
     "from_te_scale_layout",
     "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
+    "group_requantize",
     "grouped_activation",
     "grouped_activation_quantize",
     "grouped_dbias",
@@ -75,6 +97,7 @@ __all__ = [
     "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "quantize",
     "recipes",
     "register_implementation",
     "route",
@@ -82,7 +105,6 @@ __all__ = [
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
-    "update_amax_history_",
     "warmup",
     "wgrad_stash_",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.train_moe import data, model
+from examples.train_moe import data, model, recipes
 from examples.train_moe.__main__ import main
 from examples.train_moe.compare import compare
 from examples.train_moe.model import Config, Transformer, load_balance
@@ -61,6 +61,36 @@ def test_a_run_from_the_command_line(tmp_path):
     assert "100/100" in done.stderr  # the progress bar
 
 
+def test_a_run_with_a_recipe(tmp_path, capsys):
+    assert main([*TINY, "--steps", "2", "--recipe", "mxfp8", "--no-compile", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["loss_gap"] < 1e-12  # of the same model without the recipe
+    losses = results["losses"]
+    assert losses["tgl, eager"] == pytest.approx(losses["plain loop, eager"], rel=1e-2)
+    assert losses["tgl, eager"] != losses["plain loop, eager"]
+    assert "MXFP8BlockScaling" in capsys.readouterr().out
+
+
+def test_recipes_are_compared(capsys):
+    small = ["--dim", "32", "--layers", "1", "--experts", "4", "--context", "32", "--steps", "3", "--no-compile"]
+    assert recipes.main([*small, "--only", "mxfp8", "nvfp4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["recipe", "none", "mxfp8", "nvfp4"]
+    assert float(lines[2].split()[1]) == pytest.approx(float(lines[1].split()[1]), rel=0.02)
+
+
+def test_a_recipe_that_trains_badly_is_seen(monkeypatch, capsys):
+    losses = {"none": 2.0, "mxfp8": 2.05, "nvfp4": 2.05}
+    monkeypatch.setattr(recipes, "final_loss", lambda name, config, **kwargs: losses[name])
+    assert recipes.main(["--only", "mxfp8", "nvfp4"]) == 1
+    assert "beyond the limit: mxfp8\n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_recipe_trains_as_bfloat16_does():
+    assert recipes.main(["--no-compile"]) == 0
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -69,6 +99,8 @@ def test_a_run_from_the_command_line(tmp_path):
         (["--dim", "48"], "--dim must be a multiple of 32, but got 48"),
         (["--batch", "-1"], "--batch must be at least 1, but got -1"),
         (["--context", "many"], "argument --context: invalid int value: 'many'"),
+        (["--recipe", "int8"], "argument --recipe: invalid choice: 'int8'"),
+        (["--recipe", "mxfp8", "--dtype", "float64"], "--dtype must be float32 or bfloat16 with --recipe mxfp8"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--device", "abacus"], "--device must be a device of this machine, but got abacus"),
         (["--out", __file__], "--out must be a folder"),

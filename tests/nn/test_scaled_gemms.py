@@ -17,7 +17,6 @@ from tgl.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from tgl.tensor import quantize
 
 G, K, N, T = 4, 256, 192, 330
 SIZES = torch.tensor([60, 0, 133, 128])  # and a tail of 9 rows
@@ -42,7 +41,12 @@ QUANTIZED = {
     ),
     NVFP4BlockScaling(True, True, True, "compact"): ({"format": "nvfp4"}, {}, {}, {}),
     Float8CurrentScaling(): ({"format": "fp8_tensor"}, {}, {}, {"dtype": E5M2}),
-    Float8CurrentScaling(Format.E4M3, True, 1e-3): ({"format": "fp8_tensor", "power_of_two": True, "eps": 1e-3}, {}, {}, {}),
+    Float8CurrentScaling(Format.E4M3, True, 1e-3): (
+        {"format": "fp8_tensor", "power_of_two": True, "eps": 1e-3},
+        {},
+        {},
+        {},
+    ),
     Float8BlockScaling(): ({"format": "fp8_block"}, {}, {"block_2d": True}, {}),
     Float8BlockScaling(Format.HYBRID, True): (
         {"format": "fp8_block", "power_of_two": False},
@@ -84,7 +88,7 @@ def layers(recipe, make=tgl.GroupedLinear, **options):
 
 def run(layer, x, dy=None, *args, **kwargs):
     """Output, and gradients of the input and of the parameters."""
-    leaf = x.clone().requires_grad_() if not isinstance(x, tgl.tensor.GroupedTensor) else x
+    leaf = x.clone().requires_grad_() if not isinstance(x, tgl.GroupedTensor) else x
     layer.zero_grad(set_to_none=True)
     y = layer(leaf, SIZES, *args, **kwargs)
     y.backward(tokens(y.shape[1], y.dtype, 1) if dy is None else dy)
@@ -199,6 +203,45 @@ def test_same_bits_every_run(recipe):
     one, two = (layers(recipe)[0] for _ in range(2))
     for _ in range(2):
         assert equal(run(one, tokens()), run(two, tokens()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=ids)
+def test_no_rows_and_gradients_of_any_layout(recipe):
+    layer, _ = layers(recipe)
+    x = torch.empty(0, K, requires_grad=True)
+    y = layer(x, torch.zeros(G, dtype=torch.int64))
+    y.sum().backward()
+    assert y.shape == (0, N)
+    assert x.grad.shape == (0, K)
+    assert not layer.weight.grad.any()
+    one, two = (layers(recipe)[0] for _ in range(2))
+    row = torch.randn(1, N)
+    assert equal(run(one, tokens(), row.expand(T, N)), run(two, tokens(), row.repeat(T, 1)))
+    assert equal(run(one, tokens(), torch.ones(N, T).t()), run(two, tokens(), torch.ones(T, N)))
+
+
+def test_leading_dimensions():
+    layer, _ = layers(MXFP8BlockScaling())
+    x = tokens()
+    assert torch.equal(layer(x.view(3, T // 3, K), SIZES).view(T, N), layer(x, SIZES))
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if not isinstance(r, DelayedScaling)], ids=ids)
+def test_recomputed_activations_are_the_same(recipe):
+    mlp, _ = layers(recipe, tgl.GroupedMLP)
+    again = tgl.GroupedMLP(G, K, N, recipe=recipe, recompute_activation=True)
+    again.load_state_dict(mlp.state_dict())
+    assert equal(run(again, tokens()), run(mlp, tokens()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=ids)
+def test_stand_ins_for_the_operands_of_wgrad(recipe):
+    gemms = layers(recipe)[0].gemms
+    x = gemms.input(tokens(), OFFS, fprop=False, wgrad=True).wgrad
+    dy = gemms.grad(tokens(N), OFFS, dgrad=False, wgrad=True, dbias=False)[0].wgrad
+    for made, like in zip((x, dy), gemms.wgrad_operands_like(T, G, K, N, torch.float32), strict=True):
+        assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in like]
+        assert all(t.device.type == "meta" for t in like)
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -356,7 +399,7 @@ def test_a_quantised_input_is_taken_as_it_is(recipe, monkeypatch):
     other = copy.deepcopy(layer)
     want = run(layer, tokens())
     leaf = tokens().requires_grad_()
-    made = quantize(leaf, OFFS, **recipe.operands.input.options())
+    made = tgl.quantize(leaf, OFFS, **recipe.operands.input.options())
     calls = count_quantizations(monkeypatch)
     y = other(made, SIZES)
     assert calls == [True]  # the weight
@@ -370,7 +413,7 @@ def test_a_weight_held_quantised(recipe, monkeypatch):
     other = copy.deepcopy(layer)
     other.quantize_weight()
     assert isinstance(other.weight, torch.nn.Parameter)
-    assert isinstance(other.weight, tgl.tensor.GroupedTensor)
+    assert isinstance(other.weight, tgl.GroupedTensor)
     assert [tuple(view.shape) for view in other.weight.unbind()] == [(N, K)] * G
     calls = count_quantizations(monkeypatch)
     assert equal(run(other, tokens()), run(layer, tokens()))
@@ -402,7 +445,7 @@ def test_what_cannot_hold_a_quantised_weight():
 )
 def test_an_input_quantised_otherwise_is_named(options, message):
     layer, _ = layers(MXFP8BlockScaling())
-    made = quantize(tokens(), OFFS, **options)
+    made = tgl.quantize(tokens(), OFFS, **options)
     with pytest.raises(ValueError, match=f"`inp` must be quantised with {re.escape(message)} for MXFP8BlockScaling"):
         layer(made, SIZES)
 
@@ -420,7 +463,9 @@ def test_delayed_scales_follow_the_history(algo, margin):
         x = tokens(seed=step) * size
         used = layer.gemms.input_scale.clone()
         run(layer, x)
-        amax = torch.stack([part.abs().amax() if len(part) else torch.tensor(0.0) for part in x[:ROUTED].split(SIZES.tolist())])
+        amax = torch.stack(
+            [part.abs().amax() if len(part) else torch.tensor(0.0) for part in x[:ROUTED].split(SIZES.tolist())]
+        )
         history.insert(0, amax)
         history = history[:2]
         largest = torch.stack(history).amax(0) if algo == "max" else amax

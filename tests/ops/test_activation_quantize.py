@@ -37,9 +37,7 @@ def test_the_same_bytes_as_two_ops(form, kind, constants):
             for dtype in (torch.bfloat16, torch.float32):
                 x, offs, probs = inputs(routing, kind, dtype)
                 probs = probs if dtype == torch.float32 or name != "even" else None
-                fused = tgl.grouped_activation_quantize(
-                    x, offs, probs, format=form, kind=kind, **constants, **options
-                )
+                fused = tgl.grouped_activation_quantize(x, offs, probs, format=form, kind=kind, **constants, **options)
                 y = tgl.grouped_activation(x, offs, probs, kind=kind, **constants)
                 apart = tgl.group_quantize(y, offs, format=form, **options)
                 for part, a, b in zip(fused._fields, fused, apart, strict=True):

@@ -70,3 +70,40 @@ def test_bad_arguments(change, error, message):
     arguments = {"num_groups": 2, "shape": (3, 4), "dtype": torch.float32, **change}
     with pytest.raises(error, match=f"tgl::allocate_wgrad: {message}"):
         tgl.allocate_wgrad(**arguments)
+
+
+@pytest.mark.parametrize("alignment", [16, 256, 1024])
+def test_wgrad_on_an_alignment(alignment):
+    """Values of the contiguous form in the slots of ``allocate_wgrad``."""
+    offs = torch.tensor([4, 4, 7], dtype=torch.int32)
+    a, b = torch.randn(9, 3), torch.randn(9, 5)
+    packed = tgl.grouped_gemm_wgrad(a, b, offs, alignment=alignment)
+    assert torch.equal(packed, tgl.grouped_gemm_wgrad(a, b, offs))
+    assert packed.stride() == tgl.allocate_wgrad(3, (3, 5), torch.float32, alignment=alignment).stride()
+    assert all(slot.data_ptr() % alignment == 0 for slot in packed)
+    torch.library.opcheck(torch.ops.tgl.grouped_gemm_wgrad.default, (a, b, offs), {"alignment": alignment})
+
+
+def test_bad_alignment_of_wgrad():
+    offs, a = torch.tensor([2], dtype=torch.int32), torch.randn(2, 3)
+    with pytest.raises(ValueError, match="tgl::grouped_gemm_wgrad: `alignment` must be a power of two"):
+        tgl.grouped_gemm_wgrad(a, a, offs, alignment=24)
+    with pytest.raises(ValueError, match="`alignment` must be None when `out` is given, but got 16"):
+        tgl.grouped_gemm_wgrad(a, a, offs, alignment=16, out=torch.empty(1, 3, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_overwriting_main_grad(dtype, main_dtype):
+    """The rounding of the plain op, NaN gone, and zeros for an empty group."""
+    if dtype == torch.float32 and main_dtype == torch.bfloat16:
+        main_dtype = torch.float32
+    offs = torch.tensor([4, 4, 7], dtype=torch.int32)
+    a, b = torch.randn(9, 3).to(dtype), torch.randn(9, 5).to(dtype)
+    main_grad = tgl.allocate_wgrad(3, (3, 5), main_dtype).fill_(float("nan"))
+    tgl.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad, overwrite=True)
+    assert torch.equal(main_grad, tgl.grouped_gemm_wgrad(a, b, offs, out_dtype=main_dtype))
+    assert not main_grad[1].any()
+    torch.library.opcheck(
+        torch.ops.tgl.grouped_gemm_wgrad_accumulate_.default, (a, b, offs, main_grad), {"overwrite": True}
+    )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -42,6 +43,16 @@ def test_flops_of_the_gemms():
     assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
 
 
+@pytest.mark.parametrize("make", [tgl.recipes.MXFP8BlockScaling, tgl.recipes.NVFP4BlockScaling])
+def test_flops_of_a_layer_with_a_recipe(make):
+    """Those of any other layer; NVFP4's weight gradient is stored by place, of which there are more than rows."""
+    recipe = make()
+    layer, x = tgl.GroupedLinear(G, K, N, recipe=recipe), torch.randn(T, K, requires_grad=True)
+    rows = T if recipe.format == "mxfp8" else 64 * G
+    assert count(lambda: layer(x, torch.tensor([2, 0, 5]))) == 2 * T * K * N
+    assert count(lambda: layer(x, torch.tensor([2, 0, 5])).sum().backward()) == 2 * (2 * T + rows) * K * N
+
+
 def test_flops_of_a_backward_are_twice_those_of_the_forward():
     a, b = torch.randn(T, K, requires_grad=True), torch.randn(G, K, N, requires_grad=True)
     assert count(lambda: tgl.grouped_gemm(a, b, OFFS).sum().backward()) == 3 * 2 * T * K * N
@@ -56,7 +67,8 @@ def test_flops_of_the_expert_layer():
 
 def test_save_list_holds_overloads():
     """Packets would silently match nothing."""
-    assert [torch.ops.tgl.grouped_gemm.default, torch.ops.tgl.offload.default] == tgl.SAC_SAVE_LIST
+    ops = torch.ops.tgl
+    assert [ops.grouped_gemm.default, ops.grouped_gemm_scaled.default, ops.offload.default] == tgl.SAC_SAVE_LIST
     assert all(isinstance(op, torch._ops.OpOverload) for op in tgl.SAC_SAVE_LIST)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .formats import FORMATS, SCALINGS, Format
+from .formats import ELEMENTS, FORMATS, SCALINGS, Format
 from .placement import blocked_size, ceil_div, padded_rows
 from .specs import Dim, TensorSpec
 
@@ -68,7 +68,10 @@ class ComponentSpecs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None."""
+    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None.
+
+    Resolving what is resolved changes nothing.
+    """
 
     format: str
     rowwise: bool = True
@@ -249,7 +252,10 @@ def group_quantize(
         _only_for(_OP, f, "scale", "a tensor", None)
         shaped = options.eps == 0 and not options.power_of_two
         checks.require(shaped, _OP, "scale", "None when `eps` or `power_of_two` asks for one to be made", "a tensor")
-        _vector(_OP, "scale", scale, groups, "[G]", x.device)
+        checks.shape(_OP, "scale", scale, (groups,), "[G]")
+        checks.either_dtype(_OP, "scale", scale, torch.float32)
+        checks.same_device(_OP, "scale", scale, "x", x.device)
+        checks.contiguous(_OP, "scale", scale)
     if row_scale is not None:
         checks.require(offs is not None, _OP, "row_scale", "None when `offs` is None", "a tensor")
         checks.shape(_OP, "row_scale", row_scale, (x.shape[0],), "[T]")
@@ -282,22 +288,22 @@ def group_quantize_out(
             checks.shape(_OP, "noop", noop, (1,), "[] or [1]")
         checks.same_device(_OP, "noop", noop, "x", x.device)
     for name, spec, buffer in zip(OUT_NAMES, specs, out):
-        checks.shape(_OP, name, buffer, spec.shape, "that of the component")
-        checks.same_dtype(_OP, name, buffer, f'format="{options.format}"', spec.dtype)
-        checks.same_device(_OP, name, buffer, "x", x.device)
-        checks.contiguous(_OP, name, buffer)
+        _component(_OP, name, buffer, spec, f"{options.scale_layout} {options.format}", "x")
+
+
+def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
+    """``t`` is as ``spec`` says; ``what`` names layout and format."""
+    sizes = [have == want for have, want in zip(t.shape, spec.shape)] if t.dim() == len(spec.shape) else [False]
+    for same in sizes:
+        if same is not True:
+            checks.require(same, op, argument, lambda: f"{tuple(spec.shape)}, the shape of {what}", t.shape)
+    checks.either_dtype(op, argument, t, spec.dtype)
+    checks.same_device(op, argument, t, reference, spec.device)
+    checks.contiguous(op, argument, t)
 
 
 OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)
 """Names of the buffers of ``group_quantize.out``, where ``scale`` is an input and ``dbias`` an option."""
-
-
-def _vector(op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device) -> None:
-    """A contiguous float32 vector."""
-    checks.shape(op, argument, t, (length,), letters)
-    checks.either_dtype(op, argument, t, torch.float32)
-    checks.same_device(op, argument, t, "x", device)
-    checks.contiguous(op, argument, t)
 
 
 # --- group_dequantize -------------------------------------------------------------------------------------------------
@@ -345,9 +351,9 @@ def group_dequantize(
     options: DequantizeOptions,
     out_dtype: torch.dtype | None = None,
     rows: Dim | None = None,
+    op: str = "group_dequantize",
 ) -> TensorSpec:
     """``[T, K]`` with ``offs``, or ``[G, N, K]`` without."""
-    op = "group_dequantize"
     f = known_format(op, options.format)
     known_data(op, "data", f, data.dtype)
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
@@ -382,9 +388,63 @@ def group_dequantize(
         if t is None:
             checks.require(False, op, name, f"given for {f.name}", None)
             continue
-        letters = "that of the component" if name != "scale" else f"of {options.scale_layout} scales"
-        checks.shape(op, name, t, spec.shape, letters)
-        checks.either_dtype(op, name, t, spec.dtype)
-        checks.same_device(op, name, t, "data", data.device)
-        checks.contiguous(op, name, t)
+        _component(op, name, t, spec, f"{options.scale_layout} {options.format}", "data")
     return TensorSpec(shape, dtype, data.device)
+
+
+def group_requantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, options: Options
+) -> ComponentSpecs:
+    """Columnwise components for rowwise ones; ``options`` resolved, without ``rowwise``."""
+    op = "group_requantize"
+    read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
+    spec = group_dequantize(data, scale, offs, amax, options=read, op=op)
+    groups = data.shape[0] if offs is None else offs.shape[0]
+    if offs is None:
+        checks.require(not options.rht, op, "rht", "False when `offs` is None", True)
+        if options.description.per_byte == 2:
+            checks.size_even(op, "data", data, 1, "[G, N, K / 2] with an even N (two elements share a byte)")
+    return component_specs(options, spec.shape, groups, data.device, grouped=offs is not None)
+
+
+# --- the history of delayed scaling -----------------------------------------------------------------------------------
+
+ALGORITHMS = ("max", "most_recent")
+
+
+def fp8_scale_from_history(
+    history: Tensor,
+    scale: Tensor,
+    *,
+    algorithm: str = "max",
+    dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+    margin: int = 0,
+) -> TensorSpec:
+    """``[L, G]`` and ``[G]`` -> ``[G]``."""
+    op = "fp8_scale_from_history"
+    _history(op, history)
+    groups = history.shape[1]
+    checks.shape(op, "scale", scale, (groups,), "[G], as many groups as `history`")
+    checks.either_dtype(op, "scale", scale, torch.float32)
+    checks.same_device(op, "scale", scale, "history", history.device)
+    checks.require(algorithm in ALGORITHMS, op, "algorithm", f"one of {', '.join(ALGORITHMS)}", repr(algorithm))
+    if dtype is not None:
+        checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
+    return TensorSpec((groups,), torch.float32, history.device)
+
+
+def fp8_update_history(amax: Tensor, history: Tensor) -> None:
+    """``[G]`` into ``[L, G]``."""
+    op = "fp8_update_history_"
+    checks.ndim(op, "amax", amax, 1, "[G]")
+    checks.either_dtype(op, "amax", amax, torch.float32)
+    _history(op, history)
+    checks.size(op, "history", history, 1, amax.shape[0], lambda: f"[L, G] with G = {amax.shape[0]} like `amax`")
+    checks.same_device(op, "history", history, "amax", amax.device)
+
+
+def _history(op: str, history: Tensor) -> None:
+    checks.ndim(op, "history", history, 2, "[L, G], the last L amaxes of every group")
+    checks.either_dtype(op, "history", history, torch.float32)
+    checks.require(history.shape[0] >= 1, op, "history", "[L, G] with L at least 1", history.shape)

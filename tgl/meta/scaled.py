@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checks, placement
-from .formats import ELEMENTS, FORMATS, Format
+from .formats import FORMATS, Format
 from .placement import ceil_div
 from .quantized import (
     ROW_UNIT,
@@ -25,7 +25,6 @@ from .quantized import (
 from .specs import Dim, TensorSpec, grouped_activation, packed_slots
 
 DIRECTIONS = ("rowwise", "columnwise")
-HISTORY_ALGOS = ("max", "most_recent")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GEMM_OPERANDS = ("a", "a_scale", "b", "b_scale", "offs", "a_amax", "b_amax", "bias", "bias_scale")
 
@@ -114,26 +113,6 @@ def grouped_activation_quantize(
         checks.same_device(op, "scale", scale, "x", device)
         checks.contiguous(op, "scale", scale)
     return component_specs(options, shape, offs.shape[0], device, grouped=True)
-
-
-def update_amax_history_(
-    amax: Tensor, history: Tensor, scale: Tensor, *, dtype: torch.dtype, margin: int = 0, algo: str = "max"
-) -> None:
-    """Checks: ``history [H, G]`` and ``scale [G]`` take ``amax [G]``."""
-    op = "update_amax_history_"
-    checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
-    checks.require(algo in HISTORY_ALGOS, op, "algo", f"one of {', '.join(HISTORY_ALGOS)}", repr(algo))
-    checks.ndim(op, "amax", amax, 1, "[G]")
-    groups = amax.shape[0]
-    checks.ndim(op, "history", history, 2, "[H, G]")
-    if (long := history.shape[0] >= 1) is not True:
-        checks.require(long, op, "history", "[H, G] with H at least 1", history.shape)
-    checks.size(op, "history", history, 1, groups, lambda: f"[H, G] with G = {groups} like `amax`")
-    checks.shape(op, "scale", scale, (groups,), "[G]")
-    for name, t in (("amax", amax), ("history", history), ("scale", scale)):
-        checks.either_dtype(op, name, t, torch.float32)
-        checks.same_device(op, name, t, "amax", amax.device)
-        checks.contiguous(op, name, t)
 
 
 def grouped_gemm_scaled(

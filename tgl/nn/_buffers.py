@@ -16,19 +16,18 @@ def check_buffer(
     argument: str, buffer: Tensor, shape: tuple | None, dtype: torch.dtype | None, device: torch.device
 ) -> None:
     """``buffer`` has exactly this form (None: not known yet), is contiguous, and takes no part in autograd."""
-
-    def require(condition: bool, must: str, got: object, error: type[Exception] = ValueError) -> None:
-        if not condition:
-            fail(f"`{argument}` must be {must}, but got {got}", error)
-
-    require(isinstance(buffer, Tensor), "a tensor", type(buffer).__name__, TypeError)
-    if shape is not None:
-        require(tuple(buffer.shape) == tuple(shape), f"of shape {tuple(shape)}", f"shape {tuple(buffer.shape)}")
-    if dtype is not None:
-        require(buffer.dtype == dtype, str(dtype), buffer.dtype, TypeError)
-    require(buffer.device == device, f"on {device}", buffer.device)
-    require(buffer.is_contiguous(), "contiguous", f"strides {buffer.stride()}")
-    require(not buffer.requires_grad, "a buffer that requires no grad", "one that does")
+    if not isinstance(buffer, Tensor):
+        fail(f"`{argument}` must be a tensor, but got {type(buffer).__name__}", TypeError)
+    if shape is not None and tuple(buffer.shape) != tuple(shape):
+        fail(f"`{argument}` must be of shape {tuple(shape)}, but got shape {tuple(buffer.shape)}")
+    if dtype is not None and buffer.dtype != dtype:
+        fail(f"`{argument}` must be {dtype}, but got {buffer.dtype}", TypeError)
+    if buffer.device != device:
+        fail(f"`{argument}` must be on {device}, but got {buffer.device}")
+    if not buffer.is_contiguous():
+        fail(f"`{argument}` must be contiguous, but got strides {buffer.stride()}")
+    if buffer.requires_grad:
+        fail(f"`{argument}` must be a buffer that requires no grad, but got one that does")
 
 
 def check_disjoint(buffers: dict[str, Tensor | None], others: dict[str, Tensor]) -> None:

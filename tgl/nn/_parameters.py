@@ -17,14 +17,20 @@ from ._slots import lies_in, pack, slots_of
 from .layouts import is_extra_state
 
 
-@torch.compiler.assume_constant_result
+def _decided_when_traced(function: Callable) -> Callable:
+    """``torch.compiler.assume_constant_result``, which would import the compiler together with this package."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_decided_when_traced
 def _still_packed(module: GroupedParameters, name: str) -> bool:
     """``lies_in`` for a trace: decided when it is made, on the real tensors."""
-    packed = module._packed[name]
+    packed = module._packed[name][0]
     return packed is not None and lies_in(packed, module.group_parameters(name))
 
 
-@torch.compiler.assume_constant_result
+@_decided_when_traced
 def _find_main_grad(module: GroupedParameters) -> None:
     """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
     weights = module.group_parameters("weight")
@@ -33,7 +39,7 @@ def _find_main_grad(module: GroupedParameters) -> None:
     module._main_grad = (packed, *parts) if packed is not None else None
 
 
-@torch.compiler.assume_constant_result
+@_decided_when_traced
 def _mark_while_tracing(module: GroupedParameters) -> bool:
     """Set the flag now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -76,7 +82,7 @@ class GroupedParameters(nn.Module):
         self.init_method = init_method
         self.single_grouped_weight = single_grouped_weight
         self.state_dict_format = state_dict_format or ("packed" if single_grouped_weight else "discrete")
-        self._packed: dict[str, Tensor | None] = {}
+        self._packed: dict[str, tuple[Tensor | None, list[nn.Parameter]]] = {}
         self._main_grad: tuple[Tensor, ...] | None = None
         self._names: dict[str, list[str]] = {}
         for name, shape in (("weight", (out_features, in_features)), ("bias", (out_features,))):
@@ -106,8 +112,10 @@ class GroupedParameters(nn.Module):
             return None
         if self.single_grouped_weight:
             return parameters[0].detach()
-        if _still_packed(self, name):
-            return self._packed[name]
+        packed, packed_parameters = self._packed[name]
+        # The identities are for a trace, which makes guards of them; addresses it sees only once.
+        if all(p is q for p, q in zip(parameters, packed_parameters)) and _still_packed(self, name):
+            return packed
         return torch.stack([p.detach() for p in parameters])
 
     def packed_main_grad(self) -> Tensor:
@@ -168,7 +176,10 @@ class GroupedParameters(nn.Module):
 
     def _pack(self) -> None:
         if not self.single_grouped_weight:
-            self._packed = {name: pack(self.group_parameters(name)) for name, full in self._names.items() if full}
+            for name, names in self._names.items():
+                if names:
+                    parameters = self.group_parameters(name)
+                    self._packed[name] = pack(parameters), parameters
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # moves the parameters one by one
@@ -208,7 +219,7 @@ class GroupedParameters(nn.Module):
                 destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(parts)})
             else:
                 parts = [destination.pop(prefix + full) for full in names]
-                destination[prefix + name] = self._packed[name] if _still_packed(self, name) else torch.stack(parts)
+                destination[prefix + name] = self._packed[name][0] if _still_packed(self, name) else torch.stack(parts)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         given = {key: value for key, value in state_dict.items() if not is_extra_state(key, prefix)}

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ..meta.quantized import Components, Options, component_specs
 from ..ops import (
+    fp8_scale_from_history,
+    fp8_update_history_,
     grouped_activation_quantize,
     grouped_dbias,
     grouped_gemm_scaled,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_scaled_wgrad_accumulate_,
-    update_amax_history_,
 )
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor, quantize
@@ -44,6 +45,8 @@ class ScaledGemms(nn.Module):
     """
 
     fuses_activation = True
+    rng_state: Tensor
+    kept_data: Tensor | None
 
     def __init__(
         self,
@@ -57,14 +60,16 @@ class ScaledGemms(nn.Module):
     ) -> None:
         super().__init__()
         recipe.check_features(in_features=in_features, out_features=out_features)
-        delayed = isinstance(recipe, DelayedScaling)
-        if delayed and save_original_input:
+        if isinstance(recipe, DelayedScaling) and save_original_input:
             raise ValueError("`save_original_input` must be False for DelayedScaling, whose scale has moved on by then")
         self.recipe = recipe
         self.specs = recipe.operands
-        self.names = {"format": recipe.format, "scale_layout": self.specs.input.scale_layout}
+        # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
+        self.format, self.title = recipe.format, repr(recipe)
+        self.names: dict[str, Any] = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
+        self.delayed = isinstance(recipe, DelayedScaling)
         self.num_gemms = num_gemms
-        if delayed:
+        if isinstance(recipe, DelayedScaling):
             for name in self.specs._fields:
                 shape = (recipe.amax_history_len, num_gemms)
                 self.register_buffer(f"{name}_history", torch.zeros(shape, dtype=torch.float32, device=device))
@@ -94,11 +99,11 @@ class ScaledGemms(nn.Module):
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         if isinstance(x, GroupedTensor):
             self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
-            return _forward_operands(x.components(), self.recipe.format, fprop, wgrad=wgrad)
+            return _forward_operands(x.components(), self.format, fprop, wgrad=wgrad)
         spec = self.specs.input
         made = spec.quantize(x, offs, rowwise=fprop, columnwise=wgrad, scale=self._scale("input"))
         self._remember("input", made)
-        return _forward_operands(made, self.recipe.format, fprop, wgrad=wgrad)
+        return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
     def activated_input(
         self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
@@ -108,11 +113,11 @@ class ScaledGemms(nn.Module):
             h, offs, probs, self._scale("input"), rowwise=fprop, columnwise=wgrad, **options, **activation
         )
         self._remember("input", made)
-        return _forward_operands(made, self.recipe.format, fprop, wgrad=wgrad)
+        return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""
-        form = self.recipe.format
+        form = self.format
         if isinstance(w, GroupedTensor):
             self._check_quantized("weight", w, self.specs.weight, rowwise=True, columnwise=dgrad)
             return _forward_operands(w.components(), form, True, dgrad=dgrad)
@@ -122,7 +127,7 @@ class ScaledGemms(nn.Module):
             self._remember("weight", made)
             return _forward_operands(made, form, True, dgrad=dgrad)
         first = is_first_microbatch
-        if isinstance(first, Tensor) and isinstance(self.recipe, DelayedScaling):
+        if isinstance(first, Tensor) and self.delayed:
             fail("`is_first_microbatch` must be True, False or None for DelayedScaling, but got a tensor", TypeError)
         kept = self._kept()
         if kept is None:
@@ -142,7 +147,7 @@ class ScaledGemms(nn.Module):
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
         """Stand-ins on the meta device for what wgrad reads of an input and of an output gradient of ``rows`` rows."""
-        form = self.recipe.format
+        form = self.format
         found = []
         for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
             options = {k: v for k, v in spec.options().items() if v is not None}
@@ -167,13 +172,13 @@ class ScaledGemms(nn.Module):
         rng = None
         if self.specs.grad.stochastic:
             # Out of place, then copied: a clone between two updates of one buffer is what Inductor gets wrong.
-            rng = self.rng_state + torch.tensor([0, 1], device=dy.device)
+            rng = self.rng_state + torch.arange(2, device=dy.device)  # the same seed, the next offset
             self.rng_state.copy_(rng)
         made = self.specs.grad.quantize(
             dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, dbias=dbias
         )
         self._remember("grad", made)
-        form = self.recipe.format
+        form = self.format
         operands = Operands(
             dgrad=_rowwise(made, form) if dgrad else (),
             wgrad=_columnwise(made, form) if wgrad else (),
@@ -184,7 +189,7 @@ class ScaledGemms(nn.Module):
 
     def _scale(self, operand: str) -> Tensor | None:
         """The given scale of delayed scaling."""
-        return getattr(self, f"{operand}_scale") if isinstance(self.recipe, DelayedScaling) else None
+        return getattr(self, f"{operand}_scale") if self.delayed else None
 
     def _remember(self, operand: str, made: Components) -> None:
         """Put the amaxes of a call into the operand's history, in training."""
@@ -194,13 +199,12 @@ class ScaledGemms(nn.Module):
         amax = made.amax if made.amax.shape[0] else made.columnwise_amax
         spec: QuantizeSpec = getattr(self.specs, operand)
         assert spec.dtype is not None
-        update_amax_history_(
-            amax,
-            getattr(self, f"{operand}_history"),
-            getattr(self, f"{operand}_scale"),
-            dtype=spec.dtype,
-            margin=recipe.margin,
-            algo=recipe.amax_compute_algo,
+        history, scale = getattr(self, f"{operand}_history"), getattr(self, f"{operand}_scale")
+        fp8_update_history_(amax, history)
+        scale.copy_(
+            fp8_scale_from_history(
+                history, scale, algorithm=recipe.amax_compute_algo, dtype=spec.dtype, margin=recipe.margin
+            )
         )
 
     def _check_quantized(
@@ -208,14 +212,14 @@ class ScaledGemms(nn.Module):
     ) -> None:
         """``t`` is quantised in a way that the recipe's GEMMs can read."""
         made_with = dict(zip(FIELDS, t.static))
-        wanted = {"format": spec.format, "scale_layout": spec.scale_layout}
+        wanted: dict[str, Any] = {"format": spec.format, "scale_layout": spec.scale_layout}
         wanted |= {"rowwise": True} if rowwise else {}
         wanted |= {"columnwise": True, "rht": spec.rht} if columnwise else {}
         wanted |= {"block_2d": spec.block_2d} if spec.format == "fp8_block" else {}
         for name, value in wanted.items():
             if made_with[name] != value:
                 fail(
-                    f"`{argument}` must be quantised with {name}={value!r} for {self.recipe!r}, but it was with "
+                    f"`{argument}` must be quantised with {name}={value!r} for {self.title}, but it was with "
                     f"{name}={made_with[name]!r}"
                 )
 
@@ -248,28 +252,34 @@ class ScaledGemms(nn.Module):
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        return grouped_gemm_scaled(*_pair(x, w, offs), bias, bias_scale, **self.names, out_dtype=out_dtype, out=out)
+        return grouped_gemm_scaled(
+            **_pair(x, w), offs=offs, bias=bias, bias_scale=bias_scale, **self.names, out_dtype=out_dtype, out=out
+        )
 
     def dgrad(
         self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
         return grouped_gemm_scaled(
-            *_pair(dy, w, offs), **self.names, b_direction="columnwise", out_dtype=out_dtype, out=out
+            **_pair(dy, w), offs=offs, **self.names, b_direction="columnwise", out_dtype=out_dtype, out=out
         )
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
     ) -> Tensor:
-        return grouped_gemm_scaled_wgrad(*_pair(dy, x, offs), **self.names, out_dtype=out_dtype, alignment=alignment)
+        return grouped_gemm_scaled_wgrad(
+            **_pair(dy, x), offs=offs, **self.names, out_dtype=out_dtype, alignment=alignment
+        )
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
-        *operands, dy_amax, x_amax = _pair(dy, x, offs)
-        grouped_gemm_scaled_wgrad_accumulate_(*operands, main_grad, dy_amax, x_amax, **self.names, overwrite=overwrite)
+        grouped_gemm_scaled_wgrad_accumulate_(
+            **_pair(dy, x), offs=offs, main_grad=main_grad, **self.names, overwrite=overwrite
+        )
 
 
-def _pair(a: Operand, b: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:
-    """The leading arguments of a scaled GEMM."""
-    return a[0], a[1], b[0], b[1], offs, a[2] if len(a) == 3 else None, b[2] if len(b) == 3 else None
+def _pair(a: Operand, b: Operand) -> dict[str, Any]:
+    """The operands of a scaled GEMM, by the names of its arguments."""
+    names = ("", "_scale", "_amax")
+    return {f"a{name}": t for name, t in zip(names, a)} | {f"b{name}": t for name, t in zip(names, b)}
 
 
 def _rowwise(made: Components, form: str) -> Operand:

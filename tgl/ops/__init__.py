@@ -3,8 +3,10 @@
 from . import after, cuda_kernels, offload  # noqa: F401 (register)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
+from .fp8_history import fp8_scale_from_history, fp8_update_history_
 from .group_dequantize import group_dequantize
 from .group_quantize import group_quantize
+from .group_requantize import group_requantize
 from .grouped_activation import grouped_activation
 from .grouped_activation_quantize import grouped_activation_quantize
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
@@ -21,17 +23,19 @@ from .scale_layout import (
     to_torch_scale_layout,
 )
 from .splits_to_offsets import splits_to_offsets
-from .update_amax_history import update_amax_history_
 from .wgrad_stash import wgrad_stash_
 
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
     "from_blocked_scale",
     "from_te_scale_layout",
     "from_torch_scale_layout",
     "group_dequantize",
     "group_quantize",
+    "group_requantize",
     "grouped_activation",
     "grouped_activation_quantize",
     "grouped_dbias",
@@ -46,6 +50,5 @@ __all__ = [
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
-    "update_amax_history_",
     "wgrad_stash_",
 ]

@@ -7,11 +7,22 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import grouped_gemm, grouped_gemm_wgrad, offload  # noqa: F401  (the ops must exist first)
+from ..meta.formats import FORMATS
+from . import (  # noqa: F401  (the ops must exist first)
+    grouped_gemm,
+    grouped_gemm_scaled,
+    grouped_gemm_scaled_wgrad,
+    grouped_gemm_wgrad,
+    offload,
+)
 
 _ops = torch.ops.tgl
 
-SAC_SAVE_LIST: list[torch._ops.OpOverload] = [_ops.grouped_gemm.default, _ops.offload.default]
+SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
+    _ops.grouped_gemm.default,
+    _ops.grouped_gemm_scaled.default,
+    _ops.offload.default,
+]
 """Op overloads whose outputs selective activation checkpointing should save rather than recompute.
 
 What is offloaded is on the host already; recomputing it would copy it there and back again.
@@ -30,3 +41,28 @@ def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwar
 def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
     """``2 T M N``, likewise."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+@register_flop_formula([_ops.grouped_gemm_scaled])
+def grouped_gemm_scaled_flop(
+    a_shape: list[int],
+    a_scale_shape: list[int],
+    b_shape: list[int],
+    *args: Any,
+    format: str,
+    b_direction: str = "rowwise",
+    **kwargs: Any,
+) -> int:
+    """``2 T K N``, likewise."""
+    form = FORMATS[format]
+    across = b_direction == "columnwise" and not form.transposed_columnwise
+    return 2 * a_shape[0] * a_shape[1] * form.per_byte * b_shape[2 if across else 1]
+
+
+@register_flop_formula([_ops.grouped_gemm_scaled_wgrad, _ops.grouped_gemm_scaled_wgrad_accumulate_])
+def grouped_gemm_scaled_wgrad_flop(
+    a_shape: list[int], a_scale_shape: list[int], b_shape: list[int], *args: Any, format: str, **kwargs: Any
+) -> int:
+    """``2 T M N``; for data stored by place, ``2 Tp M N``, since places do not tell how many rows there were."""
+    form = FORMATS[format]
+    return 2 * a_shape[0] * a_shape[1] * form.per_byte * b_shape[0 if form.transposed_columnwise else 1]

@@ -141,7 +141,7 @@ class Columns:
         """float32 ``[tokens, features]``; tokens is ``size``, for NVFP4 rounded up to whole blocks."""
         form = self.form
         if form.name == "nvfp4":  # a Hadamard transform mixes the tokens of a block, so all its places count
-            size = placement.ceil_div(size, form.block) * form.block
+            size = -(-size // form.block) * form.block
         if form.transposed_columnwise:
             at = _place(g, start, form.unit_data)
             values = elements(self.data.narrow(1, at // form.per_byte, size // form.per_byte)).t()
@@ -214,7 +214,7 @@ def wgrad(
 ) -> None:
     """The same for weight gradients: a group without tokens is zero, or left alone when accumulating."""
     form = FORMATS[format]
-    sizes = segment_sizes(offs, most_tokens(a, offs.shape[0], format))
+    sizes = segment_sizes(offs, int(most_tokens(a, offs.shape[0], format)))
     alpha = factors(a_scale, b_scale, a_amax, b_amax, form)
     left, right = Columns(a, a_scale, form, scale_layout), Columns(b, b_scale, form, scale_layout)
     start = 0

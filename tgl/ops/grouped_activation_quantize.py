@@ -139,4 +139,4 @@ def grouped_activation_quantize(
     constants = {"eps": eps, "limit": limit, "alpha": alpha, "offset": offset}
     options |= {name: value for name, value in constants.items() if value is not None}
     parts = _op(x, offs, probs, scale, **options)
-    return Components(*parts, x.new_empty(0, dtype=torch.float32))
+    return Components._make((*parts, x.new_empty(0, dtype=torch.float32)))

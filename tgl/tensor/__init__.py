@@ -9,6 +9,7 @@ from .formats import (
 )
 from .grouped_tensor import GroupedTensor
 from .quantize import quantize
+from .saving import save_for_backward, saved_tensors
 
 __all__ = [
     "DenseGroupedTensor",
@@ -18,4 +19,6 @@ __all__ = [
     "MXFP8GroupedTensor",
     "NVFP4GroupedTensor",
     "quantize",
+    "save_for_backward",
+    "saved_tensors",
 ]

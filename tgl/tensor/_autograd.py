@@ -1,8 +1,8 @@
 """Straight-through derivatives: a gradient passes a quantisation as if it were not there.
 
 The gradient of a GroupedTensor is a dense tensor with zeros in the rows past ``offs[-1]``: everything that reads a
-GroupedTensor makes it so. That is why ``Wrap`` may pass it on without a look, and it must: Dynamo traces a backward with
-a gradient of the output's type, on which no op is defined.
+GroupedTensor makes it so. That is why ``Wrap`` may pass it on without a look, and it must: Dynamo traces a backward
+with a gradient of the output's type, on which no op is defined.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Dequantize(torch.autograd.Function):
     def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
         ctx.save_for_backward(t.offs)
         ctx.dtype = t.dtype
-        return t.read(dtype, columnwise)
+        return t._read(dtype, columnwise)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

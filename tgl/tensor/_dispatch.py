@@ -45,7 +45,7 @@ def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any
 
 @_op(aten.detach.default, aten.alias.default)
 def _alias(t: GroupedTensor) -> GroupedTensor:
-    return t.map(aten.alias.default)
+    return t._map(aten.alias.default)
 
 
 @_op(aten.view.default)
@@ -60,7 +60,7 @@ def _as_strided(t: GroupedTensor, size: Any, stride: Any, storage_offset: Any = 
 
 @_op(aten.clone.default)
 def _clone(t: GroupedTensor, *, memory_format: Any = None) -> GroupedTensor:
-    return t.map(torch.clone)
+    return t._map(torch.clone)
 
 
 @_op(aten._to_copy.default)
@@ -76,7 +76,7 @@ def _to_copy(
 ) -> GroupedTensor:
     dtype = t.dtype if dtype is None else dtype
     _require_logical(dtype)
-    return t.cast(dtype).map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
+    return t._cast(dtype)._map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
 
 
 @_op(aten.empty_like.default)
@@ -92,7 +92,7 @@ def _empty_like(
     dtype = t.dtype if dtype is None else dtype
     _require_logical(dtype)
     # The group ends say what the rest means, so they are not left open.
-    return t.cast(dtype).map(
+    return t._cast(dtype)._map(
         lambda part: part.to(device, copy=True) if part is t.offs else torch.empty_like(part, device=device)
     )
 
@@ -108,14 +108,15 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
     if not isinstance(target, GroupedTensor):
         assert isinstance(source, GroupedTensor)
-        return target.copy_(source.read(source.dtype), non_blocking)
+        dtype = target.dtype if target.dtype in SOURCES else source.dtype
+        return target.copy_(source._read(dtype), non_blocking)
     if not isinstance(source, GroupedTensor):
-        target.overwrite(source.to(target.device))
+        target._overwrite(source.to(target.device))
     elif target.same_structure(source):
         for name, part in target.parts().items():
             part.copy_(getattr(source, name), non_blocking)
     elif (target.shape, target.num_groups) == (source.shape, source.num_groups):
-        target.overwrite(source.read(source.dtype).to(target.device), offs=source.offs)
+        target._overwrite(source._read(source.dtype).to(target.device), offs=source.offs)
     else:
         return NotImplemented
     return target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,10 +74,10 @@ def component_specs(
 ) -> Specs:
     """The components by name: of rows in ``groups`` groups with their ``offs``, or of matrices."""
     if groups is not None:
-        specs = cls.component_specs(options, shape, groups, dtype, device, rows=True)
+        specs = cls._component_specs(options, shape, groups, dtype, device, rows=True)
         return {**specs, "offs": TensorSpec((groups,), torch.int32, device)}
     stack = stacked(shape)
-    specs = cls.component_specs(options, stack, stack[0], dtype, device, rows=False)
+    specs = cls._component_specs(options, stack, stack[0], dtype, device, rows=False)
     return specs if len(shape) == 3 else {name: _first(spec) for name, spec in specs.items()}
 
 
@@ -140,7 +140,9 @@ def split(t: GroupedTensor, sizes: Sequence[int] | None) -> list[GroupedTensor]:
     assert sizes is not None
     fits = len(sizes) == t.num_groups and all(s >= 0 for s in sizes) and sum(sizes) <= t.shape[0]
     checks.require(fits, op, "sizes", f"{t.num_groups} sizes that add up to {t.shape[0]} at most", list(sizes))
-    return [_rows_of(t, g, start, size) for g, (start, size) in enumerate(zip(itertools.accumulate((0, *sizes)), sizes))]
+    return [
+        _rows_of(t, g, start, size) for g, (start, size) in enumerate(zip(itertools.accumulate((0, *sizes)), sizes))
+    ]
 
 
 def matrix_of(t: GroupedTensor, g: int) -> GroupedTensor:
@@ -153,46 +155,41 @@ def _matrix(t: GroupedTensor, shape: Sequence[Dim], parts: dict[str, Tensor]) ->
 
 
 def _rows_of(t: GroupedTensor, g: int, start: int, size: int) -> GroupedTensor:
-    """The rows of group ``g`` as one matrix of views; see ``placement`` for where they lie."""
-    options, k = t.options, int(t.shape[1])
-    views: dict[str, Callable[[Tensor], Tensor]] = {"rowwise_data": lambda c: c[start : start + size]}
-    if options.format != "dense":
-        f = options.description
-        across, down = ceil_div(k, f.block or 1), ceil_div(size, f.block or 1)
-        place = start // f.unit_scale + g if f.unit_scale else 0
-        first, row = place * f.unit_scale // (f.block or 1), start // ROW_UNIT + g
-
-        def one(c: Tensor) -> Tensor:
-            return c[g]
-
-        def row_tiles(c: Tensor) -> Tensor:
-            bytes_per_row = blocked_size(ROW_UNIT, across)
-            return c[row * bytes_per_row : (row + ceil_div(size, ROW_UNIT)) * bytes_per_row]
-
-        def column_tiles(c: Tensor) -> Tensor:
-            tiles = c.view(ceil_div(k, TILE_ROWS), -1, TILE_BYTES)
-            return tiles[:, first // TILE_COLUMNS : first // TILE_COLUMNS + ceil_div(down, TILE_COLUMNS)]
-
-        def column_data(c: Tensor) -> Tensor:
-            begin = (start // f.unit_data + g) * f.unit_data // f.per_byte
-            # NVFP4 in whole blocks: a Hadamard transform fills the last one.
-            width = ceil_div(size, f.block) * f.block if f.per_byte == 2 else size
-            return c[:, begin : begin + width // f.per_byte]
-
-        transposed_scales = f.per_byte == 2
-        views["rowwise_amax"] = views["columnwise_amax"] = one
-        if not f.block:
-            views["rowwise_scale"] = views["columnwise_scale"] = one
-        elif options.blocked:
-            views["rowwise_scale"], views["columnwise_scale"] = row_tiles, column_tiles
-        else:
-            views["rowwise_scale"] = views["rowwise_data"]
-            views["columnwise_scale"] = (
-                (lambda c: c[:, first : first + down]) if transposed_scales else lambda c: c[first : first + down]
-            )
-        views["columnwise_data"] = column_data if f.transposed_columnwise else views["rowwise_data"]
-    parts = {name: view(part.detach()) for name, part in t.parts().items() if (view := views.get(name)) is not None}
+    """The rows of group ``g`` as one matrix of views."""
+    k = int(t.shape[1])
+    parts = {
+        name: _rows_view(t.options, name, part.detach(), k, g, start, size)
+        for name, part in t.parts().items()
+        if name != "offs"
+    }
     return _matrix(t, (size, k), parts)
+
+
+def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: int, size: int) -> Tensor:
+    """What group ``g``, ``size`` rows from ``start``, has in component ``c``; ``placement`` says where that is."""
+    direction, kind = name.split("_")
+    columnwise = direction == "columnwise"
+    if options.format == "dense":
+        return c[start : start + size]
+    f = options.description
+    if kind == "amax" or (kind == "scale" and not f.block):
+        return c[g]
+    if kind == "data" and columnwise and f.transposed_columnwise:
+        first = (start // f.unit_data + g) * f.unit_data
+        # NVFP4 in whole blocks: a Hadamard transform fills the last one.
+        width = ceil_div(size, f.block) * f.block if f.per_byte == 2 else size
+        return c[:, first // f.per_byte : (first + width) // f.per_byte]
+    if kind == "data" or (not columnwise and not options.blocked):
+        return c[start : start + size]
+    if not columnwise:
+        strip = blocked_size(ROW_UNIT, ceil_div(k, f.block))
+        first = start // ROW_UNIT + g
+        return c[first * strip : (first + ceil_div(size, ROW_UNIT)) * strip]
+    first, count = (start // f.unit_scale + g) * f.unit_scale // f.block, ceil_div(size, f.block)
+    if not options.blocked:
+        return c[:, first : first + count] if f.name == "nvfp4" else c[first : first + count]
+    tiles = c.view(max(ceil_div(k, TILE_ROWS), 1), -1, TILE_BYTES)
+    return tiles[:, first // TILE_COLUMNS : first // TILE_COLUMNS + ceil_div(count, TILE_COLUMNS)]
 
 
 def zero_tail(x: Tensor, offs: Tensor) -> Tensor:

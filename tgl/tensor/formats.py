@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
-from ..meta.quantized import Components, Options, component_specs
+from ..meta.checks import OUT_ALIGNMENT
+from ..meta.quantized import SOURCES, Options, component_specs
 from ..meta.specs import Dim, TensorSpec
 from ..ops.group_dequantize import group_dequantize
 from ..ops.group_quantize import group_quantize
@@ -31,25 +32,33 @@ class DenseGroupedTensor(GroupedTensor):
     format = "dense"
 
     @classmethod
-    def component_specs(
+    def _component_specs(
         cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
     ) -> dict[str, TensorSpec]:
         return {"rowwise_data": TensorSpec(tuple(shape), dtype, device)}
 
-    def cast(self, dtype: torch.dtype) -> GroupedTensor:
+    @property
+    def _component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        return self.dtype, torch.float32, torch.float32
+
+    def _cast(self, dtype: torch.dtype) -> GroupedTensor:
         assert self.rowwise_data is not None
         parts = {**self.parts(), "rowwise_data": self.rowwise_data.to(dtype)}
         return type(self)(self.shape, dtype, self.static, parts, self.shapes)
 
-    def read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+    def _read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
         assert self.rowwise_data is not None
         checks.require(not columnwise, "dequantize", "columnwise", "None or False for dense values", columnwise)
         return self.rowwise_data.to(dtype, copy=True)
 
-    def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+    def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         assert self.rowwise_data is not None
+        op = "quantize_"
         for name, t in tensors.items():
-            checks.require(t is None, "quantize_", name, "None for dense values", "a tensor")
+            checks.require(t is None, op, name, "None for dense values", "a tensor")
+        checks.require(x.dtype in SOURCES, op, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
+        if noop is not None:
+            checks.require(noop.numel() == 1, op, "noop", "of one element", noop.shape)
         x = x.to(self.dtype) if offs is None else _structure.zero_tail(x.to(self.dtype), offs)
         self.rowwise_data.copy_(x if noop is None else torch.where(noop != 0, self.rowwise_data, x))
 
@@ -58,7 +67,7 @@ class QuantizedGroupedTensor(GroupedTensor):
     """What the quantised formats share: they are made by ``group_quantize`` and read by ``group_dequantize``."""
 
     @classmethod
-    def component_specs(
+    def _component_specs(
         cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
     ) -> dict[str, TensorSpec]:
         specs = component_specs(options, shape, groups, device, grouped=rows)
@@ -76,30 +85,25 @@ class QuantizedGroupedTensor(GroupedTensor):
         assert dtype is not None
         return dtype
 
-    def describe(self) -> list[str]:
+    def _describe(self) -> list[str]:
         o = self.options
         words = [f"element={str(o.dtype).removeprefix('torch.')}"] if o.format != "nvfp4" else []
         words += [name for name in ("rowwise", "columnwise", "power_of_two", "block_2d", "rht") if getattr(o, name)]
         words += [f"scaling={o.scaling}"] if o.format == "mxfp8" else []
         return [*words, f"scale_layout={o.scale_layout}"] if len(o.description.layouts) > 1 else words
 
-    def components(self) -> Components:
-        o, f = self.options, self.options.description
-        one = self.dim() == 2 and self.offs is None
-        found = []
-        for name, dtype in zip(COMPONENTS, (self.element_dtype, f.scale_dtype, torch.float32) * 2):
-            t = getattr(self, name)
-            if t is None:
-                t = torch.empty(0, dtype=dtype, device=self.device)
-            elif one:
-                t = t.reshape(1, -1) if o.blocked and name.endswith("scale") else t[None]
-            found.append(t)
-        return Components(*found, torch.empty(0, device=self.device))
+    @property
+    def _component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        return self.element_dtype, self.options.description.scale_dtype, torch.float32
 
-    def cast(self, dtype: torch.dtype) -> GroupedTensor:
+    def _stack_of_one(self, name: str, part: Tensor) -> Tensor:
+        blocked = name.endswith("scale") and self.options.blocked
+        return part.reshape(1, -1) if blocked else part[None]
+
+    def _cast(self, dtype: torch.dtype) -> GroupedTensor:
         return type(self)(self.shape, dtype, self.static, self.parts(), self.shapes)
 
-    def read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+    def _read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
         o, c = self.options, self.components()
         columnwise = not o.rowwise if columnwise is None else columnwise
         direction = "columnwise" if columnwise else "rowwise"
@@ -123,12 +127,23 @@ class QuantizedGroupedTensor(GroupedTensor):
         )
         return values[0, : self.shape[0]] if one else values
 
-    def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+    def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         for name, part in self.parts().items():
-            must = "made of contiguous components (views of rows from split() can be read only)"
-            checks.require(part.is_contiguous(), "quantize_", "self", must, lambda: f"{name} with {part.stride()}")
+            if not part.is_contiguous():
+                must = "made of contiguous components (what split() gives of rows can only be read)"
+                checks.require(False, "quantize_", "self", must, f"{name} with strides {part.stride()}")
         x = x[None] if offs is None and x.dim() == 2 else x
-        group_quantize(x, offs, **tensors, noop=noop, **arguments(self.options), out=self.components())
+        out = self.components()
+        aside = {slot: part.clone() for slot, part in zip(out._fields, out) if self._may_lie_anywhere(part)}
+        keywords: dict[str, Any] = {**tensors, **arguments(self.options)}
+        group_quantize(x, offs, noop=noop, out=out._replace(**aside), **keywords)
+        for slot, part in aside.items():
+            getattr(out, slot).copy_(part)
+
+    def _may_lie_anywhere(self, part: Tensor) -> bool:
+        """Whether a component of one matrix among others may start where no kernel can write: it takes a detour."""
+        one = self.offs is None and self.dim() == 2
+        return one and part.numel() * part.itemsize % OUT_ALIGNMENT != 0
 
 
 def arguments(options: Options) -> dict[str, Any]:

@@ -11,7 +11,8 @@ list of matrices, their shapes. The number of rows is the only size that a graph
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import asdict
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class GroupedTensor(Tensor):
     shapes: Shapes | None
     static: Static
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,14 +114,14 @@ class GroupedTensor(Tensor):
         return tangent
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch.call(GroupedTensor, func, args, kwargs or {})
 
     def parts(self) -> dict[str, Tensor]:
         """The components that there are, and ``offs`` if there is one, by name."""
         return {name: t for name in NAMES if (t := getattr(self, name)) is not None}
 
-    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
+    def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
         """A GroupedTensor of ``function`` of every part; ``dtype`` replaces the dtype it stands for."""
         parts = {name: function(t) for name, t in self.parts().items()}
         return type(self)(self.shape, dtype or self.dtype, self.static, parts, self.shapes)
@@ -142,8 +143,26 @@ class GroupedTensor(Tensor):
         return self.shape[0] if self.dim() == 3 else 1
 
     def components(self) -> Components:
-        """What the ops take: ``[0]`` for a component that there is not; one matrix is a stack of one."""
+        """What the ops take: ``[0]`` for a component that there is not, and one matrix as a stack of one."""
+        one = self.dim() == 2 and self.offs is None
+        found: list[Tensor] = []
+        for name, dtype in zip(COMPONENTS, self._component_dtypes * 2):
+            part = getattr(self, name)
+            if part is None:
+                part = torch.empty(0, dtype=dtype, device=self.device)
+            elif one:
+                part = self._stack_of_one(name, part)
+            found.append(part)
+        return Components._make([*found, torch.empty(0, dtype=torch.float32, device=self.device)])
+
+    @property
+    def _component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """dtypes of data, scales and amax."""
         raise NotImplementedError
+
+    def _stack_of_one(self, name: str, part: Tensor) -> Tensor:
+        """A component of one matrix as that of a stack of one."""
+        return part[None]
 
     def same_structure(self, other: GroupedTensor) -> bool:
         """Whether the components of the two have the same shapes, dtypes and meaning."""
@@ -153,13 +172,13 @@ class GroupedTensor(Tensor):
             and [(n, t.shape) for n, t in self.parts().items()] == [(n, t.shape) for n, t in other.parts().items()]
         )
 
-    def describe(self) -> list[str]:
+    def _describe(self) -> list[str]:
         """What ``repr`` says of the format's options."""
         return []
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         words = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device={self.device}"]
-        words += [f"groups={self.num_groups}", *self.describe()]
+        words += [f"groups={self.num_groups}", *self._describe()]
         if self.requires_grad:
             words.append("requires_grad=True" if self.grad_fn is None else f"grad_fn=<{self.grad_fn.name()}>")
         return f"{type(self).__name__}({', '.join(words)})"
@@ -167,39 +186,41 @@ class GroupedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = {*NAMES, "static", "shapes"}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
-        kind = (self.format, tuple(self.shape), self.dtype, self.static, self.shapes)
-        return rebuild, (*kind, self.parts(), self.requires_grad, state)
+        kind = (self.format, tuple(self.shape), self.dtype, asdict(self.options), self.shapes)
+        # As bytes: plain pickle does not know torch's 8-bit floating dtypes.
+        parts = {name: (t.view(torch.uint8) if t.itemsize == 1 else t, t.dtype) for name, t in self.parts().items()}
+        return rebuild, (*kind, parts, self.requires_grad, state)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def component_specs(
+    def _component_specs(
         cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
     ) -> dict[str, TensorSpec]:
         """The components of rows in groups (``rows``) or of a stack of matrices, by name."""
         raise NotImplementedError
 
-    def read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
+    def _read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
         """The values of rows in groups, of a stack or of one matrix."""
         raise NotImplementedError
 
-    def write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+    def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         """Quantise rows in groups, a stack or one matrix into the components."""
         raise NotImplementedError
 
-    def cast(self, dtype: torch.dtype) -> GroupedTensor:
+    def _cast(self, dtype: torch.dtype) -> GroupedTensor:
         """The same components standing for another dtype."""
         raise NotImplementedError
 
-    def read(self, dtype: torch.dtype, columnwise: bool | None = None) -> Tensor:
+    def _read(self, dtype: torch.dtype, columnwise: bool | None = None) -> Tensor:
         """The values as a dense tensor, outside autograd."""
         if self.shapes is None:
-            return self.read_matrix(dtype, columnwise)
-        matrices = [part.read_matrix(dtype, columnwise).reshape(-1) for part in self.split()]
+            return self._read_matrix(dtype, columnwise)
+        matrices = [part._read_matrix(dtype, columnwise).reshape(-1) for part in self.split()]
         return torch.cat([torch.empty(0, dtype=dtype, device=self.device), *matrices])
 
     @torch.no_grad()
-    def overwrite(
+    def _overwrite(
         self,
         x: Tensor,
         noop: Tensor | None = None,
@@ -217,7 +238,7 @@ class GroupedTensor(Tensor):
             checks.require(self.offs is not None, op, "offs", "None for a tensor without groups of rows", "a tensor")
             checks.offsets(op, offs, self.num_groups, "self", self.device)
         if self.shapes is None:
-            self.write_matrix(x, noop, self.offs if offs is None else offs, scale=scale, **rest)
+            self._write_matrix(x, noop, self.offs if offs is None else offs, scale=scale, **rest)
             if offs is not None:
                 assert self.offs is not None
                 self.offs.copy_(offs if noop is None else torch.where(noop != 0, self.offs, offs))
@@ -225,7 +246,7 @@ class GroupedTensor(Tensor):
         matrices = x.split([n * k for n, k in self.shapes])
         for g, (part, matrix) in enumerate(zip(self.split(), matrices)):
             own = None if scale is None else scale[g : g + 1]
-            part.write_matrix(matrix.view(part.shape), noop, None, scale=own, **rest)
+            part._write_matrix(matrix.view(part.shape), noop, None, scale=own, **rest)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:  # type: ignore[override]
         """The values as a dense tensor of the same shape; rows past ``offs[-1]`` are zero.
@@ -280,7 +301,7 @@ class GroupedTensor(Tensor):
             name = "self" if self.requires_grad else "x"
             raise RuntimeError(f"tgl::quantize_: writes in place and has no derivative, but `{name}` requires grad; "
                                "use torch.no_grad(), or tgl.quantize for a differentiable result")  # fmt: skip
-        self.overwrite(x, noop, offs=offs, scale=scale, row_scale=row_scale, rng=rng)
+        self._overwrite(x, noop, offs=offs, scale=scale, row_scale=row_scale, rng=rng)
         return self
 
     @staticmethod
@@ -289,7 +310,7 @@ class GroupedTensor(Tensor):
         format: str | Options,
         *,
         num_groups: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        source_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> GroupedTensor:
@@ -299,9 +320,9 @@ class GroupedTensor(Tensor):
             shape: ``(T, K)`` with ``num_groups``; ``(G, N, K)``; ``(N, K)``; or a list of shapes ``(N, K)``.
             format: as in ``tgl.quantize``.
             num_groups: G, for rows in groups. ``offs`` is zero (empty groups) until ``quantize_`` is given others.
-            dtype: the dtype it stands for: bfloat16, float16 or float32.
+            source_dtype: the tensor's own dtype, that of the values it is to hold: bfloat16, float16 or float32.
             device: default: the current default device.
-            options: as in ``tgl.quantize``.
+            options: as in ``tgl.quantize``, where ``dtype`` is that of the elements.
 
         Returns:
             A tensor whose components are uninitialised (those of a list of matrices zero).
@@ -309,23 +330,23 @@ class GroupedTensor(Tensor):
         op = "empty"
         resolved = _structure.resolve(op, format, options)
         cls, static = CLASSES[resolved.format], _structure.fields(resolved)
-        checks.require(dtype in SOURCES, op, "dtype", "bfloat16, float16 or float32", dtype, TypeError)
+        must = "bfloat16, float16 or float32"
+        checks.require(source_dtype in SOURCES, op, "source_dtype", must, source_dtype, TypeError)
         target = torch.empty(0, device=device).device
-        if shape and not isinstance(shape[0], int | torch.SymInt):
-            shapes = tuple([(n, k) for n, k in shape])
-            _, specs = _structure.slots(cls, resolved, shapes, dtype, target)
-            numel = sum(n * k for n, k in shapes)
-            return cls((numel,), dtype, static, {name: spec.empty().zero_() for name, spec in specs.items()}, shapes)
-        size = tuple(shape)
-        fits = len(size) == 2 if num_groups is not None else len(size) in (2, 3)
-        checks.require(fits, op, "shape", "(T, K) with `num_groups`, (G, N, K), (N, K) or a list of those", size)
-        parts = {
-            name: spec.empty()
-            for name, spec in _structure.component_specs(cls, resolved, size, num_groups, dtype, target).items()
-        }
-        if num_groups is not None:
-            parts["offs"].zero_()
-        return cls(size, dtype, static, parts)
+        shapes: Shapes | None = None
+        if shape and isinstance(shape[0], Sequence):
+            shapes = tuple([(n, k) for n, k in cast("Sequence[Sequence[int]]", shape)])
+            size: tuple[Dim, ...] = (sum(n * k for n, k in shapes),)
+            _, specs = _structure.slots(cls, resolved, shapes, source_dtype, target)
+        else:
+            size = tuple(cast("Sequence[Dim]", shape))
+            fits = len(size) == 2 if num_groups is not None else len(size) in (2, 3)
+            checks.require(fits, op, "shape", "(T, K) with `num_groups`, (G, N, K), (N, K) or a list of those", size)
+            specs = _structure.component_specs(cls, resolved, size, num_groups, source_dtype, target)
+        # The ends of the groups must mean something, and what lies between the matrices of a list is saved with them.
+        zero = {"offs"} if shapes is None else set(specs)
+        parts = {name: spec.empty().zero_() if name in zero else spec.empty() for name, spec in specs.items()}
+        return cls(size, source_dtype, static, parts, shapes)
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -333,8 +354,8 @@ class GroupedTensor(Tensor):
         """One GroupedTensor ``[rows, K]`` per group, views that share memory with this one and carry no gradient.
 
         Args:
-            sizes: rows of each group, for rows in groups only: their sizes lie on the device, where ``split_host`` reads
-                them.
+            sizes: rows of each group; for rows in groups only. What ``offs`` says lies on the device, and
+                ``split_host`` reads it there.
         """
         return _structure.split(self, sizes)
 
@@ -359,14 +380,15 @@ def rebuild(
     format: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    static: Static,
+    options: dict[str, Any],
     shapes: Shapes | None,
-    parts: dict[str, Tensor],
+    parts: dict[str, tuple[Tensor, torch.dtype]],
     requires_grad: bool,
     state: dict[str, Any],
 ) -> GroupedTensor:
     """The inverse of pickling; only constants and tensors, so that ``torch.load`` needs to trust nothing else."""
-    self = CLASSES[format](shape, dtype, static, parts, shapes)
+    components = {name: t.view(element) for name, (t, element) in parts.items()}
+    self = CLASSES[format](shape, dtype, _structure.fields(Options(**options)), components, shapes)
     self.requires_grad_(requires_grad)
     self.__dict__.update(state)
     return self

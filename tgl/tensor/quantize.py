@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
-from ..meta.quantized import Options
+from ..meta.quantized import SOURCES, Options
 from ..ops.group_quantize import group_quantize
 from ..ops.splits_to_offsets import splits_to_offsets
 from . import _autograd, _structure
@@ -77,7 +77,11 @@ def quantize(
 def _offsets(x: Tensor, offs: Tensor | None, m_splits: Tensor | None, num_groups: int | None) -> Tensor | None:
     """A copy of the group ends, which belongs to the new tensor alone."""
     op = "quantize"
-    given = [name for name, value in (("offs", offs), ("m_splits", m_splits), ("num_groups", num_groups)) if value is not None]
+    given = [
+        name
+        for name, value in (("offs", offs), ("m_splits", m_splits), ("num_groups", num_groups))
+        if value is not None
+    ]
     checks.require(len(given) <= 1, op, "offs", "the only description of the groups", " and ".join(given))
     if m_splits is not None:
         return splits_to_offsets(m_splits)
@@ -99,8 +103,15 @@ def _components(
 
 
 def _dense(x: Tensor, offs: Tensor | None, **tensors: Tensor | None) -> dict[str, Tensor]:
+    op = "quantize"
     for name, t in tensors.items():
-        checks.require(t is None, "quantize", name, "None for dense values", "a tensor")
+        checks.require(t is None, op, name, "None for dense values", "a tensor")
+    checks.require(x.dtype in SOURCES, op, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
+    if offs is not None:
+        checks.ndim(op, "x", x, 2, "[T, K] when `offs` is given")
+        checks.offsets(op, offs, None, "x", x.device)
+    else:
+        checks.require(x.dim() in (2, 3), op, "x", "[G, N, K] or [N, K] when `offs` is None", x.shape)
     with torch.no_grad():
         if offs is None:
             return {"rowwise_data": x.clone(memory_format=torch.contiguous_format)}
@@ -122,7 +133,7 @@ def _quantize_list(
         checks.ndim(op, f"x[{i}]", m, 2, "[N, K]")
         checks.same_dtype(op, f"x[{i}]", m, "x[0]", first.dtype)
         checks.same_device(op, f"x[{i}]", m, "x[0]", first.device)
-    t = GroupedTensor.empty(shapes, format, dtype=first.dtype, device=first.device, **options)
+    t = GroupedTensor.empty(shapes, format, source_dtype=first.dtype, device=first.device, **options)
     t.quantize_([m.detach() for m in matrices], scale=scale, rng=rng)
     flat = torch.cat([m.reshape(-1) for m in matrices])
     names = tuple([name for name in COMPONENTS if getattr(t, name) is not None])

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..meta import placement
 from ..meta.formats import E4M3, E5M2, FORMATS, Format
 from ..meta.quantized import ROW_UNIT
+from ..meta.specs import Dim
 from .samples import NAN, ROUTINGS, GroupSizes, SampleInput, Signature, lay_out
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, in the order of its codes
@@ -155,7 +156,7 @@ class QuantizedSample(SampleInput):
         values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
         return values[codes.long()].to(dtype)
 
-    def _powers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _powers(self, name: str, shape: tuple[Dim, ...]) -> Tensor:
         """Block scales that are powers of two from 1/4 to 4, as bytes or float32."""
         exponent = torch.randint(-2, 3, shape, generator=self._generator(name + " scale"))
         if self.form.name == "mxfp8":

@@ -36,10 +36,14 @@ def columnwise(
     write: Callable[[int, int, int, int, Tensor], object],
     scales: BlockScales,
     scratch: Scratch,
+    height: int = 1,
 ) -> None:
-    """Blocks along the rows, from each group's start; ``write(start, stop, left, right, scaled)`` stores rows."""
+    """Blocks along the rows, from each group's start; ``write(start, stop, left, right, scaled)`` stores rows.
+
+    A step has at least ``height`` rows, if there are as many.
+    """
     scales.clear()
-    for left, right in steps(0, rows.columns, blocks.size):
+    for left, right in steps(0, rows.columns, max(blocks.size, height)):
         for start, stop in blocks.steps(right - left, groups.each):
             holes = blocks.holes(start, stop)
             scaled, scale = rule(rows.load_blocks(blocks, start, stop, left, right, holes), 1)

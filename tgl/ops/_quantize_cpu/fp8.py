@@ -21,7 +21,7 @@ from ._blocks import columnwise, present, rowwise
 from ._decode import fp8_values, multiply_blocks, table
 from ._rows import Groups, Rows, Scratch, steps
 from ._scales import BlockScales, RowScales
-from ._transposed import Transposed
+from ._transposed import ROWS, Transposed
 
 BLOCK = 128
 SCALE_UNIT, DATA_UNIT = 128, 32
@@ -99,7 +99,7 @@ def quantize_tensor(
         out.columnwise_amax.copy_(amax)
         transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
         transposed.clear()
-        for left, right in steps(0, rows.columns, BLOCK):
+        for left, right in steps(0, rows.columns, ROWS):
             for start, stop in groups.steps(right - left):
                 if options.rowwise:
                     made = data[start:stop, left:right]
@@ -165,7 +165,7 @@ def quantize_block(
             transposed.write(start, stop, left, right, made.view(torch.uint8))
 
         transposed.clear()
-        columnwise(rows, groups, blocks, rule, write, scales, scratch)
+        columnwise(rows, groups, blocks, rule, write, scales, scratch, height=ROWS)
 
 
 def _scaled(wide: Tensor, dim: int, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -187,11 +187,11 @@ def _quantize_2d(
 ) -> None:
     """Blocks of 128x128 of separate matrices: one scale for both directions."""
     assert options.dtype is not None
-    blocks, across = groups.blocks(BLOCK), -(-rows.columns // BLOCK)
-    down = blocks.first.shape[0] // max(groups.count, 1)
+    assert groups.each is not None
+    blocks, down, across = groups.blocks(BLOCK), -(-groups.each // BLOCK), -(-rows.columns // BLOCK)
     stored = torch.empty(groups.count * down, across)  # scale_inv, a 16384th of the data
     data = out.data.view(groups.rows, rows.columns) if options.rowwise else None
-    for left, right in steps(0, rows.columns, BLOCK, BLOCK):
+    for left, right in steps(0, rows.columns, ROWS, BLOCK):
         part = slice(left // BLOCK, -(-right // BLOCK))
         for start, stop in blocks.steps(right - left, groups.each):
             holes = blocks.holes(start, stop)
@@ -255,7 +255,7 @@ def _dequantize(
         read = Transposed(data, groups, DATA_UNIT, scratch).read
     else:
         stored = data.view(torch.uint8).view(groups.rows, columns)
-    for left, right in steps(0, columns, BLOCK, BLOCK):
+    for left, right in steps(0, columns, ROWS if columnwise else 1, BLOCK):
         for start, stop in groups.steps(right - left):
             part = read(start, stop, left, right) if columnwise else stored[start:stop, left:right]
             wide = fp8_values(part, values, scratch)
