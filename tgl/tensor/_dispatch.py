@@ -32,6 +32,9 @@ def _op(*overloads: Any) -> Callable:
 
 def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func`` for ``GroupedTensor.__torch_dispatch__``."""
+    if func in _VIEWS and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of an ordinary tensor is one, there too
+            return call(base, func, args, kwargs)
     function = _OPS.get(func)
     result = function(*args, **kwargs) if function is not None else NotImplemented
     if result is NotImplemented:

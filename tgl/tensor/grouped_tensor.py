@@ -263,7 +263,9 @@ class GroupedTensor(Tensor):
         """
         dtype = self.dtype if dtype is None else dtype
         checks.require(dtype in SOURCES, "dequantize", "dtype", "bfloat16, float16 or float32", dtype, TypeError)
-        return _autograd.Dequantize.apply(self, dtype, columnwise)
+        if self.requires_grad and torch.is_grad_enabled():
+            return _autograd.Dequantize.apply(self, dtype, columnwise)
+        return self._read(dtype, columnwise)
 
     def quantize_(
         self,
