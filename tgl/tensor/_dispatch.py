@@ -138,7 +138,7 @@ def _select(t: GroupedTensor, dim: int, index: int) -> Any:
 @_op(aten.stack.default)
 def _stack(tensors: list[GroupedTensor], dim: int = 0) -> Any:
     first = tensors[0]
-    alike = first.dim() == 2 and first.offs is None and dim in (0, -3)
+    alike = first._one and dim in (0, -3)
     if not alike or not all(first.same_structure(t) for t in tensors):
         return NotImplemented
     parts = {name: torch.stack([getattr(t, name) for t in tensors]) for name in first.parts()}
