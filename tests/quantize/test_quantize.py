@@ -202,7 +202,7 @@ def test_no_input_may_require_grad():
 @pytest.mark.parametrize("width", [1, 3, 10, 100])
 @pytest.mark.parametrize("count, unit", [(0, 3), (7, 1), (1, 20), (6, 20), (50, 2)])
 def test_steps_are_small_and_respect_matrices(count, unit, width, monkeypatch):
-    """They cover every row once, hold no more than a step (or one row), and cross no matrix unless they hold it whole."""
+    """Every row once, no more than a step (or one row) at a time, and no part of one matrix beside another."""
     monkeypatch.setattr(_rows, "_STEP", 60)
     ranges = list(_rows.aligned_steps(count * unit, width, unit))
     assert [row for first, last in ranges for row in range(first, last)] == list(range(count * unit))
