@@ -57,12 +57,16 @@ class Implementation:
     emulable: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
 
-    def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
-        """None if this implementation can serve the call, else why not."""
+    def reason_against_device(self, device: torch.device) -> Reason:
+        """None if this implementation can run on ``device`` at all, else why not."""
         if self.archs is not None:
             arch = device_arch(device)
             if arch not in self.archs:
                 return f"built for {', '.join(sorted(self.archs))}, this device is {arch}"
+        return None
+
+    def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
+        """None if this implementation, which runs on ``device``, can serve the call, else why not."""
         if self.syncs and _capturing(device):
             return "reads offs on the host, which CUDA graph capture forbids"
         return self.supports(*args, **kwargs) if self.supports is not None else None
@@ -98,10 +102,12 @@ def emulated_device(arch: str) -> Iterator[None]:
     """
     global _emulated_arch
     before, _emulated_arch = _emulated_arch, arch
+    _forget_candidates()
     try:
         yield
     finally:
         _emulated_arch = before
+        _forget_candidates()
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
@@ -111,6 +117,20 @@ def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
     return (*(i for i in _table.get((op, "cuda"), ()) if i.emulable), *own)
 
 
+def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
+    """The candidates that run on ``device``, remembered until the table changes."""
+    found = _on_device  # the dict itself, so that an answer overtaken by a change of the table is stored nowhere
+    able = tuple(i for i in _candidates(op, device) if i.reason_against_device(device) is None)
+    found[op, device] = able
+    return able
+
+
+def _forget_candidates() -> None:
+    global _on_device
+    _on_device = {}
+
+
+_on_device: dict[tuple[str, torch.device], tuple[Implementation, ...]] = {}
 _table: dict[tuple[str, str], tuple[Implementation, ...]] = {}
 _arguments: dict[str, Callable[..., tuple[torch.device, tuple, dict]]] = {}
 _devices: list[str] = []
@@ -141,6 +161,7 @@ def add(implementation: Implementation) -> Implementation:
     key = (implementation.op, implementation.device)
     others = [i for i in _table.get(key, ()) if i.name != implementation.name]
     _table[key] = tuple(sorted([*others, implementation], key=lambda i: -i.priority))
+    _forget_candidates()
     return implementation
 
 
@@ -148,6 +169,7 @@ def remove(implementation: Implementation) -> None:
     """Take ``implementation`` out of the table again."""
     key = (implementation.op, implementation.device)
     _table[key] = tuple(i for i in _table.get(key, ()) if i is not implementation)
+    _forget_candidates()
 
 
 def register_implementation(
@@ -181,7 +203,7 @@ def register_implementation(
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
-    for implementation in _candidates(op, device):
+    for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.reason_against(device, args, kwargs) is None:
             implementation.run(*args, **kwargs)
             return
@@ -230,7 +252,7 @@ def _explain(op: str, device: torch.device, args: tuple, kwargs: dict) -> Explan
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):
-        reason = implementation.reason_against(device, args, kwargs)
+        reason = implementation.reason_against_device(device) or implementation.reason_against(device, args, kwargs)
         if reason is not None:
             refused.append((implementation, reason))
         elif chosen is None:
