@@ -30,6 +30,7 @@ def cuda(monkeypatch):
 
     with mode:
         yield operands
+    backends._forget_candidates()  # those of the pretended device
 
 
 def reasons(explanation):
@@ -209,6 +210,23 @@ def test_an_implementation_of_ones_own():
         backends.remove(mine)
     assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "loop of mm"
     assert torch.equal(tgl.grouped_gemm(a, b, offs), plain)
+
+
+def test_an_attempt_replaces_supports_and_run():
+    dy, offs = torch.ones(4, 2), torch.tensor([4], dtype=torch.int32)
+
+    def attempt(dy, offs, *, out):
+        if dy.shape[0] != 4:
+            return "takes 4 rows"
+        out.fill_(123)
+
+    mine = backends.Implementation("grouped_dbias", "mine", "cpu", run=None, priority=10, attempt=attempt)
+    backends.add(mine)
+    try:
+        assert (tgl.grouped_dbias(dy, offs) == 123).all()
+        assert (tgl.grouped_dbias(dy[:3], offs) == 3).all()
+    finally:
+        backends.remove(mine)
 
 
 def test_priorities_and_replacement():

@@ -43,6 +43,8 @@ class Implementation:
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         note: a sentence for ``explain`` about what to expect.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
+        attempt: ``supports`` and ``run`` in one call, for those that would look up the same thing twice: runs and
+            returns None, or returns the reason why not and has written nothing. Not together with ``syncs``.
     """
 
     op: str
@@ -56,6 +58,7 @@ class Implementation:
     note: str = ""
     emulable: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
+    attempt: Callable[..., Reason] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -76,7 +79,7 @@ def device_arch(device: torch.device) -> str:
     """``"sm_90"`` and the like for a CUDA device (or one that is emulated), the device type for any other."""
     if device.type == "cuda":
         return _cuda_arch(device)
-    return _emulated_arch if _emulated_arch is not None and device.type == "cpu" else device.type
+    return emulated_arch if emulated_arch is not None and device.type == "cpu" else device.type
 
 
 @functools.lru_cache(maxsize=64)
@@ -91,7 +94,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
-_emulated_arch: str | None = None
+emulated_arch: str | None = None
 
 
 @contextmanager
@@ -100,19 +103,19 @@ def emulated_device(arch: str) -> Iterator[None]:
 
     Ops that have no such kernel keep their CPU implementation; ``explain`` tells which.
     """
-    global _emulated_arch
-    before, _emulated_arch = _emulated_arch, arch
+    global emulated_arch
+    before, emulated_arch = emulated_arch, arch
     _forget_candidates()
     try:
         yield
     finally:
-        _emulated_arch = before
+        emulated_arch = before
         _forget_candidates()
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
     own = _table.get((op, device.type), ())
-    if _emulated_arch is None or device.type != "cpu":
+    if emulated_arch is None or device.type != "cpu":
         return own
     return (*(i for i in _table.get((op, "cuda"), ()) if i.emulable), *own)
 
@@ -204,7 +207,10 @@ def register_implementation(
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
-        if implementation.reason_against(device, args, kwargs) is None:
+        if implementation.attempt is not None:
+            if implementation.attempt(*args, **kwargs) is None:
+                return
+        elif implementation.reason_against(device, args, kwargs) is None:
             implementation.run(*args, **kwargs)
             return
     explanation = _explain(op, device, args, kwargs)

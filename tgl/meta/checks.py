@@ -92,10 +92,8 @@ def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch
 
 def dense_matrix(op: str, argument: str, t: Tensor) -> None:
     """The last two dimensions of ``t`` are a matrix with one unit stride (row- or column-major), or an expanded one."""
-    for stride in t.stride()[-2:]:
-        if type(stride) is int and stride <= 1:  # 1: a major dimension; 0: expanded, e.g. the gradient of a sum
-            return
-    if not _has_unit_stride(t):
+    row, column = t.stride()[-2:]
+    if (column == 1) is not True and (row == 1) is not True and not _has_unit_stride(t):
         require(
             False, op, argument, "row-major or column-major (one of its last two strides 1)", f"strides {t.stride()}"
         )
@@ -103,6 +101,8 @@ def dense_matrix(op: str, argument: str, t: Tensor) -> None:
 
 def _has_unit_stride(t: Tensor) -> bool:
     strides, sizes = t.stride()[-2:], t.shape[-2:]
+    if any(not isinstance(s, SymInt) and s <= 1 for s in strides):  # 0: expanded, e.g. the gradient of a sum
+        return True
     if not any(isinstance(x, SymInt) for x in (*strides, *sizes)):
         return sizes[0] <= 1 or sizes[1] <= 1  # the stride of a dimension of size 0 or 1 means nothing
     return any(guard_or_true(x <= 1) for x in (*strides, *sizes))
@@ -115,7 +115,7 @@ def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, 
     if offs.ndim != 1:
         require(False, op, "offs", "1-D [G]", offs.shape)
     if groups is not None and (same := offs.shape[0] == groups) is not True:
-        require(same, op, "offs", lambda: f"of length {groups} (one end per group)", offs.shape)
+        require(same, op, "offs", f"of length {groups} (one end per group)", offs.shape)
     if offs.device != device:
         require(False, op, "offs", f"on {device} like `{reference}`", offs.device)
     (stride,) = offs.stride()

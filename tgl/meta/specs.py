@@ -71,7 +71,8 @@ def grouped_gemm(
     dtype, device = a.dtype, a.device
     checks.same_dtype(op, "b", b, "a", dtype)
     checks.same_device(op, "b", b, "a", device)
-    checks.require(b_depth == depth, op, "b", lambda: f"[G, K, N] with K = {depth} like `a`", b.shape)
+    if (same := b_depth == depth) is not True:
+        checks.require(same, op, "b", f"[G, K, N] with K = {depth} like `a`", b.shape)
     checks.dense_matrix(op, "b", b)
     checks.offsets(op, offs, groups, "a", device)
     if bias is not None:
@@ -103,7 +104,8 @@ def _wgrad(op: str, a: Tensor, b: Tensor, offs: Tensor) -> tuple[Dim, Dim, Dim]:
     (rows, a_columns), (b_rows, b_columns), device = a.shape, b.shape, a.device
     checks.same_dtype(op, "b", b, "a", a.dtype)
     checks.same_device(op, "b", b, "a", device)
-    checks.require(b_rows == rows, op, "b", lambda: f"[T, N] with T = {rows} like `a`", b.shape)
+    if (same := b_rows == rows) is not True:
+        checks.require(same, op, "b", f"[T, N] with T = {rows} like `a`", b.shape)
     checks.dense_matrix(op, "b", b)
     checks.offsets(op, offs, None, "a", device)
     return offs.shape[0], a_columns, b_columns
