@@ -11,7 +11,7 @@ from .. import backends, debug
 from ..meta import memory, specs
 from . import _batched_cpu
 from ._library import Formula, autocast_operand, define
-from ._segments import native_matmul, segment_sizes
+from ._segments import below_autograd, native_matmul, segment_sizes
 
 NAME = "grouped_gemm"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None"
@@ -63,18 +63,19 @@ def _loop(
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == b.shape[0]:
         return
-    *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
-    *out_parts, _ = torch.split_with_sizes(out, sizes)
-    if direct and bias is None:
-        for g, (x, w, y) in enumerate(zip(a_parts, b.unbind(), out_parts)):
-            if x.shape[0] and g not in done:
-                torch.mm(x, w, out=y)
-    elif direct and bias is not None:
-        for g, (x, w, y, row) in enumerate(zip(a_parts, b.unbind(), out_parts, bias.unbind())):
-            if x.shape[0] and g not in done:
-                torch.addmm(row, x, w, out=y)
-    else:
-        _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
+    with below_autograd():
+        *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
+        *out_parts, _ = torch.split_with_sizes(out, sizes)
+        if not direct:
+            _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
+        elif bias is None:
+            for g, (x, w, y) in enumerate(zip(a_parts, b.unbind(), out_parts)):
+                if sizes[g] and g not in done:
+                    torch.mm(x, w, out=y)
+        else:
+            for g, (x, w, y, row) in enumerate(zip(a_parts, b.unbind(), out_parts, bias.unbind())):
+                if sizes[g] and g not in done:
+                    torch.addmm(row, x, w, out=y)
 
 
 def _loop_widened(

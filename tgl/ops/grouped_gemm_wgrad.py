@@ -11,7 +11,7 @@ from .. import backends, debug
 from ..meta import memory, specs
 from . import _batched_cpu
 from ._library import Formula, autocast_operand, define
-from ._segments import native_matmul, segment_sizes
+from ._segments import below_autograd, native_matmul, segment_sizes
 from .grouped_gemm import aten_operand_reason
 
 NAME = "grouped_gemm_wgrad"
@@ -42,7 +42,8 @@ def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) ->
 
 
 def _parts(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> zip:
-    return zip(torch.split_with_sizes(a, sizes), torch.split_with_sizes(b, sizes), out.unbind())
+    """Size, rows of ``a`` transposed, rows of ``b`` and slot of every group."""
+    return zip(sizes, torch.split_with_sizes(a.t(), sizes, 1), torch.split_with_sizes(b, sizes), out.unbind())
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -53,27 +54,29 @@ def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     done = _batched_cpu.wgrad(a, b, sizes, out) if direct else set()
     if len(done) == out.shape[0]:
         return
-    for g, (x, y, slot) in enumerate(_parts(a, b, sizes, out)):
-        if not x.shape[0]:
-            slot.zero_()
-        elif g in done:
-            continue
-        elif direct:
-            torch.mm(x.t(), y, out=slot)
-        else:
-            slot.copy_(torch.mm(x.to(acc).t(), y.to(acc)))
+    with below_autograd():
+        for g, (size, xt, y, slot) in enumerate(_parts(a, b, sizes, out)):
+            if not size:
+                slot.zero_()
+            elif g in done:
+                continue
+            elif direct:
+                torch.mm(xt, y, out=slot)
+            else:
+                slot.copy_(torch.mm(xt.to(acc), y.to(acc)))
 
 
 def _loop_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """The same added to ``out`` in the accumulator's dtype, then rounded once; an empty group's slot is not touched."""
     acc = specs.accumulator(a.dtype)
-    for x, y, slot in _parts(a, b, segment_sizes(offs, a.shape[0]), out):
-        if not x.shape[0]:
-            continue
-        if slot.dtype == acc:
-            slot.addmm_(x.to(acc).t(), y.to(acc))
-        else:
-            slot.copy_(torch.addmm(slot.to(acc), x.to(acc).t(), y.to(acc)))
+    with below_autograd():
+        for size, xt, y, slot in _parts(a, b, segment_sizes(offs, a.shape[0]), out):
+            if not size:
+                continue
+            if slot.dtype == acc:
+                slot.addmm_(xt.to(acc), y.to(acc))
+            else:
+                slot.copy_(torch.addmm(slot.to(acc), xt.to(acc), y.to(acc)))
 
 
 def _aten(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
