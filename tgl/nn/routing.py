@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Routing(NamedTuple):
@@ -58,7 +58,14 @@ def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
     if top_k == 1:
         return rows.index_select(0, position)
     # One pass over the rows, where a gather and a sum would write and read another [T, H].
-    return nn.functional.embedding_bag(position.view(-1, top_k), rows, mode="sum")
+    starts = torch.arange(0, position.shape[0], top_k, device=position.device)
+    return torch.embedding_bag(rows, position, starts, mode=0)[0]
+
+
+def _transposed_dispatch(grad: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+    if torch.is_grad_enabled():  # a second order may follow
+        return _Sum.apply(grad, token, position, top_k)
+    return _sum_choices(grad, position, top_k)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -73,7 +80,28 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         token, position = ctx.saved_tensors
-        return _Sum.apply(grad, token, position, ctx.top_k), None, None, None
+        return _transposed_dispatch(grad, token, position, ctx.top_k), None, None, None
+
+
+class _DispatchBoth(torch.autograd.Function):
+    """``_Dispatch`` of tokens ``[S, H]`` and of weights ``[S, k]``, as one node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, token: Tensor, source: Tensor, position: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(token, source, position)
+        ctx.top_k = top_k
+        return x.index_select(0, token), weights.reshape(-1).index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
+        token, source, position = ctx.saved_tensors
+        dx = _transposed_dispatch(grad, token, position, ctx.top_k) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None, None, None, None
+        dweights = _transposed_dispatch(grad_weights, source, position, 1).view(-1, ctx.top_k)
+        return dx, dweights, None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -88,7 +116,9 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         token, position = ctx.saved_tensors
-        return _Dispatch.apply(grad, token, position, ctx.top_k), None, None, None
+        if torch.is_grad_enabled():  # a second order may follow
+            return _Dispatch.apply(grad, token, position, ctx.top_k), None, None, None
+        return grad.index_select(0, token), None, None, None
 
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
@@ -102,6 +132,11 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
         ``[T, H]``, grouped by expert.
     """
     return _Dispatch.apply(x, routing.token, routing.position, routing.top_k)
+
+
+def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]`` at the price of one."""
+    return _DispatchBoth.apply(x, weights, routing.token, routing.source, routing.position, routing.top_k)
 
 
 def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
