@@ -42,7 +42,9 @@ def test_cpu():
     explanation = tgl.explain(tgl.grouped_gemm, a, b, offs)
     assert explanation.chosen.name == "loop of mm"
     assert not explanation.syncs
-    assert str(explanation).splitlines()[:2] == ["tgl::grouped_gemm on cpu (cpu)", "  runs loop of mm"]
+    title, runs, *_ = str(explanation).splitlines()
+    assert title == "tgl::grouped_gemm on cpu (cpu)"
+    assert runs.startswith("  runs loop of mm (small bfloat16 groups in one batch; the loop of torch.nn.functional.")
 
 
 PACKET = torch.ops.tgl.grouped_gemm
@@ -225,6 +227,24 @@ def test_an_attempt_replaces_supports_and_run():
     try:
         assert (tgl.grouped_dbias(dy, offs) == 123).all()
         assert (tgl.grouped_dbias(dy[:3], offs) == 3).all()
+    finally:
+        backends.remove(mine)
+
+
+def test_an_output_that_the_implementation_makes_itself():
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+
+    def run(*args, out, zero_tail):
+        out.fill_(-1)
+
+    def produce(spec, *args, zero_tail):
+        return torch.full(spec.shape, 123, dtype=spec.dtype)
+
+    mine = backends.Implementation("grouped_gemm", "mine", "cpu", run, priority=10, produce=produce)
+    backends.add(mine)
+    try:
+        assert (tgl.grouped_gemm(a, b, offs, out_dtype=torch.bfloat16) == 123).all()
+        assert (tgl.grouped_gemm(a, b, offs, out=torch.empty(T, N)) == -1).all()
     finally:
         backends.remove(mine)
 

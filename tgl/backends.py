@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .meta.specs import TensorSpec
+
 Reason = str | None
 
 
@@ -45,6 +47,8 @@ class Implementation:
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
         attempt: ``supports`` and ``run`` in one call, for those that would look up the same thing twice: runs and
             returns None, or returns the reason why not and has written nothing. Not together with ``syncs``.
+        produce: for one that serves every call: called like ``run``, but with the output's spec instead of the output,
+            which it returns.
     """
 
     op: str
@@ -59,6 +63,7 @@ class Implementation:
     emulable: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     attempt: Callable[..., Reason] | None = field(default=None, repr=False)
+    produce: Callable[..., torch.Tensor] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -202,6 +207,16 @@ def register_implementation(
         return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note))
 
     return decorate
+
+
+def produce(op: str, device: torch.device, spec: TensorSpec, *args: Any, **options: Any) -> torch.Tensor:
+    """The output of ``op``, by the first implementation of ``op`` that can serve the call."""
+    able = _on_device.get((op, device)) or _find_on_device(op, device)
+    if able and able[0].produce is not None:
+        return able[0].produce(spec, *args, **options)
+    out = spec.empty()
+    run(op, device, *args, out=out, **options)
+    return out
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
