@@ -49,5 +49,6 @@ for _op, (_run, _supports, _prepare) in _KERNELS.items():
             note="one launch, groups read on the device",
             emulable=True,
             prepare=_prepare,
+            attempt=launch.ATTEMPTS.get(_run),
         )
     )
