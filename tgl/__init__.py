@@ -3,11 +3,19 @@
 from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
+from .meta.quantized import Components
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    fp8_scale_from_history,
+    fp8_update_history_,
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
+    group_dequantize,
     group_quantize,
+    group_requantize,
     grouped_activation,
     grouped_activation_quantize,
     grouped_dbias,
@@ -19,6 +27,9 @@ from .ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
     update_amax_history_,
 )
 
@@ -26,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "Components",
     "GraphCaptureError",
     "GroupedLinear",
     "GroupedMLP",
@@ -38,7 +50,14 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
+    "group_dequantize",
     "group_quantize",
+    "group_requantize",
     "grouped_activation",
     "grouped_activation_quantize",
     "grouped_dbias",
@@ -53,6 +72,9 @@ __all__ = [
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
     "update_amax_history_",
     "warmup",
 ]

@@ -71,8 +71,8 @@ def blocked_size(rows: Dim, columns: Dim) -> Dim:
 
 def blocked_offset(y: Dim | Tensor, x: Dim | Tensor, columns: Dim) -> Dim | Tensor:
     """Byte offset of the scale in row ``y``, column ``x`` of a matrix of ``columns`` columns; tensors broadcast."""
-    tile = (y // TILE_ROWS) * ceil_div(columns, TILE_COLUMNS) + x // TILE_COLUMNS
-    return tile * TILE_BYTES + (y % 32) * 16 + (y % TILE_ROWS) // 32 * 4 + x % TILE_COLUMNS
+    row = y // TILE_ROWS * (ceil_div(columns, TILE_COLUMNS) * TILE_BYTES) + y % 32 * 16 + y % TILE_ROWS // 32 * 4
+    return row + (x // TILE_COLUMNS * TILE_BYTES + x % TILE_COLUMNS)
 
 
 def tiles(flat: Tensor, rows: Dim, columns: Dim) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .formats import FORMATS, SCALINGS, Format
+from .formats import ELEMENTS, FORMATS, SCALINGS, Format
 from .placement import blocked_size, ceil_div, padded_rows
 from .specs import Dim, TensorSpec
 
@@ -290,11 +290,13 @@ OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name
 """Names of the buffers of ``group_quantize.out``, where ``scale`` is an input and ``dbias`` an option."""
 
 
-def _vector(op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device) -> None:
+def _vector(
+    op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device, like: str = "x"
+) -> None:
     """A contiguous float32 vector."""
     checks.shape(op, argument, t, (length,), letters)
     checks.either_dtype(op, argument, t, torch.float32)
-    checks.same_device(op, argument, t, "x", device)
+    checks.same_device(op, argument, t, like, device)
     checks.contiguous(op, argument, t)
 
 
@@ -343,9 +345,9 @@ def group_dequantize(
     options: DequantizeOptions,
     out_dtype: torch.dtype | None = None,
     rows: Dim | None = None,
+    op: str = "group_dequantize",
 ) -> TensorSpec:
     """``[T, K]`` with ``offs``, or ``[G, N, K]`` without."""
-    op = "group_dequantize"
     f = known_format(op, options.format)
     known_data(op, "data", f, data.dtype)
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
@@ -386,3 +388,60 @@ def group_dequantize(
         checks.same_device(op, name, t, "data", data.device)
         checks.contiguous(op, name, t)
     return TensorSpec(shape, dtype, data.device)
+
+
+def group_requantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, options: Options
+) -> ComponentSpecs:
+    """Columnwise components for rowwise ones; ``options`` resolved, without ``rowwise``."""
+    op = "group_requantize"
+    read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
+    spec = group_dequantize(data, scale, offs, amax, options=read, op=op)
+    groups = data.shape[0] if offs is None else offs.shape[0]
+    if offs is None:
+        checks.require(not options.rht, op, "rht", "False when `offs` is None", True)
+        if options.description.per_byte == 2:
+            checks.size_even(op, "data", data, 1, "[G, N, K / 2] with an even N (two elements share a byte)")
+    return component_specs(options, spec.shape, groups, data.device, grouped=offs is not None)
+
+
+# --- the history of delayed scaling -----------------------------------------------------------------------------------
+
+ALGORITHMS = ("max", "most_recent")
+
+
+def fp8_scale_from_history(
+    history: Tensor,
+    scale: Tensor,
+    *,
+    algorithm: str = "max",
+    dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+    margin: int = 0,
+) -> TensorSpec:
+    """``[L, G]`` and ``[G]`` -> ``[G]``."""
+    op = "fp8_scale_from_history"
+    _history(op, history)
+    groups = history.shape[1]
+    _vector(op, "scale", scale, groups, "[G], as many groups as `history`", history.device, like="history")
+    checks.require(algorithm in ALGORITHMS, op, "algorithm", f"one of {', '.join(ALGORITHMS)}", repr(algorithm))
+    if dtype is not None:
+        checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
+    return TensorSpec((groups,), torch.float32, history.device)
+
+
+def fp8_update_history(amax: Tensor, history: Tensor) -> None:
+    """``[G]`` into ``[L, G]``."""
+    op = "fp8_update_history_"
+    checks.ndim(op, "amax", amax, 1, "[G]")
+    checks.either_dtype(op, "amax", amax, torch.float32)
+    _history(op, history)
+    checks.size(op, "history", history, 1, amax.shape[0], lambda: f"[L, G] with G = {amax.shape[0]} like `amax`")
+    checks.same_device(op, "history", history, "amax", amax.device)
+
+
+def _history(op: str, history: Tensor) -> None:
+    checks.ndim(op, "history", history, 2, "[L, G], the last L amaxes of every group")
+    checks.either_dtype(op, "history", history, torch.float32)
+    checks.contiguous(op, "history", history)
+    checks.require(history.shape[0] >= 1, op, "history", "[L, G] with L at least 1", history.shape)

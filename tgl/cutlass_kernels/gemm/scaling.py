@@ -1,4 +1,4 @@
-"""Block scales of GEMM operands: what a kernel is built with, plain Python."""
+"""Quantised GEMM operands, as a kernel is built for them; plain Python."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ ATOM_ROWS, ATOM_COLUMNS = 128, 4  # the tile of the blocked layout: 512 bytes
 
 
 @dataclass(frozen=True)
-class BlockScaling:
-    """One scale per ``vector`` elements along the contraction, in both operands.
+class OperandFormat:
+    """What both operands have in common.
 
     Attributes:
-        vector: elements that share a scale.
+        vector: elements along the contraction that share a scale in the blocked layout; 0 without such scales.
         scale: the scale's type, as the kernel language names it.
-        unit: a group's scales and, where tokens are stored by place, its data begin on a multiple of this many tokens;
-            see ``tgl.meta.placement``.
-        per_group: whether a float32 factor per group goes with the scales of each operand (its ``amax``).
+        unit: tokens of a group begin on a multiple of this many in columnwise data and scales; see
+            ``tgl.meta.placement``.
+        placed: whether columnwise data lies so itself, transposed ``[features, Tp]``; else it is ``[T, features]``.
+        alpha: the epilogue's factor per group; see ``EpilogueSpec``.
+        tile_k: depth of a pipeline stage in elements: 128 bytes.
     """
 
     vector: int
     scale: str
     unit: int
-    per_group: bool = False
+    placed: bool
+    alpha: str | None
+    tile_k: int
 
-    def bytes(self, rows: int, depth: int) -> int:
-        """Bytes of the scales of ``rows x depth`` elements, rows rounded up to whole atoms."""
-        return (rows + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS * depth // self.vector
+    def scale_bytes(self, rows: int) -> int:
+        """Bytes of the scales of a stage of ``rows`` rows, rounded up to whole atoms."""
+        if not self.vector:
+            return 0
+        return (rows + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS * self.tile_k // self.vector
 
 
-MXFP8 = BlockScaling(vector=32, scale="Float8E8M0FNU", unit=128)
-NVFP4 = BlockScaling(vector=16, scale="Float8E4M3FN", unit=64, per_group=True)
+MXFP8 = OperandFormat(vector=32, scale="Float8E8M0FNU", unit=128, placed=False, alpha=None, tile_k=128)
+NVFP4 = OperandFormat(vector=16, scale="Float8E4M3FN", unit=64, placed=True, alpha="amax", tile_k=256)
+FP8_TENSOR = OperandFormat(vector=0, scale="", unit=32, placed=True, alpha="scale", tile_k=128)
+FORMATS = {"mxfp8": MXFP8, "nvfp4": NVFP4, "fp8_tensor": FP8_TENSOR}

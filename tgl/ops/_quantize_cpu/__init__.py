@@ -23,14 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import mxfp8
+from . import fp8, mxfp8, nvfp4
 from ._dbias import dbias
 
 __all__ = ["DEQUANTIZE", "QUANTIZE", "dbias"]
 
 QUANTIZE: dict[str, Callable[..., None]] = {
     "mxfp8": mxfp8.quantize,
+    "nvfp4": nvfp4.quantize,
+    "fp8_tensor": fp8.quantize_tensor,
+    "fp8_block": fp8.quantize_block,
 }
 DEQUANTIZE: dict[str, Callable[..., None]] = {
     "mxfp8": mxfp8.dequantize,
+    "nvfp4": nvfp4.dequantize,
+    "fp8_tensor": fp8.dequantize_tensor,
+    "fp8_block": fp8.dequantize_block,
 }

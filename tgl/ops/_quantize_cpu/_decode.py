@@ -24,3 +24,10 @@ def power_of_two(byte: Tensor) -> Tensor:
     """E8M0 bytes as float32: ``2^(byte - 127)``, NaN for 0xFF."""
     bits = (byte.to(torch.int32) << 23).clamp_(min=0x00400000)
     return bits.view(torch.float32).masked_fill_(byte == 0xFF, torch.nan)
+
+
+def multiply_blocks(wide: Tensor, factors: Tensor, block: int) -> None:
+    """Multiply every run of ``block`` columns, the last one partial, by its factor, in place."""
+    whole = wide.shape[1] // block
+    wide[:, : whole * block].unflatten(1, (whole, block)).mul_(factors[:, :whole, None])
+    wide[:, whole * block :].mul_(factors[:, whole:])

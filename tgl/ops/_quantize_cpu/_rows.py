@@ -19,6 +19,15 @@ def steps(start: int, stop: int, width: int, multiple: int = 1) -> Iterator[tupl
         yield first, min(first + count, stop)
 
 
+def aligned_steps(stop: int, width: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[0, stop)``, a multiple of ``unit``, into steps of several whole units or of a part of one."""
+    for first, last in steps(0, stop, width, max(unit, 1)):
+        if last - first > unit:
+            yield first, last
+        else:
+            yield from steps(first, last, width)
+
+
 class Scratch:
     """Lends buffers by name; the contents of one last until its name is asked for again."""
 
@@ -60,6 +69,10 @@ class Groups:
             self.ends = self.ends.cummax(0).values if self.count else self.ends
         self.firsts = torch.cat([self.ends.new_zeros(1), self.ends])[: self.count]
         self.routed = int(self.ends[-1]) if self.count else 0
+
+    def steps(self, columns: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows before the tail, of about one step; of matrices, several whole ones or a part of one."""
+        return aligned_steps(self.routed, columns, 1 if self.each is None else self.each)
 
     def of_rows(self, start: int, stop: int) -> Tensor:
         """int64: the group of every row of a range (before the tail)."""
@@ -103,13 +116,8 @@ class Blocks:
 
     def steps(self, columns: int, each: int | None) -> Iterator[tuple[int, int]]:
         """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
-        total = self.first.shape[0]
-        if each is None:
-            yield from steps(0, total, self.size * columns)
-            return
-        per_matrix = max(-(-each // self.size), 1)
-        for start, stop in steps(0, total, self.size * columns * per_matrix, per_matrix):
-            yield from ((start, stop),) if stop - start > per_matrix else steps(start, stop, self.size * columns)
+        per_matrix = 1 if each is None else -(-each // self.size)
+        return aligned_steps(self.first.shape[0], self.size * columns, per_matrix)
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The range of rows that a range of blocks covers."""

@@ -8,12 +8,15 @@ NaN gets scale 0xFF and elements 0x7F, in every mode (``cvt.rp.ue8m0x2`` without
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import Components, DequantizeOptions, Options
-from ._decode import fp8_values, power_of_two, table
+from ._blocks import columnwise, rowwise
+from ._decode import fp8_values, multiply_blocks, power_of_two, table
 from ._rows import Groups, Rows, Scratch, steps
 from ._scales import BlockScales, RowScales
 
@@ -35,51 +38,23 @@ def quantize(
 ) -> None:
     """Both directions; see the package for the contract."""
     groups, scratch = Groups(x, offs), Scratch()
-    rows = Rows(x, row_scale, scratch)
+    rows, columns = Rows(x, row_scale, scratch), x.shape[-1]
+    rule = functools.partial(_scaled, options=options, scratch=scratch)
     if options.rowwise:
-        _rowwise(rows, groups, options, out, scratch)
+        scales = RowScales(out.scale, groups, -(-columns // BLOCK), options.blocked)
+        rowwise(rows, groups, BLOCK, rule, out.data, scales)
     if options.columnwise:
-        _columnwise(rows, groups, options, out, scratch)
+        blocks, data = groups.blocks(BLOCK), out.columnwise_data.view(groups.rows, columns)
+        block_scales = BlockScales(out.columnwise_scale, groups, blocks, columns, UNIT, options.blocked)
+
+        def write(start: int, stop: int, left: int, right: int, scaled: Tensor) -> None:
+            data[start:stop, left:right].copy_(scaled)
+
+        columnwise(rows, groups, blocks, rule, write, block_scales, scratch)
+        data[groups.routed :].view(torch.uint8).zero_()
 
 
-def _rowwise(rows: Rows, groups: Groups, options: Options, out: Components, scratch: Scratch) -> None:
-    columns = -(-rows.columns // BLOCK)
-    data = out.data.view(groups.rows, rows.columns)
-    scales = RowScales(out.scale, groups, columns, options.blocked)
-    scales.clear()
-    for start, stop in steps(0, groups.routed, columns * BLOCK):
-        wide = rows.load(start, stop, width=columns * BLOCK).unflatten(1, (columns, BLOCK))
-        scaled, byte = _scaled(wide, 2, options, scratch)
-        data[start:stop].copy_(scaled.view(stop - start, -1)[:, : rows.columns])
-        scales.write(start, stop, byte.squeeze(2))
-    data[groups.routed :].view(torch.uint8).zero_()
-
-
-def _columnwise(rows: Rows, groups: Groups, options: Options, out: Components, scratch: Scratch) -> None:
-    blocks = groups.blocks(BLOCK)
-    data = out.columnwise_data.view(groups.rows, rows.columns)
-    scales = BlockScales(out.columnwise_scale, groups, blocks, rows.columns, UNIT, options.blocked)
-    scales.clear()
-    for left, right in steps(0, rows.columns, BLOCK):
-        for start, stop in blocks.steps(right - left, None):
-            holes = blocks.holes(start, stop)
-            wide = rows.load_blocks(blocks, start, stop, left, right, holes)
-            scaled, byte = _scaled(wide, 1, options, scratch)
-            first, last = blocks.rows(start, stop)
-            data[first:last, left:right].copy_(present(scaled.flatten(0, 1), holes, last - first, scratch))
-            scales.write(start, stop, left, right, byte.squeeze(1))
-    data[groups.routed :].view(torch.uint8).zero_()
-
-
-def present(places: Tensor, holes: Tensor | None, rows: int, scratch: Scratch) -> Tensor:
-    """``places`` without those of ``holes``."""
-    if holes is None:
-        return places
-    filled = (~holes).view(-1).nonzero().view(-1)
-    return torch.index_select(places, 0, filled, out=scratch.room("present", rows, places.shape[1]))
-
-
-def _scaled(wide: Tensor, dim: int, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def _scaled(wide: Tensor, dim: int, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Values ready to be cast, and the scales as int32 (``dim`` kept), of blocks along ``dim``."""
     assert options.dtype is not None
     element = ELEMENTS[options.dtype]
@@ -138,10 +113,3 @@ def dequantize(
             multiply_blocks(wide, power_of_two(by_row.read(start, stop)), BLOCK)
         result[start:stop].copy_(wide)
     result[groups.routed :].zero_()
-
-
-def multiply_blocks(wide: Tensor, factors: Tensor, block: int) -> None:
-    """Multiply every run of ``block`` columns, the last one partial, by its factor, in place."""
-    whole = wide.shape[1] // block
-    wide[:, : whole * block].unflatten(1, (whole, block)).mul_(factors[:, :whole, None])
-    wide[:, whole * block :].mul_(factors[:, whole:])

@@ -25,7 +25,7 @@ from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.policy import Problem, VarlenK, VarlenM
-from ..scaling import ATOM_ROWS, BlockScaling
+from ..scaling import ATOM_ROWS, OperandFormat
 from .load import load_tiles
 from .mma import multiply_tiles
 from .store import store_tiles
@@ -55,9 +55,9 @@ class GroupedGemm:
         spec: EpilogueSpec,
         a_element: type[cutlass.Numeric],
         b_element: type[cutlass.Numeric] | None = None,
-        scaling: BlockScaling | None = None,
+        form: OperandFormat | None = None,
     ):
-        self.config, self.spec, self.scaling = config, spec, scaling
+        self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
         self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
@@ -71,15 +71,16 @@ class GroupedGemm:
         self.cta_group = group
         row_bits = config.cta_m * a_element.width + config.tile_n // config.ctas * self.b_element.width
         stage = row_bits * config.tile_k // 8
-        if scaling is not None:  # both CTAs of a pair hold the scales of all of B
-            stage += scaling.bytes(config.cta_m, config.tile_k) + scaling.bytes(config.tile_n, config.tile_k)
+        scale_columns = 0
+        if form is not None and form.vector:  # both CTAs of a pair hold the scales of all of B
+            scale_bytes = form.scale_bytes(config.cta_m) + form.scale_bytes(config.tile_n)
+            stage += scale_bytes
+            scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + OTHER_SMEM
         self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
         self.stage_bytes = stage * config.ctas
-        scale_columns = 0 if scaling is None else 16 * -(-(config.cta_m + max(config.tile_n, ATOM_ROWS)) // ATOM_ROWS)
-        # Scales share tensor memory with the accumulators.
         self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
 
@@ -155,11 +156,11 @@ class GroupedGemm:
     def tiled_mma(self, a_major, b_major, cta_group, tile: tuple[int, int]) -> cute.TiledMma:
         """The MMA for operands of these majors."""
         elements = (self.a_element, self.b_element, a_major, b_major)
-        if self.scaling is None:
+        if self.form is None or not self.form.vector:
             return blackwell_helpers.make_trivial_tiled_mma(*elements, Float32, cta_group, tile)
-        scale = getattr(cutlass, self.scaling.scale)
+        scale = getattr(cutlass, self.form.scale)
         return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-            *elements, scale, self.scaling.vector, cta_group, tile
+            *elements, scale, self.form.vector, cta_group, tile
         )
 
     def scale_maps(self, tiled_mma: cute.TiledMma, load, cluster_vmnk, a_scale: cute.Tensor, b_scale: cute.Tensor):
@@ -167,7 +168,7 @@ class GroupedGemm:
 
         Each CTA of a pair loads the scales of its rows of A and of all of B.
         """
-        vector = self.scaling.vector
+        vector = self.form.vector
         single = self.tiled_mma(OperandMajorMode.K, OperandMajorMode.K, tcgen05.CtaGroup.ONE, self.scale_tiler[:2])
         a_smem = blockscaled_layout.make_smem_layout_sfa(tiled_mma, self.tiler, vector, self.stages)
         b_smem = blockscaled_layout.make_smem_layout_sfb(tiled_mma, self.tiler, vector, self.stages)
@@ -254,7 +255,7 @@ class GroupedGemm:
         scale_buffers: Any = None
         if cutlass.const_expr(scales is not None):
             (a_scale_map, a_scale_coords, a_layout), (b_scale_map, b_scale_coords, b_layout), single = scales
-            element = getattr(cutlass, self.scaling.scale)
+            element = getattr(cutlass, self.form.scale)
             scale_buffers = tuple(allocator.allocate_tensor(element, layout, 128) for layout in (a_layout, b_layout))
             scale_loads = (
                 (a_scale_map, a_scale_coords, scale_buffers[0]),

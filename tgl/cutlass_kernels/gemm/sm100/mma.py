@@ -33,7 +33,7 @@ def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Point
 
 def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Tensor) -> tuple[_Scales, _Scales]:
     """Those of A and of B, in tensor memory behind the accumulators."""
-    (a_buffers, b_buffers), vector = buffers, gemm.scaling.vector
+    (a_buffers, b_buffers), vector = buffers, gemm.form.vector
     free = accumulators.iterator + tcgen05.find_tmem_tensor_col_offset(accumulators)
     pointer = cute.recast_ptr(free, dtype=a_buffers.element_type)
     layout = blockscaled_layout.make_tmem_layout_sfa(
@@ -86,7 +86,8 @@ def multiply_tiles(
             results.producer_acquire(made)
             accumulator = accumulators[None, None, None, made.index]
             tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
-            for _ in cutlass.range(ceil_div(policy.depth(tile, problem), gemm.tiler[2]), unroll=1):
+            depth = policy.depth(tile, problem)
+            for k in cutlass.range(ceil_div(depth, gemm.tiler[2]), unroll=1):
                 loads.consumer_wait(loaded)
                 if cutlass.const_expr(scale_buffers is not None):
                     stage = (None, None, None, None, loaded.index)
@@ -98,7 +99,11 @@ def multiply_tiles(
                     if cutlass.const_expr(scale_buffers is not None):
                         a_part = [a_part, a_scales.operand[None, None, block]]
                         b_part = [b_part, b_scales.operand[None, None, block]]
-                    cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
+                    # What lies behind a group in operands stored by place belongs to the next one.
+                    if cutlass.const_expr(block == 0 or not policy.trims):
+                        cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
+                    elif k * gemm.tiler[2] + block * (gemm.tiler[2] // blocks) < depth:
+                        cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
                 loads.consumer_release(loaded)
                 loaded.advance()
