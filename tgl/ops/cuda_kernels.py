@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from .. import backends
 from ..cutlass_kernels import launch, launch_scaled
+from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
+from .group_quantize import NAME as QUANTIZE
 from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
@@ -71,3 +73,18 @@ for _op, _run, _supports in (
             emulable=True,
         )
     )
+
+backends.add(
+    backends.Implementation(
+        op=QUANTIZE,
+        name="tgl kernel",
+        device="cuda",
+        run=quantizers.group_quantize,
+        supports=quantizers.group_quantize_supports,
+        archs=ARCHS,
+        priority=PRIORITY,
+        note="one pass over x, groups read on the device",
+        emulable=True,
+        prepare=quantizers.prepare_group_quantize,
+    )
+)
