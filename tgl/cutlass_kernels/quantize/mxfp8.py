@@ -35,6 +35,7 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 NAN = 0x7FC00000
 MANTISSA = 0x7FFFFF
+HALF_OF_FIRST = 0x400000  # 2^-127
 ELEMENTS = {  # exponent of the largest element, bits of float32(1 / it), half a unit in its last place
     "float8_e4m3fn": (8, 0x3B124925, 1 << 19),
     "float8_e5m2": (15, 0x37924925, 1 << 20),
@@ -66,17 +67,14 @@ def as_bits(value: Float32) -> Int32:
 def scale_byte(amax: Int32, element: cutlass.Constexpr, scaling: cutlass.Constexpr) -> Int32:
     """The E8M0 byte for a block whose largest magnitude has the bits ``amax``."""
     top, inverse, half = ELEMENTS[element]
-    byte = Int32(0)
     if cutlass.const_expr(scaling == "rceil"):
         bits = as_bits(as_float(amax) * as_float(Int32(inverse)))
-        byte = bits >> 23
-        fraction = bits & MANTISSA
-        if fraction > 0 and (byte > 0 or fraction > 0x400000):
-            byte += 1
-    elif cutlass.const_expr(scaling == "floor"):
-        byte = cutlass.max((amax >> 23) - top, 0)
+        byte = (bits + MANTISSA) >> 23
+        if bits <= HALF_OF_FIRST:  # 2^-127 is enough
+            byte = Int32(0)
     else:
-        byte = cutlass.max(((amax + half) >> 23) - top, 0)
+        rounded = amax + half if cutlass.const_expr(scaling == "even") else amax
+        byte = cutlass.max((rounded >> 23) - top, 0)
     if amax >= INFINITY:
         byte = Int32(255)
     return byte
@@ -84,10 +82,8 @@ def scale_byte(amax: Int32, element: cutlass.Constexpr, scaling: cutlass.Constex
 
 @cute.jit
 def inverse_scale(byte: Int32) -> Float32:
-    """``2^(127 - byte)``, NaN for 255."""
+    """``2^(127 - byte)``, NaN for 255; 248 to 254 are the scales of no amax."""
     bits = (254 - byte) << 23
-    if byte == 254:
-        bits = Int32(0x00400000)
     if byte == 255:
         bits = Int32(NAN)
     return as_float(bits)
@@ -168,11 +164,14 @@ class QuantizeMXFP8:
                 tile = matrix_tile(matrix_rows, unit)
                 units = ceil_div(matrix_rows, ROWS)
             first = (block - unit * chunks) * CHUNK
-            for k in cutlass.range(first, cutlass.min(first + CHUNK, across), unroll=1):
+            last = cutlass.min(first + CHUNK, across) - 1
+            parts = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+            self.load_tile(x, parts, tile, first, thread)
+            for k in cutlass.range(first, last + 1, unroll=1):
                 held = atoms[None, None, None, k % 2]
-                self.quantize_tile(
-                    x, row_scale, data, scale, columnwise_data, columnwise_scale, held, tile, k, thread
-                )
+                values = self.widen(x, row_scale, parts, tile, k, thread)
+                self.load_tile(x, parts, tile, cutlass.min(k + 1, last), thread)  # while this one is worked on
+                self.quantize_tile(values, x, data, scale, columnwise_data, held, tile, k, thread)
                 if cutlass.const_expr(self.spec.columnwise and not self.spec.blocked):
                     self.store_columnwise(columnwise_scale, held, tile, unit, units, matrix_rows, k, thread)
                 if cutlass.const_expr(self.spec.blocked):
@@ -180,31 +179,51 @@ class QuantizeMXFP8:
                     self.store_atoms(held, scale, columnwise_scale, unit, units, k, across, thread)
 
     @cute.jit
-    def quantize_tile(
-        self, x, row_scale, data, scale, columnwise_data, columnwise_scale, held, tile, k, thread
-    ):
-        """A warp's 32 x 64 of a tile: elements to memory, scales to ``held`` (or memory, if compact)."""
+    def load_tile(self, x, parts, tile, k, thread):
+        """Start a warp's 32 x 64 of a tile on their way; rows and columns that do not exist read others again."""
+        if tile.count > 0 and not tile.tail:
+            row, column = self.corner(k, thread)
+            column = cutlass.min(column, x.shape[1] - VECTOR)
+            for i in cutlass.range_constexpr(STEPS):
+                at = tile.first + cutlass.min(row + 4 * i, tile.count - 1)
+                self.copy_row(x, at, column, parts[None, i], True)
+
+    @cute.jit
+    def widen(self, x, row_scale, parts, tile, k, thread):
+        """The loaded values in float32, zero where there are none."""
+        row, column = self.corner(k, thread)
+        values = cute.make_rmem_tensor((VECTOR, STEPS), Float32)
+        for i in cutlass.range_constexpr(STEPS):
+            there = row + 4 * i < tile.count and column < x.shape[1] and not tile.tail
+            wide = parts[None, i].load().to(Float32)
+            if cutlass.const_expr(row_scale is not None):
+                factor = Float32(0)
+                if there:
+                    factor = row_scale[tile.first + row + 4 * i].to(Float32)
+                wide = (wide * factor).to(self.source).to(Float32)
+            values[None, i].store(wide)
+            for j in cutlass.range_constexpr(VECTOR):
+                values[j, i] = values[j, i] if there else Float32(0)
+        return values
+
+    @cute.jit
+    def corner(self, k, thread):
+        """A lane's first row and column: within the rows of the tile, and of x."""
+        warp, lane = thread // LANES, thread % LANES
+        return warp % 4 * BLOCK + lane // 8, k * COLUMNS + warp // 4 * 64 + lane % 8 * VECTOR
+
+    @cute.jit
+    def quantize_tile(self, values, x, data, scale, columnwise_data, held, tile, k, thread):
+        """A warp's 32 x 64 of a tile: elements to memory, scales to ``held`` (rowwise to memory, if compact)."""
         spec = self.spec
         warp, lane = thread // LANES, thread % LANES
-        band, half = warp % 4, warp // 4
-        column = k * COLUMNS + half * 64 + lane % 8 * VECTOR
+        top, column = self.corner(k, thread)
         inside = column < x.shape[1]
-        values = cute.make_rmem_tensor((VECTOR, STEPS), Float32)
-        values.fill(0.0)
-        for i in cutlass.range_constexpr(STEPS):
-            row = band * BLOCK + lane // 8 + 4 * i
-            if row < tile.count and inside and not tile.tail:
-                part = cute.make_rmem_tensor(VECTOR, self.source)
-                self.copy_row(x, tile.first + row, column, part, True)
-                wide = part.load().to(Float32)
-                if cutlass.const_expr(row_scale is not None):
-                    wide = (wide * row_scale[tile.first + row].to(Float32)).to(self.source).to(Float32)
-                values[None, i].store(wide)
         bits = cute.recast_tensor(values, Int32)
         quantized = cute.make_rmem_tensor(VECTOR, self.element)
         if cutlass.const_expr(spec.rowwise):
             for i in cutlass.range_constexpr(STEPS):
-                row = band * BLOCK + lane // 8 + 4 * i
+                row = top + 4 * i
                 amax = Int32(0)
                 for j in cutlass.range_constexpr(VECTOR):
                     amax = cutlass.max(amax, bits[j, i] & MAGNITUDE)
@@ -232,7 +251,7 @@ class QuantizeMXFP8:
                 inverses[j] = inverse_scale(byte)
                 bytes_[j] = Uint8(byte)
             for i in cutlass.range_constexpr(STEPS):
-                row = band * BLOCK + lane // 8 + 4 * i
+                row = top + 4 * i
                 quantized.store((values[None, i].load() * inverses.load()).to(self.element))
                 if row < tile.count and inside:
                     self.copy_row(columnwise_data, tile.first + row, column, quantized, False)
