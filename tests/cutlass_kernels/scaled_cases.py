@@ -48,7 +48,7 @@ class ScaledCase:
 
 
 def exact(*shape: int) -> torch.Tensor:
-    """-1, 0 and 1 times a power of two per block of 16 x 16: every sum of products of their quantised values is exact."""
+    """-1, 0 and 1 times a power of two per square of 16: every sum of products of their quantised values is exact."""
     values = torch.randint(-1, 2, shape).float()
     blocks = torch.randint(0, 3, (*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16)))
     powers = blocks.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., : shape[-2], : shape[-1]]

@@ -57,7 +57,9 @@ class Gemms(Protocol):
         ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
         """
 
-    def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
 
     def fprop(
@@ -103,7 +105,9 @@ class DenseGemms:
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
         return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
 
-    def grad(self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool) -> tuple[Operands, Tensor | None]:
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
         operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
         return operands, grouped_dbias(dy, offs) if dbias else None
 

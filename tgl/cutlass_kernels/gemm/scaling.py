@@ -1,4 +1,4 @@
-"""Quantised GEMM operands, as a kernel is built for them; plain Python."""
+"""What the operands of a GEMM are, as a kernel is built for them; plain Python."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class OperandFormat:
         return (rows + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS * self.tile_k // self.vector
 
 
+DENSE = OperandFormat(vector=0, scale="", unit=0, placed=False, alpha=None, tile_k=64)  # 16-bit operands
 MXFP8 = OperandFormat(vector=32, scale="Float8E8M0FNU", unit=128, placed=False, alpha=None, tile_k=128)
 NVFP4 = OperandFormat(vector=16, scale="Float8E4M3FN", unit=64, placed=True, alpha="amax", tile_k=256)
 FP8_TENSOR = OperandFormat(vector=0, scale="", unit=32, placed=True, alpha="scale", tile_k=128)

@@ -122,9 +122,7 @@ def _call(plan: Callable, x: Tensor, *rest: Any) -> None:
         plan(x, *rest)
 
 
-def _plan(
-    x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options
-) -> Callable:
+def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
     arch, name = backends.device_arch(x.device), launch._name
     assert options.dtype is not None
     spec = MXFP8Spec(

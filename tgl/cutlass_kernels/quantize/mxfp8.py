@@ -14,6 +14,8 @@ so a block of 32 along the columns is four lanes' eight values in one row, and a
 rows: two shuffles each. Maxima are taken of magnitudes as integers, in which NaN is the largest.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, cute
 from cutlass.memory import SmemAllocator
@@ -29,7 +31,7 @@ BLOCK = 32
 VECTOR = 8  # columns of a lane
 STEPS = 8  # rows of a lane
 ATOM = 512
-CHUNK = 4  # tiles of columns a block walks over
+CHUNK = 8  # tiles of columns a block walks over: measured on an H200 against 2, 4 and 16
 
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
@@ -139,7 +141,7 @@ class QuantizeMXFP8:
         x: cute.Tensor,
         offs: cute.Tensor | None,
         row_scale: cute.Tensor | None,
-        noop: cute.Tensor | None,
+        noop: Any,
         data: cute.Tensor | None,
         scale: cute.Tensor | None,
         columnwise_data: cute.Tensor | None,
@@ -295,14 +297,14 @@ class QuantizeMXFP8:
         wanted = Boolean(True)
         if cutlass.const_expr(self.spec.grouped):
             wanted = unit < units
-        if side == 0 and wanted:
+        if side == 0 and wanted:  # noqa: SIM102 (one is known while tracing, the other is not)
             if cutlass.const_expr(self.spec.rowwise):
                 for band in cutlass.range_constexpr(4):
                     for half in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(2):
                             part[i, half, band] = held[y * 2 + i, band + 4 * half, 0]
                 self.store_atom(scale, cutlass.Int64(unit) * across + k, y, part)
-        if side == 1 and wanted:
+        if side == 1 and wanted:  # noqa: SIM102
             if cutlass.const_expr(self.spec.columnwise):
                 for quarter in cutlass.range_constexpr(4):
                     for band in cutlass.range_constexpr(4):

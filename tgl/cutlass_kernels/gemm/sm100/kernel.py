@@ -25,7 +25,7 @@ from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.policy import Problem, VarlenK, VarlenM
-from ..scaling import ATOM_ROWS, OperandFormat
+from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from .load import load_tiles
 from .mma import multiply_tiles
 from .store import store_tiles
@@ -55,12 +55,12 @@ class GroupedGemm:
         spec: EpilogueSpec,
         a_element: type[cutlass.Numeric],
         b_element: type[cutlass.Numeric] | None = None,
-        form: OperandFormat | None = None,
+        form: OperandFormat = DENSE,
     ):
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
-        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
@@ -72,7 +72,7 @@ class GroupedGemm:
         row_bits = config.cta_m * a_element.width + config.tile_n // config.ctas * self.b_element.width
         stage = row_bits * config.tile_k // 8
         scale_columns = 0
-        if form is not None and form.vector:  # both CTAs of a pair hold the scales of all of B
+        if form.vector:  # both CTAs of a pair hold the scales of all of B
             scale_bytes = form.scale_bytes(config.cta_m) + form.scale_bytes(config.tile_n)
             stage += scale_bytes
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
@@ -156,12 +156,10 @@ class GroupedGemm:
     def tiled_mma(self, a_major, b_major, cta_group, tile: tuple[int, int]) -> cute.TiledMma:
         """The MMA for operands of these majors."""
         elements = (self.a_element, self.b_element, a_major, b_major)
-        if self.form is None or not self.form.vector:
+        if not self.form.vector:
             return blackwell_helpers.make_trivial_tiled_mma(*elements, Float32, cta_group, tile)
         scale = getattr(cutlass, self.form.scale)
-        return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-            *elements, scale, self.form.vector, cta_group, tile
-        )
+        return blackwell_helpers.make_blockscaled_trivial_tiled_mma(*elements, scale, self.form.vector, cta_group, tile)
 
     def scale_maps(self, tiled_mma: cute.TiledMma, load, cluster_vmnk, a_scale: cute.Tensor, b_scale: cute.Tensor):
         """(map, coordinates, shared memory layout) of the scales of A and of B, and the MMA that partitions B's.
@@ -287,7 +285,17 @@ class GroupedGemm:
             accumulators = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)
             if rank == 0:
                 multiply_tiles(
-                    self, tiled_mma, a_buffers, b_buffers, scale_buffers, accumulators, loads, results, problem, first, step
+                    self,
+                    tiled_mma,
+                    a_buffers,
+                    b_buffers,
+                    scale_buffers,
+                    accumulators,
+                    loads,
+                    results,
+                    problem,
+                    first,
+                    step,
                 )
         if warp < MMA_WARP:
             tmem.allocate(TMEM_COLUMNS)
