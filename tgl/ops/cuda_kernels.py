@@ -6,11 +6,15 @@ import functools
 from collections.abc import Callable
 
 from .. import backends
-from ..cutlass_kernels import launch
+from ..cutlass_kernels import launch, launch_scaled
+from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
+from .group_quantize import NAME as QUANTIZE
 from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
+from .grouped_gemm_scaled import NAME as SCALED_GEMM
+from .grouped_gemm_scaled_wgrad import NAME as SCALED_WGRAD
 from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
@@ -52,3 +56,36 @@ for _op, (_run, _supports, _prepare) in _KERNELS.items():
             attempt=launch.ATTEMPTS.get(_run),
         )
     )
+
+for _op, _run, _supports in (
+    (SCALED_GEMM, launch_scaled.grouped_gemm_scaled, launch_scaled.grouped_gemm_scaled_supports),
+    (SCALED_WGRAD, launch_scaled.grouped_gemm_scaled_wgrad, launch_scaled.grouped_gemm_scaled_wgrad_supports),
+):
+    backends.add(
+        backends.Implementation(
+            op=_op,
+            name="tgl kernel",
+            device="cuda",
+            run=_run,
+            supports=_supports,
+            archs=frozenset({launch_scaled.ARCH}),
+            priority=PRIORITY,
+            note="one launch, groups read on the device",
+            emulable=True,
+        )
+    )
+
+backends.add(
+    backends.Implementation(
+        op=QUANTIZE,
+        name="tgl kernel",
+        device="cuda",
+        run=quantizers.group_quantize,
+        supports=quantizers.group_quantize_supports,
+        archs=ARCHS,
+        priority=PRIORITY,
+        note="one pass over x, groups read on the device",
+        emulable=True,
+        prepare=quantizers.prepare_group_quantize,
+    )
+)

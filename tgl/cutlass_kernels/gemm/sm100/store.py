@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, load_vectors
+from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
 from ...varlen.policy import Problem
 
 THREADS = 128
@@ -99,6 +99,10 @@ def store_tiles(
                         THREADS,
                     )
                     _meet()
+            factor = Float32(1)
+            if cutlass.const_expr(spec.alpha):  # noqa: SIM102
+                if product:
+                    factor = alpha(spec, args, tile.group)
             matrix = cute.domain_offset((row, column), policy.out(out_coords, tile))
             matrix = cute.local_tile(matrix, cta_tile, (0, 0))
             store_from, store_to = cpasync.tma_partition(
@@ -117,6 +121,8 @@ def store_tiles(
                     if cutlass.const_expr(piece == pieces - 1):
                         with cute.arch.elect_one():
                             results.consumer_release(made)
+                    if cutlass.const_expr(spec.alpha):
+                        acc.store(acc.load() * factor)
                     if cutlass.const_expr(spec.bias):
                         scale = None
                         if cutlass.const_expr(spec.bias_scale):
