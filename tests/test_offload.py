@@ -91,6 +91,7 @@ def test_one_context_entered_twice_and_left_by_an_error():
     assert context.tensors_offloaded == 1
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert offload._threshold is None
+    assert offload.ops.meters == []
 
 
 def test_the_source_is_freed_and_the_copy_with_the_graph():
