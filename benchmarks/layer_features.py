@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -93,15 +94,14 @@ ARMS: dict[str, tuple[str, Callable[[], Callable]]] = {
 
 
 def measure(functions: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[str, float]:
-    """Median microseconds of each, taken in turn, each first equally often."""
-    names = list(functions)
+    """Median microseconds of each; every round takes them in another order."""
+    names, order = list(functions), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in names}
     for function in functions.values():
         for _ in range(50):
             function()
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
             function = functions[name]
             start = time.perf_counter()
             for _ in range(calls):

@@ -16,7 +16,15 @@ import tgl
 
 G, H, I, T, TOP_K = 4, 64, 32, 48, 2
 STEPS = 3
-RECIPES: dict[str, Callable[[], Any]] = {"dense": lambda: None, "mxfp8": tgl.recipes.MXFP8BlockScaling}
+RECIPES: dict[str, Callable[[], Any]] = {
+    "dense": lambda: None,
+    "mxfp8": tgl.recipes.MXFP8BlockScaling,
+    "nvfp4": tgl.recipes.NVFP4BlockScaling,
+    "fp8 current": tgl.recipes.Float8CurrentScaling,
+    "fp8 block": tgl.recipes.Float8BlockScaling,
+}
+RUNS = [(recipe, backend) for recipe in RECIPES for backend in ("eager", "aot_eager")]
+RUNS += [("dense", "inductor"), ("mxfp8", "inductor")]
 
 
 class Block(nn.Module):
@@ -85,8 +93,7 @@ def train(block: Block, forward: Callable) -> tuple[list[Tensor], list[Tensor]]:
     return losses, [p.detach() for p in block.parameters()]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe, backend", RUNS)
 def test_training_with_everything_on(recipe: str, backend: str) -> None:
     plain = Block(RECIPES[recipe](), features=False)
     want_losses, want = train(plain, plain)

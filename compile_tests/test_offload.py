@@ -216,3 +216,29 @@ def test_discrete_parameters_and_main_grad_stay() -> None:
         results.append((main_grads.clone(), meter.bytes_offloaded))
     assert torch.equal(results[0][0], results[1][0])
     assert [moved for _, moved in results] == [4 * T * K, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "NVFP4BlockScaling", "DelayedScaling"])
+def test_every_component_of_a_quantised_input_moves_or_none(recipe: str, backend: str) -> None:
+    """One graph without, one with, the same bits; the weight and ``offs`` stay."""
+    layer = tgl.GroupedLinear(G, 128, 256, recipe=getattr(tgl.recipes, recipe)(), params_dtype=torch.bfloat16)
+    x, offs = torch.randn(384, 128, dtype=torch.bfloat16), ends(128, 0, 172)
+    captured = Captured()
+    moved = {"MXFP8BlockScaling": 51712, "NVFP4BlockScaling": 36876, "DelayedScaling": 57356}[recipe]
+    results = []
+    for compiler in (backend, captured):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer.forward_offsets, backend=compiler, fullgraph=True)
+        for min_bytes in (moved + 1, moved):
+            layer.gemms.reset_state()
+            with tgl.cpu_offload(min_bytes=min_bytes) as context:
+                y = compiled(x, offs)
+            results.append(torch.autograd.grad(y.float().sin().sum(), list(layer.parameters())))
+            assert context.bytes_offloaded == (moved if min_bytes == moved else 0)
+    for grads in results[1:]:
+        for mine, theirs in zip(grads, results[0]):
+            assert torch.equal(mine, theirs)
+    tensors = 3 if recipe == "NVFP4BlockScaling" else 2
+    assert captured.tgl_calls("forward")["offload"] == captured.tgl_calls("backward")["reload"] == tensors
+    assert graph_breaks() == 0

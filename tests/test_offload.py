@@ -266,6 +266,41 @@ def test_every_component_of_a_subclass_moves_or_none(min_bytes, tensors):
     assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], (pair.a + pair.b).sum(0))
 
 
+# --- quantised layers -------------------------------------------------------------------------------------------------
+
+# What the weight gradient reads of an input [384, 128] in three groups: tensors, and their bytes. Every group starts on a
+# multiple of u rows, which takes u (ceil(384 / u) + 2) places: 448 for u = 32, 512 for 64, 640 for 128.
+QUANTISED = {
+    "MXFP8BlockScaling": (2, 384 * 128 + 640 // 32 * 128),
+    "NVFP4BlockScaling": (3, 128 * 512 // 2 + 128 * 512 // 16 + 4 * G),
+    "Float8CurrentScaling": (2, 128 * 448 + 4 * G),
+    "DelayedScaling": (2, 128 * 448 + 4 * G),
+    "Float8BlockScaling": (2, 128 * 448 + 640 // 128 * 128 * 4),
+}
+
+
+@pytest.mark.parametrize("recipe", QUANTISED)
+def test_every_component_of_a_quantised_input_moves_or_none(recipe):
+    """And neither the quantised weight, kept from the microbatch before, nor ``offs``."""
+    layer = tgl.GroupedLinear(G, 128, 256, recipe=getattr(tgl.recipes, recipe)(), params_dtype=torch.bfloat16)
+    x, offs = torch.randn(384, 128, dtype=torch.bfloat16), torch.tensor([128, 128, 300], dtype=torch.int32)
+
+    def step(min_bytes):
+        layer.gemms.reset_state()
+        layer.forward_offsets(x, offs, is_first_microbatch=True)
+        with tgl.cpu_offload(min_bytes=min_bytes) as context:
+            y = layer.forward_offsets(x, offs, is_first_microbatch=False)
+        return torch.autograd.grad(y.float().sin().sum(), list(layer.parameters())), context
+
+    tensors, nbytes = QUANTISED[recipe]
+    expected, nothing = step(nbytes + 1)
+    assert counts(nothing) == (0, 0)
+    grads, context = step(nbytes)
+    assert counts(context) == (tensors, nbytes)
+    for mine, theirs in zip(grads, expected):
+        assert torch.equal(mine, theirs)
+
+
 # --- with checkpointing -----------------------------------------------------------------------------------------------
 
 

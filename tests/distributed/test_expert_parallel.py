@@ -67,8 +67,7 @@ def check(case: str) -> None:
         layer, out_placements=[Shard(0)], in_placements=([Shard(0)],) * (3 + len(NAMES)), device_mesh=mesh
     )
     shards = {
-        id(t): distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_(t.requires_grad)
-        for t in (*leaves, index)
+        id(t): distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_(t.requires_grad) for t in (*leaves, index)
     }
     y = over_ranks(*(shards[id(t)] for t in (x, index, weights, *(parameters[name] for name in NAMES))))
     torch.testing.assert_close(y.full_tensor(), expected)

@@ -40,6 +40,11 @@ BAD_BUFFERS = {
         ValueError,
         r"must be contiguous, but got strides \(1, 6\)",
     ),
+    "misaligned": (
+        lambda s: torch.zeros(s[0] * s[1] + 1)[1:].view(s),
+        ValueError,
+        "must be aligned to 16 bytes, but got",
+    ),
     "requires grad": (lambda s: torch.zeros(s).requires_grad_(), ValueError, "must be a buffer that requires no grad"),
 }
 LAYERS = {"linear": lambda: tgl.GroupedLinear(G, K, N), "mlp": lambda: tgl.GroupedMLP(G, K, 3)}
@@ -59,6 +64,28 @@ def test_bad_buffers(layer, argument, what):
         module(torch.randn(T, K), SPLITS, **buffers)
     good = next(b for name, b in buffers.items() if name != argument)
     assert (good == 7).all()
+
+
+@pytest.mark.parametrize("argument", ["out", "dgrad_out"])
+@pytest.mark.parametrize("what", sorted(set(BAD_BUFFERS) - {"misaligned"}))  # an address is known at run time alone
+def test_bad_buffers_compiled(argument, what, fresh_compiler):
+    """The same message inside Dynamo's error."""
+    layer, (make, _, message) = tgl.GroupedLinear(G, K, N), BAD_BUFFERS[what]
+    buffer = make({"out": (T, N), "dgrad_out": (T, K)}[argument])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"`{argument}` {message}"):
+        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(T, K), SPLITS, **{argument: buffer})
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("argument", ["out", "dgrad_out"])
+def test_misaligned_buffers_compiled(backend, argument, fresh_compiler):
+    layer, width = tgl.GroupedLinear(G, K, N), {"out": N, "dgrad_out": K}[argument]
+    room = torch.full((T * width + 1,), 7.0)
+    with pytest.raises(ValueError, match="`out` must be aligned to 16 bytes"):
+        x = torch.randn(T, K, requires_grad=True)
+        y = torch.compile(layer, backend=backend, fullgraph=True)(x, SPLITS, **{argument: room[1:].view(T, width)})
+        y.sum().backward()
+    assert (room == 7).all()
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -9,8 +9,11 @@ For one dimension of the mesh, besides everything replicated:
 | ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded alike |
 | ``grouped_dbias`` | N | sharded in N |
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
-| ``grouped_activation`` and its backward | columns, where a rank gets whole pairs of gate and linear half | sharded alike, ``dprobs`` a partial sum |
+| ``grouped_activation``, ``..._backward`` | columns, in whole pairs | sharded alike, ``dprobs`` a partial sum |
 | ``offload``, ``reload``, ``after`` | anything | the same |
+
+Ops on quantised operands follow the same pattern, with all components of an operand sharded together: see
+``sharding_scaled``.
 
 DTensor brings operands placed otherwise into one of these. ``offs`` is always replicated, and rows and groups are never
 sharded: a shard of cumulative ends has lost its start. Ranks that hold different experts or different tokens work on
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,35 +32,27 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..meta.specs import GATED
+from . import sharding_scaled
+from .sharding_rules import Rule, replicated, rule
 
 _ops = torch.ops.tgl
-Rule = tuple[list[Placement | None], list[Placement | None]]  # of the results, of the arguments
-
-
-def _rule(results: Sequence[Placement], *arguments: tuple[Any, Placement]) -> Rule:
-    """A rule with None for the arguments that a call leaves out."""
-    return list(results), [placement if spec is not None else None for spec, placement in arguments]
-
-
-def _replicated(results: int, *arguments: Any) -> Rule:
-    return _rule([Replicate()] * results, *((spec, Replicate()) for spec in arguments))
 
 
 def _grouped_gemm(a: Any, b: Any, offs: Any, bias: Any = None, bias_scale: Any = None, **_: Any) -> list[Rule]:
     whole = Replicate()
     return [
-        _replicated(1, a, b, offs, bias, bias_scale),
-        _rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), (bias_scale, whole)),
-        _rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), (bias_scale, whole)),
+        replicated(1, a, b, offs, bias, bias_scale),
+        rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), (bias_scale, whole)),
+        rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), (bias_scale, whole)),
     ]
 
 
 def _wgrad(a: Any, b: Any, offs: Any, **_: Any) -> list[Rule]:
     whole = Replicate()
     return [
-        _replicated(1, a, b, offs),
-        _rule([Shard(1)], (a, Shard(1)), (b, whole), (offs, whole)),
-        _rule([Shard(2)], (a, whole), (b, Shard(1)), (offs, whole)),
+        replicated(1, a, b, offs),
+        rule([Shard(1)], (a, Shard(1)), (b, whole), (offs, whole)),
+        rule([Shard(2)], (a, whole), (b, Shard(1)), (offs, whole)),
     ]
 
 
@@ -72,19 +67,19 @@ def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, **_: Any) -> li
             f"tgl::grouped_gemm_wgrad_accumulate_: `main_grad` must be placed alike on all dimensions of its mesh, "
             f"but got {main_grad.placements}"
         )
-    rules = [_rule([], *zip((a, b, offs, main_grad), (*inputs, *result))) for result, inputs in _wgrad(a, b, offs)]
-    return [rule for rule in rules if rule[1][-1] in placements]
+    rules: list[Rule] = [([], [*inputs, *result]) for result, inputs in _wgrad(a, b, offs)]
+    return [r for r in rules if r[1][-1] in placements]
 
 
 def _grouped_dbias(dy: Any, offs: Any) -> list[Rule]:
-    return [_replicated(1, dy, offs), _rule([Shard(1)], (dy, Shard(1)), (offs, Replicate()))]
+    return [replicated(1, dy, offs), rule([Shard(1)], (dy, Shard(1)), (offs, Replicate()))]
 
 
 def _grouped_dbias_dscales(dy: Any, bias: Any, bias_scale: Any, offs: Any) -> list[Rule]:
     whole = Replicate()
     return [
-        _replicated(2, dy, bias, bias_scale, offs),
-        _rule([Shard(1), Partial()], (dy, Shard(1)), (bias, Shard(1)), (bias_scale, whole), (offs, whole)),
+        replicated(2, dy, bias, bias_scale, offs),
+        rule([Shard(1), Partial()], (dy, Shard(1)), (bias, Shard(1)), (bias_scale, whole), (offs, whole)),
     ]
 
 
@@ -98,9 +93,9 @@ def _grouped_activation(
     x: Any, offs: Any, probs: Any = None, *, kind: str = "swiglu", interleaved: bool = False, **_: Any
 ) -> list[Rule]:
     whole = Replicate()
-    rules = [_replicated(1, x, offs, probs)]
+    rules = [replicated(1, x, offs, probs)]
     if _columns_can_be_sharded(x, kind, interleaved):
-        rules.append(_rule([Shard(1)], (x, Shard(1)), (offs, whole), (probs, whole)))
+        rules.append(rule([Shard(1)], (x, Shard(1)), (offs, whole), (probs, whole)))
     return rules
 
 
@@ -108,15 +103,15 @@ def _grouped_activation_backward(
     dy: Any, x: Any, offs: Any, probs: Any = None, *, kind: str = "swiglu", interleaved: bool = False, **_: Any
 ) -> list[Rule]:
     whole = Replicate()
-    rules = [_replicated(2, dy, x, offs, probs)]
+    rules = [replicated(2, dy, x, offs, probs)]
     if _columns_can_be_sharded(x, kind, interleaved):
         dprobs = Partial() if probs is not None else whole  # of shape [0] without probs
-        rules.append(_rule([Shard(1), dprobs], (dy, Shard(1)), (x, Shard(1)), (offs, whole), (probs, whole)))
+        rules.append(rule([Shard(1), dprobs], (dy, Shard(1)), (x, Shard(1)), (offs, whole), (probs, whole)))
     return rules
 
 
 def _splits_to_offsets(m_splits: Any) -> list[Rule]:
-    return [_replicated(1, m_splits)]
+    return [replicated(1, m_splits)]
 
 
 def _any_placement(t: Any) -> list[Placement]:
@@ -148,6 +143,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.offload.default: _offload,
     _ops.reload.default: _reload,
     _ops.after.default: _after,
+    **sharding_scaled.RULES,
 }
 
 
@@ -155,8 +151,8 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
 def register_sharding_rules() -> None:
     """Tell DTensor of the rules above; importing ``tgl.distributed`` does it."""
     schemas = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for op, rule in _RULES.items():
-        register_sharding(op)(rule)
+    for op, rules in _RULES.items():
+        register_sharding(op)(rules)
         # DTensor keeps what a rule has answered. Its key holds no keyword arguments but integers, while ours decide on
         # the dtype, the shape and the placement of the result.
         schemas[op].static_kwargkey = [a.name for a in op._schema.arguments if a.kwarg_only]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..meta.checks import OUT_ALIGNMENT
 from ..meta.memory import overlap
 from ._errors import fail
 
@@ -28,6 +29,8 @@ def check_buffer(
         fail(f"`{argument}` must be contiguous, but got strides {buffer.stride()}")
     if buffer.requires_grad:
         fail(f"`{argument}` must be a buffer that requires no grad, but got one that does")
+    if not torch.compiler.is_compiling() and (past := buffer.data_ptr() % OUT_ALIGNMENT):
+        fail(f"`{argument}` must be aligned to {OUT_ALIGNMENT} bytes, but got an address {past} bytes past one")
 
 
 def check_disjoint(buffers: dict[str, Tensor | None], others: dict[str, Tensor]) -> None:

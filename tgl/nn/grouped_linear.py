@@ -259,10 +259,9 @@ class GroupedLinear(GroupedParameters):
         needs_wgrad = grad and any(w.requires_grad for w in weights)
         needs_dgrad = grad and (rows.requires_grad or (probs is not None and probs.requires_grad))
         main_grad = stash = None
-        if needs_wgrad and self.fuse_wgrad_accumulation:
+        if needs_wgrad and self.fuse_wgrad_accumulation and not self.delay_wgrad_compute:
             main_grad = self.packed_main_grad()
-            if not self.delay_wgrad_compute:
-                self.mark_main_grad()
+            self.mark_main_grad()
         if needs_wgrad and self.delay_wgrad_compute:
             stash = self._delayed
             if torch.compiler.is_compiling() and not stash.copies:
@@ -283,7 +282,7 @@ class GroupedLinear(GroupedParameters):
             scaled_by_probs=activation is not None and probs is not None and self.has_bias,
             out=out,
             dgrad_out=dgrad_out,
-            main_grad=main_grad if stash is None else None,
+            main_grad=main_grad,
             overwrite_main_grad=main_grad is not None and self.overwrites_main_grad(),
             stash=stash,
             save_original_input=self.save_original_input or recompute,

@@ -1,0 +1,177 @@
+"""Sharding rules of the ops on quantised operands, two ranks against one, without communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import tgl
+import tgl.distributed
+
+T, G, K, N = 160, 3, 256, 512
+OFFS = torch.tensor([40, 40, 129], dtype=torch.int32)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+FORMATS = ("mxfp8", "nvfp4", "fp8_tensor", "fp8_block")
+
+
+def place(t: Tensor | None, placement) -> DTensor | None:
+    """This rank's part of ``t``, which every rank has: gloo does not carry FP8."""
+    if t is None:
+        return None
+    part = t if placement == R else t.chunk(2, placement.dim)[dist.get_rank()].contiguous()
+    return DTensor.from_local(part, init_device_mesh("cpu", (2,)), [placement], run_check=False)
+
+
+def whole(t: DTensor) -> Tensor:
+    local = t.to_local()
+    if local.dtype.is_floating_point and local.dtype.itemsize == 1:
+        local = local.view(torch.uint8)
+    return DTensor.from_local(local, t.device_mesh, t.placements, run_check=False).full_tensor()
+
+
+def components(format: str):
+    """Rows ``[T, K]``, ``[T, N]`` and a weight ``[G, N, K]``; amax only where there is one."""
+    made = [
+        tgl.group_quantize(torch.randn(T, K, dtype=torch.bfloat16), OFFS, format=format),
+        tgl.group_quantize(torch.randn(T, N, dtype=torch.bfloat16), OFFS, format=format),
+        tgl.group_quantize(
+            torch.randn(G, N, K, dtype=torch.bfloat16), None, format=format, block_2d=format == "fp8_block"
+        ),
+    ]
+    return [c._replace(amax=used(c.amax), columnwise_amax=used(c.columnwise_amax)) for c in made]
+
+
+def used(amax: Tensor) -> Tensor | None:
+    return amax if amax.numel() else None
+
+
+def scale_placement(format: str, placement):
+    return R if format == "fp8_tensor" else placement
+
+
+def check(actual: DTensor, expected: Tensor, placement, counter: CommDebugMode) -> None:
+    assert counter.get_total_counts() == 0
+    assert actual.placements == (placement,)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    torch.testing.assert_close(actual.full_tensor(), expected, rtol=1e-5, atol=1e-4)
+
+
+def check_gemm(format: str, direction: str) -> None:
+    """Fprop contracts over K and dgrad over N; each can be sharded, and so can what is left."""
+    x, dy, w = components(format)
+    amax = format == "nvfp4"
+    transposed = format != "mxfp8"
+    if direction == "rowwise":
+        a, b = (x.data, x.scale), (w.data, w.scale)
+        amaxes, kept, contracted = (x.amax, w.amax), S1, S2
+        bias = torch.randn(G, N)
+    else:
+        a, b = (dy.data, dy.scale), (w.columnwise_data, w.columnwise_scale)
+        amaxes, kept, contracted = (dy.amax, w.columnwise_amax), (S1 if transposed else S2), (S2 if transposed else S1)
+        bias = torch.randn(G, K)
+    amaxes = amaxes if amax else (None, None)
+    options = {"format": format, "b_direction": direction, "out_dtype": torch.float32}
+    expected = tgl.grouped_gemm_scaled(*a, *b, OFFS, *amaxes, bias, **options)
+    for result, a_placement, b_placement, bias_placement in ((S1, R, kept, S1), (Partial(), S1, contracted, R)):
+        operands = (
+            place(a[0], a_placement),
+            place(a[1], scale_placement(format, a_placement)),
+            place(b[0], b_placement),
+            place(b[1], scale_placement(format, b_placement)),
+            place(OFFS, R),
+            *(place(t, R) for t in amaxes),
+            place(bias, bias_placement),
+        )
+        with CommDebugMode() as counter:
+            y = tgl.grouped_gemm_scaled(*operands, **options)
+        check(y, expected, result, counter)
+
+
+def check_wgrad(format: str) -> None:
+    x, dy, _ = components(format)
+    operands = dy.columnwise_data, dy.columnwise_scale, x.columnwise_data, x.columnwise_scale
+    amaxes = (dy.columnwise_amax, x.columnwise_amax) if format == "nvfp4" else (None, None)
+    options = {"format": format, "out_dtype": torch.float32}
+    expected = tgl.grouped_gemm_scaled_wgrad(*operands, OFFS, *amaxes, **options)
+    data = S1 if format == "mxfp8" else S0
+    scale = {"mxfp8": S1, "nvfp4": S0, "fp8_tensor": R, "fp8_block": S1}[format]
+    for result, placements in ((S1, (data, scale, R, R)), (S2, (R, R, data, scale))):
+        shards = [place(t, p) for t, p in zip(operands, placements)]
+        offs, scales = place(OFFS, R), [place(t, R) for t in amaxes]
+        with CommDebugMode() as counter:
+            dw = tgl.grouped_gemm_scaled_wgrad(*shards, offs, *scales, **options)
+        check(dw, expected, result, counter)
+
+
+def check_quantize(format: str) -> None:
+    """Every component of a shard is the shard of the component."""
+    x, w = torch.randn(T, K, dtype=torch.bfloat16), torch.randn(G, N, K, dtype=torch.bfloat16)
+    cases = [(x, OFFS, (1,), {"dbias": True}), (w, None, (1, 2), {})]
+    if format == "fp8_block":
+        cases.append((w, None, (1, 2), {"block_2d": True}))
+    for t, offs, dims, more in cases:
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            options = {"format": format, "rowwise": rowwise, "columnwise": columnwise, **more}
+            expected = tgl.group_quantize(t, offs, **options)
+            for dim in dims:
+                shard, ends = place(t, Shard(dim)), place(offs, R)
+                with CommDebugMode() as counter:
+                    actual = tgl.group_quantize(shard, ends, **options)
+                assert counter.get_total_counts() == 0
+                for name, mine, theirs in zip(actual._fields, actual, expected):
+                    if theirs.numel():
+                        assert mine.placements[0].is_shard(), name
+                        assert mine.shape == theirs.shape, name
+                        assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+def check_whole_tensor_scales_are_made_of_the_whole() -> None:
+    """Formats with one scale for a group: a shard's amax is not the tensor's, so the shards are gathered."""
+    x = torch.randn(T, K, dtype=torch.bfloat16)
+    for format in ("fp8_tensor", "nvfp4"):
+        actual = tgl.group_quantize(place(x, S1), place(OFFS, R), format=format)
+        for mine, theirs in zip(actual, tgl.group_quantize(x, OFFS, format=format)):
+            assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8))
+
+
+def check_what_does_not_divide() -> None:
+    """Blocks are not torn apart: 48 columns are three blocks of 16."""
+    x, w = torch.randn(T, 48, dtype=torch.bfloat16), torch.randn(G, N, 48, dtype=torch.bfloat16)
+    a, b = tgl.group_quantize(x, OFFS, format="nvfp4"), tgl.group_quantize(w, None, format="nvfp4")
+    expected = tgl.grouped_gemm_scaled(a.data, a.scale, b.data, b.scale, OFFS, a.amax, b.amax, format="nvfp4")
+    operands = place(a.data, S1), place(a.scale, R), place(b.data, S2), place(b.scale, R), place(OFFS, R)
+    operands += place(a.amax, R), place(b.amax, R)
+    actual = tgl.grouped_gemm_scaled(*operands, format="nvfp4")
+    assert actual.placements == (R,)
+    assert torch.equal(actual.full_tensor(), expected)
+    mxfp8 = tgl.group_quantize(place(x, S1), place(OFFS, R), format="mxfp8")
+    assert torch.equal(whole(mxfp8.scale), tgl.group_quantize(x, OFFS, format="mxfp8").scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_gemm(ranks, format, direction):
+    ranks(check_gemm, format, direction)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_wgrad(ranks, format):
+    ranks(check_wgrad, format)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
+def test_quantize(ranks, format):
+    ranks(check_quantize, format)
+
+
+def test_whole_tensor_scales_are_made_of_the_whole(ranks):
+    ranks(check_whole_tensor_scales_are_made_of_the_whole)
+
+
+def test_what_does_not_divide(ranks):
+    ranks(check_what_does_not_divide)

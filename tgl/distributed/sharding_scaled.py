@@ -1,0 +1,156 @@
+"""Sharding rules of the ops on quantised operands, for compact scales.
+
+The components of one operand are sharded together along one of its logical dimensions, wherever that lies in them. A
+rank must get whole blocks: where a dimension does not divide that way, and for ``scale_layout="blocked"``, the operands
+are replicated. Per-group scales and amax are those of the whole tensor, hence replicated, and ``group_quantize``, which
+makes them, is sharded for the formats that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from ..meta.formats import FORMATS, Format
+from .sharding_rules import Rule, replicated, rule
+
+_ops = torch.ops.tgl
+WHOLE = Replicate()
+
+# --- where a logical dimension lies -----------------------------------------------------------------------------------
+
+
+def _matrix(f: Format, columnwise: bool, dim: int) -> tuple[Placement, Placement]:
+    """Of a weight ``[G, N, K]``: data and scale sharded in N (``dim`` 1) or K (2)."""
+    stored = Shard(3 - dim if columnwise and f.transposed_columnwise else dim)
+    return stored, stored if f.block else WHOLE
+
+
+def _features(f: Format) -> tuple[Placement, Placement]:
+    """Of columnwise rows ``[T, K]``: data and scale sharded in K."""
+    data = Shard(0 if f.transposed_columnwise else 1)
+    return data, WHOLE if not f.block else Shard(0 if f.name == "nvfp4" else 1)
+
+
+def _divides(size: int, unit: int, mesh: Any) -> bool:
+    """Whether every rank gets whole units, however many dimensions of the mesh share them."""
+    return size % (max(unit, 1) * mesh.size()) == 0
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _grouped_gemm_scaled(
+    a: Any,
+    a_scale: Any,
+    b: Any,
+    b_scale: Any,
+    offs: Any,
+    a_amax: Any = None,
+    b_amax: Any = None,
+    bias: Any = None,
+    bias_scale: Any = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+    **_: Any,
+) -> list[Rule]:
+    f, columnwise = FORMATS[format], b_direction == "columnwise"
+    rules = [replicated(1, a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)]
+    if scale_layout != "compact":
+        return rules
+    contracted, kept = (1, 2) if columnwise else (2, 1)
+    rest = (offs, WHOLE), (a_amax, WHOLE), (b_amax, WHOLE)
+    width = b.shape[2] if columnwise and not f.transposed_columnwise else b.shape[1]
+    depth = a.shape[1] * f.per_byte
+    if _divides(width, f.block if f.name == "fp8_block" else 1, a.mesh):
+        data, scale = _matrix(f, columnwise, kept)
+        rules.append(
+            rule(
+                [Shard(1)],
+                *((a, WHOLE), (a_scale, WHOLE), (b, data), (b_scale, scale), *rest),
+                *((bias, Shard(1)), (bias_scale, WHOLE)),
+            )
+        )
+    if _divides(depth, f.block or f.per_byte, a.mesh):
+        data, scale = _matrix(f, columnwise, contracted)
+        rules.append(
+            rule(
+                [Partial()],
+                *((a, Shard(1)), (a_scale, Shard(1) if f.block else WHOLE), (b, data), (b_scale, scale), *rest),
+                *((bias, Partial()), (bias_scale, WHOLE)),
+            )
+        )
+    return rules
+
+
+def _wgrad(
+    a: Any,
+    a_scale: Any,
+    b: Any,
+    b_scale: Any,
+    offs: Any,
+    a_amax: Any = None,
+    b_amax: Any = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    **_: Any,
+) -> list[Rule]:
+    rules = [replicated(1, a, a_scale, b, b_scale, offs, a_amax, b_amax)]
+    if scale_layout == "compact":
+        data, scale = _features(FORMATS[format])
+        rest = (offs, WHOLE), (a_amax, WHOLE), (b_amax, WHOLE)
+        rules += [
+            rule([Shard(1)], (a, data), (a_scale, scale), (b, WHOLE), (b_scale, WHOLE), *rest),
+            rule([Shard(2)], (a, WHOLE), (a_scale, WHOLE), (b, data), (b_scale, scale), *rest),
+        ]
+    return rules
+
+
+def _group_quantize(
+    x: Any,
+    offs: Any,
+    scale: Any = None,
+    row_scale: Any = None,
+    rng: Any = None,
+    *,
+    format: str,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    scale_layout: str = "compact",
+    block_2d: bool = False,
+    dbias: bool = False,
+    **_: Any,
+) -> list[Rule]:
+    f = FORMATS[format]
+    rules = [replicated(7, x, offs, scale, row_scale, rng)]
+    if scale_layout != "compact" or f.has_amax:
+        return rules
+    for dim in range(1, len(x.shape)):
+        if not _divides(x.shape[dim], f.block, x.mesh):
+            continue
+        rows = Shard(dim), Shard(dim)
+        columns = _features(f) if offs is not None else _matrix(f, True, dim)
+        if offs is None and f.name == "fp8_block" and not block_2d:  # such scales are not transposed, unlike the data
+            columns = columns[0], Shard(dim)
+        results = [
+            *(rows if rowwise else (WHOLE, WHOLE)),
+            WHOLE,
+            *(columns if columnwise else (WHOLE, WHOLE)),
+            WHOLE,
+            Shard(1) if dbias else WHOLE,
+        ]
+        rules.append(rule(results, (x, Shard(dim)), (offs, WHOLE), (scale, WHOLE), (row_scale, WHOLE), (rng, WHOLE)))
+    return rules
+
+
+RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
+    _ops.grouped_gemm_scaled.default: _grouped_gemm_scaled,
+    _ops.grouped_gemm_scaled_wgrad.default: _wgrad,
+    _ops.group_quantize.default: _group_quantize,
+}
