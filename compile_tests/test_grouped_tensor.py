@@ -155,6 +155,27 @@ def test_parameter_and_its_update(case: str, backend: str) -> None:
     assert (counter.frame_count, update_counter.frame_count) == (1, 1)
 
 
+def test_a_float_is_a_constant() -> None:
+    """One that a graph would take as an input, like the attribute of a module, is guarded on instead."""
+
+    class Layer(nn.Module):
+        eps = 1.0
+
+        def forward(self, x: Tensor, offs: Tensor) -> GroupedTensor:
+            return tgl.quantize(x, offs, "fp8_tensor", eps=self.eps)
+
+    layer = Layer()
+    _, run = compiled(layer, "aot_eager", dynamic=True)
+    scales = []
+    for layer.eps in (1.0, 64.0):
+        for rows in (200, 5):
+            x = torch.ones(rows, K) / 8
+            expected = tgl.quantize(x, ends(rows), "fp8_tensor", eps=layer.eps)
+            assert_same_bytes(run(x, ends(rows)), expected)
+        scales.append(expected.rowwise_scale[0])
+    assert scales[1] == 64 * scales[0]
+
+
 def test_row_scale() -> None:
     def step(x: Tensor, offs: Tensor, probs: Tensor) -> Tensor:
         return tgl.quantize(x, offs, "mxfp8", row_scale=probs).dequantize()
@@ -263,3 +284,30 @@ def test_errors_keep_their_message() -> None:
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):
             torch.compile(function, backend="aot_eager", fullgraph=True)(t)
+
+
+def test_export() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+            return tgl.quantize(x, offs, "nvfp4").dequantize()
+
+    x = torch.randn(9, 64)
+    shapes = {"x": {0: torch.export.Dim("T")}, "offs": None}
+    program = torch.export.export(Layer(), (x, ends(9)), dynamic_shapes=shapes)
+    x = torch.randn(130, 64)
+    assert torch.equal(program.module()(x, ends(130)), Layer()(x, ends(130)))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_buffers_of_a_fixed_capacity(backend: str) -> None:
+    """New rows and a new routing into the same memory, which a captured graph needs."""
+    buffer = GroupedTensor.empty((40, K), "mxfp8", num_groups=3)
+    addresses = {name: part.data_ptr() for name, part in buffer.parts().items()}
+    counter, run = compiled(lambda t, x, offs: t.quantize_(x, offs=offs).dequantize(), backend)
+    for rows in (40, 7, 23):
+        x = torch.randn(40, K).bfloat16()
+        values = run(buffer, x, ends(rows))
+        assert_same_bytes(buffer, tgl.quantize(x, ends(rows), "mxfp8"))
+        assert torch.equal(values, buffer.dequantize())
+    assert {name: part.data_ptr() for name, part in buffer.parts().items()} == addresses
+    assert counter.frame_count == 1

@@ -9,6 +9,7 @@ import torch
 import tgl
 from tests.quantize.comparing import ELEMENTS, spread
 from tests.quantize.reference import blocked_offset
+from tgl.ops._quantize_cpu import _rows
 from tgl.testing import ROUTINGS
 
 R = ROUTINGS["above_tile"]
@@ -196,3 +197,15 @@ def test_no_input_may_require_grad():
         tgl.group_dequantize(parts.data, scale, OFFS, format="fp8_tensor")
     with pytest.raises(RuntimeError, match=r"group_requantize: has no derivative.*`scale` does"):
         tgl.group_requantize(parts.data, scale, OFFS, format="fp8_tensor")
+
+
+@pytest.mark.parametrize("width", [1, 3, 10, 100])
+@pytest.mark.parametrize("count, unit", [(0, 3), (7, 1), (1, 20), (6, 20), (50, 2)])
+def test_steps_are_small_and_respect_matrices(count, unit, width, monkeypatch):
+    """Every row once, no more than a step (or one row) at a time, and no part of one matrix beside another."""
+    monkeypatch.setattr(_rows, "_STEP", 60)
+    ranges = list(_rows.aligned_steps(count * unit, width, unit))
+    assert [row for first, last in ranges for row in range(first, last)] == list(range(count * unit))
+    for first, last in ranges:
+        assert (last - first) * width <= max(60, width)
+        assert first // unit == (last - 1) // unit or first % unit == last % unit == 0

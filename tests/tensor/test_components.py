@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tests.tensor.cases import MATRICES, QUANTIZED, ROWS, arguments, assert_same_bytes, rows
+from tgl.meta.quantized import Options
 from tgl.tensor import GroupedTensor
 
 CLASSES = {
@@ -78,6 +79,16 @@ def test_values_of_dense_and_dtypes(case):
         assert torch.equal(t.dequantize()[:44], x[:44])
     elif t.rowwise_data is not None:
         assert_same_bytes(t.to(torch.float32).rowwise_data, t.rowwise_data)
+
+
+def test_options_of_another():
+    _, offs, t = rows("mxfp8-e5m2-floor", columnwise=False)
+    x = torch.randn(t.shape)
+    expected = tgl.quantize(x, offs, **arguments("mxfp8-e5m2-floor", columnwise=False))
+    assert_same_bytes(tgl.quantize(x, offs, t.options), expected)
+    assert_same_bytes(tgl.quantize(x, offs, Options("mxfp8")), tgl.quantize(x, offs, "mxfp8"))
+    dense = tgl.quantize(x, offs, "dense")
+    assert_same_bytes(tgl.quantize(x, offs, dense.options), dense)
 
 
 def test_a_list_of_one_shape_is_a_stack():

@@ -121,3 +121,14 @@ def test_copy_is_differentiable():
     t = tgl.quantize(torch.zeros(2, 4, 32), None, "mxfp8").copy_(x * 2)
     t.dequantize().sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_in_inference_mode():
+    w = torch.randn(2, 4, 32)
+    t = tgl.quantize(torch.zeros_like(w), None, "mxfp8")
+    with torch.inference_mode():
+        t.quantize_(w)  # made outside
+        inside = tgl.quantize(w, None, "mxfp8").quantize_(w)
+        for other in (t, t.detach(), torch.stack(t.unbind()), inside.detach(), t.clone()):
+            assert torch.equal(other.dequantize(), inside.dequantize())
+    assert_same_bytes(t, tgl.quantize(w, None, "mxfp8"))

@@ -109,7 +109,9 @@ def _refuse_grad(op: torch._ops.OpOverload, advice: str) -> Callable:
         output = _below_autograd(op, keyset, args, kwargs)
         # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
         given = {**dict(zip(names, args)), **kwargs}
-        torch._C._increment_version([t for name in written for t in _tensors(given[name])])
+        # An inference tensor has none.
+        written_tensors = [t for name in written for t in _tensors(given[name])]
+        torch._C._increment_version([t for t in written_tensors if not t.is_inference()])
         return output
 
     return autograd_kernel

@@ -7,6 +7,7 @@ with a gradient of the output's type, on which no op is defined.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,15 @@ from . import _structure
 
 if TYPE_CHECKING:
     from .grouped_tensor import GroupedTensor, Shapes, Static
+
+
+def wrap(
+    x: Tensor, format: str, static: Static, shapes: Shapes | None, names: tuple[str, ...], parts: Sequence[Tensor]
+) -> GroupedTensor:
+    """The ``parts`` called ``names``, made from ``x``, as one tensor with the gradient of ``x``."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return Wrap.apply(x, format, static, shapes, names, *parts)
+    return _structure.CLASSES[format](x.shape, x.dtype, static, dict(zip(names, parts)), shapes)
 
 
 class Wrap(torch.autograd.Function):

@@ -32,6 +32,9 @@ def _op(*overloads: Any) -> Callable:
 
 def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func`` for ``GroupedTensor.__torch_dispatch__``."""
+    if func in _VIEWS and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of an ordinary tensor is one, there too
+            return call(base, func, args, kwargs)
     function = _OPS.get(func)
     result = function(*args, **kwargs) if function is not None else NotImplemented
     if result is NotImplemented:
@@ -135,7 +138,7 @@ def _select(t: GroupedTensor, dim: int, index: int) -> Any:
 @_op(aten.stack.default)
 def _stack(tensors: list[GroupedTensor], dim: int = 0) -> Any:
     first = tensors[0]
-    alike = first.dim() == 2 and first.offs is None and dim in (0, -3)
+    alike = first._one and dim in (0, -3)
     if not alike or not all(first.same_structure(t) for t in tensors):
         return NotImplemented
     parts = {name: torch.stack([getattr(t, name) for t in tensors]) for name in first.parts()}

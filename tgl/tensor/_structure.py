@@ -29,7 +29,6 @@ Static = tuple[Any, ...]
 Shapes = tuple[tuple[int, int], ...]
 Specs = dict[str, TensorSpec]
 
-
 FIELDS = tuple(field.name for field in dataclasses.fields(Options))
 
 
@@ -52,11 +51,15 @@ def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
     """The options that ``format`` and ``options`` describe, checked."""
     if isinstance(format, Options):
         checks.require(not options, op, "options", "none beside an Options", ", ".join(options))
-        return format
+        return format if format.format == "dense" else format.resolved(op)
     if format == "dense":
         checks.require(not options, op, "options", "none for dense values", ", ".join(options))
         return Options("dense", columnwise=False)
-    return Options(format, **options).resolved(op)
+    eps = options.get("eps")
+    if eps is not None:
+        # Dynamo may have made an input of the graph of it, and a key has to be a constant.
+        (eps,) = {eps: None}
+    return Options(format, **{**options, "eps": 0.0 if eps is None else eps}).resolved(op)
 
 
 def stacked(shape: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -147,7 +150,7 @@ def split(t: GroupedTensor, sizes: Sequence[int] | None) -> list[GroupedTensor]:
 
 def matrix_of(t: GroupedTensor, g: int) -> GroupedTensor:
     """Matrix ``g`` of a stack, as a view."""
-    return _matrix(t, t.shape[1:], {name: part.detach()[g] for name, part in t.parts().items()})
+    return _matrix(t, t.shape[1:], {name: part[g] for name, part in t.parts().items()})
 
 
 def _matrix(t: GroupedTensor, shape: Sequence[Dim], parts: dict[str, Tensor]) -> GroupedTensor:
@@ -158,9 +161,7 @@ def _rows_of(t: GroupedTensor, g: int, start: int, size: int) -> GroupedTensor:
     """The rows of group ``g`` as one matrix of views."""
     k = int(t.shape[1])
     parts = {
-        name: _rows_view(t.options, name, part.detach(), k, g, start, size)
-        for name, part in t.parts().items()
-        if name != "offs"
+        name: _rows_view(t.options, name, part, k, g, start, size) for name, part in t.parts().items() if name != "offs"
     }
     return _matrix(t, (size, k), parts)
 

@@ -111,7 +111,6 @@ class QuantizedGroupedTensor(GroupedTensor):
         checks.require(present, "dequantize", "columnwise", f"{not columnwise}: no {direction} components", columnwise)
         data, scale, amax = c[3:6] if columnwise else c[:3]
         transposed = columnwise and o.description.transposed_columnwise
-        one = self.offs is None and self.dim() == 2
         values = group_dequantize(
             data.contiguous(),
             scale.contiguous(),
@@ -125,14 +124,14 @@ class QuantizedGroupedTensor(GroupedTensor):
             block_2d=o.block_2d,
             rht=o.rht and columnwise,
         )
-        return values[0, : self.shape[0]] if one else values
+        return values[0, : self.shape[0]] if self._one else values
 
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         for name, part in self.parts().items():
             if not part.is_contiguous():
                 must = "made of contiguous components (what split() gives of rows can only be read)"
                 checks.require(False, "quantize_", "self", must, f"{name} with strides {part.stride()}")
-        x = x[None] if offs is None and x.dim() == 2 else x
+        x = x[None] if self._one else x
         out = self.components()
         aside = {slot: part.clone() for slot, part in zip(out._fields, out) if self._may_lie_anywhere(part)}
         keywords: dict[str, Any] = {**tensors, **arguments(self.options)}
@@ -142,8 +141,7 @@ class QuantizedGroupedTensor(GroupedTensor):
 
     def _may_lie_anywhere(self, part: Tensor) -> bool:
         """Whether a component of one matrix among others may start where no kernel can write: it takes a detour."""
-        one = self.offs is None and self.dim() == 2
-        return one and part.numel() * part.itemsize % OUT_ALIGNMENT != 0
+        return self._one and part.numel() * part.itemsize % OUT_ALIGNMENT != 0
 
 
 def arguments(options: Options) -> dict[str, Any]:

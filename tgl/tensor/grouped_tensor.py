@@ -142,15 +142,19 @@ class GroupedTensor(Tensor):
             return len(self.shapes)
         return self.shape[0] if self.dim() == 3 else 1
 
+    @property
+    def _one(self) -> bool:
+        """Whether it is one matrix, ``[N, K]``, which the ops take as a stack of one."""
+        return self.offs is None and self.dim() == 2
+
     def components(self) -> Components:
         """What the ops take: ``[0]`` for a component that there is not, and one matrix as a stack of one."""
-        one = self.dim() == 2 and self.offs is None
         found: list[Tensor] = []
         for name, dtype in zip(COMPONENTS, self._component_dtypes * 2):
             part = getattr(self, name)
             if part is None:
                 part = torch.empty(0, dtype=dtype, device=self.device)
-            elif one:
+            elif self._one:
                 part = self._stack_of_one(name, part)
             found.append(part)
         return Components._make([*found, torch.empty(0, dtype=torch.float32, device=self.device)])
@@ -263,7 +267,9 @@ class GroupedTensor(Tensor):
         """
         dtype = self.dtype if dtype is None else dtype
         checks.require(dtype in SOURCES, "dequantize", "dtype", "bfloat16, float16 or float32", dtype, TypeError)
-        return _autograd.Dequantize.apply(self, dtype, columnwise)
+        if self.requires_grad and torch.is_grad_enabled():
+            return _autograd.Dequantize.apply(self, dtype, columnwise)
+        return self._read(dtype, columnwise)
 
     def quantize_(
         self,

@@ -68,10 +68,9 @@ def quantize(
         parts = _dense(x, offs, scale=scale, row_scale=row_scale, rng=rng)
     else:
         parts = _components(x, offs, scale, row_scale, rng, resolved)
-    if row_scale is not None:
-        x = _autograd.RowScale.apply(x, row_scale, offs)
     names, tensors = tuple(parts), tuple(parts.values())
-    return _autograd.Wrap.apply(x, resolved.format, _structure.fields(resolved), None, names, *tensors)
+    source: Tensor = x if row_scale is None else _autograd.RowScale.apply(x, row_scale, offs)
+    return _autograd.wrap(source, resolved.format, _structure.fields(resolved), None, names, tensors)
 
 
 def _offsets(x: Tensor, offs: Tensor | None, m_splits: Tensor | None, num_groups: int | None) -> Tensor | None:
@@ -138,4 +137,4 @@ def _quantize_list(
     flat = torch.cat([m.reshape(-1) for m in matrices])
     names = tuple([name for name in COMPONENTS if getattr(t, name) is not None])
     parts = [getattr(t, name) for name in names]
-    return _autograd.Wrap.apply(flat, t.format, t.static, shapes, names, *parts)
+    return _autograd.wrap(flat, t.format, t.static, shapes, names, parts)

@@ -114,24 +114,30 @@ class _Source:
             return x.contiguous()
         return (x.float() * self.row_scale[step[1]].float()[:, None]).to(x.dtype)
 
-    def runs(self, step: Step) -> Tensor:
-        """``[P * R, 16, K]``, zeros where there is no row."""
+    def runs(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Runs ``[., 16, K]`` that have a row, zeros where there is none, and which of the step's they are (None: all).
+
+        Of ragged groups up to three runs in four have none.
+        """
         planes, runs = step
         if not self.stack.grouped:
             rows = slice(runs.start * BLOCK, min(runs.stop * BLOCK, self.stack.routed))
             x = self.rows((planes, rows))
             missing = (runs.stop - runs.start) * BLOCK - x.shape[1]
             x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-            return x.reshape(-1, BLOCK, x.shape[-1])
+            return x.reshape(-1, BLOCK, x.shape[-1]), None
         index = self.stack.rows_of_runs(step)
         first, last = int(index[0, 0]), int(index[-1, -1])
         if first >= 0 and last - first == index.numel() - 1:
-            return self.rows((planes, slice(first, last + 1))).view(*index.shape, -1)
+            return self.rows((planes, slice(first, last + 1))).view(*index.shape, self.x.shape[-1]), None
+        used = index[:, 0] >= 0
+        some = None if bool(used.all()) else used.nonzero().flatten()
+        index = index if some is None else index[some]
         flat = index.flatten().clamp_min(0)
         x = self.x.index_select(0, flat)
         if self.row_scale is not None:
             x = (x.float() * self.row_scale.index_select(0, flat).float()[:, None]).to(x.dtype)
-        return x.view(*index.shape, -1).masked_fill_((index < 0)[..., None], 0.0)
+        return x.view(*index.shape, x.shape[1]).masked_fill_((index < 0)[..., None], 0.0), some
 
 
 # --- amax -------------------------------------------------------------------------------------------------------------
@@ -174,8 +180,9 @@ def _transformed_amax(source: _Source) -> Tensor:
     stack, k = source.stack, source.stack.columns
     amax = torch.zeros(stack.groups.count)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
-        found = _finite_amax(fp4.hadamard(source.runs(step)), (1, 2))
-        amax.scatter_reduce_(0, stack.group_of_runs(step), found, "amax")
+        x, some = source.runs(step)
+        found = _finite_amax(fp4.hadamard(x), (1, 2))
+        amax.scatter_reduce_(0, _picked(stack.group_of_runs(step), some), found, "amax")
     return amax
 
 
@@ -261,23 +268,26 @@ def _columnwise(
         return
     encode, decode = fp4.group_scales(amax)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
-        x = source.runs(step)
+        x, some = source.runs(step)
         if options.rht:
             x = fp4.hadamard(x)
         found = _block_amax(x, 1)
         if options.block_2d:
             found = _shared_by_columns(found)
-        group = stack.group_of_runs(step)[:, None]
+        group = _picked(stack.group_of_runs(step), some)[:, None]
         bytes_, multiplier, broken = fp4.block_scales(found, encode[group], decode[group])
         y = x * multiplier[:, None]
         if seed is None:
             codes = fp4.nearest(y)
         else:
-            random = fp4.random_bits(_columnwise_blocks(stack, step, k), *seed, stream=1)
+            random = fp4.random_bits(_picked(_columnwise_blocks(stack, step, k), some), *seed, stream=1)
             codes = fp4.stochastic(y, random.transpose(1, 2))
         pairs = fp4.pack_rows(codes).masked_fill_(broken[:, None], fp4.PAIR_NAN)
         planes, runs = step
         count = planes.stop - planes.start
+        if some is not None:
+            pairs = pairs.new_zeros((runs.stop - runs.start, *pairs.shape[1:])).index_copy_(0, some, pairs)
+            bytes_ = bytes_.new_zeros((runs.stop - runs.start, k)).index_copy_(0, some, bytes_)
         across = data[planes, :, runs.start * BLOCK // 2 : runs.stop * BLOCK // 2]
         across.copy_(pairs.view(count, -1, k)[:, : across.shape[-1]].transpose(1, 2))
         turned = bytes_.view(count, -1, k).transpose(1, 2)
@@ -291,6 +301,10 @@ def _blocked(stack: _Stack, runs: slice) -> Tensor:
     """int64: offsets of the scales ``[K, R]`` of runs in a blocked plane."""
     y, x = torch.arange(stack.columns)[:, None], torch.arange(runs.start, runs.stop)
     return placement.blocked_offset(y, x, stack.runs).flatten()  # type: ignore[union-attr]
+
+
+def _picked(of_runs: Tensor, some: Tensor | None) -> Tensor:
+    return of_runs if some is None else of_runs[some]
 
 
 def _shared_by_columns(amax: Tensor) -> Tensor:
