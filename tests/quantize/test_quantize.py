@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.profiler import profile
 
 import tgl
 from tests.quantize.comparing import ELEMENTS, spread
 from tests.quantize.reference import blocked_offset
+from tgl.ops._quantize_cpu import _rows
 from tgl.testing import ROUTINGS
 
 R = ROUTINGS["above_tile"]
@@ -54,35 +54,6 @@ def test_noop_writes_nothing(format, options, flag):
     assert same(out, before)
     tgl.group_quantize(x, OFFS, noop=torch.zeros_like(flag), format=format, **options, out=out)
     assert same(out, tgl.group_quantize(x, OFFS, format=format, **options))
-
-
-def peak(call):
-    """The most bytes allocated at a time during ``call``, and the largest allocation."""
-    call()
-    with profile(profile_memory=True) as p:
-        call()
-    live = most = largest = 0
-    for event in sorted(p.events(), key=lambda e: e.time_range.start):
-        if event.name == "[memory]":
-            live += event.cpu_memory_usage
-            most, largest = max(most, live), max(largest, event.cpu_memory_usage)
-    return most, largest
-
-
-@pytest.mark.parametrize("grouped", [True, False], ids=["groups", "matrices"])
-@pytest.mark.parametrize("format", FORMATS)
-def test_in_place_allocates_a_few_steps_only(format, grouped):
-    """However long the input: buffers of one step (1.5 MB at most), and bookkeeping of a few bytes per block."""
-    found = []
-    for rows in (4096, 8192):
-        x = torch.randn(rows, 1024).bfloat16() if grouped else torch.randn(4, rows // 4, 1024).bfloat16()
-        offs = torch.tensor([rows // 2 + 5, rows - 3], dtype=torch.int32) if grouped else None
-        out = tgl.group_quantize(x, offs, format=format)
-        found.append(peak(lambda: tgl.group_quantize(x, offs, format=format, out=out)))  # noqa: B023
-    (most, _), (longer, largest) = found
-    assert largest <= 4 << 17  # a step of 2^17 float32; the data alone has 8 MB
-    assert longer <= 4 * (4 << 17)
-    assert longer - most <= 4096 / 32 * 64
 
 
 # --- row_scale and dbias ----------------------------------------------------------------------------------------------
@@ -226,3 +197,15 @@ def test_no_input_may_require_grad():
         tgl.group_dequantize(parts.data, scale, OFFS, format="fp8_tensor")
     with pytest.raises(RuntimeError, match=r"group_requantize: has no derivative.*`scale` does"):
         tgl.group_requantize(parts.data, scale, OFFS, format="fp8_tensor")
+
+
+@pytest.mark.parametrize("width", [1, 3, 10, 100])
+@pytest.mark.parametrize("count, unit", [(0, 3), (7, 1), (1, 20), (6, 20), (50, 2)])
+def test_steps_are_small_and_respect_matrices(count, unit, width, monkeypatch):
+    """Every row once, no more than a step (or one row) at a time, and no part of one matrix beside another."""
+    monkeypatch.setattr(_rows, "_STEP", 60)
+    ranges = list(_rows.aligned_steps(count * unit, width, unit))
+    assert [row for first, last in ranges for row in range(first, last)] == list(range(count * unit))
+    for first, last in ranges:
+        assert (last - first) * width <= max(60, width)
+        assert first // unit == (last - 1) // unit or first % unit == last % unit == 0

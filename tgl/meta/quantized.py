@@ -68,7 +68,10 @@ class ComponentSpecs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None."""
+    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None.
+
+    Resolving what is resolved changes nothing.
+    """
 
     format: str
     rowwise: bool = True
