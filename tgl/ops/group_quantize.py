@@ -198,8 +198,13 @@ def group_quantize(
       to the element's mantissa. A block with Inf or NaN has e = 0xFF and elements 0x7F, where TransformerEngine has
       0xFE for Inf (``cvt.rp.ue8m0x2`` with ``.satfinite``). ``columnwise_data`` is in x's order.
     - ``"nvfp4"`` (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025): E2M1 elements, one E4M3 byte per block
-      of 16 and one float32 amax per group. ``block_2d`` (matrices): a square of 16 shares a scale. ``rht``: columnwise
-      data is made from runs of 16 tokens after a random Hadamard transform. ``rng``: stochastic rounding.
+      of 16 and one float32 amax per group, of its finite elements. With ``S = min(2688 / amax, FLT_MAX)``, 1 for amax
+      0, a block's byte is ``e4m3(amax_block * (S * float32(1 / 6)))`` and its elements are
+      ``e2m1(x * min(1 / (byte * (1 / S)), FLT_MAX))``. A block with Inf or NaN has byte 0x7F and elements 0x7.
+      ``block_2d`` (matrices): a square of 16 shares a scale. ``rng``: elements are rounded stochastically, by the
+      position, seed and offset alone. ``rht``: columnwise data is made from a random Hadamard transform of every 16
+      tokens of a group, the last ones zero-filled and all 16 results kept (signs, butterfly at distance 1, 2, 4, 8,
+      times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
     - ``"fp8_tensor"``: one ``scale = max / amax`` per group, elements of ``x * scale``, and ``scale_inv = 1 / scale``
       stored. With ``scale`` (delayed scaling) that one is used, and what exceeds it saturates. amax 0 has scale 1.
     - ``"fp8_block"`` (DeepSeek-V3 technical report, 2024): the same for every block of 128 along the contraction, or
