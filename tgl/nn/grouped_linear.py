@@ -172,7 +172,7 @@ class GroupedLinear(GroupedParameters):
             out: contiguous buffer for the result, of its shape and dtype, requiring no grad. Rows past the sum of
                 ``m_splits`` keep what they hold.
             dgrad_out: the same for the gradient of ``inp``, which flows upstream as it is: rows past the sum hold what
-                the caller left there.
+                the caller left there. Not written if ``inp`` requires no grad.
 
         Returns:
             ``[..., N]`` in the dtype of ``inp`` (of autocast, where active); the memory of ``out`` if given. (Compilers

@@ -53,7 +53,10 @@ class QuantizedSignature(Signature):
         device: torch.device | str = "cpu",
         full: bool = False,
     ) -> Iterator[QuantizedSample]:
-        """Every format under every routing, and every combination of the other axes under the first.
+        """Sample inputs of the op, in every format and scale layout.
+
+        By default one of four varies at a time: the routing, the element types with the direction of the weight, the
+        optional arguments, the output dtype. ``full`` takes the whole product.
 
         Args:
             dtypes: output dtypes.
@@ -68,8 +71,9 @@ class QuantizedSignature(Signature):
             directions = ("rowwise",) if self.wgrad else ("rowwise", "columnwise")
             axes = itertools.product(chosen, elements, form.layouts, directions, self.presence(), dtypes)
             for routing, pair, layout, direction, given, dtype in axes:
-                plain = (pair, direction, given, dtype) == (elements[0], "rowwise", most, dtypes[0])
-                if not full and not plain and (routing is not chosen[0] or (given != most and dtype != dtypes[0])):
+                operands = pair != elements[0] or direction != "rowwise"
+                varied = (routing is not chosen[0]) + operands + (given != most) + (dtype != dtypes[0])
+                if varied > 1 and not full:
                     continue
                 options: dict[str, Any] = {"format": form.name, "scale_layout": layout}
                 if not self.wgrad:
