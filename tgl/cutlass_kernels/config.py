@@ -24,6 +24,7 @@ class GemmConfig:
         pingpong: sm_90: two consumer warpgroups work on alternate tiles instead of sharing one.
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
         band: tile rows per band of the tile order; see ``schedule.raster``.
+        longest_first: varlen_k: groups are visited longest first, not as they come; see ``schedule.order``.
     """
 
     tile_m: int = 128
@@ -34,6 +35,7 @@ class GemmConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     band: int = 8
+    longest_first: bool = True
 
     def supports(self, arch: str, kind: str, bits: int = 16) -> str | None:
         """None if a kernel of this tiling exists for ``arch`` and ``kind`` on elements of ``bits``, else why not."""

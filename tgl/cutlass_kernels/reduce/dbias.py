@@ -278,7 +278,7 @@ class GroupedDbias:
         first_column: Int32,
         whole: cutlass.Boolean,
     ):
-        """Add the warp's rows up and write the sum: a whole group's to ``out``, a part's to ``held`` in shared memory."""
+        """Add the warp's rows up and write the sum: to ``out`` if it is a whole group's, else to ``held``."""
         lane = cute.arch.lane_idx()
         offset = lane % self.across * self.vector
         total = cute.make_rmem_tensor(self.vector, Float32)

@@ -48,7 +48,7 @@ class GroupedGemm:
     def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
         self.config, self.spec, self.element = config, spec, element
         tiles = (config.tile_m, config.tile_n, config.band)
-        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
@@ -59,7 +59,7 @@ class GroupedGemm:
         self.cta_group = group
         stage = (config.cta_m + config.tile_n // config.ctas) * config.tile_k * element.width // 8
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
-        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + OTHER_SMEM
+        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + self.policy.smem_bytes + OTHER_SMEM
         self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
         self.stage_bytes = stage * config.ctas
@@ -176,10 +176,11 @@ class GroupedGemm:
         vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
         acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
-        pipeline.pipeline_init_wait(cluster_vmnk)
-
         rank = block % config.ctas
         first, step = block // config.ctas, blocks // config.ctas
+        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, step)
+        pipeline.pipeline_init_wait(cluster_vmnk)
+
         if warp == LOAD_WARP:
             thread_mma = tiled_mma.get_slice(rank)
             load_tiles(

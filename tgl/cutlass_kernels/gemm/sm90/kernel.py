@@ -44,7 +44,7 @@ class GroupedGemm:
     def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
         self.config, self.spec, self.element = config, spec, element
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
-        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
@@ -54,7 +54,12 @@ class GroupedGemm:
         self.warpgroups = self.teams * self.sharing
         self.consumers = self.warpgroups * WARPGROUP
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * element.width // 8
-        fixed = vector_bytes(spec, *self.vector_tile) + OTHER_SMEM + store.staging_bytes(self.warpgroups)
+        fixed = (
+            vector_bytes(spec, *self.vector_tile)
+            + self.policy.smem_bytes
+            + OTHER_SMEM
+            + store.staging_bytes(self.warpgroups)
+        )
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
 
     @property
@@ -157,6 +162,7 @@ class GroupedGemm:
         if warp == load_warp:
             with cute.arch.elect_one():
                 open_ring(ring, self.stages, 4 * self.sharing * ctas)
+        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, step)
         self.meet()
 
         if warp >= load_warp:
