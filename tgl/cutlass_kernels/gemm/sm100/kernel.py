@@ -3,7 +3,7 @@
 =====  ===========================================================================================
 warps  role
 =====  ===========================================================================================
-0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store; warp 0 allocates and stores
+0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store, 32 rows each; warp 0 allocates
 4      MMA: issues tcgen05.mma for the CTA, or for the pair of CTAs (then in the even one only)
 5      load: TMA of A and B
 =====  ===========================================================================================
@@ -25,7 +25,7 @@ from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.policy import Problem, VarlenK, VarlenM
 from .load import load_tiles
 from .mma import multiply_tiles
-from .store import store_tiles
+from .store import WARP_ROWS, store_tiles
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -64,6 +64,12 @@ class GroupedGemm:
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
         self.stage_bytes = stage * config.ctas
 
+    def warp_layout(self) -> cute.ComposedLayout:
+        """Shared-memory layout of one epilogue warp's rows of an epilogue tile: what one TMA store moves."""
+        tile = (WARP_ROWS, self.epi_tile[1])
+        layout = blackwell_helpers.make_smem_layout_epi(self.out_element, LayoutEnum.ROW_MAJOR, tile, 1)
+        return cute.slice_(layout, (None, None, 0))
+
     @cute.jit
     def __call__(
         self,
@@ -101,9 +107,7 @@ class GroupedGemm:
             store = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             store = cpasync.CopyBulkTensorTileS2GOp()
-        out_map, out_coords = cpasync.make_tiled_tma_atom(
-            store, out, cute.slice_(out_smem, (None, None, 0)), self.epi_tile
-        )
+        out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), (WARP_ROWS, self.epi_tile[1]))
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
             tiled_mma,
