@@ -40,8 +40,9 @@ def store_tiles(
 ):
     """Store every tile from ``first`` on in steps of ``step``, the tail's included.
 
-    A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``. A warp whose rows are all outside the
-    output stores nothing.
+    A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, and lanes of a warp wait for each
+    other once per piece: then all have written it, and the one that stores has waited for the store that used the next
+    piece's buffer. A warp whose rows are all outside the output stores nothing.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -145,10 +146,6 @@ def store_tiles(
                     else:
                         acc.fill(0.0)
                     rounded.store(acc.load().to(gemm.out_element))
-                    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
-                        # All but the newest stores have read their buffers, this one among them.
-                        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 1, read=True)
-                    cute.arch.sync_warp()
                     cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
@@ -159,8 +156,9 @@ def store_tiles(
                     else:
                         with cute.arch.elect_one():
                             cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
-                    with cute.arch.elect_one():
+                    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
                         cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
                     buffer = (buffer + 1) % gemm.epi_stages
             elif product:
                 with cute.arch.elect_one():
