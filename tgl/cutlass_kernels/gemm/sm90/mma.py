@@ -10,8 +10,8 @@ from ...varlen.policy import Problem
 from .load import Ring, advance
 from .store import Output, store_tile
 
-VECTORS_BARRIER = 4  # named barrier of the first team
-TURN_BARRIER = 6  # named barrier on which the first team waits for its turn
+VECTORS_BARRIER = 2  # named barrier of the first team
+TURN_BARRIER = 4  # named barrier on which the first team waits for its turn
 
 
 @cute.jit
