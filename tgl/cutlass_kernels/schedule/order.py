@@ -2,8 +2,8 @@
 
 A static schedule deals out tiles in rounds, one to every CTA. If a tile's work is the length of its group, as in weight
 gradients, rounds are even only if lengths fall slowly from one to the next, and what is left uneven cancels only if the
-CTA that had the longest tile of one round gets the shortest of the next. So groups are visited longest first, and every
-other round is dealt backwards.
+CTA that had the longest tile of one round gets the shortest of the next. So groups are visited longest first, and if
+they are of unequal length every other round is dealt backwards.
 """
 
 import cutlass
@@ -57,9 +57,15 @@ def visited(order: cute.Tensor, groups: Int32, place: Int32) -> Int32:
 
 
 @cute.jit
-def deal(index: Int32, clusters: Int32) -> Int32:
-    """The place of the ``index``-th tile where every other round of ``clusters`` tiles is dealt backwards."""
-    turn = index // clusters
-    if turn % 2 == 1:
-        index = (2 * turn + 1) * clusters - 1 - index
-    return index
+def way_back(order: cute.Tensor, offs: cute.Tensor, rows: Int32, first: Int32, step: Int32) -> Int32:
+    """How far the tile of CTA ``first`` in a round dealt backwards is from that in a round dealt forwards.
+
+    0, as if no round were dealt backwards, unless the longest group is more than twice as long as the mean.
+    """
+    groups = Int32(cute.size(offs))
+    distance = Int32(0)
+    if groups <= CAPACITY:
+        start, end = group_range(offs, rows, order[0], False)
+        if end - start > 2 * (rows // groups):
+            distance = step - 1 - 2 * first
+    return distance

@@ -16,11 +16,11 @@ from ..schedule import (
     Tile,
     allocate_order,
     ceil_div,
-    deal,
     exact_tile,
     find_tile,
     sort_groups,
     start_search,
+    way_back,
 )
 from .ragged import ragged_coord, ragged_tensor
 
@@ -29,8 +29,9 @@ class Problem(NamedTuple):
     """Sizes a kernel needs at run time.
 
     ``rows`` is T; ``depth`` the contraction where all groups share it; ``columns`` N; ``tiles_m`` and ``tiles_n`` the
-    tiles of one group's output (``tiles_m`` where all groups share it). ``clusters`` and ``order`` belong to the tile
-    order of ``VarlenK`` and are known on the device only.
+    tiles of one group's output (``tiles_m`` where all groups share it). ``order`` and ``backwards`` belong to the
+    tile order of ``VarlenK`` and are known on the device only: which group comes when, and how far from its place in a
+    round dealt forwards a cluster's tile is in one dealt backwards, 0 if none is.
     """
 
     offs: cute.Tensor
@@ -39,8 +40,8 @@ class Problem(NamedTuple):
     columns: Int32
     tiles_m: Int32
     tiles_n: Int32
-    clusters: Int32 | None = None
     order: cute.Tensor | None = None
+    backwards: Int32 | None = None
 
 
 class _Policy:
@@ -81,7 +82,7 @@ class VarlenM(_Policy):
         groups = Int32(cute.size(problem.offs)) + (1 if self.has_tail else 0)
         return (problem.rows + groups * (self.tile_m - 1)) // self.tile_m * problem.tiles_n
 
-    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, clusters: Int32) -> Problem:
+    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
         """Prepare the tile order; all warps of the CTA call it. Here there is nothing to do."""
         return problem
 
@@ -150,25 +151,26 @@ class VarlenK(_Policy):
         """The number of tiles."""
         return Int32(cute.size(problem.offs)) * problem.tiles_m * problem.tiles_n
 
-    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, clusters: Int32) -> Problem:
+    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
         """Prepare the tile order; all warps of the CTA call it and meet."""
         if not self.longest_first:
             return problem
         order = allocate_order(allocator)
         sort_groups(order, problem.offs, problem.rows, warp, warps)
         cute.arch.sync_threads()
-        return problem._replace(clusters=clusters, order=order)
+        backwards = way_back(order, problem.offs, problem.rows, first, step)
+        return problem._replace(order=order, backwards=backwards)
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
-        """The state of a warp that walks the tiles: none, a tile follows from its index."""
+        """The state of a warp that walks the tiles: how many rounds are behind it."""
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
         """The ``index``-th tile."""
         p = problem
         if self.longest_first:
-            index = deal(index, p.clusters)
-        return state, exact_tile(index, p.offs, p.rows, p.tiles_m, p.tiles_n, self.band, p.order)
+            index += state % 2 * p.backwards
+        return state + 1, exact_tile(index, p.offs, p.rows, p.tiles_m, p.tiles_n, self.band, p.order)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
         """Extent of the contraction; 0 means that no accumulator is made."""

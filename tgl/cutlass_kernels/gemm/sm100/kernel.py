@@ -182,7 +182,7 @@ class GroupedGemm:
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
         rank = block % config.ctas
         first, step = block // config.ctas, blocks // config.ctas
-        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, step)
+        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
         pipeline.pipeline_init_wait(cluster_vmnk)
 
         if warp == LOAD_WARP:

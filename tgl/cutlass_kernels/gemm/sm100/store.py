@@ -1,7 +1,7 @@
 """The epilogue warps: accumulators to memory.
 
-A warp reads 32 rows of tensor memory, no others are within its reach, so it also stages and stores those rows alone: the
-warps of an epilogue meet only where they share a tile's bias.
+A warp reads 32 rows of tensor memory, no others are within its reach, so it also stages and stores those rows alone:
+the warps of an epilogue meet only where they share a tile's bias.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ def store_tiles(
         if wanted:
             row = tile.m * config.tile_m + rank * config.cta_m
             column = tile.n * config.tile_n
-            if cutlass.const_expr(spec.bias):  # noqa: SIM102 (one is known while tracing, the other is not)
+            if cutlass.const_expr(spec.bias):
                 _meet()  # all have read the vectors of the tile before
                 if product:
                     load_vectors(

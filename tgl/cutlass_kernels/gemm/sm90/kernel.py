@@ -162,7 +162,7 @@ class GroupedGemm:
         if warp == load_warp:
             with cute.arch.elect_one():
                 open_ring(ring, self.stages, 4 * self.sharing * ctas)
-        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, step)
+        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
         self.meet()
 
         if warp >= load_warp:

@@ -1,10 +1,10 @@
 """From accumulator registers to memory: epilogue arithmetic, rounding, staging, TMA store.
 
 A warp holds 16 rows of every 64 of its warpgroup, and works through them in chunks of 16 rows x 128 bytes: register
-``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e``. A chunk is staged in shared memory
-with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register stores free
-of bank conflicts and is what the tensor map expects. The buffers of a warp take turns: one fills while the stores of
-the others read. No warp waits for another.
+``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e``. A chunk is staged in shared
+memory with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register
+stores free of bank conflicts and is what the tensor map expects. The buffers of a warp take turns: one fills while the
+stores of the others read. No warp waits for another.
 """
 
 from typing import NamedTuple
