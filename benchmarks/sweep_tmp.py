@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import time
@@ -9,30 +10,21 @@ import time
 import torch
 
 from benchmarks import grouped_gemm as bench
-from tgl.cutlass_kernels import cache
+from tgl.cutlass_kernels import cache, launch
 from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.gemm.sm90 import store
 from tgl.cutlass_kernels.reduce import calls, dbias
 
 ARGS = argparse.Namespace(samples=25, arms=["copy", "dense"])
-REPORT = []
+REPORT, KEPT = [], []
 start = time.time()
+cache.fetch = lambda key, build: build()
 
 
 def dbias_sweep():
-    original, across_rule = dbias.GroupedDbias, calls._across
-    calls.cache.fetch, kept = lambda key, build: build(), cache.fetch
-    variants = [
-        (8, 8, 8),
-        (4, 8, 8),
-        (16, 8, 8),
-        (8, 16, 8),
-        (4, 16, 8),
-        (8, 8, 16),
-        (4, 8, 16),
-        (8, 16, 4),
-        (8, 4, 8),
-        (4, 16, 4),
-    ]
+    original = dbias.GroupedDbias
+    variants = [(a, w, 8, c) for a, w, c in itertools.product((8, 16), (8, 16, 32), (1, 2, 4, 8))]
+    variants += [(8, w, 4, c) for w, c in itertools.product((8, 16, 32), (4, 8))] + [(8, 4, 8, c) for c in (2, 4, 8)]
     plans = {}
     for name in bench.QUICK:
         for routing in ("balanced", "zipf"):
@@ -41,79 +33,61 @@ def dbias_sweep():
             problem = bench.Problem("dbias", shape, bench.split(routing, shape.groups, shape.rows))
             problem.x, problem.x_copy = torch.empty_like(problem.dy), problem.dy.clone()
             graphs, wrong = {}, {}
-            for across, warps, batch in variants:
-                label = f"{across}/{warps}/{batch}"
-                dbias.GroupedDbias = functools.partial(lambda v, a, **k: original(v, a, **k), warps=warps, batch=batch)
+            for across, warps, batch, cluster in variants:
+                label = f"{across}/{warps}/{batch}/{cluster}"
+                options = dict(warps=warps, batch=batch, cluster=cluster)
+                dbias.GroupedDbias = functools.partial(lambda v, a, **k: original(v, a, **k), **options)
                 calls._across = lambda columns, vector, across=across: across
                 calls._plans.clear()
                 calls._plans.update(plans.get(label, {}))
                 graphs[label] = bench.captured(problem.tgl)
                 plans[label] = dict(calls._plans)
-                wrong[label] = bench.gate(problem, graphs[label])
+                wrong[label] = bench.gate(problem, graphs[label]) if routing == "zipf" else None
             graphs["copy"] = bench.captured(problem.dense)
             for clean in (False, True):
                 times = {k: bench.summary(t)["median"] for k, t in bench.measure(graphs, ARGS.samples, clean).items()}
                 share = problem.bytes / (2 * problem.dy.nbytes)
                 ratios = {k: round(share * times["copy"] / t, 3) for k, t in times.items()}
                 order = sorted(ratios, key=lambda k: -ratios[k])
-                print(
-                    name,
-                    routing,
-                    "clean" if clean else "dirty",
-                    f"copy {2 * problem.dy.nbytes / times['copy'] / 1e9:.2f} TB/s",
-                    {k: ratios[k] for k in order},
-                    {k: w for k, w in wrong.items() if w} or "",
-                    flush=True,
-                )
-                REPORT.append(
-                    {
-                        "what": "dbias",
-                        "shape": name,
-                        "routing": routing,
-                        "clean": clean,
-                        "times": times,
-                        "ratios": ratios,
-                    }
-                )
-    dbias.GroupedDbias, calls._across, calls.cache.fetch = original, across_rule, kept
-    calls._plans.clear()
+                bad = {k: w for k, w in wrong.items() if w}
+                print(name, routing, "clean" if clean else "dirty", {k: ratios[k] for k in order[:16]}, bad or "", flush=True)
+                REPORT.append({"what": "dbias", "shape": name, "routing": routing, "clean": clean, "ratios": ratios})
 
 
 def wgrad_sweep():
     every = {}
-    for tile in ((128, 128, 1, True), (128, 256, 1, False), (128, 128, 2, True), (128, 256, 2, False)):
-        m, n, c, p = tile
-        for longest in (True, False):
-            every[f"{m}x{n}" + "x2" * (c == 2) + "pp" * p + ("" if longest else " as they come")] = GemmConfig(
-                m, n, cluster_n=c, pingpong=p, longest_first=longest
-            )
-    every["128x128pp band4"] = GemmConfig(128, 128, pingpong=True, band=4)
-    every["128x128pp band16"] = GemmConfig(128, 128, pingpong=True, band=16)
+    for pair, longest, buffers in itertools.product((1, 2), (True, False), (2, 4)):
+        label = "128x128" + "x2" * (pair == 2) + "pp" + ("" if longest else " as they come") + f" {buffers}"
+        every[label] = (GemmConfig(128, 128, cluster_n=pair, pingpong=True, longest_first=longest), buffers)
     for name in bench.QUICK:
-        for routing in ("balanced", "zipf"):
-            shape = bench.SHAPES[name]
-            torch.manual_seed(0)
-            problem = bench.Problem("wgrad", shape, bench.split(routing, shape.groups, shape.rows))
-            graphs, wrong = {"dense": bench.captured(problem.dense)}, {}
-            for label, chosen in every.items():
-                with bench.tiling(chosen):
-                    graphs[label] = bench.captured(problem.tgl)
-                if routing == "zipf" and name in ("qwen3-g128-fc1", "qwen3-g16-fc2"):
-                    wrong[label] = bench.gate(problem, graphs[label])
-            times = {k: bench.summary(t)["median"] for k, t in bench.measure(graphs, 20).items()}
-            order = sorted(times, key=times.get)
-            print(
-                name,
-                routing,
-                {k: round(times["dense"] / times[k], 3) for k in order},
-                {k: w for k, w in wrong.items() if w} or "",
-                flush=True,
-            )
-            REPORT.append({"what": "wgrad", "shape": name, "routing": routing, "times": times})
-            del problem, graphs
-            torch.cuda.empty_cache()
+        for op in ("wgrad", "fprop"):
+            for routing in ("balanced", "zipf"):
+                shape = bench.SHAPES[name]
+                torch.manual_seed(0)
+                problem = bench.Problem(op, shape, bench.split(routing, shape.groups, shape.rows))
+                graphs, wrong = {"dense": bench.captured(problem.dense)}, {}
+                for label, (chosen, buffers) in every.items():
+                    if op == "fprop" and not chosen.longest_first:
+                        continue
+                    store.BUFFERS = buffers
+                    KEPT.append(dict(launch._plans))
+                    launch._plans.clear()
+                    launch._plans.update(PLANS.get((op, label), {}))
+                    with bench.tiling(chosen):
+                        graphs[label] = bench.captured(problem.tgl)
+                    PLANS[op, label] = dict(launch._plans)
+                    if routing == "zipf" and name in ("qwen3-g128-fc1", "qwen3-g16-fc2"):
+                        wrong[label] = bench.gate(problem, graphs[label])
+                times = {k: bench.summary(t)["median"] for k, t in bench.measure(graphs, 20).items()}
+                order = sorted(times, key=times.get)
+                bad = {k: w for k, w in wrong.items() if w}
+                print(name, op, routing, {k: round(times["dense"] / times[k], 3) for k in order}, bad or "", flush=True)
+                REPORT.append({"what": op, "shape": name, "routing": routing, "times": times})
+                del problem, graphs
+                torch.cuda.empty_cache()
 
 
+PLANS: dict = {}
 dbias_sweep()
 print(f"{time.time() - start:.0f} s")
 wgrad_sweep()

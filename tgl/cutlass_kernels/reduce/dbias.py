@@ -122,11 +122,19 @@ class GroupedDbias:
         batch: loads of a lane in flight.
     """
 
-    def __init__(self, vector: int, across: int = 8, warps: int = 8, batch: int = 8):
+    def __init__(
+        self,
+        vector: int,
+        across: int = 8,
+        warps: int = 8,
+        batch: int = 8,
+        cluster: int = 8,
+    ):
         self.vector, self.across, self.warps, self.batch = vector, across, warps, batch
+        self.cluster = cluster
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
-        self.spans = CLUSTER * warps
+        self.spans = cluster * warps
 
     @cute.jit
     def __call__(
@@ -152,7 +160,10 @@ class GroupedDbias:
         """
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         self.kernel(dy, offs, out, bias, bias_scale, dscales).launch(
-            grid=(strips * CLUSTER, 1, 1), block=(self.warps * LANES, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream
+            grid=(strips * self.cluster, 1, 1),
+            block=(self.warps * LANES, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
@@ -170,7 +181,7 @@ class GroupedDbias:
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         span = cute.arch.block_idx_in_cluster() * self.warps + warp
-        first_column = block // CLUSTER * self.columns
+        first_column = block // self.cluster * self.columns
         groups = cute.size(offs)
         total = clamp(offs[groups - 1], Int32(0), Int32(dy.shape[0]))
         share = cute.ceil_div(cute.ceil_div(total, self.spans), self.down) * self.down
@@ -222,22 +233,20 @@ class GroupedDbias:
         if cutlass.const_expr(bias_scale is not None):
             weights = cute.make_rmem_tensor(self.batch, bias_scale.element_type)
 
-        ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
-        begin = Int32(0)
-        if group > 0:
-            begin = clamp(offs[group - 1], Int32(0), total)
-        whole = begin >= low  # the group begins in this span
-
+        ends, group, end = Ends(Int32(0), Int32(0)), Int32(0), Int32(0)
+        whole = cutlass.Boolean(False)  # whether the group begins in this span
         at = low  # rows before are in `acc` or written
         base = low
         while base < high:
             row = base + lane // self.across
-            for i in cutlass.range_constexpr(self.batch):
-                # Rows beyond the span read its last again, and are not added.
-                self.load(dy, cutlass.min(row + i * self.down, high - 1), column, parts[None, i])
-                if cutlass.const_expr(weights is not None):
-                    weights[i] = bias_scale[cutlass.min(row + i * self.down, high - 1)]
             stop = base + self.batch * self.down
+            self.load_rows(dy, bias_scale, base, high, column, parts, weights)
+            if base == low:  # while the first rows are on their way
+                ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
+                begin = Int32(0)
+                if group > 0:
+                    begin = clamp(offs[group - 1], Int32(0), total)
+                whole = begin >= low
             if stop <= high and stop < end:
                 for i in cutlass.range_constexpr(self.batch):
                     self.add(acc, parts, weights, i)
@@ -267,6 +276,24 @@ class GroupedDbias:
             if not whole:
                 end = high  # it is the warp's where the group began
         return group, end
+
+    @cute.jit
+    def load_rows(
+        self,
+        dy: cute.Tensor,
+        bias_scale: cute.Tensor | None,
+        base: Int32,
+        high: Int32,
+        column: Int32,
+        parts: cute.Tensor,
+        weights: cute.Tensor | None,
+    ):
+        """A batch of rows from ``base`` on; those beyond the span read its last again, and are not added."""
+        for i in cutlass.range_constexpr(self.batch):
+            row = cutlass.min(base + cute.arch.lane_idx() // self.across + i * self.down, high - 1)
+            self.load(dy, row, column, parts[None, i])
+            if cutlass.const_expr(weights is not None):
+                weights[i] = bias_scale[row]
 
     @cute.jit
     def write(
