@@ -23,19 +23,25 @@ cache.fetch = lambda key, build: build()
 
 def dbias_sweep():
     original = dbias.GroupedDbias
-    variants = [(a, w, 8, c) for a, w, c in itertools.product((8, 16), (8, 16, 32), (1, 2, 4, 8))]
-    variants += [(8, w, 4, c) for w, c in itertools.product((8, 16, 32), (4, 8))] + [(8, 4, 8, c) for c in (2, 4, 8)]
+    variants = [
+        (8, 16, 8, 8, 1), (8, 8, 8, 8, 2), (8, 16, 8, 8, 2), (8, 16, 8, 4, 2), (8, 8, 8, 4, 4), (8, 16, 8, 2, 4), (8, 16, 8, 4, 4),
+        (8, 8, 8, 8, 4), (8, 32, 8, 4, 2), (16, 16, 8, 8, 2), (16, 16, 8, 4, 4), (16, 8, 8, 8, 2), (16, 8, 8, 4, 4),
+        (8, 8, 8, 8, 1), (8, 8, 8, 4, 2), (8, 8, 8, 2, 4), (8, 16, 8, 2, 2), (8, 16, 8, 4, 1), (16, 16, 8, 4, 2), (16, 32, 8, 4, 1),
+        (16, 16, 8, 2, 4), (8, 8, 8, 1, 8), (8, 16, 8, 1, 4), (8, 16, 8, 1, 8),
+        (8, 8, 8, 2, 1), (8, 8, 8, 1, 2), (8, 8, 8, 1, 1), (8, 4, 8, 2, 1), (16, 8, 8, 2, 1), (16, 16, 8, 2, 1), (16, 16, 8, 1, 1),
+        (16, 16, 8, 1, 2), (16, 8, 8, 1, 2),
+    ]  # fmt: skip
     plans = {}
     for name in bench.QUICK:
-        for routing in ("balanced", "zipf"):
+        for routing in ("balanced", "zipf", "all on one"):
             shape = bench.SHAPES[name]
             torch.manual_seed(0)
             problem = bench.Problem("dbias", shape, bench.split(routing, shape.groups, shape.rows))
             problem.x, problem.x_copy = torch.empty_like(problem.dy), problem.dy.clone()
             graphs, wrong = {}, {}
-            for across, warps, batch, cluster in variants:
-                label = f"{across}/{warps}/{batch}/{cluster}"
-                options = dict(warps=warps, batch=batch, cluster=cluster)
+            for across, warps, batch, cluster, parts in variants:
+                label = f"{across}/{warps}/{batch}/{cluster}/{parts}"
+                options = dict(warps=warps, batch=batch, cluster=cluster, parts=parts)
                 dbias.GroupedDbias = functools.partial(lambda v, a, **k: original(v, a, **k), **options)
                 calls._across = lambda columns, vector, across=across: across
                 calls._plans.clear()
@@ -90,7 +96,6 @@ def wgrad_sweep():
 PLANS: dict = {}
 dbias_sweep()
 print(f"{time.time() - start:.0f} s")
-wgrad_sweep()
 print(f"{time.time() - start:.0f} s")
 if "OUT" in os.environ:
     with open(os.path.join(os.environ["OUT"], "sweep.json"), "w") as file:

@@ -109,6 +109,18 @@ def count_ended(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
     return ended
 
 
+@cute.jit
+def cut(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
+    """The end of a group that is nearest to ``row < total``, 0 counted as one."""
+    after = count_ended(offs, total, row)
+    below, above = Int32(0), clamp(offs[after], Int32(0), total)
+    if after > 0:
+        below = clamp(offs[after - 1], Int32(0), total)
+    if above - row < row - below:
+        below = above
+    return below
+
+
 class GroupedDbias:
     """``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
 
@@ -129,9 +141,10 @@ class GroupedDbias:
         warps: int = 8,
         batch: int = 8,
         cluster: int = 8,
+        parts: int = 1,
     ):
         self.vector, self.across, self.warps, self.batch = vector, across, warps, batch
-        self.cluster = cluster
+        self.cluster, self.parts = cluster, parts
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
         self.spans = cluster * warps
@@ -160,7 +173,7 @@ class GroupedDbias:
         """
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         self.kernel(dy, offs, out, bias, bias_scale, dscales).launch(
-            grid=(strips * self.cluster, 1, 1),
+            grid=(strips * self.parts * self.cluster, 1, 1),
             block=(self.warps * LANES, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
@@ -181,12 +194,19 @@ class GroupedDbias:
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         span = cute.arch.block_idx_in_cluster() * self.warps + warp
-        first_column = block // self.cluster * self.columns
+        part = block // self.cluster % self.parts
+        first_column = block // (self.cluster * self.parts) * self.columns
         groups = cute.size(offs)
         total = clamp(offs[groups - 1], Int32(0), Int32(dy.shape[0]))
-        share = cute.ceil_div(cute.ceil_div(total, self.spans), self.down) * self.down
-        low = cutlass.min(span * share, total)
-        high = cutlass.min(low + share, total)
+        begin, stop = Int32(0), total
+        if cutlass.const_expr(self.parts > 1):
+            if part > 0:
+                begin = cut(offs, total, total // self.parts * part)
+            if part < self.parts - 1:
+                stop = cut(offs, total, total // self.parts * (part + 1))
+        share = cutlass.max(cute.ceil_div(stop - begin, self.spans), Int32(1))
+        low = cutlass.min(begin + span * share, stop)
+        high = cutlass.min(low + share, stop)
         sums = SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((self.columns, 2, self.warps)), byte_alignment=128
         )
@@ -194,10 +214,10 @@ class GroupedDbias:
         if low < high:
             group, end = self.sum_span(dy, bias_scale, offs, out, sums, total, first_column, low, high, warp)
         cute.arch.cluster_arrive(aligned=True)
-        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, span)
+        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, part * self.spans + span)
         cute.arch.cluster_wait()
         if end > high:
-            self.add_spans(out, sums, group, first_column, span, (end - 1) // share, warp)
+            self.add_spans(out, sums, group, first_column, span, (cutlass.min(end, stop) - 1 - begin) // share, warp)
         if cutlass.const_expr(bias is not None):
             self.multiply_rows(dy, offs, bias, dscales, block * self.warps + warp, blocks * self.warps)
         # A block's shared memory must outlive its peers' reads.
@@ -350,7 +370,7 @@ class GroupedDbias:
         """Set the strip's sums of empty groups to zero; the warps of a cluster share the groups."""
         lane = cute.arch.lane_idx()
         groups = cute.size(offs)
-        for first in cutlass.range(span * LANES, groups, self.spans * LANES, unroll=1):
+        for first in cutlass.range(span * LANES, groups, self.parts * self.spans * LANES, unroll=1):
             start, end = group_range(offs, rows, first + lane, False)
             empty = cute.arch.vote_ballot_sync(start >= end and first + lane < groups)
             while empty != 0:
