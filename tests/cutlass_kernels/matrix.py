@@ -26,7 +26,7 @@ USUAL = {
         (arch, tiling)
         for arch in ("sm_90", "sm_100")
         for tiling in dict.fromkeys(
-            choose(arch, kind, columns, 4096, rows) for columns in (64, 128, 4096) for rows in (32, 128, 1024)
+            choose(arch, kind, columns, 4096, rows) for columns in (64, 128, 4096) for rows in (32, 128, 1024, 4096)
         )
     ]
     for kind in (VARLEN_M, VARLEN_K)
