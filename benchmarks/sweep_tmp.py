@@ -41,7 +41,7 @@ def dbias_sweep():
             graphs, wrong = {}, {}
             for across, warps, batch, cluster, parts in variants:
                 label = f"{across}/{warps}/{batch}/{cluster}/{parts}"
-                options = dict(warps=warps, batch=batch, cluster=cluster, parts=parts)
+                options = dict(warps=warps, batch=batch, cluster=cluster, pieces=parts)
                 dbias.GroupedDbias = functools.partial(lambda v, a, **k: original(v, a, **k), **options)
                 calls._across = lambda columns, vector, across=across: across
                 calls._plans.clear()

@@ -20,7 +20,7 @@ With row scales (``bias`` was multiplied by ``bias_scale[t]``) rows are weighted
 warp per row, forms the gradient of the scales: the product of the row with its group's bias.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -141,10 +141,10 @@ class GroupedDbias:
         warps: int = 8,
         batch: int = 8,
         cluster: int = 8,
-        parts: int = 1,
+        pieces: int = 1,
     ):
         self.vector, self.across, self.warps, self.batch = vector, across, warps, batch
-        self.cluster, self.parts = cluster, parts
+        self.cluster, self.pieces = cluster, pieces
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
         self.spans = cluster * warps
@@ -173,7 +173,7 @@ class GroupedDbias:
         """
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         self.kernel(dy, offs, out, bias, bias_scale, dscales).launch(
-            grid=(strips * self.parts * self.cluster, 1, 1),
+            grid=(strips * self.pieces * self.cluster, 1, 1),
             block=(self.warps * LANES, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
@@ -194,16 +194,16 @@ class GroupedDbias:
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         span = cute.arch.block_idx_in_cluster() * self.warps + warp
-        part = block // self.cluster % self.parts
-        first_column = block // (self.cluster * self.parts) * self.columns
+        part = block // self.cluster % self.pieces
+        first_column = block // (self.cluster * self.pieces) * self.columns
         groups = cute.size(offs)
         total = clamp(offs[groups - 1], Int32(0), Int32(dy.shape[0]))
         begin, stop = Int32(0), total
-        if cutlass.const_expr(self.parts > 1):
+        if cutlass.const_expr(self.pieces > 1):
             if part > 0:
-                begin = cut(offs, total, total // self.parts * part)
-            if part < self.parts - 1:
-                stop = cut(offs, total, total // self.parts * (part + 1))
+                begin = cut(offs, total, total // self.pieces * part)
+            if part < self.pieces - 1:
+                stop = cut(offs, total, total // self.pieces * (part + 1))
         share = cutlass.max(cute.ceil_div(stop - begin, self.spans), Int32(1))
         low = cutlass.min(begin + span * share, stop)
         high = cutlass.min(low + share, stop)
@@ -228,7 +228,7 @@ class GroupedDbias:
     def sum_span(
         self,
         dy: cute.Tensor,
-        bias_scale: cute.Tensor | None,
+        bias_scale: Any,
         offs: cute.Tensor,
         out: cute.Tensor,
         sums: cute.Tensor,
@@ -249,7 +249,7 @@ class GroupedDbias:
         acc = cute.make_rmem_tensor(self.vector, Float32)
         acc.fill(0.0)
         parts = cute.make_rmem_tensor((self.vector, self.batch), dy.element_type)
-        weights = None
+        weights: Any = None
         if cutlass.const_expr(bias_scale is not None):
             weights = cute.make_rmem_tensor(self.batch, bias_scale.element_type)
 
@@ -301,12 +301,12 @@ class GroupedDbias:
     def load_rows(
         self,
         dy: cute.Tensor,
-        bias_scale: cute.Tensor | None,
+        bias_scale: Any,
         base: Int32,
         high: Int32,
         column: Int32,
         parts: cute.Tensor,
-        weights: cute.Tensor | None,
+        weights: Any,
     ):
         """A batch of rows from ``base`` on; those beyond the span read its last again, and are not added."""
         for i in cutlass.range_constexpr(self.batch):
@@ -370,7 +370,7 @@ class GroupedDbias:
         """Set the strip's sums of empty groups to zero; the warps of a cluster share the groups."""
         lane = cute.arch.lane_idx()
         groups = cute.size(offs)
-        for first in cutlass.range(span * LANES, groups, self.parts * self.spans * LANES, unroll=1):
+        for first in cutlass.range(span * LANES, groups, self.pieces * self.spans * LANES, unroll=1):
             start, end = group_range(offs, rows, first + lane, False)
             empty = cute.arch.vote_ballot_sync(start >= end and first + lane < groups)
             while empty != 0:
@@ -382,7 +382,7 @@ class GroupedDbias:
                         out[group, first_column + offset] = Float32(0.0)
 
     @cute.jit
-    def add(self, acc: cute.Tensor, parts: cute.Tensor, weights: cute.Tensor | None, i: cutlass.Constexpr):
+    def add(self, acc: cute.Tensor, parts: cute.Tensor, weights: Any, i: cutlass.Constexpr):
         """``acc += weights[i] parts[i]``."""
         values = parts[None, i].load().to(Float32)
         if cutlass.const_expr(weights is not None):
