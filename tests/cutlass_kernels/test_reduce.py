@@ -12,7 +12,7 @@ pytest.importorskip("tvm_ffi")
 emulator = pytest.importorskip("tgl.testing.emulator")
 
 ARCHS = ["sm_90a", "sm_100a"]
-LONG = 2049  # more rows than fit the spans of one block's warps
+LONG = 300  # rows that are cut into many spans
 
 
 @pytest.fixture(params=ARCHS, autouse=True)
@@ -66,8 +66,8 @@ def test_ragged_groups(dtype, columns):
 LONG_GROUPS = {
     "long and short": [3, LONG, 0, 2 * LONG, 5],
     "one": [4 * LONG],
-    "end where spans end": [0, 64, 64, 0, 128, 3840, 0],
-    "many in one span": [i % 5 for i in range(300)],
+    "end where spans end": [0, 10, 10, 0, 20, 600, 0],
+    "many in one span": [i % 5 for i in range(100)],
 }
 
 
@@ -75,6 +75,18 @@ LONG_GROUPS = {
 def test_groups_of_several_spans(sizes):
     offs = torch.tensor(sizes).cumsum(0).int()
     dy = integers(sum(sizes) + 1, 72, dtype=torch.bfloat16)
+    dy[sum(sizes) :] = float("nan")
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
+
+
+@pytest.mark.parametrize("columns", [768, 2048, 8192, 16384])
+def test_every_cut(monkeypatch, columns):
+    """What a matrix of so many columns is cut into, on fewer of them."""
+    cut = calls._cut(columns, 8)
+    monkeypatch.setattr(calls, "_cut", lambda *_: cut)
+    sizes = [3, 200, 0, 1, 5, 0, 400, 0]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(sum(sizes) + 1, 136, dtype=torch.bfloat16)
     dy[sum(sizes) :] = float("nan")
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 

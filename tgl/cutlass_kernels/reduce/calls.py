@@ -13,7 +13,6 @@ from .. import cache
 
 GPU_ARCH = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 LOAD_BYTES = 16
-FEW_STRIPS = 32
 ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 INTEGERS = {
     torch.int32: "Int32",
@@ -24,6 +23,14 @@ INTEGERS = {
 }
 
 
+class Cut(NamedTuple):
+    """How many pieces a bias sum is cut into; see ``dbias.GroupedDbias``."""
+
+    across: int
+    warps: int
+    cluster: int
+
+
 class ReduceKey(NamedTuple):
     """What a compiled kernel depends on."""
 
@@ -32,7 +39,7 @@ class ReduceKey(NamedTuple):
     emulated: bool
     element: str
     vector: int
-    across: int = 1
+    cut: Cut | None = None
     bias: str | None = None
     bias_scale: str | None = None
 
@@ -104,12 +111,12 @@ def prepare_grouped_dbias_dscales(
 
 def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
     dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
-    across = _across(dy.shape[1], vector)
-    key = ("grouped_dbias", dy.device, dtypes, vector, across)
+    cut = _cut(dy.shape[1], vector)
+    key = ("grouped_dbias", dy.device, dtypes, vector, cut)
     plan = _plans.get(key)
     if plan is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        plan = _plans[key] = _make(op, dy, vector, across, *(ELEMENTS[d] if d is not None else None for d in dtypes))
+        plan = _plans[key] = _make(op, dy, vector, cut, *(ELEMENTS[d] if d is not None else None for d in dtypes))
     return plan
 
 
@@ -135,7 +142,7 @@ def _offsets_plan(m_splits: Tensor) -> Callable:
     key = ("splits_to_offsets", m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, 1, INTEGERS[m_splits.dtype])
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, None, INTEGERS[m_splits.dtype])
     return plan
 
 
@@ -157,22 +164,29 @@ def _call(plan: Callable, first: Tensor, *rest: Any) -> None:
         plan(first, *rest)
 
 
-def _across(columns: int, vector: int) -> int:
-    """Lanes side by side on a row: strips of 8 vectors, half as wide where few of them would leave the device idle."""
-    return 8 if columns >= FEW_STRIPS * 8 * vector else 4
+def _cut(columns: int, vector: int) -> Cut:
+    """How to cut a matrix of ``columns``, as measured on an H200 (``benchmarks/NOTES.md``).
+
+    About 1800 warps keep its memory busy. They come from small clusters where there are many strips, since the blocks
+    of a cluster wait for each other.
+    """
+    strips = columns // (8 * vector)
+    if strips >= 160:
+        return Cut(across=16, warps=8, cluster=2)
+    if strips >= 80:
+        return Cut(across=8, warps=8, cluster=2)
+    return Cut(across=8, warps=8 if strips >= 24 else 16, cluster=8)
 
 
 def _make(
-    op: str, first: Tensor, vector: int, across: int, element: Any, bias: Any = None, bias_scale: Any = None
+    op: str, first: Tensor, vector: int, cut: Cut | None, element: Any, bias: Any = None, bias_scale: Any = None
 ) -> Callable:
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(
             f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
             f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
         )
-    key = ReduceKey(
-        op, backends.device_arch(first.device), not first.is_cuda, element, vector, across, bias, bias_scale
-    )
+    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, cut, bias, bias_scale)
     # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
     return build(key) if key.emulated else cache.fetch(key, lambda: build(key))
 
@@ -194,6 +208,7 @@ def build(key: ReduceKey) -> Callable:
     if key.op == "splits_to_offsets":
         sizes = make_fake_tensor(element, (groups,), (cute.sym_int64(),))
         return compile_(SplitsToOffsets(), sizes, ends, stream)
+    assert key.cut is not None
     vector = key.vector
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
 
@@ -208,4 +223,4 @@ def build(key: ReduceKey) -> Callable:
         bias = matrix(getattr(cutlass, key.bias), groups)
         scale = make_fake_tensor(getattr(cutlass, key.bias_scale), (rows,), (cute.sym_int64(),))
         dscales = make_fake_compact_tensor(cutlass.Float32, (rows,))
-    return compile_(GroupedDbias(vector, key.across), matrix(element, rows), ends, out, bias, scale, dscales, stream)
+    return compile_(GroupedDbias(vector, *key.cut), matrix(element, rows), ends, out, bias, scale, dscales, stream)

@@ -1,12 +1,11 @@
 """Bias gradient: the sum of the rows of every group, in one launch, in a fixed order.
 
-The matrix is cut into strips of columns, one per cluster, and the rows, whatever their groups, into as many equal spans
-as the 8 blocks of a cluster have warps. So every warp streams the same number of bytes for any routing, and there are
-``8 N / columns`` blocks at work even if all rows belong to one group. A warp adds up its rows as they come and, where a
-group ends, writes the sum: to the output if the group lies within its span, else to shared memory. After one barrier
-of the cluster, the warp in whose span such a group began adds the sums of the spans after it, in order, through
-distributed shared memory. Neither a workspace nor atomics are needed, and which warp adds which row depends on shapes
-and offsets alone, so the bits are the same in every run.
+The matrix is cut into strips of columns, one per cluster of blocks, and the rows, whatever their groups, into as many
+equal spans as a cluster has warps. So every warp streams the same number of bytes for any routing. A warp adds up its
+rows as they come and, where a group ends, writes the sum: to the output if the group lies within its span, else to
+shared memory. After one barrier of the cluster, the warp in whose span such a group began adds the sums of the spans
+after it, in order, through distributed shared memory. Neither a workspace nor atomics are needed, and which warp adds
+which row depends on shapes and offsets alone, so the bits are the same in every run.
 
 =================  =================================================================================================
 lanes of a warp    role
@@ -30,7 +29,7 @@ from cutlass.memory import SmemAllocator
 from ..varlen.groups import clamp, group_range
 
 LANES = 32
-CLUSTER = 8
+BATCH = 8  # loads of a lane in flight
 HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end behind it
 NO_END = (1 << 31) - 1
 
@@ -109,18 +108,6 @@ def count_ended(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
     return ended
 
 
-@cute.jit
-def cut(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
-    """The end of a group that is nearest to ``row < total``, 0 counted as one."""
-    after = count_ended(offs, total, row)
-    below, above = Int32(0), clamp(offs[after], Int32(0), total)
-    if after > 0:
-        below = clamp(offs[after - 1], Int32(0), total)
-    if above - row < row - below:
-        below = above
-    return below
-
-
 class GroupedDbias:
     """``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
 
@@ -131,20 +118,11 @@ class GroupedDbias:
             alignment of the data; 1 takes any strides.
         across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
         warps: of a block.
-        batch: loads of a lane in flight.
+        cluster: blocks that share the rows of a strip, up to 8.
     """
 
-    def __init__(
-        self,
-        vector: int,
-        across: int = 8,
-        warps: int = 8,
-        batch: int = 8,
-        cluster: int = 8,
-        pieces: int = 1,
-    ):
-        self.vector, self.across, self.warps, self.batch = vector, across, warps, batch
-        self.cluster, self.pieces = cluster, pieces
+    def __init__(self, vector: int, across: int, warps: int, cluster: int):
+        self.vector, self.across, self.warps, self.cluster = vector, across, warps, cluster
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
         self.spans = cluster * warps
@@ -173,7 +151,7 @@ class GroupedDbias:
         """
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         self.kernel(dy, offs, out, bias, bias_scale, dscales).launch(
-            grid=(strips * self.pieces * self.cluster, 1, 1),
+            grid=(strips * self.cluster, 1, 1),
             block=(self.warps * LANES, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
@@ -194,19 +172,12 @@ class GroupedDbias:
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         span = cute.arch.block_idx_in_cluster() * self.warps + warp
-        part = block // self.cluster % self.pieces
-        first_column = block // (self.cluster * self.pieces) * self.columns
+        first_column = block // self.cluster * self.columns
         groups = cute.size(offs)
         total = clamp(offs[groups - 1], Int32(0), Int32(dy.shape[0]))
-        begin, stop = Int32(0), total
-        if cutlass.const_expr(self.pieces > 1):
-            if part > 0:
-                begin = cut(offs, total, total // self.pieces * part)
-            if part < self.pieces - 1:
-                stop = cut(offs, total, total // self.pieces * (part + 1))
-        share = cutlass.max(cute.ceil_div(stop - begin, self.spans), Int32(1))
-        low = cutlass.min(begin + span * share, stop)
-        high = cutlass.min(low + share, stop)
+        share = cutlass.max(cute.ceil_div(total, self.spans), Int32(1))
+        low = cutlass.min(span * share, total)
+        high = cutlass.min(low + share, total)
         sums = SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((self.columns, 2, self.warps)), byte_alignment=128
         )
@@ -214,10 +185,10 @@ class GroupedDbias:
         if low < high:
             group, end = self.sum_span(dy, bias_scale, offs, out, sums, total, first_column, low, high, warp)
         cute.arch.cluster_arrive(aligned=True)
-        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, part * self.spans + span)
+        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, span)
         cute.arch.cluster_wait()
         if end > high:
-            self.add_spans(out, sums, group, first_column, span, (cutlass.min(end, stop) - 1 - begin) // share, warp)
+            self.add_spans(out, sums, group, first_column, span, (end - 1) // share, warp)
         if cutlass.const_expr(bias is not None):
             self.multiply_rows(dy, offs, bias, dscales, block * self.warps + warp, blocks * self.warps)
         # A block's shared memory must outlive its peers' reads.
@@ -248,10 +219,10 @@ class GroupedDbias:
         column = cutlass.min(first_column + lane % self.across * self.vector, dy.shape[1] - self.vector)
         acc = cute.make_rmem_tensor(self.vector, Float32)
         acc.fill(0.0)
-        parts = cute.make_rmem_tensor((self.vector, self.batch), dy.element_type)
+        parts = cute.make_rmem_tensor((self.vector, BATCH), dy.element_type)
         weights: Any = None
         if cutlass.const_expr(bias_scale is not None):
-            weights = cute.make_rmem_tensor(self.batch, bias_scale.element_type)
+            weights = cute.make_rmem_tensor(BATCH, bias_scale.element_type)
 
         ends, group, end = Ends(Int32(0), Int32(0)), Int32(0), Int32(0)
         whole = cutlass.Boolean(False)  # whether the group begins in this span
@@ -259,7 +230,7 @@ class GroupedDbias:
         base = low
         while base < high:
             row = base + lane // self.across
-            stop = base + self.batch * self.down
+            stop = base + BATCH * self.down
             self.load_rows(dy, bias_scale, base, high, column, parts, weights)
             if base == low:  # while the first rows are on their way
                 ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
@@ -268,13 +239,13 @@ class GroupedDbias:
                     begin = clamp(offs[group - 1], Int32(0), total)
                 whole = begin >= low
             if stop <= high and stop < end:
-                for i in cutlass.range_constexpr(self.batch):
+                for i in cutlass.range_constexpr(BATCH):
                     self.add(acc, parts, weights, i)
             else:
                 limit = cutlass.min(stop, high)
                 more = at < limit
                 while more:
-                    for i in cutlass.range_constexpr(self.batch):
+                    for i in cutlass.range_constexpr(BATCH):
                         if row + i * self.down >= at and row + i * self.down < cutlass.min(end, limit):
                             self.add(acc, parts, weights, i)
                     more = end <= limit
@@ -309,7 +280,7 @@ class GroupedDbias:
         weights: Any,
     ):
         """A batch of rows from ``base`` on; those beyond the span read its last again, and are not added."""
-        for i in cutlass.range_constexpr(self.batch):
+        for i in cutlass.range_constexpr(BATCH):
             row = cutlass.min(base + cute.arch.lane_idx() // self.across + i * self.down, high - 1)
             self.load(dy, row, column, parts[None, i])
             if cutlass.const_expr(weights is not None):
@@ -370,7 +341,7 @@ class GroupedDbias:
         """Set the strip's sums of empty groups to zero; the warps of a cluster share the groups."""
         lane = cute.arch.lane_idx()
         groups = cute.size(offs)
-        for first in cutlass.range(span * LANES, groups, self.pieces * self.spans * LANES, unroll=1):
+        for first in cutlass.range(span * LANES, groups, self.spans * LANES, unroll=1):
             start, end = group_range(offs, rows, first + lane, False)
             empty = cute.arch.vote_ballot_sync(start >= end and first + lane < groups)
             while empty != 0:
