@@ -2,8 +2,10 @@
 
 The bare op allocates its result and returns it; its autograd formula, ``register_autograd``'s, saves the operands and
 calls bare ops. "plain" is the same op without a formula, for calls that need no gradient. On the other side all of
-tgl runs (argument checks, allocation, choice of an implementation, the autograd formula) except the arithmetic: an
-implementation that does nothing is registered for the time being.
+tgl runs (argument checks, allocation, choice of an implementation, the autograd formula) except the arithmetic. In the
+lines "nothing" an implementation that does nothing serves the op; in the lines "kernel" it is the path to the CUDA
+kernels, plan look-up included, where a function that does nothing stands for the compiled kernel. (It runs on CPU
+tensors, so that no GPU is needed; on a GPU, the question for the current device comes on top.)
 
 The sides take turns in one process. A round is short, so that another process rarely falls into it; the figures are
 medians over rounds.
@@ -22,10 +24,13 @@ import torch
 from torch import Tensor
 
 import tgl
+from tgl import backends
+from tgl.cutlass_kernels import launch
 
 _TGL = torch.ops.tgl
 T, G, K, N = 4, 2, 8, 8
 OPS = ("grouped_gemm", "grouped_gemm_wgrad", "grouped_dbias", "grouped_activation")
+KERNELS = ("grouped_gemm", "grouped_gemm_wgrad")
 STUBBED = (*OPS, "grouped_activation_backward")
 
 BODIES: dict[str, Callable] = {
@@ -90,24 +95,41 @@ def no_arithmetic() -> Iterator[None]:
         yield
     finally:
         for implementation in added:
-            tgl.backends.remove(implementation)
+            backends.remove(implementation)
 
 
-def operands(name: str) -> tuple[list[Tensor], int]:
+@contextlib.contextmanager
+def no_launch() -> Iterator[None]:
+    """Serve the GEMMs with the kernels for Hopper, compiled to a function that does nothing."""
+
+    def nothing(*args: Any) -> None:
+        pass
+
+    originals = launch._make, launch._packages_reason
+    launch._make, launch._packages_reason = lambda *_: launch.Plan(nothing, 1), lambda: None
+    try:
+        with backends.emulated_device("sm_90"):
+            yield
+    finally:
+        launch._make, launch._packages_reason = originals
+
+
+def operands(name: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:
     """The tensors of one call, and how many of them are differentiable (they come first)."""
     offs = torch.tensor([2, 4], dtype=torch.int32)
-    return {
-        "grouped_gemm": ([torch.randn(T, K), torch.randn(G, K, N), offs], 2),
-        "grouped_gemm_wgrad": ([torch.randn(T, K), torch.randn(T, N), offs], 2),
-        "grouped_dbias": ([torch.randn(T, N), offs], 1),
-        "grouped_activation": ([torch.randn(T, 2 * N), offs], 1),
+    shapes = {
+        "grouped_gemm": ((T, K), (G, K, N)),
+        "grouped_gemm_wgrad": ((T, K), (T, N)),
+        "grouped_dbias": ((T, N),),
+        "grouped_activation": ((T, 2 * N),),
     }[name]
+    return [*(torch.randn(shape).to(dtype) for shape in shapes), offs], len(shapes)
 
 
-def cases(name: str) -> dict[str, Callable[[Callable], Callable[[], Any]]]:
+def cases(name: str, dtype: torch.dtype) -> dict[str, Callable[[Callable], Callable[[], Any]]]:
     """Title of each column, and what makes the timed function from an op."""
-    tensors, count = operands(name)
-    leaves = [t.requires_grad_() for t in operands(name)[0][:count]]
+    tensors, count = operands(name, dtype)
+    leaves = [t.requires_grad_() for t in operands(name, dtype)[0][:count]]
     with_grad = [*leaves, *tensors[count:]]
 
     def no_grad(op: Callable) -> Callable[[], Any]:
@@ -142,6 +164,19 @@ def measure(functions: list[Callable[[], Any]], rounds: int, calls: int) -> list
     return [statistics.median(own) for own in times]
 
 
+def measure_op(name: str, serves: str, dtype: torch.dtype, options: argparse.Namespace) -> None:
+    """Measure and print the three lines of one op."""
+    plain, bare, ours = (getattr(ops, name).default for ops in (torch.ops.tgl_plain, torch.ops.tgl_bare, _TGL))
+    for title, make in cases(name, dtype).items():
+        inference = title == "no grad"
+        with torch.set_grad_enabled(not inference):
+            contenders = [make(op) for op in ((plain, bare, ours) if inference else (bare, ours))]
+            *first, reference, own = measure(contenders, options.rounds, options.calls)
+        least, ratio = (f"{first[0]:6.1f}", f"{own / first[0]:9.2f}") if first else ("", "")
+        times = f"{least:6} {reference:6.1f} {own:6.1f} {ratio:9} {own / reference:8.2f}"
+        print(f"{name:19} {serves:8} {title:19} {times}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2500, help="rounds of each cell")
@@ -150,17 +185,14 @@ def main() -> None:
     torch.set_num_threads(1)
     libraries = define_plain_ops("tgl_plain"), define_bare_ops("tgl_bare")
     print(f"{options.rounds * options.calls} calls per figure, microseconds per call")
-    print(f"{'op':20} {'':20} {'plain':>8} {'bare':>8} {'tgl':>8} {'tgl/bare':>9}")
-    with no_arithmetic():
-        for name in OPS:
-            plain, bare, ours = (getattr(ops, name).default for ops in (torch.ops.tgl_plain, torch.ops.tgl_bare, _TGL))
-            for title, make in cases(name).items():
-                inference = title == "no grad"
-                with torch.set_grad_enabled(not inference):
-                    contenders = [make(op) for op in ((plain, bare, ours) if inference else (bare, ours))]
-                    *others, reference, own = measure(contenders, options.rounds, options.calls)
-                first = f"{others[0]:8.1f}" if others else " " * 8
-                print(f"{name:20} {title:20} {first} {reference:8.1f} {own:8.1f} {own / reference:9.2f}", flush=True)
+    print(f"{'op':19} {'serves':8} {'':19} {'plain':>6} {'bare':>6} {'tgl':>6} {'tgl/plain':>9} {'tgl/bare':>8}")
+    for serves, context, names, dtype in (
+        ("nothing", no_arithmetic, OPS, torch.float32),
+        ("kernel", no_launch, KERNELS, torch.bfloat16),
+    ):
+        with context():
+            for name in names:
+                measure_op(name, serves, dtype, options)
     for library in libraries:
         library._destroy()
 

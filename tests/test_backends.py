@@ -30,6 +30,7 @@ def cuda(monkeypatch):
 
     with mode:
         yield operands
+    backends._forget_candidates()  # those of the pretended device
 
 
 def reasons(explanation):
@@ -41,7 +42,9 @@ def test_cpu():
     explanation = tgl.explain(tgl.grouped_gemm, a, b, offs)
     assert explanation.chosen.name == "loop of mm"
     assert not explanation.syncs
-    assert str(explanation).splitlines()[:2] == ["tgl::grouped_gemm on cpu (cpu)", "  runs loop of mm"]
+    title, runs, *_ = str(explanation).splitlines()
+    assert title == "tgl::grouped_gemm on cpu (cpu)"
+    assert runs.startswith("  runs loop of mm (small bfloat16 groups in one batch; the loop of torch.nn.functional.")
 
 
 PACKET = torch.ops.tgl.grouped_gemm
@@ -209,6 +212,41 @@ def test_an_implementation_of_ones_own():
         backends.remove(mine)
     assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "loop of mm"
     assert torch.equal(tgl.grouped_gemm(a, b, offs), plain)
+
+
+def test_an_attempt_replaces_supports_and_run():
+    dy, offs = torch.ones(4, 2), torch.tensor([4], dtype=torch.int32)
+
+    def attempt(dy, offs, *, out):
+        if dy.shape[0] != 4:
+            return "takes 4 rows"
+        out.fill_(123)
+
+    mine = backends.Implementation("grouped_dbias", "mine", "cpu", run=None, priority=10, attempt=attempt)
+    backends.add(mine)
+    try:
+        assert (tgl.grouped_dbias(dy, offs) == 123).all()
+        assert (tgl.grouped_dbias(dy[:3], offs) == 3).all()
+    finally:
+        backends.remove(mine)
+
+
+def test_an_output_that_the_implementation_makes_itself():
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+
+    def run(*args, out, zero_tail):
+        out.fill_(-1)
+
+    def produce(spec, *args, zero_tail):
+        return torch.full(spec.shape, 123, dtype=spec.dtype)
+
+    mine = backends.Implementation("grouped_gemm", "mine", "cpu", run, priority=10, produce=produce)
+    backends.add(mine)
+    try:
+        assert (tgl.grouped_gemm(a, b, offs, out_dtype=torch.bfloat16) == 123).all()
+        assert (tgl.grouped_gemm(a, b, offs, out=torch.empty(T, N)) == -1).all()
+    finally:
+        backends.remove(mine)
 
 
 def test_priorities_and_replacement():

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .meta.specs import TensorSpec
+
 Reason = str | None
 
 
@@ -43,6 +45,10 @@ class Implementation:
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         note: a sentence for ``explain`` about what to expect.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
+        attempt: ``supports`` and ``run`` in one call, for those that would look up the same thing twice: runs and
+            returns None, or returns the reason why not and has written nothing. Not together with ``syncs``.
+        produce: for one that serves every call: called like ``run``, but with the output's spec instead of the output,
+            which it returns.
     """
 
     op: str
@@ -56,13 +62,19 @@ class Implementation:
     note: str = ""
     emulable: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
+    attempt: Callable[..., Reason] | None = field(default=None, repr=False)
+    produce: Callable[..., torch.Tensor] | None = field(default=None, repr=False)
 
-    def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
-        """None if this implementation can serve the call, else why not."""
+    def reason_against_device(self, device: torch.device) -> Reason:
+        """None if this implementation can run on ``device`` at all, else why not."""
         if self.archs is not None:
             arch = device_arch(device)
             if arch not in self.archs:
                 return f"built for {', '.join(sorted(self.archs))}, this device is {arch}"
+        return None
+
+    def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
+        """None if this implementation, which runs on ``device``, can serve the call, else why not."""
         if self.syncs and _capturing(device):
             return "reads offs on the host, which CUDA graph capture forbids"
         return self.supports(*args, **kwargs) if self.supports is not None else None
@@ -72,7 +84,7 @@ def device_arch(device: torch.device) -> str:
     """``"sm_90"`` and the like for a CUDA device (or one that is emulated), the device type for any other."""
     if device.type == "cuda":
         return _cuda_arch(device)
-    return _emulated_arch if _emulated_arch is not None and device.type == "cpu" else device.type
+    return emulated_arch if emulated_arch is not None and device.type == "cpu" else device.type
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,7 +99,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
-_emulated_arch: str | None = None
+emulated_arch: str | None = None
 
 
 @contextmanager
@@ -96,21 +108,37 @@ def emulated_device(arch: str) -> Iterator[None]:
 
     Ops that have no such kernel keep their CPU implementation; ``explain`` tells which.
     """
-    global _emulated_arch
-    before, _emulated_arch = _emulated_arch, arch
+    global emulated_arch
+    before, emulated_arch = emulated_arch, arch
+    _forget_candidates()
     try:
         yield
     finally:
-        _emulated_arch = before
+        emulated_arch = before
+        _forget_candidates()
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
     own = _table.get((op, device.type), ())
-    if _emulated_arch is None or device.type != "cpu":
+    if emulated_arch is None or device.type != "cpu":
         return own
     return (*(i for i in _table.get((op, "cuda"), ()) if i.emulable), *own)
 
 
+def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
+    """The candidates that run on ``device``, remembered until the table changes."""
+    found = _on_device  # the dict itself, so that an answer overtaken by a change of the table is stored nowhere
+    able = tuple(i for i in _candidates(op, device) if i.reason_against_device(device) is None)
+    found[op, device] = able
+    return able
+
+
+def _forget_candidates() -> None:
+    global _on_device
+    _on_device = {}
+
+
+_on_device: dict[tuple[str, torch.device], tuple[Implementation, ...]] = {}
 _table: dict[tuple[str, str], tuple[Implementation, ...]] = {}
 _arguments: dict[str, Callable[..., tuple[torch.device, tuple, dict]]] = {}
 _devices: list[str] = []
@@ -141,6 +169,7 @@ def add(implementation: Implementation) -> Implementation:
     key = (implementation.op, implementation.device)
     others = [i for i in _table.get(key, ()) if i.name != implementation.name]
     _table[key] = tuple(sorted([*others, implementation], key=lambda i: -i.priority))
+    _forget_candidates()
     return implementation
 
 
@@ -148,6 +177,7 @@ def remove(implementation: Implementation) -> None:
     """Take ``implementation`` out of the table again."""
     key = (implementation.op, implementation.device)
     _table[key] = tuple(i for i in _table.get(key, ()) if i is not implementation)
+    _forget_candidates()
 
 
 def register_implementation(
@@ -179,10 +209,23 @@ def register_implementation(
     return decorate
 
 
+def produce(op: str, device: torch.device, spec: TensorSpec, *args: Any, **options: Any) -> torch.Tensor:
+    """The output of ``op``, by the first implementation of ``op`` that can serve the call."""
+    able = _on_device.get((op, device)) or _find_on_device(op, device)
+    if able and able[0].produce is not None:
+        return able[0].produce(spec, *args, **options)
+    out = spec.empty()
+    run(op, device, *args, out=out, **options)
+    return out
+
+
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
-    for implementation in _candidates(op, device):
-        if implementation.reason_against(device, args, kwargs) is None:
+    for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
+        if implementation.attempt is not None:
+            if implementation.attempt(*args, **kwargs) is None:
+                return
+        elif implementation.reason_against(device, args, kwargs) is None:
             implementation.run(*args, **kwargs)
             return
     explanation = _explain(op, device, args, kwargs)
@@ -230,7 +273,7 @@ def _explain(op: str, device: torch.device, args: tuple, kwargs: dict) -> Explan
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):
-        reason = implementation.reason_against(device, args, kwargs)
+        reason = implementation.reason_against_device(device) or implementation.reason_against(device, args, kwargs)
         if reason is not None:
             refused.append((implementation, reason))
         elif chosen is None:

@@ -86,6 +86,35 @@ def test_routing_and_token_counts_compile_nothing(machine, monkeypatch):
     assert launch._plans == plans
 
 
+def test_a_warm_call_is_one_look_up(machine, monkeypatch):
+    a, b, offs = operands([3, 4, 5])
+    dy = integers(a.shape[0], 40, dtype=BF16)
+    expected = [tgl.grouped_gemm(a, b, offs), tgl.grouped_gemm_wgrad(a, dy, offs)]
+    for name in ("grouped_gemm_supports", "grouped_gemm_wgrad_supports", "_gemm_plan", "_wgrad_plan"):
+        monkeypatch.setattr(launch, name, None)
+    assert all(map(torch.equal, expected, [tgl.grouped_gemm(a, b, offs), tgl.grouped_gemm_wgrad(a, dy, offs)]))
+
+
+def test_what_a_warm_call_still_looks_at(machine):
+    """Addresses and the number of rows, which no plan depends on, may rule the kernel out all the same."""
+    a, b, offs = operands([3, 4, 5], tail=0)
+    expected = tgl.grouped_gemm(a, b, offs)
+    before = len(machine.launches)
+    shifted = torch.zeros(a.numel() + 1, dtype=BF16)[1:].view(a.shape).copy_(a)
+    assert torch.equal(tgl.grouped_gemm(shifted, b, offs), expected)
+    empty = torch.zeros(0, 72, dtype=BF16)
+    assert tgl.grouped_gemm(empty, b, torch.zeros_like(offs)).shape == (0, 40)
+    assert tgl.grouped_gemm_wgrad(empty, empty, torch.zeros_like(offs)).eq(0).all()
+    assert len(machine.launches) == before
+    # One row has any stride, also 0; more rows of that stride are out of the kernel's reach.
+    one = torch.tensor([0, 1, 1], dtype=torch.int32)
+    for rows in (1, 5):
+        y = tgl.grouped_gemm(a[:1].expand(rows, 72), b, one)
+        assert torch.equal(y[:1], a[:1] @ b[1])
+        assert y[1:].eq(0).all()
+    assert len(machine.launches) == before + 1
+
+
 def test_empty_problems_launch_nothing(machine):
     before = len(machine.launches)
     for sizes, tail, columns in (([0, 0], 0, 40), ([], 5, 40), ([3], 0, 0)):

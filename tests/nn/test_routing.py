@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tgl
+from tgl.nn.routing import dispatch_both
 
 
 def naive(index, num_experts):
@@ -25,14 +26,20 @@ def layer(x, index, weights, scale):
     return torch.stack(out)
 
 
-def routed_layer(x, index, weights, scale, weigh_rows=False):
+WAYS = ("in combine", "rows", "rows dispatched together")
+
+
+def routed_layer(x, index, weights, scale, weigh):
     routing = tgl.route(index, scale.shape[0])
-    rows = tgl.dispatch(x, routing)
+    if weigh == "rows dispatched together":
+        rows, probs = dispatch_both(x, weights, routing)
+    else:
+        rows, probs = tgl.dispatch(x, routing), tgl.dispatch_weights(weights, routing)
     identity = torch.eye(x.shape[1], dtype=x.dtype)
     y = tgl.grouped_gemm(rows, scale[:, None, None] * identity, routing.offs)
-    if weigh_rows:
-        return tgl.combine(y * tgl.dispatch_weights(weights, routing)[:, None], routing)
-    return tgl.combine(y, routing, weights)
+    if weigh == "in combine":
+        return tgl.combine(y, routing, weights)
+    return tgl.combine(y * probs[:, None], routing)
 
 
 @given(
@@ -68,13 +75,13 @@ def test_narrow_index_dtypes_with_many_experts(dtype, experts):
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("sentinel", [False, True])
-@pytest.mark.parametrize("weigh_rows", [False, True])
-def test_the_whole_layer_and_its_gradients(top_k, sentinel, weigh_rows):
+@pytest.mark.parametrize("weigh", WAYS)
+def test_the_whole_layer_and_its_gradients(top_k, sentinel, weigh):
     index = torch.randint(0, 4 + sentinel, (7, top_k))
     if sentinel:
         index[2] = 4  # a token none of whose experts are here
     x, weights, scale = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 5), (7, top_k), (4,)))
-    y, expected = routed_layer(x, index, weights, scale, weigh_rows), layer(x, index, weights, scale)
+    y, expected = routed_layer(x, index, weights, scale, weigh), layer(x, index, weights, scale)
     torch.testing.assert_close(y, expected)
     dy = torch.randn_like(y)
     grads = torch.autograd.grad(y, (x, weights, scale), dy)
@@ -85,10 +92,10 @@ def test_the_whole_layer_and_its_gradients(top_k, sentinel, weigh_rows):
 def test_gradcheck(top_k):
     index = torch.randint(0, 4, (4, top_k))
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (4, top_k), (3,))]
-    for weigh_rows in (False, True):
+    for weigh in WAYS:
 
-        def function(x, weights, scale, weigh_rows=weigh_rows):
-            return routed_layer(x, index, weights, scale, weigh_rows)
+        def function(x, weights, scale, weigh=weigh):
+            return routed_layer(x, index, weights, scale, weigh)
 
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
@@ -108,6 +115,17 @@ def test_sums_of_choices_round_once(dtype, top_k):
     x = torch.zeros(32, 16, dtype=dtype, requires_grad=True)
     (grad,) = torch.autograd.grad(tgl.dispatch(x, routing), x, y)
     assert torch.equal((grad.double() - exact).abs(), error)
+
+
+def test_only_what_requires_grad_gets_one():
+    routing = tgl.route(torch.randint(0, 4, (6, 2)), 4)
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
+    rows, probs = dispatch_both(x, weights, routing)
+    rows.sum().backward()
+    assert torch.equal(x.grad, torch.full((6, 8), 2.0))
+    rows, probs = dispatch_both(x.detach(), weights.requires_grad_(), routing)
+    (probs * torch.arange(12)).sum().backward()
+    assert torch.equal(weights.grad, routing.position.view(6, 2).float())
 
 
 def test_dtypes():

@@ -47,8 +47,7 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
-_by_shape: dict[tuple, Plan] = {}  # the same plans, found by what the tiling follows from
-_accepted: set[tuple] = set()  # dtypes and strides of operands found good, those that do not depend on token counts
+_by_shape: dict[tuple, Plan] = {}  # the same plans, found by all that is known of a call but token counts and addresses
 
 # --- what the kernels take --------------------------------------------------------------------------------------------
 
@@ -81,13 +80,6 @@ def _unit(strides: tuple[int, ...]) -> int:
     return last if strides[last] == 1 else last - 1
 
 
-def _known_good(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether operands of these dtypes and strides have been accepted before; their addresses are looked at anew."""
-    if a.shape[0] > MAX_ROWS or (a.dtype, out.dtype, a.stride(), b.stride(), out.stride()) not in _accepted:
-        return False
-    return (_address(a) | _address(b) | _address(out)) % ALIGNMENT == 0
-
-
 def _address(t: Tensor) -> int:
     """Where ``t`` lies; 0 for a tensor without memory, about which ``explain`` may be asked."""
     return 0 if isinstance(t, FakeTensor) else t.data_ptr()
@@ -95,11 +87,7 @@ def _address(t: Tensor) -> int:
 
 def _operands_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
     """Why the maps of the three operands cannot be made."""
-    reason = _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
-    strides = (a.stride(), b.stride(), out.stride())
-    if reason is None and a.stride(1) == 1 and all(0 not in s for s in strides):
-        _accepted.add((a.dtype, out.dtype, *strides))
-    return reason
+    return _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
 
 
 def _common_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
@@ -126,8 +114,6 @@ def grouped_gemm_supports(
     zero_tail: bool,
 ) -> str | None:
     """Why ``grouped_gemm`` below cannot serve a call, or None."""
-    if _known_good(a, b, out):
-        return None
     reason = _common_reason(a, b, out)
     if reason is not None or out.numel() == 0:
         return reason
@@ -142,8 +128,6 @@ def grouped_gemm_supports(
 
 def grouped_gemm_wgrad_supports(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """Why ``grouped_gemm_wgrad`` and its accumulating form below cannot serve a call, or None."""
-    if a.stride(1) == b.stride(1) == 1 and _known_good(a, b, out):
-        return None
     reason = _common_reason(a, b, out)
     if reason is not None or out.numel() == 0 or a.shape[0] == 0:
         return reason
@@ -194,6 +178,71 @@ def grouped_gemm_wgrad_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Te
     _call(_wgrad_plan(a, b, out, True), a, b, offs, out, None, None)
 
 
+def attempt_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    out: Tensor,
+    zero_tail: bool,
+) -> str | None:
+    """``grouped_gemm`` if it can serve the call, else why not; one look-up for a call like one before."""
+    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), out.stride())
+    vectors = (bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
+    rows_class = (rows // (shape[0] or 1)).bit_length()
+    key = (backends.emulated_arch, a.device, a.dtype, out.dtype, vectors, zero_tail, shape, strides, rows_class)
+    plan = _by_shape.get(key)
+    if plan is not None and 0 < rows <= MAX_ROWS and not (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
+        _call(plan, a, b, offs, out, bias, bias_scale)
+        return None
+    reason = grouped_gemm_supports(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail)
+    if reason is None:
+        grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail)
+        if out.numel() and shape[0]:
+            _remember(key, strides, _gemm_plan(a, b, bias, bias_scale, out, zero_tail))
+    return reason
+
+
+def _attempt_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, accumulate: bool) -> str | None:
+    rows, shape, strides = a.shape[0], out.shape, (a.stride(), b.stride(), out.stride())
+    rows_class = (rows // (shape[0] or 1)).bit_length()
+    key = (backends.emulated_arch, a.device, a.dtype, out.dtype, accumulate, shape, strides, rows_class)
+    plan = _by_shape.get(key)
+    if plan is not None and 0 < rows <= MAX_ROWS and not (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
+        _call(plan, a, b, offs, out, None, None)
+        return None
+    reason = grouped_gemm_wgrad_supports(a, b, offs, out=out)
+    if reason is None:
+        (grouped_gemm_wgrad_accumulate if accumulate else grouped_gemm_wgrad)(a, b, offs, out=out)
+        if out.numel() and rows:
+            _remember(key, strides, _wgrad_plan(a, b, out, accumulate))
+    return reason
+
+
+def attempt_grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
+    """``grouped_gemm_wgrad`` likewise."""
+    return _attempt_wgrad(a, b, offs, out=out, accumulate=False)
+
+
+def attempt_grouped_gemm_wgrad_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
+    """``grouped_gemm_wgrad_accumulate`` likewise."""
+    return _attempt_wgrad(a, b, offs, out=out, accumulate=True)
+
+
+ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {
+    grouped_gemm: attempt_grouped_gemm,
+    grouped_gemm_wgrad: attempt_grouped_gemm_wgrad,
+    grouped_gemm_wgrad_accumulate: attempt_grouped_gemm_wgrad_accumulate,
+}
+
+
+def _remember(key: tuple, strides: tuple, plan: Plan) -> None:
+    if all(0 not in s for s in strides):  # a stride of 0 is fine for one row, and the key does not hold their number
+        _by_shape[key] = plan
+
+
 def _call(plan: Plan, a: Tensor, b: Tensor, offs: Tensor, out: Tensor, bias: Any, bias_scale: Any) -> None:
     if a.is_cuda and a.device.index != torch.cuda.current_device():
         with torch.cuda.device(a.device):
@@ -212,16 +261,11 @@ def _gemm_plan(
     arch = backends.device_arch(a.device)
     vectors = (bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
     layout = (VARLEN_M, arch, a.device, a.dtype, out.dtype, *vectors, b.stride(2) == 1, zero_tail)
-    rows = _power_of_two(a.shape[0] // groups)
-    shape = (layout, columns, depth, rows)
-    plan = _by_shape.get(shape)
+    tiling = config.choose(arch, VARLEN_M, columns, depth, _power_of_two(a.shape[0] // groups))
+    plan = _plans.get((layout, tiling))
     if plan is None:
-        tiling = config.choose(arch, VARLEN_M, columns, depth, rows)
-        plan = _plans.get((layout, tiling))
-        if plan is None:
-            spec = EpilogueSpec(_name(out.dtype), _name(bias), _name(bias_scale), tail=zero_tail)
-            plan = _plans[layout, tiling] = _make("grouped_gemm", VARLEN_M, a, _unit(b.stride()), spec, tiling)
-        _by_shape[shape] = plan
+        spec = EpilogueSpec(_name(out.dtype), _name(bias), _name(bias_scale), tail=zero_tail)
+        plan = _plans[layout, tiling] = _make("grouped_gemm", VARLEN_M, a, _unit(b.stride()), spec, tiling)
     return plan
 
 
@@ -229,17 +273,12 @@ def _wgrad_plan(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> Plan:
     groups, rows, columns = out.shape
     arch = backends.device_arch(a.device)
     layout = (VARLEN_K, arch, a.device, a.dtype, out.dtype, accumulate)
-    depth = _power_of_two(a.shape[0] // groups)
-    shape = (layout, columns, depth, rows)
-    plan = _by_shape.get(shape)
+    tiling = config.choose(arch, VARLEN_K, columns, _power_of_two(a.shape[0] // groups), rows)
+    plan = _plans.get((layout, tiling))
     if plan is None:
-        tiling = config.choose(arch, VARLEN_K, columns, depth, rows)
-        plan = _plans.get((layout, tiling))
-        if plan is None:
-            spec = EpilogueSpec(_name(out.dtype), accumulate=accumulate)
-            op = "grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad"
-            plan = _plans[layout, tiling] = _make(op, VARLEN_K, a, 1, spec, tiling)
-        _by_shape[shape] = plan
+        spec = EpilogueSpec(_name(out.dtype), accumulate=accumulate)
+        op = "grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad"
+        plan = _plans[layout, tiling] = _make(op, VARLEN_K, a, 1, spec, tiling)
     return plan
 
 

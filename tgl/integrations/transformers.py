@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..meta.specs import accumulator
-from ..nn.routing import combine, dispatch, dispatch_weights, route
+from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_activation, grouped_gemm
 
 NAME = "tgl"
@@ -58,13 +58,15 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     flags: Any = experts
     routing = route(top_k_index, flags.num_experts)
     up, up_bias = (flags.gate_up_proj, "gate_up_proj_bias") if flags.has_gate else (flags.up_proj, "up_proj_bias")
-    rows = dispatch(hidden_states.to(up.dtype), routing)
-    rows = _linear(flags, rows, up, up_bias, routing.offs)
-
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
     early = not flags.has_post_expert_norm
-    probs = dispatch_weights(top_k_weights.to(accumulator(up.dtype)), routing) if early else None
+    hidden, probs = hidden_states.to(up.dtype), None
+    if early:
+        rows, probs = dispatch_both(hidden, top_k_weights.to(accumulator(up.dtype)), routing)
+    else:
+        rows = dispatch(hidden, routing)
+    rows = _linear(flags, rows, up, up_bias, routing.offs)
     fused = activation(experts)
     if fused is not None:
         rows = grouped_activation(rows, routing.offs, probs, **fused.parameters(experts))

@@ -47,7 +47,7 @@ def _show(got: object) -> str:
 
 def ndim(op: str, argument: str, t: Tensor, n: int, letters: str) -> None:
     """``t`` has ``n`` dimensions; ``letters`` names them for the message."""
-    if t.dim() != n:
+    if t.ndim != n:
         require(False, op, argument, f"{n}-D {letters}", t.shape)
 
 
@@ -92,18 +92,17 @@ def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch
 
 def dense_matrix(op: str, argument: str, t: Tensor) -> None:
     """The last two dimensions of ``t`` are a matrix with one unit stride (row- or column-major), or an expanded one."""
-    if not _has_unit_stride(t):
+    row, column = t.stride()[-2:]
+    if (column == 1) is not True and (row == 1) is not True and not _has_unit_stride(t):
         require(
             False, op, argument, "row-major or column-major (one of its last two strides 1)", f"strides {t.stride()}"
         )
 
 
 def _has_unit_stride(t: Tensor) -> bool:
-    strides = t.stride()[-2:]
-    for s in strides:
-        if not isinstance(s, SymInt) and s <= 1:  # 1: a major dimension; 0: expanded, e.g. the gradient of a sum
-            return True
-    sizes = t.shape[-2:]
+    strides, sizes = t.stride()[-2:], t.shape[-2:]
+    if any(not isinstance(s, SymInt) and s <= 1 for s in strides):  # 0: expanded, e.g. the gradient of a sum
+        return True
     if not any(isinstance(x, SymInt) for x in (*strides, *sizes)):
         return sizes[0] <= 1 or sizes[1] <= 1  # the stride of a dimension of size 0 or 1 means nothing
     return any(guard_or_true(x <= 1) for x in (*strides, *sizes))
@@ -113,21 +112,15 @@ def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, 
     """``offs`` is a contiguous int32 vector of (``groups``) cumulative group ends, on the device of ``reference``."""
     if offs.dtype != torch.int32:
         require(False, op, "offs", "int32 (cumulative group ends)", offs.dtype, TypeError)
-    ndim(op, "offs", offs, 1, "[G]")
-    if groups is not None:
-        size(op, "offs", offs, 0, groups, lambda: f"of length {groups} (one end per group)")
-    same_device(op, "offs", offs, reference, device)
-    if not _is_contiguous_vector(offs):
+    if offs.ndim != 1:
+        require(False, op, "offs", "1-D [G]", offs.shape)
+    if groups is not None and (same := offs.shape[0] == groups) is not True:
+        require(same, op, "offs", f"of length {groups} (one end per group)", offs.shape)
+    if offs.device != device:
+        require(False, op, "offs", f"on {device} like `{reference}`", offs.device)
+    (stride,) = offs.stride()
+    if (stride == 1) is not True and not (guard_or_true(stride == 1) or guard_or_true(offs.shape[0] <= 1)):
         require(False, op, "offs", "contiguous", f"strides {offs.stride()}")
-
-
-def _is_contiguous_vector(t: Tensor) -> bool:
-    stride = t.stride(0)
-    if not isinstance(stride, SymInt) and stride == 1:
-        return True
-    if not isinstance(stride, SymInt) and not isinstance(t.shape[0], SymInt):
-        return t.shape[0] <= 1
-    return guard_or_true(stride == 1) or guard_or_true(t.shape[0] <= 1)
 
 
 def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dtype | None) -> torch.dtype:

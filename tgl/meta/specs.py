@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
     def empty(self) -> Tensor:
         """Allocate it, uninitialised."""
         if self.stride is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            return torch.empty(*self.shape, dtype=self.dtype, device=self.device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def meta(self) -> Tensor:
@@ -67,21 +67,24 @@ def grouped_gemm(
     checks.floating(op, "a", a)
     checks.dense_matrix(op, "a", a)
     checks.ndim(op, "b", b, 3, "[G, K, N]")
-    checks.same_dtype(op, "b", b, "a", a.dtype)
-    checks.same_device(op, "b", b, "a", a.device)
-    checks.size(op, "b", b, 1, a.shape[1], lambda: f"[G, K, N] with K = {a.shape[1]} like `a`")
+    (rows, depth), (groups, b_depth, columns) = a.shape, b.shape
+    dtype, device = a.dtype, a.device
+    checks.same_dtype(op, "b", b, "a", dtype)
+    checks.same_device(op, "b", b, "a", device)
+    if (same := b_depth == depth) is not True:
+        checks.require(same, op, "b", f"[G, K, N] with K = {depth} like `a`", b.shape)
     checks.dense_matrix(op, "b", b)
-    checks.offsets(op, offs, b.shape[0], "a", a.device)
+    checks.offsets(op, offs, groups, "a", device)
     if bias is not None:
-        checks.shape(op, "bias", bias, (b.shape[0], b.shape[2]), "[G, N]")
-        checks.either_dtype(op, "bias", bias, a.dtype, accumulator(a.dtype))
-        checks.same_device(op, "bias", bias, "a", a.device)
+        checks.shape(op, "bias", bias, (groups, columns), "[G, N]")
+        checks.either_dtype(op, "bias", bias, dtype, accumulator(dtype))
+        checks.same_device(op, "bias", bias, "a", device)
     if bias_scale is not None:
         checks.require(bias is not None, op, "bias_scale", "None when there is no `bias`", "a tensor")
-        checks.shape(op, "bias_scale", bias_scale, (a.shape[0],), "[T]")
-        checks.either_dtype(op, "bias_scale", bias_scale, a.dtype, accumulator(a.dtype))
-        checks.same_device(op, "bias_scale", bias_scale, "a", a.device)
-    return TensorSpec((a.shape[0], b.shape[2]), checks.out_dtype(op, "out_dtype", a.dtype, out_dtype), a.device)
+        checks.shape(op, "bias_scale", bias_scale, (rows,), "[T]")
+        checks.either_dtype(op, "bias_scale", bias_scale, dtype, accumulator(dtype))
+        checks.same_device(op, "bias_scale", bias_scale, "a", device)
+    return TensorSpec((rows, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
 
 
 def grouped_gemm_out(
@@ -98,12 +101,14 @@ def _wgrad(op: str, a: Tensor, b: Tensor, offs: Tensor) -> tuple[Dim, Dim, Dim]:
     checks.floating(op, "a", a)
     checks.dense_matrix(op, "a", a)
     checks.ndim(op, "b", b, 2, "[T, N]")
+    (rows, a_columns), (b_rows, b_columns), device = a.shape, b.shape, a.device
     checks.same_dtype(op, "b", b, "a", a.dtype)
-    checks.same_device(op, "b", b, "a", a.device)
-    checks.size(op, "b", b, 0, a.shape[0], lambda: f"[T, N] with T = {a.shape[0]} like `a`")
+    checks.same_device(op, "b", b, "a", device)
+    if (same := b_rows == rows) is not True:
+        checks.require(same, op, "b", f"[T, N] with T = {rows} like `a`", b.shape)
     checks.dense_matrix(op, "b", b)
-    checks.offsets(op, offs, None, "a", a.device)
-    return offs.shape[0], a.shape[1], b.shape[1]
+    checks.offsets(op, offs, None, "a", device)
+    return offs.shape[0], a_columns, b_columns
 
 
 def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> TensorSpec:
@@ -186,15 +191,15 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, 
     checks.floating(op, "x", x)
     checks.dense_matrix(op, "x", x)
     checks.offsets(op, offs, None, "x", x.device)
-    width = x.shape[1]
+    rows, width = x.shape
     if kind in GATED:
         checks.require(width % 2 == 0, op, "x", "[T, 2 I] with an even number of columns", x.shape)
         width = width // 2
     if probs is not None:
-        checks.shape(op, "probs", probs, (x.shape[0],), "[T]")
+        checks.shape(op, "probs", probs, (rows,), "[T]")
         checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
         checks.same_device(op, "probs", probs, "x", x.device)
-    return TensorSpec((x.shape[0], width), x.dtype, x.device)
+    return TensorSpec((rows, width), x.dtype, x.device)
 
 
 def grouped_activation_backward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Routing(NamedTuple):
@@ -21,12 +21,14 @@ class Routing(NamedTuple):
             ``position[i]``.
         offs: int32 ``[G]``: cumulative ends of the experts' rows.
         top_k: k.
+        token: int64 ``[T]``: the token of every row, ``source // k``.
     """
 
     source: Tensor
     position: Tensor
     offs: Tensor
     top_k: int
+    token: Tensor
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
@@ -44,47 +46,79 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     if choices.dtype.itemsize < 4:
         choices = choices.int()  # a dtype that may be too narrow to count the experts
     experts, source = torch.sort(choices, stable=True)
-    position = torch.empty_like(source)
-    position[source] = torch.arange(source.shape[0], device=source.device)
+    top_k = top_k_index.shape[-1]
+    position = torch.empty_like(source).scatter_(0, source, torch.arange(source.shape[0], device=source.device))
     groups = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
     offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
-    return Routing(source, position, offs, top_k_index.shape[-1])
+    return Routing(source, position, offs, top_k, source // top_k if top_k != 1 else source)
 
 
 def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
-    """``[S, H]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
+    """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
     if top_k == 1:
         return rows.index_select(0, position)
     # One pass over the rows, where a gather and a sum would write and read another [T, H].
-    return nn.functional.embedding_bag(position.view(-1, top_k), rows, mode="sum")
+    starts = torch.arange(0, position.shape[0], top_k, device=position.device)
+    return torch.embedding_bag(rows, position, starts, mode=0)[0]
+
+
+def _transposed_dispatch(grad: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+    if torch.is_grad_enabled():  # a second order may follow
+        return _Sum.apply(grad, token, position, top_k)
+    return _sum_choices(grad, position, top_k)
 
 
 class _Dispatch(torch.autograd.Function):
+    """Row ``t`` of the result is row ``token[t]`` of ``x``."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, position: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(source, position)
+    def forward(ctx: Any, x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(token, position)
         ctx.top_k = top_k
-        return x.index_select(0, source // top_k)
+        return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, position = ctx.saved_tensors
-        return _Sum.apply(grad, source, position, ctx.top_k), None, None, None
+        token, position = ctx.saved_tensors
+        return _transposed_dispatch(grad, token, position, ctx.top_k), None, None, None
+
+
+class _DispatchBoth(torch.autograd.Function):
+    """``_Dispatch`` of tokens ``[S, H]`` and of weights ``[S, k]``, as one node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, token: Tensor, source: Tensor, position: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(token, source, position)
+        ctx.top_k = top_k
+        return x.index_select(0, token), weights.reshape(-1).index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
+        token, source, position = ctx.saved_tensors
+        dx = _transposed_dispatch(grad, token, position, ctx.top_k) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None, None, None, None
+        dweights = _transposed_dispatch(grad_weights, source, position, 1).view(-1, ctx.top_k)
+        return dx, dweights, None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """The transpose of ``_Dispatch``: each is the other's derivative."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, source: Tensor, position: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(source, position)
+    def forward(ctx: Any, y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(token, position)
         ctx.top_k = top_k
         return _sum_choices(y, position, top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, position = ctx.saved_tensors
-        return _Dispatch.apply(grad, source, position, ctx.top_k), None, None, None
+        token, position = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second order may follow
+            return _Dispatch.apply(grad, token, position, ctx.top_k), None, None, None
+        return grad.index_select(0, token), None, None, None
 
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
@@ -97,7 +131,12 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     Returns:
         ``[T, H]``, grouped by expert.
     """
-    return _Dispatch.apply(x, routing.source, routing.position, routing.top_k)
+    return _Dispatch.apply(x, routing.token, routing.position, routing.top_k)
+
+
+def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]`` at the price of one."""
+    return _DispatchBoth.apply(x, weights, routing.token, routing.source, routing.position, routing.top_k)
 
 
 def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
@@ -110,8 +149,8 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
     Returns:
         ``[T]``.
     """
-    # A dispatch of k times as many tokens of one choice and width one.
-    return _Dispatch.apply(weights.reshape(-1, 1), routing.source, routing.position, 1).view(-1)
+    # A dispatch of k times as many tokens of one choice.
+    return _Dispatch.apply(weights.reshape(-1), routing.source, routing.position, 1)
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
@@ -127,4 +166,4 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         ``[S, H]``: for token ``s``, the sum over its choices ``j`` of ``weights[s, j] * y[row of (s, j)]``.
     """
     rows = y if weights is None else y * dispatch_weights(weights, routing)[:, None]
-    return _Sum.apply(rows, routing.source, routing.position, routing.top_k).to(y.dtype)
+    return _Sum.apply(rows, routing.token, routing.position, routing.top_k).to(y.dtype)

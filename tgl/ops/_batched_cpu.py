@@ -72,14 +72,21 @@ def _suits(*operands: Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(1) == 1 for t in operands)
 
 
-def gemm(a: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None, out: Tensor) -> set[int]:
-    """Write ``a @ b[g] + bias[g]`` for the groups that ``choose`` picks; returns which these are.
+def choose_rows(a: Tensor, sizes: list[int], k: int, n: int) -> list[int]:
+    """The groups for ``gemm``."""
+    return choose(sizes, k, n) if _suits(a) else []
+
+
+def choose_wgrad(a: Tensor, b: Tensor, sizes: list[int]) -> list[int]:
+    """The groups for ``wgrad``."""
+    return choose(sizes, a.shape[1], b.shape[1]) if _suits(a, b) else []
+
+
+def gemm(a: Tensor, b: Tensor, sizes: list[int], groups: list[int], bias: Tensor | None, out: Tensor) -> set[int]:
+    """Write ``a @ b[g] + bias[g]`` for ``groups``, which it returns as a set.
 
     ``baddbmm`` of bfloat16 adds the bias before it rounds, as ``addmm`` does.
     """
-    groups = choose(sizes, *b.shape[1:]) if _suits(a) else []
-    if not groups:
-        return set()
     at = _Places.of(sizes, groups)
     everything = len(groups) == b.shape[0]
     matrices = b if everything else _select(b, at.groups)
@@ -103,11 +110,8 @@ def _select(matrices: Tensor, index: Tensor) -> Tensor:
     return matrices.index_select(0, index)
 
 
-def wgrad(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> set[int]:
+def wgrad(a: Tensor, b: Tensor, sizes: list[int], groups: list[int], out: Tensor) -> set[int]:
     """Write ``a[rows]^T @ b[rows]`` likewise. Padding is zero on both sides: 0 * NaN would be NaN."""
-    groups = choose(sizes, a.shape[1], b.shape[1]) if _suits(a, b) else []
-    if not groups:
-        return set()
     at = _Places.of(sizes, groups)
     padding = at.used.logical_not().nonzero().view(-1)
     x, y = at.rows(a), at.rows(b)

@@ -8,7 +8,6 @@ of returning a silent zero, ``torch.func.grad`` works, and formulas see every ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,9 @@ from torch.autograd import forward_ad
 from .. import backends
 
 LIB = torch.library.Library("tgl", "DEF")
+
+# The dispatch keys (as ``raw_repr``) of calls on ordinary tensors of one device, with no mode or transform active.
+_PLAIN: set[int] = set()
 
 
 class Formula(NamedTuple):
@@ -64,17 +66,26 @@ def define(
         return op
 
     def serve(device_type: str) -> None:
-        LIB.impl(op, kernel, torch._C._dispatch_key_for_device(device_type))
+        key = torch._C._dispatch_key_for_device(device_type)
+        LIB.impl(op, kernel, key)
+        _PLAIN.add(_keys(key, f"Autograd{key}").raw_repr())
 
     backends.on_device(serve)
     if op._schema.is_mutable:
-        LIB.impl(op, _refuse_grad(op), "Autograd", with_keyset=True)
+        LIB.impl(op, _refuse_grad(op, kernel), "Autograd", with_keyset=True)
     elif formula is not None:
-        LIB.impl(op, _differentiate(op, formula), "Autograd", with_keyset=True)
+        LIB.impl(op, _differentiate(op, kernel, formula), "Autograd", with_keyset=True)
     if autocast is not None:
         for device_type in ("cpu", "cuda"):
             LIB.impl(op, _autocast(op, autocast, device_type), f"Autocast{device_type.upper()}")
     return op
+
+
+def _keys(*names: str) -> Any:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
 
 
 def _below_autograd(op: torch._ops.OpOverload, keyset: Any, args: tuple, kwargs: dict) -> Any:
@@ -88,7 +99,7 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> No
             raise RuntimeError(f"{op.name()} has no forward-mode derivative (jvp); use reverse mode")
 
 
-def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
+def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable) -> Callable:
     """The Autograd kernel of an op that writes into an argument."""
     names = [a.name for a in op._schema.arguments]
     written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
@@ -103,7 +114,10 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
                         f"{op.name()}: writes into `{', '.join(written)}` and has no derivative, so no argument may "
                         f"require grad, but `{name}` does; detach it or use torch.no_grad()"
                     )
-        _below_autograd(op, keyset, args, kwargs)
+        if keyset.raw_repr() in _PLAIN:
+            kernel(*args, **kwargs)
+        else:
+            _below_autograd(op, keyset, args, kwargs)
         # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
         given = {**dict(zip(names, args)), **kwargs}
         torch._C._increment_version([given[name] for name in written])
@@ -111,15 +125,22 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable:
     return autograd_kernel
 
 
-def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:
-    """The Autograd kernel of a functional op with a formula."""
+def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula) -> Callable:
+    """The Autograd kernel of a functional op with a formula.
+
+    On plain tensors it calls ``kernel`` itself: the dispatcher would do nothing else, and the way through it, which
+    converts every argument twice, costs as much as all the checks of an op.
+    """
     positional = [a for a in op._schema.arguments if not a.kwarg_only]
     defaults = tuple(a.default_value for a in positional)
     keyword_defaults = {a.name: a.default_value for a in op._schema.arguments if a.kwarg_only}
     count = len(positional)
 
     def forward(ctx: Any, keyset: Any, kwargs: dict, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if keyset.raw_repr() in _PLAIN:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = kernel(*args, **kwargs)
+        elif torch._C._are_functorch_transforms_active():
             # Function.apply turned both grad modes off, which is meant for this level alone: an enclosing level (the
             # outer grad of grad(grad(f)), a jvp) is about to receive the call and must see it.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
@@ -144,12 +165,14 @@ def _differentiate(op: torch._ops.OpOverload, formula: Formula) -> Callable:
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
+        plain = keyset.raw_repr() in _PLAIN
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
-            return _below_autograd(op, keyset, args, kwargs)
+            return kernel(*args, **kwargs) if plain else _below_autograd(op, keyset, args, kwargs)
         if len(args) < count:
             args += defaults[len(args) :]
-        functorch = torch._C._are_functorch_transforms_active()
-        with enable_single_level_autograd_function() if functorch else nullcontext():
+        if plain or not torch._C._are_functorch_transforms_active():
+            return apply(keyset, kwargs, *args)
+        with enable_single_level_autograd_function():
             return apply(keyset, kwargs, *args)
 
     return autograd_kernel

@@ -71,5 +71,6 @@ for _name, _note, _priority, _kernels in (
                 note=_note,
                 emulable=True,
                 prepare=_kernel.prepare,
+                attempt=launch.ATTEMPTS.get(_kernel.run),
             )
         )

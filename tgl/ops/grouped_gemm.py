@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from . import _batched_cpu
+from . import _aten_cpu, _batched_cpu
 from ._library import Formula, autocast_operand, define
-from ._segments import native_matmul, segment_sizes
+from ._segments import below_autograd, native_matmul, segment_sizes
 
 NAME = "grouped_gemm"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None"
@@ -28,10 +28,9 @@ def _kernel(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    out = specs.grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype).empty()
+    spec = specs.grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=True)
-    return out
+    return backends.produce(NAME, a.device, spec, a, b, offs, bias, bias_scale, zero_tail=True)
 
 
 def _kernel_out(
@@ -54,27 +53,67 @@ def _loop(
     zero_tail: bool,
 ) -> None:
     """One matrix product per group (small ones in one batch), fp32 accumulation, one rounding."""
-    sizes = segment_sizes(offs, a.shape[0])
-    direct = (
-        out.dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == a.dtype)
-    )
-    done = _batched_cpu.gemm(a, b, sizes, bias, out) if direct else set()
+    sizes, direct = segment_sizes(offs, a.shape[0]), _direct(a, bias, bias_scale, out.dtype)
+    batch = _batched_cpu.choose_rows(a, sizes, *b.shape[1:]) if direct else []
+    _products(a, b, sizes, batch, bias, bias_scale, out, zero_tail)
+
+
+def _direct(a: Tensor, bias: Tensor | None, bias_scale: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether torch.mm or torch.addmm of the operands as they are computes a group, rounding once."""
+    return dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == dtype)
+
+
+def _produce(
+    spec: specs.TensorSpec,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    zero_tail: bool,
+) -> Tensor:
+    """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
+    sizes, direct = segment_sizes(offs, a.shape[0]), _direct(a, bias, bias_scale, spec.dtype)
+    batch = _batched_cpu.choose_rows(a, sizes, *b.shape[1:]) if direct else []
+    if direct and not batch and bias is None and _aten_cpu.serves(a, b, b.shape[2], offs, sizes):
+        out = torch.nn.functional.grouped_mm(a, b, offs=offs)
+        if zero_tail and sizes[-1]:
+            out[out.shape[0] - sizes[-1] :].zero_()
+        return out
+    out = spec.empty()
+    _products(a, b, sizes, batch, bias, bias_scale, out, zero_tail)
+    return out
+
+
+def _products(
+    a: Tensor,
+    b: Tensor,
+    sizes: list[int],
+    batch: list[int],
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    out: Tensor,
+    zero_tail: bool,
+) -> None:
+    done = _batched_cpu.gemm(a, b, sizes, batch, bias, out) if batch else set()
     if zero_tail and sizes[-1]:
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == b.shape[0]:
         return
-    *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
-    *out_parts, _ = torch.split_with_sizes(out, sizes)
-    if direct and bias is None:
-        for g, (x, w, y) in enumerate(zip(a_parts, b.unbind(), out_parts)):
-            if x.shape[0] and g not in done:
-                torch.mm(x, w, out=y)
-    elif direct and bias is not None:
-        for g, (x, w, y, row) in enumerate(zip(a_parts, b.unbind(), out_parts, bias.unbind())):
-            if x.shape[0] and g not in done:
-                torch.addmm(row, x, w, out=y)
-    else:
-        _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
+    with below_autograd():
+        *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
+        *out_parts, _ = torch.split_with_sizes(out, sizes)
+        if not _direct(a, bias, bias_scale, out.dtype):
+            _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
+        elif bias is None:
+            for g, (x, w, y) in enumerate(zip(a_parts, b.unbind(), out_parts)):
+                if sizes[g] and g not in done:
+                    torch.mm(x, w, out=y)
+        else:
+            for g, (x, w, y, row) in enumerate(zip(a_parts, b.unbind(), out_parts, bias.unbind())):
+                if sizes[g] and g not in done:
+                    torch.addmm(row, x, w, out=y)
 
 
 def _loop_widened(
@@ -242,7 +281,7 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop))
+backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_aten_cpu.NOTE))
 backends.add(
     backends.Implementation(
         NAME, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note="reads offs on the host; one GEMM per group"

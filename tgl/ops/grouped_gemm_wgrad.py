@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from . import _batched_cpu
+from . import _aten_cpu, _batched_cpu
 from ._library import Formula, autocast_operand, define
-from ._segments import native_matmul, segment_sizes
+from ._segments import below_autograd, native_matmul, segment_sizes
 from .grouped_gemm import aten_operand_reason
 
 NAME = "grouped_gemm_wgrad"
@@ -21,10 +21,9 @@ ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
 
 
 def _kernel(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype).empty()
+    spec = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype)
     debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, a, b, offs, out=out)
-    return out
+    return backends.produce(NAME, a.device, spec, a, b, offs)
 
 
 def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -42,38 +41,55 @@ def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) ->
 
 
 def _parts(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> zip:
-    return zip(torch.split_with_sizes(a, sizes), torch.split_with_sizes(b, sizes), out.unbind())
+    """Size, rows of ``a`` transposed, rows of ``b`` and slot of every group."""
+    return zip(sizes, torch.split_with_sizes(a.t(), sizes, 1), torch.split_with_sizes(b, sizes), out.unbind())
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """One matrix product per group (small ones in one batch); an empty group's slot is zeroed."""
-    sizes = segment_sizes(offs, a.shape[0])
-    direct = out.dtype == a.dtype and native_matmul(a)
+    sizes, direct = segment_sizes(offs, a.shape[0]), out.dtype == a.dtype and native_matmul(a)
+    _products(a, b, sizes, direct, _batched_cpu.choose_wgrad(a, b, sizes) if direct else [], out)
+
+
+def _produce(spec: specs.TensorSpec, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
+    sizes, direct = segment_sizes(offs, a.shape[0]), spec.dtype == a.dtype and native_matmul(a)
+    batch = _batched_cpu.choose_wgrad(a, b, sizes) if direct else []
+    if direct and not batch and _aten_cpu.serves(a, b, b.shape[1], offs, sizes):
+        return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
+    out = spec.empty()
+    _products(a, b, sizes, direct, batch, out)
+    return out
+
+
+def _products(a: Tensor, b: Tensor, sizes: list[int], direct: bool, batch: list[int], out: Tensor) -> None:
     acc = specs.accumulator(a.dtype)
-    done = _batched_cpu.wgrad(a, b, sizes, out) if direct else set()
+    done = _batched_cpu.wgrad(a, b, sizes, batch, out) if batch else set()
     if len(done) == out.shape[0]:
         return
-    for g, (x, y, slot) in enumerate(_parts(a, b, sizes, out)):
-        if not x.shape[0]:
-            slot.zero_()
-        elif g in done:
-            continue
-        elif direct:
-            torch.mm(x.t(), y, out=slot)
-        else:
-            slot.copy_(torch.mm(x.to(acc).t(), y.to(acc)))
+    with below_autograd():
+        for g, (size, xt, y, slot) in enumerate(_parts(a, b, sizes, out)):
+            if not size:
+                slot.zero_()
+            elif g in done:
+                continue
+            elif direct:
+                torch.mm(xt, y, out=slot)
+            else:
+                slot.copy_(torch.mm(xt.to(acc), y.to(acc)))
 
 
 def _loop_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """The same added to ``out`` in the accumulator's dtype, then rounded once; an empty group's slot is not touched."""
     acc = specs.accumulator(a.dtype)
-    for x, y, slot in _parts(a, b, segment_sizes(offs, a.shape[0]), out):
-        if not x.shape[0]:
-            continue
-        if slot.dtype == acc:
-            slot.addmm_(x.to(acc).t(), y.to(acc))
-        else:
-            slot.copy_(torch.addmm(slot.to(acc), x.to(acc).t(), y.to(acc)))
+    with below_autograd():
+        for size, xt, y, slot in _parts(a, b, segment_sizes(offs, a.shape[0]), out):
+            if not size:
+                continue
+            if slot.dtype == acc:
+                slot.addmm_(xt.to(acc), y.to(acc))
+            else:
+                slot.copy_(torch.addmm(slot.to(acc), xt.to(acc), y.to(acc)))
 
 
 def _aten(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -154,8 +170,9 @@ def _call_accumulate(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(ACCUMULATE, _call_accumulate)
+backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_aten_cpu.NOTE))
+backends.add(backends.Implementation(ACCUMULATE, "loop of mm", "cpu", _loop_accumulate))
 for _name, _run in ((NAME, _loop), (ACCUMULATE, _loop_accumulate)):
-    backends.add(backends.Implementation(_name, "loop of mm", "cpu", _run))
     backends.add(
         backends.Implementation(
             _name,
