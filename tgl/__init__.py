@@ -1,25 +1,43 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
 
-from . import backends
+from . import backends, recipes
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
+from .meta.quantized import Components
 from .nn import GroupedLinear, GroupedMLP, Routing, combine, dispatch, dispatch_weights, route
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    fp8_scale_from_history,
+    fp8_update_history_,
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
+    group_dequantize,
+    group_quantize,
+    group_requantize,
     grouped_activation,
+    grouped_activation_quantize,
     grouped_dbias,
     grouped_dbias_dscales,
     grouped_gemm,
+    grouped_gemm_scaled,
+    grouped_gemm_scaled_wgrad,
+    grouped_gemm_scaled_wgrad_accumulate_,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_accumulate_,
     splits_to_offsets,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
+    update_amax_history_,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
+    "Components",
     "GraphCaptureError",
     "GroupedLinear",
     "GroupedMLP",
@@ -32,14 +50,31 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "explain",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
+    "group_dequantize",
+    "group_quantize",
+    "group_requantize",
     "grouped_activation",
+    "grouped_activation_quantize",
     "grouped_dbias",
     "grouped_dbias_dscales",
     "grouped_gemm",
+    "grouped_gemm_scaled",
+    "grouped_gemm_scaled_wgrad",
+    "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "recipes",
     "register_implementation",
     "route",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
+    "update_amax_history_",
     "warmup",
 ]

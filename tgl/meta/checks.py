@@ -66,6 +66,18 @@ def size(op: str, argument: str, t: Tensor, dim: int, expected: int | SymInt, mu
         require(same, op, argument, must, t.shape)
 
 
+def size_even(op: str, argument: str, t: Tensor, dim: int, must: str) -> None:
+    """Dimension ``dim`` of ``t`` is even; ``must`` words it."""
+    if (even := t.shape[dim] % 2 == 0) is not True:
+        require(even, op, argument, must, t.shape)
+
+
+def contiguous(op: str, argument: str, t: Tensor) -> None:
+    """``t`` is contiguous."""
+    if not t.is_contiguous():
+        require(False, op, argument, "contiguous", f"strides {t.stride()}")
+
+
 def floating(op: str, argument: str, t: Tensor) -> None:
     """``t`` is one of the floating dtypes that the dense ops compute in."""
     if t.dtype not in FLOATS:

@@ -111,10 +111,16 @@ def _wgrad(op: str, a: Tensor, b: Tensor, offs: Tensor) -> tuple[Dim, Dim, Dim]:
     return offs.shape[0], a_columns, b_columns
 
 
-def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> TensorSpec:
-    """``[T, M]^T x [T, N] -> [G, M, N]``."""
+def grouped_gemm_wgrad(
+    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
+) -> TensorSpec:
+    """``[T, M]^T x [T, N] -> [G, M, N]``; with an ``alignment``, packed as ``allocate_wgrad`` does."""
     op = "grouped_gemm_wgrad"
-    return TensorSpec(_wgrad(op, a, b, offs), checks.out_dtype(op, "out_dtype", a.dtype, out_dtype), a.device)
+    shape = _wgrad(op, a, b, offs)
+    dtype = checks.out_dtype(op, "out_dtype", a.dtype, out_dtype)
+    if alignment is not None:
+        return packed_slots(op, shape[0], shape[1:], dtype, a.device, alignment)
+    return TensorSpec(shape, dtype, a.device)
 
 
 def grouped_gemm_wgrad_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -171,6 +177,13 @@ def allocate_wgrad(
     for size in shape:
         checks.require(size >= 0, op, "shape", "free of negative sizes", tuple(shape))
     checks.require(dtype in checks.FLOATS, op, "dtype", "a floating dtype", dtype, TypeError)
+    return packed_slots(op, num_groups, shape, dtype, device, alignment)
+
+
+def packed_slots(
+    op: str, num_groups: Dim, shape: Sequence[Dim], dtype: torch.dtype, device: torch.device, alignment: int
+) -> TensorSpec:
+    """``[num_groups, *shape]`` with the slot stride padded to a multiple of ``alignment`` bytes."""
     power_of_two = alignment > 0 and alignment & (alignment - 1) == 0
     checks.require(
         power_of_two and alignment >= dtype.itemsize, op, "alignment", "a power of two, at least one element", alignment

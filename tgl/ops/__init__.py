@@ -3,20 +3,52 @@
 from . import cuda_kernels  # noqa: F401 (registers)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
+from .fp8_history import fp8_scale_from_history, fp8_update_history_
+from .group_dequantize import group_dequantize
+from .group_quantize import group_quantize
+from .group_requantize import group_requantize
 from .grouped_activation import grouped_activation
+from .grouped_activation_quantize import grouped_activation_quantize
 from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
+from .grouped_gemm_scaled import grouped_gemm_scaled
+from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_scaled_wgrad_accumulate_
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
+from .scale_layout import (
+    from_blocked_scale,
+    from_te_scale_layout,
+    from_torch_scale_layout,
+    to_blocked_scale,
+    to_te_scale_layout,
+    to_torch_scale_layout,
+)
 from .splits_to_offsets import splits_to_offsets
+from .update_amax_history import update_amax_history_
 
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "fp8_scale_from_history",
+    "fp8_update_history_",
+    "from_blocked_scale",
+    "from_te_scale_layout",
+    "from_torch_scale_layout",
+    "group_dequantize",
+    "group_quantize",
+    "group_requantize",
     "grouped_activation",
+    "grouped_activation_quantize",
     "grouped_dbias",
     "grouped_dbias_dscales",
     "grouped_gemm",
+    "grouped_gemm_scaled",
+    "grouped_gemm_scaled_wgrad",
+    "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "splits_to_offsets",
+    "to_blocked_scale",
+    "to_te_scale_layout",
+    "to_torch_scale_layout",
+    "update_amax_history_",
 ]

@@ -45,6 +45,7 @@ def define(
     formula: Formula | None = None,
     autocast: Callable | None = None,
     factory: bool = False,
+    no_derivative: str = "",
 ) -> torch._ops.OpOverload:
     """Register one op overload and return it.
 
@@ -55,6 +56,7 @@ def define(
         formula: autograd formula. Without one the op refuses inputs that require grad if it mutates an argument.
         autocast: maps ``(dtype, *args, **kwargs)`` to the arguments the op runs with under autocast.
         factory: True for an op without tensor arguments, which serves every device itself.
+        no_derivative: for an op without a formula: refuse inputs that require grad, and say this instead.
     """
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -71,8 +73,8 @@ def define(
         _PLAIN.add(_keys(key, f"Autograd{key}").raw_repr())
 
     backends.on_device(serve)
-    if op._schema.is_mutable:
-        LIB.impl(op, _refuse_grad(op, kernel), "Autograd", with_keyset=True)
+    if op._schema.is_mutable or no_derivative:
+        LIB.impl(op, _refuse_grad(op, kernel, no_derivative), "Autograd", with_keyset=True)
     elif formula is not None:
         LIB.impl(op, _differentiate(op, kernel, formula), "Autograd", with_keyset=True)
     if autocast is not None:
@@ -99,10 +101,12 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> No
             raise RuntimeError(f"{op.name()} has no forward-mode derivative (jvp); use reverse mode")
 
 
-def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable) -> Callable:
-    """The Autograd kernel of an op that writes into an argument."""
+def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Callable:
+    """The Autograd kernel of an op that writes into an argument, or has no derivative by its nature."""
     names = [a.name for a in op._schema.arguments]
     written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    what = f"writes into `{', '.join(written)}` and has no derivative" if written else "has no derivative"
+    advice = advice or "detach it or use torch.no_grad()"
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -111,16 +115,16 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable) -> Callable:
             for name, value in (*zip(names, args), *kwargs.items()):  # the dispatcher drops trailing defaults
                 if isinstance(value, Tensor) and value.requires_grad:
                     raise RuntimeError(
-                        f"{op.name()}: writes into `{', '.join(written)}` and has no derivative, so no argument may "
-                        f"require grad, but `{name}` does; detach it or use torch.no_grad()"
+                        f"{op.name()}: {what}, so no argument may require grad, but `{name}` does; {advice}"
                     )
         if keyset.raw_repr() in _PLAIN:
-            kernel(*args, **kwargs)
+            output = kernel(*args, **kwargs)
         else:
-            _below_autograd(op, keyset, args, kwargs)
+            output = _below_autograd(op, keyset, args, kwargs)
         # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
         given = {**dict(zip(names, args)), **kwargs}
         torch._C._increment_version([given[name] for name in written])
+        return output
 
     return autograd_kernel
 

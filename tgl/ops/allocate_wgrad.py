@@ -14,16 +14,20 @@ from ._library import define
 def _kernel(
     num_groups: int, shape: list[int], dtype: torch.dtype, device: torch.device, alignment: int = 256
 ) -> Tensor:
-    spec = specs.allocate_wgrad(num_groups, shape, dtype, device, alignment)
+    return aligned(specs.allocate_wgrad(num_groups, shape, dtype, device, alignment), alignment)
+
+
+def aligned(spec: specs.TensorSpec, alignment: int) -> Tensor:
+    """The packed tensor ``spec`` describes, uninitialised and starting on ``alignment`` bytes."""
     out = spec.empty()
     if out.data_ptr() % alignment == 0:
         return out
     # The allocator's alignment (64 bytes on a CPU) was not enough: take a later start inside a larger allocation. The
     # round trip through DLPack makes that start the tensor's own, with storage offset 0, as the fake says.
     assert spec.stride is not None
-    count = num_groups * spec.stride[0]
-    room = torch.empty(count + alignment // dtype.itemsize, dtype=dtype, device=device)
-    start = -room.data_ptr() % alignment // dtype.itemsize
+    count = spec.shape[0] * spec.stride[0]
+    room = torch.empty(count + alignment // spec.dtype.itemsize, dtype=spec.dtype, device=spec.device)
+    start = -room.data_ptr() % alignment // spec.dtype.itemsize
     packed = torch.from_dlpack(room[start : start + count])
     return packed.as_strided(spec.shape, spec.stride)
 

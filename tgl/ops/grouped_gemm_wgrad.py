@@ -12,6 +12,7 @@ from ..meta import memory, specs
 from . import _aten_cpu, _batched_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import below_autograd, native_matmul, segment_sizes
+from .allocate_wgrad import aligned
 from .grouped_gemm import aten_operand_reason
 
 NAME = "grouped_gemm_wgrad"
@@ -20,10 +21,16 @@ ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _kernel(a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    spec = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype)
+def _kernel(
+    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
+) -> Tensor:
+    spec = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment)
     debug.check_offs(NAME, offs, a.shape[0])
-    return backends.produce(NAME, a.device, spec, a, b, offs)
+    if alignment is None:
+        return backends.produce(NAME, a.device, spec, a, b, offs)
+    out = aligned(spec, alignment)
+    backends.run(NAME, a.device, a, b, offs, out=out)
+    return out
 
 
 def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -33,11 +40,11 @@ def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     backends.run(NAME, a.device, a, b, offs, out=out)
 
 
-def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
     specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
     memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs)
     debug.check_offs(ACCUMULATE, offs, a.shape[0])
-    backends.run(ACCUMULATE, a.device, a, b, offs, out=main_grad)
+    backends.run(NAME if overwrite else ACCUMULATE, a.device, a, b, offs, out=main_grad)
 
 
 def _parts(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> zip:
@@ -113,6 +120,7 @@ def _save(
     *,
     output: Tensor,
     out_dtype: torch.dtype | None,
+    alignment: int | None,
 ) -> None:
     ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs)
     ctx.dtype = a.dtype
@@ -134,7 +142,7 @@ def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: An
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor a, Tensor b, Tensor offs, *, ScalarType? out_dtype=None) -> Tensor",
+    f"{NAME}(Tensor a, Tensor b, Tensor offs, *, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
     _kernel,
     lambda *args, **kwargs: specs.grouped_gemm_wgrad(*args, **kwargs).empty(),
     formula=Formula(_save, _backward),
@@ -144,25 +152,31 @@ _op_out = define(
     f"{NAME}.out(Tensor a, Tensor b, Tensor offs, *, Tensor(a!) out) -> ()", _kernel_out, specs.grouped_gemm_wgrad_out
 )
 _op_accumulate = define(
-    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad) -> ()",
+    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad, *, bool overwrite=False) -> ()",
     _kernel_accumulate,
-    specs.grouped_gemm_wgrad_accumulate_,
+    lambda a, b, offs, main_grad, *, overwrite=False: specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad),
     autocast=_autocast,
 )
 
 
 def _call(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     if out is not None:
         specs.grouped_gemm_wgrad_out(a, b, offs, out=out)
     else:
-        out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype).meta()
+        out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment).meta()
     return a.device, (a, b, offs), {"out": out}
 
 
 def _call_accumulate(
-    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor
+    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
     return a.device, (a, b, offs), {"out": main_grad}
@@ -198,7 +212,13 @@ backends.add(
 
 
 def grouped_gemm_wgrad(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """For every group, the product of its rows of ``a`` transposed and its rows of ``b``.
 
@@ -211,11 +231,13 @@ def grouped_gemm_wgrad(
         b: ``[T, N]`` of the same dtype.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
+        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
+            if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
         out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as ``allocate_wgrad`` makes
             them.
 
     Returns:
-        ``[G, M, N]``, contiguous; ``out`` itself if given.
+        ``[G, M, N]``, contiguous without ``alignment``; ``out`` itself if given.
 
     Raises:
         TypeError: dtypes that do not fit.
@@ -223,14 +245,18 @@ def grouped_gemm_wgrad(
         RuntimeError: ``out`` is given and an argument requires grad, or a forward-mode derivative is asked for.
     """
     if out is None:
-        return _op(a, b, offs, out_dtype=out_dtype)
+        return _op(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+    if alignment is not None:
+        raise ValueError(f"tgl::{NAME}: `alignment` must be None when `out` is given, but got {alignment}")
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
     _op_out(a, b, offs, out=out)
     return out
 
 
-def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+def grouped_gemm_wgrad_accumulate_(
+    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False
+) -> None:
     """Add the weight gradient of every group to ``main_grad``, in place.
 
     ``main_grad[g] += a[rows of g]^T @ b[rows of g]``, formed in float32 (float64 for float64) and rounded once to the
@@ -243,10 +269,11 @@ def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         main_grad: ``[G, M, N]``, float32 or the dtype of ``a``, row-major (slots and rows may be padded), 16-byte
             aligned, sharing no memory with an operand and requiring no grad.
+        overwrite: replace what ``main_grad`` holds instead of adding to it; the slot of an empty group becomes zero.
 
     Raises:
         TypeError: dtypes that do not fit.
         ValueError: shapes, layouts or devices that do not fit.
         RuntimeError: an argument requires grad while grad mode is on.
     """
-    _op_accumulate(a, b, offs, main_grad)
+    _op_accumulate(a, b, offs, main_grad, overwrite=overwrite)

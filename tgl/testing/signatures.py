@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .quantized_samples import QuantizedSignature
 from .samples import SampleInput, Signature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
 _BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
 _GATED: dict[str, Sequence[Any]] = {"kind": ("swiglu", "clamped_qgeglu"), "interleaved": (False, True)}
 _PLAIN: dict[str, Sequence[Any]] = {"kind": ("srelu",)}
+_SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
+_SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G]"
 
 SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "splits_to_offsets": (Signature("m_splits[G]:sizes -> offs[G]", differentiable=False),),
@@ -46,6 +49,13 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_activation_backward": (
         Signature(_BACKWARD.format(x="2I", y="I"), options=_GATED, **_ACTIVATION),
         Signature(_BACKWARD.format(x="I", y="I"), options=_PLAIN, **_ACTIVATION),
+    ),
+    "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
+    "grouped_gemm_scaled.out": (QuantizedSignature(f"{_SCALED}, out[T,N]! ->", requires={"bias_scale": "bias"}),),
+    "grouped_gemm_scaled_wgrad": (QuantizedSignature(f"{_SCALED_WGRAD} -> dw[G,M,N]"),),
+    "grouped_gemm_scaled_wgrad.out": (QuantizedSignature(f"{_SCALED_WGRAD}, out[G,M,N]! ->"),),
+    "grouped_gemm_scaled_wgrad_accumulate_": (
+        QuantizedSignature(f"{_SCALED_WGRAD.replace('ends', 'ends, main_grad[G,M,N]!')} ->", accumulates=True),
     ),
 }
 """Signatures by op name (without namespace, with the overload unless it is the default one)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """``out = acc + bias[g] * bias_scale[t]`` or ``out += acc``, in float32 and rounded once.
+    """``out = alpha[g] * acc + bias[g] * bias_scale[t]`` or ``out += alpha[g] * acc``, in float32 and rounded once.
 
     Attributes:
         out: dtype of the output, as ``torch`` names it: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
@@ -15,6 +15,8 @@ class EpilogueSpec:
         bias_scale: dtype of ``bias_scale [T]``, or None.
         accumulate: whether the output is added to.
         tail: whether rows past the last group are set to zero (``varlen_m``).
+        alpha: what ``alpha[g]`` is: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
+            product of the decode scales that follow from their amax (NVFP4); None: 1.
     """
 
     out: str
@@ -22,6 +24,7 @@ class EpilogueSpec:
     bias_scale: str | None = None
     accumulate: bool = False
     tail: bool = False
+    alpha: str | None = None
 
     @property
     def reduces(self) -> bool:

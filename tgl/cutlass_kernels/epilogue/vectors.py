@@ -18,6 +18,8 @@ class EpilogueArgs(NamedTuple):
 
     bias: Any  # [G, N]
     bias_scale: Any  # [T]
+    a_factor: Any = None  # [G]
+    b_factor: Any = None  # [G]
 
 
 class TileVectors(NamedTuple):
@@ -77,6 +79,24 @@ def load_vectors(
                 value = args.bias_scale[row + at].to(Float32)
             if at < vectors.bias_scale.shape[0]:
                 vectors.bias_scale[at, 0] = value
+
+
+@cute.jit
+def _decode_scale(amax: Float32) -> Float32:
+    """``S_dec`` of NVFP4: the inverse of ``min(448 * 6 / amax, FLT_MAX)``, and 1 for an amax of 0."""
+    encode = Float32(1)
+    if amax != 0:
+        encode = cutlass.min(Float32(2688) / amax, Float32(3.4028234663852886e38))
+    return Float32(1) / encode
+
+
+@cute.jit
+def alpha(spec: cutlass.Constexpr, args: EpilogueArgs, group: Int32) -> Float32:
+    """The factor of a group."""
+    a, b = args.a_factor[group], args.b_factor[group]
+    if cutlass.const_expr(spec.alpha == "amax"):
+        a, b = _decode_scale(a), _decode_scale(b)
+    return a * b
 
 
 @cute.jit

@@ -45,7 +45,13 @@ class Problem(NamedTuple):
 
 
 class _Policy:
-    """Known while a kernel is traced; a loop that calls its methods carries nothing of it."""
+    """Known while a kernel is traced; a loop that calls its methods carries nothing of it.
+
+    Attributes:
+        trims: whether the mainloop must stop within a stage where a group ends.
+    """
+
+    trims = False
 
     def __extract_mlir_values__(self) -> list:
         return []

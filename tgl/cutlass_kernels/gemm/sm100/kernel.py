@@ -13,16 +13,19 @@ between load and MMA, and two accumulators between MMA and epilogue, so that one
 tile's mainloop.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, Int64, cute, memory, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import blackwell_helpers
+from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.policy import Problem, VarlenK, VarlenM
+from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from .load import load_tiles
 from .mma import multiply_tiles
 from .store import WARP_ROWS, store_tiles
@@ -43,12 +46,21 @@ def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
 
 
 class GroupedGemm:
-    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on."""
+    """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on."""
 
-    def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
-        self.config, self.spec, self.element = config, spec, element
+    def __init__(
+        self,
+        kind: str,
+        config: GemmConfig,
+        spec: EpilogueSpec,
+        a_element: type[cutlass.Numeric],
+        b_element: type[cutlass.Numeric] | None = None,
+        form: OperandFormat = DENSE,
+    ):
+        self.config, self.spec, self.form = config, spec, form
+        self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
-        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
+        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
@@ -57,12 +69,20 @@ class GroupedGemm:
         self.epi_tile = (config.cta_m, min(config.tile_n, 1024 // self.out_element.width))
         group = tcgen05.CtaGroup.TWO if config.two_cta else tcgen05.CtaGroup.ONE
         self.cta_group = group
-        stage = (config.cta_m + config.tile_n // config.ctas) * config.tile_k * element.width // 8
+        row_bits = config.cta_m * a_element.width + config.tile_n // config.ctas * self.b_element.width
+        stage = row_bits * config.tile_k // 8
+        scale_columns = 0
+        if form.vector:  # both CTAs of a pair hold the scales of all of B
+            scale_bytes = form.scale_bytes(config.cta_m) + form.scale_bytes(config.tile_n)
+            stage += scale_bytes
+            scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + self.policy.smem_bytes + OTHER_SMEM
         self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
         self.stage_bytes = stage * config.ctas
+        self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
+        self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
 
     def warp_layout(self) -> cute.ComposedLayout:
         """Shared-memory layout of one epilogue warp's rows of an epilogue tile: what one TMA store moves."""
@@ -83,16 +103,29 @@ class GroupedGemm:
         stream,
     ):
         """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
+        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream)
+
+    @cute.jit
+    def start(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        scales,
+        offs: cute.Tensor,
+        out: cute.Tensor,
+        args: EpilogueArgs,
+        clusters: Int32,
+        stream,
+    ):
+        """Make the maps and launch; ``scales`` are those of A and B in global memory, or None."""
         config = self.config
         problem = self.policy.problem(a, b, offs, out)
         a, b, out = self.policy.views(a, b, out)
-        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
-            self.element, self.element, major(a, 1), major(b, 1), Float32, self.cta_group, self.tiler[:2]
-        )
+        tiled_mma = self.tiled_mma(major(a, 1), major(b, 1), self.cta_group, self.tiler[:2])
         cluster = (config.ctas, 1, 1)
         cluster_vmnk = cute.tiled_divide(cute.make_layout(cluster), (tiled_mma.thr_id.shape,))
-        a_smem = blackwell_helpers.make_smem_layout_a(tiled_mma, self.tiler, self.element, self.stages)
-        b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tiler, self.element, self.stages)
+        a_smem = blackwell_helpers.make_smem_layout_a(tiled_mma, self.tiler, self.a_element, self.stages)
+        b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tiler, self.b_element, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
         a_map, a_coords = cute.nvgpu.make_tiled_tma_atom_A(
             load, a, cute.slice_(a_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
@@ -100,6 +133,9 @@ class GroupedGemm:
         b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
             load, b, cute.slice_(b_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
         )
+        scale_operands: Any = None
+        if cutlass.const_expr(scales is not None):
+            scale_operands = self.scale_maps(tiled_mma, load, cluster_vmnk, *self.policy.scale_views(*scales, problem))
         out_smem = blackwell_helpers.make_smem_layout_epi(
             self.out_element, LayoutEnum.ROW_MAJOR, self.epi_tile, self.epi_stages
         )
@@ -114,11 +150,50 @@ class GroupedGemm:
             cluster_vmnk,
             (a_map, a_coords, a_smem),
             (b_map, b_coords, b_smem),
+            scale_operands,
             (out_map, out_coords, out_smem),
             out if cutlass.const_expr(self.spec.reads_output) else None,
-            EpilogueArgs(bias, bias_scale),
+            args,
             problem,
         ).launch(grid=(running * config.ctas, 1, 1), block=(THREADS, 1, 1), cluster=cluster, stream=stream)
+
+    def tiled_mma(self, a_major, b_major, cta_group, tile: tuple[int, int]) -> cute.TiledMma:
+        """The MMA for operands of these majors."""
+        elements = (self.a_element, self.b_element, a_major, b_major)
+        if not self.form.vector:
+            return blackwell_helpers.make_trivial_tiled_mma(*elements, Float32, cta_group, tile)
+        scale = getattr(cutlass, self.form.scale)
+        return blackwell_helpers.make_blockscaled_trivial_tiled_mma(*elements, scale, self.form.vector, cta_group, tile)
+
+    def scale_maps(self, tiled_mma: cute.TiledMma, load, cluster_vmnk, a_scale: cute.Tensor, b_scale: cute.Tensor):
+        """(map, coordinates, shared memory layout) of the scales of A and of B, and the MMA that partitions B's.
+
+        Each CTA of a pair loads the scales of its rows of A and of all of B.
+        """
+        vector = self.form.vector
+        single = self.tiled_mma(OperandMajorMode.K, OperandMajorMode.K, tcgen05.CtaGroup.ONE, self.scale_tiler[:2])
+        a_smem = blockscaled_layout.make_smem_layout_sfa(tiled_mma, self.tiler, vector, self.stages)
+        b_smem = blockscaled_layout.make_smem_layout_sfb(tiled_mma, self.tiler, vector, self.stages)
+        # A map's box holds up to 256 elements a mode; an atom of 512 bytes is one as 16-bit elements.
+        a_map, a_coords = cute.nvgpu.make_tiled_tma_atom_A(
+            load,
+            a_scale,
+            cute.slice_(a_smem, (None, None, None, 0)),
+            self.tiler,
+            tiled_mma,
+            cluster_vmnk.shape,
+            internal_type=cutlass.Int16,
+        )
+        b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
+            load,
+            b_scale,
+            cute.slice_(b_smem, (None, None, None, 0)),
+            self.scale_tiler,
+            single,
+            (1, 1, 1, 1),
+            internal_type=cutlass.Int16,
+        )
+        return (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), single
 
     @cute.kernel
     def kernel(
@@ -127,6 +202,7 @@ class GroupedGemm:
         cluster_vmnk: cute.Layout,
         a,
         b,
+        scales,
         out,
         out_values: cute.Tensor | None,
         args: EpilogueArgs,
@@ -146,7 +222,7 @@ class GroupedGemm:
 
         allocator = memory.SmemAllocator()
         full = allocator.allocate_array(Int64, 2 * self.stages)
-        accumulated = allocator.allocate_array(Int64, 2 * ACCUMULATORS)
+        accumulated = allocator.allocate_array(Int64, 2 * self.accumulators)
         freed = allocator.allocate(Int64, 8)
         address = allocator.allocate(Int32, 4)
         loads = pipeline.PipelineTmaUmma.create(
@@ -160,7 +236,7 @@ class GroupedGemm:
         )
         results = pipeline.PipelineUmmaAsync.create(
             barrier_storage=accumulated,
-            num_stages=ACCUMULATORS,
+            num_stages=self.accumulators,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * config.ctas),
             cta_layout_vmnk=cluster_vmnk,
@@ -174,12 +250,23 @@ class GroupedGemm:
         )
         pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
 
-        a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, 1024, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.element, b_smem.outer, 1024, swizzle=b_smem.inner)
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        scale_loads: Any = None
+        scale_buffers: Any = None
+        if cutlass.const_expr(scales is not None):
+            (a_scale_map, a_scale_coords, a_layout), (b_scale_map, b_scale_coords, b_layout), single = scales
+            element = getattr(cutlass, self.form.scale)
+            scale_buffers = tuple(allocator.allocate_tensor(element, layout, 128) for layout in (a_layout, b_layout))
+            scale_loads = (
+                (a_scale_map, a_scale_coords, scale_buffers[0]),
+                (b_scale_map, b_scale_coords, scale_buffers[1]),
+                single.get_slice(0),
+            )
         vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
         acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
-        acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
+        acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, self.accumulators)).layout
         rank = block % config.ctas
         first, step = block // config.ctas, blocks // config.ctas
         problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
@@ -192,6 +279,7 @@ class GroupedGemm:
                 thread_mma,
                 (a_map, a_coords, a_buffers),
                 (b_map, b_coords, b_buffers),
+                scale_loads,
                 loads,
                 problem,
                 first,
@@ -202,7 +290,17 @@ class GroupedGemm:
             accumulators = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)
             if rank == 0:
                 multiply_tiles(
-                    self, tiled_mma, a_buffers, b_buffers, accumulators, loads, results, problem, first, step
+                    self,
+                    tiled_mma,
+                    a_buffers,
+                    b_buffers,
+                    scale_buffers,
+                    accumulators,
+                    loads,
+                    results,
+                    problem,
+                    first,
+                    step,
                 )
         if warp < MMA_WARP:
             tmem.allocate(TMEM_COLUMNS)

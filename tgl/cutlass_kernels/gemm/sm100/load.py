@@ -1,5 +1,7 @@
 """The load warp: A and B tiles into the pipeline's buffers by TMA."""
 
+from typing import Any
+
 import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
@@ -8,12 +10,20 @@ from ...schedule import ceil_div
 from ...varlen.policy import Problem
 
 
+def _partition(source, tensor: cute.Tensor, tile: tuple[int, int], at: Int32, partition):
+    """(shared memory, global memory) of one operand's copies: the tile ``at`` of ``tensor``, by stages and by k."""
+    tma, _, buffers = source
+    part = cute.group_modes(partition(cute.local_tile(tensor, tile, (at, None))), 0, 3)
+    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 3), part)
+
+
 @cute.jit
 def load_tiles(
     gemm: cutlass.Constexpr,
     thread_mma: cute.ThrMma,
     a,
     b,
+    scales: Any,
     loads: pipeline.PipelineTmaUmma,
     problem: Problem,
     first: Int32,
@@ -25,29 +35,33 @@ def load_tiles(
         gemm: the ``GroupedGemm``.
         thread_mma: this CTA's part of the MMA.
         a, b: (map, coordinate tensor of the map, buffers ``[..., stages]``).
+        scales: the same of their scales and the thread's part of the MMA that partitions those of B, or None.
         loads: pipeline to the MMA warp.
     """
     policy = gemm.policy
     tile_m, tile_n, tile_k = gemm.tiler
-    a_map, a_coords, a_buffers = a
-    b_map, b_coords, b_buffers = b
-    a_stages, b_stages = cute.group_modes(a_buffers, 0, 3), cute.group_modes(b_buffers, 0, 3)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
-        a_tile = cute.local_tile(policy.a(a_coords, tile), (tile_m, tile_k), (tile.m, None))
-        b_tile = cute.local_tile(policy.b(b_coords, tile), (tile_n, tile_k), (tile.n, None))
-        a_part = cute.group_modes(thread_mma.partition_A(a_tile), 0, 3)
-        b_part = cute.group_modes(thread_mma.partition_B(b_tile), 0, 3)
-        alone = cute.make_layout(1)
-        a_to, a_from = cpasync.tma_partition(a_map, 0, alone, a_stages, a_part)
-        b_to, b_from = cpasync.tma_partition(b_map, 0, alone, b_stages, b_part)
+        a_to, a_from = _partition(a, policy.a(a[1], tile), (tile_m, tile_k), tile.m, thread_mma.partition_A)
+        b_to, b_from = _partition(b, policy.b(b[1], tile), (tile_n, tile_k), tile.n, thread_mma.partition_B)
+        if cutlass.const_expr(scales is not None):
+            a_scale, b_scale, single = scales
+            wide = policy.a_scale(a_scale[1], tile)
+            sa_to, sa_from = _partition(a_scale, wide, (tile_m, tile_k), tile.m, thread_mma.partition_A)
+            wide = policy.b_scale(b_scale[1], tile)
+            sb_to, sb_from = _partition(b_scale, wide, (tile_n, tile_k), tile.n, single.partition_B)
+            sa_to, sa_from = cute.filter_zeros(sa_to), cute.filter_zeros(sa_from)
+            sb_to, sb_from = cute.filter_zeros(sb_to), cute.filter_zeros(sb_from)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
             loads.producer_acquire(state)
             barrier = loads.producer_get_barrier(state)
-            cute.copy(a_map, a_from[None, k], a_to[None, state.index], tma_bar_ptr=barrier)
-            cute.copy(b_map, b_from[None, k], b_to[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(a[0], a_from[None, k], a_to[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(b[0], b_from[None, k], b_to[None, state.index], tma_bar_ptr=barrier)
+            if cutlass.const_expr(scales is not None):
+                cute.copy(scales[0][0], sa_from[None, k], sa_to[None, state.index], tma_bar_ptr=barrier)
+                cute.copy(scales[1][0], sb_from[None, k], sb_to[None, state.index], tma_bar_ptr=barrier)
             state.advance()
         first += step
         search, tile = policy.find(search, first, problem)

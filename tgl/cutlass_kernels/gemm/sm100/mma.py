@@ -1,11 +1,51 @@
 """The MMA warp: tcgen05.mma from the pipeline's buffers into the accumulators."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
+from cutlass.utils import blockscaled_layout
 
 from ...schedule import ceil_div
 from ...varlen.policy import Problem
+
+
+class _Scales(NamedTuple):
+    """One operand's scales: a copy from shared to tensor memory, its two sides, and what the MMA reads."""
+
+    copy: cute.TiledCopy
+    source: cute.Tensor  # [..., stages]
+    to: cute.Tensor
+    operand: cute.Tensor  # [..., blocks]
+
+
+def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Pointer) -> _Scales:
+    """The scales in ``buffers``, once copied to tensor memory of ``layout`` at ``pointer``."""
+    operand = cute.make_tensor(pointer, layout)
+    source, to = cute.filter_zeros(buffers), cute.filter_zeros(operand)
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(gemm.cta_group), buffers.element_type)
+    copy = tcgen05.make_s2t_copy(atom, to)
+    part = copy.get_slice(0)
+    source = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(source))
+    return _Scales(copy, source, part.partition_D(to), operand)
+
+
+def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Tensor) -> tuple[_Scales, _Scales]:
+    """Those of A and of B, in tensor memory behind the accumulators."""
+    (a_buffers, b_buffers), vector = buffers, gemm.form.vector
+    free = accumulators.iterator + tcgen05.find_tmem_tensor_col_offset(accumulators)
+    pointer = cute.recast_ptr(free, dtype=a_buffers.element_type)
+    layout = blockscaled_layout.make_tmem_layout_sfa(
+        tiled_mma, gemm.tiler, vector, cute.slice_(a_buffers.layout, (None, None, None, 0))
+    )
+    a = _scales(gemm, layout, a_buffers, pointer)
+    free += tcgen05.find_tmem_tensor_col_offset(a.operand)
+    pointer = cute.recast_ptr(free, dtype=b_buffers.element_type)
+    layout = blockscaled_layout.make_tmem_layout_sfb(
+        tiled_mma, gemm.tiler, vector, cute.slice_(b_buffers.layout, (None, None, None, 0))
+    )
+    return a, _scales(gemm, layout, b_buffers, pointer)
 
 
 @cute.jit
@@ -14,6 +54,7 @@ def multiply_tiles(
     tiled_mma: cute.TiledMma,
     a_buffers: cute.Tensor,
     b_buffers: cute.Tensor,
+    scale_buffers: Any,
     accumulators: cute.Tensor,
     loads: pipeline.PipelineTmaUmma,
     results: pipeline.PipelineUmmaAsync,
@@ -26,6 +67,7 @@ def multiply_tiles(
     Args:
         gemm: the ``GroupedGemm``.
         a_buffers, b_buffers: shared memory ``[..., stages]``.
+        scale_buffers: the same of their scales, or None.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         loads: pipeline from the load warp.
         results: pipeline to the epilogue warps.
@@ -33,6 +75,8 @@ def multiply_tiles(
     policy = gemm.policy
     a_operand, b_operand = tiled_mma.make_fragment_A(a_buffers), tiled_mma.make_fragment_B(b_buffers)
     blocks = cute.size(a_operand, mode=[2])
+    if cutlass.const_expr(scale_buffers is not None):
+        a_scales, b_scales = _both_scales(gemm, tiled_mma, scale_buffers, accumulators)
     loaded = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.stages)
     made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cute.size(accumulators, mode=[3]))
     search = policy.start(problem)
@@ -42,11 +86,24 @@ def multiply_tiles(
             results.producer_acquire(made)
             accumulator = accumulators[None, None, None, made.index]
             tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
-            for _ in cutlass.range(ceil_div(policy.depth(tile, problem), gemm.tiler[2]), unroll=1):
+            depth = policy.depth(tile, problem)
+            for k in cutlass.range(ceil_div(depth, gemm.tiler[2]), unroll=1):
                 loads.consumer_wait(loaded)
+                if cutlass.const_expr(scale_buffers is not None):
+                    stage = (None, None, None, None, loaded.index)
+                    cute.copy(a_scales.copy, a_scales.source[stage], a_scales.to)
+                    cute.copy(b_scales.copy, b_scales.source[stage], b_scales.to)
                 for block in cutlass.range_constexpr(blocks):
                     at = (None, None, block, loaded.index)
-                    cute.gemm(tiled_mma, accumulator, a_operand[at], b_operand[at], accumulator)
+                    a_part, b_part = a_operand[at], b_operand[at]
+                    if cutlass.const_expr(scale_buffers is not None):
+                        a_part = [a_part, a_scales.operand[None, None, block]]
+                        b_part = [b_part, b_scales.operand[None, None, block]]
+                    # What lies behind a group in operands stored by place belongs to the next one.
+                    if cutlass.const_expr(block == 0 or not policy.trims):  # noqa: SIM114 (known while tracing)
+                        cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
+                    elif k * gemm.tiler[2] + block * (gemm.tiler[2] // blocks) < depth:
+                        cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
                 loads.consumer_release(loaded)
                 loaded.advance()

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ...config import VARLEN_M
-from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, load_vectors
+from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
 from ...varlen.policy import Problem
 
 THREADS = 128
@@ -107,6 +107,10 @@ def store_tiles(
                         THREADS,
                     )
                 _meet()
+            factor = Float32(1)
+            if cutlass.const_expr(spec.alpha):  # noqa: SIM102
+                if product:
+                    factor = alpha(spec, args, tile.group)
             target = policy.out(out_coords, tile)
             # The map alone would drop rows that lie outside; those of a whole warp need not be made.
             height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
@@ -130,6 +134,8 @@ def store_tiles(
                         if cutlass.const_expr(piece == pieces - 1):
                             with cute.arch.elect_one():
                                 results.consumer_release(made)
+                        if cutlass.const_expr(spec.alpha):
+                            acc.store(acc.load() * factor)
                         if cutlass.const_expr(spec.bias):
                             scale = None
                             if cutlass.const_expr(spec.bias_scale):

@@ -1,0 +1,119 @@
+"""GEMM kernels on quantised operands, run on the emulator between canaries against the CPU implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import tgl
+from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
+from tgl import backends
+from tgl.cutlass_kernels import launch, launch_scaled
+from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.testing import emulator
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_compiled: dict = {}
+
+
+@dataclass(frozen=True)
+class ScaledCase:
+    """A kernel and the sizes it is run on; ``tail`` rows hold NaN before they are quantised."""
+
+    format: str
+    tile_m: int
+    tile_n: int
+    sizes: tuple[int, ...]
+    direction: str = "rowwise"
+    tail: int = 9
+    depth: int = 192  # varlen_m: K; varlen_k: M
+    columns: int = 160
+    out: torch.dtype = torch.bfloat16
+    bias: torch.dtype | None = None
+    bias_scale: torch.dtype | None = None
+    zero_tail: bool = True
+    accumulate: bool = False
+    b_dtype: torch.dtype | None = None
+
+    @property
+    def config(self) -> GemmConfig:
+        return GemmConfig(self.tile_m, self.tile_n, FORMATS[self.format].tile_k, two_cta=self.tile_m == 256)
+
+    @property
+    def options(self) -> dict:
+        return {"format": self.format} | ({"scale_layout": "blocked"} if FORMATS[self.format].vector else {})
+
+
+def exact(*shape: int) -> torch.Tensor:
+    """-1, 0 and 1 times a power of two per square of 16: every sum of products of their quantised values is exact."""
+    values = torch.randint(-1, 2, shape).float()
+    blocks = torch.randint(0, 3, (*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16)))
+    powers = blocks.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., : shape[-2], : shape[-1]]
+    return (values * 2.0**powers).bfloat16()
+
+
+def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
+    """The compiled kernel; compiled once per process. Only inside ``emulate``."""
+    name, form = launch._name, FORMATS[case.format]
+    tail = case.zero_tail and kind == VARLEN_M
+    spec = EpilogueSpec(
+        name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, tail=tail, alpha=form.alpha
+    )
+    rows_first = kind == VARLEN_M and (case.direction == "rowwise" or form.placed)
+    key = launch_scaled.ScaledPlanKey(
+        kind, "sm_100", True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config
+    )
+    if key not in _compiled:
+        _compiled[key] = launch_scaled.build(key)
+    return _compiled[key]
+
+
+def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
+    """Run ``case`` and compare every byte of the output's buffer, for every seed."""
+    torch.manual_seed(sum(case.sizes))
+    rows, groups = sum(case.sizes) + case.tail, len(case.sizes)
+    offs = torch.tensor(case.sizes).cumsum(0).int()
+    x = exact(rows, case.depth)
+    x[rows - case.tail :] = float("nan")
+    bias = torch.randint(-3, 4, (groups, case.columns)).to(case.bias) if case.bias else None
+    scale = torch.randint(-2, 3, (rows,)).to(case.bias_scale) if case.bias_scale else None
+    q = tgl.group_quantize(x, offs, **case.options)
+    shape = (rows, case.columns) if kind == VARLEN_M else (groups, case.depth, case.columns)
+    buffer, out = framed(*shape, dtype=case.out)
+    expected = torch.full(shape, CANARY, dtype=case.out)
+    amax = FORMATS[case.format].alpha == "amax"
+    if kind == VARLEN_M:
+        across = case.direction == "columnwise"
+        w = exact(groups, *((case.depth, case.columns) if across else (case.columns, case.depth)))
+        p = tgl.group_quantize(w, None, **case.options)
+        b = p[3:6] if across else p[:3]
+        a = q[:3]
+        options = case.options | {"b_direction": case.direction}
+        value = tgl.grouped_gemm_scaled
+    else:
+        dy = exact(rows, case.columns)
+        dy[rows - case.tail :] = float("nan")
+        p = tgl.group_quantize(dy, offs, **case.options, **({"dtype": case.b_dtype} if case.b_dtype else {}))
+        a, b, options, value = q[3:6], p[3:6], case.options, tgl.grouped_gemm_scaled_wgrad
+    factors = (a[2], b[2]) if amax else (None, None)
+    if kind == VARLEN_M:
+        reference = value(a[0], a[1], b[0], b[1], offs, *factors, bias, scale, **options, out_dtype=case.out)
+        end = rows if case.zero_tail else rows - case.tail
+        expected[:end] = reference[:end]
+    else:
+        reference = value(a[0], a[1], b[0], b[1], offs, *factors, **options, out_dtype=torch.float32)
+        start = torch.full(shape, CANARY, dtype=case.out).float() if case.accumulate else 0
+        expected = (start + reference).to(case.out)
+    with emulator.emulate("sm_100a") as machine, backends.emulated_device("sm_100"):
+        call = function(kind, case, a[0], b[0])
+        for seed in seeds:
+            buffer.fill_(CANARY)
+            machine.seed = seed
+            call(a[0], a[1], b[0], b[1], offs, *factors, out, bias, scale, CLUSTERS)
+            assert torch.equal(out, expected), f"seed {seed}: {(out != expected).sum()} elements differ"
+            out.fill_(CANARY)
+            assert (buffer == CANARY).all(), f"seed {seed}: written around the output"
+        return machine.launches[-1]

@@ -1,0 +1,77 @@
+"""sm_100a kernels on quantised operands: exact where sums are, canaries intact, under adversarial timing."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, run
+from tgl import backends
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
+
+GEMM = {
+    "mxfp8": ScaledCase("mxfp8", 128, 128, RAGGED),
+    "mxfp8, columnwise weights": ScaledCase("mxfp8", 128, 128, RAGGED, "columnwise", out=F32),
+    "mxfp8, wide": ScaledCase("mxfp8", 128, 256, RAGGED, columns=272, bias=BF16),
+    "mxfp8, pair": ScaledCase("mxfp8", 256, 128, RAGGED, bias=F32, bias_scale=F32, zero_tail=False, tail=150),
+    "mxfp8, wide pair, columnwise": ScaledCase("mxfp8", 256, 256, (257, 0, 255, 1), "columnwise", columns=272),
+    "mxfp8, partial last block": ScaledCase("mxfp8", 128, 128, (70, 3), depth=80, columns=48),
+    "mxfp8, all empty": ScaledCase("mxfp8", 128, 128, (0, 0, 0), tail=140),
+    "nvfp4": ScaledCase("nvfp4", 128, 128, RAGGED),
+    "nvfp4, columnwise weights, pair": ScaledCase("nvfp4", 256, 128, RAGGED, "columnwise", out=F32, bias=F32),
+    "nvfp4, wide": ScaledCase("nvfp4", 128, 256, (300, 0, 2), columns=288, out=F16),
+    "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED),
+    "fp8_tensor, columnwise weights, pair": ScaledCase("fp8_tensor", 256, 256, RAGGED, "columnwise", out=F32),
+}
+WGRAD = {
+    "mxfp8": ScaledCase("mxfp8", 128, 128, RAGGED, out=F32),
+    "mxfp8, mixed, accumulate": ScaledCase("mxfp8", 128, 256, RAGGED, out=F32, accumulate=True, b_dtype=E5M2),
+    "mxfp8, pair, 16 bits": ScaledCase("mxfp8", 256, 128, RAGGED, depth=272, columns=144, accumulate=True),
+    "nvfp4": ScaledCase("nvfp4", 128, 128, RAGGED, out=F32),
+    "nvfp4, wide pair, accumulate": ScaledCase("nvfp4", 256, 256, RAGGED, depth=288, out=F32, accumulate=True),
+    "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, out=F32),
+    "fp8_tensor, pair": ScaledCase("fp8_tensor", 256, 128, (33, 0, 200, 31, 32), depth=272, b_dtype=E5M2),
+    "mxfp8, all empty": ScaledCase("mxfp8", 128, 128, (0, 0), tail=20),
+}
+KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for case in WGRAD.values()]
+NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
+
+
+@pytest.mark.parametrize("kind, case", KINDS, ids=NAMES)
+def test_exact(kind, case):
+    run(kind, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, case", KINDS, ids=NAMES)
+def test_exact_under_many_schedules(kind, case):
+    run(kind, case, seeds=range(1, 7))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_tensor"])
+def test_ops_run_one_kernel_each(format):
+    layout = {"scale_layout": "blocked"} if format != "fp8_tensor" else {}
+    offs = torch.tensor([3, 3, 40, 41], dtype=torch.int32)
+    x, w = torch.randn(50, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
+    q, p = (tgl.group_quantize(t, o, format=format, **layout) for t, o in ((x, offs), (w, None)))
+    amax = (q.amax, p.amax) if format == "nvfp4" else ()
+    options = {"format": format, **layout}
+    with emulator.emulate("sm_100a", detect_races=False) as machine:
+        y = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
+        dw = tgl.grouped_gemm_scaled_wgrad(
+            *(q.columnwise_data, q.columnwise_scale) * 2, offs, *(q.columnwise_amax,) * len(amax), **options
+        )
+        assert len(machine.launches) == 2
+    assert y.shape == (50, 32)
+    assert not y[41:].any()
+    assert dw.shape == (4, 64, 64)
+    assert not dw[1].any()
+    with backends.emulated_device("no such device"):
+        near = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
+    assert (y.float() - near.float()).abs().max() <= near.abs().max().float() * 2.0**-8  # one rounding to bfloat16

@@ -1,0 +1,158 @@
+"""Quantisation kernels on the emulator: the bytes of the CPU implementation, and nothing written around them."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tgl import backends
+from tgl.meta.quantized import Components
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
+MANY = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
+MARGIN, CANARY = 64, 0xA5
+
+
+def awkward(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of every exponent, zeros of both signs, the largest, the smallest, Inf and NaN."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-40, 40, shape).float())
+    flat = x.view(-1, shape[-1])
+    info = torch.finfo(dtype)
+    special = (0.0, -0.0, info.max, info.tiny, info.smallest_normal / 4, 448.0, -448.0, 480.0, float("inf"))
+    for i, value in enumerate((*special, float("nan"))):
+        if 7 * i + 3 < flat.shape[0]:
+            flat[7 * i + 3, : 8 * (i + 1)] = value
+    flat[1::11] = 0.0
+    return x.to(dtype)
+
+
+def framed(components: Components) -> tuple[list[torch.Tensor], Components]:
+    """Buffers like ``components`` in the middle of canaries."""
+    buffers, views = [], []
+    for t in components:
+        buffer = torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8)
+        buffers.append(buffer)
+        views.append(buffer[MARGIN:-MARGIN].view(t.dtype).view(t.shape))
+    return buffers, Components(*views)
+
+
+def check(x, offs, arch="sm_100a", seeds=(0,), **options):
+    expected = tgl.group_quantize(x, offs, **options)
+    extra = {k: options.pop(k) for k in ("row_scale",) if k in options}
+    buffers, out = framed(expected)
+    with emulator.emulate(arch) as machine:
+        for seed in seeds:
+            machine.seed = seed
+            before = len(machine.launches)
+            for buffer in buffers:
+                buffer.fill_(CANARY)
+            tgl.group_quantize(x, offs, **extra, **options, out=out)
+            assert len(machine.launches) > before
+            for name, ours, theirs in zip(Components._fields, out, expected):
+                differ = (ours.view(torch.uint8) != theirs.view(torch.uint8)).sum()
+                assert differ == 0, f"{name}: {differ} bytes differ"
+            for buffer in buffers:
+                assert (buffer[:MARGIN] == CANARY).all()
+                assert (buffer[-MARGIN:] == CANARY).all()
+
+
+def grouped(sizes, tail, columns, dtype):
+    torch.manual_seed(len(sizes))
+    x = awkward(sum(sizes) + tail, columns, dtype=dtype)
+    x[sum(sizes) :] = float("nan")
+    return x, torch.tensor(sizes).cumsum(0).int()
+
+
+CASES = {
+    "both, blocked": dict(scale_layout="blocked"),
+    "both, compact": dict(),
+    "rowwise, floor": dict(columnwise=False, scaling="floor", scale_layout="blocked"),
+    "columnwise, even": dict(rowwise=False, scaling="even"),
+    "E5M2": dict(dtype=E5M2, scale_layout="blocked"),
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_groups(options):
+    check(*grouped(RAGGED, 9, 272, BF16), format="mxfp8", **options)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("scaling", ["rceil", "floor", "even"])
+def test_sources_and_scalings(dtype, scaling):
+    check(*grouped((3, 60), 140, 80, dtype), format="mxfp8", scaling=scaling, dtype=E5M2, scale_layout="blocked")
+
+
+@pytest.mark.parametrize("sizes, tail", [(MANY, 0), ((0, 0, 0), 300), ((256, 128), 0), ((0, 1, 0), 127), ((), 40)])
+@pytest.mark.parametrize("layout", ["compact", "blocked"])
+def test_routings(sizes, tail, layout):
+    check(*grouped(sizes, tail, 40, BF16), format="mxfp8", scale_layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["compact", "blocked"])
+@pytest.mark.parametrize("rows", [200, 32, 7])
+def test_matrices(layout, rows):
+    check(awkward(3, rows, 136, dtype=BF16), None, format="mxfp8", scale_layout=layout)
+
+
+def test_row_scale():
+    x, offs = grouped(RAGGED, 9, 64, BF16)
+    factors = torch.rand(x.shape[0])
+    factors[offs[-1] :] = float("nan")
+    expected = tgl.group_quantize(x, offs, row_scale=factors, format="mxfp8")
+    with emulator.emulate("sm_100a") as machine:
+        ours = tgl.group_quantize(x, offs, row_scale=factors, format="mxfp8")
+        assert len(machine.launches) == 1
+    for a, b in zip(ours, expected):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_hopper_and_many_schedules():
+    check(*grouped((3, 0, 140), 9, 136, BF16), arch="sm_90a", seeds=range(3), format="mxfp8", scale_layout="blocked")
+
+
+@pytest.mark.parametrize("flag", [torch.tensor([1.0]), torch.tensor(True)])
+def test_noop_writes_nothing(flag):
+    x, offs = grouped((3, 40), 9, 64, BF16)
+    buffers, out = framed(tgl.group_quantize(x, offs, format="mxfp8"))
+    with emulator.emulate("sm_100a") as machine:
+        tgl.group_quantize(x, offs, noop=flag, format="mxfp8", out=out)
+        assert len(machine.launches) == 1
+        assert all((buffer == CANARY).all() for buffer in buffers)
+        tgl.group_quantize(x, offs, noop=torch.zeros_like(flag), format="mxfp8", out=out)
+    assert not all((buffer == CANARY).all() for buffer in buffers)
+
+
+def test_bad_offsets_stay_inside():
+    x = torch.randn(100, 64).bfloat16()
+    offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
+    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="mxfp8"))
+    with emulator.emulate("sm_100a"):
+        tgl.group_quantize(x, offs, format="mxfp8", out=out)
+    for buffer in buffers:
+        assert (buffer[:MARGIN] == CANARY).all()
+        assert (buffer[-MARGIN:] == CANARY).all()
+
+
+def test_what_it_does_not_take_is_said():
+    x, offs = torch.zeros(8, 36, dtype=BF16), torch.tensor([8], dtype=torch.int32)
+    with backends.emulated_device("sm_100"):
+        assert "multiple of 8" in str(tgl.explain("group_quantize", x, offs, format="mxfp8"))
+        columns = torch.zeros(64, 8, dtype=BF16).t()
+        assert "row-major" in str(tgl.explain("group_quantize", columns, offs, format="mxfp8"))
+
+
+def test_dbias_goes_along():
+    x, offs = grouped(RAGGED, 9, 64, BF16)
+    x = torch.randint(-4, 5, x.shape).to(BF16)
+    expected = tgl.group_quantize(x, offs, format="mxfp8", dbias=True)
+    with emulator.emulate("sm_100a") as machine:
+        ours = tgl.group_quantize(x, offs, format="mxfp8", dbias=True)
+        assert len(machine.launches) == 2
+    assert torch.equal(ours.dbias, expected.dbias)
+    assert torch.equal(ours.data.view(torch.uint8), expected.data.view(torch.uint8))

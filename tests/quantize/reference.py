@@ -1,0 +1,273 @@
+"""The formats written again, one element at a time: what the bytes of every component must be.
+
+Python floats hold float32 values exactly; ``f32`` is where a float32 operation rounds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import struct
+
+import numpy as np
+
+NAN = float("nan")
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+def f32(value):
+    """The float32 nearest to a Python float."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def from_bits(bits):
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def to_bits(value):
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+class Element:
+    """An FP8 type by the list of its non-negative values; the index of one is its code."""
+
+    def __init__(self, mantissa, bias, last, max_exponent, inverse_max):
+        ones = 1 << mantissa
+        self.values = []
+        for code in range(last + 1):
+            exponent, fraction = divmod(code, ones)
+            normal = (ones + fraction) * 2.0 ** (exponent - bias - mantissa)
+            self.values.append(normal if exponent else fraction * 2.0 ** (1 - bias - mantissa))
+        self.mantissa, self.max = mantissa, self.values[-1]
+        self.max_exponent, self.inverse_max = max_exponent, from_bits(inverse_max)
+
+    def cast(self, value):
+        """Nearest, ties to the even code, saturating; one NaN."""
+        if math.isnan(value):
+            return 0x7F
+        sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+        magnitude = abs(value)
+        if magnitude >= self.max:
+            return sign | (len(self.values) - 1)
+        below = bisect.bisect_right(self.values, magnitude) - 1
+        middle = (self.values[below] + self.values[below + 1]) / 2
+        if magnitude != middle:
+            return sign | (below + (magnitude > middle))
+        return sign | (below + below % 2)
+
+
+E4M3 = Element(3, 7, 0x7E, 8, 0x3B124925)
+E5M2 = Element(2, 15, 0x7B, 15, 0x37924925)
+POWERS = [2.0 ** (byte - 127) for byte in range(255)]
+
+
+def largest(values):
+    """Maximum magnitude; NaN if any is."""
+    amax = 0.0
+    for value in values:
+        amax = abs(value) if math.isnan(value) or abs(value) > amax else amax
+        if math.isnan(amax):
+            return amax
+    return amax
+
+
+def e8m0(amax, element, scaling):
+    """The scale byte of a block."""
+    if not math.isfinite(amax):
+        return 0xFF
+    if scaling == "rceil":
+        return bisect.bisect_left(POWERS, f32(amax * element.inverse_max))  # the product of two float32 is exact
+    fraction, exponent = math.frexp(amax)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
+    if scaling == "even":
+        steps = 2.0 ** (element.mantissa + 1)
+        fraction = math.floor(fraction * steps + 0.5) / steps
+        exponent += fraction == 1.0
+    return max(exponent - 1 + 127 - element.max_exponent, 0) if amax else 0
+
+
+def mx_block(values, element, scaling):
+    """Scale byte and element bytes."""
+    byte = e8m0(largest(values), element, scaling)
+    if byte == 0xFF:
+        return byte, [0x7F] * len(values)
+    return byte, [element.cast(f32(value * 2.0 ** (127 - byte))) for value in values]
+
+
+def fp8_scale(amax, element, power_of_two, eps):
+    """``scale`` and ``scale_inv``."""
+    if not math.isfinite(amax):
+        return 1.0, NAN
+    amax = max(amax, eps)
+    scale = 1.0 if amax == 0 else min(float(np.float32(element.max) / np.float32(amax)), FLT_MAX)
+    if power_of_two:
+        scale = from_bits(to_bits(scale) & 0xFF800000)
+    return scale, float(np.float32(1) / np.float32(scale))
+
+
+def fp8_block(values, element, power_of_two, eps):
+    """``scale_inv`` and element bytes."""
+    scale, inverse = fp8_scale(largest(values), element, power_of_two, eps)
+    return inverse, [element.cast(f32(value * scale)) for value in values]
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def begins(ends, unit):
+    """Coordinate of every group's first token."""
+    return [(first // unit + group) * unit for group, first in enumerate([0, *ends][: len(ends)])]
+
+
+def padded(rows, groups, unit):
+    return unit * max(math.ceil(rows / unit) + groups - 1, 0)
+
+
+def blocked_offset(y, x, columns):
+    return ((y // 128) * math.ceil(columns / 4) + x // 4) * 512 + (y % 32) * 16 + ((y % 128) // 32) * 4 + x % 4
+
+
+def blocked_bytes(rows, columns):
+    return 512 * math.ceil(rows / 128) * math.ceil(columns / 4)
+
+
+class Sink:
+    """The scales of one matrix ``[rows, columns]``, compact (perhaps stored transposed) or blocked."""
+
+    def __init__(self, rows, columns, dtype, blocked):
+        self.columns, self.blocked = columns, blocked
+        self.array = np.zeros(blocked_bytes(rows, columns) if blocked else (rows, columns), dtype)
+
+    def put(self, y, x, value):
+        self.array[blocked_offset(y, x, self.columns) if self.blocked else (y, x)] = value
+
+
+class Operand:
+    """Rows in groups, or (``ends=None``) one matrix, which is a single group without placement."""
+
+    def __init__(self, x, ends):
+        self.x, self.rows, self.columns = x, *x.shape
+        self.placed = ends is not None
+        self.ends = list(ends) if self.placed else [self.rows]
+
+    def groups(self):
+        first = 0
+        for group, end in enumerate(self.ends):
+            yield group, range(first, end)
+            first = end
+
+    def begins(self, unit):
+        return begins(self.ends, unit) if self.placed else [0]
+
+    def padded(self, unit):
+        return padded(self.rows, len(self.ends), unit) if self.placed else self.rows
+
+    def units(self, unit, block):
+        return self.padded(unit) // block if self.placed else math.ceil(self.rows / block)
+
+    def rowwise(self, block, make, sink, data, unit):
+        """``make(values) -> scale, bytes`` for every block along the columns."""
+        for group, rows in self.groups():
+            for t in rows:
+                for b in range(math.ceil(self.columns / block)):
+                    columns = range(b * block, min((b + 1) * block, self.columns))
+                    scale, data[t, columns.start : columns.stop] = make([float(self.x[t, k]) for k in columns])
+                    sink.put(self.begins(unit)[group] + t - rows.start if sink.blocked else t, b, scale)
+
+    def columnwise(self, block, make, put_scale, put_byte):
+        """The same along the rows; ``put_byte(group, row, row in the group, column, byte)``."""
+        for group, rows in self.groups():
+            for b in range(math.ceil(len(rows) / block)):
+                chosen = rows[b * block : (b + 1) * block]
+                for k in range(self.columns):
+                    scale, made = make([float(self.x[t, k]) for t in chosen])
+                    put_scale(group, b, k, scale)
+                    for t, byte in zip(chosen, made):
+                        put_byte(group, t, t - rows.start, k, byte)
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+EMPTY_FLOAT, EMPTY_BYTE = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+
+
+def mxfp8(x, ends, element=E4M3, scaling="rceil", blocked=False):
+    operand = Operand(x, ends)
+    (rows, columns), across = x.shape, math.ceil(x.shape[1] / 32)
+
+    def make(values):
+        return mx_block(values, element, scaling)
+
+    data, other = np.zeros((rows, columns), np.uint8), np.zeros((rows, columns), np.uint8)
+    sink = Sink(operand.padded(128) if blocked else rows, across, np.uint8, blocked)
+    operand.rowwise(32, make, sink, data, 128)
+    down = operand.units(128, 32)
+    scales = Sink(columns if blocked else down, down if blocked else columns, np.uint8, blocked)
+    first = [begin // 32 for begin in operand.begins(128)]
+
+    def put_scale(group, b, k, scale):
+        scales.put(*((k, first[group] + b) if blocked else (first[group] + b, k)), scale)
+
+    def put_byte(group, t, i, k, byte):
+        other[t, k] = byte
+
+    operand.columnwise(32, make, put_scale, put_byte)
+    return data, sink.array, EMPTY_FLOAT, other, scales.array, EMPTY_FLOAT
+
+
+def fp8_tensor(x, ends, element=E4M3, power_of_two=False, eps=0.0, scale=None):
+    operand = Operand(x, ends)
+    data = np.zeros(x.shape, np.uint8)
+    turned = np.zeros((x.shape[1], operand.padded(32)), np.uint8)
+    inverses, amaxes = np.zeros(len(operand.ends), np.float32), np.zeros(len(operand.ends), np.float32)
+    for group, rows in operand.groups():
+        amaxes[group] = largest(float(v) for v in x[rows.start : rows.stop].flat)
+        made, inverses[group] = fp8_scale(float(amaxes[group]), element, power_of_two, eps)
+        if scale is not None:
+            made, inverses[group] = float(scale[group]), np.float32(1) / np.float32(scale[group])
+        for t in rows:
+            for k in range(x.shape[1]):
+                data[t, k] = element.cast(f32(float(x[t, k]) * made))
+                turned[k, operand.begins(32)[group] + t - rows.start] = data[t, k]
+    return data, inverses, amaxes, turned, inverses, amaxes
+
+
+def fp8_block_1d(x, ends, element=E4M3, power_of_two=True, eps=0.0):
+    operand = Operand(x, ends)
+    columns = x.shape[1]
+
+    def make(values):
+        return fp8_block(values, element, power_of_two, eps)
+
+    data = np.zeros(x.shape, np.uint8)
+    sink = Sink(x.shape[0], math.ceil(columns / 128), np.float32, False)
+    operand.rowwise(128, make, sink, data, 128)
+    scales = np.zeros((operand.units(128, 128), columns), np.float32)
+    turned = np.zeros((columns, operand.padded(32)), np.uint8)
+
+    def put_scale(group, b, k, scale):
+        scales[operand.begins(128)[group] // 128 + b, k] = scale
+
+    def put_byte(group, t, i, k, byte):
+        turned[k, operand.begins(32)[group] + i] = byte
+
+    operand.columnwise(128, make, put_scale, put_byte)
+    return data, sink.array, EMPTY_FLOAT, turned, scales, EMPTY_FLOAT
+
+
+def fp8_block_2d(x, element=E4M3, power_of_two=True, eps=0.0):
+    """Of one matrix."""
+    rows, columns = x.shape
+    data = np.zeros(x.shape, np.uint8)
+    scales = np.zeros((math.ceil(rows / 128), math.ceil(columns / 128)), np.float32)
+    for b in range(scales.shape[0]):
+        for c in range(scales.shape[1]):
+            places = [
+                (n, k)
+                for n in range(b * 128, min(b * 128 + 128, rows))
+                for k in range(c * 128, min(c * 128 + 128, columns))
+            ]
+            scales[b, c], made = fp8_block([float(x[p]) for p in places], element, power_of_two, eps)
+            for place, byte in zip(places, made):
+                data[place] = byte
+    return data, scales, EMPTY_FLOAT, data.T, scales.T, EMPTY_FLOAT

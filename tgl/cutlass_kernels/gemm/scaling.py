@@ -1,0 +1,42 @@
+"""What the operands of a GEMM are, as a kernel is built for them; plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ATOM_ROWS, ATOM_COLUMNS = 128, 4  # the tile of the blocked layout: 512 bytes
+
+
+@dataclass(frozen=True)
+class OperandFormat:
+    """What both operands have in common.
+
+    Attributes:
+        vector: elements along the contraction that share a scale in the blocked layout; 0 without such scales.
+        scale: the scale's type, as the kernel language names it.
+        unit: tokens of a group begin on a multiple of this many in columnwise data and scales; see
+            ``tgl.meta.placement``.
+        placed: whether columnwise data lies so itself, transposed ``[features, Tp]``; else it is ``[T, features]``.
+        alpha: the epilogue's factor per group; see ``EpilogueSpec``.
+        tile_k: depth of a pipeline stage in elements: 128 bytes.
+    """
+
+    vector: int
+    scale: str
+    unit: int
+    placed: bool
+    alpha: str | None
+    tile_k: int
+
+    def scale_bytes(self, rows: int) -> int:
+        """Bytes of the scales of a stage of ``rows`` rows, rounded up to whole atoms."""
+        if not self.vector:
+            return 0
+        return (rows + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS * self.tile_k // self.vector
+
+
+DENSE = OperandFormat(vector=0, scale="", unit=0, placed=False, alpha=None, tile_k=64)  # 16-bit operands
+MXFP8 = OperandFormat(vector=32, scale="Float8E8M0FNU", unit=128, placed=False, alpha=None, tile_k=128)
+NVFP4 = OperandFormat(vector=16, scale="Float8E4M3FN", unit=64, placed=True, alpha="amax", tile_k=256)
+FP8_TENSOR = OperandFormat(vector=0, scale="", unit=32, placed=True, alpha="scale", tile_k=128)
+FORMATS = {"mxfp8": MXFP8, "nvfp4": NVFP4, "fp8_tensor": FP8_TENSOR}

@@ -1,0 +1,75 @@
+"""The grouped GEMM of ``kernel`` on quantised operands: the same warps, pipelines and epilogue."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from ...config import VARLEN_M, GemmConfig
+from ...epilogue import EpilogueSpec
+from ...epilogue.vectors import EpilogueArgs
+from ...varlen.scaled import ScaledVarlenK, ScaledVarlenM
+from ..scaling import OperandFormat
+from .kernel import GroupedGemm
+
+
+def _elements(tensor: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tensor:
+    """The same memory as elements of another type."""
+    return tensor if tensor.element_type is element else cute.recast_tensor(tensor, element)
+
+
+def _exchanged(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
+
+
+class ScaledGroupedGemm(GroupedGemm):
+    """A kernel on quantised operands; ``b_rows_first`` tells B ``[G, N, K]`` from ``[G, K, N]`` (``varlen_m``)."""
+
+    def __init__(
+        self,
+        kind: str,
+        config: GemmConfig,
+        spec: EpilogueSpec,
+        a_element: type[cutlass.Numeric],
+        b_element: type[cutlass.Numeric],
+        form: OperandFormat,
+        b_rows_first: bool,
+    ):
+        super().__init__(kind, config, spec, a_element, b_element, form)
+        self.kind, self.b_rows_first = kind, b_rows_first
+        tiles = (config.tile_m, config.tile_n, config.band)
+        if kind == VARLEN_M:
+            self.policy = ScaledVarlenM(*tiles, spec.tail, form=form)
+        else:
+            self.policy = ScaledVarlenK(*tiles, config.longest_first, form=form)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        offs: cute.Tensor,
+        a_amax: cute.Tensor | None,
+        b_amax: cute.Tensor | None,
+        out: cute.Tensor,
+        bias: cute.Tensor | None,
+        bias_scale: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch. Operands are components as ``group_quantize`` makes them, block scales in the blocked layout."""
+        a, b = _elements(a, self.a_element), _elements(b, self.b_element)
+        if cutlass.const_expr(self.kind == VARLEN_M and self.b_rows_first):
+            b = _exchanged(b, [0, 2, 1])
+        if cutlass.const_expr(self.kind != VARLEN_M and self.form.placed):
+            a, b = _exchanged(a, [1, 0]), _exchanged(b, [1, 0])
+        scales: Any = None
+        if cutlass.const_expr(self.form.vector):
+            scale = getattr(cutlass, self.form.scale)
+            scales = (_elements(a_scale, scale), _elements(b_scale, scale))
+            factors = (a_amax, b_amax)
+        else:
+            factors = (a_scale, b_scale)
+        self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream)

@@ -1,0 +1,279 @@
+"""From quantised operands to a launch; see ``launch`` for how plans are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from . import cache, launch
+from .config import VARLEN_K, VARLEN_M, GemmConfig
+from .epilogue.spec import EpilogueSpec
+from .gemm.scaling import FORMATS, OperandFormat
+from .launch import ALIGNMENT, GPU_ARCH, MAX_ROWS, Plan
+
+ARCH = "sm_100"
+
+
+class ScaledPlanKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    kind: str
+    arch: str
+    emulated: bool
+    format: str
+    a_element: str
+    b_element: str
+    b_rows_first: bool
+    spec: EpilogueSpec
+    config: GemmConfig
+
+
+_plans: dict[tuple, Plan] = {}
+
+# --- what the kernels take --------------------------------------------------------------------------------------------
+
+
+def _reason(format: str, scale_layout: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Any:
+    reason = launch._packages_reason()
+    if reason is not None:
+        return reason
+    if format not in FORMATS:
+        return f"takes {', '.join(FORMATS)}, got {format}"
+    if FORMATS[format].vector and scale_layout != "blocked":
+        return f'needs scale_layout="blocked", got "{scale_layout}"'
+    if max(a.shape) > MAX_ROWS:
+        return f"takes up to {MAX_ROWS} rows, got {max(a.shape)}"
+    for name, t in (("a", a), ("b", b), ("out", out)):
+        reason = launch._matrix_reason(name, t)
+        if reason is not None and t.numel():
+            return reason
+    for name, t in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if launch._address(t) % ALIGNMENT and t.numel():
+            return f"needs `{name}` aligned to {ALIGNMENT} bytes"
+    return None
+
+
+def grouped_gemm_scaled_supports(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *_: Any,
+    format: str,
+    scale_layout: str,
+    out: Tensor,
+    **__: Any,
+) -> str | None:
+    """Why ``grouped_gemm_scaled`` below cannot serve a call, or None."""
+    if a.shape[1] == 0 and out.numel():
+        return "does not take K = 0"
+    return _reason(format, scale_layout, a, a_scale, b, b_scale, out)
+
+
+def grouped_gemm_scaled_wgrad_supports(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *_: Any,
+    format: str,
+    scale_layout: str,
+    out: Tensor,
+    **__: Any,
+) -> str | None:
+    """Why ``grouped_gemm_scaled_wgrad`` below cannot serve a call, or None."""
+    return _reason(format, scale_layout, a, a_scale, b, b_scale, out)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def grouped_gemm_scaled(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    format: str,
+    b_direction: str,
+    scale_layout: str,
+    out: Tensor,
+    zero_tail: bool,
+) -> None:
+    """``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
+    if out.numel() == 0:
+        return
+    if b.shape[0] == 0:
+        if zero_tail:
+            out.zero_()
+        return
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    _call(_gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail), *operands, out, bias, bias_scale)
+
+
+def grouped_gemm_scaled_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    *,
+    format: str,
+    scale_layout: str,
+    out: Tensor,
+    accumulate: bool,
+) -> None:
+    """``out[g] = a[rows of g]^T @ b[rows of g]``, or the same added to ``out``."""
+    if out.numel() == 0:
+        return
+    if a.numel() == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    _call(_wgrad_plan(operands, format, out, accumulate), *operands, out, None, None)
+
+
+def _call(plan: Plan, a: Tensor, *rest: Tensor | None) -> None:
+    if a.is_cuda and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):
+            plan.call(a, *rest, plan.clusters)
+    else:
+        plan.call(a, *rest, plan.clusters)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def choose(form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
+    """The tiling for ``columns``, ``depth`` (contraction) and ``rows`` per group, on average; not measured.
+
+    Wide tiles leave room in tensor memory for one accumulator and its scales, so their epilogue does not overlap the
+    next tile: they are for long contractions, where it weighs least.
+    """
+    wide = columns > 128 and depth >= 16 * form.tile_k
+    return GemmConfig(
+        tile_m=256 if rows >= 256 else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=rows >= 256
+    )
+
+
+def _gemm_plan(
+    operands: tuple,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    format: str,
+    b_direction: str,
+    out: Tensor,
+    zero_tail: bool,
+) -> Plan:
+    a, b = operands[0], operands[2]
+    form = FORMATS[format]
+    depth = a.shape[1] * (2 if a.dtype == torch.uint8 else 1)
+    rows = launch._power_of_two(a.shape[0] // b.shape[0])
+    tiling = choose(form, out.shape[1], depth, rows)
+    rows_first = b_direction == "rowwise" or form.placed
+    dtypes = (launch._name(out.dtype), launch._name(bias), launch._name(bias_scale))
+    spec = EpilogueSpec(*dtypes, tail=zero_tail, alpha=form.alpha)
+    return _plan("grouped_gemm_scaled", VARLEN_M, a, b, format, rows_first, spec, tiling)
+
+
+def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> Plan:
+    a, b = operands[0], operands[2]
+    form = FORMATS[format]
+    groups, rows, columns = out.shape
+    tokens = a.numel() // rows * (2 if a.dtype == torch.uint8 else 1)
+    tiling = choose(form, columns, launch._power_of_two(tokens // groups), rows)
+    spec = EpilogueSpec(launch._name(out.dtype), accumulate=accumulate, alpha=form.alpha)
+    return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
+
+
+def _plan(
+    op: str, kind: str, a: Tensor, b: Tensor, format: str, rows_first: bool, spec: EpilogueSpec, tiling: GemmConfig
+) -> Plan:
+    arch = backends.device_arch(a.device)
+    known = (kind, arch, a.device, format, a.dtype, b.dtype, rows_first, spec, tiling)
+    plan = _plans.get(known)
+    if plan is None:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise backends.GraphCaptureError(
+                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
+                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
+            )
+        elements = (launch._name(a.dtype), launch._name(b.dtype))
+        key = ScaledPlanKey(kind, arch, not a.is_cuda, format, *elements, rows_first, spec, tiling)
+        function = build(key) if key.emulated else cache.fetch(key, lambda: build(key))
+        plan = _plans[known] = Plan(function, launch._clusters(a.device, tiling.ctas))
+    return plan
+
+
+def build(key: ScaledPlanKey) -> Callable:
+    """Compile the kernel for ``key``. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from .gemm.sm100.scaled import ScaledGroupedGemm
+
+    # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
+    elements = {
+        "float8_e4m3fn": cutlass.Float8E4M3FN,
+        "float8_e5m2": cutlass.Float8E5M2,
+        "uint8": cutlass.Float4E2M1FN,
+    }
+    crossing = {**elements, "uint8": cutlass.Uint8}
+    plain = {
+        "bfloat16": cutlass.BFloat16,
+        "float16": cutlass.Float16,
+        "float32": cutlass.Float32,
+        "int32": cutlass.Int32,
+    }
+
+    def matrix(element: Any, dims: int) -> Any:
+        """Contiguous along the last dimension, all else on 16 bytes."""
+        step = ALIGNMENT * 8 // element.width
+        strides = (*(cute.sym_int64(divisibility=step) for _ in range(dims - 1)), 1)
+        return make_fake_tensor(element, _sizes(dims), strides, assumed_align=ALIGNMENT)
+
+    def vector(dtype: str | None, dims: int) -> Any:
+        """A tensor that is read element by element, in any layout."""
+        if dtype is None:
+            return None
+        return make_fake_tensor(plain[dtype], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
+
+    def _sizes(dims: int) -> tuple:
+        return tuple(cute.sym_int32() for _ in range(dims))
+
+    form, spec = FORMATS[key.format], key.spec
+    out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
+    scales = [matrix(cutlass.Uint8, dims) if form.vector else vector("float32", 1) for dims in (1, b_dims - 1)]
+    if key.kind != VARLEN_M and form.vector:
+        scales[1] = matrix(cutlass.Uint8, 1)
+    amax = [vector("float32", 1) if spec.alpha == "amax" else None for _ in range(2)]
+    gemm = ScaledGroupedGemm(
+        key.kind, key.config, spec, elements[key.a_element], elements[key.b_element], form, key.b_rows_first
+    )
+    return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
+        gemm,
+        matrix(crossing[key.a_element], 2),
+        scales[0],
+        matrix(crossing[key.b_element], b_dims),
+        scales[1],
+        vector("int32", 1),
+        *amax,
+        matrix(plain[spec.out], out_dims),
+        vector(spec.bias, 2),
+        vector(spec.bias_scale, 1),
+        cutlass.Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,1 @@
+"""Quantisation of rows in groups and of stacks of matrices."""

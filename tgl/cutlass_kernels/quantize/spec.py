@@ -1,0 +1,31 @@
+"""Which quantisation a kernel is built for; a part of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MXFP8Spec:
+    """One MXFP8 quantisation; see ``tgl.group_quantize``.
+
+    Attributes:
+        source: dtype of x, as ``torch`` names it.
+        element: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
+        rowwise, columnwise: which directions.
+        scaling: ``"rceil"``, ``"floor"`` or ``"even"``.
+        blocked: whether scales are laid out for tensor cores.
+        grouped: whether x is rows in groups rather than matrices.
+        row_scale: dtype of the factor per row, or None.
+        noop: dtype of the flag that stops everything, or None.
+    """
+
+    source: str
+    element: str
+    rowwise: bool
+    columnwise: bool
+    scaling: str
+    blocked: bool
+    grouped: bool
+    row_scale: str | None = None
+    noop: str | None = None

@@ -1,0 +1,56 @@
+"""Tiles of 128 rows that belong to one group, numbered as the placement of ``tgl.meta.placement`` numbers units.
+
+Unit v of group g holds its rows from ``start + 128 (v - start // 128 - g)`` on. The rows past the last group are one
+more group, so with ``ceil(T / 128) + G`` tiles every row is in one, and so is every unit of the scales.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from ..schedule import ceil_div
+from ..varlen.groups import group_range
+
+ROWS = 128
+LANES = 32
+
+
+class RowTile(NamedTuple):
+    """Rows ``[first, first + count)``; ``count`` may be 0 or less. ``tail``: past the last group, to be zero."""
+
+    first: Int32
+    count: Int32
+    tail: Boolean
+
+
+def tiles_at_most(rows: Int32, groups: Int32) -> Int32:
+    """How many tiles cover ``rows`` rows in ``groups`` groups."""
+    return ceil_div(rows, ROWS) + groups
+
+
+@cute.jit
+def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32) -> RowTile:
+    """Tile ``unit`` of rows in groups; all 32 lanes of a warp call it and get the same."""
+    groups = Int32(cute.size(offs))
+    lane = cute.arch.lane_idx()
+    # How many groups, the tail included, begin at this unit or before: one less than the group after the one sought.
+    before = Int32(0)
+    for first in cutlass.range(0, groups, LANES, unroll=4):
+        begins = Boolean(False)
+        if first + lane < groups:
+            _, end = group_range(offs, rows, first + lane, False)
+            begins = end // ROWS + first + lane + 1 <= unit
+        before += cute.arch.popc(cute.arch.vote_ballot_sync(begins))
+    start, end = group_range(offs, rows, before, True)
+    first = start + (unit - start // ROWS - before) * ROWS
+    return RowTile(first, cutlass.min(end - first, Int32(ROWS)), before == groups)
+
+
+@cute.jit
+def matrix_tile(rows: Int32, unit: Int32) -> RowTile:
+    """Tile ``unit`` of matrices of ``rows`` rows each, stacked."""
+    across = ceil_div(rows, ROWS)
+    matrix = unit // across
+    inside = (unit - matrix * across) * ROWS
+    return RowTile(matrix * rows + inside, cutlass.min(rows - inside, Int32(ROWS)), Boolean(False))

@@ -1,0 +1,106 @@
+"""Where a group lies in what must begin on a boundary of ``u`` tokens, and the blocked layout of scales.
+
+One rule serves everything: group g begins at unit ``start // u + g``, where ``start`` is its first token. So a start
+is known from ``offs`` alone, and the size from the number of rows (the tail included) and of groups alone: nothing is
+read on the host and no shape depends on data. Groups never overlap, at most one unit is wasted per group, and whatever
+no token maps to is zero. ``p`` is a token's coordinate under this rule.
+
+Tensor cores read the one-byte scales of a matrix in tiles of 128 rows x 4 columns, 512 bytes each, the tiles
+row-major: ``offset(y, x) = ((y // 128) * ceil(cols / 4) + x // 4) * 512 + (y % 32) * 16 + (y % 128) // 32 * 4 + x % 4``
+(cuBLAS documentation, "1D block scaling factors layout"). Padding bytes are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .specs import Dim
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
+TILE_BYTES = TILE_ROWS * TILE_COLUMNS
+
+
+def ceil_div(x: Dim, y: int) -> Dim:
+    """``x / y`` rounded up."""
+    return (x + y - 1) // y
+
+
+def units(rows: Dim, groups: Dim, u: int) -> Dim:
+    """How many units of ``u`` tokens to allocate for ``rows`` rows in ``groups`` groups."""
+    return torch.sym_max(ceil_div(rows, u) + groups - 1, 0)
+
+
+def padded_rows(rows: Dim, groups: Dim, u: int) -> Dim:
+    """The same in tokens: Tp."""
+    return u * units(rows, groups, u)
+
+
+def starts(offs: Tensor, u: int) -> Tensor:
+    """int64 ``[G]``: the coordinate of every group's first token."""
+    return (first_rows(offs) // u + torch.arange(offs.shape[0], device=offs.device)) * u
+
+
+def first_rows(offs: Tensor) -> Tensor:
+    """int64 ``[G]``: every group's first token, given cumulative ends."""
+    ends = offs.to(torch.int64)
+    return torch.cat([ends.new_zeros(1), ends])[: offs.shape[0]]
+
+
+def coordinate(offs: Tensor, rows: Dim, u: int) -> Tensor:
+    """int64 ``[T]``: the coordinate p of every token, -1 for those past the last group."""
+    token = torch.arange(rows, device=offs.device)  # type: ignore[arg-type]
+    group = torch.searchsorted(offs.to(torch.int64), token, right=True)
+    shift = torch.cat([starts(offs, u) - first_rows(offs), token.new_zeros(1)])
+    return torch.where(group < offs.shape[0], token + shift[group], -1)
+
+
+def row_of(offs: Tensor, rows: Dim, u: int) -> Tensor:
+    """int64 ``[Tp]``: the token at every coordinate, -1 where there is none."""
+    p = coordinate(offs, rows, u)
+    places = padded_rows(rows, offs.shape[0], u)
+    tokens = torch.full((places + 1,), -1, dtype=torch.int64, device=offs.device)  # the last place takes the tail
+    tokens[p.masked_fill(p < 0, places)] = torch.arange(rows, device=offs.device)  # type: ignore[arg-type]
+    return tokens[:places]
+
+
+def blocked_size(rows: Dim, columns: Dim) -> Dim:
+    """Bytes of a blocked scale matrix."""
+    return TILE_BYTES * ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
+
+
+def blocked_offset(y: Dim | Tensor, x: Dim | Tensor, columns: Dim) -> Dim | Tensor:
+    """Byte offset of the scale in row ``y``, column ``x`` of a matrix of ``columns`` columns; tensors broadcast."""
+    row = y // TILE_ROWS * (ceil_div(columns, TILE_COLUMNS) * TILE_BYTES) + y % 32 * 16 + y % TILE_ROWS // 32 * 4
+    return row + (x // TILE_COLUMNS * TILE_BYTES + x % TILE_COLUMNS)
+
+
+def tiles(flat: Tensor, rows: Dim, columns: Dim) -> Tensor:
+    """A view of blocked bytes ``[..., bytes]`` indexed ``[..., tile row, y // 32 % 4, y % 32, tile column, x % 4]``.
+
+    Written through, it lays scales out; flattened to ``[..., rows, columns]`` (rounded up to tiles), it is the matrix.
+    """
+    down, across = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
+    memory = flat.view(*flat.shape[:-1], down, across, 32, 4, 4)
+    lead = memory.dim() - 5
+    return memory.permute(*range(lead), lead, lead + 3, lead + 2, lead + 1, lead + 4)
+
+
+def to_blocked(scales: Tensor) -> Tensor:
+    """Lay out one-byte scales ``[..., rows, columns]`` as ``[..., bytes]``, padding zero."""
+    rows, columns = scales.shape[-2:]
+    down, across = ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(columns, TILE_COLUMNS) * TILE_COLUMNS
+    whole = torch.nn.functional.pad(scales, (0, across - columns, 0, down - rows))  # type: ignore[arg-type]
+    flat = scales.new_empty((*scales.shape[:-2], blocked_size(rows, columns)))
+    view = tiles(flat, rows, columns)
+    view.copy_(whole.view(view.shape))
+    return flat
+
+
+def from_blocked(flat: Tensor, rows: Dim, columns: Dim) -> Tensor:
+    """The inverse of ``to_blocked``: ``[..., bytes]`` to ``[..., rows, columns]``."""
+    view = tiles(flat, rows, columns)
+    whole = view.reshape(
+        *flat.shape[:-1], ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(columns, TILE_COLUMNS) * TILE_COLUMNS
+    )
+    return whole[..., :rows, :columns].contiguous()

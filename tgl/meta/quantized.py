@@ -1,0 +1,447 @@
+"""Components of quantised operands, and what the ops that make and read them accept.
+
+Letters: T rows (tokens), G groups, K and N the dimensions of a matrix, Tp the padded number of tokens (``placement``).
+Shapes follow from (T, K, G) alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .formats import ELEMENTS, FORMATS, SCALINGS, Format
+from .placement import blocked_size, ceil_div, padded_rows
+from .specs import Dim, TensorSpec
+
+SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+ROW_UNIT = 128  # unit of the placement of blocked rowwise scales
+
+_OP = "group_quantize"
+
+
+class Components(NamedTuple):
+    """A quantised operand. What the format or the call does not have is an empty tensor of shape ``[0]``.
+
+    Attributes:
+        data: rowwise elements, blocks along K.
+        scale: their scales.
+        amax: float32 ``[G]``, largest magnitude of each group.
+        columnwise_data: elements with blocks along the tokens (the rows of a weight).
+        columnwise_scale: their scales.
+        columnwise_amax: like ``amax``, of what ``columnwise_data`` was made from.
+        dbias: float32 ``[G, K]``, sum over the rows of each group.
+    """
+
+    data: Tensor
+    scale: Tensor
+    amax: Tensor
+    columnwise_data: Tensor
+    columnwise_scale: Tensor
+    columnwise_amax: Tensor
+    dbias: Tensor
+
+
+class ComponentSpecs(NamedTuple):
+    """``Components`` to be allocated."""
+
+    data: TensorSpec
+    scale: TensorSpec
+    amax: TensorSpec
+    columnwise_data: TensorSpec
+    columnwise_scale: TensorSpec
+    columnwise_amax: TensorSpec
+    dbias: TensorSpec
+
+    def empty(self) -> Components:
+        """Allocate them, uninitialised."""
+        return Components(*(spec.empty() for spec in self))
+
+    def meta(self) -> Components:
+        """Stand-ins without memory."""
+        return Components(*(spec.meta() for spec in self))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None."""
+
+    format: str
+    rowwise: bool = True
+    columnwise: bool = True
+    dtype: torch.dtype | None = None
+    scaling: str = "rceil"
+    scale_layout: str = "compact"
+    power_of_two: bool | None = None
+    eps: float = 0.0
+    block_2d: bool = False
+    rht: bool = False
+    dbias: bool = False
+
+    @property
+    def description(self) -> Format:
+        """The format's description."""
+        return FORMATS[self.format]
+
+    @property
+    def blocked(self) -> bool:
+        """Whether scales are laid out for tensor cores."""
+        return self.scale_layout == "blocked"
+
+    def resolved(self, op: str) -> Options:
+        """Checked, with the defaults of the format for ``dtype`` and ``power_of_two``."""
+        f = known_format(op, self.format)
+        checks.require(self.rowwise or self.columnwise, op, "rowwise", "True when `columnwise` is False", False)
+        known_layout(op, f, self.scale_layout)
+        checks.require(self.scaling in SCALINGS, op, "scaling", f"one of {', '.join(SCALINGS)}", repr(self.scaling))
+        dtype = f.data_dtypes[0] if self.dtype is None else self.dtype
+        known_data(op, "dtype", f, dtype)
+        checks.require(self.eps >= 0 and math.isfinite(self.eps), op, "eps", "finite and not negative", self.eps)
+        for name, default in (("scaling", "rceil"), ("power_of_two", None), ("eps", 0.0), ("block_2d", False)):
+            _only_for(op, f, name, getattr(self, name), default)
+        _only_for(op, f, "rht", self.rht, False)
+        checks.require(self.columnwise or not self.rht, op, "rht", "False without `columnwise`", self.rht)
+        power_of_two = f.name == "fp8_block" if self.power_of_two is None else self.power_of_two
+        return replace(self, dtype=dtype, power_of_two=power_of_two)
+
+
+def known_format(op: str, name: str) -> Format:
+    """The format called ``name``."""
+    checks.require(name in FORMATS, op, "format", f"one of {', '.join(FORMATS)}", repr(name))
+    return FORMATS[name]
+
+
+def known_layout(op: str, f: Format, layout: str) -> None:
+    """``layout`` is a scale layout of the format."""
+    must = f"{' or '.join(map(repr, f.layouts))} for {f.name}"
+    checks.require(layout in f.layouts, op, "scale_layout", must, repr(layout))
+
+
+def known_data(op: str, argument: str, f: Format, dtype: torch.dtype) -> None:
+    """``dtype`` is a data dtype of the format."""
+    must = f"{' or '.join(map(str, f.data_dtypes))} for {f.name}"
+    checks.require(dtype in f.data_dtypes, op, argument, must, dtype, TypeError)
+
+
+def _only_for(op: str, f: Format, argument: str, value: object, default: object) -> None:
+    if value != default and argument not in f.options:
+        users = " and ".join(n for n, other in FORMATS.items() if argument in other.options)
+        checks.require(False, op, argument, f"left at its default for {f.name} (it is for {users})", value)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def component_specs(
+    options: Options, shape: tuple[Dim, ...], groups: Dim, device: torch.device, *, grouped: bool
+) -> ComponentSpecs:
+    """The components of a tensor of the given shape.
+
+    Args:
+        options: resolved.
+        shape: ``(T, K)`` of rows in groups, or ``(G, N, K)`` of G matrices.
+        groups: G.
+        device: where they live.
+        grouped: whether it is rows in groups.
+    """
+    f = options.description
+    assert options.dtype is not None
+    make = _grouped_shapes if grouped else _matrix_shapes
+    data, scale, columnwise_data, columnwise_scale = make(options, shape, groups)
+
+    def spec(present: bool, size: tuple[Dim, ...], dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec(size if present else (0,), dtype, device)
+
+    rowwise, columnwise = options.rowwise, options.columnwise
+    return ComponentSpecs(
+        data=spec(rowwise, data, options.dtype),
+        scale=spec(rowwise, scale, f.scale_dtype),
+        amax=spec(rowwise and f.has_amax, (groups,), torch.float32),
+        columnwise_data=spec(columnwise, columnwise_data, options.dtype),
+        columnwise_scale=spec(columnwise, columnwise_scale, f.scale_dtype),
+        columnwise_amax=spec(columnwise and f.has_amax, (groups,), torch.float32),
+        dbias=spec(options.dbias, (groups, shape[-1]), torch.float32),
+    )
+
+
+_Shapes = tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]
+
+
+def _grouped_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Shapes:
+    """Rows ``[T, K]`` in G groups: data, scale, columnwise data, columnwise scale."""
+    f, (rows, k) = options.description, shape
+    data = (rows, ceil_div(k, f.per_byte))
+    columnwise_data = (
+        (k, padded_rows(rows, groups, f.unit_data) // f.per_byte) if f.transposed_columnwise else (rows, k)
+    )
+    if not f.block:
+        return data, (groups,), columnwise_data, (groups,)
+    across = ceil_div(k, f.block)
+    down = padded_rows(rows, groups, f.unit_scale) // f.block
+    if options.blocked:
+        scale: tuple[Dim, ...] = (blocked_size(padded_rows(rows, groups, ROW_UNIT), across),)
+        return data, scale, columnwise_data, (blocked_size(k, down),)
+    return data, (rows, across), columnwise_data, (k, down) if _scales_transposed(f) else (down, k)
+
+
+def _matrix_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Shapes:
+    """G matrices ``[N, K]``, each on its own: data, scale, columnwise data, columnwise scale."""
+    f, (_, n, k) = options.description, shape
+    data = (groups, n, ceil_div(k, f.per_byte))
+    columnwise_data = (groups, k, ceil_div(n, f.per_byte)) if f.transposed_columnwise else data
+    if not f.block:
+        return data, (groups,), columnwise_data, (groups,)
+    across, down = ceil_div(k, f.block), ceil_div(n, f.block)
+    if options.blocked:
+        return data, (groups, blocked_size(n, across)), columnwise_data, (groups, blocked_size(k, down))
+    if f.name == "fp8_block" and options.block_2d:
+        return data, (groups, down, across), columnwise_data, (groups, across, down)
+    columnwise_scale = (groups, k, down) if _scales_transposed(f) else (groups, down, k)
+    return data, (groups, n, across), columnwise_data, columnwise_scale
+
+
+def _scales_transposed(f: Format) -> bool:
+    """Whether compact columnwise scales are ``[K, blocks]``, as those of the transposed matrix, or ``[blocks, K]``."""
+    return f.name == "nvfp4"
+
+
+# --- group_quantize ---------------------------------------------------------------------------------------------------
+
+
+def group_quantize(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    rng: Tensor | None = None,
+    *,
+    options: Options,
+) -> ComponentSpecs:
+    """``[T, K]`` with ``offs``, or ``[G, N, K]`` without; ``options`` resolved."""
+    f = options.description
+    if offs is None:
+        checks.ndim(_OP, "x", x, 3, "[G, N, K] when `offs` is None")
+    else:
+        checks.ndim(_OP, "x", x, 2, "[T, K] when `offs` is given")
+    checks.require(x.dtype in SOURCES, _OP, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
+    checks.dense_matrix(_OP, "x", x)
+    if offs is not None:
+        checks.offsets(_OP, offs, None, "x", x.device)
+        checks.require(
+            not options.block_2d, _OP, "block_2d", "False when `offs` is given (blocks would span groups)", True
+        )
+    else:
+        checks.require(not options.dbias, _OP, "dbias", "False when `offs` is None", True)
+        checks.require(not options.rht, _OP, "rht", "False when `offs` is None", True)
+    if f.per_byte == 2:
+        even = "[..., {0}] with an even {0} (two elements share a byte): pad it with a column of zeros"
+        checks.size_even(_OP, "x", x, -1, even.format("K"))
+        if offs is None and options.columnwise:
+            checks.size_even(_OP, "x", x, -2, "[G, N, K] with an even N (two elements share a byte): pad it with zeros")
+    groups = x.shape[0] if offs is None else offs.shape[0]
+    if scale is not None:
+        _only_for(_OP, f, "scale", "a tensor", None)
+        shaped = options.eps == 0 and not options.power_of_two
+        checks.require(shaped, _OP, "scale", "None when `eps` or `power_of_two` asks for one to be made", "a tensor")
+        _vector(_OP, "scale", scale, groups, "[G]", x.device)
+    if row_scale is not None:
+        checks.require(offs is not None, _OP, "row_scale", "None when `offs` is None", "a tensor")
+        checks.shape(_OP, "row_scale", row_scale, (x.shape[0],), "[T]")
+        checks.either_dtype(_OP, "row_scale", row_scale, x.dtype, torch.float32)
+        checks.same_device(_OP, "row_scale", row_scale, "x", x.device)
+    if rng is not None:
+        _only_for(_OP, f, "rng", "a tensor", None)
+        checks.shape(_OP, "rng", rng, (2,), "[seed, offset]")
+        checks.either_dtype(_OP, "rng", rng, torch.int64)
+        checks.same_device(_OP, "rng", rng, "x", x.device)
+    return component_specs(options, tuple(x.shape), groups, x.device, grouped=offs is not None)
+
+
+def group_quantize_out(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    rng: Tensor | None,
+    noop: Tensor | None,
+    *,
+    options: Options,
+    out: Components,
+) -> None:
+    """Checks of ``group_quantize.out``: those of ``group_quantize``, the flag, and buffers that fit."""
+    specs = group_quantize(x, offs, scale, row_scale, rng, options=options)
+    if noop is not None:
+        checks.either_dtype(_OP, "noop", noop, torch.float32, torch.bool)
+        if noop.dim() != 0:
+            checks.shape(_OP, "noop", noop, (1,), "[] or [1]")
+        checks.same_device(_OP, "noop", noop, "x", x.device)
+    for name, spec, buffer in zip(OUT_NAMES, specs, out):
+        checks.shape(_OP, name, buffer, spec.shape, "that of the component")
+        checks.same_dtype(_OP, name, buffer, f'format="{options.format}"', spec.dtype)
+        checks.same_device(_OP, name, buffer, "x", x.device)
+        checks.contiguous(_OP, name, buffer)
+
+
+OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)
+"""Names of the buffers of ``group_quantize.out``, where ``scale`` is an input and ``dbias`` an option."""
+
+
+def _vector(
+    op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device, like: str = "x"
+) -> None:
+    """A contiguous float32 vector."""
+    checks.shape(op, argument, t, (length,), letters)
+    checks.either_dtype(op, argument, t, torch.float32)
+    checks.same_device(op, argument, t, like, device)
+    checks.contiguous(op, argument, t)
+
+
+# --- group_dequantize -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DequantizeOptions:
+    """The options of ``group_dequantize``; see there."""
+
+    format: str
+    columnwise: bool = False
+    scale_layout: str = "compact"
+    block_2d: bool = False
+    rht: bool = False
+
+    @property
+    def description(self) -> Format:
+        """The format's description."""
+        return FORMATS[self.format]
+
+    @property
+    def blocked(self) -> bool:
+        """Whether scales are laid out for tensor cores."""
+        return self.scale_layout == "blocked"
+
+    def made_with(self, op: str, dtype: torch.dtype) -> Options:
+        """The resolved options of a ``group_quantize`` that makes such components."""
+        return Options(
+            self.format,
+            rowwise=not self.columnwise,
+            columnwise=self.columnwise,
+            dtype=dtype,
+            scale_layout=self.scale_layout,
+            block_2d=self.block_2d,
+            rht=self.rht,
+        ).resolved(op)
+
+
+def group_dequantize(
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None = None,
+    *,
+    options: DequantizeOptions,
+    out_dtype: torch.dtype | None = None,
+    rows: Dim | None = None,
+    op: str = "group_dequantize",
+) -> TensorSpec:
+    """``[T, K]`` with ``offs``, or ``[G, N, K]`` without."""
+    f = known_format(op, options.format)
+    known_data(op, "data", f, data.dtype)
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    checks.require(dtype in SOURCES, op, "out_dtype", "float32, bfloat16 or float16", dtype, TypeError)
+    made_with = options.made_with(op, data.dtype)
+    transposed = options.columnwise and f.transposed_columnwise
+    if offs is None:
+        checks.ndim(op, "data", data, 3, "[G, N, K] or [G, K, N] when `offs` is None")
+        checks.require(rows is None, op, "rows", "None when `offs` is None", rows)
+        shape: tuple[Dim, ...] = (*data.shape[:2], data.shape[2] * f.per_byte)
+        shape = (shape[0], shape[2], shape[1]) if transposed else shape
+        groups: Dim = data.shape[0]
+    else:
+        checks.ndim(op, "data", data, 2, "[T, K] or [K, Tp] when `offs` is given")
+        checks.offsets(op, offs, None, "data", data.device)
+        checks.require(not options.block_2d, op, "block_2d", "False when `offs` is given", True)
+        groups = offs.shape[0]
+        if transposed:
+            checks.require(rows is not None, op, "rows", "the number of rows T of transposed columnwise data", rows)
+            assert rows is not None
+            shape = (rows, data.shape[0])
+        else:
+            shape = (data.shape[0], data.shape[1] * f.per_byte)
+            if rows is not None:
+                checks.require(rows == shape[0], op, "rows", f"{shape[0]} like `data`", rows)
+    specs = component_specs(made_with, shape, groups, data.device, grouped=offs is not None)
+    picked = specs[3:6] if options.columnwise else specs[:3]
+    for name, spec, t in zip(("data", "scale", "amax"), picked, (data, scale, amax)):
+        if name == "amax" and options.format != "nvfp4":
+            checks.require(t is None, op, name, f"None for {f.name}", "a tensor")
+            continue
+        if t is None:
+            checks.require(False, op, name, f"given for {f.name}", None)
+            continue
+        letters = "that of the component" if name != "scale" else f"of {options.scale_layout} scales"
+        checks.shape(op, name, t, spec.shape, letters)
+        checks.either_dtype(op, name, t, spec.dtype)
+        checks.same_device(op, name, t, "data", data.device)
+        checks.contiguous(op, name, t)
+    return TensorSpec(shape, dtype, data.device)
+
+
+def group_requantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, options: Options
+) -> ComponentSpecs:
+    """Columnwise components for rowwise ones; ``options`` resolved, without ``rowwise``."""
+    op = "group_requantize"
+    read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
+    spec = group_dequantize(data, scale, offs, amax, options=read, op=op)
+    groups = data.shape[0] if offs is None else offs.shape[0]
+    if offs is None:
+        checks.require(not options.rht, op, "rht", "False when `offs` is None", True)
+        if options.description.per_byte == 2:
+            checks.size_even(op, "data", data, 1, "[G, N, K / 2] with an even N (two elements share a byte)")
+    return component_specs(options, spec.shape, groups, data.device, grouped=offs is not None)
+
+
+# --- the history of delayed scaling -----------------------------------------------------------------------------------
+
+ALGORITHMS = ("max", "most_recent")
+
+
+def fp8_scale_from_history(
+    history: Tensor,
+    scale: Tensor,
+    *,
+    algorithm: str = "max",
+    dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+    margin: int = 0,
+) -> TensorSpec:
+    """``[L, G]`` and ``[G]`` -> ``[G]``."""
+    op = "fp8_scale_from_history"
+    _history(op, history)
+    groups = history.shape[1]
+    _vector(op, "scale", scale, groups, "[G], as many groups as `history`", history.device, like="history")
+    checks.require(algorithm in ALGORITHMS, op, "algorithm", f"one of {', '.join(ALGORITHMS)}", repr(algorithm))
+    if dtype is not None:
+        checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
+    return TensorSpec((groups,), torch.float32, history.device)
+
+
+def fp8_update_history(amax: Tensor, history: Tensor) -> None:
+    """``[G]`` into ``[L, G]``."""
+    op = "fp8_update_history_"
+    checks.ndim(op, "amax", amax, 1, "[G]")
+    checks.either_dtype(op, "amax", amax, torch.float32)
+    _history(op, history)
+    checks.size(op, "history", history, 1, amax.shape[0], lambda: f"[L, G] with G = {amax.shape[0]} like `amax`")
+    checks.same_device(op, "history", history, "amax", amax.device)
+
+
+def _history(op: str, history: Tensor) -> None:
+    checks.ndim(op, "history", history, 2, "[L, G], the last L amaxes of every group")
+    checks.either_dtype(op, "history", history, torch.float32)
+    checks.contiguous(op, "history", history)
+    checks.require(history.shape[0] >= 1, op, "history", "[L, G] with L at least 1", history.shape)

@@ -1,0 +1,257 @@
+"""Where other libraries keep the scales that ``group_quantize`` makes, as maps from its compact layout.
+
+Every layout is one map: the offset of each compact scale in the other layout's memory, computed on the device from
+``offs``; bytes that no scale maps to are zero. In the maps, scales run *along* the tokens of a group (or the rows of a
+weight) and *across* the other dimension.
+
+Layouts:
+    ``"blocked"``: as ``group_quantize(scale_layout="blocked")`` makes them.
+    ``"torch"``: as ``torch.nn.functional.scaled_grouped_mm`` takes them (``SwizzleType.SWIZZLE_32_4_4``): every group
+        is blocked on its own and follows the one before it. Rowwise ``[T + 128 G, columns]``; columnwise, where groups
+        divide the contraction, ``[rows, ceil(T / block) + 4 G]``; weights ``[G, bytes]``.
+    ``"te"``: the flat buffers of TransformerEngine's GroupedTensor: the groups' scale matrices one after the other,
+        each padded to what its quantizer's ``get_scale_shape`` says.
+    ``"te_swizzled"``: the same after ``optimize_for_gemm``: every group blocked on its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks, placement
+from .formats import Format
+from .placement import Dim, blocked_offset, ceil_div
+from .quantized import ROW_UNIT, ComponentSpecs, Options, component_specs, known_format
+from .specs import TensorSpec
+
+LAYOUTS = ("blocked", "torch", "te", "te_swizzled")
+
+
+class Matrix(NamedTuple):
+    """How one group's scales lie in a layout: row-major or in tiles, each side padded to a multiple.
+
+    Attributes:
+        transposed: the rows run across, the columns along.
+        pad_rows, pad_columns: multiples.
+        tiled: in tiles of 128 x 4.
+    """
+
+    transposed: bool
+    pad_rows: int
+    pad_columns: int
+    tiled: bool = False
+
+
+_ROWWISE, _COLUMNWISE = Matrix(False, 128, 4, tiled=True), Matrix(True, 128, 4, tiled=True)
+# By (format, columnwise, whether blocks are square).
+_TE: dict[tuple[str, bool, bool], Matrix] = {
+    ("mxfp8", False, False): Matrix(False, 128, 4),
+    ("mxfp8", True, False): Matrix(False, 4, 128),
+    ("nvfp4", False, False): Matrix(False, 128, 4),
+    ("nvfp4", True, False): Matrix(True, 128, 4),
+    ("fp8_block", False, False): Matrix(True, 1, 4),
+    ("fp8_block", True, False): Matrix(False, 1, 4),
+    ("fp8_block", False, True): Matrix(False, 1, 4),
+    ("fp8_block", True, True): Matrix(True, 1, 4),
+}
+
+
+class Scales(NamedTuple):
+    """What the conversion of one scale component depends on, checked.
+
+    Attributes:
+        layout: one of ``LAYOUTS``.
+        description: the format.
+        columnwise: which component.
+        square: whether blocks are square and stored once (fp8_block weights).
+        shape: ``(T, K)`` or ``(G, N, K)`` of the quantised tensor.
+        groups: G.
+        compact: spec of the compact component.
+        other: spec of the component in ``layout``.
+    """
+
+    layout: str
+    description: Format
+    columnwise: bool
+    square: bool
+    shape: tuple[Dim, ...]
+    groups: Dim
+    compact: TensorSpec
+    other: TensorSpec
+
+    @property
+    def matrix(self) -> Matrix:
+        """How one group's scales lie in ``layout``."""
+        if self.layout == "te":
+            return _TE[self.description.name, self.columnwise, self.square]
+        return _COLUMNWISE if self.columnwise else _ROWWISE
+
+    @property
+    def block_along(self) -> int:
+        """Tokens that share a scale."""
+        return self.description.block if self.columnwise or self.square else 1
+
+    @property
+    def across(self) -> Dim:
+        """Scales across."""
+        return (
+            self.shape[-1] if self.columnwise and not self.square else ceil_div(self.shape[-1], self.description.block)
+        )
+
+
+def scales(
+    op: str,
+    scale: Tensor,
+    offs: Tensor | None,
+    shape: tuple[Dim, ...],
+    *,
+    layout: str,
+    format: str,
+    columnwise: bool,
+    block_2d: bool,
+    given: str,
+) -> Scales:
+    """Check the arguments of a conversion; ``scale`` is in layout ``given``, which is ``layout`` or ``"compact"``."""
+    f = known_format(op, format)
+    checks.require(layout in LAYOUTS, op, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
+    converted = f.name in ("mxfp8", "nvfp4") or (f.name == "fp8_block" and layout == "te")
+    users = "mxfp8, nvfp4" + (" or fp8_block" if layout == "te" else "")
+    checks.require(converted, op, "format", f"{users} for layout {layout!r}", repr(format))
+    checks.require(
+        not block_2d or (f.name == "fp8_block" and offs is None),
+        op,
+        "block_2d",
+        "False except for weights in fp8_block (other scales of square blocks are stored once per row)",
+        block_2d,
+    )
+    if offs is None:
+        checks.require(len(shape) == 3, op, "shape", "(G, N, K) when `offs` is None", tuple(shape))
+    else:
+        checks.require(len(shape) == 2, op, "shape", "(T, K) when `offs` is given", tuple(shape))
+        checks.offsets(op, offs, None, "scale", scale.device)
+    for size in shape:
+        checks.require(size >= 0, op, "shape", "free of negative sizes", tuple(shape))
+    groups = shape[0] if offs is None else offs.shape[0]
+
+    def component(scale_layout: str) -> TensorSpec:
+        options = Options(format, scale_layout=scale_layout, block_2d=block_2d).resolved(op)
+        specs: ComponentSpecs = component_specs(options, tuple(shape), groups, scale.device, grouped=offs is not None)
+        return specs.columnwise_scale if columnwise else specs.scale
+
+    compact = component("compact")
+    found = Scales(layout, f, columnwise, block_2d, tuple(shape), groups, compact, compact)
+    other = component("blocked") if layout == "blocked" else compact._replace(shape=_shape(found, offs is not None))
+    found = found._replace(other=other)
+    expected = compact if given == "compact" else other
+    checks.either_dtype(op, "scale", scale, f.scale_dtype)
+    checks.shape(op, "scale", scale, expected.shape, f"of {given} {'columnwise ' if columnwise else ''}{format} scales")
+    return found
+
+
+def _shape(s: Scales, grouped: bool) -> tuple[Dim, ...]:
+    """Shape in a layout where every group is padded by itself; in the worst case by one row less than the multiple."""
+    m = s.matrix
+    pad_along, pad_across = (m.pad_columns, m.pad_rows) if m.transposed else (m.pad_rows, m.pad_columns)
+    across = _up(s.across, pad_across)
+    if not grouped:
+        groups, n, _ = s.shape
+        along = _up(ceil_div(n, s.block_along), pad_along)
+        return (groups, along * across) if s.layout == "torch" else (groups * along * across,)
+    # ceil(n / block), padded, is at most n / block + pad - 1 / block; with pad 1 the - 1 / block still leaves ceil.
+    along = ceil_div(s.shape[0], s.block_along) + (pad_along if s.block_along * pad_along > 1 else 0) * s.groups
+    if s.layout == "torch":
+        return (across, along) if m.transposed else (along, across)
+    return (along * across,)
+
+
+def _up(n: Dim, multiple: int) -> Dim:
+    return ceil_div(n, multiple) * multiple
+
+
+class _Along(NamedTuple):
+    """The compact scales seen as ``[along, across]``: one entry for every place along, of all groups.
+
+    Attributes:
+        group: int64, the group it is in (any, if in none).
+        local: int64, where it is in the group.
+        used: whether it is in a group.
+        place: int64, its row in a blocked rowwise matrix of all groups, or its column in a columnwise one.
+        length: int64 ``[G]``, places in each group.
+    """
+
+    group: Tensor
+    local: Tensor
+    used: Tensor
+    place: Tensor
+    length: Tensor
+
+
+def _of_weights(s: Scales, count: int) -> _Along:
+    groups = int(s.groups)
+    index = torch.arange(count, device=s.compact.device).repeat(groups)
+    group = torch.arange(groups * count, device=s.compact.device) // max(count, 1)
+    return _Along(group, index, torch.ones_like(index, dtype=torch.bool), index, index.new_full((groups,), count))
+
+
+def _of_groups(s: Scales, offs: Tensor, count: int) -> _Along:
+    """Ends outside ``[0, T]`` are clamped and a descending end makes an empty group, as everywhere."""
+    place = torch.arange(count, device=offs.device)
+    if not s.groups:  # one that has nothing stands for them
+        nothing = torch.zeros_like(place)
+        return _Along(nothing, place, nothing.bool(), place, place.new_zeros(1))
+    ends = offs.to(torch.int64).clamp(0, int(s.shape[0])).cummax(0).values
+    first = placement.first_rows(ends)
+    length = (ends - first + s.block_along - 1) // s.block_along
+    if s.columnwise:
+        start = placement.starts(ends, s.description.unit_scale) // s.block_along
+        group = torch.searchsorted(start, place, right=True) - 1
+    else:
+        start, group = first, torch.searchsorted(ends, place, right=True).clamp_(max=length.shape[0] - 1)
+    index = place - start[group]
+    used = index < length[group]
+    if not s.columnwise:
+        place = placement.starts(ends, ROW_UNIT)[group] + index
+    return _Along(group, index, used, place, length)
+
+
+def offsets(s: Scales, offs: Tensor | None) -> Tensor:
+    """int64, of the compact shape: where each scale lies in ``s.layout``, -1 for those that belong to no group."""
+    transposed = s.columnwise and (s.description.name == "nvfp4" or s.square)  # compact scales are [across, along]
+    count, width = int(s.compact.shape[-1 if transposed else -2]), int(s.across)
+    at = _of_weights(s, count) if offs is None else _of_groups(s, offs, count)
+    across = torch.arange(width, device=s.compact.device)
+    if s.layout == "blocked" and offs is not None:  # one matrix for all groups
+        place = at.place[:, None]
+        offset = blocked_offset(across, place, count) if s.columnwise else blocked_offset(place, across, width)
+    else:
+        footprint = _footprint(s.matrix, at.length, width)
+        begin = footprint.cumsum(0) - footprint
+        offset = _within(s.matrix, at.local[:, None], across, at.length[at.group][:, None], width)
+        offset = offset + begin[at.group][:, None]
+    offset = torch.where(at.used[:, None], offset, -1)  # type: ignore[arg-type]
+    if offs is None:
+        offset = offset.unflatten(0, (int(s.groups), count))
+    return offset.transpose(-1, -2) if transposed else offset
+
+
+def _footprint(m: Matrix, along: Tensor, across: int) -> Tensor:
+    """Scales in each group's own matrix, padding included."""
+    if m.transposed:
+        return _round_up(along, m.pad_columns) * _up(across, m.pad_rows)  # type: ignore[return-value]
+    return _round_up(along, m.pad_rows) * _up(across, m.pad_columns)  # type: ignore[return-value]
+
+
+def _within(m: Matrix, along: Tensor, across: Tensor, n_along: Tensor, n_across: int) -> Tensor:
+    """Offset of a scale in its group's own matrix."""
+    y, x = (across, along) if m.transposed else (along, across)
+    columns = n_along if m.transposed else n_along.new_full((), n_across)
+    if m.tiled:
+        return blocked_offset(y, x, columns)  # type: ignore[arg-type, return-value]
+    return y * _round_up(columns, m.pad_columns) + x
+
+
+def _round_up(n: Tensor, multiple: int) -> Tensor:
+    return (n + multiple - 1) // multiple * multiple

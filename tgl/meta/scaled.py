@@ -1,0 +1,329 @@
+"""Output specs of the GEMMs on quantised operands: every function checks its arguments and says what the op returns.
+
+Operands are the components that ``group_quantize`` makes. Letters as in ``specs``; ``Tp`` is T under the placement of
+``placement``, with the unit of the format. FP4 data holds two elements per byte.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks, placement
+from .formats import ELEMENTS, FORMATS, Format
+from .placement import ceil_div
+from .quantized import (
+    ROW_UNIT,
+    SOURCES,
+    ComponentSpecs,
+    Options,
+    component_specs,
+    known_data,
+    known_format,
+    known_layout,
+)
+from .specs import Dim, TensorSpec, grouped_activation, packed_slots
+
+DIRECTIONS = ("rowwise", "columnwise")
+HISTORY_ALGOS = ("max", "most_recent")
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GEMM_OPERANDS = ("a", "a_scale", "b", "b_scale", "offs", "a_amax", "b_amax", "bias", "bias_scale")
+
+
+def _format(op: str, name: str, scale_layout: str) -> Format:
+    form = known_format(op, name)
+    if scale_layout != "compact":
+        known_layout(op, form, scale_layout)
+    return form
+
+
+def _data(op: str, argument: str, t: Tensor, form: Format, dims: int, letters: str) -> None:
+    if t.dtype not in form.data_dtypes:
+        known_data(op, argument, form, t.dtype)
+    checks.ndim(op, argument, t, dims, letters)
+    checks.contiguous(op, argument, t)
+
+
+def _scale(
+    op: str, argument: str, t: Tensor, form: Format, expected: tuple, letters: str, device: torch.device, reference: str
+) -> None:
+    if t.dtype != form.scale_dtype:
+        checks.require(False, op, argument, f"{form.scale_dtype} for {form.name}", t.dtype, TypeError)
+    checks.shape(op, argument, t, expected, letters)
+    checks.same_device(op, argument, t, reference, device)
+    checks.contiguous(op, argument, t)
+
+
+def _amax(op: str, argument: str, t: Tensor | None, form: Format, groups: Dim, device: torch.device) -> None:
+    if form.name != "nvfp4":
+        checks.require(t is None, op, argument, f"None for {form.name}", "a tensor")
+        return
+    if t is None:
+        checks.require(False, op, argument, "given for nvfp4", None)
+        return
+    if t.dtype != torch.float32:
+        checks.require(False, op, argument, "torch.float32", t.dtype, TypeError)
+    checks.shape(op, argument, t, (groups,), "[G]")
+    checks.same_device(op, argument, t, "a", device)
+    checks.contiguous(op, argument, t)
+
+
+def _letters(form: Format, compact: str, rows: str, scale_layout: str) -> str:
+    if form.block == 0:
+        return "[G] (one per group)"
+    if scale_layout == "blocked":
+        return f"[bytes of blocked scales, {rows}]"
+    return f"{compact} (compact)"
+
+
+def _rows_scale(form: Format, scale_layout: str, rows: Dim, depth: Dim, groups: Dim) -> tuple[Dim, ...]:
+    """Shape of the rowwise scales of ``[rows, depth]`` tokens."""
+    if form.block == 0:
+        return (groups,)
+    columns = ceil_div(depth, form.block)
+    if scale_layout == "compact":
+        return (rows, columns)
+    return (placement.blocked_size(placement.padded_rows(rows, groups, ROW_UNIT), columns),)
+
+
+def _matrix_scale(form: Format, scale_layout: str, groups: Dim, width: Dim, depth: Dim, across: bool) -> tuple:
+    """Shape of the scales of G matrices with blocks along ``depth``; ``across``: stored with ``depth`` first."""
+    if form.block == 0:
+        return (groups,)
+    columns = ceil_div(depth, form.block)
+    if form.name == "fp8_block":
+        return (groups, ceil_div(width, form.block), columns)
+    if scale_layout == "blocked":
+        return (groups, placement.blocked_size(width, columns))
+    return (groups, columns, width) if across else (groups, width, columns)
+
+
+def grouped_activation_quantize(
+    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, *, kind: str, options: Options
+) -> ComponentSpecs:
+    """``[T, 2 I]`` (gated) or ``[T, I]`` to the components of ``[T, I]``; ``options`` resolved."""
+    op, form = "grouped_activation_quantize", options.description
+    shape, dtype, device, _ = grouped_activation(x, offs, probs, kind=kind)
+    checks.require(dtype in SOURCES, op, "x", "float32, bfloat16 or float16", dtype, TypeError)
+    if form.per_byte == 2 and (even := shape[1] % 2 == 0) is not True:
+        checks.require(even, op, "x", "such that I is even (two elements share a byte)", x.shape)
+    if scale is not None:
+        checks.require("scale" in form.options, op, "scale", f"None for {form.name}", "a tensor")
+        checks.shape(op, "scale", scale, (offs.shape[0],), "[G]")
+        checks.either_dtype(op, "scale", scale, torch.float32)
+        checks.same_device(op, "scale", scale, "x", device)
+        checks.contiguous(op, "scale", scale)
+    return component_specs(options, shape, offs.shape[0], device, grouped=True)
+
+
+def update_amax_history_(
+    amax: Tensor, history: Tensor, scale: Tensor, *, dtype: torch.dtype, margin: int = 0, algo: str = "max"
+) -> None:
+    """Checks: ``history [H, G]`` and ``scale [G]`` take ``amax [G]``."""
+    op = "update_amax_history_"
+    checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
+    checks.require(algo in HISTORY_ALGOS, op, "algo", f"one of {', '.join(HISTORY_ALGOS)}", repr(algo))
+    checks.ndim(op, "amax", amax, 1, "[G]")
+    groups = amax.shape[0]
+    checks.ndim(op, "history", history, 2, "[H, G]")
+    if (long := history.shape[0] >= 1) is not True:
+        checks.require(long, op, "history", "[H, G] with H at least 1", history.shape)
+    checks.size(op, "history", history, 1, groups, lambda: f"[H, G] with G = {groups} like `amax`")
+    checks.shape(op, "scale", scale, (groups,), "[G]")
+    for name, t in (("amax", amax), ("history", history), ("scale", scale)):
+        checks.either_dtype(op, name, t, torch.float32)
+        checks.same_device(op, name, t, "amax", amax.device)
+        checks.contiguous(op, name, t)
+
+
+def grouped_gemm_scaled(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+) -> TensorSpec:
+    """Rowwise tokens ``[T, K]`` times weights ``[G, N, K]`` (rowwise) or ``[G, K, N]`` (columnwise) -> ``[T, N]``."""
+    op = "grouped_gemm_scaled"
+    form = _format(op, format, scale_layout)
+    known = f"one of {', '.join(DIRECTIONS)}"
+    checks.require(b_direction in DIRECTIONS, op, "b_direction", known, repr(b_direction))
+    pack = "" if form.per_byte == 1 else "/2"
+    _data(op, "a", a, form, 2, f"[T, K{pack}]")
+    rows, depth = a.shape[0], a.shape[1] * form.per_byte
+    across = b_direction == "columnwise" and not form.transposed_columnwise
+    b_letters = f"[G, K{pack}, N]" if across else f"[G, N, K{pack}]"
+    _data(op, "b", b, form, 3, b_letters)
+    checks.same_device(op, "b", b, "a", a.device)
+    checks.size(op, "b", b, 1 if across else 2, a.shape[1], lambda: f"{b_letters} with K{pack} = {a.shape[1]} like `a`")
+    groups, width = b.shape[0], b.shape[2 if across else 1]
+    checks.offsets(op, offs, groups, "a", a.device)
+    block = form.block
+    letters = _letters(form, f"[T, ceil(K/{block})]", "each group from a multiple of 128 rows", scale_layout)
+    _scale(op, "a_scale", a_scale, form, _rows_scale(form, scale_layout, rows, depth, groups), letters, a.device, "a")
+    if form.name == "fp8_block":
+        letters = "[G, ceil(N/128), ceil(K/128)]"
+    else:
+        compact = f"[G, ceil(K/{block}), N]" if across else f"[G, N, ceil(K/{block})]"
+        letters = _letters(form, compact, "per matrix", scale_layout)
+    expected = _matrix_scale(form, scale_layout, groups, width, depth, across)
+    _scale(op, "b_scale", b_scale, form, expected, letters, a.device, "a")
+    _amax(op, "a_amax", a_amax, form, groups, a.device)
+    _amax(op, "b_amax", b_amax, form, groups, a.device)
+    dtype = _out_dtype(op, "out_dtype", out_dtype)
+    if bias is not None:
+        checks.shape(op, "bias", bias, (groups, width), "[G, N]")
+        checks.either_dtype(op, "bias", bias, *OUT_DTYPES)
+        checks.same_device(op, "bias", bias, "a", a.device)
+    if bias_scale is not None:
+        checks.require(bias is not None, op, "bias_scale", "None when there is no `bias`", "a tensor")
+        checks.shape(op, "bias_scale", bias_scale, (rows,), "[T]")
+        checks.either_dtype(op, "bias_scale", bias_scale, *OUT_DTYPES)
+        checks.same_device(op, "bias_scale", bias_scale, "a", a.device)
+    return TensorSpec((rows, width), dtype, a.device)
+
+
+def grouped_gemm_scaled_out(*operands: Tensor | None, out: Tensor, **options: str) -> None:
+    """Checks of ``grouped_gemm_scaled.out``: those of ``grouped_gemm_scaled``, and a buffer that fits."""
+    op = "grouped_gemm_scaled"
+    shape, _, device, _ = grouped_gemm_scaled(*operands, **options)  # type: ignore[arg-type]
+    checks.out_buffer(op, "out", out, shape, "[T, N]", device)
+    _out_dtype(op, "out", out.dtype)
+
+
+def _out_dtype(op: str, argument: str, requested: torch.dtype | None) -> torch.dtype:
+    if requested is None:
+        return torch.bfloat16
+    checks.require(requested in OUT_DTYPES, op, argument, "float32, bfloat16 or float16", requested, TypeError)
+    return requested
+
+
+def most_tokens(data: Tensor, groups: Dim, format: str) -> Dim:
+    """T for columnwise data; if it is stored by place, which does not tell T, the most tokens that have one."""
+    form = FORMATS[format]
+    if not form.transposed_columnwise:
+        return data.shape[0]
+    places = data.shape[1] * form.per_byte
+    return torch.sym_max(places - form.unit_data * (groups - 1), 0)
+
+
+def _tokens(
+    op: str, name: str, data: Tensor, scale: Tensor, form: Format, scale_layout: str, groups: Dim, letter: str
+) -> Dim:
+    """Checks of one columnwise operand ``[T, F]`` of the wgrad; returns F (its letter is ``letter``)."""
+    if form.transposed_columnwise:
+        pack = "" if form.per_byte == 1 else "/2"
+        _data(op, name, data, form, 2, f"[{letter}, Tp{pack}]")
+        features, places = data.shape[0], data.shape[1] * form.per_byte
+        if (whole := places % form.unit_data == 0) is not True:
+            checks.require(whole, op, name, f"[{letter}, Tp{pack}], Tp a multiple of {form.unit_data}", data.shape)
+        if (room := places >= form.unit_data * (groups - 1)) is not True:
+            must = f"[{letter}, Tp{pack}], Tp at least {form.unit_data} (G - 1)"
+            checks.require(room, op, name, must, data.shape)
+    else:
+        _data(op, name, data, form, 2, f"[T, {letter}]")
+        features = data.shape[1]
+    if form.block == 0:
+        expected: tuple[Dim, ...] = (groups,)
+    else:
+        # The most tokens fill the same units as the T tokens there are, hence need the same room for scales.
+        count = placement.padded_rows(most_tokens(data, groups, form.name), groups, form.unit_scale) // form.block
+        if scale_layout == "blocked":
+            expected = (placement.blocked_size(features, count),)
+        elif form.name == "nvfp4":
+            expected = (features, count)
+        else:
+            expected = (count, features)
+    compact = f"[{letter}, Tp/16]" if form.name == "nvfp4" else f"[Tp/{form.block}, {letter}]"
+    letters = _letters(form, compact, f"{letter} rows", scale_layout)
+    _scale(op, f"{name}_scale", scale, form, expected, letters, data.device, name)
+    return features
+
+
+def grouped_gemm_scaled_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+) -> TensorSpec:
+    """Columnwise tokens ``[T, M]`` and ``[T, N]`` -> ``[G, M, N]``; with an ``alignment``, see ``packed_slots``."""
+    op = "grouped_gemm_scaled_wgrad"
+    shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
+    dtype = _out_dtype(op, "out_dtype", out_dtype)
+    if alignment is not None:
+        return packed_slots(op, shape[0], shape[1:], dtype, a.device, alignment)
+    return TensorSpec(shape, dtype, a.device)
+
+
+def _wgrad(
+    op: str,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+) -> tuple[Dim, Dim, Dim]:
+    form = _format(op, format, scale_layout)
+    checks.offsets(op, offs, None, "a", a.device)
+    groups = offs.shape[0]
+    m = _tokens(op, "a", a, a_scale, form, scale_layout, groups, "M")
+    checks.same_device(op, "b", b, "a", a.device)
+    n = _tokens(op, "b", b, b_scale, form, scale_layout, groups, "N")
+    tokens = 1 if form.transposed_columnwise else 0
+    letter = "Tp" if form.transposed_columnwise else "T"
+    pack = "" if form.per_byte == 1 else "/2"
+    checks.size(op, "b", b, tokens, a.shape[tokens], lambda: f"of {letter}{pack} = {a.shape[tokens]} like `a`")
+    _amax(op, "a_amax", a_amax, form, groups, a.device)
+    _amax(op, "b_amax", b_amax, form, groups, a.device)
+    return groups, m, n
+
+
+def grouped_gemm_scaled_wgrad_out(*operands: Tensor | None, out: Tensor, **options: str) -> None:
+    """Checks of ``grouped_gemm_scaled_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` does."""
+    op = "grouped_gemm_scaled_wgrad"
+    shape = _wgrad(op, *operands, **options)  # type: ignore[arg-type]
+    checks.out_buffer(op, "out", out, shape, "[G, M, N]", operands[0].device)  # type: ignore[union-attr]
+    _out_dtype(op, "out", out.dtype)
+
+
+def grouped_gemm_scaled_wgrad_accumulate_(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    overwrite: bool = False,
+) -> None:
+    """Checks of the accumulating form: ``main_grad`` is ``[G, M, N]``."""
+    op = "grouped_gemm_scaled_wgrad_accumulate_"
+    shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
+    checks.out_buffer(op, "main_grad", main_grad, shape, "[G, M, N]", a.device)
+    checks.either_dtype(op, "main_grad", main_grad, *OUT_DTYPES)

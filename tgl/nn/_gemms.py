@@ -1,0 +1,145 @@
+"""What a grouped linear layer computes with: the three GEMMs, on dense or quantised operands.
+
+An operand is a tuple of plain tensors, so that it can be saved, offloaded or stashed component by component. The dense
+operands are one tensor each; a quantised one has data, scales and whatever else its format needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ops import (
+    grouped_activation,
+    grouped_dbias,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_accumulate_,
+)
+
+Operand = tuple[Tensor, ...]
+
+
+class Operands(NamedTuple):
+    """One tensor prepared for the GEMMs that read it; ``()`` where it was not asked for.
+
+    Attributes:
+        fprop: read by the forward GEMM (inputs and weights).
+        dgrad: read by the input gradient (weights and output gradients).
+        wgrad: read by the weight gradient (inputs and output gradients).
+    """
+
+    fprop: Operand = ()
+    dgrad: Operand = ()
+    wgrad: Operand = ()
+
+
+class Gemms(Protocol):
+    """Preparation of operands and the GEMMs on them, made of registered ops; it reads no tensor on the host.
+
+    T rows, G groups, ``x [T, K]``, ``w [G, N, K]``, ``dy [T, N]``; ``offs`` int32 ``[G]`` cumulative ends. Rows past
+    ``offs[-1]`` are not read; results are zero there, buffers keep what they hold.
+    """
+
+    def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
+        """Prepare the layer's input for the GEMMs asked for."""
+
+    def activated_input(
+        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+    ) -> Operands:
+        """Prepare ``grouped_activation(h, offs, probs, **activation)`` likewise."""
+
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
+        """Prepare the weight for fprop, and for dgrad if asked for; called without grad.
+
+        ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
+        """
+
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
+        """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
+
+    def fprop(
+        self,
+        x: Operand,
+        w: Operand,
+        offs: Tensor,
+        bias: Tensor | None,
+        bias_scale: Tensor | None,
+        *,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``[T, N]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
+
+    def dgrad(
+        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """``[T, K]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
+
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        """``[G, N, K]`` of ``out_dtype``, contiguous, or every slot on ``alignment`` bytes."""
+
+    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+        """Add the weight gradient to ``main_grad [G, N, K]``, or ``overwrite`` it; slots may be padded."""
+
+
+class DenseGemms:
+    """The GEMMs on the tensors as they are."""
+
+    __slots__ = ()
+
+    def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
+        return Operands(fprop=(x,) if fprop else (), wgrad=(x,) if wgrad else ())
+
+    def activated_input(
+        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+    ) -> Operands:
+        return self.input(grouped_activation(h, offs, probs, **activation), offs, fprop=fprop, wgrad=wgrad)
+
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
+        return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
+
+    def grad(
+        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
+        operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
+        return operands, grouped_dbias(dy, offs) if dbias else None
+
+    def fprop(
+        self,
+        x: Operand,
+        w: Operand,
+        offs: Tensor,
+        bias: Tensor | None,
+        bias_scale: Tensor | None,
+        *,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, out_dtype=out_dtype, out=out)
+
+    def dgrad(
+        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        return grouped_gemm(dy[0], w[0], offs, out_dtype=out_dtype, out=out)
+
+    def wgrad(
+        self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
+    ) -> Tensor:
+        return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=out_dtype, alignment=alignment)
+
+    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+        grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)
+
+
+def gemms_for(recipe: Any) -> Gemms:
+    """The GEMMs of a layer that follows ``recipe``."""
+    if recipe is not None:
+        raise TypeError(f"`recipe` must be None, but got {recipe!r}")
+    return DenseGemms()

@@ -1,0 +1,180 @@
+"""Groups as the CPU sees them, rows of ``x`` as float32, and the buffers that steps of work share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_STEP = 1 << 17  # elements per thread and step: a few float32 buffers of them fit a second-level cache
+
+
+def steps(start: int, stop: int, width: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Cut ``[start, stop)`` into ranges of about one step, given ``width`` elements each; multiples of ``multiple``."""
+    count = max(_STEP * torch.get_num_threads() // max(width, 1) // multiple, 1) * multiple
+    for first in range(start, stop, count):
+        yield first, min(first + count, stop)
+
+
+def aligned_steps(stop: int, width: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[0, stop)``, a multiple of ``unit``, into steps of several whole units or of a part of one."""
+    for first, last in steps(0, stop, width, max(unit, 1)):
+        if last - first > unit:
+            yield first, last
+        else:
+            yield from steps(first, last, width)
+
+
+class Scratch:
+    """Lends buffers by name; the contents of one last until its name is asked for again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised contiguous tensor; a name always has the same dtype."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+class Groups:
+    """Ranges of rows. Matrices ``[G, N, K]`` are G groups of N rows each.
+
+    Bad offsets give wrong numbers but never an access out of bounds: ends are clamped to the rows there are, and a
+    descending end makes an empty group.
+
+    Attributes:
+        count: G.
+        rows: rows there are, the tail included.
+        routed: rows before the tail.
+        each: N for matrices, else None.
+        firsts, ends: int64 ``[G]``.
+    """
+
+    def __init__(self, x: Tensor, offs: Tensor | None) -> None:
+        self.each: int | None = None
+        if offs is None:
+            self.count, self.each = x.shape[0], x.shape[1]
+            self.rows = self.count * self.each
+            self.ends = torch.arange(1, self.count + 1) * self.each
+        else:
+            self.count, self.rows = offs.shape[0], x.shape[0]
+            self.ends = offs.to(torch.int64).clamp(0, self.rows)
+            self.ends = self.ends.cummax(0).values if self.count else self.ends
+        self.firsts = torch.cat([self.ends.new_zeros(1), self.ends])[: self.count]
+        self.routed = int(self.ends[-1]) if self.count else 0
+
+    def steps(self, columns: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows before the tail, of about one step; of matrices, several whole ones or a part of one."""
+        return aligned_steps(self.routed, columns, 1 if self.each is None else self.each)
+
+    def of_rows(self, start: int, stop: int) -> Tensor:
+        """int64: the group of every row of a range (before the tail)."""
+        return torch.searchsorted(self.ends, torch.arange(start, stop), right=True)
+
+    def places(self, start: int, stop: int, u: int) -> Tensor:
+        """int64: the coordinate of every row of a range under the placement of unit ``u``."""
+        group = self.of_rows(start, stop)
+        return torch.arange(start, stop) + (self.begins(u) - self.firsts)[group]
+
+    def begins(self, u: int) -> Tensor:
+        """int64 ``[G]``: the coordinate of every group's first row."""
+        return (self.firsts // u + torch.arange(self.count)) * u
+
+    def blocks(self, size: int) -> Blocks:
+        """Blocks of ``size`` rows counted from every group's start, the last one of a group partial."""
+        counts = (self.ends - self.firsts + size - 1) // size
+        group = torch.repeat_interleave(torch.arange(self.count), counts)
+        index = torch.arange(group.shape[0]) - (counts.cumsum(0) - counts)[group]
+        first = self.firsts[group] + index * size
+        return Blocks(size, group, index, first, torch.minimum(self.ends[group] - first, torch.tensor(size)))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of rows, in the order of their rows; int64 vectors of the same length.
+
+    Attributes:
+        size: rows of a whole block.
+        group: the group of every block.
+        index: its number in the group.
+        first: its first row.
+        count: the rows it has, ``1 <= count <= size``.
+    """
+
+    size: int
+    group: Tensor
+    index: Tensor
+    first: Tensor
+    count: Tensor
+
+    def steps(self, columns: int, each: int | None) -> Iterator[tuple[int, int]]:
+        """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
+        per_matrix = 1 if each is None else -(-each // self.size)
+        return aligned_steps(self.first.shape[0], self.size * columns, per_matrix)
+
+    def rows(self, start: int, stop: int) -> tuple[int, int]:
+        """The range of rows that a range of blocks covers."""
+        return int(self.first[start]), int(self.first[stop - 1] + self.count[stop - 1])
+
+    def holes(self, start: int, stop: int) -> Tensor | None:
+        """Boolean ``[blocks, size]``: which places of a range of blocks have no row; None if all have."""
+        first, last = self.rows(start, stop)
+        if last - first == (stop - start) * self.size:
+            return None
+        return torch.arange(self.size) >= self.count[start:stop, None]
+
+
+class Rows:
+    """Rows of ``x`` as float32, multiplied by ``row_scale`` and rounded to the dtype of ``x`` if there is one.
+
+    Matrices are seen as one stack of rows, which copies those that are not stacked that way in memory.
+    """
+
+    def __init__(self, x: Tensor, row_scale: Tensor | None, scratch: Scratch) -> None:
+        self.x = x if x.dim() == 2 else x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+        self.row_scale, self.scratch = row_scale, scratch
+        self.columns = self.x.shape[1]
+        self._as_is = x.dtype == torch.float32 and row_scale is None and self.x.stride(1) == 1
+
+    def load(self, start: int, stop: int, left: int = 0, right: int | None = None, *, width: int = 0) -> Tensor:
+        """Rows ``[start, stop)``, columns ``[left, right)``, zeros up to ``width`` columns.
+
+        The result is x's memory or a buffer: to be read only, and until the next call.
+        """
+        part = self.x[start:stop, left : self.columns if right is None else right]
+        columns = part.shape[1]
+        width = max(width, columns)
+        if self._as_is and width == columns:
+            return part
+        wide = self.scratch.room("rows", part.shape[0], width)
+        wide[:, columns:].zero_()
+        self._widen(part, None if self.row_scale is None else self.row_scale[start:stop], wide[:, :columns])
+        return wide
+
+    def load_blocks(self, blocks: Blocks, start: int, stop: int, left: int, right: int, holes: Tensor | None) -> Tensor:
+        """A range of blocks as ``[blocks, size, columns]``, zeros where there is no row; ``holes`` as of ``blocks``."""
+        size = blocks.size
+        if holes is None:
+            first = int(blocks.first[start])
+            return self.load(first, first + (stop - start) * size, left, right).unflatten(0, (stop - start, size))
+        rows = blocks.first[start:stop, None] + torch.arange(size)
+        rows = rows.masked_fill_(holes, int(rows[0, 0])).view(-1)
+        part = self.x[:, left:right].index_select(0, rows)
+        wide = self.scratch.room("rows", *part.shape)
+        self._widen(part, None if self.row_scale is None else self.row_scale[rows], wide)
+        wide.index_fill_(0, holes.view(-1).nonzero().view(-1), 0.0)
+        return wide.view(stop - start, size, -1)
+
+    def _widen(self, part: Tensor, row_scale: Tensor | None, wide: Tensor) -> None:
+        wide.copy_(part)
+        if row_scale is not None:
+            wide.mul_(row_scale.float()[:, None])
+            if part.dtype != torch.float32:
+                wide.copy_(self.scratch.room("rounded", *part.shape, dtype=part.dtype).copy_(wide))

@@ -1,0 +1,264 @@
+"""FP8 with float32 scales: one per group (``fp8_tensor``), or one per 1x128, 128x1 or 128x128 (``fp8_block``).
+
+Data is ``x * scale`` with ``scale = max / amax``; what is stored is ``scale_inv = 1 / scale``. An amax of 0 has scale
+1, an infinite scale becomes the largest float32, and powers of two are had by dropping the mantissa. Where amax is Inf
+or NaN the scale is 1 and ``scale_inv`` NaN (TransformerEngine stores 1, which would pass an Inf off as 448).
+
+Columnwise data is stored transposed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...meta.formats import ELEMENTS, FP32_INF, FP32_NAN
+from ...meta.quantized import Components, DequantizeOptions, Options
+from ._blocks import columnwise, present, rowwise
+from ._decode import fp8_values, multiply_blocks, table
+from ._rows import Groups, Rows, Scratch, steps
+from ._scales import BlockScales, RowScales
+from ._transposed import ROWS, Transposed
+
+BLOCK = 128
+SCALE_UNIT, DATA_UNIT = 128, 32
+_SIGN_OFF = 0x7FFFFFFF
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """``scale`` and ``scale_inv`` for float32 magnitudes."""
+    if eps:
+        amax = amax.clamp(min=eps)  # keeps NaN
+    scale = torch.full_like(amax, largest).div_(amax).clamp_(max=_LARGEST)
+    if power_of_two:
+        scale.view(torch.int32).bitwise_and_(-0x800000)
+    bad = ~amax.isfinite()
+    scale.masked_fill_((amax == 0) | bad, 1.0)
+    return scale, scale.reciprocal().masked_fill_(bad, torch.nan)
+
+
+def _magnitude(wide: Tensor, room: Tensor) -> Tensor:
+    """The bits of ``|wide|`` as int32, in ``room``: ordered like the values, NaN above Inf."""
+    return torch.bitwise_and(wide.view(torch.int32), _SIGN_OFF, out=room.view(torch.int32))
+
+
+def _as_amax(bits: Tensor) -> Tensor:
+    """Bits of magnitudes as float32, every NaN the same one."""
+    return bits.masked_fill(bits > FP32_INF, FP32_NAN).view(torch.float32)
+
+
+def _saturate(scaled: Tensor, largest: float, nan: bool) -> Tensor:
+    """Make the cast of ``scaled`` saturate, and give 0x7F for NaN of either sign; in place."""
+    scaled.clamp_(-largest, largest)
+    return scaled.masked_fill_(scaled.isnan(), torch.nan) if nan else scaled
+
+
+# --- one scale per group ----------------------------------------------------------------------------------------------
+
+
+def quantize_tensor(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    rng: Tensor | None,
+    *,
+    options: Options,
+    out: Components,
+) -> None:
+    """``fp8_tensor``, both directions; see the package for the contract."""
+    assert options.dtype is not None
+    groups, scratch = Groups(x, offs), Scratch()
+    rows = Rows(x, row_scale, scratch)
+    largest = ELEMENTS[options.dtype].max
+    amax = _group_amax(rows, groups, scratch)
+    if scale is None:
+        scale, inverse = scales_of(amax, largest, bool(options.power_of_two), options.eps)
+    else:
+        inverse = scale.reciprocal()
+    nan = not bool(amax.isfinite().all() and scale.isfinite().all())
+
+    def scaled(start: int, stop: int, left: int, right: int) -> Tensor:
+        wide = rows.load(start, stop, left, right)
+        values = torch.mul(wide, scale[groups.of_rows(start, stop), None], out=scratch.room("scaled", *wide.shape))
+        return _saturate(values, largest, nan)
+
+    if options.rowwise:
+        out.scale.copy_(inverse)
+        out.amax.copy_(amax)
+        data = out.data.view(groups.rows, rows.columns)
+        for start, stop in steps(0, groups.routed, rows.columns):
+            data[start:stop].copy_(scaled(start, stop, 0, rows.columns))
+        data[groups.routed :].view(torch.uint8).zero_()
+    if options.columnwise:
+        out.columnwise_scale.copy_(inverse)
+        out.columnwise_amax.copy_(amax)
+        transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
+        transposed.clear()
+        for left, right in steps(0, rows.columns, ROWS):
+            for start, stop in groups.steps(right - left):
+                if options.rowwise:
+                    made = data[start:stop, left:right]
+                else:
+                    wide = scaled(start, stop, left, right)
+                    made = scratch.room("cast", *wide.shape, dtype=options.dtype).copy_(wide)
+                transposed.write(start, stop, left, right, made.view(torch.uint8))
+
+
+def _group_amax(rows: Rows, groups: Groups, scratch: Scratch) -> Tensor:
+    bits = torch.zeros(groups.count, dtype=torch.int32)
+    if not rows.columns:
+        return bits.view(torch.float32)
+    for start, stop in steps(0, groups.routed, rows.columns):
+        wide = rows.load(start, stop)
+        of_rows = _magnitude(wide, scratch.room("scaled", *wide.shape)).amax(1)
+        bits.scatter_reduce_(0, groups.of_rows(start, stop), of_rows, "amax")
+    return _as_amax(bits)
+
+
+def dequantize_tensor(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> None:
+    """``fp8_tensor``: element times ``scale_inv`` of its group."""
+    groups, scratch = Groups(out, offs), Scratch()
+
+    def multiply(wide: Tensor, start: int, stop: int, left: int, right: int) -> None:
+        wide.mul_(scale[groups.of_rows(start, stop), None])
+
+    _dequantize(data, groups, options.columnwise, multiply, out, scratch)
+
+
+# --- one scale per block ----------------------------------------------------------------------------------------------
+
+
+def quantize_block(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    rng: Tensor | None,
+    *,
+    options: Options,
+    out: Components,
+) -> None:
+    """``fp8_block``, both directions; see the package for the contract."""
+    assert options.dtype is not None
+    dtype, groups, scratch = options.dtype, Groups(x, offs), Scratch()
+    rows, columns = Rows(x, row_scale, scratch), x.shape[-1]
+    transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
+    if options.block_2d:
+        _quantize_2d(rows, groups, transposed, options, out, scratch)
+        return
+    rule = functools.partial(_scaled, options=options, scratch=scratch)
+    if options.rowwise:
+        rowwise(rows, groups, BLOCK, rule, out.data, RowScales(out.scale, groups, -(-columns // BLOCK), False))
+    if options.columnwise:
+        blocks = groups.blocks(BLOCK)
+        scales = BlockScales(out.columnwise_scale, groups, blocks, columns, SCALE_UNIT, False)
+
+        def write(start: int, stop: int, left: int, right: int, values: Tensor) -> None:
+            made = scratch.room("cast", *values.shape, dtype=dtype).copy_(values)
+            transposed.write(start, stop, left, right, made.view(torch.uint8))
+
+        transposed.clear()
+        columnwise(rows, groups, blocks, rule, write, scales, scratch, height=ROWS)
+
+
+def _scaled(wide: Tensor, dim: int, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Values ready to be cast and ``scale_inv`` (``dim`` kept) of blocks along ``dim``."""
+    values = scratch.room("scaled", *wide.shape)
+    return _apply(wide, _magnitude(wide, values).amax(dim, keepdim=True), values, options)
+
+
+def _apply(wide: Tensor, bits: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    assert options.dtype is not None
+    largest = ELEMENTS[options.dtype].max
+    scale, inverse = scales_of(bits.view(torch.float32), largest, bool(options.power_of_two), options.eps)
+    torch.mul(wide, scale, out=values)
+    return _saturate(values, largest, nan=bool((bits > FP32_INF).any())), inverse
+
+
+def _quantize_2d(
+    rows: Rows, groups: Groups, transposed: Transposed, options: Options, out: Components, scratch: Scratch
+) -> None:
+    """Blocks of 128x128 of separate matrices: one scale for both directions."""
+    assert options.dtype is not None
+    blocks, across = groups.blocks(BLOCK), -(-rows.columns // BLOCK)
+    down = blocks.first.shape[0] // max(groups.count, 1)
+    stored = torch.empty(groups.count * down, across)  # scale_inv, a 16384th of the data
+    data = out.data.view(groups.rows, rows.columns) if options.rowwise else None
+    for left, right in steps(0, rows.columns, ROWS, BLOCK):
+        part = slice(left // BLOCK, -(-right // BLOCK))
+        for start, stop in blocks.steps(right - left, groups.each):
+            holes = blocks.holes(start, stop)
+            wide = rows.load_blocks(blocks, start, stop, left, right, holes)
+            values = scratch.room("scaled", *wide.shape)
+            bits = torch.nn.functional.pad(_magnitude(wide, values).amax(1), (0, -(right - left) % BLOCK))
+            bits = bits.unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)[:, None, : right - left]
+            values, inverse = _apply(wide, bits, values, options)
+            stored[start:stop, part] = inverse[:, 0, ::BLOCK]
+            first, last = blocks.rows(start, stop)
+            made = scratch.room("cast", last - first, right - left, dtype=options.dtype)
+            made.copy_(present(values, holes, last - first, scratch))
+            if data is not None:
+                data[first:last, left:right].copy_(made)
+            if options.columnwise:
+                transposed.write(first, last, left, right, made.view(torch.uint8))
+    stored = stored.view(groups.count, down, across)
+    if options.rowwise:
+        out.scale.copy_(stored)
+    if options.columnwise:
+        out.columnwise_scale.copy_(stored.transpose(1, 2))
+
+
+def dequantize_block(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> None:
+    """``fp8_block``: element times ``scale_inv`` of its block."""
+    groups, scratch = Groups(out, offs), Scratch()
+    columns = out.shape[-1]
+    if options.block_2d:
+        per_block = (scale.transpose(1, 2) if options.columnwise else scale).flatten(0, 1)
+        by_matrix = BlockScales(per_block, groups, groups.blocks(BLOCK), per_block.shape[1], SCALE_UNIT, False)
+    elif options.columnwise:
+        by_block = BlockScales(scale, groups, groups.blocks(BLOCK), columns, SCALE_UNIT, False)
+    else:
+        by_row = RowScales(scale, groups, -(-columns // BLOCK), False)
+
+    def multiply(wide: Tensor, start: int, stop: int, left: int, right: int) -> None:
+        if options.block_2d:
+            multiply_blocks(wide, by_matrix.read_rows(start, stop, left // BLOCK, -(-right // BLOCK)), BLOCK)
+        elif options.columnwise:
+            wide.mul_(by_block.read_rows(start, stop, left, right))
+        else:
+            multiply_blocks(wide, by_row.read(start, stop)[:, left // BLOCK : -(-right // BLOCK)], BLOCK)
+
+    _dequantize(data, groups, options.columnwise, multiply, out, scratch)
+
+
+def _dequantize(
+    data: Tensor,
+    groups: Groups,
+    columnwise: bool,
+    multiply: Callable[[Tensor, int, int, int, int], None],
+    out: Tensor,
+    scratch: Scratch,
+) -> None:
+    """Decode either direction; ``multiply`` applies the scales of a range of rows and of columns in place."""
+    columns, values = out.shape[-1], table(data.dtype)
+    result = out.view(groups.rows, columns)
+    if columnwise:
+        read = Transposed(data, groups, DATA_UNIT, scratch).read
+    else:
+        stored = data.view(torch.uint8).view(groups.rows, columns)
+    for left, right in steps(0, columns, ROWS if columnwise else 1, BLOCK):
+        for start, stop in groups.steps(right - left):
+            part = read(start, stop, left, right) if columnwise else stored[start:stop, left:right]
+            wide = fp8_values(part, values, scratch)
+            multiply(wide, start, stop, left, right)
+            result[start:stop, left:right].copy_(wide)
+    result[groups.routed :].zero_()

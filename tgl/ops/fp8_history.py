@@ -1,0 +1,134 @@
+"""Delayed scaling: ``tgl::fp8_scale_from_history`` and ``tgl::fp8_update_history_``, on state that the caller owns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..meta import quantized
+from ..meta.formats import E4M3, ELEMENTS
+from ._library import define
+from ._quantize_cpu.fp8 import scales_of
+
+SCALE = "fp8_scale_from_history"
+UPDATE = "fp8_update_history_"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(history: Tensor, scale: Tensor, **keywords: Any) -> Tensor:
+    out = quantized.fp8_scale_from_history(history, scale, **keywords).empty()
+    backends.run(SCALE, history.device, history, scale, **_options(**keywords), out=out)
+    return out
+
+
+def _kernel_update(amax: Tensor, history: Tensor) -> None:
+    quantized.fp8_update_history(amax, history)
+    backends.run(UPDATE, history.device, amax, history)
+
+
+def _options(
+    algorithm: str = "max", dtype: torch.dtype | None = None, power_of_two: bool = False, margin: int = 0
+) -> dict[str, Any]:
+    return {"algorithm": algorithm, "dtype": dtype or E4M3, "power_of_two": power_of_two, "margin": margin}
+
+
+def _from_history(
+    history: Tensor,
+    scale: Tensor,
+    *,
+    algorithm: str,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    margin: int,
+    out: Tensor,
+) -> None:
+    amax = history.amax(0) if algorithm == "max" else history[0]
+    made, _ = scales_of(amax, ELEMENTS[dtype].max * 2.0**-margin, power_of_two, 0.0)
+    torch.where((amax > 0) & amax.isfinite(), made, scale, out=out)
+
+
+def _update(amax: Tensor, history: Tensor) -> None:
+    history.copy_(torch.cat([amax[None], history[:-1]]))
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f'{SCALE}(Tensor history, Tensor scale, *, str algorithm="max", ScalarType? dtype=None, bool power_of_two=False, '
+    "int margin=0) -> Tensor",
+    _kernel,
+    lambda *args, **keywords: quantized.fp8_scale_from_history(*args, **keywords).empty(),
+    no_derivative="scales are state, not values",
+)
+_op_update = define(f"{UPDATE}(Tensor amax, Tensor(a!) history) -> ()", _kernel_update, quantized.fp8_update_history)
+
+
+def _call(history: Tensor, scale: Tensor, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+    out = quantized.fp8_scale_from_history(history, scale, **keywords).meta()
+    return history.device, (history, scale), {**_options(**keywords), "out": out}
+
+
+def _call_update(amax: Tensor, history: Tensor) -> tuple[torch.device, tuple, dict[str, Any]]:
+    quantized.fp8_update_history(amax, history)
+    return history.device, (amax, history), {}
+
+
+backends.describe_op(SCALE, _call)
+backends.describe_op(UPDATE, _call_update)
+for _device in ("cpu", "cuda"):
+    backends.add(backends.Implementation(SCALE, "steps of aten", _device, _from_history))
+    backends.add(backends.Implementation(UPDATE, "steps of aten", _device, _update))
+
+
+def fp8_scale_from_history(
+    history: Tensor,
+    scale: Tensor,
+    *,
+    algorithm: str = "max",
+    dtype: torch.dtype | None = None,
+    power_of_two: bool = False,
+    margin: int = 0,
+) -> Tensor:
+    """The scale of every group for the next step of delayed scaling.
+
+    ``max / amax`` divided by ``2^margin``, where ``amax`` is the largest of the window or the most recent one, and
+    ``max`` is 448 (E4M3) or 57344 (E5M2); an infinite result becomes the largest float32. Where ``amax`` is 0, Inf or
+    NaN the previous scale is kept. As in TransformerEngine's ``DelayedScaling``.
+
+    Args:
+        history: float32 ``[L, G]``, the last L amaxes of every group, most recent first.
+        scale: float32 ``[G]``, the scale so far.
+        algorithm: ``"max"`` or ``"most_recent"``.
+        dtype: element dtype, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.
+        power_of_two: round the scale down to a power of two.
+        margin: powers of two of headroom.
+
+    Returns:
+        float32 ``[G]``, for ``scale=`` of ``group_quantize``.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, such as a history of another number of groups.
+    """
+    options: dict[str, Any] = {"algorithm": algorithm, "dtype": dtype, "power_of_two": power_of_two, "margin": margin}
+    return _op(history, scale, **options)
+
+
+def fp8_update_history_(amax: Tensor, history: Tensor) -> Tensor:
+    """Put ``amax`` in front of ``history`` and drop its oldest entry, in place.
+
+    Args:
+        amax: float32 ``[G]``, as ``group_quantize`` returns it.
+        history: float32 ``[L, G]``, most recent first.
+
+    Returns:
+        ``history``.
+
+    Raises:
+        TypeError, ValueError: a history that does not belong to as many groups as ``amax``.
+    """
+    _op_update(amax, history)
+    return history

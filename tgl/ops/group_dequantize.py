@@ -1,0 +1,123 @@
+"""``tgl::group_dequantize``: the values that a quantised operand stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import quantized
+from ..meta.quantized import DequantizeOptions
+from ..meta.specs import Dim, TensorSpec
+from ._library import define
+from ._quantize_cpu import DEQUANTIZE
+
+NAME = "group_dequantize"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _spec(
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    rows: Dim | None = None,
+    **keywords: Any,
+) -> tuple[DequantizeOptions, TensorSpec]:
+    options = DequantizeOptions(**keywords)
+    return options, quantized.group_dequantize(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows)
+
+
+def _kernel(data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any) -> Tensor:
+    options, spec = _spec(data, scale, offs, amax, **keywords)
+    out = spec.empty()
+    if offs is not None:
+        debug.check_offs(NAME, offs, out.shape[0])
+    backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)
+    return out
+
+
+def _steps_of_aten(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> None:
+    DEQUANTIZE[options.format](data, scale, offs, amax, options=options, out=out)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}(Tensor data, Tensor scale, Tensor? offs, Tensor? amax=None, *, str format, bool columnwise=False, "
+    'str scale_layout="compact", ScalarType? out_dtype=None, SymInt? rows=None, bool block_2d=False, '
+    "bool rht=False) -> Tensor",
+    _kernel,
+    lambda *args, **keywords: _spec(*args, **keywords)[1].empty(),
+    no_derivative="tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()",
+)
+
+
+def _call(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    options, spec = _spec(data, scale, offs, amax, **keywords)
+    return data.device, (data, scale, offs, amax), {"options": options, "out": spec.meta()}
+
+
+backends.describe_op(NAME, _call)
+backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _steps_of_aten))
+
+
+def group_dequantize(
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None = None,
+    *,
+    format: str,
+    columnwise: bool = False,
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    rows: int | None = None,
+    block_2d: bool = False,
+    rht: bool = False,
+) -> Tensor:
+    """Turn the rowwise or the columnwise components of ``group_quantize`` back into values, in x's order.
+
+    In float32, then one rounding: the element times ``2^(e - 127)`` (mxfp8), times ``scale * S_dec`` with
+    ``S_dec = 1 / min(2688 / amax, FLT_MAX)`` (nvfp4), or times ``scale_inv`` (the FP8 formats). Rows past ``offs[-1]``
+    come out as zeros.
+
+    Args:
+        data: ``data`` or ``columnwise_data``.
+        scale: the scales beside it.
+        offs: int32 ``[G]``, cumulative group ends; None for matrices ``[G, N, K]``.
+        amax: the amax beside it; for nvfp4 only.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        columnwise: whether these are the columnwise components.
+        scale_layout: ``"compact"`` or ``"blocked"``.
+        out_dtype: float32, bfloat16 (the default) or float16.
+        rows: T, which transposed columnwise data does not tell (all formats but mxfp8); with ``offs`` only.
+        block_2d: one scale per square block, as ``group_quantize`` was told.
+        rht: columnwise nvfp4 data was transformed; the transform is undone.
+
+    Returns:
+        ``[T, K]`` or ``[G, N, K]``.
+
+    Raises:
+        TypeError, ValueError: components that are not those of the format, the layout and ``offs``.
+        RuntimeError: an argument requires grad.
+    """
+    options: dict[str, Any] = {
+        "format": format,
+        "columnwise": columnwise,
+        "scale_layout": scale_layout,
+        "out_dtype": out_dtype,
+        "rows": rows,
+        "block_2d": block_2d,
+        "rht": rht,
+    }
+    return _op(data, scale, offs, amax, **options)

@@ -1,0 +1,142 @@
+"""``tgl::grouped_activation_quantize``: the expert's activation, returned quantised and not otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import quantized, scaled, specs
+from ..meta.quantized import Components, Options
+from . import group_quantize as _group_quantize
+from . import grouped_activation as _grouped_activation
+from ._library import define
+from .grouped_activation import Params
+from .grouped_gemm_scaled import ADVICE
+
+NAME = "grouped_activation_quantize"
+_OPTIONS = (
+    "str format, bool rowwise=True, bool columnwise=True, ScalarType? dtype=None, "
+    'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool rht=False'
+)
+_PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _parse(
+    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, keywords: dict[str, Any]
+) -> tuple[Params, Options, quantized.ComponentSpecs]:
+    given = {name: keywords[name] for name in Params._fields if name in keywords}
+    params = Params(**given)
+    options = Options(**{name: value for name, value in keywords.items() if name not in given}).resolved(NAME)
+    components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
+    return params, options, components
+
+
+def _kernel(
+    x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
+) -> Components:
+    params, options, components = _parse(x, offs, probs, scale, keywords)
+    out = components.empty()
+    debug.check_offs(NAME, offs, x.shape[0])
+    backends.run(NAME, x.device, x, offs, probs, scale, params=params, options=options, out=out)
+    return out
+
+
+def _two_ops(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    """The activation rounded to the dtype of ``x``, then quantised, each by what serves its op on the device."""
+    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
+    backends.run(_grouped_activation.NAME, x.device, x, offs, probs, params=params, out=activated)
+    backends.run(_group_quantize.NAME, x.device, activated, offs, scale, None, None, None, options=options, out=out)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, Tensor? scale=None, *, {_OPTIONS}, {_PARAMS}) -> "
+    f"({', '.join(f'Tensor {name}' for name in Components._fields[:-1])})",
+    lambda *args, **keywords: tuple(_kernel(*args, **keywords))[:-1],
+    lambda x, offs, probs=None, scale=None, **keywords: tuple(_parse(x, offs, probs, scale, keywords)[2].empty())[:-1],
+    no_derivative=ADVICE,
+)
+
+
+def _call(
+    x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    params, options, components = _parse(x, offs, probs, scale, keywords)
+    return x.device, (x, offs, probs, scale), {"params": params, "options": options, "out": components.meta()}
+
+
+backends.describe_op(NAME, _call)
+for _device in ("cpu", "cuda"):
+    backends.add(backends.Implementation(NAME, "activation, then quantise", _device, _two_ops, priority=-10))
+
+
+def grouped_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    format: str,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    dtype: torch.dtype | None = None,
+    scaling: str = "rceil",
+    scale_layout: str = "compact",
+    power_of_two: bool | None = None,
+    eps: float | None = None,
+    rht: bool = False,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    offset: float | None = None,
+) -> Components:
+    """Apply the expert's activation to routed rows, times a probability per row, and quantise the result.
+
+    The same bytes as ``group_quantize(grouped_activation(x, offs, probs, ...), offs, scale, ...)``, as one op, so that
+    a kernel need not write the activation to memory. Not differentiable; ``GroupedMLP(recipe=...)`` is.
+
+    Args:
+        x, offs, probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
+        scale, format, rowwise, columnwise, dtype, scaling, scale_layout, power_of_two, eps, rht: see
+            ``group_quantize``.
+
+    Returns:
+        ``Components`` of ``[T, I]``; ``dbias`` is empty.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    options: dict[str, Any] = {
+        "format": format,
+        "rowwise": rowwise,
+        "columnwise": columnwise,
+        "dtype": dtype,
+        "scaling": scaling,
+        "scale_layout": scale_layout,
+        "power_of_two": power_of_two,
+        "rht": rht,
+        "kind": kind,
+        "interleaved": interleaved,
+    }
+    # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
+    constants = {"eps": eps, "limit": limit, "alpha": alpha, "offset": offset}
+    options |= {name: value for name, value in constants.items() if value is not None}
+    parts = _op(x, offs, probs, scale, **options)
+    return Components(*parts, x.new_empty(0, dtype=torch.float32))

@@ -1,0 +1,188 @@
+"""``tgl::grouped_gemm_scaled``: every group of quantised rows times its own quantised matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import memory, scaled
+from . import _scaled_cpu
+from ._library import define
+
+NAME = "grouped_gemm_scaled"
+_ARGS = (
+    "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor? a_amax=None, Tensor? b_amax=None, "
+    "Tensor? bias=None, Tensor? bias_scale=None"
+)
+_OPTIONS = 'str format, str b_direction="rowwise", str scale_layout="compact"'
+ADVICE = "GroupedLinear(recipe=...) is the layer that gradients pass through; or use torch.no_grad()"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
+    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    out = scaled.grouped_gemm_scaled(*operands, **options, out_dtype=out_dtype).empty()
+    debug.check_offs(NAME, offs, a.shape[0])
+    backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=True)
+    return out
+
+
+def _kernel_out(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+    out: Tensor,
+) -> None:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
+    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    scaled.grouped_gemm_scaled_out(*operands, **options, out=out)
+    memory.writable(NAME, "out", out, **dict(zip(scaled.GEMM_OPERANDS, operands)))
+    debug.check_offs(NAME, offs, a.shape[0])
+    backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=False)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
+    _kernel,
+    lambda *operands, **options: scaled.grouped_gemm_scaled(*operands, **options).empty(),
+    no_derivative=ADVICE,
+)
+_op_out = define(
+    f"{NAME}.out({_ARGS}, *, {_OPTIONS}, Tensor(a!) out) -> ()",
+    _kernel_out,
+    scaled.grouped_gemm_scaled_out,
+    no_derivative=ADVICE,
+)
+
+
+def _call(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
+    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    if out is not None:
+        scaled.grouped_gemm_scaled_out(*operands, **options, out=out)
+    else:
+        out = scaled.grouped_gemm_scaled(*operands, **options, out_dtype=out_dtype).meta()
+    return a.device, operands, {**options, "out": out, "zero_tail": True}
+
+
+backends.describe_op(NAME, _call)
+backends.add(
+    backends.Implementation(NAME, "decode and mm", "cpu", _scaled_cpu.gemm, note="float32 products of decoded groups")
+)
+
+
+def grouped_gemm_scaled(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply every group of quantised rows by its own quantised matrix.
+
+    For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` of what the operands stand for,
+    accumulated in float32 and rounded once. The operands are components of ``group_quantize``: rowwise ones of rows
+    ``[T, K]``, and those of a weight in either direction. Rows past ``offs[-1]`` come out as zeros and are never read.
+
+    MXFP8 and FP8 blockwise operands count as what ``group_dequantize`` gives in float32. For NVFP4 and FP8 tensor-wise
+    operands the factor of the group (``S_decA * S_decB`` and the product of the two ``scale_inv``, rounded to float32)
+    multiplies the sum over elements times block scales.
+
+    Not differentiable; ``GroupedLinear(recipe=...)`` is.
+
+    Args:
+        a: ``[T, K]`` float8_e4m3fn or float8_e5m2, or for NVFP4 ``[T, K/2]`` uint8.
+        a_scale: its scales: MXFP8 ``[T, ceil(K/32)]`` and NVFP4 ``[T, ceil(K/16)]`` uint8, or blocked; FP8 tensor-wise
+            ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32.
+        b: with ``b_direction="rowwise"`` the data ``[G, N, K]`` of a weight (NVFP4 ``[G, N, K/2]``); ``"columnwise"``
+            its columnwise data, for a product over what were the weight's rows: here ``K`` is the weight's first
+            dimension and ``N`` its second. ``[G, N, K]`` again (transposed data) but for MXFP8: ``[G, K, N]``. The
+            element type may differ from that of ``a``.
+        b_scale: its scales: MXFP8 ``[G, N, ceil(K/32)]`` (columnwise ``[G, ceil(K/32), N]``), NVFP4
+            ``[G, N, ceil(K/16)]``, or blocked ``[G, bytes]``; FP8 tensor-wise ``[G]``; FP8 blockwise
+            ``[G, ceil(N/128), ceil(K/128)]``, blocks of 128 x 128.
+        offs: int32 ``[G]``: cumulative group ends.
+        a_amax, b_amax: float32 ``[G]``, the amax of each group, for NVFP4 and only there.
+        bias: ``[G, N]``, float32, bfloat16 or float16.
+        bias_scale: ``[T]``, likewise; only with ``bias``.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
+        b_direction: which components of the weight ``b`` is.
+        scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
+        out_dtype: bfloat16 (default), float16 or float32.
+        out: buffer ``[T, N]`` of such a dtype, row-major, 16-byte aligned, sharing no memory with an operand. Its rows
+            past ``offs[-1]`` are left as they are.
+
+    Returns:
+        ``[T, N]``; ``out`` itself if given.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
+    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    if out is None:
+        return _op(*operands, **options, out_dtype=out_dtype)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
+    _op_out(*operands, **options, out=out)
+    return out

@@ -1,0 +1,244 @@
+"""``tgl::grouped_gemm_scaled_wgrad`` and its accumulating form: weight gradients of quantised operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import memory, scaled
+from . import _scaled_cpu
+from ._library import define
+from .allocate_wgrad import aligned
+from .grouped_gemm_scaled import ADVICE
+
+NAME = "grouped_gemm_scaled_wgrad"
+ACCUMULATE = "grouped_gemm_scaled_wgrad_accumulate_"
+_ARGS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor? a_amax=None, Tensor? b_amax=None"
+_OPTIONS = 'str format, str scale_layout="compact"'
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+) -> Tensor:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    spec = scaled.grouped_gemm_scaled_wgrad(
+        *operands, format=format, scale_layout=scale_layout, out_dtype=out_dtype, alignment=alignment
+    )
+    out = spec.empty() if alignment is None else aligned(spec, alignment)
+    _run(NAME, operands, format, scale_layout, out, accumulate=False)
+    return out
+
+
+def _kernel_out(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    out: Tensor,
+) -> None:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    scaled.grouped_gemm_scaled_wgrad_out(*operands, format=format, scale_layout=scale_layout, out=out)
+    memory.writable(NAME, "out", out, **dict(zip(scaled.GEMM_OPERANDS, operands)))
+    _run(NAME, operands, format, scale_layout, out, accumulate=False)
+
+
+def _kernel_accumulate(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    overwrite: bool = False,
+) -> None:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    scaled.grouped_gemm_scaled_wgrad_accumulate_(
+        a, a_scale, b, b_scale, offs, main_grad, a_amax, b_amax, format=format, scale_layout=scale_layout
+    )
+    memory.writable(ACCUMULATE, "main_grad", main_grad, **dict(zip(scaled.GEMM_OPERANDS, operands)))
+    _run(ACCUMULATE, operands, format, scale_layout, main_grad, accumulate=not overwrite)
+
+
+def _run(op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool) -> None:
+    debug.check_offs(op, operands[4], scaled.most_tokens(operands[0], out.shape[0], format))
+    device = operands[0].device
+    backends.run(NAME, device, *operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
+    _kernel,
+    lambda *operands, **options: scaled.grouped_gemm_scaled_wgrad(*operands, **options).empty(),
+    no_derivative=ADVICE,
+)
+_op_out = define(
+    f"{NAME}.out({_ARGS}, *, {_OPTIONS}, Tensor(a!) out) -> ()",
+    _kernel_out,
+    scaled.grouped_gemm_scaled_wgrad_out,
+    no_derivative=ADVICE,
+)
+_op_accumulate = define(
+    f"{ACCUMULATE}({_ARGS.replace('offs', 'offs, Tensor(a!) main_grad', 1)}, *, {_OPTIONS}, bool overwrite=False)"
+    " -> ()",
+    _kernel_accumulate,
+    scaled.grouped_gemm_scaled_wgrad_accumulate_,
+    no_derivative=ADVICE,
+)
+
+
+def _call(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
+    if out is not None:
+        scaled.grouped_gemm_scaled_wgrad_out(*operands, **options, out=out)
+    else:
+        out = scaled.grouped_gemm_scaled_wgrad(*operands, **options, out_dtype=out_dtype, alignment=alignment).meta()
+    return a.device, operands, {**options, "out": out, "accumulate": False}
+
+
+backends.describe_op(NAME, _call)
+backends.add(
+    backends.Implementation(NAME, "decode and mm", "cpu", _scaled_cpu.wgrad, note="float32 products of decoded groups")
+)
+
+
+def grouped_gemm_scaled_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """For every group, the product of its quantised rows of ``a`` transposed and its quantised rows of ``b``.
+
+    ``out[g] = a[rows of g]^T @ b[rows of g]`` of what the operands stand for (see ``grouped_gemm_scaled``), accumulated
+    in float32 and rounded once; exactly zero for an empty group. The operands are columnwise components of
+    ``group_quantize``, whose blocks run along the tokens of a group; ``Tp`` is the number of places for T tokens in G
+    groups that begin on multiples of 64 (NVFP4 data and scales), 32 (FP8 data) or 128 tokens (all other scales).
+
+    Args:
+        a: MXFP8 ``[T, M]``, FP8 ``[M, Tp]``, of float8_e4m3fn or float8_e5m2; NVFP4 ``[M, Tp/2]`` uint8.
+        a_scale: its scales: MXFP8 ``[Tp/32, M]`` and NVFP4 ``[M, Tp/16]`` uint8, or blocked; FP8 tensor-wise ``[G]``
+            and FP8 blockwise ``[Tp/128, M]`` float32.
+        b, b_scale: the same of N features. The element type may differ from that of ``a``.
+        offs: int32 ``[G]``: cumulative group ends.
+        a_amax, b_amax: float32 ``[G]``, the columnwise amax of each group, for NVFP4 and only there.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
+        scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
+        out_dtype: bfloat16 (default), float16 or float32.
+        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
+            if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
+        out: buffer ``[G, M, N]`` of such a dtype, row-major, 16-byte aligned; slots and rows may be padded.
+
+    Returns:
+        ``[G, M, N]``, contiguous without ``alignment``; ``out`` itself if given.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
+    if out is None:
+        return _op(*operands, **options, out_dtype=out_dtype, alignment=alignment)
+    if alignment is not None:
+        raise ValueError(f"tgl::{NAME}: `alignment` must be None when `out` is given, but got {alignment}")
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
+    _op_out(*operands, **options, out=out)
+    return out
+
+
+def grouped_gemm_scaled_wgrad_accumulate_(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    overwrite: bool = False,
+) -> None:
+    """Add the weight gradient of every group to ``main_grad``, in place.
+
+    The slot of an empty group keeps its bytes. See ``grouped_gemm_scaled_wgrad`` for the other arguments.
+
+    Args:
+        main_grad: ``[G, M, N]``, float32, bfloat16 or float16, row-major (slots and rows may be padded), 16-byte
+            aligned, sharing no memory with an operand; the sum is formed in float32 and rounded once.
+        overwrite: replace what ``main_grad`` holds instead of adding to it; the slot of an empty group becomes zero.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    _op_accumulate(
+        a,
+        a_scale,
+        b,
+        b_scale,
+        offs,
+        main_grad,
+        a_amax,
+        b_amax,
+        format=format,
+        scale_layout=scale_layout,
+        overwrite=overwrite,
+    )

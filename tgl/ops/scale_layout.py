@@ -1,0 +1,189 @@
+"""``tgl::scale_to_layout`` and ``tgl::scale_from_layout``: scales in the layouts of other libraries, and back.
+
+Both know a layout as one map of offsets (``meta.scale_layout``), computed on the device: the first scatters through it,
+the second gathers. They move bytes and compute nothing, so a round trip returns the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..meta import scale_layout
+from ._library import define
+
+TO, FROM = "scale_to_layout", "scale_from_layout"
+_OPTIONS = "SymInt[] shape, str layout, str format, bool columnwise=False, bool block_2d=False"
+_ADVICE = "scales are not differentiated; detach them or use torch.no_grad()"
+
+
+def _check(
+    op: str,
+    scale: Tensor,
+    offs: Tensor | None,
+    *,
+    shape: Sequence[int],
+    layout: str,
+    format: str,
+    columnwise: bool = False,
+    block_2d: bool = False,
+) -> scale_layout.Scales:
+    return scale_layout.scales(
+        op,
+        scale,
+        offs,
+        tuple(shape),
+        layout=layout,
+        format=format,
+        columnwise=columnwise,
+        block_2d=block_2d,
+        given="compact" if op == TO else layout,
+    )
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _scatter(scale: Tensor, offs: Tensor | None, *, scales: scale_layout.Scales, out: Tensor) -> None:
+    offset = scale_layout.offsets(scales, offs).flatten()
+    room = scale.new_zeros(out.numel() + 1)  # the last place takes what belongs to no group
+    room.scatter_(0, torch.where(offset < 0, out.numel(), offset), scale.flatten())
+    out.copy_(room[:-1].view(out.shape))
+
+
+def _gather(scale: Tensor, offs: Tensor | None, *, scales: scale_layout.Scales, out: Tensor) -> None:
+    offset = scale_layout.offsets(scales, offs).flatten()
+    room = torch.cat([scale.flatten(), scale.new_zeros(1)])
+    out.copy_(room[torch.where(offset < 0, scale.numel(), offset)].view(out.shape))
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _define(name: str, run: Callable[..., None]) -> torch._ops.OpOverload:
+    def spec(scales: scale_layout.Scales) -> Any:
+        return scales.other if name == TO else scales.compact
+
+    def kernel(scale: Tensor, offs: Tensor | None, **keywords: Any) -> Tensor:
+        scales = _check(name, scale, offs, **keywords)
+        out = spec(scales).empty()
+        backends.run(name, scale.device, scale, offs, scales=scales, out=out)
+        return out
+
+    def fake(scale: Tensor, offs: Tensor | None, **keywords: Any) -> Tensor:
+        return spec(_check(name, scale, offs, **keywords)).empty()
+
+    def call(scale: Tensor, offs: Tensor | None, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+        scales = _check(name, scale, offs, **keywords)
+        return scale.device, (scale, offs), {"scales": scales, "out": spec(scales).meta()}
+
+    op = define(f"{name}(Tensor scale, Tensor? offs, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
+    backends.describe_op(name, call)
+    for device in ("cpu", "cuda"):
+        backends.add(backends.Implementation(name, "map of offsets", device, run))
+    return op
+
+
+_to = _define(TO, _scatter)
+_from = _define(FROM, _gather)
+
+
+def to_blocked_scale(
+    scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
+) -> Tensor:
+    """Compact scales as ``group_quantize(scale_layout="blocked")`` would have made them.
+
+    Args:
+        scale: a compact ``scale`` or ``columnwise_scale`` of ``group_quantize``.
+        offs: int32 ``[G]`` cumulative group ends; None for weights. Not read on the host.
+        shape: ``(T, K)`` of the quantised rows, or ``(G, N, K)`` of the weights.
+        format: ``"mxfp8"`` or ``"nvfp4"``.
+        columnwise: which component ``scale`` is.
+
+    Returns:
+        uint8 ``[bytes]``, of weights ``[G, bytes]``; zero where there is no scale.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+    """
+    return _to(scale, offs, shape=shape, layout="blocked", format=format, columnwise=columnwise)
+
+
+def from_blocked_scale(
+    scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
+) -> Tensor:
+    """The inverse of ``to_blocked_scale``, zero where no scale belongs (the tail)."""
+    return _from(scale, offs, shape=shape, layout="blocked", format=format, columnwise=columnwise)
+
+
+def to_torch_scale_layout(
+    scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
+) -> Tensor:
+    """Compact scales as ``torch.nn.functional.scaled_grouped_mm`` takes them (``SWIZZLE_32_4_4``).
+
+    Every group is blocked on its own, its rows padded to 128 and its columns to 4, and follows the one before it.
+    Arguments and errors as for ``to_blocked_scale``.
+
+    Returns:
+        uint8, zero where there is no scale: rowwise ``[T + 128 G, columns]``; columnwise
+        ``[rows, ceil(T / block) + 4 G]``; of weights ``[G, bytes]``.
+    """
+    return _to(scale, offs, shape=shape, layout="torch", format=format, columnwise=columnwise)
+
+
+def from_torch_scale_layout(
+    scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
+) -> Tensor:
+    """The inverse of ``to_torch_scale_layout``, zero where no scale belongs (the tail)."""
+    return _from(scale, offs, shape=shape, layout="torch", format=format, columnwise=columnwise)
+
+
+def to_te_scale_layout(
+    scale: Tensor,
+    offs: Tensor | None,
+    *,
+    shape: Sequence[int],
+    format: str,
+    columnwise: bool = False,
+    block_2d: bool = False,
+    swizzled: bool = False,
+) -> Tensor:
+    """Compact scales as the flat scale buffer of TransformerEngine's ``GroupedTensor``.
+
+    The groups' scale matrices follow one another, each padded as ``get_scale_shape`` of the format's quantizer says: to
+    128 x 4 for MXFP8 and NVFP4 (columnwise MXFP8 4 x 128), the inner side to 4 for FP8 blockwise. The buffer is as long
+    as any group sizes could need; TransformerEngine's own has no more than the matrices.
+
+    Args:
+        scale, offs, shape, columnwise: as for ``to_blocked_scale``.
+        format: ``"mxfp8"``, ``"nvfp4"`` or ``"fp8_block"``.
+        block_2d: the blocks are 128 x 128 (``fp8_block`` weights).
+        swizzled: each matrix blocked, as ``optimize_for_gemm`` makes it (``"mxfp8"``, ``"nvfp4"``).
+
+    Returns:
+        ``[bytes]`` of uint8, or ``[values]`` of float32 for ``"fp8_block"``, zero where there is no scale.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+    """
+    layout = "te_swizzled" if swizzled else "te"
+    return _to(scale, offs, shape=shape, layout=layout, format=format, columnwise=columnwise, block_2d=block_2d)
+
+
+def from_te_scale_layout(
+    scale: Tensor,
+    offs: Tensor | None,
+    *,
+    shape: Sequence[int],
+    format: str,
+    columnwise: bool = False,
+    block_2d: bool = False,
+    swizzled: bool = False,
+) -> Tensor:
+    """The inverse of ``to_te_scale_layout``, zero where no scale belongs (the tail)."""
+    layout = "te_swizzled" if swizzled else "te"
+    return _from(scale, offs, shape=shape, layout=layout, format=format, columnwise=columnwise, block_2d=block_2d)

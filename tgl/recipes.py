@@ -1,0 +1,351 @@
+"""Recipes: how a layer quantises the operands of its three GEMMs.
+
+A recipe is a frozen value, passed to ``GroupedLinear`` and ``GroupedMLP`` as ``recipe=``; equal recipes are equal
+values, and nothing is global. Names and fields follow TransformerEngine's where they mean the same. Every recipe is one
+table, ``operands``: which format each of the three operands gets. ``GEMMS`` says which GEMM reads which of them in
+which direction; ``print(recipe)`` shows both.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .meta.formats import E4M3, E5M2, FORMATS, SCALE_LAYOUTS, SCALINGS
+from .meta.quantized import Components
+from .ops.group_quantize import group_quantize
+
+__all__ = [
+    "GEMMS",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Operands",
+    "QuantizeSpec",
+    "Recipe",
+]
+
+GEMMS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("grad", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("grad", "columnwise"), ("input", "columnwise")),
+}
+"""The two operands of every GEMM, and the direction of the components it reads: blocks lie along its contraction."""
+
+
+class Format(enum.Enum):
+    """8-bit element types: of inputs and weights, and of gradients."""
+
+    E4M3 = "E4M3"
+    HYBRID = "HYBRID"
+
+    @property
+    def forward(self) -> torch.dtype:
+        """Element type of inputs and weights."""
+        return E4M3
+
+    @property
+    def backward(self) -> torch.dtype:
+        """Element type of gradients: E5M2 for ``HYBRID``."""
+        return E5M2 if self is Format.HYBRID else E4M3
+
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """How one operand is quantised: the options of ``group_quantize``.
+
+    Attributes:
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        dtype: element type; None for the format's own.
+        scaling, scale_layout, power_of_two, eps, block_2d: see ``group_quantize``.
+        rht: whether columnwise components go through the random Hadamard transform.
+        stochastic: whether rounding is stochastic, from a ``rng`` tensor.
+        delayed: whether the scale is given, from a history of amaxes.
+    """
+
+    format: str
+    dtype: torch.dtype | None = None
+    scaling: str = "rceil"
+    scale_layout: str = "compact"
+    power_of_two: bool | None = None
+    eps: float | None = None
+    block_2d: bool = False
+    rht: bool = False
+    stochastic: bool = False
+    delayed: bool = False
+
+    def quantize(
+        self,
+        x: Tensor,
+        offs: Tensor | None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        rng: Tensor | None = None,
+        noop: Tensor | None = None,
+        dbias: bool = False,
+        out: Components | None = None,
+    ) -> Components:
+        """``group_quantize`` with these options.
+
+        Args:
+            scale: ``[G]``, required if ``delayed``.
+            rng: ``[seed, offset]``, required if ``stochastic``.
+            x, offs, rowwise, columnwise, row_scale, noop, dbias, out: see ``group_quantize``.
+        """
+        if self.delayed != (scale is not None):
+            raise ValueError(f"`scale` must be {'given' if self.delayed else 'None'} for {self}")
+        if self.stochastic != (rng is not None):
+            raise ValueError(f"`rng` must be {'given' if self.stochastic else 'None'} for {self}")
+        return group_quantize(
+            x,
+            offs,
+            scale,
+            row_scale,
+            rng,
+            noop,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            dbias=dbias,
+            out=out,
+            **self.options(columnwise),
+        )
+
+    def options(self, columnwise: bool = True) -> dict:
+        """The keyword arguments of ``group_quantize`` that are the same in every call."""
+        return {
+            "format": self.format,
+            "dtype": self.dtype,
+            "scaling": self.scaling,
+            "scale_layout": self.scale_layout,
+            "power_of_two": self.power_of_two,
+            "eps": self.eps,
+            "block_2d": self.block_2d,
+            "rht": self.rht and columnwise,
+        }
+
+    def describe(self, direction: str) -> str:
+        """In words, for the table: element type, blocks, and what else is done in ``direction``."""
+        f = FORMATS[self.format]
+        dtype = self.dtype or f.data_dtypes[0]
+        element = {E4M3: "E4M3", E5M2: "E5M2", torch.uint8: "E2M1"}[dtype]
+        if not f.block:
+            blocks = "per group"
+        elif self.block_2d:
+            blocks = f"{f.block}x{f.block}"
+        else:
+            blocks = f"1x{f.block}" if direction == "rowwise" else f"{f.block}x1"
+        extras = [
+            "RHT" if self.rht and direction == "columnwise" else "",
+            "stochastic" if self.stochastic else "",
+            "delayed" if self.delayed else "",
+        ]
+        return " ".join([element, blocks, *filter(None, extras)])
+
+
+class Operands(NamedTuple):
+    """One recipe's table: how each operand is quantised, in whichever direction a GEMM reads it."""
+
+    input: QuantizeSpec
+    weight: QuantizeSpec
+    grad: QuantizeSpec
+
+
+class Recipe:
+    """What all recipes have; use one of the classes below."""
+
+    @property
+    def operands(self) -> Operands:
+        """The table."""
+        raise NotImplementedError
+
+    @property
+    def format(self) -> str:
+        """The format, which all operands of a recipe share."""
+        return self.operands.input.format
+
+    def check_features(self, **features: int) -> None:
+        """Raise ``ValueError`` for a layer width that the format cannot hold, naming it and what to do."""
+        if FORMATS[self.format].per_byte == 2:
+            for name, size in features.items():
+                if size % 2:
+                    raise ValueError(
+                        f"`{name}` must be even for {type(self).__name__} (two elements share a byte): pad it to "
+                        f"{size + 1}, but got {size}"
+                    )
+
+    def __str__(self) -> str:
+        rows = [("", *GEMMS)]
+        for operand, spec in zip(Operands._fields, self.operands):
+            cells = []
+            for gemm in GEMMS.values():
+                direction = dict(gemm).get(operand)
+                cells.append(f"{direction} {spec.describe(direction)}" if direction else "-")
+            rows.append((operand, *cells))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([repr(self), *lines])
+
+    def _require(self, field: str, condition: bool, must: str) -> None:
+        if not condition:
+            raise ValueError(f"{type(self).__name__}: `{field}` must be {must}, but got {getattr(self, field)!r}")
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name == "fp8_format":
+                self._require(field.name, isinstance(value, Format), "a tgl.recipes.Format")
+            elif field.name == "scale_layout":
+                self._require(field.name, value in SCALE_LAYOUTS, f"one of {', '.join(SCALE_LAYOUTS)}")
+            elif field.name == "amax_epsilon":
+                self._require(field.name, 0 <= value < float("inf"), "finite and not negative")
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: one power-of-two scale per 32 elements.
+
+    Attributes:
+        fp8_format: element types.
+        scaling: how scales are rounded: ``"rceil"``, ``"floor"`` or ``"even"``; see ``group_quantize``.
+        scale_layout: ``"blocked"``, as tensor cores read scales, or ``"compact"``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    scaling: str = "rceil"
+    scale_layout: str = "blocked"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("scaling", self.scaling in SCALINGS, f"one of {', '.join(SCALINGS)}")
+
+    @property
+    def operands(self) -> Operands:
+        common: dict = {"scaling": self.scaling, "scale_layout": self.scale_layout}
+        forward = QuantizeSpec("mxfp8", self.fp8_format.forward, **common)
+        return Operands(
+            input=forward,
+            weight=forward,
+            grad=QuantizeSpec("mxfp8", self.fp8_format.backward, **common),
+        )
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 4-bit elements, one E4M3 scale per 16 of them and one float32 scale per group.
+
+    Attributes:
+        disable_rht: leave out the random Hadamard transform of the operands of wgrad.
+        disable_stochastic_rounding: round gradients to nearest.
+        disable_2d_quantization: scale weights by 1 x 16 instead of 16 x 16, so that fprop and dgrad see two weights.
+        scale_layout: ``"blocked"``, as tensor cores read scales, or ``"compact"``.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    scale_layout: str = "blocked"
+
+    @property
+    def operands(self) -> Operands:
+        layout = self.scale_layout
+        rht = not self.disable_rht
+        return Operands(
+            input=QuantizeSpec("nvfp4", scale_layout=layout, rht=rht),
+            weight=QuantizeSpec("nvfp4", scale_layout=layout, block_2d=not self.disable_2d_quantization),
+            grad=QuantizeSpec("nvfp4", scale_layout=layout, rht=rht, stochastic=not self.disable_stochastic_rounding),
+        )
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """FP8, one scale per group, from the tensor itself.
+
+    Attributes:
+        fp8_format: element types.
+        use_power_2_scales: round scales down to powers of two.
+        amax_epsilon: smallest amax that a scale is made from.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    use_power_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    @property
+    def operands(self) -> Operands:
+        common: dict = {"power_of_two": self.use_power_2_scales, "eps": self.amax_epsilon}
+        forward = QuantizeSpec("fp8_tensor", self.fp8_format.forward, **common)
+        return Operands(
+            input=forward,
+            weight=forward,
+            grad=QuantizeSpec("fp8_tensor", self.fp8_format.backward, **common),
+        )
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """FP8, one scale per group, from the amaxes of earlier calls.
+
+    The histories and scales are buffers of the module that the recipe is given to, and part of its state dict.
+
+    Attributes:
+        margin: scales leave ``2 ** margin`` of headroom.
+        fp8_format: element types.
+        amax_history_len: how many calls are remembered.
+        amax_compute_algo: ``"max"`` over the history, or ``"most_recent"``.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("amax_history_len", self.amax_history_len >= 1, "at least 1")
+        self._require("amax_compute_algo", self.amax_compute_algo in ("max", "most_recent"), "'max' or 'most_recent'")
+
+    @property
+    def operands(self) -> Operands:
+        forward = QuantizeSpec("fp8_tensor", self.fp8_format.forward, delayed=True)
+        return Operands(
+            input=forward,
+            weight=forward,
+            grad=QuantizeSpec("fp8_tensor", self.fp8_format.backward, delayed=True),
+        )
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8, one scale per 128 elements of inputs and gradients, and per 128 x 128 of weights.
+
+    Attributes:
+        fp8_format: element types.
+        use_f32_scales: any float32 scale instead of powers of two.
+        amax_epsilon: smallest amax that a scale is made from.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    @property
+    def operands(self) -> Operands:
+        common: dict = {"power_of_two": not self.use_f32_scales, "eps": self.amax_epsilon}
+        return Operands(
+            input=QuantizeSpec("fp8_block", self.fp8_format.forward, **common),
+            weight=QuantizeSpec("fp8_block", self.fp8_format.forward, block_2d=True, **common),
+            grad=QuantizeSpec("fp8_block", self.fp8_format.backward, **common),
+        )

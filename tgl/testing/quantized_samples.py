@@ -1,0 +1,241 @@
+"""Sample inputs of the GEMMs on quantised operands, made component by component.
+
+Elements are values that every format has (0, 0.5, 1, ... 6, of either sign) and all factors are powers of two, so that
+results are exact in float32 whatever the order of the sum. No quantiser is involved, and the tail holds what is asked
+for: bytes that are NaN, or others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..meta import placement
+from ..meta.formats import E4M3, E5M2, FORMATS, Format
+from ..meta.quantized import ROW_UNIT
+from .samples import NAN, ROUTINGS, GroupSizes, SampleInput, Signature, lay_out
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, in the order of its codes
+_DIMENSIONS = {"K": 40, "M": 40, "N": 24}  # partial blocks in every format
+_MIXED = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
+_NVFP4_RANGE = 2688.0
+
+
+@dataclass(frozen=True)
+class QuantizedSignature(Signature):
+    """A ``Signature`` whose operands ``a`` and ``b`` are components of quantised tensors.
+
+    The dimensions in ``text`` are those of the tensors; ``QuantizedSample`` knows the components. ``:ends`` and the
+    marks for optional and written arguments mean what they always do.
+    """
+
+    dimensions: dict[str, int] = field(default_factory=lambda: dict(_DIMENSIONS))
+    differentiable: bool = False
+
+    @property
+    def wgrad(self) -> bool:
+        """Whether the operands are columnwise components of tokens."""
+        return "b[T,N]" in self.text
+
+    def samples(  # type: ignore[override]
+        self,
+        *,
+        dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
+        routings: Sequence[str | GroupSizes] | None = None,
+        device: torch.device | str = "cpu",
+        full: bool = False,
+    ) -> Iterator[QuantizedSample]:
+        """Every format under every routing, and every combination of the other axes under the first.
+
+        Args:
+            dtypes: output dtypes.
+            routings: names in ``ROUTINGS`` or ``GroupSizes`` of your own; default: all of ``ROUTINGS``.
+            device: where the tensors live.
+            full: the product of all axes instead of a selection.
+        """
+        chosen = [ROUTINGS[r] if isinstance(r, str) else r for r in routings or ROUTINGS]
+        most = max(self.presence(), key=len)
+        for form in FORMATS.values():
+            elements = _MIXED if form.per_byte == 1 else ((torch.uint8, torch.uint8),)
+            directions = ("rowwise",) if self.wgrad else ("rowwise", "columnwise")
+            axes = itertools.product(chosen, elements, form.layouts, directions, self.presence(), dtypes)
+            for routing, pair, layout, direction, given, dtype in axes:
+                plain = (pair, direction, given, dtype) == (elements[0], "rowwise", most, dtypes[0])
+                if not full and not plain and (routing is not chosen[0] or (given != most and dtype != dtypes[0])):
+                    continue
+                options: dict[str, Any] = {"format": form.name, "scale_layout": layout}
+                if not self.wgrad:
+                    options["b_direction"] = direction
+                if not self.written:
+                    options["out_dtype"] = dtype
+                yield QuantizedSample(
+                    self, routing, dtype, "row", given, options, device=device, a_dtype=pair[0], b_dtype=pair[1]
+                )
+
+
+@dataclass(frozen=True)
+class QuantizedSample(SampleInput):
+    """A recipe for one call on quantised operands.
+
+    Attributes:
+        dtype: output dtype.
+        a_dtype, b_dtype: element types of the operands.
+    """
+
+    a_dtype: torch.dtype = E4M3
+    b_dtype: torch.dtype = E4M3
+
+    @property
+    def name(self) -> str:
+        """For test ids and messages."""
+        elements = "-".join(str(t).removeprefix("torch.") for t in (self.a_dtype, self.b_dtype))
+        return f"{super().name}-{elements}"
+
+    @property
+    def form(self) -> Format:
+        """The format of the operands."""
+        return FORMATS[self.options["format"]]
+
+    def tensors(self, *, tail: float = NAN, layout: str | None = None) -> dict[str, Tensor | None]:
+        """The arguments by name, in the order of the signature; absent optional ones are None.
+
+        Args:
+            tail: NaN fills the tails of data and scales with bytes that are NaN, anything else with other bytes.
+            layout: of written arguments: ``"row"``, or None for rows further apart than they are long.
+        """
+        columnwise = self.signature.wgrad  # type: ignore[attr-defined]
+        direction = self.options.get("b_direction", "rowwise")
+        sizes = self.signature.dimensions
+        made: dict[str, Tensor | None] = {}
+        for name, dtype, width in (("a", self.a_dtype, "M" if columnwise else "K"), ("b", self.b_dtype, "N")):
+            if columnwise:
+                parts = self._columns(name, dtype, sizes[width], tail)
+            elif name == "a":
+                parts = self._rows(name, dtype, sizes[width], tail)
+            else:
+                parts = self._matrices(name, dtype, sizes["N"], sizes["K"], direction)
+            made |= dict(zip((name, f"{name}_scale", f"{name}_amax"), parts))
+        for operand in self.signature.operands:
+            if operand.name in made:
+                continue
+            if operand.role == "ends":
+                made[operand.name] = self.routing.ends()
+            elif operand.optional and operand.name not in self.given:
+                made[operand.name] = None
+            else:
+                values = self._integers(operand.name, self.signature.shape(operand, self.routing)).to(self.dtype)
+                if operand.by_row and not operand.written:
+                    values[self.routing.routed :] = tail
+                padded = operand.written and layout != "row"
+                made[operand.name] = lay_out(values, "padded" if padded else "row")
+        on_device = {o.name: made[o.name] for o in self.signature.operands}
+        return {name: t.to(self.device) if t is not None else None for name, t in on_device.items()}
+
+    # --- components ---------------------------------------------------------------------------------------------------
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{name} {self.form.name} {self.routing.name}".encode()))
+
+    def _codes(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Codes of E2M1, without the negative zero."""
+        codes = torch.randint(0, 15, shape, generator=self._generator(name), dtype=torch.uint8)
+        return codes + (codes >= 8).to(torch.uint8)
+
+    @staticmethod
+    def _encoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.uint8:
+            return codes[..., 0::2] | codes[..., 1::2] << 4
+        values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
+        return values[codes.long()].to(dtype)
+
+    def _powers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Block scales that are powers of two from 1/4 to 4, as bytes or float32."""
+        exponent = torch.randint(-2, 3, shape, generator=self._generator(name + " scale"))
+        if self.form.name == "mxfp8":
+            return (exponent + 127).to(torch.uint8)
+        values = torch.exp2(exponent.float())
+        return values.to(E4M3).view(torch.uint8) if self.form.name == "nvfp4" else values
+
+    def _group_factors(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """The scale of FP8 tensor-wise and the amax of NVFP4, whichever the format has."""
+        groups = len(self.routing.sizes)
+        exponent = torch.randint(-1, 2, (groups,), generator=self._generator(name + " factor")).float()
+        if self.form.name == "nvfp4":
+            return None, _NVFP4_RANGE * torch.exp2(exponent)
+        return torch.exp2(exponent) if self.form.block == 0 else None, None
+
+    def _spoil(self, data: Tensor, scale: Tensor | None, tail: float) -> None:
+        """Overwrite the rows past the last group."""
+        routed = self.routing.routed
+        data[routed:].view(torch.uint8).fill_(0x7F if math.isnan(tail) else 0x35)
+        if scale is not None and scale.dtype == torch.uint8:
+            scale[routed:] = (0xFF if self.form.name == "mxfp8" else 0x7F) if math.isnan(tail) else 0x40
+        elif scale is not None:
+            scale[routed:] = tail
+
+    def _rows(self, name: str, dtype: torch.dtype, width: int, tail: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        form, rows = self.form, self.routing.rows
+        data = self._encoded(self._codes(name, (rows, width)), dtype)
+        scale, amax = self._group_factors(name)
+        if scale is None:
+            scale = self._powers(name, (rows, placement.ceil_div(width, form.block)))
+        self._spoil(data, scale if form.block else None, tail)
+        if self.options["scale_layout"] == "blocked":
+            offs = self.routing.ends()
+            places = placement.padded_rows(rows, offs.shape[0], ROW_UNIT)
+            at = placement.coordinate(offs, rows, ROW_UNIT)[: self.routing.routed]
+            placed = torch.zeros(places, scale.shape[1], dtype=torch.uint8)
+            placed[at] = scale[: self.routing.routed]
+            scale = placement.to_blocked(placed)
+        return data, scale, amax
+
+    def _matrices(
+        self, name: str, dtype: torch.dtype, width: int, depth: int, direction: str
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        form, groups = self.form, len(self.routing.sizes)
+        codes = self._codes(name, (groups, width, depth))
+        scale, amax = self._group_factors(name)
+        if scale is None:
+            count = placement.ceil_div(width, 128) if form.name == "fp8_block" else width
+            scale = self._powers(name, (groups, count, placement.ceil_div(depth, form.block)))
+        if self.options["scale_layout"] == "blocked":
+            scale = placement.to_blocked(scale)
+        if direction == "columnwise" and not form.transposed_columnwise:
+            codes = codes.transpose(1, 2).contiguous()
+            scale = scale.transpose(1, 2).contiguous() if scale.dim() == 3 else scale
+        return self._encoded(codes, dtype), scale, amax
+
+    def _columns(self, name: str, dtype: torch.dtype, width: int, tail: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        form, rows = self.form, self.routing.rows
+        scale, amax = self._group_factors(name)
+        if form.transposed_columnwise:
+            # A Hadamard transform fills the last run of 16 tokens of a group even where the group ends inside it.
+            run = form.block if form.name == "nvfp4" else 1
+            used = self._used(form.unit_data, run)
+            codes = self._codes(name, (width, used.shape[0]))
+            data = self._encoded(torch.where(used, codes, 0), dtype)
+        else:
+            data = self._encoded(self._codes(name, (rows, width)), dtype)
+            self._spoil(data, None, tail)
+        if scale is None:
+            used = self._used(form.unit_scale, form.block).view(-1, form.block)[:, 0]
+            powers = self._powers(name, (width, used.shape[0]))
+            scale = torch.where(used, powers, 0)
+            if self.options["scale_layout"] == "blocked":
+                scale = placement.to_blocked(scale)
+            elif form.name != "nvfp4":
+                scale = scale.t().contiguous()
+        return data, scale, amax
+
+    def _used(self, unit: int, run: int) -> Tensor:
+        """bool ``[Tp]``: the places of tokens and of what shares a run of that many with them."""
+        offs, rows = self.routing.ends(), self.routing.rows
+        taken = placement.row_of(offs, rows, unit) >= 0
+        return taken.view(-1, run).any(1, keepdim=True).expand(-1, run).reshape(-1)
