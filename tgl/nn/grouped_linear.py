@@ -169,8 +169,8 @@ class GroupedLinear(GroupedParameters):
                 than T: the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at
                 the price of a synchronisation, with a ``DeprecationWarning``.
             is_first_microbatch: for recipes: True quantises the weight and keeps the result, False uses what was kept,
-                None quantises and keeps nothing. A bool tensor on the device serves both values with one graph; the first call
-                quantises whatever it holds.
+                None quantises and keeps nothing. A bool tensor on the device serves both values with one graph; the
+                first call quantises whatever it holds.
             out: contiguous buffer for the result, of its shape and dtype, requiring no grad. Rows past the sum of
                 ``m_splits`` keep what they hold.
             dgrad_out: the same for the gradient of ``inp``, which flows upstream as it is: rows past the sum hold what
