@@ -143,17 +143,17 @@ forward
   transpose: f32[3, 8, 8] = aten.transpose.int(primals_3, 1, 2)
   grouped_gemm: f32[6, 8] = tgl.grouped_gemm(primals_1, transpose, splits_to_offsets, primals_4)
   grouped_activation: f32[6, 4] = tgl.grouped_activation(grouped_gemm, splits_to_offsets, primals_5)
-  transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_7, 1, 2)
-  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(grouped_activation, transpose_1, splits_to_offsets, primals_6,
+  transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_6, 1, 2)
+  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(grouped_activation, transpose_1, splits_to_offsets, primals_7,
       primals_5)
-  return [grouped_gemm_1, primals_1, primals_5, primals_6, splits_to_offsets, transpose, grouped_gemm,
+  return [grouped_gemm_1, primals_1, primals_5, primals_7, splits_to_offsets, transpose, grouped_gemm,
       grouped_activation, transpose_1]
 backward
   grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(tangents_1, grouped_activation, splits_to_offsets)
   transpose_2: f32[3, 4, 8] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
   transpose_3: f32[3, 8, 4] = aten.transpose.int(transpose_1, 1, 2)
   grouped_gemm_2: f32[6, 4] = tgl.grouped_gemm(tangents_1, transpose_3, splits_to_offsets)
-  grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_6, primals_5, splits_to_offsets)
+  grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_7, primals_5, splits_to_offsets)
   getitem: f32[3, 8] = getitem(grouped_dbias_dscales, 0)
   getitem_1: f32[6] = getitem(grouped_dbias_dscales, 1)
   transpose_4: f32[3, 8, 4] = aten.transpose.int(transpose_2, 1, 2)
@@ -168,7 +168,7 @@ backward
   grouped_gemm_3: f32[6, 8] = tgl.grouped_gemm(getitem_2, transpose_6, splits_to_offsets)
   grouped_dbias: f32[3, 8] = tgl.grouped_dbias(getitem_2, splits_to_offsets)
   transpose_7: f32[3, 8, 8] = aten.transpose.int(transpose_5, 1, 2)
-  return [grouped_gemm_3, None, transpose_7, grouped_dbias, add, getitem, transpose_4]""",
+  return [grouped_gemm_3, None, transpose_7, grouped_dbias, add, transpose_4, getitem]""",
     )
 
 
