@@ -39,6 +39,7 @@ class QuantizedSignature(Signature):
 
     dimensions: dict[str, int] = field(default_factory=lambda: dict(_DIMENSIONS))
     differentiable: bool = False
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 
     @property
     def wgrad(self) -> bool:
@@ -48,7 +49,7 @@ class QuantizedSignature(Signature):
     def samples(  # type: ignore[override]
         self,
         *,
-        dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
+        dtypes: Sequence[torch.dtype] | None = None,
         routings: Sequence[str | GroupSizes] | None = None,
         device: torch.device | str = "cpu",
         full: bool = False,
@@ -59,12 +60,13 @@ class QuantizedSignature(Signature):
         optional arguments, the output dtype. ``full`` takes the whole product.
 
         Args:
-            dtypes: output dtypes.
+            dtypes: output dtypes, default those of the signature.
             routings: names in ``ROUTINGS`` or ``GroupSizes`` of your own; default: all of ``ROUTINGS``.
             device: where the tensors live.
             full: the product of all axes instead of a selection.
         """
         chosen = [ROUTINGS[r] if isinstance(r, str) else r for r in routings or ROUTINGS]
+        dtypes = self.dtypes if dtypes is None else dtypes
         most = max(self.presence(), key=len)
         for form in FORMATS.values():
             elements = _MIXED if form.per_byte == 1 else ((torch.uint8, torch.uint8),)
