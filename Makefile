@@ -55,6 +55,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/recompiles.py
 	$(BIN)/python benchmarks/expert_layer.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/quantize.py --quick
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -6,6 +6,9 @@ import torch
 import tgl.testing
 
 NAMES = sorted(tgl.testing.SIGNATURES)
+ON_THEIR_OWN = {"allocate_wgrad", "scale_to_layout", "scale_from_layout"}  # below, and quantize/test_scale_layout.py
+FEWEST = len(tgl.testing.ROUTINGS)
+NONZERO_WHEN_EMPTY = ("group_quantize",)  # a group without rows has scale 1
 
 
 def overload(name):
@@ -15,19 +18,22 @@ def overload(name):
 
 def test_every_op_has_a_signature():
     defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
-    assert defined - {"allocate_wgrad"} == set(NAMES)
+    assert defined - ON_THEIR_OWN == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contracts(name):
-    assert tgl.testing.check_op(overload(name), tgl.testing.sample_inputs(name)) > 50
+    empty_groups_zero = name not in NONZERO_WHEN_EMPTY
+    samples = tgl.testing.sample_inputs(name)
+    assert tgl.testing.check_op(overload(name), samples, empty_groups_zero=empty_groups_zero) > FEWEST
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_contracts_over_the_whole_product(name):
+    empty_groups_zero = name not in NONZERO_WHEN_EMPTY
     samples = tgl.testing.sample_inputs(name, full=True)
-    assert tgl.testing.check_op(overload(name), samples, opcheck="none") > 50
+    assert tgl.testing.check_op(overload(name), samples, empty_groups_zero=empty_groups_zero, opcheck="none") > FEWEST
 
 
 def test_allocate_wgrad_under_opcheck():

@@ -66,9 +66,9 @@ def largest(values):
     """Maximum magnitude; NaN if any is."""
     amax = 0.0
     for value in values:
-        amax = abs(value) if math.isnan(value) or abs(value) > amax else amax
-        if math.isnan(amax):
-            return amax
+        if math.isnan(value):
+            return NAN
+        amax = max(amax, abs(value))
     return amax
 
 
@@ -99,7 +99,8 @@ def fp8_scale(amax, element, power_of_two, eps):
     if not math.isfinite(amax):
         return 1.0, NAN
     amax = max(amax, eps)
-    scale = 1.0 if amax == 0 else min(float(np.float32(element.max) / np.float32(amax)), FLT_MAX)
+    with np.errstate(over="ignore"):
+        scale = 1.0 if amax == 0 else min(float(np.float32(element.max) / np.float32(amax)), FLT_MAX)
     if power_of_two:
         scale = from_bits(to_bits(scale) & 0xFF800000)
     return scale, float(np.float32(1) / np.float32(scale))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import tgl
 from tests.quantize.comparing import DTYPES, check, spread
+from tgl.ops._quantize_cpu import _rows
 from tgl.testing import ROUTINGS
 
 E5M2 = torch.float8_e5m2
@@ -38,6 +40,13 @@ def test_every_width_and_source(format, options, columns, dtype):
     check(x, torch.tensor([4, 4, 9], dtype=torch.int32), format, **options)
 
 
+@pytest.mark.parametrize("format, options", CASES, ids=IDS)
+def test_many_empty_groups_between_rows(format, options):
+    """Places far apart, and rows of one step in many groups."""
+    sizes = [3, *[0] * 40, 5, 0, 1, 2, *[0] * 9, 40]
+    check(spread(60, 20), torch.tensor(sizes).cumsum(0).int(), format, **options)
+
+
 @pytest.mark.parametrize("shape", [(2, 33, 40), (3, 128, 32), (1, 1, 1), (0, 4, 4), (40, 3, 5)], ids=str)
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
 def test_matrices(format, options, shape):
@@ -50,3 +59,35 @@ def test_matrices(format, options, shape):
 @pytest.mark.parametrize("dtype", ["e4m3fn", "e5m2"])
 def test_square_blocks(dtype, shape):
     check(spread(*shape), None, "fp8_block", block_2d=True, dtype=getattr(torch, f"float8_{dtype}"))
+
+
+@pytest.mark.parametrize("step", [1, 64, 1000, 5000])
+@pytest.mark.parametrize("format, options", CASES, ids=IDS)
+def test_many_steps_of_work(format, options, step, monkeypatch):
+    """Large inputs are cut into steps, here of few elements."""
+    monkeypatch.setattr(_rows, "_STEP", step)
+    r = ROUTINGS["above_tile"]
+    check(spread(r.rows, 40), r.ends(), format, **options)
+    for shape in ((5, 33, 40), (2, 140, 17)):
+        check(spread(*shape), None, format, **options)
+    if format == "fp8_block":
+        check(spread(2, 140, 300), None, format, block_2d=True, **options)
+        check(spread(9, 3, 4), None, format, block_2d=True, **options)
+
+
+@pytest.mark.parametrize("step", [1, 5000])
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_tensor", "fp8_block"])
+def test_reading_back_in_many_steps(format, step, monkeypatch):
+    r = ROUTINGS["above_tile"]
+    for x, offs in ((spread(r.rows, 140), r.ends()), (spread(3, 140, 130), None)):
+        parts = tgl.group_quantize(x, offs, format=format)
+
+        def read(columnwise, parts=parts, offs=offs):
+            data, scale, _ = parts[3:6] if columnwise else parts[:3]
+            rows = r.rows if columnwise and offs is not None else None
+            return tgl.group_dequantize(data, scale, offs, format=format, columnwise=columnwise, rows=rows)
+
+        whole = [read(columnwise) for columnwise in (False, True)]
+        with monkeypatch.context() as patch:
+            patch.setattr(_rows, "_STEP", step)
+            assert all(torch.equal(read(columnwise), want) for columnwise, want in zip((False, True), whole))

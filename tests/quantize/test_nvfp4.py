@@ -154,6 +154,43 @@ def test_out_writes_every_byte(options):
     assert all(torch.equal(a, b) for a, b in zip(out, expected))
 
 
+@pytest.mark.parametrize("layout", ["compact", "blocked"])
+def test_bad_offsets_stay_in_bounds(layout):
+    """Ends that descend or lie outside the rows give empty or cut groups."""
+    x = torch.randn(100, 32)
+    offs = torch.tensor([-3, 60, 20, 500, 90], dtype=torch.int32)
+    clamped = torch.tensor([0, 60, 60, 100, 100], dtype=torch.int32)
+    expected = quantize(x, clamped, rht=True, scale_layout=layout)
+    for component, value in zip(quantize(x, offs, rht=True, scale_layout=layout), expected):
+        assert torch.equal(component, value)
+    options = {"format": "nvfp4", "scale_layout": layout, "columnwise": True, "rows": 100}
+    parts = expected.columnwise_data, expected.columnwise_scale
+    values = [tgl.group_dequantize(*parts, o, expected.columnwise_amax, **options) for o in (offs, clamped)]
+    assert torch.equal(*values)
+
+
+def test_thread_count_changes_nothing():
+    """Steps grow with the number of threads, so there they are cut elsewhere."""
+    x = torch.randn(3000, 96).bfloat16()
+    offs = torch.tensor([1000, 1001, 2900], dtype=torch.int32)
+    expected = quantize(x, offs, rht=True, rng=SEED)
+    torch.set_num_threads(2)
+    for component, value in zip(quantize(x, offs, rht=True, rng=SEED), expected):
+        assert torch.equal(component, value)
+
+
+@pytest.mark.parametrize("rht", [False, True])
+def test_requantize(rht):
+    """What quantising the float32 values of the rowwise components gives."""
+    x, offs = rows(SMALL, 34, torch.bfloat16), SMALL.ends()
+    made = quantize(x, offs)
+    values = tgl.group_dequantize(made.data, made.scale, offs, made.amax, format="nvfp4", out_dtype=torch.float32)
+    expected = quantize(values, offs, rowwise=False, rht=rht)
+    result = tgl.group_requantize(made.data, made.scale, offs, made.amax, format="nvfp4", rht=rht)
+    for component, value in zip(result, expected[3:6]):
+        assert torch.equal(component, value)
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_stays_in_its_block(bad):
     clean = rows(SMALL, 48, torch.float32, broken=False)

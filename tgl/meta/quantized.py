@@ -68,7 +68,10 @@ class ComponentSpecs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None."""
+    """The options of ``group_quantize``; see there. ``resolved`` checks them and fills in what is None.
+
+    Resolving what is resolved changes nothing.
+    """
 
     format: str
     rowwise: bool = True
@@ -105,7 +108,9 @@ class Options:
             _only_for(op, f, name, getattr(self, name), default)
         _only_for(op, f, "rht", self.rht, False)
         checks.require(self.columnwise or not self.rht, op, "rht", "False without `columnwise`", self.rht)
-        power_of_two = f.name == "fp8_block" if self.power_of_two is None else self.power_of_two
+        power_of_two = self.power_of_two
+        if power_of_two is None and "power_of_two" in f.options:
+            power_of_two = f.name == "fp8_block"
         return replace(self, dtype=dtype, power_of_two=power_of_two)
 
 
@@ -247,7 +252,10 @@ def group_quantize(
         _only_for(_OP, f, "scale", "a tensor", None)
         shaped = options.eps == 0 and not options.power_of_two
         checks.require(shaped, _OP, "scale", "None when `eps` or `power_of_two` asks for one to be made", "a tensor")
-        _vector(_OP, "scale", scale, groups, "[G]", x.device)
+        checks.shape(_OP, "scale", scale, (groups,), "[G]")
+        checks.either_dtype(_OP, "scale", scale, torch.float32)
+        checks.same_device(_OP, "scale", scale, "x", x.device)
+        checks.contiguous(_OP, "scale", scale)
     if row_scale is not None:
         checks.require(offs is not None, _OP, "row_scale", "None when `offs` is None", "a tensor")
         checks.shape(_OP, "row_scale", row_scale, (x.shape[0],), "[T]")
@@ -280,24 +288,22 @@ def group_quantize_out(
             checks.shape(_OP, "noop", noop, (1,), "[] or [1]")
         checks.same_device(_OP, "noop", noop, "x", x.device)
     for name, spec, buffer in zip(OUT_NAMES, specs, out):
-        checks.shape(_OP, name, buffer, spec.shape, "that of the component")
-        checks.same_dtype(_OP, name, buffer, f'format="{options.format}"', spec.dtype)
-        checks.same_device(_OP, name, buffer, "x", x.device)
-        checks.contiguous(_OP, name, buffer)
+        _component(_OP, name, buffer, spec, f"{options.scale_layout} {options.format}", "x")
+
+
+def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
+    """``t`` is as ``spec`` says; ``what`` names layout and format."""
+    sizes = [have == want for have, want in zip(t.shape, spec.shape)] if t.dim() == len(spec.shape) else [False]
+    for same in sizes:
+        if same is not True:
+            checks.require(same, op, argument, lambda: f"{tuple(spec.shape)}, the shape of {what}", t.shape)
+    checks.either_dtype(op, argument, t, spec.dtype)
+    checks.same_device(op, argument, t, reference, spec.device)
+    checks.contiguous(op, argument, t)
 
 
 OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)
 """Names of the buffers of ``group_quantize.out``, where ``scale`` is an input and ``dbias`` an option."""
-
-
-def _vector(
-    op: str, argument: str, t: Tensor, length: Dim, letters: str, device: torch.device, like: str = "x"
-) -> None:
-    """A contiguous float32 vector."""
-    checks.shape(op, argument, t, (length,), letters)
-    checks.either_dtype(op, argument, t, torch.float32)
-    checks.same_device(op, argument, t, like, device)
-    checks.contiguous(op, argument, t)
 
 
 # --- group_dequantize -------------------------------------------------------------------------------------------------
@@ -382,11 +388,7 @@ def group_dequantize(
         if t is None:
             checks.require(False, op, name, f"given for {f.name}", None)
             continue
-        letters = "that of the component" if name != "scale" else f"of {options.scale_layout} scales"
-        checks.shape(op, name, t, spec.shape, letters)
-        checks.either_dtype(op, name, t, spec.dtype)
-        checks.same_device(op, name, t, "data", data.device)
-        checks.contiguous(op, name, t)
+        _component(op, name, t, spec, f"{options.scale_layout} {options.format}", "data")
     return TensorSpec(shape, dtype, data.device)
 
 
@@ -423,7 +425,9 @@ def fp8_scale_from_history(
     op = "fp8_scale_from_history"
     _history(op, history)
     groups = history.shape[1]
-    _vector(op, "scale", scale, groups, "[G], as many groups as `history`", history.device, like="history")
+    checks.shape(op, "scale", scale, (groups,), "[G], as many groups as `history`")
+    checks.either_dtype(op, "scale", scale, torch.float32)
+    checks.same_device(op, "scale", scale, "history", history.device)
     checks.require(algorithm in ALGORITHMS, op, "algorithm", f"one of {', '.join(ALGORITHMS)}", repr(algorithm))
     if dtype is not None:
         checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)
@@ -443,5 +447,4 @@ def fp8_update_history(amax: Tensor, history: Tensor) -> None:
 def _history(op: str, history: Tensor) -> None:
     checks.ndim(op, "history", history, 2, "[L, G], the last L amaxes of every group")
     checks.either_dtype(op, "history", history, torch.float32)
-    checks.contiguous(op, "history", history)
     checks.require(history.shape[0] >= 1, op, "history", "[L, G] with L at least 1", history.shape)

@@ -74,7 +74,7 @@ backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _steps_of_ate
 def group_dequantize(
     data: Tensor,
     scale: Tensor,
-    offs: Tensor | None,
+    offs: Tensor | None = None,
     amax: Tensor | None = None,
     *,
     format: str,

@@ -185,7 +185,84 @@ def group_quantize(
     dbias: bool = False,
     out: Components | None = None,
 ) -> Components:
-    """Quantise."""
+    """Quantise rows in groups, or a stack of matrices, along the columns (rowwise), the rows (columnwise) or both.
+
+    Arithmetic is float32 in the order written, rounded to nearest even, subnormals kept. Elements are rounded to
+    nearest, ties to even, saturating, the sign of zero kept, NaN of either sign to one NaN.
+
+    - ``"mxfp8"`` (OCP Microscaling Formats 1.0): one E8M0 byte e per block of 32, elements of ``x * 2^(127 - e)``. With
+      ``d = amax * float32(1 / max)``, ``scaling="rceil"`` takes the smallest ``2^(e - 127) >= d`` as NVIDIA hardware
+      does, ``"floor"`` the exponent of amax less that of the largest element, ``"even"`` the same after rounding amax
+      to the element's mantissa. A block with Inf or NaN has e = 0xFF and elements 0x7F, where TransformerEngine has
+      0xFE for Inf (``cvt.rp.ue8m0x2`` with ``.satfinite``). ``columnwise_data`` is in x's order.
+    - ``"nvfp4"`` (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025): E2M1 elements, one E4M3 byte per block
+      of 16 and one float32 amax per group, of its finite elements. With ``S = min(2688 / amax, FLT_MAX)``, 1 for amax
+      0, a block's byte is ``e4m3(amax_block * (S * float32(1 / 6)))`` and its elements are
+      ``e2m1(x * min(1 / (byte * (1 / S)), FLT_MAX))``. A block with Inf or NaN has byte 0x7F and elements 0x7.
+      ``block_2d`` (matrices): a square of 16 shares a scale. ``rng``: elements are rounded stochastically, by the
+      position, seed and offset alone. ``rht``: columnwise data is made from a random Hadamard transform of every 16
+      tokens of a group, the last ones zero-filled and all 16 results kept (signs, butterfly at distance 1, 2, 4, 8,
+      times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
+    - ``"fp8_tensor"``: one ``scale = max / amax`` per group, elements of ``x * scale``, and ``scale_inv = 1 / scale``
+      stored. With ``scale`` (delayed scaling) that one is used, and what exceeds it saturates. amax 0 has scale 1.
+    - ``"fp8_block"`` (DeepSeek-V3 technical report, 2024): the same for every block of 128 along the contraction, or
+      of 128 x 128 (``block_2d``, matrices); powers of two by default.
+
+    Inf and NaN make their own block (fp8_tensor: group) NaN when read back, and nothing else. Blocks along the rows
+    are counted from the first row of each group; the last one of a group may be partial, and so may the last one along
+    the columns. Groups may be of any size and number. Rows past ``offs[-1]`` are never read, and come out as zeros,
+    like everything in the padding of scales and of transposed data.
+
+    Shapes of the components, of rows ``[T, K]``: ``Tp(u) = u * max(ceil(T / u) + G - 1, 0)`` tokens are allocated where
+    groups begin on multiples of u, group g with first row s at ``(s // u + g) * u``.
+
+    ============  ==========  ===================  ===========================  =========================
+    format        data        scale                columnwise_data              columnwise_scale
+    ============  ==========  ===================  ===========================  =========================
+    mxfp8         [T, K]      [T, ceil(K / 32)]    [T, K]                       [Tp(128) / 32, K]
+    nvfp4         [T, K / 2]  [T, ceil(K / 16)]    [K, Tp(64) / 2]              [K, Tp(64) / 16]
+    fp8_tensor    [T, K]      [G]                  [K, Tp(32)]                  [G]
+    fp8_block     [T, K]      [T, ceil(K / 128)]   [K, Tp(32)]                  [Tp(128) / 128, K]
+    ============  ==========  ===================  ===========================  =========================
+
+    ``amax`` and ``columnwise_amax`` are ``[G]`` for nvfp4 and fp8_tensor. Of matrices ``[G, N, K]`` each is quantised
+    on its own: the shapes are those of N rows without padding, with G in front. ``scale_layout="blocked"`` (mxfp8,
+    nvfp4) lays one-byte scales out for tensor cores, as a vector (matrices: one each) of tiles of 128 rows x 4 scales,
+    512 bytes each; rowwise scales of row t are in row p, its place among ``Tp(128)``, columnwise ones of column k in
+    row k. What the format or the call does not have is an empty tensor of shape ``[0]``.
+
+    No derivative: ``tgl.quantize`` makes a GroupedTensor through which gradients pass straight.
+
+    Args:
+        x: ``[T, K]``, or ``[G, N, K]`` without ``offs``; float32, bfloat16 or float16, rows or columns contiguous (or
+            expanded). nvfp4 needs an even K (and N, columnwise).
+        offs: int32 ``[G]`` on the same device: cumulative group ends.
+        scale: float32 ``[G]``; fp8_tensor only.
+        row_scale: ``[T]``, dtype of ``x`` or float32: rows are multiplied by it, and rounded to the dtype of ``x``,
+            first.
+        rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. The same bytes for the same seed.
+        noop: float32 or bool, ``[]`` or ``[1]``, only with ``out``: if not zero, nothing is written. Not read on the
+            host.
+        format: which format.
+        rowwise, columnwise: which directions; at least one.
+        dtype: element dtype of the FP8 formats, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.
+        scaling: how mxfp8 rounds a scale.
+        scale_layout: ``"compact"`` or ``"blocked"``.
+        power_of_two: round the scales of the FP8 formats down to powers of two; default for fp8_block alone.
+        eps: least amax of the FP8 formats.
+        block_2d: square blocks, of matrices; nvfp4 and fp8_block.
+        rht: transform columnwise nvfp4 data.
+        dbias: also return float32 sums over the rows of each group, of what is quantised.
+        out: components to write into, tails and padding included (they belong to the quantised operand): those of the
+            same call without ``out``, contiguous, 16-byte aligned, sharing no memory with each other or an argument.
+
+    Returns:
+        ``Components``; ``out`` itself if given.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, or mean nothing for the format.
+        RuntimeError: an argument requires grad.
+    """
     options: dict[str, Any] = {
         "format": format,
         "rowwise": rowwise,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,7 +76,8 @@ tails, 300 groups, no group at all."""
 class Operand(NamedTuple):
     """One tensor argument: its dimensions (letters, ``2I`` is twice ``I``) and role.
 
-    ``role`` is ``"data"``, ``"ends"`` (int32 cumulative group ends) or ``"sizes"`` (integer group sizes).
+    ``role`` is ``"data"``, ``"ends"`` (int32 cumulative group ends), ``"sizes"`` (integer group sizes) or ``"derived"``
+    (made by ``Signature.derive``).
     """
 
     name: str
@@ -91,7 +92,7 @@ class Operand(NamedTuple):
         return self.role == "data" and self.dims[0] == "T"
 
 
-_OPERAND = re.compile(r"\s*(\w+)\[([\w,\s]*)\](:ends|:sizes)?(\?)?(!)?\s*")
+_OPERAND = re.compile(r"\s*(\w+)\[([\w,\s]*)\](:ends|:sizes|:derived)?(\?)?(!)?\s*")
 
 
 def _parse(text: str) -> tuple[Operand, ...]:
@@ -99,7 +100,9 @@ def _parse(text: str) -> tuple[Operand, ...]:
     while position < len(text):
         match = _OPERAND.match(text, position)
         if match is None or (match.end() < len(text) and text[match.end()] != ","):
-            raise ValueError(f"expected `name[DIMS]`, then `:ends`, `:sizes`, `?` or `!`, at {text[position:]!r}")
+            raise ValueError(
+                f"expected `name[DIMS]`, then `:ends`, `:sizes`, `:derived`, `?` or `!`, at {text[position:]!r}"
+            )
         name, dims, role, optional, written = match.groups()
         letters = tuple(d.strip() for d in dims.split(","))
         operands.append(Operand(name, letters, bool(optional), bool(written), role[1:] if role else "data"))
@@ -113,8 +116,9 @@ class Signature:
 
     Attributes:
         text: ``"x[T,K], w[G,K,N], offs[G]:ends, bias[G,N]? -> y[T,N]"``. T rows, G groups, other letters from
-            ``dimensions``. ``:ends`` marks cumulative group ends, ``:sizes`` group sizes, ``?`` an optional argument,
-            ``!`` one that the op writes into. An op that returns nothing ends in ``->``.
+            ``dimensions``. ``:ends`` marks cumulative group ends, ``:sizes`` group sizes, ``:derived`` what ``derive``
+            makes, ``?`` an optional argument, ``!`` one that the op writes into. An op that returns nothing ends in
+            ``->``.
         requires: an optional argument and the one without which it may not be given.
         wide: data arguments that may also be float32 beside a narrower operand dtype.
         options: keyword arguments and the values to try.
@@ -122,6 +126,10 @@ class Signature:
         exact: the op only adds and multiplies, so integer inputs give exact results.
         differentiable: whether the op has an autograd formula.
         accumulates: the written argument is added to, so an empty group leaves it alone.
+        derive: makes the arguments that follow from others, or that are no small integers (scales, packed data):
+            ``derive(sample, made, tail)`` gets the other arguments by name and the value of the tail, and returns those
+            of its own by name. A written one belongs to the op whole, its tail included.
+        dtypes: operand dtypes to try.
     """
 
     text: str
@@ -132,6 +140,8 @@ class Signature:
     exact: bool = True
     differentiable: bool = True
     accumulates: bool = False
+    derive: Callable[[SampleInput, Mapping[str, Tensor | None], float], Mapping[str, Tensor]] | None = None
+    dtypes: Sequence[torch.dtype] = DTYPES
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -170,7 +180,7 @@ class Signature:
     def samples(
         self,
         *,
-        dtypes: Sequence[torch.dtype] = DTYPES,
+        dtypes: Sequence[torch.dtype] | None = None,
         routings: Sequence[str | GroupSizes] | None = None,
         device: torch.device | str = "cpu",
         full: bool = False,
@@ -181,11 +191,13 @@ class Signature:
         optional arguments with every combination of options. ``full`` takes the whole product.
 
         Args:
-            dtypes: operand dtypes; the first is the one that stands for all where the dtype does not vary.
+            dtypes: operand dtypes, default those of the signature; the first is the one that stands for all where the
+                dtype does not vary.
             routings: names in ``ROUTINGS`` or ``GroupSizes`` of your own; default: all of ``ROUTINGS``.
             device: where the tensors live.
             full: the product of all axes instead of a selection.
         """
+        dtypes = self.dtypes if dtypes is None else dtypes
         chosen = [ROUTINGS[r] if isinstance(r, str) else r for r in routings or ROUTINGS]
         presence = self.presence()
         options = [dict(zip(self.options, values)) for values in itertools.product(*self.options.values())]
@@ -244,7 +256,7 @@ class SampleInput:
         """
         made: dict[str, Tensor | None] = {}
         for operand in self.signature.operands:
-            if operand.optional and operand.name not in self.given:
+            if operand.role == "derived" or (operand.optional and operand.name not in self.given):
                 made[operand.name] = None
             elif operand.role == "ends":
                 made[operand.name] = self.routing.ends().to(self.device)
@@ -252,6 +264,8 @@ class SampleInput:
                 made[operand.name] = torch.tensor(self.routing.sizes, dtype=torch.int64, device=self.device)
             else:
                 made[operand.name] = self._data(operand, tail, layout or self.layout)
+        if self.signature.derive is not None:
+            made.update(self.signature.derive(self, made, tail))
         return made
 
     def call(self, op: Any, tensors: Mapping[str, Tensor | None]) -> tuple[tuple, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .quantized import QUANTIZED_SIGNATURES
 from .quantized_samples import QuantizedSignature
 from .samples import SampleInput, Signature
 
@@ -57,6 +58,7 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_gemm_scaled_wgrad_accumulate_": (
         QuantizedSignature(f"{_SCALED_WGRAD.replace('ends', 'ends, main_grad[G,M,N]!')} ->", accumulates=True),
     ),
+    **QUANTIZED_SIGNATURES,
 }
 """Signatures by op name (without namespace, with the overload unless it is the default one)."""
 

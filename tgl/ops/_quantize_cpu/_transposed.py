@@ -8,6 +8,7 @@ from torch import Tensor
 from ._rows import Groups, Scratch
 
 ROWS = 512  # of a step, at least: what is written are runs of so many bytes
+_SPARSE = 2  # places per row up to which gaps are written as well
 
 
 class Transposed:
@@ -23,30 +24,43 @@ class Transposed:
 
     def write(self, start: int, stop: int, left: int, right: int, rows: Tensor) -> None:
         """Bytes ``[rows, columns]`` of a range of rows and of columns."""
-        rows = self.scratch.room("straight", *rows.shape, dtype=torch.uint8).copy_(rows)  # turns three times as fast
-        target = self._part(start, stop, left, right)
-        if isinstance(target, Tensor):
-            target.copy_(rows.view(*target.transpose(-1, -2).shape).transpose(-1, -2))
+        each, columns = self.groups.each, right - left
+        if each is not None:
+            target = self._matrices(start, stop, left, right)
+            straight = self._room("straight", stop - start, columns).copy_(rows)  # turns three times as fast
+            target.copy_(straight.view(*target.transpose(-1, -2).shape).transpose(-1, -2))
+            return
+        places = self.groups.places(start, stop, self.unit)
+        first, last = int(places[0]), int(places[-1]) + 1
+        if last - first > _SPARSE * (stop - start):  # many empty groups
+            turned = self._room("turned", columns, stop - start).copy_(rows.t())
+            self.memory[left:right].index_copy_(1, places, turned)
+            return
+        straight = self._room("straight", last - first, columns)
+        if last - first == stop - start:
+            straight.copy_(rows)
         else:
-            turned = self.scratch.room("turned", right - left, stop - start, dtype=torch.uint8).copy_(rows.t())
-            self.memory[left:right].index_copy_(1, target[0], turned)
+            straight.zero_().index_copy_(0, places - first, rows)
+        self.memory[left:right, first:last].copy_(straight.t())
 
     def read(self, start: int, stop: int, left: int, right: int) -> Tensor:
         """What ``write`` has written."""
-        source = self._part(start, stop, left, right)
-        if isinstance(source, Tensor):
-            return source.transpose(-1, -2).reshape(stop - start, right - left)
-        return self.memory[left:right].index_select(1, source[0]).t()
+        if self.groups.each is not None:
+            return self._matrices(start, stop, left, right).transpose(-1, -2).reshape(stop - start, right - left)
+        places = self.groups.places(start, stop, self.unit)
+        first, last = int(places[0]), int(places[-1]) + 1
+        if last - first == stop - start:
+            return self.memory[left:right, first:last].t()
+        return self.memory[left:right].index_select(1, places).t()
 
-    def _part(self, start: int, stop: int, left: int, right: int) -> Tensor | tuple[Tensor]:
-        """A view ``[columns, rows]`` or ``[matrices, columns, rows]``; or the places, where these do not adjoin."""
+    def _matrices(self, start: int, stop: int, left: int, right: int) -> Tensor:
+        """A view ``[columns, rows]`` of a part of one matrix, or ``[matrices, columns, rows]`` of several."""
         each = self.groups.each
-        if each is None:
-            places = self.groups.places(start, stop, self.unit)
-            first = int(places[0])
-            adjoining = int(places[-1]) - first == stop - start - 1
-            return self.memory[left:right, first : first + stop - start] if adjoining else (places,)
+        assert each is not None
         matrix = start // each
         if stop <= (matrix + 1) * each:
             return self.memory[matrix, left:right, start - matrix * each : stop - matrix * each]
         return self.memory[matrix : stop // each, left:right]
+
+    def _room(self, name: str, rows: int, columns: int) -> Tensor:
+        return self.scratch.room(name, rows, columns, dtype=torch.uint8)

@@ -187,8 +187,8 @@ def _quantize_2d(
 ) -> None:
     """Blocks of 128x128 of separate matrices: one scale for both directions."""
     assert options.dtype is not None
-    blocks, across = groups.blocks(BLOCK), -(-rows.columns // BLOCK)
-    down = blocks.first.shape[0] // max(groups.count, 1)
+    assert groups.each is not None
+    blocks, down, across = groups.blocks(BLOCK), -(-groups.each // BLOCK), -(-rows.columns // BLOCK)
     stored = torch.empty(groups.count * down, across)  # scale_inv, a 16384th of the data
     data = out.data.view(groups.rows, rows.columns) if options.rowwise else None
     for left, right in steps(0, rows.columns, ROWS, BLOCK):

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from ...meta import placement
-from ...meta.quantized import ROW_UNIT, Components, DequantizeOptions, Options
+from ...meta.quantized import Components, DequantizeOptions, Options
 from . import fp4
+from ._rows import Groups
+from ._scales import RowScales
 from .fp4 import BLOCK
 
-_STEP = 1 << 17  # elements: the float32 and int32 temporaries of a step stay in the cache
+_STEP = 1 << 17  # elements per thread: the float32 and int32 temporaries of a step stay in the cache
 _UNIT = 64  # tokens
 _RUNS = _UNIT // BLOCK
 
@@ -27,82 +29,74 @@ Step = tuple[slice, slice]
 
 
 def _steps(planes: int, rows: int, width: int, multiple: int) -> Iterator[Step]:
-    """Slices of planes and rows of about ``_STEP`` elements: whole planes, or ``multiple`` rows (or more) of one."""
+    """Slices of planes and rows of about a step's elements: whole planes, or ``multiple`` rows (or more) of one."""
     if not planes or not rows or not width:
         return
-    whole = _STEP // (rows * width)
+    size = _STEP * torch.get_num_threads()
+    whole = size // (rows * width)
     if whole > 0:
         for p in range(0, planes, whole):
             yield slice(p, min(p + whole, planes)), slice(0, rows)
         return
-    some = max(_STEP // (width * multiple), 1) * multiple
+    some = max(size // (width * multiple), 1) * multiple
     for p in range(planes):
         for r in range(0, rows, some):
             yield slice(p, p + 1), slice(r, min(r + some, rows))
 
 
-@dataclass(frozen=True)
 class _Stack:
     """Planes of rows, and the groups that their rows belong to.
 
     Attributes:
-        shape: ``(T, K)`` or ``(G, N, K)``.
-        ends: int64 ``[G]`` group ends of ``[T, K]``, clamped to ``[0, T]`` and not descending; None for weights.
+        groups: of the rows; those of weights are the planes.
+        grouped: whether it is rows in groups.
+        planes: how many.
+        columns: K.
         routed: rows to be quantised in each plane.
-        runs: runs of 16 rows in each plane, those of the placement's gaps included.
+        runs: runs of 16 rows in each plane, those in the gaps of the placement included; 0 without rows.
     """
 
-    shape: tuple[int, ...]
-    ends: Tensor | None
-    routed: int
-    runs: int
-
-    @staticmethod
-    def of(shape: tuple[int, ...], offs: Tensor | None) -> _Stack:
+    def __init__(self, x: Tensor, offs: Tensor | None) -> None:
+        self.groups = Groups(x, offs)
+        self.grouped = offs is not None
+        self.columns = x.shape[-1]
         if offs is None:
-            return _Stack(shape, None, shape[1], -(-shape[1] // BLOCK))
-        rows, groups = shape[0], offs.shape[0]
-        ends = offs.to(torch.int64).clamp(0, rows)
-        ends = ends.cummax(0).values if groups else ends
-        runs = _RUNS * int(placement.units(rows, groups, _UNIT))
-        routed = int(ends[-1]) if groups else 0
-        return _Stack(shape, ends, routed, runs if routed else 0)
-
-    @property
-    def planes(self) -> int:
-        return 1 if self.ends is not None else self.shape[0]
-
-    @property
-    def groups(self) -> int:
-        return self.ends.shape[0] if self.ends is not None else self.shape[0]
+            self.planes, self.routed = x.shape[:2]
+            self.runs = -(-self.routed // BLOCK)
+        else:
+            self.planes, self.routed = 1, self.groups.routed
+            self.runs = _RUNS * int(placement.units(x.shape[0], self.groups.count, _UNIT)) if self.routed else 0
 
     def stacked(self, t: Tensor) -> Tensor:
         """A tensor that has a plane dimension for weights only, with one in any case."""
-        return t[None] if self.ends is not None else t
+        return t[None] if self.grouped else t
 
     def group_of_rows(self, step: Step) -> Tensor:
         """int64 ``[P, R]`` or ``[P, 1]``."""
         planes, rows = step
-        if self.ends is None:
-            return torch.arange(planes.start, planes.stop)[:, None]
-        return torch.searchsorted(self.ends, torch.arange(rows.start, rows.stop), right=True)[None]
+        if self.grouped:
+            return self.groups.of_rows(rows.start, rows.stop)[None]
+        return torch.arange(planes.start, planes.stop)[:, None]
 
     def group_of_runs(self, step: Step) -> Tensor:
         """int64 ``[P * R]``."""
         planes, runs = step
-        if self.ends is None:
+        if not self.grouped:
             return torch.arange(planes.start, planes.stop).repeat_interleave(runs.stop - runs.start)
-        first = placement.starts(self.ends, _UNIT) // BLOCK
+        first = self.groups.begins(_UNIT) // BLOCK
         return torch.searchsorted(first, torch.arange(runs.start, runs.stop), right=True) - 1
 
     def rows_of_runs(self, step: Step) -> Tensor:
         """int64 ``[R, 16]`` for rows in groups: the rows of each run, -1 where there is none."""
-        assert self.ends is not None
-        group = self.group_of_runs(step)
-        first = placement.first_rows(self.ends) - placement.starts(self.ends, _UNIT)
+        group = self.group_of_runs(step)[:, None]
         place = torch.arange(step[1].start * BLOCK, step[1].stop * BLOCK).view(-1, BLOCK)
-        rows = place + first[group][:, None]
-        return torch.where(rows < self.ends[group][:, None], rows, -1)
+        rows = place + (self.groups.firsts - self.groups.begins(_UNIT))[group]
+        return torch.where(rows < self.groups.ends[group], rows, -1)
+
+    def flat(self, step: Step) -> tuple[int, int]:
+        """The range of rows of a step, all planes stacked; steps are whole planes or part of one."""
+        planes, rows = step
+        return planes.start * self.routed + rows.start, (planes.stop - 1) * self.routed + rows.stop
 
 
 @dataclass(frozen=True)
@@ -121,9 +115,12 @@ class _Source:
         return (x.float() * self.row_scale[step[1]].float()[:, None]).to(x.dtype)
 
     def runs(self, step: Step) -> tuple[Tensor, Tensor | None]:
-        """``[P * R, 16, K]`` with zeros where there is no row, and which runs have no row at all (None: none)."""
+        """Runs ``[., 16, K]`` that have a row, zeros where there is none, and which of the step's they are (None: all).
+
+        Of ragged groups up to three runs in four have none.
+        """
         planes, runs = step
-        if self.stack.ends is None:
+        if not self.stack.grouped:
             rows = slice(runs.start * BLOCK, min(runs.stop * BLOCK, self.stack.routed))
             x = self.rows((planes, rows))
             missing = (runs.stop - runs.start) * BLOCK - x.shape[1]
@@ -133,11 +130,14 @@ class _Source:
         first, last = int(index[0, 0]), int(index[-1, -1])
         if first >= 0 and last - first == index.numel() - 1:
             return self.rows((planes, slice(first, last + 1))).view(*index.shape, -1), None
-        none, flat = index < 0, index.flatten().clamp_min_(0)
+        used = index[:, 0] >= 0
+        some = None if bool(used.all()) else used.nonzero().flatten()
+        index = index if some is None else index[some]
+        flat = index.flatten().clamp_min(0)
         x = self.x.index_select(0, flat)
         if self.row_scale is not None:
             x = (x.float() * self.row_scale.index_select(0, flat).float()[:, None]).to(x.dtype)
-        return x.view(*index.shape, -1).masked_fill_(none[..., None], 0.0), none[:, 0]
+        return x.view(*index.shape, -1).masked_fill_((index < 0)[..., None], 0.0), some
 
 
 # --- amax -------------------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def _block_amax(x: Tensor, dim: int) -> Tensor:
 
 def _group_amax(source: _Source) -> Tensor:
     """float32 ``[G]``: amax of every group's finite elements."""
-    stack, k = source.stack, source.stack.shape[-1]
-    amax = torch.zeros(stack.groups)
+    stack, k = source.stack, source.stack.columns
+    amax = torch.zeros(stack.groups.count)
     for step in _steps(stack.planes, stack.routed, k, 1):
         group = stack.group_of_rows(step)
         found = _finite_amax(source.rows(step), -1)
@@ -177,11 +177,12 @@ def _group_amax(source: _Source) -> Tensor:
 
 def _transformed_amax(source: _Source) -> Tensor:
     """The same after the Hadamard transform."""
-    stack, k = source.stack, source.stack.shape[-1]
-    amax = torch.zeros(stack.groups)
+    stack, k = source.stack, source.stack.columns
+    amax = torch.zeros(stack.groups.count)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
-        found = _finite_amax(fp4.hadamard(source.runs(step)[0]), (1, 2))
-        amax.scatter_reduce_(0, stack.group_of_runs(step), found, "amax")
+        x, some = source.runs(step)
+        found = _finite_amax(fp4.hadamard(x), (1, 2))
+        amax.scatter_reduce_(0, _picked(stack.group_of_runs(step), some), found, "amax")
     return amax
 
 
@@ -199,7 +200,7 @@ def quantize(
     out: Components,
 ) -> None:
     """See the package."""
-    stack = _Stack.of(tuple(x.shape), offs)
+    stack = _Stack(x, offs)
     source = _Source(x, row_scale, stack)
     amax = _group_amax(source) if options.rowwise or not options.rht else torch.empty(0)
     seed = (int(rng[0]), int(rng[1])) if rng is not None else None
@@ -215,15 +216,12 @@ def quantize(
 def _rowwise(
     source: _Source, amax: Tensor, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
-    stack, k = source.stack, source.stack.shape[-1]
-    data, scale = stack.stacked(data), stack.stacked(scale)
-    blocks = -(-k // BLOCK)
+    stack, k = source.stack, source.stack.columns
+    data, blocks = stack.stacked(data), -(-k // BLOCK)
+    scales = RowScales(scale, stack.groups, blocks, options.blocked)
     encode, decode = fp4.group_scales(amax)
     data[:, stack.routed :].zero_()
-    if options.blocked:
-        scale.zero_()
-    else:
-        scale[:, stack.routed :].zero_()
+    scales.clear()
     for step in _steps(stack.planes, stack.routed, k, BLOCK):
         x = source.rows(step)
         if k % BLOCK:
@@ -241,10 +239,7 @@ def _rowwise(
             codes = fp4.stochastic(y, fp4.random_bits(_rowwise_blocks(stack, step, blocks), *seed, stream=0))
         pairs = fp4.pack(codes).masked_fill_(broken[..., None], fp4.PAIR_NAN)
         data[step] = pairs.flatten(2)[..., : k // 2]
-        if options.blocked:
-            _put(scale, step[0], _rowwise_places(stack, step), torch.arange(blocks), blocks, bytes_)
-        else:
-            scale[step] = bytes_
+        scales.write(*stack.flat(step), bytes_.flatten(0, 1))
 
 
 def _shared_by_rows(amax: Tensor) -> Tensor:
@@ -257,29 +252,14 @@ def _shared_by_rows(amax: Tensor) -> Tensor:
 def _rowwise_blocks(stack: _Stack, step: Step, blocks: int) -> Tensor:
     """int64 ``[P, R, B]``: position of every block among all."""
     planes, rows = (torch.arange(s.start, s.stop) for s in step)
-    row = planes[:, None] * stack.routed + rows if stack.ends is None else rows[None]
+    row = planes[:, None] * stack.routed + rows  # of groups, the one plane is 0
     return row[..., None] * blocks + torch.arange(blocks)
-
-
-def _rowwise_places(stack: _Stack, step: Step) -> Tensor:
-    """int64 ``[R]``: row of the blocked scale matrix that each row has."""
-    rows = torch.arange(step[1].start, step[1].stop)
-    if stack.ends is None:
-        return rows
-    group = torch.searchsorted(stack.ends, rows, right=True)
-    return rows + (placement.starts(stack.ends, ROW_UNIT) - placement.first_rows(stack.ends))[group]
-
-
-def _put(flat: Tensor, planes: slice, y: Tensor, x: Tensor, columns: int, scales: Tensor) -> None:
-    """Write ``scales[P, y, x]`` into blocked ``flat[P, bytes]``."""
-    offset = placement.blocked_offset(y[:, None], x[None, :], columns)
-    flat[planes].index_copy_(1, offset.flatten(), scales.flatten(1))  # type: ignore[union-attr]
 
 
 def _columnwise(
     source: _Source, amax: Tensor, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
-    stack, k = source.stack, source.stack.shape[-1]
+    stack, k = source.stack, source.stack.columns
     data, scale = stack.stacked(data), stack.stacked(scale)
     if options.blocked or not stack.routed:
         scale.zero_()
@@ -288,32 +268,43 @@ def _columnwise(
         return
     encode, decode = fp4.group_scales(amax)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
-        x, unused = source.runs(step)
+        x, some = source.runs(step)
         if options.rht:
             x = fp4.hadamard(x)
         found = _block_amax(x, 1)
         if options.block_2d:
             found = _shared_by_columns(found)
-        group = stack.group_of_runs(step)[:, None]
+        group = _picked(stack.group_of_runs(step), some)[:, None]
         bytes_, multiplier, broken = fp4.block_scales(found, encode[group], decode[group])
         y = x * multiplier[:, None]
         if seed is None:
             codes = fp4.nearest(y)
         else:
-            random = fp4.random_bits(_columnwise_blocks(stack, step, k), *seed, stream=1)
+            random = fp4.random_bits(_picked(_columnwise_blocks(stack, step, k), some), *seed, stream=1)
             codes = fp4.stochastic(y, random.transpose(1, 2))
         pairs = fp4.pack_rows(codes).masked_fill_(broken[:, None], fp4.PAIR_NAN)
-        if unused is not None and options.rht:  # the transform of zeros has zeros of either sign
-            pairs.masked_fill_(unused[:, None, None], 0)
         planes, runs = step
         count = planes.stop - planes.start
+        if some is not None:
+            pairs = pairs.new_zeros((runs.stop - runs.start, *pairs.shape[1:])).index_copy_(0, some, pairs)
+            bytes_ = bytes_.new_zeros((runs.stop - runs.start, k)).index_copy_(0, some, bytes_)
         across = data[planes, :, runs.start * BLOCK // 2 : runs.stop * BLOCK // 2]
         across.copy_(pairs.view(count, -1, k)[:, : across.shape[-1]].transpose(1, 2))
         turned = bytes_.view(count, -1, k).transpose(1, 2)
         if options.blocked:
-            _put(scale, planes, torch.arange(k), torch.arange(runs.start, runs.stop), stack.runs, turned)
+            scale[planes].index_copy_(1, _blocked(stack, runs), turned.flatten(1))
         else:
             scale[planes, :, runs] = turned
+
+
+def _blocked(stack: _Stack, runs: slice) -> Tensor:
+    """int64: offsets of the scales ``[K, R]`` of runs in a blocked plane."""
+    y, x = torch.arange(stack.columns)[:, None], torch.arange(runs.start, runs.stop)
+    return placement.blocked_offset(y, x, stack.runs).flatten()  # type: ignore[union-attr]
+
+
+def _picked(of_runs: Tensor, some: Tensor | None) -> Tensor:
+    return of_runs if some is None else of_runs[some]
 
 
 def _shared_by_columns(amax: Tensor) -> Tensor:
@@ -337,7 +328,7 @@ def dequantize(
 ) -> None:
     """See the package."""
     assert amax is not None
-    stack = _Stack.of(tuple(out.shape), offs)
+    stack = _Stack(out, offs)
     decode = fp4.group_scales(amax)[1]
     if options.columnwise:
         _columnwise_back(data, scale, decode, stack, options, out)
@@ -348,15 +339,13 @@ def dequantize(
 def _rowwise_back(
     data: Tensor, scale: Tensor, decode: Tensor, stack: _Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
-    k = stack.shape[-1]
+    k = stack.columns
     blocks = -(-k // BLOCK)
-    data, scale, out = stack.stacked(data), stack.stacked(scale), stack.stacked(out)
+    scales = RowScales(scale, stack.groups, blocks, options.blocked)
+    data, out = stack.stacked(data), stack.stacked(out)
     out[:, stack.routed :].zero_()
     for step in _steps(stack.planes, stack.routed, k, 1):
-        if options.blocked:
-            bytes_ = _get(scale, step[0], _rowwise_places(stack, step), torch.arange(blocks), blocks)
-        else:
-            bytes_ = scale[step]
+        bytes_ = scales.read(*stack.flat(step)).view(*data[step].shape[:2], blocks)
         pairs = torch.nn.functional.pad(data[step], (0, blocks * BLOCK // 2 - k // 2))
         values = fp4.values(pairs).unflatten(-1, (blocks, BLOCK))
         values *= fp4.decoded(bytes_, decode[stack.group_of_rows(step)[..., None]])[..., None]
@@ -366,14 +355,14 @@ def _rowwise_back(
 def _columnwise_back(
     data: Tensor, scale: Tensor, decode: Tensor, stack: _Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
-    k = stack.shape[-1]
+    k = stack.columns
     data, scale = stack.stacked(data), stack.stacked(scale)
-    if stack.ends is not None:
+    if stack.grouped:
         out[stack.routed :].zero_()
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
         planes, runs = step
         if options.blocked:
-            bytes_ = _get(scale, planes, torch.arange(k), torch.arange(runs.start, runs.stop), stack.runs)
+            bytes_ = scale[planes].index_select(1, _blocked(stack, runs)).unflatten(1, (k, -1))
         else:
             bytes_ = scale[planes, :, runs]
         pairs = data[planes, :, runs.start * BLOCK // 2 : runs.stop * BLOCK // 2]
@@ -385,16 +374,10 @@ def _columnwise_back(
         if options.rht:
             x = fp4.hadamard_back(x)
         x = x.to(out.dtype)
-        if stack.ends is None:
+        if not stack.grouped:
             rows = slice(runs.start * BLOCK, min(runs.stop * BLOCK, stack.routed))
             out[planes, rows] = x.view(planes.stop - planes.start, -1, k)[:, : rows.stop - rows.start]
         else:
             index = stack.rows_of_runs(step).flatten()
             used = index >= 0
             out[index[used]] = x.view(-1, k)[used]
-
-
-def _get(flat: Tensor, planes: slice, y: Tensor, x: Tensor, columns: int) -> Tensor:
-    """The inverse of ``_put``."""
-    offset = placement.blocked_offset(y[:, None], x[None, :], columns)
-    return flat[planes].index_select(1, offset.flatten()).unflatten(1, (y.shape[0], x.shape[0]))  # type: ignore

@@ -1,0 +1,196 @@
+"""Quantise on one CPU thread: tgl against torchao's CPU functions, and what quantising into buffers allocates.
+
+    python benchmarks/quantize.py [--quick] [--seconds N] [--case SUBSTRING]
+
+Both arms take the same rows, in turns in one process. Figures are medians of CPU milliseconds, ``ratio`` is torchao's
+divided by ours (above 1 we are faster), GB/s is what we read of ``x``. torchao knows no groups and quantises all rows
+as one matrix; columnwise it quantises a transposed copy, as its own training code does. What it calls:
+
+* mxfp8: ``to_mx``
+* nvfp4: ``nvfp4_quantize`` with ``per_tensor_amax_to_scale``
+* fp8_tensor: ``tensor_to_scale``, then ``to_fp8_saturated`` of the product in float32
+* fp8_block: ``_choose_scale_float8``, ``_quantize_affine_float8`` with blocks of 1 x 128
+
+The second table quantises into existing buffers under the profiler's allocation record, for T and for 4 T rows: the
+peak must stay where it is while the buffers grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import tgl
+
+logging.disable(logging.WARNING)  # torchao says which of its CUDA libraries it could not load
+warnings.simplefilter("ignore")
+
+from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated  # noqa: E402
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx  # noqa: E402
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale  # noqa: E402
+from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8  # noqa: E402
+
+E4M3 = torch.float8_e4m3fn
+DIRECTIONS = ("rowwise", "columnwise", "both")
+GROUPS = 8
+
+
+class Case(NamedTuple):
+    """One format with its options, and rows of ``dtype``."""
+
+    format: str
+    options: dict[str, Any]
+    dtype: torch.dtype
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        options = " ".join(str(v) for v in self.options.values())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.format} {options} {dtype} {self.rows} x {self.columns}".replace("  ", " ")
+
+    def operands(self, factor: int = 1) -> tuple[Tensor, Tensor]:
+        """Rows and their group ends: ragged groups and an empty one."""
+        rows = self.rows * factor
+        x = torch.randn(rows, self.columns, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        sizes = torch.arange(GROUPS) * (rows // 28)
+        sizes[-1] += rows - sizes.sum()
+        return x, sizes.cumsum(0).to(torch.int32)
+
+    def ours(self, direction: str, x: Tensor, offs: Tensor, out: Any = None) -> Any:
+        chosen = {"rowwise": direction != "columnwise", "columnwise": direction != "rowwise"}
+        return tgl.group_quantize(x, offs, format=self.format, **self.options, **chosen, out=out)
+
+    def theirs(self, direction: str, x: Tensor) -> None:
+        if direction != "columnwise":
+            TORCHAO[self.format](x, **self.options)
+        if direction != "rowwise":
+            TORCHAO[self.format](x.t().contiguous(), **self.options)
+
+
+def _mxfp8(x: Tensor, scaling: str) -> None:
+    to_mx(x, E4M3, 32, ScaleCalculationMode[scaling.upper()])
+
+
+def _nvfp4(x: Tensor) -> None:
+    nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max().float()))
+
+
+def _fp8_tensor(x: Tensor) -> None:
+    to_fp8_saturated(x.float() * tensor_to_scale(x, E4M3), E4M3)
+
+
+def _fp8_block(x: Tensor) -> None:
+    scale = _choose_scale_float8(x, [1, 128], E4M3)
+    _quantize_affine_float8(x, scale, E4M3)
+
+
+TORCHAO: dict[str, Callable[..., None]] = {
+    "mxfp8": _mxfp8,
+    "nvfp4": _nvfp4,
+    "fp8_tensor": _fp8_tensor,
+    "fp8_block": _fp8_block,
+}
+FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("mxfp8", {"scaling": "rceil"}),
+    ("mxfp8", {"scaling": "floor"}),
+    ("nvfp4", {}),
+    ("fp8_tensor", {}),
+    ("fp8_block", {}),
+)
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    shapes = ((2048, 2048),) if quick else ((512, 1024), (2048, 2048), (2048, 7168))
+    for shape in shapes:
+        for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
+            for format, options in FORMATS:
+                yield Case(format, options, dtype, *shape)
+
+
+def interleaved(arms: list[Callable[[], object]], seconds: float) -> list[float]:
+    """Median CPU seconds of each arm, called in turns for about ``seconds``."""
+    times: list[list[float]] = [[] for _ in arms]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 4:
+        for arm, taken in zip(arms, times):
+            start = time.process_time()
+            arm()
+            taken.append(time.process_time() - start)
+    return [statistics.median(taken[1:]) for taken in times]
+
+
+def allocated(call: Callable[[], object]) -> tuple[int, int]:
+    """Peak of what a call holds, and its largest single allocation, in bytes."""
+    call()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    current = peak = largest = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak, largest = max(peak, current), max(largest, event.nbytes())
+    return peak, largest
+
+
+def throughput(options: argparse.Namespace) -> None:
+    print(f"{'case':38} {'direction':10} {'torchao':>9} {'tgl':>9} {'GB/s':>6}  ratio")
+    ratios = []
+    for case in cases(options.quick):
+        if options.case not in str(case):
+            continue
+        x, offs = case.operands()
+        for direction in DIRECTIONS:
+            theirs, ours = interleaved(
+                [lambda: case.theirs(direction, x), lambda: case.ours(direction, x, offs)],  # noqa: B023
+                options.seconds,
+            )
+            ratios.append(theirs / ours)
+            rate = x.nbytes / ours / 1e9
+            print(
+                f"{case!s:38} {direction:10} {theirs * 1e3:9.2f} {ours * 1e3:9.2f} {rate:6.2f} {ratios[-1]:6.2f}",
+                flush=True,
+            )
+    if ratios:
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        print(f"geometric mean {mean:.2f}, worst {min(ratios):.2f}")
+
+
+def memory() -> None:
+    print(f"\n{'into buffers':38} {'out KiB':>9} {'peak KiB':>9} {'largest':>9}   of 4 T: {'out':>9} {'peak':>9}")
+    for format, options in FORMATS:
+        case = Case(format, options, torch.bfloat16, 2048, 2048)
+        row = []
+        for factor in (1, 4):
+            x, offs = case.operands(factor)
+            out = case.ours("both", x, offs)
+            peak, largest = allocated(lambda: case.ours("both", x, offs, out))  # noqa: B023
+            row.append((sum(t.nbytes for t in out) // 1024, peak // 1024, largest // 1024))
+        (out_, peak, largest), (out_4, peak_4, _) = row
+        print(f"{case!s:38} {out_:9} {peak:9} {largest:9}   {'':7} {out_4:9} {peak_4:9}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one shape, bfloat16")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each line")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        throughput(options)
+        memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Signatures of the ops on quantised operands, whose components are made by quantising small integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..meta import quantized
+from ..meta.quantized import OUT_NAMES, Options
+from .samples import SampleInput, Signature
+
+DIMENSIONS = {"K": 40, "N": 24, "L": 3}
+_GARBAGE = 0x5B
+_NEVER = {"offs": "nothing", "scale": "nothing", "row_scale": "nothing", "rng": "nothing"}
+_INPUTS = "x[{x}], offs[G]:{offs}, scale[G]:derived?, row_scale[T]?, rng[2]:derived?"
+_OUTPUTS = (
+    "data[{lead},K], scale[{scale},K], amax[{amax}], columnwise_data[{columnwise},K], columnwise_scale[P,K], "
+    "columnwise_amax[{amax}], dbias[{dbias}]"
+)
+_BUFFERS = ", noop[]:derived?, " + ", ".join(f"{name}[]:derived!" for name in OUT_NAMES)
+_PLAIN: dict[str, Any] = {
+    "differentiable": False,
+    "dtypes": (torch.float32, torch.bfloat16, torch.float16),
+    "dimensions": DIMENSIONS,
+}
+
+
+def _options(sample: SampleInput) -> Options:
+    return Options(**sample.options).resolved("group_quantize")
+
+
+def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """Scales and seeds where they are given, a flag that says no, and buffers full of garbage."""
+    x, offs = made["x"], made["offs"]
+    assert x is not None
+    derived: dict[str, Tensor] = {}
+    if "scale" in sample.given:
+        groups = x.shape[0] if offs is None else offs.shape[0]
+        derived["scale"] = torch.arange(1, groups + 1, dtype=torch.float32, device=x.device) / 4
+    if "rng" in sample.given:
+        derived["rng"] = torch.tensor([7, 11], device=x.device)
+    if "noop" in sample.given:
+        derived["noop"] = torch.zeros(1, device=x.device)
+    if "data" in made:
+        specs = quantized.group_quantize(x, offs, options=_options(sample))
+        for name, spec in zip(OUT_NAMES, specs):
+            derived[name] = spec.empty()
+            derived[name].view(torch.uint8).fill_(_GARBAGE)
+    return derived
+
+
+def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """One direction of the components of integers, with a bad tail where there is one."""
+    options, routing = dict(sample.options), sample.routing
+    columnwise, block_2d = options.get("columnwise", False), options.get("block_2d", False)
+    grouped = made["offs"] is not None
+    shape = (routing.rows, DIMENSIONS["K"]) if grouped else (len(routing.sizes), DIMENSIONS["N"], DIMENSIONS["K"])
+    x = sample._integers("x", shape).to(torch.float32).to(sample.device)
+    parts = torch.ops.tgl.group_quantize(
+        x,
+        made["offs"],
+        format=options["format"],
+        rowwise=not columnwise,
+        columnwise=columnwise,
+        scale_layout=options.get("scale_layout", "compact"),
+        block_2d=block_2d,
+    )
+    data, scale, amax = (t.clone() for t in (parts[3:6] if columnwise else parts[:3]))
+    for t in (data, scale):
+        if grouped and t.shape[:1] == (routing.rows,) and t.dim() == 2:
+            t.view(torch.uint8)[routing.routed :] = 0xFF if tail != tail else _GARBAGE
+    derived = {"data": data, "scale": scale}
+    if options["format"] == "nvfp4":
+        derived["amax"] = amax
+    return derived
+
+
+def _quantize(
+    format: str, options: Mapping[str, Sequence[Any]], *given: str, grouped: bool = True, out: bool = False
+) -> Signature:
+    """``group_quantize`` of rows in groups or of matrices; ``given`` are the optional arguments that may be."""
+    blocked = "blocked" in options.get("scale_layout", ())
+    amax = "G" if format in ("nvfp4", "fp8_tensor") else "E"
+    inputs = _INPUTS.format(x="T,K" if grouped else "G,N,K", offs="ends" if grouped else "derived?")
+    outputs = _OUTPUTS.format(
+        lead="T" if grouped else "M",
+        scale="T" if grouped and not blocked and format != "fp8_tensor" else "S",
+        amax=amax,
+        columnwise="T" if grouped and format == "mxfp8" else "C",
+        dbias="G,K" if True in options.get("dbias", ()) and options["dbias"] == (True,) else "E",
+    )
+    return Signature(
+        inputs + (_BUFFERS + " ->" if out else f" -> {outputs}"),
+        requires={name: other for name, other in _NEVER.items() if name not in given},
+        wide=("row_scale",) if "row_scale" in given else (),
+        options={"format": (format,), **options},
+        derive=_quantize_arguments,
+        **_PLAIN,
+    )
+
+
+def _amax(format: str) -> str:
+    return "amax[G]:derived" if format == "nvfp4" else "amax[G]:derived?"
+
+
+def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: bool = True) -> Signature:
+    """``group_dequantize`` of rows in groups or of matrices."""
+    offs = "offs[G]:ends" if grouped else "offs[G]:derived?"
+    never = {"offs": "nothing"} | ({} if format == "nvfp4" else {"amax": "nothing"})
+    return Signature(
+        f"data[]:derived, scale[]:derived, {offs}, {_amax(format)} -> y[{'T' if grouped else 'M'},K]",
+        requires=never,
+        options={"format": (format,), **options},
+        derive=_components,
+        **{**_PLAIN, "dtypes": (torch.float32,)},
+    )
+
+
+def _requantize(format: str, options: Mapping[str, Sequence[Any]]) -> Signature:
+    """``group_requantize`` of rows in groups."""
+    data, amax = "T" if format == "mxfp8" else "C", "G" if format in ("nvfp4", "fp8_tensor") else "E"
+    return Signature(
+        f"data[]:derived, scale[]:derived, offs[G]:ends, {_amax(format)} -> "
+        f"columnwise_data[{data},K], columnwise_scale[P,K], columnwise_amax[{amax}]",
+        requires={} if format == "nvfp4" else {"amax": "nothing"},
+        options={"format": (format,), **options},
+        derive=_components,
+        **{**_PLAIN, "dtypes": (torch.float32,)},
+    )
+
+
+def _scale_so_far(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    return {"scale": torch.arange(1, len(sample.routing.sizes) + 1, dtype=torch.float32, device=sample.device)}
+
+
+_BOTH_LAYOUTS = {"scale_layout": ("compact", "blocked")}
+_E5M2 = {"dtype": (torch.float8_e5m2,)}
+
+QUANTIZED_SIGNATURES: dict[str, tuple[Signature, ...]] = {
+    "group_quantize": (
+        _quantize("mxfp8", {"scaling": ("rceil", "floor", "even")}, "row_scale"),
+        _quantize("mxfp8", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
+        _quantize("mxfp8", {**_E5M2, **_BOTH_LAYOUTS}, grouped=False),
+        _quantize("nvfp4", {"rht": (True, False), **_BOTH_LAYOUTS}, "row_scale"),
+        _quantize("nvfp4", {"dbias": (True,)}, "rng"),
+        _quantize("nvfp4", {"block_2d": (True, False)}, "rng", grouped=False),
+        _quantize("fp8_tensor", {"columnwise": (True, False)}, "scale", "row_scale"),
+        _quantize("fp8_tensor", _E5M2, grouped=False),
+        _quantize("fp8_block", {"power_of_two": (True, False)}, "row_scale"),
+        _quantize("fp8_block", {"block_2d": (True, False)}, grouped=False),
+    ),
+    "group_quantize.out": (
+        _quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),
+        _quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),
+        _quantize("fp8_tensor", {}, "scale", out=True),
+        _quantize("fp8_block", {}, out=True),
+    ),
+    "group_dequantize": (
+        _dequantize("mxfp8", {"columnwise": (False, True), **_BOTH_LAYOUTS}),
+        _dequantize("nvfp4", _BOTH_LAYOUTS),
+        _dequantize("nvfp4", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
+        _dequantize("fp8_tensor", {}),
+        _dequantize("fp8_tensor", {"columnwise": (False, True)}, grouped=False),
+        _dequantize("fp8_block", {}),
+        _dequantize("fp8_block", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
+    ),
+    "group_requantize": (
+        _requantize("mxfp8", _BOTH_LAYOUTS),
+        _requantize("nvfp4", {"rht": (False, True)}),
+        _requantize("fp8_tensor", {}),
+        _requantize("fp8_block", {}),
+    ),
+    "fp8_scale_from_history": (
+        Signature(
+            "history[L,G], scale[]:derived -> new[F]",
+            options={"algorithm": ("max", "most_recent")},
+            derive=_scale_so_far,
+            **{**_PLAIN, "dtypes": (torch.float32,)},
+        ),
+    ),
+    "fp8_update_history_": (Signature("amax[G], history[L,G]! ->", **{**_PLAIN, "dtypes": (torch.float32,)}),),
+}
