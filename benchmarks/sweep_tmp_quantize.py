@@ -45,18 +45,18 @@ for name,T,K,G in SHAPES:
         sizes=(p/p.sum()*T).int(); sizes[0]+=T-sizes.sum()
         offs=sizes.cumsum(0).int().to(dev)
         x=torch.randn(T,K,device=dev,dtype=torch.bfloat16)
-        y=torch.empty_like(x); gs={"copy":graph(lambda:y.copy_(x))}
+        y=torch.empty_like(x); gs={"copy":graph(lambda:y.copy_(x))}; keep=[]
         for v,var in enumerate(VARIANTS):
             for n_,val in var.items(): setattr(mxfp8,n_,val)
             calls._plans.clear(); cache.set_directory(f"{tempfile.gettempdir()}/qs{v}")
             for mode,o in (("both",{}),("row",dict(columnwise=False)),("col",dict(rowwise=False))):
                 b=tgl.group_quantize(x,offs,format="mxfp8",scale_layout="blocked",**o)
                 gs[f"{v}{mode}"]=graph(lambda o=o,b=b:tgl.group_quantize(x,offs,format="mxfp8",scale_layout="blocked",out=b,**o))
-                del b
+                keep.append(b)
         t=time(gs,12)
         cb=4*T*K/t["copy"]/1e9
         by={"both":4+2/32,"row":3+1/32,"col":3+1/32}
         print(name,rout,f"copy {cb:.2f} TB/s",flush=True)
         for v,var in enumerate(VARIANTS):
             print("   ",list(var.values()),{m:round(by[m]*T*K/t[f"{v}{m}"]/1e9/cb,3) for m in by},flush=True)
-        del gs; torch.cuda.empty_cache()
+        del gs, keep; torch.cuda.empty_cache()
