@@ -155,7 +155,8 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from .mxfp8 import TYPES, QuantizeMXFP8
+    from .lanes import TYPES
+    from .mxfp8 import QuantizeMXFP8
 
     types = {name: getattr(cutlass, kind) for name, kind in TYPES.items()} | {"bool": cutlass.Uint8}
 

@@ -23,68 +23,37 @@ from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
 from cutlass.memory import SmemAllocator
 
 from ..schedule import ceil_div
+from .lanes import (
+    COLUMNS,
+    INFINITY,
+    LANES,
+    NAN,
+    STEPS,
+    TYPES,
+    UPPER_HALVES,
+    VECTOR,
+    WARPS,
+    LaneValues,
+    as_bits,
+    as_float,
+    halves,
+)
 from .spec import MXFP8Spec
 from .tiles import ROWS, group_tile, matrix_tile, tiles_at_most
 
-LANES = 32
-WARPS = 8
-COLUMNS = 128
 BLOCK = 32
-VECTOR = 8  # columns of a lane
-STEPS = 8  # rows of a lane
 ATOM = 512
 CHUNK = 8  # tiles of columns a block walks over, at most
 BLOCKS = 2048  # as many as keep all multiprocessors busy to the end: with fewer, blocks walk over fewer tiles
 AHEAD = False
 OCCUPANCY = 3  # blocks per multiprocessor that registers are to be left for; of 32-bit sources one less
 
-MAGNITUDE = 0x7FFFFFFF
-MAGNITUDES = 0x7FFF7FFF  # of two 16-bit values
-INFINITY = 0x7F800000
-NAN = 0x7FC00000
 MANTISSA = 0x7FFFFF
 HALF_OF_FIRST = 0x400000  # 2^-127
-LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632  # of two words, by prmt
 ELEMENTS = {  # exponent of the largest element, bits of float32(1 / it), half a unit in its last place
     "float8_e4m3fn": (8, 0x3B124925, 1 << 19),
     "float8_e5m2": (15, 0x37924925, 1 << 20),
 }
-TYPES = {
-    "float8_e4m3fn": "Float8E4M3FN",
-    "float8_e5m2": "Float8E5M2",
-    "float32": "Float32",
-    "bfloat16": "BFloat16",
-    "float16": "Float16",
-}
-
-
-def reinterpret(value: Any, kind: Any) -> Any:
-    """The number of type ``kind`` with the bits of ``value``."""
-    held = cute.make_rmem_tensor(1, type(value))
-    held[0] = value
-    return cute.recast_tensor(held, kind)[0]
-
-
-def as_float(bits: Int32) -> Float32:
-    """The float32 of these bits."""
-    return reinterpret(bits, Float32)
-
-
-def as_bits(value: Float32) -> Int32:
-    """The bits of a float32."""
-    return reinterpret(value, Int32)
-
-
-def halves(a: Int32, b: Int32, which: int) -> Int32:
-    """A half of ``a`` below a half of ``b``."""
-    return Int32(cute.arch.prmt(a, b, which))
-
-
-def larger_halves(a: Int32, b: Int32) -> Int32:
-    """The larger lower halves and the larger upper halves, none negative."""
-    return cute.arch.inline_ptx(
-        "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
-    )
 
 
 @cute.jit
@@ -113,14 +82,13 @@ def inverse_scale(byte: Int32) -> Int32:
     return bits
 
 
-class QuantizeMXFP8:
+class QuantizeMXFP8(LaneValues):
     """The kernel for one ``MXFP8Spec``."""
 
     def __init__(self, spec: MXFP8Spec):
+        super().__init__(spec.source, step=4)
         self.spec = spec
         self.element = getattr(cutlass, TYPES[spec.element])
-        self.source = getattr(cutlass, TYPES[spec.source])
-        self.packed = self.source.width == 16
 
     @cute.jit
     def __call__(
@@ -227,51 +195,10 @@ class QuantizeMXFP8:
         warp, lane = thread // LANES, thread % LANES
         return warp % 4 * BLOCK + lane // 8, k * COLUMNS + warp // 4 * 64 + lane % 8 * VECTOR
 
-    @cute.jit
-    def whole(self, x, tile, k):
-        """Whether all of tile k exists and is not in the tail."""
-        return not tile.tail and tile.count == ROWS and (k + 1) * COLUMNS <= x.shape[1]
-
-    @cute.jit
-    def load_tile(self, x, values, tile, k, thread):
-        """Start a warp's 32 x 64 of a tile on their way; rows and columns that do not exist read others again."""
-        row, column = self.corner(k, thread)
-        if self.whole(x, tile, k):
-            start = self.address(x, tile.first + row, column)
-            for i in cutlass.range_constexpr(STEPS):
-                self.copy_row(start + cutlass.Int64(x.stride[0]) * (4 * i), values[None, i], True)
-        elif tile.count > 0 and not tile.tail:
-            column = cutlass.min(column, x.shape[1] - VECTOR)
-            for i in cutlass.range_constexpr(STEPS):
-                at = tile.first + cutlass.min(row + 4 * i, tile.count - 1)
-                self.copy_row(self.address(x, at, column), values[None, i], True)
-
-    @cute.jit
-    def clear_outside(self, x, values, tile, k, thread):
-        """Zeros where there is no value."""
-        row, column = self.corner(k, thread)
-        words = cute.recast_tensor(values, Int32)
-        for i in cutlass.range_constexpr(STEPS):
-            there = row + 4 * i < tile.count and column < x.shape[1] and not tile.tail
-            for j in cutlass.range_constexpr(cute.size(words, mode=[0])):
-                words[j, i] = words[j, i] if there else Int32(0)
-
-    @cute.jit
-    def multiply_rows(self, row_scale, values, tile, thread):
-        """Rows times their factors, rounded to their dtype."""
-        row, _ = self.corner(Int32(0), thread)
-        for i in cutlass.range_constexpr(STEPS):
-            factor = Float32(0)
-            if row + 4 * i < tile.count and not tile.tail:
-                factor = row_scale[tile.first + row + 4 * i].to(Float32)
-            values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
-
     # --- scales --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def make_scales(
-        self, values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
-    ):
+    def make_scales(self, values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread):
         """Scales to ``held``, compact ones to memory; a word of two inverses of this lane's blocks per direction."""
         spec = self.spec
         warp, lane = thread // LANES, thread % LANES
@@ -311,51 +238,6 @@ class QuantizeMXFP8:
                         columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
         return row_word, column_word
 
-    def maxima(self, values):
-        """A lane's largest magnitudes of 8 rows and 8 columns, each as four pairs of neighbours: packed or two words."""
-        words = cute.recast_tensor(values, Int32)
-        many = cute.size(words, mode=[0])
-        largest, mask = (larger_halves, MAGNITUDES) if self.packed else (cutlass.max, MAGNITUDE)
-        rows, columns = [], []
-        for i in range(STEPS):
-            magnitudes = [words[j, i] & mask for j in range(many)]
-            columns = [largest(a, b) for a, b in zip(columns, magnitudes)] if i else magnitudes
-            while len(magnitudes) > 1:
-                magnitudes = [largest(a, b) for a, b in zip(magnitudes[::2], magnitudes[1::2])]
-            rows.append(magnitudes[0])
-        if not self.packed:
-            return list(zip(rows[::2], rows[1::2])), list(zip(columns[::2], columns[1::2]))
-        packed = [
-            (largest(halves(a, b, LOWER_HALVES), halves(a, b, UPPER_HALVES)),) for a, b in zip(rows[::2], rows[1::2])
-        ]
-        return packed, [(word,) for word in columns]
-
-    def shared_maximum(self, pairs, lane, upper: int, lower: int):
-        """The maxima over four lanes, which differ in two bits, of the pair with the number that these bits form."""
-        largest = larger_halves if self.packed else cutlass.max
-        for bit in (upper, lower):
-            there = (lane & bit) != 0
-            middle = len(pairs) // 2
-            met = []
-            for one, other in zip(pairs[:middle], pairs[middle:]):
-                kept = [cutlass.select_(there, b, a) for a, b in zip(one, other)]
-                sent = [cutlass.select_(there, a, b) for a, b in zip(one, other)]
-                met.append(tuple(largest(a, cute.arch.shuffle_sync_bfly(b, bit)) for a, b in zip(kept, sent)))
-            pairs = met
-        if not self.packed:
-            return pairs[0]
-        word = pairs[0][0]
-        if self.source is cutlass.BFloat16:
-            return word << 16, word & -65536
-        return tuple(as_bits(h.to(Float32)) for h in self.split(word))
-
-    def split(self, word):
-        """The two 16-bit values of a word."""
-        held = cute.make_rmem_tensor(1, Int32)
-        held[0] = word
-        two = cute.recast_tensor(held, self.source)
-        return two[0], two[1]
-
     # --- elements ------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -392,20 +274,6 @@ class QuantizeMXFP8:
             pair = cute.arch.shuffle_sync(word, lane)
             found[2 * i], found[2 * i + 1] = as_float(pair << 16), as_float(pair & -65536)
         return found
-
-    def address(self, tensor, row, column):
-        """Pointer to an element; the offset is 64 bits wide."""
-        return tensor.iterator + (cutlass.Int64(row) * tensor.stride[0] + column)
-
-    @cute.jit
-    def copy_row(self, pointer, part, load: cutlass.Constexpr):
-        """``VECTOR`` elements of a row, to or from registers."""
-        width = min(VECTOR * part.element_type.width // 8, 16)
-        memory = cute.make_tensor(pointer.align(width), cute.make_layout(VECTOR))
-        if cutlass.const_expr(load):
-            cute.autovec_copy(memory, part)
-        else:
-            cute.autovec_copy(part, memory)
 
     @cute.jit
     def store_atoms(self, held, scale, columnwise_scale, unit, units, k, across, thread):
