@@ -83,7 +83,7 @@ backends.add(
         supports=quantizers.group_quantize_supports,
         archs=ARCHS,
         priority=PRIORITY,
-        note="one pass over x, groups read on the device",
+        note="one pass over x, one more for maxima of groups; groups read on the device",
         emulable=True,
         prepare=quantizers.prepare_group_quantize,
     )

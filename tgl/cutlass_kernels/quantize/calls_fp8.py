@@ -54,7 +54,7 @@ def run(
 
     flag = None if noop is None else (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
     row = (matrix(out.data), matrix(out.scale), maxima[0]) if options.rowwise else (None, None, None)
-    column = (None, None, None)
+    column: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if options.columnwise:
         column = (matrix(out.columnwise_data), matrix(out.columnwise_scale), maxima[1])
     plan = _plan(x, offs, scale, row_scale, noop, options)

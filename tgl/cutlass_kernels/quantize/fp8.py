@@ -1,7 +1,7 @@
 """FP8 quantisation with float32 scales, per group or per block of 128, with transposed columnwise data.
 
-A block of 8 warps takes 128 rows of one group and 128 columns, one block of scales in either direction. (It does not walk
-over more of them as that of MXFP8 does: what a loop keeps in registers costs more than what it saves.)
+A block of 8 warps takes a tile: 128 rows of one group and 128 columns, one block of scales in either direction. It
+takes no second one, unlike that of MXFP8: there are no registers left for what a loop keeps.
 
 =============  =============================================================
 of a tile      who holds it
@@ -153,10 +153,10 @@ class QuantizeFP8(LaneValues):
         row_scale: cute.Tensor | None,
         noop: Any,
         data: cute.Tensor | None,
-        scale: cute.Tensor | None,
+        scale: Any,
         amax: cute.Tensor | None,
         columnwise_data: cute.Tensor | None,
-        columnwise_scale: cute.Tensor | None,
+        columnwise_scale: Any,
         columnwise_amax: cute.Tensor | None,
         matrix_rows: Int32,
         across: Int32,
@@ -220,7 +220,7 @@ class QuantizeFP8(LaneValues):
                         scale[unit, k] = whole_inverse
                     if cutlass.const_expr(spec.columnwise):
                         columnwise_scale[unit // units * across + k, unit % units] = whole_inverse
-            elif cutlass.const_expr(spec.given):
+            elif cutlass.const_expr(spec.given):  # noqa: SIM102
                 if not tile.tail:
                     raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
             self.store_elements(values, row_factors, column_factors, x, data, turned, tile, k, thread)
@@ -249,7 +249,7 @@ class QuantizeFP8(LaneValues):
     def scale_rows(self, pairs, row_factors, scale, x, tile, k, thread):
         """The scales of a lane's rows: 16 lanes share eight blocks; four of them make the same two scales."""
         lane = thread % LANES
-        row, column = self.corner(k, thread)
+        row, _ = self.corner(k, thread)
         met = cute.make_rmem_tensor(2, Int32)
         met[0], met[1] = self.shared_maximum(pairs, lane, 8, 4)
         for i in cutlass.range_constexpr(2):
@@ -372,7 +372,7 @@ class QuantizeFP8(LaneValues):
 
 
 @cute.jit
-def raise_maximum(seen: Int32, amax: cute.Tensor | None, columnwise_amax: cute.Tensor | None, group: Int32):
+def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
     """``amax[group] = max(amax[group], seen)`` over a warp, in both; every NaN becomes the same one."""
     top = cute.arch.warp_redux_sync(seen, kind="max")
     if top > INFINITY:

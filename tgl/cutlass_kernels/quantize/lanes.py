@@ -60,7 +60,7 @@ def larger_halves(a: Int32, b: Int32) -> Int32:
 class LaneValues:
     """Loads, and maxima of magnitudes as integers, in which NaN is the largest; of 16-bit sources two at a time.
 
-    A subclass has ``corner(k, thread)``, a lane's first row and column of tile ``k``.
+    A subclass says where a lane is, by ``corner``.
 
     Args:
         source: name of the dtype of x.
@@ -71,6 +71,10 @@ class LaneValues:
         self.source = getattr(cutlass, TYPES[source])
         self.packed = self.source.width == 16
         self.step = step
+
+    def corner(self, k: Int32, thread: Int32) -> tuple[Int32, Int32]:
+        """A lane's first row and column of tile ``k``: within the rows of the tile, and of x."""
+        raise NotImplementedError
 
     @cute.jit
     def whole(self, x, tile, k):
@@ -112,11 +116,12 @@ class LaneValues:
             values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
 
     def maxima(self, values):
-        """A lane's largest magnitudes of 8 rows and of 8 columns: four pairs of neighbours each, packed or two words."""
+        """A lane's largest magnitudes of 8 rows and of 8 columns: four pairs of neighbours each, maybe packed."""
         words = cute.recast_tensor(values, Int32)
         many = cute.size(words, mode=[0])
         largest, mask = self.largest, MAGNITUDES if self.packed else MAGNITUDE
-        rows, columns = [], []
+        rows: list[Any] = []
+        columns: list[Any] = []
         for i in range(STEPS):
             magnitudes = [words[j, i] & mask for j in range(many)]
             columns = [largest(a, b) for a, b in zip(columns, magnitudes)] if i else magnitudes

@@ -239,7 +239,8 @@ class QuantizeMXFP8(LaneValues):
         """Elements of a warp's 32 x 64 to memory; the inverses of all blocks come from the lanes that made them."""
         spec, lane = self.spec, thread % LANES
         top, column = self.corner(k, thread)
-        row_inverses, column_inverses = None, None
+        row_inverses: Any = None
+        column_inverses: Any = None
         if cutlass.const_expr(spec.rowwise):
             row_inverses = self.inverses(row_word, [lane // 4 * 4 + i for i in range(4)])
         if cutlass.const_expr(spec.columnwise):
