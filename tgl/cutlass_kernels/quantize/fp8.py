@@ -39,11 +39,10 @@ from .lanes import (
     as_float,
 )
 from .spec import FP8Spec
-from .tiles import ROWS, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
 
 CHUNK = 8  # tiles of columns a block looks for a maximum in, at most
 BLOCKS = 2048  # with fewer blocks, each takes fewer tiles
-OCCUPANCY = 2
 UNIT = 32  # of the placement of transposed data
 PIECE = 16
 QUAD = 4
@@ -92,6 +91,10 @@ class QuantizeFP8(LaneValues):
         super().__init__(spec.source, step=1)
         self.spec = spec
         self.element = getattr(cutlass, TYPES[spec.element])
+        divides = spec.blocks is not None and not spec.power_of_two
+        self.blocks_per_sm = (
+            2 if divides or not self.packed else 3 if spec.rowwise and spec.columnwise else 4
+        )  # as registers suffice for
 
     @cute.jit
     def __call__(
@@ -140,7 +143,7 @@ class QuantizeFP8(LaneValues):
             grid=(units * across, 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=OCCUPANCY,
+            min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=40,
         )  # fmt: skip
 
@@ -176,8 +179,9 @@ class QuantizeFP8(LaneValues):
             stopped = noop[0] != noop.element_type(0)
         if not stopped:
             if cutlass.const_expr(spec.grouped):
-                tile = group_tile(offs, Int32(x.shape[0]), unit)
-                place = group_place(offs, Int32(x.shape[0]), unit, UNIT)
+                group = group_of_unit(offs, Int32(x.shape[0]), unit)
+                tile = group_tile(offs, Int32(x.shape[0]), unit, group)
+                place = group_place(offs, Int32(x.shape[0]), unit, group, UNIT)
                 units = tiles_at_most(Int32(x.shape[0]), Int32(cute.size(offs))) - 1
             else:
                 tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
@@ -433,8 +437,9 @@ class GroupMaxima(LaneValues):
         chunks = ceil_div(across, chunk)
         unit = block // chunks
         if cutlass.const_expr(self.grouped):
-            tile = group_tile(offs, Int32(x.shape[0]), unit)
-            place = group_place(offs, Int32(x.shape[0]), unit, UNIT)
+            group = group_of_unit(offs, Int32(x.shape[0]), unit)
+            tile = group_tile(offs, Int32(x.shape[0]), unit, group)
+            place = group_place(offs, Int32(x.shape[0]), unit, group, UNIT)
         else:
             tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
         first = (block - unit * chunks) * chunk

@@ -39,7 +39,7 @@ from .lanes import (
     halves,
 )
 from .spec import MXFP8Spec
-from .tiles import ROWS, group_tile, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
 
 BLOCK = 32
 ATOM = 512
@@ -160,7 +160,8 @@ class QuantizeMXFP8(LaneValues):
             stopped = noop[0] != noop.element_type(0)
         if not stopped:
             if cutlass.const_expr(self.spec.grouped):
-                tile = group_tile(offs, Int32(x.shape[0]), unit)
+                group = group_of_unit(offs, Int32(x.shape[0]), unit)
+                tile = group_tile(offs, Int32(x.shape[0]), unit, group)
                 units = tiles_at_most(Int32(x.shape[0]), Int32(cute.size(offs))) - 1
             else:
                 tile = matrix_tile(matrix_rows, unit)
