@@ -70,7 +70,7 @@ IN_PLACE = (
         quantizers.group_quantize,
         quantizers.group_quantize_supports,
         quantizers.prepare_group_quantize,
-        note="one pass over x, groups read on the device",
+        note="one pass over x, one more for maxima of groups; groups read on the device",
     ),
 )
 BETWEEN_COPIES = tuple(

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ... import backends
 from ...meta.quantized import Components, Options
-from .. import cache, launch
+from .. import launch
 from ..reduce import calls as reductions
+from . import calls_fp8, plans
 from .spec import MXFP8Spec
 
 MAX_ROWS = 1 << 30
 VECTOR = 8  # columns that a lane takes
-ALIGNMENT = 16
-
-_plans: dict[tuple, Callable] = {}
+ALIGNMENT = plans.ALIGNMENT
+FORMATS = ("mxfp8", "fp8_tensor", "fp8_block")
 
 
 def group_quantize_supports(
@@ -36,10 +36,14 @@ def group_quantize_supports(
     reason = launch._packages_reason()
     if reason is not None:
         return reason
-    if options.format != "mxfp8":
-        return f"takes mxfp8, got {options.format}"
+    if options.format not in FORMATS:
+        return f"takes {', '.join(FORMATS)}, got {options.format}"
     if options.dbias and (row_scale is not None or noop is not None):
         return "sums rows as they are and always: not with `row_scale` or `noop`"
+    if options.format != "mxfp8":
+        reason = calls_fp8.supports(x, offs, noop, options)
+        if reason is not None:
+            return reason
     if x.numel() == 0:
         return None
     if x.shape[-1] % VECTOR:
@@ -75,7 +79,10 @@ def group_quantize(
         reductions.grouped_dbias(x, offs, out=out.dbias)
     if x.shape[-1] == 0 or (offs is None and x.numel() == 0):
         return
-    _call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
+    if options.format != "mxfp8":
+        calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
+    else:
+        plans.call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
 
 
 def prepare_group_quantize(
@@ -93,7 +100,11 @@ def prepare_group_quantize(
     if options.dbias:
         assert offs is not None
         reductions.prepare_grouped_dbias(x, offs, out=out.dbias)
-    if x.numel():
+    if x.numel() == 0:
+        return
+    if options.format != "mxfp8":
+        calls_fp8.prepare(x, offs, scale, row_scale, noop, options)
+    else:
         _plan(x, offs, row_scale, noop, options)
 
 
@@ -114,14 +125,6 @@ def _arguments(
     return data(x), offs, row_scale, flag, *row, *column, x.shape[1] if offs is None else 0
 
 
-def _call(plan: Callable, x: Tensor, *rest: Any) -> None:
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            plan(x, *rest)
-    else:
-        plan(x, *rest)
-
-
 def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
     arch, name = backends.device_arch(x.device), launch._name
     assert options.dtype is not None
@@ -136,59 +139,32 @@ def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor
         row_scale=name(row_scale),
         noop=name(noop),
     )
-    key = (arch, not x.is_cuda, spec)
-    plan = _plans.get(key)
-    if plan is None:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise backends.GraphCaptureError(
-                "tgl::group_quantize: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                "call tgl.warmup('group_quantize', ...) with such arguments, or the op itself, before the capture"
-            )
-        plan = build(arch, spec) if not x.is_cuda else cache.fetch(key, lambda: build(arch, spec))
-        _plans[key] = plan
-    return plan
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
 
 
 def build(arch: str, spec: MXFP8Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
     from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_stream
 
-    from .mxfp8 import TYPES, QuantizeMXFP8
+    from .mxfp8 import QuantizeMXFP8
 
-    types = {name: getattr(cutlass, kind) for name, kind in TYPES.items()} | {"bool": cutlass.Uint8}
-
-    def matrix(element: Any, pitch: int = ALIGNMENT) -> Any:
-        """Rows on ``pitch`` bytes."""
-        strides = (cute.sym_int64(divisibility=pitch * 8 // element.width), 1)
-        return make_fake_tensor(element, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=ALIGNMENT)
-
-    def vector(element: Any, align: int) -> Any:
-        return make_fake_tensor(element, (cute.sym_int32(),), (1,), assumed_align=align)
-
-    def scales() -> Any:
-        if spec.blocked:
-            return vector(cutlass.Uint8, ALIGNMENT)
-        return make_fake_tensor(
-            cutlass.Uint8, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=ALIGNMENT
+    def side(present: bool) -> tuple[Any, Any]:
+        if not present:
+            return None, None
+        return plans.matrix(spec.element, VECTOR), plans.vector("uint8", 16) if spec.blocked else plans.matrix(
+            "uint8", 1
         )
 
-    def strided(name: str | None) -> Any:
-        if name is None:
-            return None
-        return make_fake_tensor(types[name], (cute.sym_int32(),), (cute.sym_int64(),))
-
-    row = (matrix(types[spec.element], VECTOR), scales()) if spec.rowwise else (None, None)
-    column = (matrix(types[spec.element], VECTOR), scales()) if spec.columnwise else (None, None)
     return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
         QuantizeMXFP8(spec),
-        matrix(types[spec.source]),
-        vector(cutlass.Int32, 4) if spec.grouped else None,
-        strided(spec.row_scale),
-        strided(spec.noop),
-        *row,
-        *column,
+        plans.matrix(spec.source),
+        plans.vector("int32") if spec.grouped else None,
+        plans.strided(spec.row_scale),
+        plans.strided(spec.noop),
+        *side(spec.rowwise),
+        *side(spec.columnwise),
         cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
