@@ -413,7 +413,8 @@ def test_ops_take_every_dtype(dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ops_under_opcheck(layout):
     torch.library.opcheck(torch.ops.tgl.offload.default, (LAYOUTS[layout]().requires_grad_(),))
-    torch.library.opcheck(torch.ops.tgl.reload.default, (LAYOUTS[layout]().requires_grad_(), CPU))
+    for after in ((), (torch.randn(3),)):
+        torch.library.opcheck(torch.ops.tgl.reload.default, (LAYOUTS[layout]().requires_grad_(), CPU, *after))
     torch.library.opcheck(torch.ops.tgl.after.default, (LAYOUTS[layout]().requires_grad_(), torch.randn(3)))
 
 

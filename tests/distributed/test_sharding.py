@@ -195,6 +195,10 @@ def check_offload():
         back = torch.ops.tgl.reload(moved, torch.device("cpu"))
         with CommDebugMode() as counter:
             later = torch.ops.tgl.after(back, moved)
+            for dependency in (R, S0, S1):
+                again = torch.ops.tgl.reload(moved, torch.device("cpu"), place(x, dependency))
+                assert again.placements == (placement,)
+                assert torch.equal(again.to_local(), back.to_local())
         assert counter.get_total_counts() == 0
         assert moved.placements == back.placements == later.placements == (placement,)
         assert torch.equal(back.full_tensor(), x)
