@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .. import backends
-from ..cutlass_kernels import launch, launch_scaled
+from ..cutlass_kernels import copies, launch, launch_scaled
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
 from .group_quantize import NAME as QUANTIZE
@@ -19,43 +20,64 @@ from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
-PRIORITY = 10
 ARCHS = frozenset(launch.GPU_ARCH)
 
-# op: (run, supports, prepare)
-_KERNELS: dict[str, tuple[Callable[..., None], Callable[..., backends.Reason], Callable[..., None]]] = {
-    GEMM: (launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
-    WGRAD: (launch.grouped_gemm_wgrad, launch.grouped_gemm_wgrad_supports, launch.prepare_grouped_gemm_wgrad),
-    ACCUMULATE: (
-        launch.grouped_gemm_wgrad_accumulate,
-        launch.grouped_gemm_wgrad_supports,
-        functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True),
-    ),
-    DBIAS: (calls.grouped_dbias, calls.grouped_dbias_supports, calls.prepare_grouped_dbias),
-    DBIAS_DSCALES: (
+
+class Kernel(NamedTuple):
+    """What serves an op."""
+
+    op: str
+    run: Callable[..., None]
+    supports: Callable[..., backends.Reason]
+    prepare: Callable[..., None]
+
+
+_prepare_accumulate = functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True)
+
+IN_PLACE = (
+    Kernel(GEMM, launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
+    Kernel(WGRAD, launch.grouped_gemm_wgrad, launch.grouped_gemm_wgrad_supports, launch.prepare_grouped_gemm_wgrad),
+    Kernel(ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, launch.grouped_gemm_wgrad_supports, _prepare_accumulate),
+    Kernel(DBIAS, calls.grouped_dbias, calls.grouped_dbias_supports, calls.prepare_grouped_dbias),
+    Kernel(
+        DBIAS_DSCALES,
         calls.grouped_dbias_dscales,
         calls.grouped_dbias_dscales_supports,
         calls.prepare_grouped_dbias_dscales,
     ),
-    OFFSETS: (calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
-}
-
-for _op, (_run, _supports, _prepare) in _KERNELS.items():
-    backends.add(
-        backends.Implementation(
-            op=_op,
-            name="tgl kernel",
-            device="cuda",
-            run=_run,
-            supports=_supports,
-            archs=ARCHS,
-            priority=PRIORITY,
-            note="one launch, groups read on the device",
-            emulable=True,
-            prepare=_prepare,
-            attempt=launch.ATTEMPTS.get(_run),
-        )
+    Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
+)
+BETWEEN_COPIES = tuple(
+    Kernel(
+        k.op,
+        copies.between_copies(k.run, keeps=k.op != WGRAD),
+        copies.supports,
+        copies.prepare_between_copies(k.prepare),
     )
+    for k in IN_PLACE
+    if k.op in (GEMM, WGRAD, ACCUMULATE)
+)
+
+for _name, _note, _priority, _kernels in (
+    ("tgl kernel", "one launch, groups read on the device", 10, IN_PLACE),
+    ("tgl kernel between copies", "what it cannot reach in place is copied; no synchronisation", 5, BETWEEN_COPIES),
+):
+    for _kernel in _kernels:
+        backends.add(
+            backends.Implementation(
+                op=_kernel.op,
+                name=_name,
+                device="cuda",
+                run=_kernel.run,
+                supports=_kernel.supports,
+                archs=ARCHS,
+                priority=_priority,
+                note=_note,
+                emulable=True,
+                prepare=_kernel.prepare,
+                attempt=launch.ATTEMPTS.get(_kernel.run),
+            )
+        )
 
 for _op, _run, _supports in (
     (SCALED_GEMM, launch_scaled.grouped_gemm_scaled, launch_scaled.grouped_gemm_scaled_supports),
@@ -69,7 +91,7 @@ for _op, _run, _supports in (
             run=_run,
             supports=_supports,
             archs=frozenset({launch_scaled.ARCH}),
-            priority=PRIORITY,
+            priority=10,
             note="one launch, groups read on the device",
             emulable=True,
         )
@@ -83,7 +105,7 @@ backends.add(
         run=quantizers.group_quantize,
         supports=quantizers.group_quantize_supports,
         archs=ARCHS,
-        priority=PRIORITY,
+        priority=10,
         note="one pass over x, groups read on the device",
         emulable=True,
         prepare=quantizers.prepare_group_quantize,

@@ -272,11 +272,12 @@ def _call(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
+    functional = out is None
     if out is not None:
         specs.grouped_gemm_out(a, b, offs, bias, bias_scale, out=out)
     else:
         out = specs.grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype).meta()
-    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": True}
+    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": functional}
 
 
 backends.describe_op(NAME, _call)
