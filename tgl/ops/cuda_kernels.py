@@ -90,7 +90,7 @@ for _op, _run, _supports in (
             device="cuda",
             run=_run,
             supports=_supports,
-            archs=frozenset({launch_scaled.ARCH}),
+            archs=ARCHS,
             priority=10,
             note="one launch, groups read on the device",
             emulable=True,
