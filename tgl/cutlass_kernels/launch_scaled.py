@@ -174,6 +174,17 @@ def choose(arch: str, form: OperandFormat, columns: int, depth: int, rows: int) 
     )
 
 
+def tiling_reason(form: OperandFormat, kind: str, tiling: GemmConfig) -> str | None:
+    """None if there is a kernel of this tiling on sm_90 for operands of ``form``, else why not."""
+    reason = tiling.supports("sm_90", kind, bits=1024 // form.tile_k)
+    if reason is None and form.block:
+        if tiling.tile_n > form.block:
+            return "columns of a tile share a scale of B"
+        if kind == VARLEN_K and tiling.tile_m > 128:
+            return "factors of columns leave no registers for 256 rows"
+    return reason
+
+
 def _choose_sm90(form: OperandFormat, columns: int, rows: int) -> GemmConfig:
     tile_m = 64 if rows <= 64 else 128
     return GemmConfig(tile_m, 128 if columns > 64 else 64, form.tile_k, cluster_n=2 if columns > 128 else 1)

@@ -41,14 +41,9 @@ class OperandFormat:
 
 
 DENSE = OperandFormat(vector=0, scale="", unit=0, placed=False, alpha=None, tile_k=64)  # 16-bit operands
-MXFP8 = OperandFormat(vector=32, scale="Float8E8M0FNU", unit=128, placed=False, alpha=None, tile_k=128, archs=("sm_100",))
-NVFP4 = OperandFormat(
-    vector=16, scale="Float8E4M3FN", unit=64, placed=True, alpha="amax", tile_k=256, archs=("sm_100",)
-)
-FP8_TENSOR = OperandFormat(
-    vector=0, scale="", unit=32, placed=True, alpha="scale", tile_k=128, archs=("sm_90", "sm_100")
-)
-FP8_BLOCK = OperandFormat(
-    vector=0, scale="", unit=32, placed=True, alpha=None, tile_k=128, block=128, archs=("sm_90",)
-)
+SM100, BOTH = ("sm_100",), ("sm_90", "sm_100")
+MXFP8 = OperandFormat(32, "Float8E8M0FNU", unit=128, placed=False, alpha=None, tile_k=128, archs=SM100)
+NVFP4 = OperandFormat(16, "Float8E4M3FN", unit=64, placed=True, alpha="amax", tile_k=256, archs=SM100)
+FP8_TENSOR = OperandFormat(0, "", unit=32, placed=True, alpha="scale", tile_k=128, archs=BOTH)
+FP8_BLOCK = OperandFormat(0, "", unit=32, placed=True, alpha=None, tile_k=128, block=128, archs=("sm_90",))
 FORMATS = {"mxfp8": MXFP8, "nvfp4": NVFP4, "fp8_tensor": FP8_TENSOR, "fp8_block": FP8_BLOCK}

@@ -62,16 +62,17 @@ def multiply_promoted(
             inside = cutlass.min(ceil_div(left, config.tile_k // blocks), Int32(blocks))
         cute.arch.mbarrier_wait(ring.full + stage, phase)
         for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            a_part = cute.append_ones(a[None, m, None, stage], 3)  # [MMA, K, 1]
             warpgroup.fence()
             tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-            cute.gemm(tiled_mma, part, cute.append_ones(a[None, m, 0, stage], 2), b[None, None, 0, stage], part)
+            cute.gemm(tiled_mma, part, a_part[None, 0, None], b[None, None, 0, stage], part)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             if cutlass.const_expr(policy.trims):
                 for block in cutlass.range(1, inside, unroll=1):
-                    cute.gemm(tiled_mma, part, cute.append_ones(a[None, m, block, stage], 2), b[None, None, block, stage], part)
+                    cute.gemm(tiled_mma, part, a_part[None, block, None], b[None, None, block, stage], part)
             else:
                 for block in cutlass.range_constexpr(1, blocks):
-                    cute.gemm(tiled_mma, part, cute.append_ones(a[None, m, block, stage], 2), b[None, None, block, stage], part)
+                    cute.gemm(tiled_mma, part, a_part[None, block, None], b[None, None, block, stage], part)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             if cutlass.const_expr(m == cute.size(acc, mode=[1]) - 1):
@@ -105,7 +106,7 @@ def promote(acc: cute.Tensor, part: cute.Tensor, m: cutlass.Constexpr, factors: 
 def load_scales(
     gemm: cutlass.Constexpr, scales: Any, tile: Tile, column: Int32, k: Int32, problem: Problem
 ) -> tuple[Any, Any]:
-    """A thread's factors for stage ``k``: of its rows, ``(half, M)``, and of its columns, or None if the rows' hold all.
+    """A thread's factors for stage ``k``: of its rows, ``(half, M)``, and of its columns; None if those are one.
 
     They are read ahead of the stage's MMAs, which hide the latency. Rows and columns outside the output get the factor
     of one inside: they are not stored.
