@@ -52,7 +52,7 @@ def multiply_promoted(
     acc.fill(Float32(0))
     part = cute.make_rmem_tensor(tiled_mma.partition_shape_C((gemm.sharing * MMA_ROWS, config.tile_n)), Float32)
     for k in cutlass.range(depth, unroll=1):
-        factors: Any = None
+        factors: Any = ones(acc, problem)
         if cutlass.const_expr(scales is not None):
             factors = load_scales(gemm, scales, tile, column, k, problem)
         inside = blocks
@@ -90,16 +90,28 @@ def promote(acc: cute.Tensor, part: cute.Tensor, m: cutlass.Constexpr, factors: 
         acc, part: float32 registers of 64 rows per warpgroup; element ``(e, h, j)`` is in half ``h`` of the rows and in
             column ``8 j + e`` of the thread's.
         m: which 64 rows.
-        factors: what ``load_scales`` returned, or None.
+        factors: of the thread's rows and columns.
     """
+    rows, columns = factors
     for i in cutlass.range_constexpr(cute.size(part)):
         value = part[i]
-        if cutlass.const_expr(factors is not None):
-            rows, columns = factors
-            if cutlass.const_expr(columns is not None):
-                value *= columns[i % 2 + i // 4 * 2]
-            value *= rows[i // 2 % 2 + 2 * m]
-        acc[i] += value
+        if cutlass.const_expr(columns is not None):
+            value *= columns[i % 2 + i // 4 * 2]
+        acc[i] += value * rows[i // 2 % 2 + 2 * m]
+
+
+@cute.jit
+def ones(acc: cute.Tensor, problem: Problem) -> tuple[Any, Any]:
+    """Factors where there are no scales: one, which the compiler must not know.
+
+    It moves plain additions behind the next MMA, whose registers are theirs, and then waits for every single MMA.
+    """
+    rows = cute.make_rmem_tensor(2 * cute.size(acc, mode=[1]), Float32)
+    one = Float32(1)
+    if problem.rows < 0:
+        one = Float32(0)
+    rows.fill(one)
+    return rows, None
 
 
 @cute.jit
@@ -108,7 +120,7 @@ def load_scales(
 ) -> tuple[Any, Any]:
     """A thread's factors for stage ``k``: of its rows, ``(half, M)``, and of its columns; None if those are one.
 
-    They are read ahead of the stage's MMAs, which hide the latency. Rows and columns outside the output get the factor
+    Read ahead of the stage's MMAs, which hide the latency. Rows and columns outside the output get the factor
     of one inside: they are not stored.
     """
     a, b = scales
