@@ -149,7 +149,7 @@ class Problem:
         elif self.op == "wgrad":
             tgl.grouped_gemm_scaled_wgrad(*operands, format=format, out=self.out)
         else:
-            tgl.grouped_gemm_scaled_wgrad_accumulate_(*operands, main_grad=self.out, format=format)
+            tgl.grouped_gemm_scaled_wgrad_accumulate_(*operands, self.out, format=format)
 
     def bf16(self) -> None:
         if self.rowwise:

@@ -120,7 +120,7 @@ HEADER = "registers  shared  spills        MMA  instructions  kernel"
 
 
 def show(row: Row) -> str:
-    return f"{row.registers:9d} {row.shared:7d} {row.spills:7d} {row.mma:>14} {row.instructions:6d}  {row.name}"
+    return f"{row.registers:9d} {row.shared or '-':>7} {row.spills:7d} {row.mma:>14} {row.instructions:6d}  {row.name}"
 
 
 def checked(kind: str, choice: dict, cubin: bytes, ptx: str, shared: int) -> Row:

@@ -77,5 +77,5 @@ def test_the_whole_matrix_compiles(kind, table):
     """Every combination there is, by as many processes as there are cores."""
     choices = every({"tiling": TILINGS, **PARTS[kind]})
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context, max_tasks_per_child=None) as pool:
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
         table.extend(pool.map(compiled, [kind] * len(choices), choices, chunksize=16))

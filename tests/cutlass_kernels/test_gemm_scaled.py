@@ -127,7 +127,8 @@ SM90 = [
     if "sm_90" in form.archs and launch_scaled.tiling_reason(form, kind, tiling) is None
 ]
 USUAL = {
-    launch_scaled.choose("sm_90", form, columns, 4096, rows)
+    launch_scaled.choose("sm_90", kind, form, columns, 4096, rows)
+    for kind in (VARLEN_M, VARLEN_K)
     for form in FORMATS.values()
     if "sm_90" in form.archs
     for columns in (64, 128, 4096)

@@ -100,8 +100,8 @@ class Wgrad:
             assert torch.equal(tgl.grouped_gemm_scaled_wgrad(*here, **self.options, out_dtype=dtype).cpu(), wanted)
         for dtype in (BF16, F32):
             start = torch.randint(-3, 4, self.shape).to(dtype)
-            main_grad = start.to(DEVICE)
-            tgl.grouped_gemm_scaled_wgrad_accumulate_(*here, main_grad=main_grad, **self.options)
+            main_grad = start.to(DEVICE, copy=True)
+            tgl.grouped_gemm_scaled_wgrad_accumulate_(*here[:5], main_grad, *here[5:], **self.options)
             wanted = tgl.grouped_gemm_scaled_wgrad(*self.operands, **self.options, out_dtype=F32) + start.float()
             assert torch.equal(main_grad.cpu(), wanted.to(dtype))
 

@@ -29,7 +29,9 @@ class Kernel(NamedTuple):
     op: str
     run: Callable[..., None]
     supports: Callable[..., backends.Reason]
-    prepare: Callable[..., None]
+    prepare: Callable[..., None] | None = None
+    archs: frozenset[str] = ARCHS
+    note: str = "one launch, groups read on the device"
 
 
 _prepare_accumulate = functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True)
@@ -46,21 +48,42 @@ IN_PLACE = (
         calls.prepare_grouped_dbias_dscales,
     ),
     Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
+    Kernel(
+        SCALED_GEMM,
+        launch_scaled.grouped_gemm_scaled,
+        launch_scaled.grouped_gemm_scaled_supports,
+    ),
+    Kernel(
+        SCALED_WGRAD,
+        launch_scaled.grouped_gemm_scaled_wgrad,
+        launch_scaled.grouped_gemm_scaled_wgrad_supports,
+    ),
+    Kernel(
+        QUANTIZE,
+        quantizers.group_quantize,
+        quantizers.group_quantize_supports,
+        quantizers.prepare_group_quantize,
+        note="one pass over x, groups read on the device",
+    ),
 )
 BETWEEN_COPIES = tuple(
     Kernel(
-        k.op,
-        copies.between_copies(k.run, keeps=k.op != WGRAD),
+        op,
+        copies.between_copies(run, keeps=op != WGRAD),
         copies.supports,
-        copies.prepare_between_copies(k.prepare),
+        copies.prepare_between_copies(prepare),
+        note="what the kernel cannot reach in place is copied; no synchronisation",
     )
-    for k in IN_PLACE
-    if k.op in (GEMM, WGRAD, ACCUMULATE)
+    for op, run, prepare in (
+        (GEMM, launch.grouped_gemm, launch.prepare_grouped_gemm),
+        (WGRAD, launch.grouped_gemm_wgrad, launch.prepare_grouped_gemm_wgrad),
+        (ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, _prepare_accumulate),
+    )
 )
 
-for _name, _note, _priority, _kernels in (
-    ("tgl kernel", "one launch, groups read on the device", 10, IN_PLACE),
-    ("tgl kernel between copies", "what it cannot reach in place is copied; no synchronisation", 5, BETWEEN_COPIES),
+for _name, _priority, _kernels in (
+    ("tgl kernel", 10, IN_PLACE),
+    ("tgl kernel between copies", 5, BETWEEN_COPIES),
 ):
     for _kernel in _kernels:
         backends.add(
@@ -70,44 +93,11 @@ for _name, _note, _priority, _kernels in (
                 device="cuda",
                 run=_kernel.run,
                 supports=_kernel.supports,
-                archs=ARCHS,
+                archs=_kernel.archs,
                 priority=_priority,
-                note=_note,
+                note=_kernel.note,
                 emulable=True,
                 prepare=_kernel.prepare,
                 attempt=launch.ATTEMPTS.get(_kernel.run),
             )
         )
-
-for _op, _run, _supports in (
-    (SCALED_GEMM, launch_scaled.grouped_gemm_scaled, launch_scaled.grouped_gemm_scaled_supports),
-    (SCALED_WGRAD, launch_scaled.grouped_gemm_scaled_wgrad, launch_scaled.grouped_gemm_scaled_wgrad_supports),
-):
-    backends.add(
-        backends.Implementation(
-            op=_op,
-            name="tgl kernel",
-            device="cuda",
-            run=_run,
-            supports=_supports,
-            archs=ARCHS,
-            priority=10,
-            note="one launch, groups read on the device",
-            emulable=True,
-        )
-    )
-
-backends.add(
-    backends.Implementation(
-        op=QUANTIZE,
-        name="tgl kernel",
-        device="cuda",
-        run=quantizers.group_quantize,
-        supports=quantizers.group_quantize_supports,
-        archs=ARCHS,
-        priority=10,
-        note="one pass over x, groups read on the device",
-        emulable=True,
-        prepare=quantizers.prepare_group_quantize,
-    )
-)
