@@ -111,15 +111,7 @@ class GroupedGemm:
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
         tile_m, tile_n, tile_k = self.tiler
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.a_element,
-            self.b_element,
-            OperandMajorMode.K if a_depth else OperandMajorMode.MN,
-            OperandMajorMode.K if b_depth else OperandMajorMode.MN,
-            Float32,
-            (self.sharing, 1, 1),
-            (store.MMA_ROWS, tile_n),
-        )
+        tiled_mma = self.tiled_mma(a_depth, b_depth)
         row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         a_smem = hopper_helpers.make_smem_layout_a(
             row_major if a_depth else column_major, self.tiler, self.a_element, self.stages
@@ -154,6 +146,18 @@ class GroupedGemm:
             cluster=(ctas, 1, 1) if ctas > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
+        )
+
+    def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
+        """The MMA of a team, for operands that are contiguous along the contraction or not."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.a_element,
+            self.b_element,
+            OperandMajorMode.K if a_depth else OperandMajorMode.MN,
+            OperandMajorMode.K if b_depth else OperandMajorMode.MN,
+            Float32,
+            (self.sharing, 1, 1),
+            (store.MMA_ROWS, self.config.tile_n),
         )
 
     @cute.kernel
