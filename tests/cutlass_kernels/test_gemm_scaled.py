@@ -126,23 +126,22 @@ SM90 = [
     for tiling in SIZES
     if "sm_90" in form.archs and launch_scaled.tiling_reason(form, kind, tiling) is None
 ]
-USUAL = {
-    launch_scaled.choose("sm_90", kind, form, columns, 4096, rows)
+USUAL = [
+    (kind, name, launch_scaled.choose("sm_90", kind, form, 4096, 4096, rows))
     for kind in (VARLEN_M, VARLEN_K)
-    for form in FORMATS.values()
+    for name, form in FORMATS.items()
     if "sm_90" in form.archs
-    for columns in (64, 128, 4096)
-    for rows in (32, 128, 1024)
-}
+    for rows in (32, 1024)
+]
+CODE = [(*c, mixed) for c in SM90 for mixed in (False, True)]
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
-    ("kind", "format", "tiling"),
-    [pytest.param(*c, marks=[] if c[2] in USUAL else pytest.mark.slow) for c in SM90],
-    ids=[f"{kind} {name} {t.tile_m}x{t.tile_n}" + "x2" * (t.ctas == 2) for kind, name, t in SM90],
+    ("kind", "format", "tiling", "mixed"),
+    [pytest.param(*c, marks=[] if c[:3] in USUAL and not c[3] else pytest.mark.slow) for c in CODE],
+    ids=[f"{k} {name} {t.tile_m}x{t.tile_n}" + "x2" * (t.ctas == 2) + " mixed" * m for k, name, t, m in CODE],
 )
-@pytest.mark.parametrize("mixed", [False, True])
 def test_machine_code_of_sm90(kind, format, tiling, mixed):
     a, b = "float8_e4m3fn", "float8_e5m2" if mixed else "float8_e4m3fn"
     vectors = ("bfloat16", "float32") if mixed and kind == VARLEN_M else ()
