@@ -175,17 +175,22 @@ def choose(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, 
 
 
 def _choose_sm90(kind: str, form: OperandFormat, columns: int, rows: int) -> GemmConfig:
-    """128 x 192 tiles where they leave few columns empty, as measured on an H200 (``benchmarks/NOTES.md``).
+    """High or wide tiles for one factor per group, as measured on an H200 (``benchmarks/NOTES.md``).
 
-    They load the fewest bytes per MMA, which L2 bounds, of those with registers for two sums: 8 % ahead of 128 x 128.
-    Two CTAs that share A are 4 % faster in weight gradients only.
+    They load the fewest bytes per MMA, which L2 bounds, of those with registers for two sums. In weight gradients
+    256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192; where groups are rows, 256 of them would leave more of
+    a group's last tile empty than the 3 % that they gain. 128 x 192 is 5-8 % ahead of 128 x 128, which remains for
+    factors of blocks and where 192 columns leave more than 4 % empty.
     """
+    pair = kind == VARLEN_K and columns > 128
+    if pair and not form.block and rows >= 1024:
+        return GemmConfig(256, 128, form.tile_k, cluster_n=2)
     wide = not form.block and columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
     return GemmConfig(
         tile_m=64 if rows <= 64 else 128,
         tile_n=192 if wide else 128 if columns > 64 else 64,
         tile_k=form.tile_k,
-        cluster_n=2 if kind == VARLEN_K and columns > 192 else 1,
+        cluster_n=2 if pair else 1,
     )
 
 
