@@ -15,6 +15,7 @@ from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
 from .grouped_gemm_scaled import NAME as SCALED_GEMM
+from .grouped_gemm_scaled_wgrad import ACCUMULATE as SCALED_ACCUMULATE
 from .grouped_gemm_scaled_wgrad import NAME as SCALED_WGRAD
 from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
@@ -53,10 +54,13 @@ IN_PLACE = (
         launch_scaled.grouped_gemm_scaled,
         launch_scaled.grouped_gemm_scaled_supports,
     ),
-    Kernel(
-        SCALED_WGRAD,
-        launch_scaled.grouped_gemm_scaled_wgrad,
-        launch_scaled.grouped_gemm_scaled_wgrad_supports,
+    *(
+        Kernel(
+            op,
+            launch_scaled.grouped_gemm_scaled_wgrad,
+            launch_scaled.grouped_gemm_scaled_wgrad_supports,
+        )
+        for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
     ),
     Kernel(
         QUANTIZE,

@@ -217,13 +217,16 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     a, b, offs, bias, bias_scale = ctx.saved_tensors
     da = db = dbias = dscale = None
     operand = dy.to(ctx.dtype)
-    if needs[0]:
-        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
     if needs[1]:
         if ctx.transposed_b:
             db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs).transpose(1, 2)
         else:
             db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs)
+    # Without a second backward to come, nobody needs ``a`` any more: da may take its memory.
+    ctx.maybe_clear_saved_tensors()
+    del a
+    if needs[0]:
+        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
     if needs[3] or needs[4]:
         if bias_scale is None:
             dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
