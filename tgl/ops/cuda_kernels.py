@@ -36,7 +36,6 @@ class Kernel(NamedTuple):
 
 
 _prepare_accumulate = functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True)
-_scaled = frozenset({launch_scaled.ARCH})
 
 IN_PLACE = (
     Kernel(GEMM, launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
@@ -54,14 +53,12 @@ IN_PLACE = (
         SCALED_GEMM,
         launch_scaled.grouped_gemm_scaled,
         launch_scaled.grouped_gemm_scaled_supports,
-        archs=_scaled,
     ),
     *(
         Kernel(
             op,
             launch_scaled.grouped_gemm_scaled_wgrad,
             launch_scaled.grouped_gemm_scaled_wgrad_supports,
-            archs=_scaled,
         )
         for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
     ),
