@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 from .. import backends
 from ..cutlass_kernels import launch, launch_scaled
+from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
 from .group_quantize import NAME as QUANTIZE
+from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
+from .grouped_activation import NAME as ACTIVATION
+from .grouped_activation_quantize import NAME as ACTIVATION_QUANTIZE
 from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
@@ -36,6 +40,16 @@ _KERNELS: dict[str, tuple[Callable[..., None], Callable[..., backends.Reason], C
         calls.grouped_dbias_dscales,
         calls.grouped_dbias_dscales_supports,
         calls.prepare_grouped_dbias_dscales,
+    ),
+    ACTIVATION: (
+        activations.grouped_activation,
+        activations.grouped_activation_supports,
+        activations.prepare_grouped_activation,
+    ),
+    ACTIVATION_BACKWARD: (
+        activations.grouped_activation_backward,
+        activations.grouped_activation_backward_supports,
+        activations.prepare_grouped_activation_backward,
     ),
     OFFSETS: (calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
 }
@@ -75,17 +89,26 @@ for _op, _run, _supports in (
         )
     )
 
-backends.add(
-    backends.Implementation(
-        op=QUANTIZE,
-        name="tgl kernel",
-        device="cuda",
-        run=quantizers.group_quantize,
-        supports=quantizers.group_quantize_supports,
-        archs=ARCHS,
-        priority=PRIORITY,
-        note="one pass over x, groups read on the device",
-        emulable=True,
-        prepare=quantizers.prepare_group_quantize,
+for _op, _run, _supports, _prepare in (
+    (QUANTIZE, quantizers.group_quantize, quantizers.group_quantize_supports, quantizers.prepare_group_quantize),
+    (
+        ACTIVATION_QUANTIZE,
+        quantizers.grouped_activation_quantize,
+        quantizers.grouped_activation_quantize_supports,
+        quantizers.prepare_grouped_activation_quantize,
+    ),
+):
+    backends.add(
+        backends.Implementation(
+            op=_op,
+            name="tgl kernel",
+            device="cuda",
+            run=_run,
+            supports=_supports,
+            archs=ARCHS,
+            priority=PRIORITY,
+            note="one pass over x, groups read on the device",
+            emulable=True,
+            prepare=_prepare,
+        )
     )
-)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,12 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Components, Options
 from .. import cache, launch
+from ..activation.spec import ActivationSpec, spec_of
 from ..reduce import calls as reductions
 from .spec import MXFP8Spec
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
 
 MAX_ROWS = 1 << 30
 VECTOR = 8  # columns that a lane takes
@@ -97,6 +101,62 @@ def prepare_group_quantize(
         _plan(x, offs, row_scale, noop, options)
 
 
+def grouped_activation_quantize_supports(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> str | None:
+    """Why ``grouped_activation_quantize`` below cannot serve a call, or None."""
+    spec = spec_of(params)
+    if options.format == "mxfp8" and spec.gated and x.numel() and x.shape[1] // 2 % VECTOR:
+        return f"needs I to be a multiple of {VECTOR}, got {x.shape[1] // 2}"
+    gate = _first_columns(x, spec)
+    return group_quantize_supports(gate, offs, scale, probs, None, None, options=options, out=out)
+
+
+def grouped_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    """Write the components of the activation of ``x``, in one launch."""
+    spec = spec_of(params)
+    if x.shape[1]:
+        x = _first_columns(x, spec)
+        _call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
+
+
+def prepare_grouped_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    """Compile and load what ``grouped_activation_quantize`` with these arguments needs."""
+    spec = spec_of(params)
+    if x.numel():
+        _plan(_first_columns(x, spec), offs, probs, None, options, spec)
+
+
+def _first_columns(x: Tensor, spec: ActivationSpec) -> Tensor:
+    """As many columns of ``x`` as the activation has, from the first on."""
+    return x.narrow(1, 0, x.shape[1] // 2) if spec.gated else x
+
+
 def _arguments(
     x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options, out: Components
 ) -> tuple:
@@ -122,7 +182,14 @@ def _call(plan: Callable, x: Tensor, *rest: Any) -> None:
         plan(x, *rest)
 
 
-def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
+def _plan(
+    x: Tensor,
+    offs: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+    activation: ActivationSpec | None = None,
+) -> Callable:
     arch, name = backends.device_arch(x.device), launch._name
     assert options.dtype is not None
     spec = MXFP8Spec(
@@ -135,14 +202,16 @@ def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor
         grouped=offs is not None,
         row_scale=name(row_scale),
         noop=name(noop),
+        activation=activation,
     )
     key = (arch, not x.is_cuda, spec)
     plan = _plans.get(key)
     if plan is None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            op = "group_quantize" if activation is None else "grouped_activation_quantize"
             raise backends.GraphCaptureError(
-                "tgl::group_quantize: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                "call tgl.warmup('group_quantize', ...) with such arguments, or the op itself, before the capture"
+                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
+                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
             )
         plan = build(arch, spec) if not x.is_cuda else cache.fetch(key, lambda: build(arch, spec))
         _plans[key] = plan
@@ -155,6 +224,7 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+    from .activated import ActivateQuantizeMXFP8
     from .mxfp8 import TYPES, QuantizeMXFP8
 
     types = {name: getattr(cutlass, kind) for name, kind in TYPES.items()} | {"bool": cutlass.Uint8}
@@ -182,7 +252,7 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
     row = (matrix(types[spec.element], VECTOR), scales()) if spec.rowwise else (None, None)
     column = (matrix(types[spec.element], VECTOR), scales()) if spec.columnwise else (None, None)
     return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
-        QuantizeMXFP8(spec),
+        (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
         matrix(types[spec.source]),
         vector(cutlass.Int32, 4) if spec.grouped else None,
         strided(spec.row_scale),
