@@ -7,7 +7,11 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests.cutlass_kernels import sass
 from tgl import backends
+from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels.quantize import calls, mxfp8
+from tgl.cutlass_kernels.quantize.spec import MXFP8Spec
 from tgl.meta.quantized import Components
 from tgl.testing import emulator
 
@@ -156,3 +160,18 @@ def test_dbias_goes_along():
         assert len(machine.launches) == 2
     assert torch.equal(ours.dbias, expected.dbias)
     assert torch.equal(ours.data.view(torch.uint8), expected.data.view(torch.uint8))
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("source", ["bfloat16", "float32"])
+def test_machine_code(arch, source):
+    """Registers for the blocks that are to share a multiprocessor, nothing in local memory, one cast for two elements."""
+    with emulator.emulate(launch.GPU_ARCH[arch]):  # keeps what was compiled
+        kernel = calls.build(arch, MXFP8Spec(source, "float8_e4m3fn", True, True, "rceil", True, True))
+    report = sass.inspect(kernel.artifacts.CUBIN)
+    assert report.spills == 0
+    assert report.frame == 0
+    assert report.registers <= (80 if source == "bfloat16" else 128)
+    assert report.count("F2FP.SATFINITE") == 2 * mxfp8.STEPS * mxfp8.VECTOR // 2
+    assert report.count("LDG") >= mxfp8.STEPS

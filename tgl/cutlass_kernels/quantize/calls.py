@@ -115,7 +115,7 @@ def grouped_activation_quantize_supports(
     spec = spec_of(params)
     if options.format == "mxfp8" and spec.gated and x.numel() and x.shape[1] // 2 % VECTOR:
         return f"needs I to be a multiple of {VECTOR}, got {x.shape[1] // 2}"
-    gate = _first_columns(x, spec)
+    gate = x.narrow(1, 0, x.shape[1] // 2) if spec.gated else x
     return group_quantize_supports(gate, offs, scale, probs, None, None, options=options, out=out)
 
 
@@ -132,7 +132,6 @@ def grouped_activation_quantize(
     """Write the components of the activation of ``x``, in one launch."""
     spec = spec_of(params)
     if x.shape[1]:
-        x = _first_columns(x, spec)
         _call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
 
 
@@ -149,12 +148,7 @@ def prepare_grouped_activation_quantize(
     """Compile and load what ``grouped_activation_quantize`` with these arguments needs."""
     spec = spec_of(params)
     if x.numel():
-        _plan(_first_columns(x, spec), offs, probs, None, options, spec)
-
-
-def _first_columns(x: Tensor, spec: ActivationSpec) -> Tensor:
-    """As many columns of ``x`` as the activation has, from the first on."""
-    return x.narrow(1, 0, x.shape[1] // 2) if spec.gated else x
+        _plan(x, offs, probs, None, options, spec)
 
 
 def _arguments(
@@ -225,7 +219,8 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from .activated import ActivateQuantizeMXFP8
-    from .mxfp8 import TYPES, QuantizeMXFP8
+    from .lanes import TYPES
+    from .mxfp8 import QuantizeMXFP8
 
     types = {name: getattr(cutlass, kind) for name, kind in TYPES.items()} | {"bool": cutlass.Uint8}
 

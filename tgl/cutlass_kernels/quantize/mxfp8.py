@@ -10,59 +10,49 @@ of a tile      who holds it
 8 columns      a lane: ``8 (lane % 8)`` on, in rows ``lane // 8 + 4 i``
 =============  ==========================================================
 
-so a block of 32 along the columns is four lanes' eight values in one row, and a block of 32 rows four lanes' eight
-rows: two shuffles each. Maxima are taken of magnitudes as integers, in which NaN is the largest.
+so a block of 32 along the columns is the eight values of four lanes in one row, and a block of 32 rows the eight rows
+of four lanes. Either way four lanes share eight blocks. They exchange maxima such that each ends up with those of two
+blocks, makes two scales and tells the others. Maxima are taken of magnitudes as integers, in which NaN is the largest,
+of 16-bit sources two at a time.
 """
 
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
 from cutlass.memory import SmemAllocator
 
 from ..schedule import ceil_div
+from .lanes import (
+    COLUMNS,
+    INFINITY,
+    LANES,
+    NAN,
+    STEPS,
+    TYPES,
+    UPPER_HALVES,
+    VECTOR,
+    WARPS,
+    LaneValues,
+    as_bits,
+    as_float,
+    halves,
+)
 from .spec import MXFP8Spec
 from .tiles import ROWS, group_tile, matrix_tile, tiles_at_most
 
-LANES = 32
-WARPS = 8
-COLUMNS = 128
 BLOCK = 32
-VECTOR = 8  # columns of a lane
-STEPS = 8  # rows of a lane
 ATOM = 512
-CHUNK = 8  # tiles of columns a block walks over: measured on an H200 against 2, 4 and 16
+CHUNK = 8  # tiles of columns a block walks over, at most
+BLOCKS = 2048  # as many as keep all multiprocessors busy to the end: with fewer, blocks walk over fewer tiles
+OCCUPANCY = 3  # blocks per multiprocessor that registers are to be left for; of 32-bit sources one less
 
-MAGNITUDE = 0x7FFFFFFF
-INFINITY = 0x7F800000
-NAN = 0x7FC00000
 MANTISSA = 0x7FFFFF
 HALF_OF_FIRST = 0x400000  # 2^-127
 ELEMENTS = {  # exponent of the largest element, bits of float32(1 / it), half a unit in its last place
     "float8_e4m3fn": (8, 0x3B124925, 1 << 19),
     "float8_e5m2": (15, 0x37924925, 1 << 20),
 }
-TYPES = {
-    "float8_e4m3fn": "Float8E4M3FN",
-    "float8_e5m2": "Float8E5M2",
-    "float32": "Float32",
-    "bfloat16": "BFloat16",
-    "float16": "Float16",
-}
-
-
-def as_float(bits: Int32) -> Float32:
-    """The float32 of these bits."""
-    held = cute.make_rmem_tensor(1, Int32)
-    held[0] = bits
-    return cute.recast_tensor(held, Float32)[0]
-
-
-def as_bits(value: Float32) -> Int32:
-    """The bits of a float32."""
-    held = cute.make_rmem_tensor(1, Float32)
-    held[0] = value
-    return cute.recast_tensor(held, Int32)[0]
 
 
 @cute.jit
@@ -83,21 +73,22 @@ def scale_byte(amax: Int32, element: cutlass.Constexpr, scaling: cutlass.Constex
 
 
 @cute.jit
-def inverse_scale(byte: Int32) -> Float32:
-    """``2^(127 - byte)``, NaN for 255; 248 to 254 are the scales of no amax."""
+def inverse_scale(byte: Int32) -> Int32:
+    """The bits of ``2^(127 - byte)``, NaN for 255, as float32; 248 to 254 are the scales of no amax."""
     bits = (254 - byte) << 23
     if byte == 255:
         bits = Int32(NAN)
-    return as_float(bits)
+    return bits
 
 
-class QuantizeMXFP8:
+class QuantizeMXFP8(LaneValues):
     """The kernel for one ``MXFP8Spec``."""
 
     def __init__(self, spec: MXFP8Spec):
+        super().__init__(spec.source, step=4)
         self.spec = spec
         self.element = getattr(cutlass, TYPES[spec.element])
-        self.source = getattr(cutlass, TYPES[spec.source])
+        self.occupancy = OCCUPANCY if self.packed else OCCUPANCY - 1
 
     @cute.jit
     def __call__(
@@ -131,9 +122,16 @@ class QuantizeMXFP8:
         else:
             units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
         across = ceil_div(columns, COLUMNS)
+        chunk = cutlass.min(cutlass.max(cutlass.Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
         self.kernel(
-            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale, matrix_rows, across
-        ).launch(grid=(units * ceil_div(across, CHUNK), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream)
+            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale, matrix_rows, across, chunk
+        ).launch(
+            grid=(units * ceil_div(across, chunk), 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.occupancy,
+            preferred_smem_carveout=8,
+        )
 
     @cute.kernel
     def kernel(
@@ -148,13 +146,14 @@ class QuantizeMXFP8:
         columnwise_scale: cute.Tensor | None,
         matrix_rows: Int32,
         across: Int32,
+        chunk: Int32,
     ):
         """One tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        chunks = ceil_div(across, CHUNK)
+        chunks = ceil_div(across, chunk)
         unit = block // chunks
-        atoms = SmemAllocator().allocate_tensor(Uint8, cute.make_layout((64, WARPS, 2, 2)), byte_alignment=16)
+        atoms = SmemAllocator().allocate_tensor(Uint16, cute.make_layout((32, WARPS, 2, 2)), byte_alignment=16)
         stopped = Boolean(False)
         if cutlass.const_expr(noop is not None):
             stopped = noop[0] != noop.element_type(0)
@@ -165,48 +164,19 @@ class QuantizeMXFP8:
             else:
                 tile = matrix_tile(matrix_rows, unit)
                 units = ceil_div(matrix_rows, ROWS)
-            first = (block - unit * chunks) * CHUNK
-            last = cutlass.min(first + CHUNK, across) - 1
-            parts = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-            self.load_tile(x, parts, tile, first, thread)
+            first = (block - unit * chunks) * chunk
+            last = cutlass.min(first + chunk, across) - 1
             for k in cutlass.range(first, last + 1, unroll=1):
                 held = atoms[None, None, None, k % 2]
-                values = self.widen(x, row_scale, parts, tile, k, thread)
-                self.load_tile(x, parts, tile, cutlass.min(k + 1, last), thread)  # while this one is worked on
-                self.quantize_tile(values, x, data, scale, columnwise_data, held, tile, k, thread)
-                if cutlass.const_expr(self.spec.columnwise and not self.spec.blocked):
-                    self.store_columnwise(columnwise_scale, held, tile, unit, units, matrix_rows, k, thread)
+                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+                self.read_tile(x, row_scale, values, tile, k, thread)
+                row_word, column_word = self.make_scales(
+                    values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
+                )
+                self.store_elements(values, row_word, column_word, x, data, columnwise_data, tile, k, thread)
                 if cutlass.const_expr(self.spec.blocked):
                     cute.arch.sync_threads()
                     self.store_atoms(held, scale, columnwise_scale, unit, units, k, across, thread)
-
-    @cute.jit
-    def load_tile(self, x, parts, tile, k, thread):
-        """Start a warp's 32 x 64 of a tile on their way; rows and columns that do not exist read others again."""
-        if tile.count > 0 and not tile.tail:
-            row, column = self.corner(k, thread)
-            column = cutlass.min(column, x.shape[1] - VECTOR)
-            for i in cutlass.range_constexpr(STEPS):
-                at = tile.first + cutlass.min(row + 4 * i, tile.count - 1)
-                self.copy_row(x, at, column, parts[None, i], True)
-
-    @cute.jit
-    def widen(self, x, row_scale, parts, tile, k, thread):
-        """The loaded values in float32, zero where there are none."""
-        row, column = self.corner(k, thread)
-        values = cute.make_rmem_tensor((VECTOR, STEPS), Float32)
-        for i in cutlass.range_constexpr(STEPS):
-            there = row + 4 * i < tile.count and column < x.shape[1] and not tile.tail
-            wide = parts[None, i].load().to(Float32)
-            if cutlass.const_expr(row_scale is not None):
-                factor = Float32(0)
-                if there:
-                    factor = row_scale[tile.first + row + 4 * i].to(Float32)
-                wide = (wide * factor).to(self.source).to(Float32)
-            values[None, i].store(wide)
-            for j in cutlass.range_constexpr(VECTOR):
-                values[j, i] = values[j, i] if there else Float32(0)
-        return values
 
     @cute.jit
     def corner(self, k, thread):
@@ -215,106 +185,125 @@ class QuantizeMXFP8:
         return warp % 4 * BLOCK + lane // 8, k * COLUMNS + warp // 4 * 64 + lane % 8 * VECTOR
 
     @cute.jit
-    def quantize_tile(self, values, x, data, scale, columnwise_data, held, tile, k, thread):
-        """A warp's 32 x 64 of a tile: elements to memory, scales to ``held`` (rowwise to memory, if compact)."""
+    def read_tile(self, x, row_scale, values, tile, k, thread):
+        """What is to be quantised of a warp's 32 x 64 of a tile, zero where there is nothing."""
+        self.load_tile(x, values, tile, k, thread)
+        if not self.whole(x, tile, k):
+            self.clear_outside(x, values, tile, k, thread)
+        if cutlass.const_expr(row_scale is not None):
+            self.multiply_rows(row_scale, values, tile, thread)
+
+    # --- scales --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def make_scales(self, values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread):
+        """Scales to ``held``, compact ones to memory; a word of two inverses of this lane's blocks per direction."""
         spec = self.spec
         warp, lane = thread // LANES, thread % LANES
         top, column = self.corner(k, thread)
-        inside = column < x.shape[1]
-        bits = cute.recast_tensor(values, Int32)
-        quantized = cute.make_rmem_tensor(VECTOR, self.element)
+        band, quarter = warp % 4, lane // 8
+        row_word, column_word = Int32(0), Int32(0)
+        bytes_ = cute.recast_tensor(held, Uint8)  # a warp's 64, by the row of the atom, then by its second coordinate
+        row_pairs, column_pairs = self.maxima(values)
         if cutlass.const_expr(spec.rowwise):
-            for i in cutlass.range_constexpr(STEPS):
-                row = top + 4 * i
-                amax = Int32(0)
-                for j in cutlass.range_constexpr(VECTOR):
-                    amax = cutlass.max(amax, bits[j, i] & MAGNITUDE)
-                for shift in (1, 2):
-                    amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, shift))
-                byte = scale_byte(amax, spec.element, spec.scaling)
-                quantized.store((values[None, i].load() * inverse_scale(byte)).to(self.element))
-                if row < tile.count and inside:
-                    self.copy_row(data, tile.first + row, column, quantized, False)
-                if lane % 4 == 0:
-                    if cutlass.const_expr(spec.blocked):
-                        held[(lane // 8 + 4 * i) * 2 + lane % 8 // 4, warp, 0] = Uint8(byte)
-                    elif row < tile.count and inside:
-                        scale[tile.first + row, column // BLOCK] = Uint8(byte)
+            low, high = self.shared_maximum(row_pairs, lane, 2, 1)
+            row_bytes = (scale_byte(low, spec.element, spec.scaling), scale_byte(high, spec.element, spec.scaling))
+            row_word = halves(inverse_scale(row_bytes[0]), inverse_scale(row_bytes[1]), UPPER_HALVES)
+            for i in cutlass.range_constexpr(2):
+                y = quarter + 8 * (lane % 4) + 4 * i
+                if cutlass.const_expr(spec.blocked):
+                    bytes_[2 * y + lane % 8 // 4, warp, 0] = Uint8(row_bytes[i])
+                else:
+                    row = band * BLOCK + y
+                    if row < tile.count and column // BLOCK * BLOCK < x.shape[1]:
+                        scale[tile.first + row, column // BLOCK] = Uint8(row_bytes[i])
         if cutlass.const_expr(spec.columnwise):
-            inverses = cute.make_rmem_tensor(VECTOR, Float32)
-            bytes_ = cute.make_rmem_tensor(VECTOR, Uint8)
-            for j in cutlass.range_constexpr(VECTOR):
-                amax = Int32(0)
-                for i in cutlass.range_constexpr(STEPS):
-                    amax = cutlass.max(amax, bits[j, i] & MAGNITUDE)
-                for shift in (8, 16):
-                    amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, shift))
-                byte = scale_byte(amax, spec.element, spec.scaling)
-                inverses[j] = inverse_scale(byte)
-                bytes_[j] = Uint8(byte)
-            for i in cutlass.range_constexpr(STEPS):
-                row = top + 4 * i
-                quantized.store((values[None, i].load() * inverses.load()).to(self.element))
-                if row < tile.count and inside:
-                    self.copy_row(columnwise_data, tile.first + row, column, quantized, False)
-            if lane < 8:
-                for j in cutlass.range_constexpr(VECTOR):
-                    held[lane * VECTOR + j, warp, 1] = bytes_[j]
+            low, high = self.shared_maximum(column_pairs, lane, 16, 8)
+            column_bytes = (scale_byte(low, spec.element, spec.scaling), scale_byte(high, spec.element, spec.scaling))
+            column_word = halves(inverse_scale(column_bytes[0]), inverse_scale(column_bytes[1]), UPPER_HALVES)
+            if cutlass.const_expr(spec.blocked):
+                for i in cutlass.range_constexpr(2):
+                    y = lane % 4 * VECTOR + 2 * quarter + i
+                    bytes_[2 * y + lane % 8 // 4, warp, 1] = Uint8(column_bytes[i])
+            else:
+                row = unit * 4 + band
+                wanted = unit < units
+                if cutlass.const_expr(not spec.grouped):
+                    row = unit // units * ceil_div(matrix_rows, BLOCK) + unit % units * 4 + band
+                    wanted = band * BLOCK < tile.count
+                if wanted and column < x.shape[1]:
+                    for i in cutlass.range_constexpr(2):
+                        columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
+        return row_word, column_word
+
+    # --- elements ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def copy_row(self, tensor, row, column, part, load: cutlass.Constexpr):
-        """``VECTOR`` elements of a row, to or from registers."""
-        width = min(VECTOR * tensor.element_type.width // 8, 16)
-        pointer = (tensor.iterator + (cutlass.Int64(row) * tensor.stride[0] + column)).align(width)
-        memory = cute.make_tensor(pointer, cute.make_layout(VECTOR))
-        if cutlass.const_expr(load):
-            cute.autovec_copy(memory, part)
-        else:
-            cute.autovec_copy(part, memory)
+    def store_elements(self, values, row_word, column_word, x, data, columnwise_data, tile, k, thread):
+        """Elements of a warp's 32 x 64 to memory; the inverses of all blocks come from the lanes that made them."""
+        spec, lane = self.spec, thread % LANES
+        top, column = self.corner(k, thread)
+        row_inverses, column_inverses = None, None
+        if cutlass.const_expr(spec.rowwise):
+            row_inverses = self.inverses(row_word, [lane // 4 * 4 + i for i in range(4)])
+        if cutlass.const_expr(spec.columnwise):
+            column_inverses = self.inverses(column_word, [lane % 8 + 8 * i for i in range(4)])
+        rows = tile.count - top
+        if column >= x.shape[1]:
+            rows = Int32(0)
+        step = cutlass.Int64(x.shape[1]) * 4
+        quantized = cute.make_rmem_tensor(VECTOR, self.element)
+        for i in cutlass.range_constexpr(STEPS):
+            wide = values[None, i].load().to(Float32)
+            if cutlass.const_expr(spec.rowwise):
+                quantized.store((wide * row_inverses[i]).to(self.element))
+                if 4 * i < rows:
+                    self.copy_row(self.address(data, tile.first + top, column) + step * i, quantized, False)
+            if cutlass.const_expr(spec.columnwise):
+                quantized.store((wide * column_inverses.load()).to(self.element))
+                if 4 * i < rows:
+                    start = self.address(columnwise_data, tile.first + top, column)
+                    self.copy_row(start + step * i, quantized, False)
 
-    @cute.jit
-    def store_columnwise(self, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread):
-        """Compact columnwise scales: a row of them for every block of 32 rows, the warp's 64 by 8 lanes."""
-        warp, lane = thread // LANES, thread % LANES
-        band, column = warp % 4, k * COLUMNS + warp // 4 * 64 + lane * VECTOR
-        cute.arch.sync_warp()
-        row = unit * 4 + band
-        wanted = Boolean(unit < units)
-        if cutlass.const_expr(not self.spec.grouped):
-            row = unit // units * ceil_div(matrix_rows, BLOCK) + unit % units * 4 + band
-            wanted = band * BLOCK < tile.count
-        if lane < 8 and column < columnwise_scale.shape[1] and wanted:
-            part = cute.make_rmem_tensor(VECTOR, Uint8)
-            for j in cutlass.range_constexpr(VECTOR):
-                part[j] = held[lane * VECTOR + j, warp, 1]
-            self.copy_row(columnwise_scale, row, column, part, False)
+    def inverses(self, word, lanes):
+        """Eight inverse scales in order, two from each of four lanes."""
+        found = cute.make_rmem_tensor(2 * len(lanes), Float32)
+        for i, lane in enumerate(lanes):
+            pair = cute.arch.shuffle_sync(word, lane)
+            found[2 * i], found[2 * i + 1] = as_float(pair << 16), as_float(pair & -65536)
+        return found
 
     @cute.jit
     def store_atoms(self, held, scale, columnwise_scale, unit, units, k, across, thread):
-        """One atom of scales in each direction to memory, 16 bytes a thread: those of a row of every 32."""
+        """One atom of scales in each direction to memory, 16 bytes a thread."""
         side, y = thread // 32, thread % 32
-        part = cute.make_rmem_tensor((2, 2, 4), Uint8)
         wanted = Boolean(True)
         if cutlass.const_expr(self.spec.grouped):
             wanted = unit < units
-        if side == 0 and wanted:  # noqa: SIM102 (one is known while tracing, the other is not)
-            if cutlass.const_expr(self.spec.rowwise):
-                for band in cutlass.range_constexpr(4):
-                    for half in cutlass.range_constexpr(2):
-                        for i in cutlass.range_constexpr(2):
-                            part[i, half, band] = held[y * 2 + i, band + 4 * half, 0]
-                self.store_atom(scale, cutlass.Int64(unit) * across + k, y, part)
-        if side == 1 and wanted:  # noqa: SIM102
-            if cutlass.const_expr(self.spec.columnwise):
-                for quarter in cutlass.range_constexpr(4):
+        if side < 2 and wanted:
+            pairs = cute.make_rmem_tensor((WARPS,), Uint16)
+            for warp in cutlass.range_constexpr(WARPS):
+                pairs[warp] = held[y, warp, side]
+            taken = cute.recast_tensor(pairs, Uint8)
+            part = cute.make_rmem_tensor((2, 2, 4), Uint8)
+            if side == 0:  # noqa: SIM102 (one is known while tracing, the other is not)
+                if cutlass.const_expr(self.spec.rowwise):
                     for band in cutlass.range_constexpr(4):
-                        byte = held[quarter % 2 * 32 + y, band + 4 * (quarter // 2), 1]
-                        part[band % 2, band // 2, quarter] = byte
-                if cutlass.const_expr(self.spec.grouped):
-                    at = cutlass.Int64(k) * units + unit
-                else:
-                    at = (cutlass.Int64(unit // units) * across + k) * units + unit % units
-                self.store_atom(columnwise_scale, at, y, part)
+                        for half in cutlass.range_constexpr(2):
+                            for i in cutlass.range_constexpr(2):
+                                part[i, half, band] = taken[2 * (band + 4 * half) + i]
+                    self.store_atom(scale, cutlass.Int64(unit) * across + k, y, part)
+            if side == 1:  # noqa: SIM102
+                if cutlass.const_expr(self.spec.columnwise):
+                    for quarter in cutlass.range_constexpr(4):
+                        for band in cutlass.range_constexpr(4):
+                            byte = taken[2 * (band + 4 * (quarter // 2)) + quarter % 2]
+                            part[band % 2, band // 2, quarter] = byte
+                    if cutlass.const_expr(self.spec.grouped):
+                        at = cutlass.Int64(k) * units + unit
+                    else:
+                        at = (cutlass.Int64(unit // units) * across + k) * units + unit % units
+                    self.store_atom(columnwise_scale, at, y, part)
 
     @cute.jit
     def store_atom(self, scales, atom, y, part):

@@ -30,8 +30,8 @@ def tiles_at_most(rows: Int32, groups: Int32) -> Int32:
 
 
 @cute.jit
-def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32) -> RowTile:
-    """Tile ``unit`` of rows in groups; all 32 lanes of a warp call it and get the same."""
+def group_of_unit(offs: cute.Tensor, rows: Int32, unit: Int32) -> Int32:
+    """The group of tile ``unit``, the number of groups for the tail; all 32 lanes of a warp call it."""
     groups = Int32(cute.size(offs))
     lane = cute.arch.lane_idx()
     # How many groups, the tail included, begin at this unit or before: one less than the group after the one sought.
@@ -42,9 +42,43 @@ def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32) -> RowTile:
             _, end = group_range(offs, rows, first + lane, False)
             begins = end // ROWS + first + lane + 1 <= unit
         before += cute.arch.popc(cute.arch.vote_ballot_sync(begins))
+    return before
+
+
+@cute.jit
+def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32) -> RowTile:
+    """Tile ``unit`` of rows in groups; all 32 lanes of a warp call it and get the same."""
+    before = group_of_unit(offs, rows, unit)
     start, end = group_range(offs, rows, before, True)
     first = start + (unit - start // ROWS - before) * ROWS
-    return RowTile(first, cutlass.min(end - first, Int32(ROWS)), before == groups)
+    return RowTile(first, cutlass.min(end - first, Int32(ROWS)), before == Int32(cute.size(offs)))
+
+
+class Place(NamedTuple):
+    """Where a tile lies in a placement of a smaller unit, ``places`` coordinates from ``first`` on (none if negative).
+
+    The tiles of all groups together have every coordinate once, also those that no row maps to. ``group``: the tile's;
+    ``leads``: it is the first of the group.
+    """
+
+    first: Int32
+    places: Int32
+    group: Int32
+    leads: Boolean
+
+
+@cute.jit
+def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, u: cutlass.Constexpr) -> Place:
+    """The place of tile ``unit`` under the placement of unit ``u``, which divides 128."""
+    groups = Int32(cute.size(offs))
+    before = group_of_unit(offs, rows, unit)
+    start, end = group_range(offs, rows, before, True)
+    ordinal = unit - start // ROWS - before
+    first = (start // u + before) * u + ordinal * ROWS
+    past = cutlass.max(ceil_div(rows, u) + groups - 1, 0) * u
+    if before < groups:
+        past = cutlass.min((end // u + before + 1) * u, past)
+    return Place(first, cutlass.min(past - first, Int32(ROWS)), before, ordinal == 0)
 
 
 @cute.jit
@@ -54,3 +88,12 @@ def matrix_tile(rows: Int32, unit: Int32) -> RowTile:
     matrix = unit // across
     inside = (unit - matrix * across) * ROWS
     return RowTile(matrix * rows + inside, cutlass.min(rows - inside, Int32(ROWS)), Boolean(False))
+
+
+@cute.jit
+def matrix_place(rows: Int32, unit: Int32) -> Place:
+    """The place of tile ``unit`` in a matrix of ``rows`` columns, the transposed one."""
+    across = ceil_div(rows, ROWS)
+    matrix = unit // across
+    inside = (unit - matrix * across) * ROWS
+    return Place(inside, cutlass.min(rows - inside, Int32(ROWS)), matrix, inside == 0)

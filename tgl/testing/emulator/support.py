@@ -175,6 +175,7 @@ _NUMERICS = [
     "mulwide",
     "idiv",
     "iminmax",
+    "iminmax2",
     "prmt",
     "lop3",
     "shf",

@@ -12,6 +12,7 @@ WIDTH = {
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
     "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f32x2": 64,
     "b128": 128,
+    "u16x2": 32, "s16x2": 32,
 }  # fmt: skip
 FULL = {8: "0xFF", 16: "0xFFFF", 32: "0xFFFFFFFF", 64: "0xFFFFFFFFFFFFFFFF"}
 
@@ -75,11 +76,16 @@ def _integer(name: str, ty: str, v: list[str], ops: list, g, ins: Insn) -> str:
     return f"iminmax({v[0]}, (0 - {v[0]}) & {mask}, {bits}, True, True)"  # abs
 
 
-@op("add", "sub", "mul", "mad", "div", "rem", "min", "max", "neg", "abs", mods=_ARITHMETIC + " lo hi wide")
+@op("add", "sub", "mul", "mad", "div", "rem", "min", "max", "neg", "abs", mods=_ARITHMETIC + " lo hi wide u16x2 s16x2")
 def arithmetic(g, ins: Insn, part: bool) -> list[str]:
     ty = ins.parts[-1]
     if ty in FLOAT_TYPES:
         return _float(g, ins, part)
+    if ty in ("u16x2", "s16x2"):
+        if list(ins.parts[:-1]) not in (["min"], ["max"]):
+            raise UnsupportedError(ins.op)
+        a, b = _values(g, ins, 32)
+        return [g.assign(ins.ops[0], f"iminmax2({a}, {b}, {ty[0] == 's'}, {ins.parts[0] == 'max'})", part)]
     if ty not in INTEGER_TYPES:
         raise UnsupportedError(ins.op)
     return [g.assign(ins.ops[0], _integer(ins.parts[0], ty, _values(g, ins, WIDTH[ty]), ins.ops, g, ins), part)]

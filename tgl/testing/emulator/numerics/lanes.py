@@ -201,6 +201,14 @@ def iminmax(a, b, bits, signed, mx):
     return (np.maximum if mx else np.minimum)(x, y).view(UDT[bits])
 
 
+def iminmax2(a, b, signed, mx):
+    """The larger (``mx``) or smaller of the lower and of the upper halves of two 32-bit integers."""
+    kind = np.int16 if signed else np.uint16
+    x, y = vec(a, 32).view(kind).reshape(-1, 2), vec(b, 32).view(kind).reshape(-1, 2)
+    picked = (np.maximum if mx else np.minimum)(x, y).view(np.uint32).reshape(-1)
+    return int(picked[0]) if type(a) is int and type(b) is int else picked
+
+
 def addsat(a, b, sub):
     """``add.sat.s32`` / ``sub.sat.s32``: clamped to the signed 32-bit range."""
 

@@ -1,0 +1,131 @@
+"""Quantisation on a GPU against a copy, on the shapes and routings of real models.
+
+    python benchmarks/quantize_gpu.py [--formats mxfp8 ...] [--shapes mixtral-fc1 ...] [--samples 40] [--out FILE]
+
+For every format: both directions, rowwise only, columnwise only. Bandwidth counts the bytes that must move, x once and
+every component once, and is given as a fraction of that of ``copy_`` of x. Every arm is a captured graph; before each
+replay 256 MB are written, so L2 holds none of x; arms take turns and medians are compared. Nothing is timed before its
+bytes are those of the CPU implementation on a smaller problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tgl
+from tgl.meta.quantized import Components
+
+SHAPES = {  # groups, rows, columns
+    "mixtral-fc1": (8, 16384, 4096),
+    "mixtral-fc2": (8, 16384, 14336),
+    "qwen3-fc1": (128, 65536, 2048),
+    "qwen3-fc2": (128, 65536, 768),
+    "deepseek-fc1": (32, 65536, 7168),
+}
+ROUTINGS = ("balanced", "zipf")
+FORMATS: dict[str, dict[str, Any]] = {"mxfp8": dict(format="mxfp8", scale_layout="blocked")}
+DIRECTIONS = {"both": {}, "rowwise": dict(columnwise=False), "columnwise": dict(rowwise=False)}
+FLUSH_BYTES = 256 << 20
+
+
+def ends(groups: int, rows: int, routing: str) -> torch.Tensor:
+    """Cumulative ends of ``groups`` groups that have ``rows`` rows together."""
+    weights = torch.ones(groups) if routing == "balanced" else 1 / torch.arange(1, groups + 1)
+    sizes = (weights / weights.sum() * rows).int()
+    sizes[0] += rows - sizes.sum()
+    return sizes.cumsum(0).int()
+
+
+def check(options: dict[str, Any]) -> None:
+    """Raise if the bytes are not those of the CPU implementation."""
+    sizes = torch.tensor([5, 0, 130, 127, 128, 129, 1, 0, 40, 300])
+    x = torch.randn(int(sizes.sum()) + 100, 1168) * torch.exp2(torch.randint(-20, 20, (1168,)).float())
+    x, offs = x.bfloat16(), sizes.cumsum(0).int()
+    expected = tgl.group_quantize(x, offs, **options)
+    got = tgl.group_quantize(x.cuda(), offs.cuda(), **options)
+    for name, ours, theirs in zip(Components._fields, got, expected):
+        if not torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)):
+            raise AssertionError(f"{options}: {name} differs from that of the CPU")
+
+
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of ``work``, which has run before."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def medians(graphs: dict[str, torch.cuda.CUDAGraph], samples: int) -> dict[str, float]:
+    """Milliseconds of each graph."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(samples):
+        for name, graph in graphs.items():
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def measure(shape: str, routing: str, formats: list[str], samples: int) -> list[dict[str, Any]]:
+    """One row per format and direction."""
+    groups, rows, columns = SHAPES[shape]
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    offs, copy = ends(groups, rows, routing).cuda(), torch.empty_like(x)
+    kept = []  # graphs do not keep what they write to
+    graphs, moved = {"copy": captured(lambda: copy.copy_(x))}, {"copy": 2 * x.nbytes}
+    for name in formats:
+        for direction, given in DIRECTIONS.items():
+            options = FORMATS[name] | given
+            out = tgl.group_quantize(x, offs, **options)
+            kept.append(out)
+            arm = f"{name} {direction}"
+            graphs[arm] = captured(lambda o=options, b=out: tgl.group_quantize(x, offs, **o, out=b))
+            moved[arm] = x.nbytes + sum(t.nbytes for t in out)
+    times = medians(graphs, samples)
+    speeds = {name: moved[name] / times[name] / 1e9 for name in times}
+    return [
+        dict(shape=shape, routing=routing, arm=a, ms=times[a], tb_per_s=speeds[a], of_copy=speeds[a] / speeds["copy"])
+        for a in times
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    for name in args.formats:
+        for given in DIRECTIONS.values():
+            check(FORMATS[name] | given)
+    results = []
+    print(f"{torch.cuda.get_device_name()}\n{'shape':14} {'routing':9} {'arm':22} {'ms':>8} {'TB/s':>6} {'of copy':>8}")
+    for shape in args.shapes:
+        for routing in ROUTINGS:
+            for row in measure(shape, routing, args.formats, args.samples):
+                results.append(row)
+                print("{shape:14} {routing:9} {arm:22} {ms:8.4f} {tb_per_s:6.2f} {of_copy:8.2f}".format(**row))
+            torch.cuda.empty_cache()
+    if args.out:
+        args.out.write_text(json.dumps(dict(device=torch.cuda.get_device_name(), results=results), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Quantisation kernels on a device: the bytes of the CPU implementation, canaries intact, one graph for any routing."""
+
+import pytest
+import torch
+
+import tgl
+from tests.gpu.test_sm90 import DEVICE, ROUTINGS, TAIL, ends, served
+from tgl.meta.quantized import Components
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MARGIN, CANARY = 64, 0xA5
+OPTIONS = {
+    "blocked": dict(scale_layout="blocked"),
+    "compact": dict(),
+    "rowwise, floor": dict(columnwise=False, scaling="floor", scale_layout="blocked"),
+    "columnwise, even": dict(rowwise=False, scaling="even", dtype=E5M2),
+}
+
+
+def awkward(*shape, dtype=BF16):
+    """Values of many exponents, some zeros, an Inf and a NaN."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-40, 40, shape).float())
+    x[..., ::13] = 0.0
+    if x.numel() > 50:
+        x.view(-1)[7], x.view(-1)[50] = float("inf"), float("nan")
+    return x.to(dtype)
+
+
+def rows(sizes, columns, dtype=BF16):
+    x = awkward(sum(sizes) + TAIL, columns, dtype=dtype)
+    x[sum(sizes) :] = float("nan")
+    return x
+
+
+def differing(ours, theirs):
+    """How many bytes of each component differ."""
+    pairs = zip(Components._fields, ours, theirs)
+    counts = {name: (a.cpu().view(torch.uint8) != b.view(torch.uint8)).sum().item() for name, a, b in pairs}
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_bytes(sizes, options):
+    x = rows(sizes, 272)
+    expected = tgl.group_quantize(x, ends(sizes).cpu(), format="mxfp8", **options)
+    got = served(tgl.group_quantize, x.to(DEVICE), ends(sizes), format="mxfp8", **options)
+    assert not differing(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("scaling", ["rceil", "floor", "even"])
+def test_sources(dtype, scaling):
+    sizes = ROUTINGS["edges"]
+    x = rows(sizes, 200, dtype)
+    options = dict(format="mxfp8", scaling=scaling, scale_layout="blocked")
+    expected = tgl.group_quantize(x, ends(sizes).cpu(), **options)
+    assert not differing(served(tgl.group_quantize, x.to(DEVICE), ends(sizes), **options), expected)
+
+
+@pytest.mark.parametrize("layout", ["compact", "blocked"])
+def test_matrices(layout):
+    w = awkward(3, 200, 264)
+    expected = tgl.group_quantize(w, None, format="mxfp8", scale_layout=layout)
+    got = served(tgl.group_quantize, w.to(DEVICE), None, format="mxfp8", scale_layout=layout)
+    assert not differing(got, expected)
+
+
+def test_wide_rows_and_canaries():
+    """More columns than a block walks over, in buffers between canaries."""
+    sizes = (300, 0, 517, 2)
+    x = rows(sizes, 4104)
+    expected = tgl.group_quantize(x, ends(sizes).cpu(), format="mxfp8", scale_layout="blocked")
+    buffers = [
+        torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8, device=DEVICE)
+        for t in expected
+    ]
+    out = Components(*(b[MARGIN:-MARGIN].view(t.dtype).view(t.shape) for b, t in zip(buffers, expected)))
+    tgl.group_quantize(x.to(DEVICE), ends(sizes), format="mxfp8", scale_layout="blocked", out=out)
+    assert not differing(out, expected)
+    for buffer in buffers:
+        assert (buffer[:MARGIN] == CANARY).all()
+        assert (buffer[-MARGIN:] == CANARY).all()
+
+
+def test_one_graph_for_any_routing():
+    routings = [(100, 0, 300), (0, 400, 0), (133, 133, 134), (0, 0, 1)]
+    x, offs = awkward(400, 384).to(DEVICE), ends(routings[0])
+    options = dict(format="mxfp8", scale_layout="blocked")
+    out = tgl.group_quantize(x, offs, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tgl.group_quantize(x, offs, **options, out=out)
+    for sizes in routings:
+        offs.copy_(ends(sizes))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not differing(out, tgl.group_quantize(x.cpu(), offs.cpu(), **options))

@@ -1,0 +1,161 @@
+"""What a lane of a quantisation kernel holds: eight neighbouring columns in eight rows of a tile of 128 x 128."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Uint16, cute
+
+from .tiles import ROWS
+
+LANES = 32
+WARPS = 8
+COLUMNS = 128
+VECTOR = 8  # columns of a lane
+STEPS = 8  # rows of a lane
+
+MAGNITUDE = 0x7FFFFFFF
+MAGNITUDES = 0x7FFF7FFF  # of two 16-bit values
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632  # of two words, by prmt
+TYPES = {
+    "float8_e4m3fn": "Float8E4M3FN",
+    "float8_e5m2": "Float8E5M2",
+    "float32": "Float32",
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+}
+
+
+def reinterpret(value: Any, kind: Any) -> Any:
+    """The number of type ``kind`` with the bits of ``value``."""
+    held = cute.make_rmem_tensor(1, type(value))
+    held[0] = value
+    return cute.recast_tensor(held, kind)[0]
+
+
+def as_float(bits: Int32) -> Float32:
+    """The float32 of these bits."""
+    return reinterpret(bits, Float32)
+
+
+def as_bits(value: Float32) -> Int32:
+    """The bits of a float32."""
+    return reinterpret(value, Int32)
+
+
+def halves(a: Int32, b: Int32, which: int) -> Int32:
+    """A half of ``a`` below a half of ``b``."""
+    return Int32(cute.arch.prmt(a, b, which))
+
+
+def larger_halves(a: Int32, b: Int32) -> Int32:
+    """The larger lower halves and the larger upper halves, none negative."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+class LaneValues:
+    """Loads, and maxima of magnitudes as integers, in which NaN is the largest; of 16-bit sources two at a time.
+
+    A subclass has ``corner(k, thread)``, a lane's first row and column of tile ``k``.
+
+    Args:
+        source: name of the dtype of x.
+        step: from a row of a lane to its next.
+    """
+
+    def __init__(self, source: str, step: int):
+        self.source = getattr(cutlass, TYPES[source])
+        self.packed = self.source.width == 16
+        self.step = step
+
+    @cute.jit
+    def whole(self, x, tile, k):
+        """Whether all of tile k exists and is not in the tail."""
+        return not tile.tail and tile.count == ROWS and (k + 1) * COLUMNS <= x.shape[1]
+
+    @cute.jit
+    def load_tile(self, x, values, tile, k, thread):
+        """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
+        row, column = self.corner(k, thread)
+        if self.whole(x, tile, k):
+            start = self.address(x, tile.first + row, column)
+            for i in cutlass.range_constexpr(STEPS):
+                self.copy_row(start + cutlass.Int64(x.stride[0]) * (self.step * i), values[None, i], True)
+        elif tile.count > 0 and not tile.tail:
+            column = cutlass.min(column, x.shape[1] - VECTOR)
+            for i in cutlass.range_constexpr(STEPS):
+                at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
+                self.copy_row(self.address(x, at, column), values[None, i], True)
+
+    @cute.jit
+    def clear_outside(self, x, values, tile, k, thread):
+        """Zeros where there is no value."""
+        row, column = self.corner(k, thread)
+        words = cute.recast_tensor(values, Int32)
+        for i in cutlass.range_constexpr(STEPS):
+            there = row + self.step * i < tile.count and column < x.shape[1] and not tile.tail
+            for j in cutlass.range_constexpr(cute.size(words, mode=[0])):
+                words[j, i] = words[j, i] if there else Int32(0)
+
+    @cute.jit
+    def multiply_rows(self, row_scale, values, tile, thread):
+        """Rows times their factors, rounded to their dtype."""
+        row, _ = self.corner(Int32(0), thread)
+        for i in cutlass.range_constexpr(STEPS):
+            factor = Float32(0)
+            if row + self.step * i < tile.count and not tile.tail:
+                factor = row_scale[tile.first + row + self.step * i].to(Float32)
+            values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
+
+    def maxima(self, values):
+        """A lane's largest magnitudes of 8 rows and 8 columns, each as four pairs of neighbours: packed or two words."""
+        words = cute.recast_tensor(values, Int32)
+        many = cute.size(words, mode=[0])
+        largest, mask = (larger_halves, MAGNITUDES) if self.packed else (cutlass.max, MAGNITUDE)
+        rows, columns = [], []
+        for i in range(STEPS):
+            magnitudes = [words[j, i] & mask for j in range(many)]
+            columns = [largest(a, b) for a, b in zip(columns, magnitudes)] if i else magnitudes
+            while len(magnitudes) > 1:
+                magnitudes = [largest(a, b) for a, b in zip(magnitudes[::2], magnitudes[1::2])]
+            rows.append(magnitudes[0])
+        if not self.packed:
+            return list(zip(rows[::2], rows[1::2])), list(zip(columns[::2], columns[1::2]))
+        packed = [
+            (largest(halves(a, b, LOWER_HALVES), halves(a, b, UPPER_HALVES)),) for a, b in zip(rows[::2], rows[1::2])
+        ]
+        return packed, [(word,) for word in columns]
+
+    def shared_maximum(self, pairs, lane, upper: int, lower: int):
+        """The maxima over four lanes, which differ in two bits, of the pair with the number that these bits form."""
+        largest = larger_halves if self.packed else cutlass.max
+        for bit in (upper, lower):
+            there = (lane & bit) != 0
+            middle = len(pairs) // 2
+            met = []
+            for one, other in zip(pairs[:middle], pairs[middle:]):
+                kept = [cutlass.select_(there, b, a) for a, b in zip(one, other)]
+                sent = [cutlass.select_(there, a, b) for a, b in zip(one, other)]
+                met.append(tuple(largest(a, cute.arch.shuffle_sync_bfly(b, bit)) for a, b in zip(kept, sent)))
+            pairs = met
+        if not self.packed:
+            return pairs[0]
+        word = pairs[0][0]
+        if self.source is cutlass.BFloat16:
+            return word << 16, word & -65536
+        return tuple(as_bits(reinterpret(Uint16(h), self.source).to(Float32)) for h in (word & 0xFFFF, word >> 16))
+
+    def address(self, tensor, row, column):
+        """Pointer to an element; the offset is 64 bits wide."""
+        return tensor.iterator + (cutlass.Int64(row) * tensor.stride[0] + column)
+
+    @cute.jit
+    def copy_row(self, pointer, part, load: cutlass.Constexpr):
+        """``VECTOR`` elements of a row, to or from registers."""
+        width = min(VECTOR * part.element_type.width // 8, 16)
+        memory = cute.make_tensor(pointer.align(width), cute.make_layout(VECTOR))
+        if cutlass.const_expr(load):
+            cute.autovec_copy(memory, part)
+        else:
+            cute.autovec_copy(part, memory)
