@@ -80,17 +80,19 @@ def check(dy, x, offs, probs, params, got):
     p = torch.ones(end, 1, dtype=torch.float64) if probs is None else probs[:end, None].double()
     g, u = params.halves(x)
     exact = params.value(g.clone(), u) * p
-    assert ((y.double() - exact).abs() <= half_unit(exact, y.dtype) + 8 * UNIT * exact.abs()).all()
+    # The argument of the sigmoid is a rounded product, which moves an exponential by as many units as it is large.
+    own = UNIT * (8 + (params.alpha * g.abs() if params.kind == "clamped_qgeglu" else 0))
+    assert ((y.double() - exact).abs() <= half_unit(exact, y.dtype) + own * exact.abs()).all()
     a, a1, linear, slope = params.factors(g, u)
     linear = torch.ones_like(a) if linear is None else linear
     slope = torch.ones_like(a) if slope is None else slope
     terms = (torch.abs(a) + 1) * p * dy.abs() * linear.abs()  # A' = s + alpha a (1 - s), whose terms may cancel
     dg, du = params.halves(dx.double())
     exact = dy * p * a1 * linear
-    assert ((dg - exact).abs() <= half_unit(exact, dx.dtype) + 16 * UNIT * terms).all()
+    assert ((dg - exact).abs() <= half_unit(exact, dx.dtype) + (own + 8 * UNIT) * terms).all()
     if du is not None:
         exact = dy * p * a * slope
-        assert ((du - exact).abs() <= half_unit(exact, dx.dtype) + 8 * UNIT * exact.abs()).all()
+        assert ((du - exact).abs() <= half_unit(exact, dx.dtype) + own * exact.abs()).all()
     if probs is not None:
         summands = dy * a * linear
         bound = (8 + dy.shape[1] / 32) * UNIT * summands.abs().sum(1)
@@ -148,7 +150,7 @@ def test_srelu_is_exact():
 def test_special_values_and_layouts():
     """NaN and infinities as the CPU has them; rows apart from each other, misaligned, and of one kind repeated."""
     offs = torch.tensor([3, 7], dtype=torch.int32)
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 88.0, -88.0, 200.0, -200.0])
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 80.0, -80.0, 200.0, -200.0])
     wide = torch.stack(torch.meshgrid(special, special, indexing="ij")).reshape(2, 81).flatten().expand(7, 162)
     for params in (KINDS["swiglu"], KINDS["clamped"], KINDS["srelu"]):
         for x in (wide, wide.clone().bfloat16(), torch.cat([wide, wide], 1)[:, 1:163]):

@@ -137,11 +137,11 @@ class GroupedActivation:
             clear_row(y, row, lane, self.vector)
 
     @cute.jit
-    def activate_row(self, x: cute.Tensor, probs: cute.Tensor | None, y: cute.Tensor, row: Int32, lane: Int32):
+    def activate_row(self, x: cute.Tensor, probs: Any, y: cute.Tensor, row: Int32, lane: Int32):
         """One row, by one warp."""
         spec, vector = self.spec, self.vector
         columns = Int32(y.shape[1])
-        factor = None
+        factor: Any = None
         if cutlass.const_expr(probs is not None):
             factor = probs[row].to(Float32)
         parts = cute.make_rmem_tensor((vector, 2 if spec.gated else 1, BATCH), x.element_type)
@@ -196,7 +196,7 @@ class GroupedActivationBackward:
         offs: cute.Tensor,
         probs: cute.Tensor | None,
         dx: cute.Tensor,
-        dprobs: cute.Tensor | None,
+        dprobs: Any,
     ):
         """Eight rows, one per warp."""
         block, _, _ = cute.arch.block_idx()
@@ -217,12 +217,12 @@ class GroupedActivationBackward:
 
     @cute.jit
     def differentiate_row(
-        self, dy: cute.Tensor, x: cute.Tensor, probs: cute.Tensor | None, dx: cute.Tensor, row: Int32, lane: Int32
+        self, dy: cute.Tensor, x: cute.Tensor, probs: Any, dx: cute.Tensor, row: Int32, lane: Int32
     ) -> Float32:
         """One row, by one warp; returns the lane's share of the sum."""
         spec, vector = self.spec, self.vector
         columns = Int32(dy.shape[1])
-        factor = None
+        factor: Any = None
         if cutlass.const_expr(probs is not None):
             factor = probs[row].to(Float32)
         total = Float32(0)

@@ -17,13 +17,15 @@ class ActivateQuantizeMXFP8(QuantizeMXFP8):
 
     def __init__(self, spec: MXFP8Spec):
         super().__init__(spec)
+        assert spec.activation is not None
+        self.activation = spec.activation
         self.occupancy = 2
         self.at_once = 2 if self.packed else 1  # rows of a lane whose inputs are in flight
 
     @cute.jit
     def __call__(self, x: cute.Tensor, *arguments):
         """Launch; ``x`` is ``[T, 2 I]``, or ``[T, I]`` if not gated, the rest as for ``QuantizeMXFP8``."""
-        if cutlass.const_expr(self.spec.activation.gated):
+        if cutlass.const_expr(self.activation.gated):
             x = cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], x.shape[1] // 2), stride=x.stride))
         super().__call__(x, *arguments)
 
@@ -44,7 +46,7 @@ class ActivateQuantizeMXFP8(QuantizeMXFP8):
     @cute.jit
     def activate_rows(self, x, probs, values, tile, top, column):
         """``at_once`` rows of a lane from ``top`` on, to the last of ``values``."""
-        spec = self.spec.activation
+        spec = self.activation
         halves = cute.make_rmem_tensor((VECTOR, 2 if spec.gated else 1, self.at_once), self.source)
         for i in cutlass.range_constexpr(self.at_once):
             row = tile.first + cutlass.min(top + self.step * i, tile.count - 1)

@@ -1,5 +1,6 @@
 """What a lane of a quantisation kernel holds: eight neighbouring columns in eight rows of a tile of 128 x 128."""
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -64,6 +65,8 @@ class LaneValues:
         step: from a row of a lane to its next.
     """
 
+    corner: Callable[..., Any]
+
     def __init__(self, source: str, step: int):
         self.source = getattr(cutlass, TYPES[source])
         self.packed = self.source.width == 16
@@ -109,11 +112,12 @@ class LaneValues:
             values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
 
     def maxima(self, values):
-        """A lane's largest magnitudes of 8 rows and 8 columns, each as four pairs of neighbours: packed or two words."""
+        """A lane's largest magnitudes of 8 rows and 8 columns, in four pairs of neighbours: packed or two words."""
         words = cute.recast_tensor(values, Int32)
         many = cute.size(words, mode=[0])
         largest, mask = (larger_halves, MAGNITUDES) if self.packed else (cutlass.max, MAGNITUDE)
-        rows, columns = [], []
+        rows: list[Any] = []
+        columns: list[Any] = []
         for i in range(STEPS):
             magnitudes = [words[j, i] & mask for j in range(many)]
             columns = [largest(a, b) for a, b in zip(columns, magnitudes)] if i else magnitudes

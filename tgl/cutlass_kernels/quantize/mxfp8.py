@@ -200,7 +200,7 @@ class QuantizeMXFP8(LaneValues):
         """Scales to ``held``, compact ones to memory; a word of two inverses of this lane's blocks per direction."""
         spec = self.spec
         warp, lane = thread // LANES, thread % LANES
-        top, column = self.corner(k, thread)
+        _, column = self.corner(k, thread)
         band, quarter = warp % 4, lane // 8
         row_word, column_word = Int32(0), Int32(0)
         bytes_ = cute.recast_tensor(held, Uint8)  # a warp's 64, by the row of the atom, then by its second coordinate
@@ -243,7 +243,8 @@ class QuantizeMXFP8(LaneValues):
         """Elements of a warp's 32 x 64 to memory; the inverses of all blocks come from the lanes that made them."""
         spec, lane = self.spec, thread % LANES
         top, column = self.corner(k, thread)
-        row_inverses, column_inverses = None, None
+        row_inverses: Any = None
+        column_inverses: Any = None
         if cutlass.const_expr(spec.rowwise):
             row_inverses = self.inverses(row_word, [lane // 4 * 4 + i for i in range(4)])
         if cutlass.const_expr(spec.columnwise):
