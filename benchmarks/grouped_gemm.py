@@ -5,8 +5,10 @@
 
 Arms: ``tgl``, ``torch`` (torch._grouped_mm), ``loop`` (torch.mm per group), ``dense`` (one torch.mm of the same FLOPs:
 the ceiling) and ``quack`` where that is installed; for bias sums ``copy``, where bandwidths are compared. Every arm is
-a captured graph. Before each replay 256 MB are written, so L2 holds nothing; events enclose the replay alone. Arms take
-turns in rotating order, and medians are compared. FLOPs are those of the routed rows, ``2 R N K``.
+a captured graph. Before each replay 256 MB are written, so L2 holds nothing of use, and with ``--clean-l2`` another
+256 MB are read, so that it holds nothing that has to be written back at the cost of the op (a copy leaves as much
+behind itself; an op that only reads does not). Events enclose the replay alone. Arms take turns in rotating order, and
+medians are compared. FLOPs are those of the routed rows, ``2 R N K``.
 
 Nothing is timed before tgl has passed its gates: an error as small as per-group torch.mm's against float32, no poison
 left in the output, the same bits again, and new offsets in the same graph giving new results. Results: a table of
@@ -243,9 +245,10 @@ def gate(problem: Problem, graph: torch.cuda.CUDAGraph) -> str | None:
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-def measure(graphs: dict[str, torch.cuda.CUDAGraph], samples: int) -> dict[str, list[float]]:
-    """Milliseconds of ``samples`` replays of each graph, taken in turns."""
+def measure(graphs: dict[str, torch.cuda.CUDAGraph], samples: int, clean: bool = False) -> dict[str, list[float]]:
+    """Milliseconds of ``samples`` replays of each graph, taken in turns; ``clean`` as ``--clean-l2``."""
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
+    other = torch.zeros(L2_BYTES // 4, dtype=torch.float32, device="cuda") if clean else None
     names = list(graphs)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
     for sample in range(samples + 3):
@@ -254,6 +257,8 @@ def measure(graphs: dict[str, torch.cuda.CUDAGraph], samples: int) -> dict[str, 
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(500_000)  # the host gets ahead, so that no launch latency is timed
             flush.zero_()
+            if other is not None:
+                other.sum()
             start.record()
             graphs[name].replay()
             end.record()
@@ -317,7 +322,7 @@ def run_case(name: str, op: str, routing: str, args: argparse.Namespace) -> dict
     wrong = failed.get("tgl") or gate(problem, graphs["tgl"])
     if wrong:
         return {**result, "wrong": wrong, "failed": failed}
-    times = {arm: summary(t) for arm, t in measure(graphs, args.samples).items()}
+    times = {arm: summary(t) for arm, t in measure(graphs, args.samples, args.clean_l2).items()}
     return {**result, "times": times, "failed": failed}
 
 
@@ -379,6 +384,10 @@ def plot(results: list[dict], path: Path) -> None:
         if points:
             axes.plot(*zip(*points), marker, label=arm, markersize=4)
     axes.axvline(1.0, color="gray", linewidth=1)
+    axes.set_xscale("log")  # a ratio and its inverse are equally far from 1
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="minor", labelsize=6)
     axes.set_yticks(range(len(shown)), [f"{r['shape']} {r['op']} {r['routing']}" for r in shown], fontsize=6)
     axes.invert_yaxis()
     axes.set_xlabel("time of the arm / time of tgl")
@@ -418,7 +427,7 @@ def sweep(args: argparse.Namespace) -> list[dict]:
                         with tiling(chosen):
                             graphs[label] = captured(problem.tgl)
                             labels[label] = gate(problem, graphs[label])
-                times = {label: summary(t) for label, t in measure(graphs, args.samples).items()}
+                times = {label: summary(t) for label, t in measure(graphs, args.samples, args.clean_l2).items()}
                 best = sorted(times, key=lambda label: times[label]["median"])
                 results.append({"shape": name, "op": op, "routing": routing, "times": times, "wrong": labels})
                 text = "  ".join(f"{label} {problem.flops / times[label]['median'] / 1e9:.0f}" for label in best)
@@ -452,6 +461,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--arms", nargs="+", default=["torch", "loop", "dense", "copy", "quack"])
     parser.add_argument("--samples", type=int, default=50)
+    parser.add_argument("--clean-l2", action="store_true", help="leave nothing in L2 that is to be written back")
     parser.add_argument("--config", help="tile_m x tile_n, x2 for a cluster of two, pp for ping-pong: 128x128x2pp")
     parser.add_argument("--band", type=int, default=8, help="with --config or --sweep-configs: tile rows per band")
     parser.add_argument("--sweep-configs", action="store_true")

@@ -35,9 +35,9 @@ forward
   grouped_gemm: f32[6, 4] = tgl.grouped_gemm(primals_1, primals_2, primals_3, primals_4)
   return [grouped_gemm, primals_1, primals_2, primals_3]
 backward
+  grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(primals_1, tangents_1, primals_3)
   transpose: f32[3, 4, 8] = aten.transpose.int(primals_2, 1, 2)
   grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(tangents_1, transpose, primals_3)
-  grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(primals_1, tangents_1, primals_3)
   grouped_dbias: f32[3, 4] = tgl.grouped_dbias(tangents_1, primals_3)
   return [grouped_gemm_1, grouped_gemm_wgrad, None, grouped_dbias]""",
     )
@@ -52,9 +52,9 @@ forward
   grouped_gemm: f32[6, 4] = tgl.grouped_gemm(primals_1, primals_2, primals_3, primals_4, primals_5)
   return [grouped_gemm, primals_1, primals_2, primals_3, primals_4, primals_5]
 backward
+  grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(primals_1, tangents_1, primals_3)
   transpose: f32[3, 4, 8] = aten.transpose.int(primals_2, 1, 2)
   grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(tangents_1, transpose, primals_3)
-  grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(primals_1, tangents_1, primals_3)
   grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_4, primals_5, primals_3)
   getitem: f32[3, 4] = getitem(grouped_dbias_dscales, 0)
   getitem_1: f32[6] = getitem(grouped_dbias_dscales, 1)
@@ -83,12 +83,12 @@ forward
   grouped_gemm: f32[6, 4] = tgl.grouped_gemm(primals_1, transpose, splits_to_offsets, primals_4)
   return [grouped_gemm, primals_1, splits_to_offsets, transpose]
 backward
-  transpose_1: f32[3, 4, 8] = aten.transpose.int(transpose, 1, 2)
-  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(tangents_1, transpose_1, splits_to_offsets)
   grouped_gemm_wgrad: f32[3, 4, 8] = tgl.grouped_gemm_wgrad(tangents_1, primals_1, splits_to_offsets)
-  transpose_2: f32[3, 8, 4] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
+  transpose_1: f32[3, 8, 4] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
+  transpose_2: f32[3, 4, 8] = aten.transpose.int(transpose, 1, 2)
+  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(tangents_1, transpose_2, splits_to_offsets)
   grouped_dbias: f32[3, 4] = tgl.grouped_dbias(tangents_1, splits_to_offsets)
-  transpose_3: f32[3, 4, 8] = aten.transpose.int(transpose_2, 1, 2)
+  transpose_3: f32[3, 4, 8] = aten.transpose.int(transpose_1, 1, 2)
   return [grouped_gemm_1, None, transpose_3, grouped_dbias]""",
     )
 
@@ -143,32 +143,32 @@ forward
   transpose: f32[3, 8, 8] = aten.transpose.int(primals_3, 1, 2)
   grouped_gemm: f32[6, 8] = tgl.grouped_gemm(primals_1, transpose, splits_to_offsets, primals_4)
   grouped_activation: f32[6, 4] = tgl.grouped_activation(grouped_gemm, splits_to_offsets, primals_5)
-  transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_7, 1, 2)
-  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(grouped_activation, transpose_1, splits_to_offsets, primals_6,
+  transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_6, 1, 2)
+  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(grouped_activation, transpose_1, splits_to_offsets, primals_7,
       primals_5)
-  return [grouped_gemm_1, primals_1, primals_5, primals_6, splits_to_offsets, transpose, grouped_gemm,
+  return [grouped_gemm_1, primals_1, primals_5, primals_7, splits_to_offsets, transpose, grouped_gemm,
       grouped_activation, transpose_1]
 backward
-  transpose_2: f32[3, 8, 4] = aten.transpose.int(transpose_1, 1, 2)
-  grouped_gemm_2: f32[6, 4] = tgl.grouped_gemm(tangents_1, transpose_2, splits_to_offsets)
   grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(tangents_1, grouped_activation, splits_to_offsets)
-  transpose_3: f32[3, 4, 8] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
-  grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_6, primals_5, splits_to_offsets)
+  transpose_2: f32[3, 4, 8] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
+  transpose_3: f32[3, 8, 4] = aten.transpose.int(transpose_1, 1, 2)
+  grouped_gemm_2: f32[6, 4] = tgl.grouped_gemm(tangents_1, transpose_3, splits_to_offsets)
+  grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_7, primals_5, splits_to_offsets)
   getitem: f32[3, 8] = getitem(grouped_dbias_dscales, 0)
   getitem_1: f32[6] = getitem(grouped_dbias_dscales, 1)
-  transpose_4: f32[3, 8, 4] = aten.transpose.int(transpose_3, 1, 2)
+  transpose_4: f32[3, 8, 4] = aten.transpose.int(transpose_2, 1, 2)
   grouped_activation_backward = tgl.grouped_activation_backward(grouped_gemm_2, grouped_gemm,
       splits_to_offsets, primals_5)
   getitem_2: f32[6, 8] = getitem(grouped_activation_backward, 0)
   getitem_3: f32[6] = getitem(grouped_activation_backward, 1)
   add: f32[6] = aten.add.Tensor(getitem_1, getitem_3)
-  transpose_5: f32[3, 8, 8] = aten.transpose.int(transpose, 1, 2)
-  grouped_gemm_3: f32[6, 8] = tgl.grouped_gemm(getitem_2, transpose_5, splits_to_offsets)
   grouped_gemm_wgrad_1: f32[3, 8, 8] = tgl.grouped_gemm_wgrad(getitem_2, primals_1, splits_to_offsets)
-  transpose_6: f32[3, 8, 8] = aten.transpose.int(grouped_gemm_wgrad_1, 1, 2)
+  transpose_5: f32[3, 8, 8] = aten.transpose.int(grouped_gemm_wgrad_1, 1, 2)
+  transpose_6: f32[3, 8, 8] = aten.transpose.int(transpose, 1, 2)
+  grouped_gemm_3: f32[6, 8] = tgl.grouped_gemm(getitem_2, transpose_6, splits_to_offsets)
   grouped_dbias: f32[3, 8] = tgl.grouped_dbias(getitem_2, splits_to_offsets)
-  transpose_7: f32[3, 8, 8] = aten.transpose.int(transpose_6, 1, 2)
-  return [grouped_gemm_3, None, transpose_7, grouped_dbias, add, getitem, transpose_4]""",
+  transpose_7: f32[3, 8, 8] = aten.transpose.int(transpose_5, 1, 2)
+  return [grouped_gemm_3, None, transpose_7, grouped_dbias, add, transpose_4, getitem]""",
     )
 
 
@@ -197,11 +197,11 @@ forward
   grouped_activation: f32[10, 4] = tgl.grouped_activation
   grouped_gemm_1: f32[10, 8] = tgl.grouped_gemm
 backward
-  grouped_gemm_2: f32[10, 4] = tgl.grouped_gemm
   grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad
+  grouped_gemm_2: f32[10, 4] = tgl.grouped_gemm
   grouped_activation_backward = tgl.grouped_activation_backward
-  grouped_gemm_3: f32[10, 8] = tgl.grouped_gemm
-  grouped_gemm_wgrad_1: f32[3, 8, 8] = tgl.grouped_gemm_wgrad""",
+  grouped_gemm_wgrad_1: f32[3, 8, 8] = tgl.grouped_gemm_wgrad
+  grouped_gemm_3: f32[10, 8] = tgl.grouped_gemm""",
     )
 
 

@@ -155,6 +155,27 @@ def test_parameter_and_its_update(case: str, backend: str) -> None:
     assert (counter.frame_count, update_counter.frame_count) == (1, 1)
 
 
+def test_a_float_is_a_constant() -> None:
+    """One that a graph would take as an input, like the attribute of a module, is guarded on instead."""
+
+    class Layer(nn.Module):
+        eps = 1.0
+
+        def forward(self, x: Tensor, offs: Tensor) -> GroupedTensor:
+            return tgl.quantize(x, offs, "fp8_tensor", eps=self.eps)
+
+    layer = Layer()
+    _, run = compiled(layer, "aot_eager", dynamic=True)
+    scales = []
+    for layer.eps in (1.0, 64.0):
+        for rows in (200, 5):
+            x = torch.ones(rows, K) / 8
+            expected = tgl.quantize(x, ends(rows), "fp8_tensor", eps=layer.eps)
+            assert_same_bytes(run(x, ends(rows)), expected)
+        scales.append(expected.rowwise_scale[0])
+    assert scales[1] == 64 * scales[0]
+
+
 def test_row_scale() -> None:
     def step(x: Tensor, offs: Tensor, probs: Tensor) -> Tensor:
         return tgl.quantize(x, offs, "mxfp8", row_scale=probs).dequantize()

@@ -421,3 +421,27 @@ def test_one_graph_for_every_routing(form: str, recipe: Any) -> None:
         main_grad.zero_()
     assert counter.frame_count == 1
     assert graph_breaks() == 0
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_autocast(backend: str, form: str, fuse: bool) -> None:
+    """Operands in bfloat16, gradients in float32, which keep what the plain layer would round to bfloat16."""
+    layer = make_layer(single_grouped_weight=FORMS[form], fuse_wgrad_accumulation=fuse)
+    main_grad = give_main_grad(layer).zero_() if fuse else None
+    (batch,) = make_microbatches(1)
+    out = batch.out.bfloat16()
+    want = expected(layer, [batch])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = compiled(layer, backend)(batch.x, batch.splits, out=out)
+    assert y.dtype == torch.bfloat16
+    y.backward(batch.dy.bfloat16())
+    have = main_grad if main_grad is not None else packed_gradient(layer, "weight")
+    assert have.dtype == torch.float32
+    assert torch.equal(have.double(), want.weight_gradient)
+    assert torch.equal(y[:ROUTED], want.outputs[0].bfloat16()[:ROUTED])
+    assert torch.equal(batch.x.grad[:ROUTED].double(), want.input_gradients[0].bfloat16().double())

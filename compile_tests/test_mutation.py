@@ -184,7 +184,7 @@ backward
   transpose: f32[3, 16, 8] = aten.transpose.int(primals_2, 1, 2)
   grouped_gemm_1: f32[9, 8] = tgl.grouped_gemm(tangents_1, transpose, primals_3)
   auto_functionalized_v2 = auto_functionalized_v2(tgl.grouped_gemm_wgrad_accumulate_.default, a=primals_1,
-      b=tangents_1, offs=primals_3, _main_grad_base_index=0, _all_bases=[primals_4])
+      b=tangents_1, offs=primals_3, overwrite=False, _main_grad_base_index=0, _all_bases=[primals_4])
   getitem_1: f32[3, 8, 16] = getitem(auto_functionalized_v2, 1)
   copy_: f32[3, 8, 16] = aten.copy_(primals_4, getitem_1)
   return [grouped_gemm_1, None, None, None]""",

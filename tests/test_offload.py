@@ -91,6 +91,7 @@ def test_one_context_entered_twice_and_left_by_an_error():
     assert context.tensors_offloaded == 1
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert offload._threshold is None
+    assert offload.ops.meters == []
 
 
 def test_the_source_is_freed_and_the_copy_with_the_graph():
@@ -266,10 +267,42 @@ def test_every_component_of_a_subclass_moves_or_none(min_bytes, tensors):
     assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], (pair.a + pair.b).sum(0))
 
 
+class Keeps(torch.autograd.Function):
+    """Saves a tensor as it is, and hands over what it gets back."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.save_for_backward(kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (Keeps.seen,) = ctx.saved_tensors
+        return dy, None
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_block"])
+def test_every_component_of_a_grouped_tensor_moves_or_none(format):
+    offs = torch.tensor([100, 200, 300], dtype=torch.int32)
+    saved = tgl.quantize(torch.randn(300, 128, dtype=torch.bfloat16), offs, format)
+    parts = {name: getattr(saved, name) for name in saved.__tensor_flatten__()[0]}
+    nbytes = sum(t.numel() * t.element_size() for t in parts.values())
+    for min_bytes, moves in ((nbytes, True), (nbytes + 1, False)):
+        with tgl.cpu_offload(min_bytes=min_bytes) as context:
+            y = Keeps.apply(torch.ones(1, requires_grad=True), saved)
+        y.backward()
+        assert counts(context) == ((len(parts), nbytes) if moves else (0, 0))
+        assert type(Keeps.seen) is type(saved)
+        for name, part in parts.items():
+            mine = getattr(Keeps.seen, name)
+            assert torch.equal(mine.view(torch.uint8), part.view(torch.uint8))
+            assert (mine.data_ptr() != part.data_ptr()) == moves
+
+
 # --- quantised layers -------------------------------------------------------------------------------------------------
 
-# What the weight gradient reads of an input [384, 128] in three groups: tensors, and their bytes. Every group starts on a
-# multiple of u rows, which takes u (ceil(384 / u) + 2) places: 448 for u = 32, 512 for 64, 640 for 128.
+# What the weight gradient reads of an input [384, 128] in three groups: tensors, and their bytes. Every group starts on
+# a multiple of u rows, which takes u (ceil(384 / u) + 2) places: 448 for u = 32, 512 for 64, 640 for 128.
 QUANTISED = {
     "MXFP8BlockScaling": (2, 384 * 128 + 640 // 32 * 128),
     "NVFP4BlockScaling": (3, 128 * 512 // 2 + 128 * 512 // 16 + 4 * G),

@@ -214,14 +214,18 @@ def produce(op: str, device: torch.device, spec: TensorSpec, *args: Any, **optio
     able = _on_device.get((op, device)) or _find_on_device(op, device)
     if able and able[0].produce is not None:
         return able[0].produce(spec, *args, **options)
-    out = spec.empty()
-    run(op, device, *args, out=out, **options)
+    options["out"] = out = spec.empty()
+    _serve(able, op, device, args, options)
     return out
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
-    for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
+    _serve(_on_device.get((op, device)) or _find_on_device(op, device), op, device, args, kwargs)
+
+
+def _serve(able: tuple[Implementation, ...], op: str, device: torch.device, args: tuple, kwargs: dict) -> None:
+    for implementation in able:
         if implementation.attempt is not None:
             if implementation.attempt(*args, **kwargs) is None:
                 return

@@ -88,7 +88,7 @@ class cpu_offload:
 
 def in_graph() -> bool:
     """Whether a graph is being traced in which layers must offload what they save."""
-    return torch.compiler.is_compiling() and _threshold is not None
+    return _threshold is not None and torch.compiler.is_compiling()
 
 
 def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:

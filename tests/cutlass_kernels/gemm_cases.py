@@ -78,7 +78,7 @@ def kernel(arch: str, kind: str, case: Case):
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, case.zero_tail and kind == VARLEN_M
     )
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
-    key = launch.PlanKey(kind, arch, True, name(case.dtype), 1, b_unit, spec, case.config)
+    key = launch.PlanKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config)
     if key not in _compiled:
         _compiled[key] = launch.build(key)
     return _compiled[key]

@@ -12,6 +12,7 @@ from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
 from tgl import backends
 from tgl.cutlass_kernels.activation import calls
 from tgl.cutlass_kernels.quantize import calls as quantizers
+from tgl.meta.quantized import Options
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -99,18 +100,22 @@ def check(dy, x, offs, probs, params, got):
         assert ((dprobs.double() - summands.sum(1)).abs() <= bound).all()
 
 
-@pytest.fixture(params=["sm_90a", "sm_100a"])
-def machine(request):
-    with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
-        yield machine
-        calls._plans.clear()
+@pytest.fixture(autouse=True)
+def _forget_kernels():
+    yield
+    calls._plans.clear()
+    quantizers._plans.clear()
 
 
-@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize(("dtype", "probs"), [(BF16, F32), (F16, None), (F32, F32)], ids=["bf16", "f16", "f32"])
-def test_ragged_groups(machine, params, dtype, probs):
-    problem = inputs(params, RAGGED, 9, 264, dtype, probs)
-    check(*problem, params, run(*problem, params))
+CASES = [("sm_90a", name, dtype, F32) for name in KINDS for dtype in (BF16, F32)]
+CASES += [("sm_90a", "swiglu", F16, None), ("sm_100a", "swiglu", BF16, F32), ("sm_100a", "clamped", F16, None)]
+
+
+@pytest.mark.parametrize(("arch", "name", "dtype", "probs"), CASES, ids=str)
+def test_ragged_groups(arch, name, dtype, probs):
+    problem = inputs(KINDS[name], RAGGED, 9, 264, dtype, probs)
+    with emulator.emulate(arch):
+        check(*problem, KINDS[name], run(*problem, KINDS[name]))
 
 
 @pytest.mark.parametrize("columns", [1, 7, 36, 1032])
@@ -119,7 +124,6 @@ def test_any_width(columns, name):
     problem = inputs(KINDS[name], (3, 0, 8), 2, columns, BF16, BF16)
     with emulator.emulate("sm_90a"):
         check(*problem, KINDS[name], run(*problem, KINDS[name], seeds=range(3)))
-    calls._plans.clear()
 
 
 @pytest.mark.parametrize("sizes, tail", [((0, 0), 5), ((8,), 0), ((), 9)], ids=str)
@@ -128,7 +132,6 @@ def test_routings(sizes, tail):
     dy, x, offs, probs = inputs(params, sizes, tail, 40, BF16, F32)
     with emulator.emulate("sm_90a"):
         got = run(dy, x, offs, probs, params)
-    calls._plans.clear()
     if sizes:
         check(dy, x, offs, probs, params, got)
     else:
@@ -142,7 +145,6 @@ def test_srelu_is_exact():
     wanted_dx, _ = torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs, kind="srelu")
     with emulator.emulate("sm_90a"):
         y, dx, _ = run(dy, x, offs, probs, params)
-    calls._plans.clear()
     assert torch.equal(y, wanted)
     assert torch.equal(dx, wanted_dx)
 
@@ -159,7 +161,6 @@ def test_special_values_and_layouts():
             with emulator.emulate("sm_90a") as machine:
                 y = tgl.grouped_activation(x, offs, **keywords)
                 assert len(machine.launches) == 1
-            calls._plans.clear()
             torch.testing.assert_close(y, wanted, rtol=2**-8 if y.dtype == BF16 else 1e-6, atol=2**-119, equal_nan=True)
 
 
@@ -169,7 +170,6 @@ def test_bad_offsets_stay_inside():
     with emulator.emulate("sm_90a"):
         for values in ((5, 1 << 30), (7, -3), (-(1 << 31),)):
             run(dy, x, torch.tensor(values, dtype=torch.int32), probs, params)
-    calls._plans.clear()
 
 
 def test_what_it_does_not_take_is_said():
@@ -184,33 +184,32 @@ def test_what_it_does_not_take_is_said():
         assert "multiple of 8" in str(tgl.explain("grouped_activation_quantize", narrow, offs, format="mxfp8"))
 
 
-@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
-    ("dtype", "probs", "layout"),
-    [(BF16, F32, "blocked"), (F16, None, "compact"), (F32, F32, "blocked")],
-    ids=["bf16", "f16", "f32"],
+    ("arch", "name", "dtype", "probs", "layout"),
+    [
+        ("sm_90a", "swiglu", BF16, F32, "blocked"),
+        ("sm_90a", "swiglu interleaved", F16, None, "compact"),
+        ("sm_100a", "clamped", F32, F32, "blocked"),
+        ("sm_100a", "clamped interleaved", BF16, BF16, "compact"),
+        ("sm_90a", "srelu", BF16, F32, "blocked"),
+    ],
 )
-def test_quantised_in_the_same_pass(params, dtype, probs, layout):
-    """The bytes of the two kernels in turn, and one launch."""
+def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
+    """The bytes of the activation kernel's rows quantised on the CPU, in one launch, in the middle of canaries."""
+    params = KINDS[name]
     _, x, offs, probs = inputs(params, (5, 0, 130, 1), 40, 136, dtype, probs)
-    options = {"format": "mxfp8", "scale_layout": layout, **params._asdict()}
-    quantising = {"format": "mxfp8", "scale_layout": layout}
-    with emulator.emulate("sm_90a") as machine:
+    options = {"format": "mxfp8", "scale_layout": layout}
+    with emulator.emulate(arch):
         y = tgl.grouped_activation(x, offs, probs, **params._asdict())
-        before = len(machine.launches)
-        ours = tgl.grouped_activation_quantize(x, offs, probs, **options)
-        assert len(machine.launches) == before + 1
-    wanted = tgl.group_quantize(y, offs, **quantising)
-    for name, a, b in zip(wanted._fields, ours, wanted):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+    wanted = tgl.group_quantize(y, offs, **options)
     buffers, out = framed(wanted)
-    call = {"params": params, "options": quantizers.Options(**quantising).resolved("group_quantize"), "out": out}
-    with emulator.emulate("sm_100a", seed=1):
+    call = {"params": params, "options": Options(**options).resolved("group_quantize"), "out": out}
+    with emulator.emulate(arch, seed=1) as machine:
         backends.run("grouped_activation_quantize", x.device, x, offs, probs, None, **call)
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, wanted))
+        assert len(machine.launches) == 1
+    for field, a, b in zip(wanted._fields, out, wanted):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
     assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
-    calls._plans.clear()
-    quantizers._plans.clear()
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
@@ -223,8 +222,6 @@ def test_machine_code(arch, params):
         run(dy, x, offs, probs, params)
         tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked", **params._asdict())
     plans = [*calls._plans.values(), *quantizers._plans.values()]
-    calls._plans.clear()
-    quantizers._plans.clear()
     for plan in plans:
         report = sass.inspect(plan.artifacts.CUBIN)
         assert report.spills == report.frame == 0

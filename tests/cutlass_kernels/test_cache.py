@@ -15,7 +15,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.testing.emulator import active, emulate
 from tgl.testing.emulator.arguments import as_cuda
 
-KEY = launch.PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 1, 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
+KEY = launch.PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
 def test_other_keys_and_other_sources_are_other_files(directory, monkeypatch):
     fetch()
     with pytest.raises(AssertionError, match="built again"):
-        cache.fetch(KEY._replace(a_unit=0), never)
+        cache.fetch(KEY._replace(b_unit=1), never)
     monkeypatch.setattr(cache, "fingerprint", lambda: "another version")
     with pytest.raises(AssertionError, match="built again"):
         cache.fetch(KEY, never)

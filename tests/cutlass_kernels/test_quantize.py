@@ -166,7 +166,7 @@ def test_dbias_goes_along():
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 def test_machine_code(arch, source):
-    """Registers for the blocks that are to share a multiprocessor, nothing in local memory, one cast for two elements."""
+    """Registers for the blocks that are to share a multiprocessor, nothing in local memory, one cast for two."""
     with emulator.emulate(launch.GPU_ARCH[arch]):  # keeps what was compiled
         kernel = calls.build(arch, MXFP8Spec(source, "float8_e4m3fn", True, True, "rceil", True, True))
     report = sass.inspect(kernel.artifacts.CUBIN)

@@ -12,7 +12,7 @@ pytest.importorskip("tvm_ffi")
 emulator = pytest.importorskip("tgl.testing.emulator")
 
 ARCHS = ["sm_90a", "sm_100a"]
-LONG = 2049  # one row more than a block sums alone
+LONG = 300  # rows that are cut into many spans
 
 
 @pytest.fixture(params=ARCHS, autouse=True)
@@ -28,7 +28,7 @@ def integers(*shape, dtype):
 
 
 def dbias(dy, offs):
-    """The op's result in the middle of a buffer whose other rows must survive."""
+    """The op's result in the middle of a buffer whose other rows must survive; the same bits under two schedules."""
     groups, columns = len(offs), dy.shape[1]
     buffer = torch.empty(groups + 2, columns)
     canary = torch.full((columns,), 7.0)
@@ -63,10 +63,30 @@ def test_ragged_groups(dtype, columns):
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
-def test_a_long_group_is_shared_by_a_cluster():
-    sizes = [3, LONG, 0, 2 * LONG, 5]
+LONG_GROUPS = {
+    "long and short": [3, LONG, 0, 2 * LONG, 5],
+    "one": [4 * LONG],
+    "end where spans end": [0, 10, 10, 0, 20, 600, 0],
+    "many in one span": [i % 5 for i in range(100)],
+}
+
+
+@pytest.mark.parametrize("sizes", LONG_GROUPS.values(), ids=LONG_GROUPS)
+def test_groups_of_several_spans(sizes):
     offs = torch.tensor(sizes).cumsum(0).int()
     dy = integers(sum(sizes) + 1, 72, dtype=torch.bfloat16)
+    dy[sum(sizes) :] = float("nan")
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
+
+
+@pytest.mark.parametrize("columns", [768, 2048, 8192, 16384])
+def test_every_cut(monkeypatch, columns):
+    """What a matrix of so many columns is cut into, on fewer of them."""
+    cut = calls._cut(columns, 8)
+    monkeypatch.setattr(calls, "_cut", lambda *_: cut)
+    sizes = [3, 200, 0, 1, 5, 0, 400, 0]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(sum(sizes) + 1, 136, dtype=torch.bfloat16)
     dy[sum(sizes) :] = float("nan")
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
@@ -110,12 +130,15 @@ def test_no_rows_and_many_groups():
 
 
 def test_bad_offsets_stay_within_bounds():
-    """Ends past T are T, negative ends are 0, and a group that would end before it begins is empty."""
-    dy = integers(64, 16, dtype=torch.bfloat16)
-    got = dbias(dy, torch.tensor([-5, 10, 3, 1 << 30, -(1 << 31)]).int())
-    zeros = torch.zeros(16)
-    sums = [zeros, dy[:10].float().sum(0), zeros, dy[3:].float().sum(0), zeros]
-    assert torch.equal(got, torch.stack(sums))
+    """Whatever the numbers: it ends, reads and writes nothing outside, and a good routing is summed after it."""
+    dy = integers(640, 16, dtype=torch.bfloat16)
+    low, high = -(1 << 31), (1 << 31) - 1
+    for ends in ([-5, 10, 3, 1 << 30, low], [high, low, high, 7], [-1, -2, -3, -4], [600, 500, 400, 640], [low, high]):
+        buffer = torch.full((len(ends) + 2, 16), 7.0)
+        calls.grouped_dbias(dy, torch.tensor(ends).int(), out=buffer[1:-1])
+        assert buffer[[0, -1]].eq(7).all()
+    offs = torch.tensor([10, 600]).int()
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
 @pytest.mark.parametrize("dtype", list(calls.INTEGERS), ids=str)

@@ -10,8 +10,10 @@ pytest.importorskip("cutlass")
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
+from cutlass.memory import SmemAllocator
 
-from tgl.cutlass_kernels.schedule import decode, find_tile, start_search
+from tgl.cutlass_kernels.schedule import allocate_order, decode, exact_tile, find_tile, start_search
+from tgl.cutlass_kernels.schedule.order import CAPACITY, sort_groups, way_back
 from tgl.cutlass_kernels.varlen.groups import group_range
 from tgl.testing.emulator import emulate
 
@@ -113,3 +115,63 @@ def test_ranges_stay_in_bounds_for_any_offsets(offs, rows):
 
 
 _host: dict = {}
+
+
+WARPS, TILES_M = 3, 2
+
+
+@cute.kernel
+def _write_deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    order = allocate_order(SmemAllocator())
+    sort_groups(order, offs, rows, cute.arch.warp_idx(), WARPS)
+    cute.arch.sync_threads()
+    back = way_back(order, offs, rows, block, blocks)
+    turn, index = Int32(0), block
+    tile = exact_tile(index, offs, rows, TILES_M, TILES_N, BAND, order)
+    while tile.valid:
+        if cute.arch.thread_idx()[0] == 0:
+            out[index, 0] = tile.group
+            out[index, 1] = tile.m
+            out[index, 2] = tile.n
+            out[index, 3] = tile.start
+            out[index, 4] = tile.length
+        turn += 1
+        index += blocks
+        tile = exact_tile(index + turn % 2 * back, offs, rows, TILES_M, TILES_N, BAND, order)
+
+
+@cute.jit
+def _deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
+    _write_deal(offs, out, rows).launch(grid=(BLOCKS, 1, 1), block=(WARPS * 32, 1, 1))
+
+
+SPLITS = {
+    "even": [64] * 7,
+    "skewed": [3, 0, 900, 3, 64, 64, 0, 1],
+    "70 groups": [(i * 37) % 150 for i in range(69)] + [4000],
+    "too many to sort": [5, *[0] * CAPACITY, 900],
+}
+
+
+@pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
+def test_long_groups_come_first_and_every_other_round_is_dealt_backwards(sizes):
+    ends = torch.tensor(sizes).cumsum(0).int()
+    rows, groups, per_group = int(ends[-1]), len(sizes), TILES_M * TILES_N
+    by_length = sorted(range(groups), key=lambda g: -sizes[g]) if groups <= CAPACITY else list(range(groups))
+    turned = groups <= CAPACITY and max(sizes) > 2 * (rows // groups)
+    tiles = []
+    for place in range(groups * per_group):
+        group, inside = by_length[place // per_group], place % per_group
+        start = int(ends[group]) - sizes[group]
+        tiles.append([group, *decode(inside, TILES_M, TILES_N, BAND), start, sizes[group]])
+    rounds = [tiles[i : i + BLOCKS] for i in range(0, len(tiles), BLOCKS)]
+    missing = [[-1] * FIELDS]  # what a block is dealt that has no tile in the last round
+    dealt = [(r + missing * (BLOCKS - len(r)))[:: -1 if turned and i % 2 else 1] for i, r in enumerate(rounds)]
+    expected = [tile for one in dealt for tile in one]
+    out = torch.full((len(expected), FIELDS), -1, dtype=torch.int32)
+    with emulate("sm_90a"):
+        ends_, out_ = (from_dlpack(t).mark_layout_dynamic() for t in (ends, out))
+        cute.compile(_deal, ends_, out_, Int32(rows))(ends_, out_, Int32(rows))
+    assert out.tolist() == expected

@@ -25,15 +25,14 @@ def serve(rank: int, store: str, requests: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     requests.send(None)
-    while (job := requests.recv()) is not None:
-        function, args = job
+    while True:
+        function, args = requests.recv()
         torch.manual_seed(0)
         try:
             function(*args)
             requests.send(None)
         except BaseException:
             requests.send(traceback.format_exc())
-    dist.destroy_process_group()
 
 
 class Ranks:
@@ -92,9 +91,4 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     workers = Ranks()
     yield workers
-    if workers.processes:
-        for pipe in workers.pipes:
-            pipe.send(None)
-        for process in workers.processes:
-            process.join(5)
     workers.stop()

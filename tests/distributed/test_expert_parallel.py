@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +79,22 @@ def check(case: str) -> None:
         torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
+def check_example_of_the_documentation() -> None:
+    """The function ``moe`` of docs/distributed.md, as it stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def layer" in block)
+    mesh = init_device_mesh("cpu", (2,))
+    names = {"tgl": tgl, "mesh": mesh, "num_experts": E, "local_map": local_map, "Shard": Shard}
+    exec(code, names | {"expert_parallel_host": expert_parallel_host}, names)
+    x, index, weights, _ = problem("random")
+    mlp = tgl.GroupedMLP(E, H, I, params_dtype=torch.float64)
+    routing = tgl.route(index, E)
+    expected = tgl.combine(mlp.forward_offsets(tgl.dispatch(x, routing), routing.offs), routing, weights)
+    tensors = x, index, weights, mlp.fc1.weight, mlp.fc2.weight
+    y = names["moe"](*(distribute_tensor(t.detach(), mesh, [Shard(0)]) for t in tensors))
+    torch.testing.assert_close(y.full_tensor(), expected)
+
+
 def check_number_of_experts() -> None:
     x, index, weights, parameters = problem("random")
     with pytest.raises(ValueError, match="`num_experts` must be a multiple of the 2 ranks of `group`, but got 5"):
@@ -89,6 +107,10 @@ def check_number_of_experts() -> None:
 )
 def test_values_and_gradients(ranks, case):
     ranks(check, case)
+
+
+def test_example_of_the_documentation(ranks):
+    ranks(check_example_of_the_documentation)
 
 
 def test_number_of_experts(ranks):

@@ -188,10 +188,40 @@ def test_accumulate(sizes, dtype):
     assert torch.equal(main_grad, expected.to(dtype))
 
 
+def test_what_no_tensor_map_describes_is_copied():
+    sizes = ROUTINGS["edges"]
+    rows = sum(sizes) + TAIL
+    a, b, dy = integers(rows, 136), integers(len(sizes), 136, 200), integers(rows, 200)
+    for t in (a, dy):
+        t[sum(sizes) :] = float("nan")
+    offs, y, dw = ends(sizes), gemm_reference(a, b, sizes).to(BF16), wgrad_reference(a, dy, sizes)
+    shifted = torch.empty(b.numel() + 1, dtype=BF16, device=DEVICE)[1:].view(b.shape).copy_(b)
+
+    def calls():
+        yield served(tgl.grouped_gemm, column_major(a), b, offs), y
+        yield served(tgl.grouped_gemm, a, shifted, offs), y
+        yield served(tgl.grouped_gemm, a, b[..., :195].contiguous(), offs), y[:, :195]
+        yield served(tgl.grouped_gemm_wgrad, column_major(a), column_major(dy), offs), dw.to(BF16)
+        main_grad = torch.ones(len(sizes), 136, 195, device=DEVICE)
+        served(tgl.grouped_gemm_wgrad_accumulate_, a, dy[:, :195], offs, main_grad)
+        yield main_grad, (dw[..., :195] + 1).float()
+
+    for got, wanted in calls():
+        assert torch.equal(got, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = list(calls())
+    graph.replay()
+    for got, wanted in results:
+        assert torch.equal(got, wanted)
+
+
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [*ROUTINGS.values(), (2049, 0, 50_000, 3)], ids=[*ROUTINGS, "long"])
+@pytest.mark.parametrize(
+    "sizes", [*ROUTINGS.values(), (2049, 0, 50_000, 3), (64,) * 64], ids=[*ROUTINGS, "long", "equal"]
+)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("columns", [264, 33])
 def test_dbias(sizes, dtype, columns):

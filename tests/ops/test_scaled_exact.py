@@ -27,9 +27,9 @@ def run(sample, tensors):
     return op(**tensors, **sample.options)
 
 
-def of_format(name, form, routings, **changes):
+def of_format(name, form, routings, full=False, **changes):
     signature = SIGNATURES[name][0]
-    for sample in type(signature)(**{**vars(signature), **changes}).samples(routings=routings):
+    for sample in type(signature)(**{**vars(signature), **changes}).samples(routings=routings, full=full):
         if sample.options["format"] == form:
             yield sample
 
@@ -40,11 +40,12 @@ def test_exact(name, form):
     """Every element type, scale layout, direction, bias and output dtype; partial blocks in every dimension."""
     small = {"K": 18, "M": 18, "N": 10} if form != "mxfp8" else {"K": 35, "M": 5, "N": 7}
     count = 0
-    for sample in of_format(name, form, SMALL, dimensions=small):
-        tensors = sample.tensors()
-        want = torch.from_numpy(expected(sample, sample.tensors(tail=0.0))).to(sample.dtype)
-        assert torch.equal(run(sample, tensors), want), sample.name
-        count += 1
+    for routings, full in ((SMALL[:1], True), (SMALL[1:], False)):
+        for sample in of_format(name, form, routings, full, dimensions=small):
+            tensors = sample.tensors()
+            want = torch.from_numpy(expected(sample, sample.tensors(tail=0.0))).to(sample.dtype)
+            assert torch.equal(run(sample, tensors), want), sample.name
+            count += 1
     assert count > 12
 
 

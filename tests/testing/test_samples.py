@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tgl.testing import ROUTINGS, SIGNATURES, GroupSizes, Signature, sample_inputs
-from tgl.testing.samples import DTYPES, LAYOUTS, SampleInput, lay_out
+from tgl.testing.samples import LAYOUTS, SampleInput, lay_out
+from tgl.testing.scaled_samples import QuantizedSignature
 
 TEXT = "a[T,2K], b[G,K,N], offs[G]:ends, bias[G,N]?, scale[T]?, out[T,N]! -> y[T,N], z[G]"
 
@@ -71,12 +72,35 @@ def test_tail_and_dtypes():
     assert torch.equal(sample.tensors(tail=7.0)["x"][:3], tensors["x"][:3])
 
 
+def test_derived_arguments():
+    """They see the others, the options and the tail, keep their place, and are the op's own to write."""
+
+    def derive(sample, made, tail):
+        assert made["scale"] is None
+        rows = made["x"].shape[0]
+        return {"scale": torch.full((rows,), tail), "out": torch.zeros(rows, dtype=torch.uint8)}
+
+    text = "x[T,N], scale[]:derived, offs[G]:ends, out[]:derived! ->"
+    signature = Signature(text, derive=derive, dtypes=(torch.bfloat16,))
+    assert [o.name for o in signature.written] == ["out"]
+    assert not any(o.by_row for o in signature.operands if o.role == "derived")
+    sample = next(signature.samples(routings=("even",)))
+    tensors = sample.tensors(tail=3.0)
+    assert sample.dtype == tensors["x"].dtype == torch.bfloat16
+    assert list(tensors) == ["x", "scale", "offs", "out"]
+    assert (tensors["scale"] == 3).all()
+    assert tensors["out"].dtype == torch.uint8
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_samples_cover_every_axis_and_have_unique_names(name):
     for signature in SIGNATURES[name]:
         samples = list(signature.samples())
-        assert {(s.routing.name, s.dtype) for s in samples} == {(r, d) for r in ROUTINGS for d in DTYPES}
-        assert {(s.dtype, s.layout) for s in samples} == {(d, x) for d in DTYPES for x in LAYOUTS}
+        assert {s.routing.name for s in samples} == set(ROUTINGS)
+        assert {s.dtype for s in samples} == set(signature.dtypes)
+        if not isinstance(signature, QuantizedSignature):  # components have one layout, and their axes vary in turn
+            assert {(s.routing.name, s.dtype) for s in samples} == {(r, d) for r in ROUTINGS for d in signature.dtypes}
+            assert {(s.dtype, s.layout) for s in samples} == {(d, x) for d in signature.dtypes for x in LAYOUTS}
         assert {s.given for s in samples} == set(signature.presence())
         assert len({s.name for s in samples}) == len(samples)
 

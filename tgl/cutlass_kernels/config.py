@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 ARCHS = ("sm_90", "sm_100")
 SMEM_BYTES = {"sm_90": 227 * 1024, "sm_100": 227 * 1024}
 TMEM_COLUMNS = 512
+LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
 
 VARLEN_M = "varlen_m"  # [T, K] x [G, K, N] -> [T, N]
 VARLEN_K = "varlen_k"  # [T, M]^T x [T, N] -> [G, M, N]
@@ -24,6 +26,7 @@ class GemmConfig:
         pingpong: sm_90: two consumer warpgroups work on alternate tiles instead of sharing one.
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
         band: tile rows per band of the tile order; see ``schedule.raster``.
+        longest_first: varlen_k: groups are visited longest first, not as they come; see ``schedule.order``.
     """
 
     tile_m: int = 128
@@ -34,6 +37,7 @@ class GemmConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     band: int = 8
+    longest_first: bool = True
 
     def supports(self, arch: str, kind: str, bits: int = 16) -> str | None:
         """None if a kernel of this tiling exists for ``arch`` and ``kind`` on elements of ``bits``, else why not."""
@@ -85,13 +89,30 @@ class GemmConfig:
         return self.cluster_m * self.cluster_n * (2 if self.two_cta else 1)
 
 
+tuned: dict[tuple[str, str, int, int, int], GemmConfig] = {}
+"""Tilings found by ``autotune``, by the arguments of ``choose``."""
+
+
+def candidates(arch: str, kind: str) -> list[GemmConfig]:
+    """Every tiling that a kernel exists for, with the usual order of tiles."""
+    every = [
+        GemmConfig(tile_m, tile_n, two_cta=two_cta, pingpong=pingpong, cluster_n=cluster_n)
+        for tile_m, tile_n in itertools.product((64, 128, 256), (64, 128, 192, 256))
+        for two_cta, pingpong, cluster_n in itertools.product((False, True), (False, True), (1, 2))
+    ]
+    return [tiling for tiling in every if tiling.supports(arch, kind) is None]
+
+
 def choose(arch: str, kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
     """The tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
 
-    Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. Wide tiles cost the least bandwidth
-    per MMA; they are not used where half of one would stay empty. On sm_100 a pair of CTAs takes 256 rows, once a
-    group fills them on average.
+    Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. Measured on sm_90. On sm_100, which no
+    measurement backs yet: wide tiles, as they cost the least bandwidth per MMA, but not where half of one would stay
+    empty, and a pair of CTAs for 256 rows once a group fills them on average. What ``autotune`` has found goes first.
     """
+    found = tuned.get((arch, kind, columns, depth, rows))
+    if found is not None:
+        return found
     if arch == "sm_90":
         return _choose_sm90(kind, columns, depth, rows)
     tile_n = 256 if columns > 128 else 128 if columns > 64 else 64
@@ -105,11 +126,13 @@ def _choose_sm90(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
 
     Measured on an H200 over 32 tilings: ahead of 128 x 256 by two cooperating warpgroups in 12 of 16 cases, by 5.5 %
     in the geometric mean and never more than 2.4 % behind: one warpgroup's epilogue hides behind the other's MMAs
-    (``benchmarks/NOTES.md``). Groups of at most 64 rows get one warpgroup, so that no MMA multiplies rows that no group
-    has.
+    (``benchmarks/NOTES.md``). Where weight gradients are large, two CTAs that share A are 2 % faster still, and 1 %
+    slower where they are small. Groups of at most 64 rows get one warpgroup, so that no MMA multiplies rows that no
+    group has.
     """
     if rows <= 64:
         return GemmConfig(tile_m=64, tile_n=64 if columns <= 64 else 256 if columns > 128 else 128)
     if columns > 64:
-        return GemmConfig(tile_m=128, tile_n=128, pingpong=True)
+        pair = kind == VARLEN_K and columns > 128 and rows * columns >= LARGE_GRADIENT
+        return GemmConfig(tile_m=128, tile_n=128, pingpong=True, cluster_n=2 if pair else 1)
     return GemmConfig(tile_m=256 if rows >= 256 else 128, tile_n=64)

@@ -34,8 +34,7 @@ class PlanKey(NamedTuple):
     arch: str
     emulated: bool
     element: str
-    a_unit: int  # which dimension of the operand is contiguous
-    b_unit: int
+    b_unit: int  # which dimension of B is contiguous; that of A is the last
     spec: EpilogueSpec
     config: GemmConfig
 
@@ -261,7 +260,7 @@ def _gemm_plan(
     groups, depth, columns = b.shape
     arch = backends.device_arch(a.device)
     vectors = (bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
-    layout = (VARLEN_M, arch, a.device, a.dtype, out.dtype, *vectors, a.stride(1) == 1, b.stride(2) == 1, zero_tail)
+    layout = (VARLEN_M, arch, a.device, a.dtype, out.dtype, *vectors, b.stride(2) == 1, zero_tail)
     tiling = config.choose(arch, VARLEN_M, columns, depth, _power_of_two(a.shape[0] // groups))
     plan = _plans.get((layout, tiling))
     if plan is None:
@@ -302,7 +301,7 @@ def _make(op: str, kind: str, a: Tensor, b_unit: int, spec: EpilogueSpec, tiling
             f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
         )
     arch = backends.device_arch(a.device)
-    key = PlanKey(kind, arch, not a.is_cuda, _name(a.dtype), _unit(a.stride()), b_unit, spec, tiling)
+    key = PlanKey(kind, arch, not a.is_cuda, _name(a.dtype), b_unit, spec, tiling)
     # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
     function = build(key) if key.emulated else cache.fetch(key, lambda: build(key))
     return Plan(function, _clusters(a.device, tiling.ctas))
@@ -348,7 +347,7 @@ def build(key: PlanKey) -> Callable:
     gemm = GroupedGemm(key.kind, key.config, spec, types[key.element])
     return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
         gemm,
-        tensor(key.element, 2, key.a_unit),
+        tensor(key.element, 2, 1),
         tensor(key.element, b_dims, key.b_unit),
         vector("int32", 1),
         tensor(spec.out, out_dims, out_dims - 1),

@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
     def empty(self) -> Tensor:
         """Allocate it, uninitialised."""
         if self.stride is None:
-            return torch.empty(*self.shape, dtype=self.dtype, device=self.device)
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def meta(self) -> Tensor:

@@ -59,7 +59,7 @@ class Gemms(Protocol):
     ) -> Operands:
         """Prepare ``grouped_activation(h, offs, probs, **activation)`` likewise."""
 
-    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         """Prepare the weight for fprop, and for dgrad if asked for; called without grad.
 
         ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
@@ -118,7 +118,7 @@ class DenseGemms:
     ) -> Operands:
         return self.input(grouped_activation(h, offs, probs, **activation), offs, fprop=fprop, wgrad=wgrad)
 
-    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | None) -> Operands:
+    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
 
     def grad(

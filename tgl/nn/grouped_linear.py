@@ -14,6 +14,7 @@ from ..meta.specs import accumulator
 from ..ops._library import autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.splits_to_offsets import splits_to_offsets
+from ..recipes import Recipe
 from ._buffers import check_buffer, check_disjoint
 from ._delayed import Delayed, Pending, add_to
 from ._errors import explain_to_dynamo, fail
@@ -78,7 +79,7 @@ class GroupedLinear(GroupedParameters):
             the first of discrete weights) it is replaced instead. ``weight.grad_added_to_main_grad`` is set to True.
         delay_wgrad_compute: leave the gradients of weight and bias to ``backward_dw``.
         save_original_input: keep the input itself for the backward, and not what a recipe makes of it.
-        recipe: how the operands are quantised; None for not at all.
+        recipe: how the operands are quantised, see ``tgl.recipes``; None for not at all.
 
     Attributes:
         weight: parameter ``[G, N, K]``, with ``single_grouped_weight``.
@@ -104,7 +105,7 @@ class GroupedLinear(GroupedParameters):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        recipe: Any = None,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__(
             num_gemms,
@@ -156,7 +157,7 @@ class GroupedLinear(GroupedParameters):
         self,
         inp: Tensor,
         m_splits: MSplits,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
@@ -168,11 +169,12 @@ class GroupedLinear(GroupedParameters):
                 than T: the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at
                 the price of a synchronisation, with a ``DeprecationWarning``.
             is_first_microbatch: for recipes: True quantises the weight and keeps the result, False uses what was kept,
-                None quantises and keeps nothing.
+                None quantises and keeps nothing. A bool tensor on the device serves both values with one graph; the
+                first call quantises whatever it holds.
             out: contiguous buffer for the result, of its shape and dtype, requiring no grad. Rows past the sum of
                 ``m_splits`` keep what they hold.
             dgrad_out: the same for the gradient of ``inp``, which flows upstream as it is: rows past the sum hold what
-                the caller left there.
+                the caller left there. Not written if ``inp`` requires no grad.
 
         Returns:
             ``[..., N]`` in the dtype of ``inp`` (of autocast, where active); the memory of ``out`` if given. (Compilers
@@ -190,7 +192,7 @@ class GroupedLinear(GroupedParameters):
         offs: Tensor,
         bias_scale: Tensor | None = None,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
@@ -212,7 +214,7 @@ class GroupedLinear(GroupedParameters):
         activation: dict[str, Any],
         *,
         recompute: bool = False,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
@@ -237,7 +239,7 @@ class GroupedLinear(GroupedParameters):
         offs: Tensor,
         bias_scale: Tensor | None,
         *,
-        is_first_microbatch: bool | None,
+        is_first_microbatch: bool | Tensor | None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
         probs: Tensor | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_activation import grouped_activation
-from ..recipes import DelayedScaling
+from ..recipes import DelayedScaling, Recipe
 from ._buffers import check_buffer, check_disjoint
 from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
 
@@ -55,7 +55,7 @@ class GroupedMLP(nn.Module):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        recipe: Any = None,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -92,7 +92,7 @@ class GroupedMLP(nn.Module):
         inp: Tensor,
         m_splits: MSplits,
         probs: Tensor | None = None,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
@@ -120,7 +120,7 @@ class GroupedMLP(nn.Module):
         offs: Tensor,
         probs: Tensor | None = None,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor:

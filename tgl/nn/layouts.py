@@ -113,7 +113,7 @@ def to_discrete(state: Mapping[str, Any], names: Sequence[str] = ("weight", "bia
         state: ``weight [G, N, K]`` and perhaps ``bias [G, N]``; other entries are kept.
         names: full keys of the entries to take apart, for the state dict of a larger module.
     """
-    discrete = {}
+    discrete: dict[str, Any] = {}
     for key, value in state.items():
         if key in names:
             discrete |= {f"{key}{i}": part for i, part in enumerate(unpack(value))}

@@ -54,7 +54,7 @@ class Sequential(nn.Sequential):
         m_splits: MSplits | None = None,
         probs: Tensor | None = None,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         op_kwargs: OpKwargs | None = None,
     ) -> Tensor:
         """Run the modules.
@@ -87,7 +87,7 @@ class Sequential(nn.Sequential):
         offs: Tensor | None,
         probs: Tensor | None = None,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         op_kwargs: OpKwargs | None = None,
     ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .. import backends
-from ..cutlass_kernels import launch, launch_scaled
+from ..cutlass_kernels import copies, launch, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
@@ -18,97 +19,115 @@ from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
 from .grouped_gemm_scaled import NAME as SCALED_GEMM
+from .grouped_gemm_scaled_wgrad import ACCUMULATE as SCALED_ACCUMULATE
 from .grouped_gemm_scaled_wgrad import NAME as SCALED_WGRAD
 from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
-PRIORITY = 10
 ARCHS = frozenset(launch.GPU_ARCH)
 
-# op: (run, supports, prepare)
-_KERNELS: dict[str, tuple[Callable[..., None], Callable[..., backends.Reason], Callable[..., None]]] = {
-    GEMM: (launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
-    WGRAD: (launch.grouped_gemm_wgrad, launch.grouped_gemm_wgrad_supports, launch.prepare_grouped_gemm_wgrad),
-    ACCUMULATE: (
-        launch.grouped_gemm_wgrad_accumulate,
-        launch.grouped_gemm_wgrad_supports,
-        functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True),
-    ),
-    DBIAS: (calls.grouped_dbias, calls.grouped_dbias_supports, calls.prepare_grouped_dbias),
-    DBIAS_DSCALES: (
+
+class Kernel(NamedTuple):
+    """What serves an op."""
+
+    op: str
+    run: Callable[..., None]
+    supports: Callable[..., backends.Reason]
+    prepare: Callable[..., None] | None = None
+    archs: frozenset[str] = ARCHS
+    note: str = "one launch, groups read on the device"
+
+
+_prepare_accumulate = functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True)
+_scaled = frozenset({launch_scaled.ARCH})
+
+IN_PLACE = (
+    Kernel(GEMM, launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
+    Kernel(WGRAD, launch.grouped_gemm_wgrad, launch.grouped_gemm_wgrad_supports, launch.prepare_grouped_gemm_wgrad),
+    Kernel(ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, launch.grouped_gemm_wgrad_supports, _prepare_accumulate),
+    Kernel(DBIAS, calls.grouped_dbias, calls.grouped_dbias_supports, calls.prepare_grouped_dbias),
+    Kernel(
+        DBIAS_DSCALES,
         calls.grouped_dbias_dscales,
         calls.grouped_dbias_dscales_supports,
         calls.prepare_grouped_dbias_dscales,
     ),
-    ACTIVATION: (
+    Kernel(
+        ACTIVATION,
         activations.grouped_activation,
         activations.grouped_activation_supports,
         activations.prepare_grouped_activation,
     ),
-    ACTIVATION_BACKWARD: (
+    Kernel(
+        ACTIVATION_BACKWARD,
         activations.grouped_activation_backward,
         activations.grouped_activation_backward_supports,
         activations.prepare_grouped_activation_backward,
     ),
-    OFFSETS: (calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
-}
-
-for _op, (_run, _supports, _prepare) in _KERNELS.items():
-    backends.add(
-        backends.Implementation(
-            op=_op,
-            name="tgl kernel",
-            device="cuda",
-            run=_run,
-            supports=_supports,
-            archs=ARCHS,
-            priority=PRIORITY,
-            note="one launch, groups read on the device",
-            emulable=True,
-            prepare=_prepare,
-            attempt=launch.ATTEMPTS.get(_run),
+    Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
+    Kernel(
+        SCALED_GEMM,
+        launch_scaled.grouped_gemm_scaled,
+        launch_scaled.grouped_gemm_scaled_supports,
+        archs=_scaled,
+    ),
+    *(
+        Kernel(
+            op,
+            launch_scaled.grouped_gemm_scaled_wgrad,
+            launch_scaled.grouped_gemm_scaled_wgrad_supports,
+            archs=_scaled,
         )
-    )
-
-for _op, _run, _supports in (
-    (SCALED_GEMM, launch_scaled.grouped_gemm_scaled, launch_scaled.grouped_gemm_scaled_supports),
-    (SCALED_WGRAD, launch_scaled.grouped_gemm_scaled_wgrad, launch_scaled.grouped_gemm_scaled_wgrad_supports),
-):
-    backends.add(
-        backends.Implementation(
-            op=_op,
-            name="tgl kernel",
-            device="cuda",
-            run=_run,
-            supports=_supports,
-            archs=frozenset({launch_scaled.ARCH}),
-            priority=PRIORITY,
-            note="one launch, groups read on the device",
-            emulable=True,
-        )
-    )
-
-for _op, _run, _supports, _prepare in (
-    (QUANTIZE, quantizers.group_quantize, quantizers.group_quantize_supports, quantizers.prepare_group_quantize),
-    (
+        for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
+    ),
+    Kernel(
+        QUANTIZE,
+        quantizers.group_quantize,
+        quantizers.group_quantize_supports,
+        quantizers.prepare_group_quantize,
+        note="one pass over x, groups read on the device",
+    ),
+    Kernel(
         ACTIVATION_QUANTIZE,
         quantizers.grouped_activation_quantize,
         quantizers.grouped_activation_quantize_supports,
         quantizers.prepare_grouped_activation_quantize,
+        note="one pass over x, groups read on the device",
     ),
-):
-    backends.add(
-        backends.Implementation(
-            op=_op,
-            name="tgl kernel",
-            device="cuda",
-            run=_run,
-            supports=_supports,
-            archs=ARCHS,
-            priority=PRIORITY,
-            note="one pass over x, groups read on the device",
-            emulable=True,
-            prepare=_prepare,
-        )
+)
+BETWEEN_COPIES = tuple(
+    Kernel(
+        op,
+        copies.between_copies(run, keeps=op != WGRAD),
+        copies.supports,
+        copies.prepare_between_copies(prepare),
+        note="what the kernel cannot reach in place is copied; no synchronisation",
     )
+    for op, run, prepare in (
+        (GEMM, launch.grouped_gemm, launch.prepare_grouped_gemm),
+        (WGRAD, launch.grouped_gemm_wgrad, launch.prepare_grouped_gemm_wgrad),
+        (ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, _prepare_accumulate),
+    )
+)
+
+for _name, _priority, _kernels in (
+    ("tgl kernel", 10, IN_PLACE),
+    ("tgl kernel between copies", 5, BETWEEN_COPIES),
+):
+    for _kernel in _kernels:
+        backends.add(
+            backends.Implementation(
+                op=_kernel.op,
+                name=_name,
+                device="cuda",
+                run=_kernel.run,
+                supports=_kernel.supports,
+                archs=_kernel.archs,
+                priority=_priority,
+                note=_kernel.note,
+                emulable=True,
+                prepare=_kernel.prepare,
+                attempt=launch.ATTEMPTS.get(_kernel.run),
+            )
+        )

@@ -152,6 +152,8 @@ def _call(
     out: Components | None = None,
     **keywords: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
+    if out is None and OUT_NAMES[0] in keywords:  # a call of the overload names every buffer
+        out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = Options(**keywords).resolved(NAME)
     if out is None:
         out = quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).meta()

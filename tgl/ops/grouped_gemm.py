@@ -217,13 +217,16 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     a, b, offs, bias, bias_scale = ctx.saved_tensors
     da = db = dbias = dscale = None
     operand = dy.to(ctx.dtype)
-    if needs[0]:
-        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
     if needs[1]:
         if ctx.transposed_b:
             db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs).transpose(1, 2)
         else:
             db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs)
+    # Without a second backward to come, nobody needs ``a`` any more: da may take its memory.
+    ctx.maybe_clear_saved_tensors()
+    del a
+    if needs[0]:
+        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
     if needs[3] or needs[4]:
         if bias_scale is None:
             dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
@@ -272,11 +275,12 @@ def _call(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
+    functional = out is None
     if out is not None:
         specs.grouped_gemm_out(a, b, offs, bias, bias_scale, out=out)
     else:
         out = specs.grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype).meta()
-    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": True}
+    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": functional}
 
 
 backends.describe_op(NAME, _call)

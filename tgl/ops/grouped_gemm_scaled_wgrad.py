@@ -89,7 +89,7 @@ def _kernel_accumulate(
 def _run(op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool) -> None:
     debug.check_offs(op, operands[4], int(scaled.most_tokens(operands[0], out.shape[0], format)))
     device = operands[0].device
-    backends.run(NAME, device, *operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
+    backends.run(op, device, *operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -142,10 +142,34 @@ def _call(
     return a.device, operands, {**options, "out": out, "accumulate": False}
 
 
+def _call_accumulate(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    format: str,
+    scale_layout: str = "compact",
+    overwrite: bool = False,
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
+    scaled.grouped_gemm_scaled_wgrad_accumulate_(a, a_scale, b, b_scale, offs, main_grad, a_amax, b_amax, **options)
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    return a.device, operands, {**options, "out": main_grad, "accumulate": not overwrite}
+
+
 backends.describe_op(NAME, _call)
-backends.add(
-    backends.Implementation(NAME, "decode and mm", "cpu", _scaled_cpu.wgrad, note="float32 products of decoded groups")
-)
+backends.describe_op(ACCUMULATE, _call_accumulate)
+for _name in (NAME, ACCUMULATE):
+    backends.add(
+        backends.Implementation(
+            _name, "decode and mm", "cpu", _scaled_cpu.wgrad, note="float32 products of decoded groups"
+        )
+    )
 
 
 def grouped_gemm_scaled_wgrad(

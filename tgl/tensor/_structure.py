@@ -55,7 +55,11 @@ def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
     if format == "dense":
         checks.require(not options, op, "options", "none for dense values", ", ".join(options))
         return Options("dense", columnwise=False)
-    return Options(format, **options).resolved(op)
+    eps = options.get("eps")
+    if eps is not None:
+        # Dynamo may have made an input of the graph of it, and a key has to be a constant.
+        (eps,) = {eps: None}
+    return Options(format, **{**options, "eps": 0.0 if eps is None else eps}).resolved(op)
 
 
 def stacked(shape: Sequence[Dim]) -> tuple[Dim, ...]:

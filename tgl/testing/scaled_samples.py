@@ -39,6 +39,7 @@ class QuantizedSignature(Signature):
 
     dimensions: dict[str, int] = field(default_factory=lambda: dict(_DIMENSIONS))
     differentiable: bool = False
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 
     @property
     def wgrad(self) -> bool:
@@ -48,28 +49,33 @@ class QuantizedSignature(Signature):
     def samples(  # type: ignore[override]
         self,
         *,
-        dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
+        dtypes: Sequence[torch.dtype] | None = None,
         routings: Sequence[str | GroupSizes] | None = None,
         device: torch.device | str = "cpu",
         full: bool = False,
     ) -> Iterator[QuantizedSample]:
-        """Every format under every routing, and every combination of the other axes under the first.
+        """Sample inputs of the op, in every format and scale layout.
+
+        By default one of four varies at a time: the routing, the element types with the direction of the weight, the
+        optional arguments, the output dtype. ``full`` takes the whole product.
 
         Args:
-            dtypes: output dtypes.
+            dtypes: output dtypes, default those of the signature.
             routings: names in ``ROUTINGS`` or ``GroupSizes`` of your own; default: all of ``ROUTINGS``.
             device: where the tensors live.
             full: the product of all axes instead of a selection.
         """
         chosen = [ROUTINGS[r] if isinstance(r, str) else r for r in routings or ROUTINGS]
+        dtypes = self.dtypes if dtypes is None else dtypes
         most = max(self.presence(), key=len)
         for form in FORMATS.values():
             elements = _MIXED if form.per_byte == 1 else ((torch.uint8, torch.uint8),)
             directions = ("rowwise",) if self.wgrad else ("rowwise", "columnwise")
             axes = itertools.product(chosen, elements, form.layouts, directions, self.presence(), dtypes)
             for routing, pair, layout, direction, given, dtype in axes:
-                plain = (pair, direction, given, dtype) == (elements[0], "rowwise", most, dtypes[0])
-                if not full and not plain and (routing is not chosen[0] or (given != most and dtype != dtypes[0])):
+                operands = pair != elements[0] or direction != "rowwise"
+                varied = (routing is not chosen[0]) + operands + (given != most) + (dtype != dtypes[0])
+                if varied > 1 and not full:
                     continue
                 options: dict[str, Any] = {"format": form.name, "scale_layout": layout}
                 if not self.wgrad:

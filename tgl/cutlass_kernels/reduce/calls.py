@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from ... import backends
 from .. import cache
 
 GPU_ARCH = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
-EMULATED_MULTIPROCESSORS = 8  # few enough that blocks take turns on items
 LOAD_BYTES = 16
 ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 INTEGERS = {
@@ -25,6 +23,14 @@ INTEGERS = {
 }
 
 
+class Cut(NamedTuple):
+    """How many pieces a bias sum is cut into; see ``dbias.GroupedDbias``."""
+
+    across: int
+    warps: int
+    cluster: int
+
+
 class ReduceKey(NamedTuple):
     """What a compiled kernel depends on."""
 
@@ -33,6 +39,7 @@ class ReduceKey(NamedTuple):
     emulated: bool
     element: str
     vector: int
+    cut: Cut | None = None
     bias: str | None = None
     bias_scale: str | None = None
 
@@ -55,7 +62,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
         out.zero_()
         return
     plan = _dbias_plan(dy, _vector(dy), None, None)
-    _call(plan, dy, offs, out, None, None, None, _multiprocessors(dy.device))
+    _call(plan, dy, offs, out, None, None, None)
 
 
 def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -66,7 +73,7 @@ def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=out.dtype, device=dy.device)
     plan = _dbias_plan(dy, vector, None, None)
-    _call(plan, dy.new_zeros(1, vector), offs, result, None, None, None, _multiprocessors(dy.device))
+    _call(plan, dy.new_zeros(1, vector), offs, result, None, None, None)
 
 
 def grouped_dbias_dscales_supports(
@@ -85,7 +92,7 @@ def grouped_dbias_dscales(
         dscales.zero_()
         return
     plan = _dbias_plan(dy, min(_vector(dy), _vector(bias)), bias, bias_scale)
-    _call(plan, dy, offs, dbias, bias, bias_scale, dscales, _multiprocessors(dy.device))
+    _call(plan, dy, offs, dbias, bias, bias_scale, dscales)
 
 
 def prepare_grouped_dbias_dscales(
@@ -99,16 +106,17 @@ def prepare_grouped_dbias_dscales(
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=dbias.dtype, device=dy.device)
     row, one = dy.new_zeros(1, vector), bias_scale.new_zeros(1)
-    _call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1), _multiprocessors(dy.device))
+    _call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1))
 
 
 def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
     dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
-    key = ("grouped_dbias", dy.device, dtypes, vector)
+    cut = _cut(dy.shape[1], vector)
+    key = ("grouped_dbias", dy.device, dtypes, vector, cut)
     plan = _plans.get(key)
     if plan is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        plan = _plans[key] = _make(op, dy, vector, *(ELEMENTS[d] if d is not None else None for d in dtypes))
+        plan = _plans[key] = _make(op, dy, vector, cut, *(ELEMENTS[d] if d is not None else None for d in dtypes))
     return plan
 
 
@@ -134,7 +142,7 @@ def _offsets_plan(m_splits: Tensor) -> Callable:
     key = ("splits_to_offsets", m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, INTEGERS[m_splits.dtype])
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, None, INTEGERS[m_splits.dtype])
     return plan
 
 
@@ -156,20 +164,29 @@ def _call(plan: Callable, first: Tensor, *rest: Any) -> None:
         plan(first, *rest)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return EMULATED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _cut(columns: int, vector: int) -> Cut:
+    """How to cut a matrix of ``columns``, as measured on an H200 (``benchmarks/NOTES.md``).
+
+    About 1800 warps keep its memory busy. They come from small clusters where there are many strips, since the blocks
+    of a cluster wait for each other.
+    """
+    strips = columns // (8 * vector)
+    if strips >= 160:
+        return Cut(across=16, warps=8, cluster=2)
+    if strips >= 80:
+        return Cut(across=8, warps=8, cluster=2)
+    return Cut(across=8, warps=8 if strips >= 24 else 16, cluster=8)
 
 
-def _make(op: str, first: Tensor, vector: int, element: Any, bias: Any = None, bias_scale: Any = None) -> Callable:
+def _make(
+    op: str, first: Tensor, vector: int, cut: Cut | None, element: Any, bias: Any = None, bias_scale: Any = None
+) -> Callable:
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(
             f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
             f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
         )
-    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, bias, bias_scale)
+    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, cut, bias, bias_scale)
     # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
     return build(key) if key.emulated else cache.fetch(key, lambda: build(key))
 
@@ -191,6 +208,7 @@ def build(key: ReduceKey) -> Callable:
     if key.op == "splits_to_offsets":
         sizes = make_fake_tensor(element, (groups,), (cute.sym_int64(),))
         return compile_(SplitsToOffsets(), sizes, ends, stream)
+    assert key.cut is not None
     vector = key.vector
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
 
@@ -205,6 +223,4 @@ def build(key: ReduceKey) -> Callable:
         bias = matrix(getattr(cutlass, key.bias), groups)
         scale = make_fake_tensor(getattr(cutlass, key.bias_scale), (rows,), (cute.sym_int64(),))
         dscales = make_fake_compact_tensor(cutlass.Float32, (rows,))
-    return compile_(
-        GroupedDbias(vector), matrix(element, rows), ends, out, bias, scale, dscales, cutlass.Int32(1), stream
-    )
+    return compile_(GroupedDbias(vector, *key.cut), matrix(element, rows), ends, out, bias, scale, dscales, stream)

@@ -1,23 +1,25 @@
 """Bias gradient: the sum of the rows of every group, in one launch, in a fixed order.
 
-The matrix is cut into items: one group times one strip of columns, 8 threads wide (128 bytes where the alignment allows
-16-byte loads). An item of at most ``SPLIT_ROWS`` rows is summed by one thread block. A longer one is shared by the 8
-blocks of a cluster, each taking an eighth of its rows, and their partial sums meet through distributed shared memory:
-when every row belongs to one group there are still ``8 N / 64`` blocks at work, and neither a workspace nor atomics
-are needed. Which block adds which row depends on shapes and offsets alone, so the bits are the same in every run.
+The matrix is cut into strips of columns, one per cluster of blocks, and the rows, whatever their groups, into as many
+equal spans as a cluster has warps. So every warp streams the same number of bytes for any routing. A warp adds up its
+rows as they come and, where a group ends, writes the sum: to the output if the group lies within its span, else to
+shared memory. After one barrier of the cluster, the warp in whose span such a group began adds the sums of the spans
+after it, in order, through distributed shared memory. Neither a workspace nor atomics are needed, and which warp adds
+which row depends on shapes and offsets alone, so the bits are the same in every run.
 
-==============  ======================================================================================
-threads         role
-==============  ======================================================================================
-thread t        columns ``t % 8`` of the strip, rows ``t // 8 + 32 i`` of the block's share
-warp            adds its 4 row slots by shuffles, writes its row of ``warp_sums``
-first COLUMNS   add the 8 warps' sums in order; write the result, or the block's share of it
-first VECTOR    of each block of a cluster: add the 8 blocks' shares in order and write the result
-==============  ======================================================================================
+=================  =================================================================================================
+lanes of a warp    role
+=================  =================================================================================================
+lane l             columns ``l % across`` (a vector of them) of the strip, rows ``l // across + down i`` of the span
+lanes < across     write a sum, after shuffles across the ``down`` rows
+all 32             hold the ends of 32 groups, so that the next group costs a ballot and a shuffle
+=================  =================================================================================================
 
 With row scales (``bias`` was multiplied by ``bias_scale[t]``) rows are weighted as they are read, and a last pass, one
 warp per row, forms the gradient of the scales: the product of the row with its group's bias.
 """
+
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -26,14 +28,10 @@ from cutlass.memory import SmemAllocator
 
 from ..varlen.groups import clamp, group_range
 
-THREADS = 256
-WARPS = THREADS // 32
-ACROSS = 8  # threads side by side on one row
-SLOTS = THREADS // ACROSS  # rows a block reads at a time
-CLUSTER = 8
-BATCH = 4  # loads in flight per thread
-SPLIT_ROWS = 2048
-BLOCKS_PER_SM = 4
+LANES = 32
+BATCH = 8  # loads of a lane in flight
+HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end behind it
+NO_END = (1 << 31) - 1
 
 
 @cute.jit
@@ -42,6 +40,12 @@ def load_remote(pointer: cute.Pointer) -> Float32:
     return cute.arch.inline_ptx(
         "ld.shared::cluster.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[pointer.toint()]
     )
+
+
+@cute.jit
+def lowest_bit(mask: Int32) -> Int32:
+    """Index of the lowest bit that is set; there must be one."""
+    return cute.arch.popc((mask & -mask) - 1)
 
 
 @cute.jit
@@ -57,6 +61,53 @@ def group_of(offs: cute.Tensor, row: Int32, rows: Int32) -> Int32:
     return low
 
 
+class Ends(NamedTuple):
+    """A warp's window on the offsets: lane ``i`` holds the end of group ``first + i``, ``NO_END`` if there is none."""
+
+    first: Int32
+    end: Int32
+
+
+@cute.jit
+def ends_from(offs: cute.Tensor, total: Int32, first: Int32) -> Ends:
+    """The window on the groups from ``first`` on; ends are clamped to ``[0, total]``."""
+    group = first + cute.arch.lane_idx()
+    end = Int32(NO_END)
+    if group < cute.size(offs):
+        end = clamp(offs[group], Int32(0), total)
+    return Ends(first, end)
+
+
+@cute.jit
+def seek(ends: Ends, offs: cute.Tensor, total: Int32, row: Int32) -> tuple[Ends, Int32, Int32]:
+    """The first group from the window on that ends behind ``row < total``, and its end.
+
+    There is one, since the last group ends at ``total``, and its end is greater than ``row`` for any offsets.
+    """
+    first, end = ends
+    beyond = cute.arch.vote_ballot_sync(end > row)
+    while beyond == 0:
+        first, end = ends_from(offs, total, first + LANES)
+        beyond = cute.arch.vote_ballot_sync(end > row)
+    lane = lowest_bit(beyond)
+    return Ends(first, end), first + lane, cute.arch.shuffle_sync(end, lane)
+
+
+@cute.jit
+def count_ended(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
+    """How many groups end up to ``row < total``; four loads of a lane in flight."""
+    last = cute.size(offs) - 1  # ends at `total`, behind `row`: may be looked at again
+    ended = Int32(0)
+    for first in cutlass.range(cute.arch.lane_idx(), cute.size(offs), 4 * LANES, unroll=1):
+        found = [offs[cutlass.min(first + i * LANES, last)] for i in range(4)]
+        for end in found:
+            if clamp(end, Int32(0), total) <= row:
+                ended += 1
+    for i in cutlass.range_constexpr(5):
+        ended += cute.arch.shuffle_sync_bfly(ended, 1 << i)
+    return ended
+
+
 class GroupedDbias:
     """``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
 
@@ -65,11 +116,16 @@ class GroupedDbias:
     Args:
         vector: elements per load: the largest power of two up to 16 bytes that divides N, the row pitch and the
             alignment of the data; 1 takes any strides.
+        across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
+        warps: of a block.
+        cluster: blocks that share the rows of a strip, up to 8.
     """
 
-    def __init__(self, vector: int):
-        self.vector = vector
-        self.columns = ACROSS * vector
+    def __init__(self, vector: int, across: int, warps: int, cluster: int):
+        self.vector, self.across, self.warps, self.cluster = vector, across, warps, cluster
+        self.columns = across * vector
+        self.down = LANES // across  # rows that a warp reads at a time
+        self.spans = cluster * warps
 
     @cute.jit
     def __call__(
@@ -80,7 +136,6 @@ class GroupedDbias:
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
         dscales: cute.Tensor | None,
-        sm_count: Int32,
         stream,
     ):
         """Launch the reduction.
@@ -92,13 +147,14 @@ class GroupedDbias:
             bias: ``[G, N]``, loaded like ``dy``; None without scales.
             bias_scale: ``[T]`` or None.
             dscales: float32 ``[T]`` or None.
-            sm_count: multiprocessors of the device; bounds the grid.
             stream: CUDA stream.
         """
-        items = cute.size(offs) * cute.ceil_div(cute.size(out, mode=[1]), self.columns)
-        clusters = cutlass.max(cutlass.min(items, sm_count * BLOCKS_PER_SM // CLUSTER), Int32(1))
+        strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         self.kernel(dy, offs, out, bias, bias_scale, dscales).launch(
-            grid=(clusters * CLUSTER, 1, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream
+            grid=(strips * self.cluster, 1, 1),
+            block=(self.warps * LANES, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
@@ -111,113 +167,198 @@ class GroupedDbias:
         bias_scale: cute.Tensor | None,
         dscales: cute.Tensor | None,
     ):
-        """Device code: the long items by clusters, the short ones by single blocks, then the rows by warps."""
-        tid, _, _ = cute.arch.thread_idx()
+        """Device code: every warp its span, then the groups of several spans; then the rows by warps."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        rank = cute.arch.block_idx_in_cluster()
-        rows, n = dy.shape
-        strips = cute.ceil_div(n, self.columns)
-        items = cute.size(offs) * strips
-        smem = SmemAllocator()
-        warp_sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, WARPS)), byte_alignment=128)
-        shares = smem.allocate_tensor(Float32, cute.make_layout((self.columns, 2)), byte_alignment=128)
-
-        turn = Int32(0)
-        for item in cutlass.range(block // CLUSTER, items, blocks // CLUSTER, unroll=1):
-            group = item // strips
-            first_column = (item - group * strips) * self.columns
-            begin, end = group_range(offs, rows, group, False)
-            if end - begin > SPLIT_ROWS:
-                share = cute.ceil_div(end - begin, CLUSTER)
-                low = cutlass.min(begin + rank * share, end)
-                self.sum_rows(dy, bias_scale, warp_sums, first_column, low, cutlass.min(low + share, end), tid)
-                if tid < self.columns:
-                    shares[tid, turn] = self.sum_warps(warp_sums, tid)
-                # Shares alternate between two buffers: passing this barrier for the next item proves that every
-                # block has read this item's, so it may be overwritten the time after.
-                cute.arch.cluster_arrive(aligned=True)
-                cute.arch.cluster_wait()
-                if tid < self.vector:
-                    column = rank * self.vector + tid
-                    total = Float32(0.0)
-                    for peer in cutlass.range_constexpr(CLUSTER):
-                        remote = cute.arch.map_dsmem_ptr(shares.iterator + turn * self.columns + column, Int32(peer))
-                        total += load_remote(remote)
-                    if first_column + column < n:
-                        out[group, first_column + column] = total
-                turn ^= 1
-
-        for item in cutlass.range(block, items, blocks, unroll=1):
-            group = item // strips
-            first_column = (item - group * strips) * self.columns
-            begin, end = group_range(offs, rows, group, False)
-            if end - begin <= SPLIT_ROWS:
-                self.sum_rows(dy, bias_scale, warp_sums, first_column, begin, end, tid)
-                if tid < self.columns:
-                    total = self.sum_warps(warp_sums, tid)
-                    if first_column + tid < n:
-                        out[group, first_column + tid] = total
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        span = cute.arch.block_idx_in_cluster() * self.warps + warp
+        first_column = block // self.cluster * self.columns
+        groups = cute.size(offs)
+        total = clamp(offs[groups - 1], Int32(0), Int32(dy.shape[0]))
+        share = cutlass.max(cute.ceil_div(total, self.spans), Int32(1))
+        low = cutlass.min(span * share, total)
+        high = cutlass.min(low + share, total)
+        sums = SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((self.columns, 2, self.warps)), byte_alignment=128
+        )
+        group, end = Int32(0), Int32(0)
+        if low < high:
+            group, end = self.sum_span(dy, bias_scale, offs, out, sums, total, first_column, low, high, warp)
+        cute.arch.cluster_arrive(aligned=True)
+        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, span)
+        cute.arch.cluster_wait()
+        if end > high:
+            self.add_spans(out, sums, group, first_column, span, (end - 1) // share, warp)
         if cutlass.const_expr(bias is not None):
-            self.multiply_rows(dy, offs, bias, dscales, block * WARPS + cute.arch.warp_idx(), blocks * WARPS)
+            self.multiply_rows(dy, offs, bias, dscales, block * self.warps + warp, blocks * self.warps)
         # A block's shared memory must outlive its peers' reads.
         cute.arch.cluster_arrive(aligned=True)
         cute.arch.cluster_wait()
 
     @cute.jit
-    def sum_rows(
+    def sum_span(
         self,
         dy: cute.Tensor,
-        bias_scale: cute.Tensor | None,
-        warp_sums: cute.Tensor,
+        bias_scale: Any,
+        offs: cute.Tensor,
+        out: cute.Tensor,
+        sums: cute.Tensor,
+        total: Int32,
         first_column: Int32,
         low: Int32,
         high: Int32,
-        tid: Int32,
-    ):
-        """Sum rows ``[low, high)`` of one strip into ``warp_sums``; returns with the block synchronised."""
+        warp: Int32,
+    ) -> tuple[Int32, Int32]:
+        """Sum rows ``[low, high)`` of one strip.
+
+        Returns:
+            A group that begins here and ends behind ``high``, and that end; if there is none, an end up to ``high``.
+        """
         lane = cute.arch.lane_idx()
-        warp = cute.arch.warp_idx()  # a shuffle: not inside a branch that only some lanes take
-        across = tid % ACROSS
-        column = first_column + across * self.vector
+        # Lanes beyond the last column read it again: what they add up is not written.
+        column = cutlass.min(first_column + lane % self.across * self.vector, dy.shape[1] - self.vector)
         acc = cute.make_rmem_tensor(self.vector, Float32)
         acc.fill(0.0)
-        if column < dy.shape[1]:
-            row = low + tid // ACROSS
-            batches = cutlass.max(high - row + (SLOTS - 1), Int32(0)) // SLOTS // BATCH
-            for _ in cutlass.range(batches, unroll=1):
-                parts = [self.weighted(dy, bias_scale, row + i * SLOTS, column) for i in range(BATCH)]
-                for part, weight in parts:
-                    self.add(acc, part, weight)
-                row += BATCH * SLOTS
-            for late in cutlass.range(row, high, SLOTS, unroll=1):
-                part, weight = self.weighted(dy, bias_scale, late, column)
-                self.add(acc, part, weight)
-        cute.arch.sync_threads()  # warp_sums of the item before have been read
-        for v in cutlass.range_constexpr(self.vector):
-            value = acc[v]
-            value += cute.arch.shuffle_sync_bfly(value, ACROSS)
-            value += cute.arch.shuffle_sync_bfly(value, 2 * ACROSS)
-            if lane < ACROSS:
-                warp_sums[across * self.vector + v, warp] = value
-        cute.arch.sync_threads()
+        parts = cute.make_rmem_tensor((self.vector, BATCH), dy.element_type)
+        weights: Any = None
+        if cutlass.const_expr(bias_scale is not None):
+            weights = cute.make_rmem_tensor(BATCH, bias_scale.element_type)
+
+        ends, group, end = Ends(Int32(0), Int32(0)), Int32(0), Int32(0)
+        whole = cutlass.Boolean(False)  # whether the group begins in this span
+        at = low  # rows before are in `acc` or written
+        base = low
+        while base < high:
+            row = base + lane // self.across
+            stop = base + BATCH * self.down
+            self.load_rows(dy, bias_scale, base, high, column, parts, weights)
+            if base == low:  # while the first rows are on their way
+                ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
+                begin = Int32(0)
+                if group > 0:
+                    begin = clamp(offs[group - 1], Int32(0), total)
+                whole = begin >= low
+            if stop <= high and stop < end:
+                for i in cutlass.range_constexpr(BATCH):
+                    self.add(acc, parts, weights, i)
+            else:
+                limit = cutlass.min(stop, high)
+                more = at < limit
+                while more:
+                    for i in cutlass.range_constexpr(BATCH):
+                        if row + i * self.down >= at and row + i * self.down < cutlass.min(end, limit):
+                            self.add(acc, parts, weights, i)
+                    more = end <= limit
+                    if more:
+                        self.write(acc, out, sums[None, HEAD, warp], group, first_column, whole)
+                        acc.fill(0.0)
+                        at = end
+                        whole = cutlass.Boolean(True)
+                        more = at < limit
+                        if at < high:
+                            ends, group, end = seek(ends, offs, total, at)
+            base = stop
+            at = cutlass.max(at, cutlass.min(base, high))
+        if end > high:
+            side = Int32(HEAD)
+            if whole:
+                side = Int32(TAIL)
+            self.write(acc, out, sums[None, side, warp], group, first_column, cutlass.Boolean(False))
+            if not whole:
+                end = high  # it is the warp's where the group began
+        return group, end
 
     @cute.jit
-    def sum_warps(self, warp_sums: cute.Tensor, column: Int32) -> Float32:
-        """Add the warps' sums of one column, in order."""
-        total = warp_sums[column, 0]
-        for warp in cutlass.range_constexpr(1, WARPS):
-            total += warp_sums[column, warp]
-        return total
+    def load_rows(
+        self,
+        dy: cute.Tensor,
+        bias_scale: Any,
+        base: Int32,
+        high: Int32,
+        column: Int32,
+        parts: cute.Tensor,
+        weights: Any,
+    ):
+        """A batch of rows from ``base`` on; those beyond the span read its last again, and are not added."""
+        for i in cutlass.range_constexpr(BATCH):
+            row = cutlass.min(base + cute.arch.lane_idx() // self.across + i * self.down, high - 1)
+            self.load(dy, row, column, parts[None, i])
+            if cutlass.const_expr(weights is not None):
+                weights[i] = bias_scale[row]
 
-    def weighted(self, dy: cute.Tensor, bias_scale: cute.Tensor | None, row: Int32, column: Int32) -> tuple:
-        """Neighbouring elements of a row and its weight, None without scales; loads are issued, not waited for."""
-        return self.load(dy, row, column), None if bias_scale is None else bias_scale[row]
+    @cute.jit
+    def write(
+        self,
+        acc: cute.Tensor,
+        out: cute.Tensor,
+        held: cute.Tensor,
+        group: Int32,
+        first_column: Int32,
+        whole: cutlass.Boolean,
+    ):
+        """Add the warp's rows up and write the sum: to ``out`` if it is a whole group's, else to ``held``."""
+        lane = cute.arch.lane_idx()
+        offset = lane % self.across * self.vector
+        total = cute.make_rmem_tensor(self.vector, Float32)
+        for v in cutlass.range_constexpr(self.vector):
+            value = acc[v]
+            for i in cutlass.range_constexpr(self.down.bit_length() - 1):
+                value += cute.arch.shuffle_sync_bfly(value, self.across << i)
+            total[v] = value
+        if lane < self.across:
+            width = min(4 * self.vector, 16)
+            if whole:
+                if first_column + offset < out.shape[1]:
+                    sink = out.iterator + (Int64(group) * out.stride[0] + first_column + offset)
+                    cute.autovec_copy(total, cute.make_tensor(sink.align(width), cute.make_layout(self.vector)))
+            else:
+                sink = held.iterator + offset
+                cute.autovec_copy(total, cute.make_tensor(sink.align(width), cute.make_layout(self.vector)))
 
-    def add(self, acc: cute.Tensor, part: cute.Tensor, weight: cutlass.Numeric | None):
-        """``acc += weight part``."""
-        values = part.load().to(Float32)
-        acc.store(acc.load() + (values if weight is None else values * weight.to(Float32)))
+    @cute.jit
+    def add_spans(
+        self,
+        out: cute.Tensor,
+        sums: cute.Tensor,
+        group: Int32,
+        first_column: Int32,
+        span: Int32,
+        last: Int32,
+        warp: Int32,
+    ):
+        """Add up a group that begins in ``span`` and ends in ``last``, behind it."""
+        for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
+            offset = cute.arch.lane_idx() + i * LANES
+            if offset < self.columns and first_column + offset < out.shape[1]:
+                total = sums[offset, TAIL, warp]
+                for other in cutlass.range(span + 1, last + 1, unroll=8):
+                    held = sums.iterator + (other % self.warps * 2 + HEAD) * self.columns + offset
+                    total += load_remote(cute.arch.map_dsmem_ptr(held, other // self.warps))
+                out[group, first_column + offset] = total
+
+    @cute.jit
+    def clear_empty(self, offs: cute.Tensor, out: cute.Tensor, rows: Int32, first_column: Int32, span: Int32):
+        """Set the strip's sums of empty groups to zero; the warps of a cluster share the groups."""
+        lane = cute.arch.lane_idx()
+        groups = cute.size(offs)
+        for first in cutlass.range(span * LANES, groups, self.spans * LANES, unroll=1):
+            start, end = group_range(offs, rows, first + lane, False)
+            empty = cute.arch.vote_ballot_sync(start >= end and first + lane < groups)
+            while empty != 0:
+                group = first + lowest_bit(empty)
+                empty &= empty - 1
+                for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
+                    offset = lane + i * LANES
+                    if offset < self.columns and first_column + offset < out.shape[1]:
+                        out[group, first_column + offset] = Float32(0.0)
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, parts: cute.Tensor, weights: Any, i: cutlass.Constexpr):
+        """``acc += weights[i] parts[i]``."""
+        values = parts[None, i].load().to(Float32)
+        if cutlass.const_expr(weights is not None):
+            values = values * weights[i].to(Float32)
+        acc.store(acc.load() + values)
 
     @cute.jit
     def multiply_rows(
@@ -226,28 +367,29 @@ class GroupedDbias:
         """``dscales[t] = dy[t] . bias[g]`` for every ``step``-th row from ``first`` on; one warp calls it."""
         lane = cute.arch.lane_idx()
         rows, n = dy.shape
+        left = cute.make_rmem_tensor(self.vector, dy.element_type)
+        right = cute.make_rmem_tensor(self.vector, bias.element_type)
         for row in cutlass.range(first, rows, step, unroll=1):
             group = group_of(offs, row, rows)
             sums = cute.make_rmem_tensor(self.vector, Float32)
             sums.fill(0.0)
             if group < cute.size(offs):
-                for column in cutlass.range(lane * self.vector, n, 32 * self.vector, unroll=2):
-                    factors = self.load(bias, group, column).load().to(Float32)
-                    sums.store(sums.load() + self.load(dy, row, column).load().to(Float32) * factors)
+                for column in cutlass.range(lane * self.vector, n, LANES * self.vector, unroll=2):
+                    self.load(dy, row, column, left)
+                    self.load(bias, group, column, right)
+                    sums.store(sums.load() + left.load().to(Float32) * right.load().to(Float32))
             total = sums[0]
             for v in cutlass.range_constexpr(1, self.vector):
                 total += sums[v]
-            for step_ in cutlass.range_constexpr(5):
-                total += cute.arch.shuffle_sync_bfly(total, 1 << step_)
+            for i in cutlass.range_constexpr(5):
+                total += cute.arch.shuffle_sync_bfly(total, 1 << i)
             if lane == 0:
                 dscales[row] = total
 
     @cute.jit
-    def load(self, dy: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """``vector`` neighbouring elements of a row, in registers; the offset is 64 bits wide."""
-        offset = Int64(row) * dy.stride[0] + Int64(column) * dy.stride[1]
-        source = dy.iterator + offset
-        fragment = cute.make_rmem_tensor(self.vector, dy.element_type)
-        width = self.vector * dy.element_type.width // 8
+    def load(self, matrix: cute.Tensor, row: Int32, column: Int32, fragment: cute.Tensor):
+        """``vector`` neighbouring elements of a row into registers; the offset is 64 bits wide."""
+        offset = Int64(row) * matrix.stride[0] + Int64(column) * matrix.stride[1]
+        source = matrix.iterator + offset
+        width = self.vector * matrix.element_type.width // 8
         cute.autovec_copy(cute.make_tensor(source.align(width), cute.make_layout(self.vector)), fragment)
-        return fragment

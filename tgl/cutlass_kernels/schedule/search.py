@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ..varlen.groups import group_range
+from .order import visited
 from .raster import ceil_div, decode
 
 LANES = 32
@@ -122,12 +123,24 @@ def find_tile(
 
 @cute.jit
 def exact_tile(
-    index: Int32, offs: cute.Tensor, rows: Int32, tiles_m: Int32, tiles_n: Int32, band: cutlass.Constexpr
+    index: Int32,
+    offs: cute.Tensor,
+    rows: Int32,
+    tiles_m: Int32,
+    tiles_n: Int32,
+    band: cutlass.Constexpr,
+    order: cute.Tensor | None,
 ) -> Tile:
-    """The ``index``-th tile where every group has ``tiles_m x tiles_n`` tiles, as weight gradients do."""
+    """The ``index``-th tile where every group has ``tiles_m x tiles_n`` tiles, as weight gradients do.
+
+    ``order`` says which group comes when; None means as they come.
+    """
     per_group = tiles_m * tiles_n
-    group = index // per_group
-    valid = group < cute.size(offs)
+    place = index // per_group
+    groups = Int32(cute.size(offs))
+    group = place
+    if cutlass.const_expr(order is not None):
+        group = visited(order, groups, place)
     start, end = group_range(offs, rows, group, False)
-    m, n = decode(index - group * per_group, tiles_m, tiles_n, band)
-    return Tile(valid, group, m, n, start, end - start)
+    m, n = decode(index - place * per_group, tiles_m, tiles_n, band)
+    return Tile(place < groups, group, m, n, start, end - start)

@@ -10,7 +10,18 @@ import cutlass
 from cutlass import Int32, cute
 
 from ..config import VARLEN_K, VARLEN_M
-from ..schedule import GroupSearch, Tile, ceil_div, exact_tile, find_tile, start_search
+from ..schedule import (
+    ORDER_BYTES,
+    GroupSearch,
+    Tile,
+    allocate_order,
+    ceil_div,
+    exact_tile,
+    find_tile,
+    sort_groups,
+    start_search,
+    way_back,
+)
 from .ragged import ragged_coord, ragged_tensor
 
 
@@ -18,7 +29,9 @@ class Problem(NamedTuple):
     """Sizes a kernel needs at run time.
 
     ``rows`` is T; ``depth`` the contraction where all groups share it; ``columns`` N; ``tiles_m`` and ``tiles_n`` the
-    tiles of one group's output (``tiles_m`` where all groups share it).
+    tiles of one group's output (``tiles_m`` where all groups share it). ``order`` and ``backwards`` belong to the
+    tile order of ``VarlenK`` and are known on the device only: which group comes when, and how far from its place in a
+    round dealt forwards a cluster's tile is in one dealt backwards, 0 if none is.
     """
 
     offs: cute.Tensor
@@ -27,6 +40,8 @@ class Problem(NamedTuple):
     columns: Int32
     tiles_m: Int32
     tiles_n: Int32
+    order: cute.Tensor | None = None
+    backwards: Int32 | None = None
 
 
 class _Policy:
@@ -54,6 +69,7 @@ class VarlenM(_Policy):
     """
 
     kind = VARLEN_M
+    smem_bytes = 0
 
     def __init__(self, tile_m: int, tile_n: int, band: int, tail: bool):
         self.tile_m, self.tile_n, self.band, self.has_tail = tile_m, tile_n, band, tail
@@ -71,6 +87,10 @@ class VarlenM(_Policy):
         """A bound on the number of tiles that holds for any offsets in order."""
         groups = Int32(cute.size(problem.offs)) + (1 if self.has_tail else 0)
         return (problem.rows + groups * (self.tile_m - 1)) // self.tile_m * problem.tiles_n
+
+    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
+        """Prepare the tile order; all warps of the CTA call it. Here there is nothing to do."""
+        return problem
 
     def start(self, problem: Problem, tail: bool = False) -> GroupSearch:
         """The state of a warp that walks the tiles; with ``tail`` those of the rows past the last group too."""
@@ -113,8 +133,13 @@ class VarlenK(_Policy):
     kind = VARLEN_K
     has_tail = False
 
-    def __init__(self, tile_m: int, tile_n: int, band: int):
-        self.tile_m, self.tile_n, self.band = tile_m, tile_n, band
+    def __init__(self, tile_m: int, tile_n: int, band: int, longest_first: bool):
+        self.tile_m, self.tile_n, self.band, self.longest_first = tile_m, tile_n, band, longest_first
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory that the tile order takes."""
+        return ORDER_BYTES if self.longest_first else 0
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
@@ -132,14 +157,26 @@ class VarlenK(_Policy):
         """The number of tiles."""
         return Int32(cute.size(problem.offs)) * problem.tiles_m * problem.tiles_n
 
+    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
+        """Prepare the tile order; all warps of the CTA call it and meet."""
+        if not self.longest_first:
+            return problem
+        order = allocate_order(allocator)
+        sort_groups(order, problem.offs, problem.rows, warp, warps)
+        cute.arch.sync_threads()
+        backwards = way_back(order, problem.offs, problem.rows, first, step)
+        return problem._replace(order=order, backwards=backwards)
+
     def start(self, problem: Problem, tail: bool = False) -> Int32:
-        """The state of a warp that walks the tiles: none, a tile follows from its index."""
+        """The state of a warp that walks the tiles: how many rounds are behind it."""
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
         """The ``index``-th tile."""
         p = problem
-        return state, exact_tile(index, p.offs, p.rows, p.tiles_m, p.tiles_n, self.band)
+        if self.longest_first:
+            index += state % 2 * p.backwards
+        return state + 1, exact_tile(index, p.offs, p.rows, p.tiles_m, p.tiles_n, self.band, p.order)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
         """Extent of the contraction; 0 means that no accumulator is made."""

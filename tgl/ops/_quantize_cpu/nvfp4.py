@@ -129,7 +129,7 @@ class _Source:
         index = self.stack.rows_of_runs(step)
         first, last = int(index[0, 0]), int(index[-1, -1])
         if first >= 0 and last - first == index.numel() - 1:
-            return self.rows((planes, slice(first, last + 1))).view(*index.shape, -1), None
+            return self.rows((planes, slice(first, last + 1))).view(*index.shape, self.x.shape[-1]), None
         used = index[:, 0] >= 0
         some = None if bool(used.all()) else used.nonzero().flatten()
         index = index if some is None else index[some]
@@ -137,7 +137,7 @@ class _Source:
         x = self.x.index_select(0, flat)
         if self.row_scale is not None:
             x = (x.float() * self.row_scale.index_select(0, flat).float()[:, None]).to(x.dtype)
-        return x.view(*index.shape, -1).masked_fill_((index < 0)[..., None], 0.0), some
+        return x.view(*index.shape, x.shape[1]).masked_fill_((index < 0)[..., None], 0.0), some
 
 
 # --- amax -------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 =====  ===========================================================================================
 warps  role
 =====  ===========================================================================================
-0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store; warp 0 allocates and stores
+0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store, 32 rows each; warp 0 allocates
 4      MMA: issues tcgen05.mma for the CTA, or for the pair of CTAs (then in the even one only)
 5      load: TMA of A and B
 =====  ===========================================================================================
@@ -28,7 +28,7 @@ from ...varlen.policy import Problem, VarlenK, VarlenM
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from .load import load_tiles
 from .mma import multiply_tiles
-from .store import store_tiles
+from .store import WARP_ROWS, store_tiles
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -60,7 +60,7 @@ class GroupedGemm:
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
-        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
@@ -77,12 +77,18 @@ class GroupedGemm:
             stage += scale_bytes
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
-        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + OTHER_SMEM
+        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + self.policy.smem_bytes + OTHER_SMEM
         self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
         self.stage_bytes = stage * config.ctas
         self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
+
+    def warp_layout(self) -> cute.ComposedLayout:
+        """Shared-memory layout of one epilogue warp's rows of an epilogue tile: what one TMA store moves."""
+        tile = (WARP_ROWS, self.epi_tile[1])
+        layout = blackwell_helpers.make_smem_layout_epi(self.out_element, LayoutEnum.ROW_MAJOR, tile, 1)
+        return cute.slice_(layout, (None, None, 0))
 
     @cute.jit
     def __call__(
@@ -137,9 +143,7 @@ class GroupedGemm:
             store = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             store = cpasync.CopyBulkTensorTileS2GOp()
-        out_map, out_coords = cpasync.make_tiled_tma_atom(
-            store, out, cute.slice_(out_smem, (None, None, 0)), self.epi_tile
-        )
+        out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), (WARP_ROWS, self.epi_tile[1]))
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
             tiled_mma,
@@ -263,10 +267,11 @@ class GroupedGemm:
         vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
         acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, self.accumulators)).layout
-        pipeline.pipeline_init_wait(cluster_vmnk)
-
         rank = block % config.ctas
         first, step = block // config.ctas, blocks // config.ctas
+        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
+        pipeline.pipeline_init_wait(cluster_vmnk)
+
         if warp == LOAD_WARP:
             thread_mma = tiled_mma.get_slice(rank)
             load_tiles(

@@ -41,7 +41,7 @@ class ScaledGroupedGemm(GroupedGemm):
         if kind == VARLEN_M:
             self.policy = ScaledVarlenM(*tiles, spec.tail, form=form)
         else:
-            self.policy = ScaledVarlenK(*tiles, form=form)
+            self.policy = ScaledVarlenK(*tiles, config.longest_first, form=form)
 
     @cute.jit
     def __call__(

@@ -1,4 +1,8 @@
-"""The epilogue warps: accumulators to memory."""
+"""The epilogue warps: accumulators to memory.
+
+A warp reads 32 rows of tensor memory, no others are within its reach, so it also stages and stores those rows alone:
+the warps of an epilogue meet only where they share a tile's bias.
+"""
 
 from typing import Any
 
@@ -6,10 +10,12 @@ import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
 from ...varlen.policy import Problem
 
 THREADS = 128
+WARP_ROWS = 32
 BARRIER = 1  # named barrier of the epilogue warps
 
 
@@ -34,8 +40,9 @@ def store_tiles(
 ):
     """Store every tile from ``first`` on in steps of ``step``, the tail's included.
 
-    A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, with one barrier per piece: before
-    it all threads have written the piece and warp 0 has waited for the store that used the next piece's buffer.
+    A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, and lanes of a warp wait for each
+    other once per piece: then all have written it, and the one that stores has waited for the store that used the next
+    piece's buffer. A warp whose rows are all outside the output stores nothing.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -86,7 +93,8 @@ def store_tiles(
         if wanted:
             row = tile.m * config.tile_m + rank * config.cta_m
             column = tile.n * config.tile_n
-            if cutlass.const_expr(spec.bias):  # noqa: SIM102 (one is known while tracing, the other is not)
+            if cutlass.const_expr(spec.bias):
+                _meet()  # all have read the vectors of the tile before
                 if product:
                     load_vectors(
                         vectors,
@@ -98,49 +106,55 @@ def store_tiles(
                         thread,
                         THREADS,
                     )
-                    _meet()
+                _meet()
             factor = Float32(1)
             if cutlass.const_expr(spec.alpha):  # noqa: SIM102
                 if product:
                     factor = alpha(spec, args, tile.group)
-            matrix = cute.domain_offset((row, column), policy.out(out_coords, tile))
-            matrix = cute.local_tile(matrix, cta_tile, (0, 0))
+            target = policy.out(out_coords, tile)
+            # The map alone would drop rows that lie outside; those of a whole warp need not be made.
+            height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
+            stores = row + warp * WARP_ROWS < height
+            matrix = cute.domain_offset((row + warp * WARP_ROWS, column), target)
+            matrix = cute.local_tile(matrix, (WARP_ROWS, config.tile_n), (0, 0))
             store_from, store_to = cpasync.tma_partition(
                 out_map,
                 0,
                 cute.make_layout(1),
-                cute.group_modes(out_buffers, 0, 2),
-                cute.group_modes(cute.flat_divide(matrix, gemm.epi_tile), 0, 2),
+                cute.group_modes(cute.local_tile(out_buffers, (WARP_ROWS, epi_n), (warp, 0, None)), 0, 2),
+                cute.group_modes(cute.flat_divide(matrix, (WARP_ROWS, epi_n)), 0, 2),
             )
             if product:
                 results.consumer_wait(made)
-            for piece in cutlass.range_constexpr(pieces):
-                if product:
-                    cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
-                    cute.arch.fence_view_async_tmem_load()
-                    if cutlass.const_expr(piece == pieces - 1):
-                        with cute.arch.elect_one():
-                            results.consumer_release(made)
-                    if cutlass.const_expr(spec.alpha):
-                        acc.store(acc.load() * factor)
-                    if cutlass.const_expr(spec.bias):
-                        scale = None
-                        if cutlass.const_expr(spec.bias_scale):
-                            scale = scale_part[None, None, None, 0, piece]
-                        add_bias(acc, bias_part[None, None, None, 0, piece], scale)
-                    if cutlass.const_expr(spec.reads_output):
-                        values = cute.domain_offset((row, column), policy.out(out_values, tile))
-                        values = cute.local_tile(values, cta_tile, (0, 0))
-                        values = thread_load.partition_D(cute.flat_divide(values, gemm.epi_tile))
-                        limit = (out_values.shape[0] - row, out_values.shape[1] - column)
-                        add_output(acc, values[None, None, None, 0, piece], coords[None, None, None, 0, piece], limit)
-                else:
-                    acc.fill(0.0)
-                rounded.store(acc.load().to(gemm.out_element))
-                cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                _meet()
-                if warp == 0:
+            if stores:
+                for piece in cutlass.range_constexpr(pieces):
+                    if product:
+                        cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
+                        cute.arch.fence_view_async_tmem_load()
+                        if cutlass.const_expr(piece == pieces - 1):
+                            with cute.arch.elect_one():
+                                results.consumer_release(made)
+                        if cutlass.const_expr(spec.alpha):
+                            acc.store(acc.load() * factor)
+                        if cutlass.const_expr(spec.bias):
+                            scale = None
+                            if cutlass.const_expr(spec.bias_scale):
+                                scale = scale_part[None, None, None, 0, piece]
+                            add_bias(acc, bias_part[None, None, None, 0, piece], scale)
+                        if cutlass.const_expr(spec.reads_output):
+                            values = cute.domain_offset((row, column), policy.out(out_values, tile))
+                            values = cute.local_tile(values, cta_tile, (0, 0))
+                            values = thread_load.partition_D(cute.flat_divide(values, gemm.epi_tile))
+                            limit = (out_values.shape[0] - row, out_values.shape[1] - column)
+                            add_output(
+                                acc, values[None, None, None, 0, piece], coords[None, None, None, 0, piece], limit
+                            )
+                    else:
+                        acc.fill(0.0)
+                    rounded.store(acc.load().to(gemm.out_element))
+                    cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
                     # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one
                     # lane alone would never end.
                     if cutlass.const_expr(spec.reduces):
@@ -148,14 +162,16 @@ def store_tiles(
                     else:
                         with cute.arch.elect_one():
                             cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
-                    with cute.arch.elect_one():
+                    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
                         cute.arch.cp_async_bulk_commit_group()
                         cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
-                buffer = (buffer + 1) % gemm.epi_stages
+                    buffer = (buffer + 1) % gemm.epi_stages
+            elif product:
+                with cute.arch.elect_one():
+                    results.consumer_release(made)
             if product:
                 made.advance()
         first += step
         search, tile = policy.find(search, first, problem, True)
-    if warp == 0:
-        with cute.arch.elect_one():
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

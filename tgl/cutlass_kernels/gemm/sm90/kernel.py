@@ -44,17 +44,22 @@ class GroupedGemm:
     def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
         self.config, self.spec, self.element = config, spec, element
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
-        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles)
+        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
         self.tiler = (config.tile_m, config.tile_n, config.tile_k)
         self.teams = 2 if config.pingpong else 1  # of warpgroups that share a tile
-        self.sharing = 1 if config.pingpong else min(config.tile_m // store.CHUNK_ROWS, 2)
+        self.sharing = 1 if config.pingpong else min(config.tile_m // store.MMA_ROWS, 2)
         self.warpgroups = self.teams * self.sharing
         self.consumers = self.warpgroups * WARPGROUP
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * element.width // 8
-        fixed = vector_bytes(spec, *self.vector_tile) + OTHER_SMEM + store.staging_bytes(self.warpgroups)
+        fixed = (
+            vector_bytes(spec, *self.vector_tile)
+            + self.policy.smem_bytes
+            + OTHER_SMEM
+            + store.staging_bytes(4 * self.warpgroups)
+        )
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
 
     @property
@@ -86,7 +91,7 @@ class GroupedGemm:
             OperandMajorMode.K if b_depth else OperandMajorMode.MN,
             Float32,
             (self.sharing, 1, 1),
-            (store.CHUNK_ROWS, tile_n),
+            (store.MMA_ROWS, tile_n),
         )
         row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         a_smem = hopper_helpers.make_smem_layout_a(
@@ -104,7 +109,7 @@ class GroupedGemm:
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             save = cpasync.CopyBulkTensorTileS2GOp()
-        out_smem = store.chunk_layout(self.out_element, self.warpgroups * store.BUFFERS)
+        out_smem = store.chunk_layout(self.out_element, 4 * self.warpgroups * store.BUFFERS)
         out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, store.chunk_tile(self.out_element))
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
@@ -157,6 +162,7 @@ class GroupedGemm:
         if warp == load_warp:
             with cute.arch.elect_one():
                 open_ring(ring, self.stages, 4 * self.sharing * ctas)
+        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
         self.meet()
 
         if warp >= load_warp:

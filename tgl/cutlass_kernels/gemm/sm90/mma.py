@@ -10,8 +10,8 @@ from ...varlen.policy import Problem
 from .load import Ring, advance
 from .store import Output, store_tile
 
-VECTORS_BARRIER = 4  # named barrier of the first team
-TURN_BARRIER = 6  # named barrier on which the first team waits for its turn
+VECTORS_BARRIER = 2  # named barrier of the first team
+TURN_BARRIER = 4  # named barrier on which the first team waits for its turn
 
 
 @cute.jit
@@ -137,6 +137,8 @@ def consume_tiles(
         if team == 1:
             give_turn(Int32(0))
     while tile.valid:
+        first += step
+        search, following = policy.find(search, first, problem, True)  # while the tile's operands are on their way
         product = policy.is_product(tile, problem)
         depth = Int32(0)
         if product:
@@ -163,8 +165,7 @@ def consume_tiles(
             phase = (phase + stage // gemm.stages) % 2
             stage = stage % gemm.stages
         count += 1
-        first += step
-        search, tile = policy.find(search, first, problem, True)
+        tile = following
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if count % gemm.teams == team:
             wait_turn(team)  # takes the turn that was given last, so that no barrier is left half full

@@ -1,10 +1,10 @@
 """From accumulator registers to memory: epilogue arithmetic, rounding, staging, TMA store.
 
-A warpgroup works through its rows in chunks of 64 rows x 128 bytes. Register ``(e, h, j)`` of thread ``t`` holds row
-``16 (t / 32) + t % 32 / 4 + 8 h`` and column ``8 j + 2 (t % 4) + e`` of its 64 rows. A chunk is staged in shared memory
-with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register stores free
-of bank conflicts and is what the tensor map expects. Two buffers per warpgroup alternate: one fills while the store of
-the other reads.
+A warp holds 16 rows of every 64 of its warpgroup, and works through them in chunks of 16 rows x 128 bytes: register
+``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e``. A chunk is staged in shared
+memory with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register
+stores free of bank conflicts and is what the tensor map expects. The buffers of a warp take turns: one fills while the
+stores of the others read. No warp waits for another.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from ...config import VARLEN_M
 from ...epilogue.vectors import TileVectors, add_bias
 from ...schedule import Tile
 
-CHUNK_ROWS = 64
+MMA_ROWS = 64  # of a warpgroup
+CHUNK_ROWS = 16
 CHUNK_BYTES = 128
-BUFFERS = 2  # per warpgroup
-FIRST_BARRIER = 2  # named barrier of the first warpgroup
+BUFFERS = 2  # per warp
 
 
 class Output(NamedTuple):
@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
     map: cute.CopyAtom  # TMA store, plain or adding
     coords: cute.Tensor  # the coordinate tensor of the map
-    buffers: cute.Tensor  # shared memory [64, columns of a chunk, BUFFERS of every warpgroup]
+    buffers: cute.Tensor  # shared memory [16, columns of a chunk, BUFFERS of every warp]
     values: cute.Tensor | None  # the output in global memory if it is read
 
 
@@ -42,34 +42,32 @@ def chunk_tile(element: type[cutlass.Numeric]) -> tuple[int, int]:
     return CHUNK_ROWS, chunk_columns(element)
 
 
-def staging_bytes(warpgroups: int) -> int:
-    """Shared memory for the chunks of all warpgroups."""
-    return warpgroups * BUFFERS * CHUNK_ROWS * CHUNK_BYTES
+def staging_bytes(warps: int) -> int:
+    """Shared memory for the chunks of all warps."""
+    return warps * BUFFERS * CHUNK_ROWS * CHUNK_BYTES
 
 
 def chunk_layout(element: type[cutlass.Numeric], count: int) -> cute.ComposedLayout:
-    """Shared-memory layout of ``count`` chunks, ``[64, columns, count]``."""
+    """Shared-memory layout of ``count`` chunks, ``[16, columns, count]``."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element)
     return cute.tile_to_shape(atom, (*chunk_tile(element), count), order=(0, 1, 2))
 
 
 @cute.jit
-def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Constexpr, thread: Int32):
+def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Constexpr, lane: Int32):
     """Round a chunk's registers and write them to ``buffer [64, columns]``.
 
     Args:
         values: float32 ``(2, 2, columns / 8)``.
         buffer: shared memory, swizzled.
         element: dtype of the output.
-        thread: index in the warpgroup.
+        lane: index in the warp.
     """
-    lane = thread % 32
-    first_row = thread // 32 * 16
     pieces = cute.size(values, mode=[2])
     if cutlass.const_expr(element.width == 16):
         # One stmatrix stores 16 x 16: lanes 0-15 name the rows of the left 8 columns, lanes 16-31 those of the right.
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), element)
-        row = first_row + lane % 16
+        row = lane % 16
         for pair in cutlass.range_constexpr(pieces // 2):
             packed = cute.make_rmem_tensor((2, 2, 2), element)
             for i in cutlass.range_constexpr(8):
@@ -77,7 +75,7 @@ def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
             target = cute.local_tile(buffer, (1, 8), (row, 2 * pair + lane // 16))
             cute.copy(atom, cute.make_tensor(packed.iterator, (8, 1)), cute.make_tensor(target.iterator, (8, 1)))
     else:
-        row = first_row + lane // 4
+        row = lane // 4
         for piece in cutlass.range_constexpr(pieces):
             for half in cutlass.range_constexpr(2):
                 pair = cute.make_rmem_tensor(2, element)
@@ -157,9 +155,10 @@ def store_tile(
     height = tile.length if gemm.policy.kind == VARLEN_M else Int32(target.shape[0])
     width = Int32(target.shape[1])
     warp = cute.arch.make_warp_uniform(thread // 32)
-    thread_row, thread_column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    lane = thread % 32
+    thread_row, thread_column = lane // 4, lane % 4 * 2
     for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-        first_row = (block * gemm.sharing + which % gemm.sharing) * CHUNK_ROWS
+        first_row = (block * gemm.sharing + which % gemm.sharing) * MMA_ROWS + warp * CHUNK_ROWS
         row = tile.m * config.tile_m + first_row
         for chunk in cutlass.range_constexpr(config.tile_n // columns):
             column = first_column + chunk * columns
@@ -172,25 +171,23 @@ def store_tile(
             if cutlass.const_expr(gemm.spec.reads_output):
                 old = gemm.policy.out(output.values, tile)
                 add_old(values, old, row + thread_row, column + thread_column)
-            buffer = output.buffers[None, None, which * BUFFERS + turn]
+            buffer = output.buffers[None, None, (which * 4 + warp) * BUFFERS + turn]
             turn = (turn + 1) % BUFFERS
-            if warp == 0:
-                with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
-                    # At most the newest store may still read: the one before it read this buffer.
-                    cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
-            meet(which)
-            write_chunk(values, buffer, element, thread)
+            with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+                # Only the newest stores may still read: the one before them read this buffer.
+                cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
+            cute.arch.sync_warp()
+            write_chunk(values, buffer, element, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
-            meet(which)
-            if warp == 0:
-                part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
-                source, sink = cpasync.tma_partition(
-                    output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
-                )
-                if row < height and column < width:
-                    issue(output.map, source, sink, gemm.spec.reduces)
-                with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_commit_group()
+            cute.arch.sync_warp()
+            part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
+            source, sink = cpasync.tma_partition(
+                output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
+            )
+            if row < height and column < width:
+                issue(output.map, source, sink, gemm.spec.reduces)
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_commit_group()
     return turn
 
 
@@ -202,9 +199,3 @@ def issue(store: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor, adds: cu
     else:
         with cute.arch.elect_one():
             cute.copy(store, source, sink)
-
-
-@cute.jit
-def meet(which: Int32):
-    """Barrier of one warpgroup."""
-    cute.arch.barrier(barrier_id=FIRST_BARRIER + which, number_of_threads=128)

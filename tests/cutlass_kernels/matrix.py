@@ -1,0 +1,149 @@
+"""The matrix of GEMM kernels: what they are made from, and what their machine code must look like."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.gemm_cases import Case
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig, choose
+
+REGISTER_FILE = 65536
+
+TILINGS = [("sm_90", GemmConfig(*t)) for t in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128))]
+TILINGS += [("sm_90", GemmConfig(*t)) for t in ((128, 192), (128, 256), (256, 64), (256, 128))]
+TILINGS += [("sm_90", GemmConfig(*t, cluster_n=2)) for t in ((128, 128), (128, 256), (256, 128))]
+TILINGS += [("sm_90", GemmConfig(*t, pingpong=True)) for t in ((64, 128), (64, 256), (128, 64), (128, 128))]
+TILINGS += [("sm_90", GemmConfig(128, 128, pingpong=True, cluster_n=2))]
+TILINGS += [("sm_100", GemmConfig(128, n)) for n in (64, 128, 256)]
+TILINGS += [("sm_100", GemmConfig(256, n, two_cta=True)) for n in (64, 128, 256)]
+
+USUAL = {
+    kind: [
+        (arch, tiling)
+        for arch in ("sm_90", "sm_100")
+        for tiling in dict.fromkeys(
+            choose(arch, kind, columns, 4096, rows) for columns in (64, 128, 4096) for rows in (32, 128, 1024, 4096)
+        )
+    ]
+    for kind in (VARLEN_M, VARLEN_K)
+}
+"""The tilings that are chosen without being asked for."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+YES_NO = (True, False)
+PARTS = {
+    VARLEN_M: {
+        "dtype": DTYPES,
+        "wide_out": YES_NO,
+        "b_row_major": YES_NO,
+        "bias": (None, "same", "float32"),
+        "bias_scale": (None, "same", "float32"),
+        "zero_tail": YES_NO,
+    },
+    VARLEN_K: {"dtype": DTYPES, "wide_out": YES_NO, "accumulate": YES_NO},
+}
+
+
+def allowed(choice: dict) -> bool:
+    return not (choice.get("bias_scale") and not choice["bias"])
+
+
+def every(choices: dict) -> list[dict]:
+    """All combinations that can occur."""
+    return [c for values in itertools.product(*choices.values()) if allowed(c := dict(zip(choices, values)))]
+
+
+def pairwise(choices: dict) -> list[dict]:
+    """Few combinations that hold every pair of values that can occur together."""
+    names, combinations = list(choices), every(choices)
+    pairs = [frozenset(itertools.combinations([(n, str(c[n])) for n in names], 2)) for c in combinations]
+    missing = frozenset().union(*pairs)
+    cover = []
+    while missing:
+        best = max(range(len(combinations)), key=lambda i: len(pairs[i] & missing))
+        cover.append(combinations[best])
+        missing -= pairs[best]
+    return cover
+
+
+def case(choice: dict) -> tuple[str, Case]:
+    """The architecture, and a small problem that runs the kernel."""
+    arch, config = choice["tiling"]
+    dtype = choice["dtype"]
+    named = {None: None, "same": dtype, "float32": torch.float32}
+    return arch, Case(
+        config,
+        (3, 0, 130, 65),
+        tail=5,
+        depth=72,
+        columns=72,
+        dtype=dtype,
+        out=torch.float32 if choice["wide_out"] else dtype,
+        b_row_major=choice.get("b_row_major", True),
+        bias=named[choice.get("bias")],
+        bias_scale=named[choice.get("bias_scale")],
+        zero_tail=choice.get("zero_tail", True),
+        accumulate=choice.get("accumulate", False),
+    )
+
+
+def label(kind: str, choice: dict) -> str:
+    arch, config = choice["tiling"]
+    rest = [f"{n}={str(v).removeprefix('torch.')}" for n, v in choice.items() if n != "tiling"]
+    tile = f"{config.tile_m}x{config.tile_n}" + "x2" * (config.ctas == 2) + "pp" * config.pingpong
+    return " ".join([arch, tile, kind, *rest])
+
+
+def threads(arch: str, config: GemmConfig) -> int:
+    """Of a CTA: on sm_90 one warpgroup loads and one or two multiply."""
+    if arch == "sm_100":
+        return 192
+    return 256 if config.tile_m == 64 and not config.pingpong else 384
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    registers: int
+    shared: int
+    spills: int
+    mma: str
+    instructions: int
+    name: str
+
+
+HEADER = "registers  shared  spills        MMA  instructions  kernel"
+
+
+def show(row: Row) -> str:
+    return f"{row.registers:9d} {row.shared or '-':>7} {row.spills:7d} {row.mma:>14} {row.instructions:6d}  {row.name}"
+
+
+def checked(kind: str, choice: dict, cubin: bytes, ptx: str, shared: int) -> Row:
+    """The kernel's line, after its machine code was found to be what it should be."""
+    arch, tried = case(choice)
+    report = sass.inspect(cubin)
+    mma = "HGMMA" if arch == "sm_90" else "UTCHMMA"
+    assert report.spills == 0
+    assert report.frame == 0
+    assert report.registers * threads(arch, tried.config) <= REGISTER_FILE
+    assert report.count(mma) > 0
+    assert report.count("HMMA") == 0
+    assert report.count("UTMALDG") >= 2
+    # An adding store exactly where sums are formed in memory, that is in float32.
+    adds = tried.accumulate and tried.out == torch.float32
+    assert (report.count("UTMAREDG") > 0) == adds
+    assert (report.count("UTMASTG") > 0) == (not adds)
+    element = "bf16" if tried.dtype == torch.bfloat16 else "f16"
+    if arch == "sm_90":
+        assert f"wgmma.mma_async.sync.aligned.m64n{tried.config.tile_n}k16.f32.{element}.{element}" in ptx
+        # One wait in the mainloop and one behind it: more would mean that every MMA is waited for.
+        assert report.count("WARPGROUP.DEPBAR") == 2
+    else:
+        assert f"tcgen05.mma.cta_group::{2 if tried.config.two_cta else 1}.kind::f16" in ptx
+    total = sum(report.opcodes.values())
+    return Row(report.registers, shared, report.spills, f"{report.count(mma)} {mma}", total, label(kind, choice))

@@ -1,0 +1,99 @@
+"""Finding the fastest tiling of a GEMM by trying them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from . import config, launch
+from .config import VARLEN_K, VARLEN_M, GemmConfig
+
+_RUN: dict[str, Callable[..., None]] = {
+    "grouped_gemm": launch.grouped_gemm,
+    "grouped_gemm_wgrad": launch.grouped_gemm_wgrad,
+    "grouped_gemm_wgrad_accumulate_": launch.grouped_gemm_wgrad_accumulate,
+}
+
+
+def device_milliseconds(call: Callable[[], None], repeats: int = 10) -> float:
+    """Median time of ``call`` on the current CUDA stream, after two runs that are not counted."""
+    times = []
+    for turn in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        if turn >= 2:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def autotune(
+    op: Any,
+    *args: Any,
+    tilings: Iterable[GemmConfig] | None = None,
+    measure: Callable[[Callable[[], None]], float] = device_milliseconds,
+    **kwargs: Any,
+) -> dict[GemmConfig, float]:
+    """Try the tilings that can serve a call of ``op`` and use the fastest for calls like it in this process.
+
+    Calls are alike in N, K and the rows per group to a power of two, never in token counts or routing. Nothing that is
+    passed is written to. Compiling the tilings takes a second or two each, and a graph captured before keeps its own.
+
+    Args:
+        op: ``grouped_gemm``, ``grouped_gemm_wgrad`` or ``grouped_gemm_wgrad_accumulate_``, as for ``tgl.explain``.
+        *args, **kwargs: the arguments of the call; the routing is that which is timed.
+        tilings: those to try; default all there are for the device.
+        measure: what is to be small, of a call.
+
+    Returns:
+        What was measured, by tiling, the smallest first.
+
+    Raises:
+        ValueError: the call is not served by a kernel whose tiling can be chosen, or a tiling does not exist.
+        tgl.GraphCaptureError: during CUDA graph capture.
+    """
+    explanation = backends.explain(op, *args, **kwargs)
+    name, run = explanation.op, _RUN.get(explanation.op)
+    if run is None or explanation.chosen is None or explanation.chosen.run is not run:
+        raise ValueError(f"`op` must be served by a kernel of tgl with a tiling, but: {explanation}")
+    device, operands, options = backends._arguments[name](*args, **kwargs)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise backends.GraphCaptureError(f"tgl::{name} cannot be tuned while a CUDA graph is captured")
+    a, b = operands[:2]
+    out = torch.empty_like(options["out"], device=device)
+    kind = VARLEN_M if name == "grouped_gemm" else VARLEN_K
+    arch = backends.device_arch(device)
+    key = (arch, kind, *_problem(kind, a, b, out))
+    before = config.tuned.get(key)
+    found: dict[GemmConfig, float] = {}
+    try:
+        for tiling in config.candidates(arch, kind) if tilings is None else tilings:
+            reason = tiling.supports(arch, kind)
+            if reason is not None:
+                raise ValueError(f"`tilings` must exist, but {tiling}: {reason}")
+            config.tuned[key] = tiling
+            launch._by_shape.clear()
+            found[tiling] = measure(lambda: run(*operands, **{**options, "out": out}))
+    finally:
+        config.tuned.pop(key, None)
+        best = min(found, key=lambda tiling: found[tiling]) if found else before
+        if best is not None:
+            config.tuned[key] = best
+        launch._by_shape.clear()
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _problem(kind: str, a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int]:
+    """Columns, depth and rows as ``config.choose`` gets them."""
+    if kind == VARLEN_M:
+        groups, depth, columns = b.shape
+        return columns, depth, launch._power_of_two(a.shape[0] // groups)
+    groups, rows, columns = out.shape
+    return columns, launch._power_of_two(a.shape[0] // groups), rows

@@ -1,0 +1,71 @@
+"""GEMMs on tensors that the kernels cannot reach where they lie: copied on the device, without synchronising.
+
+A tensor map describes rows that begin on 16 bytes, and along its contiguous dimension it is read from multiples of 16
+bytes on. Groups begin at any row, so column-major operands with groups along their columns are out of its reach, as are
+misaligned views, odd row pitches and expanded tensors. Each such operand costs a copy, and each such output one too,
+besides the one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import launch
+
+
+def _reachable(name: str, t: Tensor, any_major: bool = False) -> bool:
+    return launch._matrix_reason(name, t) is None and (any_major or t.stride(-1) == 1)
+
+
+def _room(t: Tensor) -> Tensor:
+    """An uninitialised row-major tensor like ``t``, its rows on 16 bytes."""
+    step = launch.ALIGNMENT // t.element_size()
+    pitch = (t.shape[-1] + step - 1) // step * step
+    return t.new_empty(*t.shape[:-1], pitch)[..., : t.shape[-1]]
+
+
+def supports(a: Tensor, b: Tensor, *rest: Any, out: Tensor, **options: Any) -> str | None:
+    """Why an op between copies cannot serve a call, or None."""
+    reason = launch._common_reason(a, b, out)
+    if reason is None and b.dim() == 3 and a.shape[1] == 0:
+        return "does not take K = 0"
+    return reason
+
+
+def between_copies(run: Callable[..., None], *, keeps: bool) -> Callable[..., None]:
+    """``run(a, b, ..., out=, ...)`` on copies of whatever it cannot reach.
+
+    Args:
+        run: ``launch.grouped_gemm`` or one of its siblings.
+        keeps: whether it reads ``out`` or leaves a part of it alone.
+    """
+
+    def call(a: Tensor, b: Tensor, *rest: Any, out: Tensor, **options: Any) -> None:
+        if not _reachable("a", a):
+            a = _room(a).copy_(a)
+        if not _reachable("b", b, any_major=b.dim() == 3):
+            b = _room(b).copy_(b)
+        if _reachable("out", out):
+            run(a, b, *rest, out=out, **options)
+            return
+        result = _room(out)
+        if keeps:
+            result.copy_(out)
+        run(a, b, *rest, out=result, **options)
+        out.copy_(result)
+
+    return call
+
+
+def prepare_between_copies(prepare: Callable[..., None]) -> Callable[..., None]:
+    """``prepare`` for the tensors that ``between_copies`` would hand on."""
+
+    def call(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> None:
+        a = a if _reachable("a", a) else _room(a)
+        b = b if _reachable("b", b, any_major=b.dim() == 3) else _room(b)
+        prepare(a, b, *rest, **options)
+
+    return call
