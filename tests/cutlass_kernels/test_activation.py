@@ -81,8 +81,10 @@ def check(dy, x, offs, probs, params, got):
     p = torch.ones(end, 1, dtype=torch.float64) if probs is None else probs[:end, None].double()
     g, u = params.halves(x)
     exact = params.value(g.clone(), u) * p
-    # The argument of the sigmoid is a rounded product, which moves an exponential by as many units as it is large.
-    own = UNIT * (8 + (params.alpha * g.abs() if params.kind == "clamped_qgeglu" else 0))
+    # The argument of the sigmoid may be a rounded product, and so may that of the exponential for results of 16 bits:
+    # either moves the exponential by as many units as it is large.
+    argument = g.abs() * (params.alpha if params.kind == "clamped_qgeglu" else 1)
+    own = UNIT * (8 + argument * ((params.kind == "clamped_qgeglu") + 2 * (y.dtype != F32)))
     assert ((y.double() - exact).abs() <= half_unit(exact, y.dtype) + own * exact.abs()).all()
     a, a1, linear, slope = params.factors(g, u)
     linear = torch.ones_like(a) if linear is None else linear

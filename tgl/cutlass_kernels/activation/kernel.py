@@ -72,9 +72,10 @@ def activated(spec: cutlass.Constexpr, parts: cute.Tensor, factor: Any) -> cute.
     wide = cute.make_rmem_tensor(vector * halves, Float32)
     wide.store(cute.make_tensor(parts.iterator, cute.make_layout(vector * halves)).load().to(Float32))
     values = cute.make_rmem_tensor(vector, Float32)
+    fast = parts.element_type.width == 16
     for j in cutlass.range_constexpr(vector):
         g, u = halves_of(spec, parts, j)
-        value = activate(spec, wide[g], None if cutlass.const_expr(u is None) else wide[u])
+        value = activate(spec, wide[g], None if cutlass.const_expr(u is None) else wide[u], fast)
         values[j] = value if cutlass.const_expr(factor is None) else value * factor
     return values
 
@@ -252,7 +253,8 @@ class GroupedActivationBackward:
         total = Float32(0)
         for j in cutlass.range_constexpr(vector):
             g, u = halves_of(spec, parts, j)
-            a, a1, linear, slope = factors(spec, wide[g], None if cutlass.const_expr(u is None) else wide[u])
+            linear_half = None if cutlass.const_expr(u is None) else wide[u]
+            a, a1, linear, slope = factors(spec, wide[g], linear_half, parts.element_type.width == 16)
             through_a, through_linear = dy[j] * linear, dy[j] * a
             if cutlass.const_expr(factor is not None):
                 total += a * through_a

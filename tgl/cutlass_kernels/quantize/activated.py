@@ -19,8 +19,8 @@ class ActivateQuantizeMXFP8(QuantizeMXFP8):
         super().__init__(spec)
         assert spec.activation is not None
         self.activation = spec.activation
-        self.occupancy = 2
-        self.at_once = 2 if self.packed else 1  # rows of a lane whose inputs are in flight
+        # Rows of a lane whose inputs are in flight: as many as the registers hold.
+        self.at_once = 2 if self.packed and not self.activation.interleaved else 1
 
     @cute.jit
     def __call__(self, x: cute.Tensor, *arguments):
