@@ -20,7 +20,8 @@ class ActivateQuantizeMXFP8(QuantizeMXFP8):
         assert spec.activation is not None
         self.activation = spec.activation
         # Rows of a lane whose inputs are in flight: as many as the registers hold.
-        self.at_once = 2 if self.packed and not self.activation.interleaved else 1
+        narrow = self.packed and not self.activation.interleaved and spec.row_scale is None
+        self.at_once = 2 if narrow else 1
 
     @cute.jit
     def __call__(self, x: cute.Tensor, *arguments):
