@@ -30,7 +30,11 @@ SHAPES = {  # groups, rows, columns
     "deepseek-fc1": (32, 65536, 7168),
 }
 ROUTINGS = ("balanced", "zipf")
-FORMATS: dict[str, dict[str, Any]] = {"mxfp8": dict(format="mxfp8", scale_layout="blocked")}
+FORMATS: dict[str, dict[str, Any]] = {
+    "mxfp8": dict(format="mxfp8", scale_layout="blocked"),
+    "fp8_block": dict(format="fp8_block"),
+    "fp8_tensor": dict(format="fp8_tensor"),
+}
 DIRECTIONS = {"both": {}, "rowwise": dict(columnwise=False), "columnwise": dict(rowwise=False)}
 FLUSH_BYTES = 256 << 20
 

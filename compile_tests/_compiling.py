@@ -11,6 +11,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import default_partition
 
 import tgl
 
@@ -47,13 +48,16 @@ class Captured:
     """A backend that runs AOTAutograd's graphs as they are and keeps them.
 
     ``forward`` and ``backward`` are the graphs of the last compilation, ``compilations`` counts the forward ones.
+    ``partition`` is what divides them: AOTAutograd's default saves what it meets, Inductor's cuts where least is saved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, partition: Callable = default_partition) -> None:
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
         self.compilations = 0
-        self._backend = aot_autograd(fw_compiler=self._keep_forward, bw_compiler=self._keep_backward)
+        self._backend = aot_autograd(
+            fw_compiler=self._keep_forward, bw_compiler=self._keep_backward, partition_fn=partition
+        )
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable:
         return self._backend(gm, inputs, **kwargs)

@@ -27,6 +27,7 @@ from _layers import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.variables import functions
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +134,37 @@ def test_out_without_grad(backend: str) -> None:
     assert not y.requires_grad
     assert torch.equal(batch.out[:ROUTED].double(), expected(layer, [batch]).outputs[0])
     assert (batch.out[ROUTED:] == TAIL).all()
+
+
+# --- parameters of single groups --------------------------------------------------------------------------------------
+
+
+def test_what_a_trace_decides_is_decided_for_one_layer() -> None:
+    """A layer whose parameters somebody has moved must not get the graph of one whose parameters lie where they did."""
+    layers = [make_layer(single_grouped_weight=False) for _ in range(2)]
+    layers[1].weight0.data = layers[1].weight0.data * 2
+    (batch,) = make_microbatches(1)
+    call = torch.compile(lambda layer: layer(batch.x, batch.splits), backend="aot_eager", fullgraph=True)
+    for layer in layers:
+        assert torch.equal(call(layer), layer(batch.x, batch.splits))
+
+
+def test_what_a_trace_decides_is_not_given_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the arguments of a function whose result is a constant, torch 2.11 takes only tensors and constants."""
+    evaluate, evaluated = functions.invoke_and_store_as_constant, []
+
+    def strictly(tx: Any, fn: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        evaluated.append(name)
+        for argument in (*args, *kwargs.values()):
+            argument.as_python_constant()
+        return evaluate(tx, fn, name, args, kwargs)
+
+    monkeypatch.setattr(functions, "invoke_and_store_as_constant", strictly)
+    layer, (batch,) = make_layer(single_grouped_weight=False, fuse_wgrad_accumulation=True), make_microbatches(1)
+    main_grad = give_main_grad(layer)
+    compiled(layer, "aot_eager")(batch.x, batch.splits).backward(batch.dy)
+    assert torch.equal(main_grad.double(), expected(layer, [batch]).weight_gradient + 1)
+    assert set(evaluated) == {"_still_packed", "_find_main_grad", "_mark_while_tracing"}
 
 
 # --- main_grad --------------------------------------------------------------------------------------------------------

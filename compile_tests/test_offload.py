@@ -10,8 +10,9 @@ import pytest
 import torch
 from _compiling import Captured, ends, graph_breaks, leaf
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 import tgl
 
@@ -95,7 +96,7 @@ forward
   offload: f32[12, 8] = tgl.offload(mul)
   return [grouped_gemm, primals_4, detach, offload]
 backward
-  reload: f32[12, 8] = tgl.reload(offload, cpu)
+  reload: f32[12, 8] = tgl.reload(offload, cpu, tangents_1)
   grouped_dbias: f32[3, 16] = tgl.grouped_dbias(tangents_1, primals_4)
   grouped_gemm_1: f32[12, 8] = tgl.grouped_gemm(tangents_1, detach, primals_4, out_dtype=torch.float32)
   grouped_gemm_wgrad: f32[3, 16, 8] = tgl.grouped_gemm_wgrad(tangents_1, reload, primals_4,
@@ -103,6 +104,29 @@ backward
   mul_1: f32[12, 8] = aten.mul.Tensor(grouped_gemm_1, 2)
   return [mul_1, grouped_gemm_wgrad, grouped_dbias, None]""",
     )
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_has_left_comes_back_in_the_backward(partition: Callable, recompute: bool) -> None:
+    """Whatever divides the graphs: a tensor brought back in the forward would be saved instead of that on the host."""
+    first, second = (tgl.GroupedMLP(G, K, N, bias=True, recompute_activation=recompute) for _ in range(2))
+
+    def model(x: Tensor) -> Tensor:
+        y = first.forward_offsets(x * 2, OFFS)
+        return second.forward_offsets(x + y, OFFS)
+
+    captured = Captured(partition)
+    with everything():
+        y = torch.compile(model, backend=captured, fullgraph=True)(leaf(torch.randn(T, K)))
+    y.sum().backward()
+    moved = 2 * (2 if recompute else 3)
+    assert captured.tgl_calls("forward")["offload"] == captured.tgl_calls("backward")["reload"] == moved
+    assert captured.tgl_calls()["offload"] == captured.tgl_calls()["reload"] == moved
+    assert captured.forward is not None
+    *_, output = captured.forward.graph.nodes
+    rows = [n for n in output.args[0][1:] if isinstance(n, fx.Node) and n.meta["val"].shape[:1] == (T,)]
+    assert [str(n.target) for n in rows] == ["tgl.offload.default"] * moved
 
 
 def test_an_inner_context_opts_out() -> None:

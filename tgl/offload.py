@@ -98,9 +98,9 @@ def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     return tuple(ops.offload(t) for t in operand)
 
 
-def to_device(operand: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """What ``to_host`` moved, on ``device`` again."""
-    return tuple(ops.reload(t, device) for t in operand)
+def to_device(operand: Sequence[Tensor], device: torch.device, after: Tensor) -> tuple[Tensor, ...]:
+    """What ``to_host`` moved, on ``device`` again; not before there is ``after``."""
+    return tuple(ops.reload(t, device, after) for t in operand)
 
 
 # --- in eager code ----------------------------------------------------------------------------------------------------

@@ -37,10 +37,14 @@ class ScaledCase:
     zero_tail: bool = True
     accumulate: bool = False
     b_dtype: torch.dtype | None = None
+    arch: str = "sm_100"
+    cluster_n: int = 1
 
     @property
     def config(self) -> GemmConfig:
-        return GemmConfig(self.tile_m, self.tile_n, FORMATS[self.format].tile_k, two_cta=self.tile_m == 256)
+        pair = self.arch == "sm_100" and self.tile_m == 256
+        depth = FORMATS[self.format].tile_k
+        return GemmConfig(self.tile_m, self.tile_n, depth, two_cta=pair, cluster_n=self.cluster_n)
 
     @property
     def options(self) -> dict:
@@ -64,7 +68,7 @@ def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     )
     rows_first = kind == VARLEN_M and (case.direction == "rowwise" or form.placed)
     key = launch_scaled.ScaledPlanKey(
-        kind, "sm_100", True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config
+        kind, case.arch, True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config
     )
     if key not in _compiled:
         _compiled[key] = launch_scaled.build(key)
@@ -88,7 +92,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
     if kind == VARLEN_M:
         across = case.direction == "columnwise"
         w = exact(groups, *((case.depth, case.columns) if across else (case.columns, case.depth)))
-        p = tgl.group_quantize(w, None, **case.options)
+        p = tgl.group_quantize(w, None, **case.options, block_2d=case.format == "fp8_block")
         b = p[3:6] if across else p[:3]
         a = q[:3]
         options = case.options | {"b_direction": case.direction}
@@ -107,7 +111,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
         reference = value(a[0], a[1], b[0], b[1], offs, *factors, **options, out_dtype=torch.float32)
         start = torch.full(shape, CANARY, dtype=case.out).float() if case.accumulate else 0
         expected = (start + reference).to(case.out)
-    with emulator.emulate("sm_100a") as machine, backends.emulated_device("sm_100"):
+    with emulator.emulate(launch.GPU_ARCH[case.arch]) as machine, backends.emulated_device(case.arch):
         call = function(kind, case, a[0], b[0])
         for seed in seeds:
             buffer.fill_(CANARY)

@@ -11,7 +11,7 @@ from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
 from tgl import backends
 from tgl.cutlass_kernels.activation import calls
-from tgl.cutlass_kernels.quantize import calls as quantizers
+from tgl.cutlass_kernels.quantize import plans
 from tgl.meta.quantized import Options
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
@@ -106,7 +106,7 @@ def check(dy, x, offs, probs, params, got):
 def _forget_kernels():
     yield
     calls._plans.clear()
-    quantizers._plans.clear()
+    plans._plans.clear()
 
 
 CASES = [("sm_90a", name, dtype, F32) for name in KINDS for dtype in (BF16, F32)]
@@ -216,15 +216,15 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("params", [KINDS["swiglu"], KINDS["clamped interleaved"]], ids=["swiglu", "interleaved"])
+@pytest.mark.parametrize("params", [KINDS["swiglu"], KINDS["swiglu interleaved"]], ids=["swiglu", "interleaved"])
 def test_machine_code(arch, params):
     """16-byte loads, all of a batch ahead of the arithmetic; nothing spilled."""
     dy, x, offs, probs = inputs(params, (8,), 0, 264, BF16, F32)
     with emulator.emulate(arch):
         run(dy, x, offs, probs, params)
         tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked", **params._asdict())
-    plans = [*calls._plans.values(), *quantizers._plans.values()]
-    for plan in plans:
+    compiled = [*calls._plans.values(), *plans._plans.values()]
+    for plan in compiled:
         report = sass.inspect(plan.artifacts.CUBIN)
         assert report.spills == report.frame == 0
         assert report.registers <= 128

@@ -1,4 +1,6 @@
-"""sm_100a kernels on quantised operands: exact where sums are, canaries intact, under adversarial timing."""
+"""Kernels on quantised operands: exact where sums are, canaries intact, under adversarial timing."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,9 +9,13 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, run
 from tgl import backends
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
+from tgl.cutlass_kernels import launch, launch_scaled
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.gemm.scaling import FORMATS
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -39,8 +45,40 @@ WGRAD = {
     "fp8_tensor, pair": ScaledCase("fp8_tensor", 256, 128, (33, 0, 200, 31, 32), depth=272, b_dtype=E5M2),
     "mxfp8, all empty": ScaledCase("mxfp8", 128, 128, (0, 0), tail=20),
 }
+GEMM_SM90 = {
+    "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, depth=336),
+    "fp8_tensor, columnwise weights, pair": ScaledCase(
+        "fp8_tensor", 128, 128, RAGGED, "columnwise", out=F32, columns=272, cluster_n=2, bias=F32, bias_scale=BF16
+    ),
+    "fp8_tensor, two blocks, deeper than the ring": ScaledCase(
+        "fp8_tensor", 256, 128, (257, 0, 255, 1), depth=1040, bias=BF16, zero_tail=False, tail=300
+    ),
+    "fp8_tensor, wide": ScaledCase("fp8_tensor", 128, 192, (130, 0, 1), columns=208, out=F16),
+    "fp8_tensor, few rows": ScaledCase("fp8_tensor", 64, 64, RAGGED, columns=40, tail=70),
+    "fp8_tensor, all empty": ScaledCase("fp8_tensor", 64, 128, (0, 0, 0), tail=140),
+    "fp8_block": ScaledCase("fp8_block", 128, 128, RAGGED, depth=336, columns=272),
+    "fp8_block, columnwise weights": ScaledCase("fp8_block", 64, 64, RAGGED, "columnwise", out=F32, bias=BF16),
+    "fp8_block, two blocks, pair": ScaledCase("fp8_block", 256, 128, (257, 0, 3), columns=272, cluster_n=2),
+}
+WGRAD_SM90 = {
+    "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, out=F32),
+    "fp8_tensor, mixed, accumulate": ScaledCase(
+        "fp8_tensor", 128, 128, RAGGED, out=F32, columns=272, cluster_n=2, accumulate=True, b_dtype=E5M2
+    ),
+    "fp8_tensor, two blocks, 16 bits": ScaledCase("fp8_tensor", 256, 64, (33, 0, 200, 31, 32), accumulate=True),
+    "fp8_tensor, deeper than the ring": ScaledCase("fp8_tensor", 128, 192, (1, 1100, 0, 97), depth=144, columns=208),
+    "fp8_block": ScaledCase("fp8_block", 128, 128, RAGGED, out=F32),
+    "fp8_block, few rows, mixed": ScaledCase("fp8_block", 64, 64, (33, 0, 300, 31), columns=72, b_dtype=E5M2),
+    "fp8_block, pair, accumulate": ScaledCase(
+        "fp8_block", 128, 128, RAGGED, out=F32, columns=272, cluster_n=2, accumulate=True
+    ),
+    "fp8_block, all empty": ScaledCase("fp8_block", 128, 128, (0, 0), tail=20),
+}
 KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
+KINDS += [(VARLEN_M, replace(case, arch="sm_90")) for case in GEMM_SM90.values()]
+KINDS += [(VARLEN_K, replace(case, arch="sm_90")) for case in WGRAD_SM90.values()]
+NAMES += [f"sm_90, rows: {name}" for name in GEMM_SM90] + [f"sm_90, contraction: {name}" for name in WGRAD_SM90]
 
 
 @pytest.mark.parametrize("kind, case", KINDS, ids=NAMES)
@@ -54,15 +92,18 @@ def test_exact_under_many_schedules(kind, case):
     run(kind, case, seeds=range(1, 7))
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_tensor"])
-def test_ops_run_one_kernel_each(format):
-    layout = {"scale_layout": "blocked"} if format != "fp8_tensor" else {}
+@pytest.mark.parametrize(
+    ("arch", "format"), [(arch, name) for name, form in FORMATS.items() for arch in form.archs], ids=str
+)
+def test_ops_run_one_kernel_each(arch, format):
+    layout = {"scale_layout": "blocked"} if FORMATS[format].vector else {}
     offs = torch.tensor([3, 3, 40, 41], dtype=torch.int32)
     x, w = torch.randn(50, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
-    q, p = (tgl.group_quantize(t, o, format=format, **layout) for t, o in ((x, offs), (w, None)))
+    q = tgl.group_quantize(x, offs, format=format, **layout)
+    p = tgl.group_quantize(w, None, format=format, **layout, block_2d=format == "fp8_block")
     amax = (q.amax, p.amax) if format == "nvfp4" else ()
     options = {"format": format, **layout}
-    with emulator.emulate("sm_100a", detect_races=False) as machine:
+    with emulator.emulate(launch.GPU_ARCH[arch], detect_races=False) as machine:
         y = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
         dw = tgl.grouped_gemm_scaled_wgrad(
             *(q.columnwise_data, q.columnwise_scale) * 2, offs, *(q.columnwise_amax,) * len(amax), **options
@@ -75,3 +116,49 @@ def test_ops_run_one_kernel_each(format):
     with backends.emulated_device("no such device"):
         near = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
     assert (y.float() - near.float()).abs().max() <= near.abs().max().float() * 2.0**-8  # one rounding to bfloat16
+
+
+SIZES = [GemmConfig(m, n, 128, cluster_n=c) for m in (64, 128, 256) for n in (64, 128, 192) for c in (1, 2)]
+SM90 = [
+    (kind, name, tiling)
+    for kind in (VARLEN_M, VARLEN_K)
+    for name, form in FORMATS.items()
+    for tiling in SIZES
+    if "sm_90" in form.archs and launch_scaled.tiling_reason(form, kind, tiling) is None
+]
+USUAL = [
+    (kind, name, launch_scaled.choose("sm_90", kind, form, 4096, 4096, rows))
+    for kind in (VARLEN_M, VARLEN_K)
+    for name, form in FORMATS.items()
+    if "sm_90" in form.archs
+    for rows in (32, 1024)
+]
+CODE = [(*c, mixed) for c in SM90 for mixed in (False, True)]
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(
+    ("kind", "format", "tiling", "mixed"),
+    [pytest.param(*c, marks=[] if c[:3] in USUAL and not c[3] else pytest.mark.slow) for c in CODE],
+    ids=[f"{k} {name} {t.tile_m}x{t.tile_n}" + "x2" * (t.ctas == 2) + " mixed" * m for k, name, t, m in CODE],
+)
+def test_machine_code_of_sm90(kind, format, tiling, mixed):
+    a, b = "float8_e4m3fn", "float8_e5m2" if mixed else "float8_e4m3fn"
+    vectors = ("bfloat16", "float32") if mixed and kind == VARLEN_M else ()
+    accumulates = mixed and kind == VARLEN_K
+    out = "float32" if accumulates else "bfloat16"
+    spec = EpilogueSpec(out, *vectors, accumulate=accumulates, tail=kind == VARLEN_M, alpha=FORMATS[format].alpha)
+    key = launch_scaled.ScaledPlanKey(kind, "sm_90", True, format, a, b, True, spec, tiling)
+    with emulator.emulate("sm_90a"), backends.emulated_device("sm_90"):
+        artifacts = launch_scaled.build(key).artifacts
+    short = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    assert f"wgmma.mma_async.sync.aligned.m64n{tiling.tile_n}k32.f32.{short[a]}.{short[b]}" in artifacts.PTX
+    report = sass.inspect(artifacts.CUBIN)
+    assert report.spills == 0
+    assert report.frame == 0
+    assert report.registers * (256 if tiling.tile_m == 64 else 384) <= 65536
+    assert report.count("QGMMA") > 0
+    assert report.count("QMMA") == 0
+    # One wait per 64 rows of a warpgroup, in whole stages and in the last: more would be one for every single MMA.
+    waits = max(tiling.tile_m // 128, 1) * (2 if kind == VARLEN_K else 1)
+    assert report.count("WARPGROUP.DEPBAR") == waits

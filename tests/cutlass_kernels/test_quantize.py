@@ -10,7 +10,7 @@ import tgl
 from tests.cutlass_kernels import sass
 from tgl import backends
 from tgl.cutlass_kernels import launch
-from tgl.cutlass_kernels.quantize import calls, mxfp8
+from tgl.cutlass_kernels.quantize import calls, lanes
 from tgl.cutlass_kernels.quantize.spec import MXFP8Spec
 from tgl.meta.quantized import Components
 from tgl.testing import emulator
@@ -47,7 +47,7 @@ def framed(components: Components) -> tuple[list[torch.Tensor], Components]:
 
 def check(x, offs, arch="sm_100a", seeds=(0,), **options):
     expected = tgl.group_quantize(x, offs, **options)
-    extra = {k: options.pop(k) for k in ("row_scale",) if k in options}
+    extra = {k: options.pop(k) for k in ("row_scale", "scale") if k in options}
     buffers, out = framed(expected)
     with emulator.emulate(arch) as machine:
         for seed in seeds:
@@ -164,14 +164,17 @@ def test_dbias_goes_along():
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("source", ["bfloat16", "float32"])
-def test_machine_code(arch, source):
-    """Registers for the blocks that are to share a multiprocessor, nothing in local memory, one cast for two."""
+@pytest.mark.parametrize(
+    "source, rowwise, columnwise, registers",
+    [("bfloat16", True, True, 80), ("bfloat16", True, False, 64), ("float32", True, True, 128)],
+)
+def test_machine_code(arch, source, rowwise, columnwise, registers):
+    """Registers for the blocks to share a multiprocessor, nothing in local memory, one cast for two elements."""
     with emulator.emulate(launch.GPU_ARCH[arch]):  # keeps what was compiled
-        kernel = calls.build(arch, MXFP8Spec(source, "float8_e4m3fn", True, True, "rceil", True, True))
+        kernel = calls.build(arch, MXFP8Spec(source, "float8_e4m3fn", rowwise, columnwise, "rceil", True, True))
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert report.spills == 0
     assert report.frame == 0
-    assert report.registers <= (80 if source == "bfloat16" else 128)
-    assert report.count("F2FP.SATFINITE") == 2 * mxfp8.STEPS * mxfp8.VECTOR // 2
-    assert report.count("LDG") >= mxfp8.STEPS
+    assert report.registers <= registers
+    assert report.count("F2FP.SATFINITE") == (rowwise + columnwise) * lanes.STEPS * lanes.VECTOR // 2
+    assert report.count("LDG") >= lanes.STEPS

@@ -193,9 +193,14 @@ def check_offload():
     for placement in (R, S0, S1):
         moved = torch.ops.tgl.offload(place(x, placement))
         back = torch.ops.tgl.reload(moved, torch.device("cpu"))
+        dependencies = [place(x, other) for other in (R, S0, S1)]
         with CommDebugMode() as counter:
             later = torch.ops.tgl.after(back, moved)
+            again = [torch.ops.tgl.reload(moved, torch.device("cpu"), dependency) for dependency in dependencies]
         assert counter.get_total_counts() == 0
+        for t in again:
+            assert t.placements == (placement,)
+            assert torch.equal(t.full_tensor(), x)
         assert moved.placements == back.placements == later.placements == (placement,)
         assert torch.equal(back.full_tensor(), x)
     weight, shard = place(torch.randn(6), R, grad=True), place(x, S0)

@@ -13,10 +13,13 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MARGIN, CANARY = 64, 0xA5
 OPTIONS = {
-    "blocked": dict(scale_layout="blocked"),
-    "compact": dict(),
-    "rowwise, floor": dict(columnwise=False, scaling="floor", scale_layout="blocked"),
-    "columnwise, even": dict(rowwise=False, scaling="even", dtype=E5M2),
+    "blocked": dict(format="mxfp8", scale_layout="blocked"),
+    "compact": dict(format="mxfp8"),
+    "rowwise, floor": dict(format="mxfp8", columnwise=False, scaling="floor", scale_layout="blocked"),
+    "columnwise, even": dict(format="mxfp8", rowwise=False, scaling="even", dtype=E5M2),
+    "FP8 blocks": dict(format="fp8_block"),
+    "FP8 blocks, any scale": dict(format="fp8_block", power_of_two=False, dtype=E5M2),
+    "FP8 per group": dict(format="fp8_tensor"),
 }
 
 
@@ -46,8 +49,8 @@ def differing(ours, theirs):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_bytes(sizes, options):
     x = rows(sizes, 272)
-    expected = tgl.group_quantize(x, ends(sizes).cpu(), format="mxfp8", **options)
-    got = served(tgl.group_quantize, x.to(DEVICE), ends(sizes), format="mxfp8", **options)
+    expected = tgl.group_quantize(x, ends(sizes).cpu(), **options)
+    got = served(tgl.group_quantize, x.to(DEVICE), ends(sizes), **options)
     assert not differing(got, expected)
 
 
@@ -61,11 +64,18 @@ def test_sources(dtype, scaling):
     assert not differing(served(tgl.group_quantize, x.to(DEVICE), ends(sizes), **options), expected)
 
 
-@pytest.mark.parametrize("layout", ["compact", "blocked"])
-def test_matrices(layout):
-    w = awkward(3, 200, 264)
-    expected = tgl.group_quantize(w, None, format="mxfp8", scale_layout=layout)
-    got = served(tgl.group_quantize, w.to(DEVICE), None, format="mxfp8", scale_layout=layout)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), dict(format="fp8_block", block_2d=True)], ids=str)
+def test_matrices(options):
+    w = awkward(3, 208, 264)
+    expected = tgl.group_quantize(w, None, **options)
+    assert not differing(served(tgl.group_quantize, w.to(DEVICE), None, **options), expected)
+
+
+def test_given_scales():
+    sizes = ROUTINGS["edges"]
+    x, scale = rows(sizes, 272), torch.rand(len(sizes)) * 100
+    expected = tgl.group_quantize(x, ends(sizes).cpu(), scale, format="fp8_tensor")
+    got = served(tgl.group_quantize, x.to(DEVICE), ends(sizes), scale.to(DEVICE), format="fp8_tensor")
     assert not differing(got, expected)
 
 
@@ -86,10 +96,11 @@ def test_wide_rows_and_canaries():
         assert (buffer[-MARGIN:] == CANARY).all()
 
 
-def test_one_graph_for_any_routing():
+@pytest.mark.parametrize("name", ["blocked", "FP8 blocks", "FP8 per group"])
+def test_one_graph_for_any_routing(name):
     routings = [(100, 0, 300), (0, 400, 0), (133, 133, 134), (0, 0, 1)]
     x, offs = awkward(400, 384).to(DEVICE), ends(routings[0])
-    options = dict(format="mxfp8", scale_layout="blocked")
+    options = OPTIONS[name]
     out = tgl.group_quantize(x, offs, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

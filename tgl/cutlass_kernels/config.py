@@ -49,7 +49,7 @@ class GemmConfig:
             return f"tile_k must be {1024 // bits}, 128 bytes, not {self.tile_k}"
         if self.band < 1:
             return f"band must be at least 1, not {self.band}"
-        return self._sm100() if arch == "sm_100" else self._sm90()
+        return self._sm100() if arch == "sm_100" else self._sm90(bits)
 
     def _sm100(self) -> str | None:
         if self.pingpong:
@@ -63,9 +63,11 @@ class GemmConfig:
             return f"tile_n must be 64, 128 or 256, not {self.tile_n}"
         return None
 
-    def _sm90(self) -> str | None:
+    def _sm90(self, bits: int) -> str | None:
         if self.two_cta:
             return "MMAs of two CTAs exist on sm_100 only"
+        if bits == 8 and (self.pingpong or self.tile_n > (128 if self.tile_m == 256 else 192)):
+            return "sums of 8-bit products need registers of their own beside the accumulator: no such tile has room"
         if self.pingpong and (self.tile_m not in (64, 128) or self.tile_m * self.tile_n > 64 * 256):
             return f"a warpgroup alone takes 64 or 128 rows and 64 x 256 in all, not {self.tile_m} x {self.tile_n}"
         if self.cluster_m != 1 or self.cluster_n not in (1, 2):

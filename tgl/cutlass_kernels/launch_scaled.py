@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..meta.placement import ceil_div
 from . import cache, launch
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
 from .gemm.scaling import FORMATS, OperandFormat
 from .launch import ALIGNMENT, GPU_ARCH, MAX_ROWS, Plan
-
-ARCH = "sm_100"
 
 
 class ScaledPlanKey(NamedTuple):
@@ -45,6 +44,9 @@ def _reason(format: str, scale_layout: str, a: Tensor, a_scale: Tensor, b: Tenso
         return f"takes {', '.join(FORMATS)}, got {format}"
     if FORMATS[format].vector and scale_layout != "blocked":
         return f'needs scale_layout="blocked", got "{scale_layout}"'
+    arch = backends.device_arch(a.device)
+    if arch not in FORMATS[format].archs:
+        return f"takes {format} on {', '.join(FORMATS[format].archs)}, not on {arch}"
     if max(a.shape) > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows, got {max(a.shape)}"
     for name, t in (("a", a), ("b", b), ("out", out)):
@@ -86,6 +88,8 @@ def grouped_gemm_scaled_wgrad_supports(
     **__: Any,
 ) -> str | None:
     """Why ``grouped_gemm_scaled_wgrad`` below cannot serve a call, or None."""
+    if format == "fp8_block" and out.shape[2] % 2:
+        return f"takes an even number of columns in {format}, got {out.shape[2]}"
     return _reason(format, scale_layout, a, a_scale, b, b_scale, out)
 
 
@@ -156,16 +160,49 @@ def _call(plan: Plan, a: Tensor, *rest: Tensor | None) -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def choose(form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
-    """The tiling for ``columns``, ``depth`` (contraction) and ``rows`` per group, on average; not measured.
+def choose(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
+    """The tiling for ``columns``, ``depth`` (contraction) and ``rows`` per group, on average.
 
-    Wide tiles leave room in tensor memory for one accumulator and its scales, so their epilogue does not overlap the
-    next tile: they are for long contractions, where it weighs least.
+    On sm_100, not measured: wide tiles leave room in tensor memory for one accumulator and its scales, so their
+    epilogue does not overlap the next tile: they are for long contractions, where it weighs least.
     """
+    if arch == "sm_90":
+        return _choose_sm90(kind, form, columns, rows)
     wide = columns > 128 and depth >= 16 * form.tile_k
     return GemmConfig(
         tile_m=256 if rows >= 256 else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=rows >= 256
     )
+
+
+def _choose_sm90(kind: str, form: OperandFormat, columns: int, rows: int) -> GemmConfig:
+    """High or wide tiles for one factor per group, as measured on an H200 (``benchmarks/NOTES.md``).
+
+    They load the fewest bytes per MMA, which L2 bounds, of those with registers for two sums. In weight gradients
+    256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192; where groups are rows, 256 of them would leave more of
+    a group's last tile empty than the 3 % that they gain. 128 x 192 is 5-8 % ahead of 128 x 128, which remains for
+    factors of blocks and where 192 columns leave more than 4 % empty.
+    """
+    pair = kind == VARLEN_K and columns > 128
+    if pair and not form.block and rows >= 1024:
+        return GemmConfig(256, 128, form.tile_k, cluster_n=2)
+    wide = not form.block and columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
+    return GemmConfig(
+        tile_m=64 if rows <= 64 else 128,
+        tile_n=192 if wide else 128 if columns > 64 else 64,
+        tile_k=form.tile_k,
+        cluster_n=2 if pair else 1,
+    )
+
+
+def tiling_reason(form: OperandFormat, kind: str, tiling: GemmConfig) -> str | None:
+    """None if there is a kernel of this tiling on sm_90 for operands of ``form``, else why not."""
+    reason = tiling.supports("sm_90", kind, bits=1024 // form.tile_k)
+    if reason is None and form.block:
+        if tiling.tile_n > form.block:
+            return "columns of a tile share a scale of B"
+        if kind == VARLEN_K and tiling.tile_m > 128:
+            return "factors of columns leave no registers for 256 rows"
+    return reason
 
 
 def _gemm_plan(
@@ -181,7 +218,7 @@ def _gemm_plan(
     form = FORMATS[format]
     depth = a.shape[1] * (2 if a.dtype == torch.uint8 else 1)
     rows = launch._power_of_two(a.shape[0] // b.shape[0])
-    tiling = choose(form, out.shape[1], depth, rows)
+    tiling = choose(backends.device_arch(a.device), VARLEN_M, form, out.shape[1], depth, rows)
     rows_first = b_direction == "rowwise" or form.placed
     dtypes = (launch._name(out.dtype), launch._name(bias), launch._name(bias_scale))
     spec = EpilogueSpec(*dtypes, tail=zero_tail, alpha=form.alpha)
@@ -193,7 +230,8 @@ def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> 
     form = FORMATS[format]
     groups, rows, columns = out.shape
     tokens = a.numel() // rows * (2 if a.dtype == torch.uint8 else 1)
-    tiling = choose(form, columns, launch._power_of_two(tokens // groups), rows)
+    arch = backends.device_arch(a.device)
+    tiling = choose(arch, VARLEN_K, form, columns, launch._power_of_two(tokens // groups), rows)
     spec = EpilogueSpec(launch._name(out.dtype), accumulate=accumulate, alpha=form.alpha)
     return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
 
@@ -223,7 +261,8 @@ def build(key: ScaledPlanKey) -> Callable:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from .gemm.sm100.scaled import ScaledGroupedGemm
+    from .gemm.sm90.scaled import ScaledGroupedGemm as Sm90
+    from .gemm.sm100.scaled import ScaledGroupedGemm as Sm100
 
     # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
     elements = {
@@ -251,18 +290,25 @@ def build(key: ScaledPlanKey) -> Callable:
             return None
         return make_fake_tensor(plain[dtype], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
 
+    def blocks(dims: int) -> Any:
+        """Float32 scales, contiguous."""
+        strides = (*(cute.sym_int64() for _ in range(dims - 1)), 1)
+        return make_fake_tensor(cutlass.Float32, _sizes(dims), strides, assumed_align=ALIGNMENT)
+
     def _sizes(dims: int) -> tuple:
         return tuple(cute.sym_int32() for _ in range(dims))
 
     form, spec = FORMATS[key.format], key.spec
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
-    scales = [matrix(cutlass.Uint8, dims) if form.vector else vector("float32", 1) for dims in (1, b_dims - 1)]
+    if form.block:
+        scales = [blocks(dims) for dims in (2, b_dims)]
+    else:
+        scales = [matrix(cutlass.Uint8, dims) if form.vector else vector("float32", 1) for dims in (1, b_dims - 1)]
     if key.kind != VARLEN_M and form.vector:
         scales[1] = matrix(cutlass.Uint8, 1)
     amax = [vector("float32", 1) if spec.alpha == "amax" else None for _ in range(2)]
-    gemm = ScaledGroupedGemm(
-        key.kind, key.config, spec, elements[key.a_element], elements[key.b_element], form, key.b_rows_first
-    )
+    traits = (key.kind, key.config, spec, elements[key.a_element], elements[key.b_element], form)
+    gemm = Sm90(*traits) if key.arch == "sm_90" else Sm100(*traits, key.b_rows_first)
     return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
         gemm,
         matrix(crossing[key.a_element], 2),

@@ -122,8 +122,11 @@ def _offload(x: Any) -> list[Rule]:
     return [([placement], [placement]) for placement in _any_placement(x)]
 
 
-def _reload(x: Any, device: Any) -> list[Rule]:
-    return [([placement], [placement, None]) for placement in _any_placement(x)]
+def _reload(x: Any, device: Any, after: Any = None) -> list[Rule]:
+    if after is None:
+        return [([placement], [placement, None]) for placement in _any_placement(x)]
+    both = itertools.product(_any_placement(x), _any_placement(after))
+    return [([placement], [placement, None, other]) for placement, other in both]
 
 
 def _after(x: Any, dependency: Any) -> list[Rule]:

@@ -113,7 +113,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, gemms = ctx.call, ctx.call.gemms
-        activations, (offs, bias, *weight) = restore(ctx)
+        activations, (offs, bias, *weight) = restore(ctx, grad)
         assert offs is not None
         count = len(activations) - len(ctx.kept)
         wgrad_operand, kept = activations[:count], dict(zip(ctx.kept, activations[count:]))

@@ -18,36 +18,13 @@ from .layouts import is_extra_state
 
 
 def _decided_when_traced(function: Callable) -> Callable:
-    """``torch.compiler.assume_constant_result``, which would import the compiler together with this package."""
+    """``torch.compiler.assume_constant_result``, which would import the compiler together with this package.
+
+    For methods: every torch knows the real module behind the object of a method, but some take no module as an argument
+    of a function. ``this`` must be ``id(self)``: a trace guards by the identity that it sees taken.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-@_decided_when_traced
-def _still_packed(module: GroupedParameters, name: str) -> bool:
-    """``lies_in`` for a trace: decided when it is made, on the real tensors."""
-    packed = module._packed[name][0]
-    return packed is not None and lies_in(packed, module.group_parameters(name))
-
-
-@_decided_when_traced
-def _find_main_grad(module: GroupedParameters) -> None:
-    """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
-    weights = module.group_parameters("weight")
-    parts = [part for part in (getattr(w, "main_grad", None) for w in weights) if isinstance(part, Tensor)]
-    packed = slots_of(parts) if len(parts) == len(weights) else None
-    module._main_grad = (packed, *parts) if packed is not None else None
-
-
-@_decided_when_traced
-def _mark_while_tracing(module: GroupedParameters) -> bool:
-    """Set the flag now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
-    if inside:
-        _mark(module.group_parameters("weight"))
-    return inside
 
 
 def _mark(weights: Sequence[nn.Parameter]) -> None:
@@ -114,9 +91,15 @@ class GroupedParameters(nn.Module):
             return parameters[0].detach()
         packed, packed_parameters = self._packed[name]
         # The identities are for a trace, which makes guards of them; addresses it sees only once.
-        if all(p is q for p, q in zip(parameters, packed_parameters)) and _still_packed(self, name):
+        if all(p is q for p, q in zip(parameters, packed_parameters)) and self._still_packed(id(self), name):
             return packed
         return torch.stack([p.detach() for p in parameters])
+
+    @_decided_when_traced
+    def _still_packed(self, this: int, name: str) -> bool:
+        """``lies_in`` for a trace: decided when it is made, on the real tensors."""
+        packed = self._packed[name][0]
+        return packed is not None and lies_in(packed, self.group_parameters(name))
 
     def packed_main_grad(self) -> Tensor:
         """``main_grad`` of the weight as one ``[G, N, K]``; checked.
@@ -150,7 +133,7 @@ class GroupedParameters(nn.Module):
         # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
         # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
         if torch.compiler.is_compiling() or not self._main_grad_is_known(weights):
-            _find_main_grad(self)
+            self._find_main_grad(id(self))
         if not self._main_grad_is_known(weights):
             fail(
                 "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
@@ -159,14 +142,32 @@ class GroupedParameters(nn.Module):
             )
         return self._main_grad[0]  # type: ignore[index]
 
+    @_decided_when_traced
+    def _find_main_grad(self, this: int) -> None:
+        """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
+        weights = self.group_parameters("weight")
+        parts = [part for part in (getattr(w, "main_grad", None) for w in weights) if isinstance(part, Tensor)]
+        packed = slots_of(parts) if len(parts) == len(weights) else None
+        self._main_grad = (packed, *parts) if packed is not None else None
+
     def _main_grad_is_known(self, weights: Sequence[nn.Parameter]) -> bool:
         known = self._main_grad
         return known is not None and all(getattr(w, "main_grad", None) is m for w, m in zip(weights, known[1:]))
 
     def mark_main_grad(self) -> None:
         """Tell optimizers that the gradient is not in ``grad``."""
-        if not torch.compiler.is_compiling() or not _mark_while_tracing(self):
+        if not torch.compiler.is_compiling() or not self._mark_while_tracing(id(self)):
             _mark(self.group_parameters("weight"))
+
+    @_decided_when_traced
+    def _mark_while_tracing(self, this: int) -> bool:
+        """Mark now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+        if inside:
+            _mark(self.group_parameters("weight"))
+        return inside
 
     def overwrites_main_grad(self) -> bool:
         """Whether the gradient replaces what ``main_grad`` holds."""
@@ -219,7 +220,8 @@ class GroupedParameters(nn.Module):
                 destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(parts)})
             else:
                 parts = [destination.pop(prefix + full) for full in names]
-                destination[prefix + name] = self._packed[name][0] if _still_packed(self, name) else torch.stack(parts)
+                packed = self._packed[name][0] if self._still_packed(id(self), name) else None
+                destination[prefix + name] = packed if packed is not None else torch.stack(parts)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         given = {key: value for key, value in state_dict.items() if not is_extra_state(key, prefix)}

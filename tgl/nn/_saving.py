@@ -27,8 +27,8 @@ def save(ctx: Any, activations: Sequence[Tensor], resident: Sequence[Tensor | No
     ctx.save_for_backward(*activations, *resident)
 
 
-def restore(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """``(activations, resident)`` as they were given to ``save``."""
+def restore(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """``(activations, resident)`` as they were given to ``save``, for a backward that was given ``grad``."""
     saved = ctx.saved_tensors
     activations, resident = saved[: ctx.activations], saved[ctx.activations :]
-    return activations if ctx.home is None else offload.to_device(activations, ctx.home), resident
+    return activations if ctx.home is None else offload.to_device(activations, ctx.home, grad), resident

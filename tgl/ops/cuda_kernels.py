@@ -40,7 +40,6 @@ class Kernel(NamedTuple):
 
 
 _prepare_accumulate = functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True)
-_scaled = frozenset({launch_scaled.ARCH})
 
 IN_PLACE = (
     Kernel(GEMM, launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
@@ -70,14 +69,12 @@ IN_PLACE = (
         SCALED_GEMM,
         launch_scaled.grouped_gemm_scaled,
         launch_scaled.grouped_gemm_scaled_supports,
-        archs=_scaled,
     ),
     *(
         Kernel(
             op,
             launch_scaled.grouped_gemm_scaled_wgrad,
             launch_scaled.grouped_gemm_scaled_wgrad_supports,
-            archs=_scaled,
         )
         for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
     ),
@@ -86,7 +83,7 @@ IN_PLACE = (
         quantizers.group_quantize,
         quantizers.group_quantize_supports,
         quantizers.prepare_group_quantize,
-        note="one pass over x, groups read on the device",
+        note="one pass over x, one more for maxima of groups; groups read on the device",
     ),
     Kernel(
         ACTIVATION_QUANTIZE,

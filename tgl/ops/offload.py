@@ -53,7 +53,7 @@ def _offload(x: Tensor) -> Tensor:
     return host
 
 
-def _reload(x: Tensor, device: torch.device) -> Tensor:
+def _reload(x: Tensor, device: torch.device, after: Tensor | None = None) -> Tensor:
     return _reload_cuda(x, device) if device.type == "cuda" else torch.empty_like(x, device=device).copy_(x)
 
 
@@ -105,12 +105,14 @@ def _backward_offload(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Ten
     return (torch.ops.tgl.reload(g, ctx.device),)
 
 
-def _save_reload(ctx: Any, needs: tuple[bool, ...], x: Tensor, device: torch.device, *, output: Tensor) -> None:
+def _save_reload(
+    ctx: Any, needs: tuple[bool, ...], x: Tensor, device: torch.device, after: Tensor | None, *, output: Tensor
+) -> None:
     pass
 
 
-def _backward_reload(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.tgl.offload(g), None
+def _backward_reload(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.tgl.offload(g), None, None
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -122,8 +124,13 @@ offload = define(
     formula=Formula(_save_offload, _backward_offload),
 )
 reload = define(
-    f"{RELOAD}(Tensor x, Device device) -> Tensor",
+    f"{RELOAD}(Tensor x, Device device, Tensor? after=None) -> Tensor",
     _reload,
-    lambda x, device: torch.empty_like(x, device=device),
+    lambda x, device, after=None: torch.empty_like(x, device=device),
     formula=Formula(_save_reload, _backward_reload),
 )
+"""``x`` on ``device``, and not before there is ``after``, which is not read and not waited for on the device.
+
+What depends on saved tensors alone looks to a partitioner like work of the forward: it would bring everything back at
+once and save that for the backward. Given the gradient as ``after``, it cannot.
+"""

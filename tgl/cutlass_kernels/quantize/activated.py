@@ -19,6 +19,7 @@ class ActivateQuantizeMXFP8(QuantizeMXFP8):
         super().__init__(spec)
         assert spec.activation is not None
         self.activation = spec.activation
+        self.blocks_per_sm = 3 if self.packed else 2
         # Rows of a lane whose inputs are in flight: as many as the registers hold.
         narrow = self.packed and not self.activation.interleaved and spec.row_scale is None
         self.at_once = 2 if narrow else 1

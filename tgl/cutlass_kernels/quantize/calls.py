@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ... import backends
 from ...meta.quantized import Components, Options
-from .. import cache, launch
+from .. import launch
 from ..activation.spec import ActivationSpec, spec_of
 from ..reduce import calls as reductions
+from . import calls_fp8, plans
 from .spec import MXFP8Spec
 
 if TYPE_CHECKING:
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 1 << 30
 VECTOR = 8  # columns that a lane takes
-ALIGNMENT = 16
-
-_plans: dict[tuple, Callable] = {}
+ALIGNMENT = plans.ALIGNMENT
+FORMATS = ("mxfp8", "fp8_tensor", "fp8_block")
 
 
 def group_quantize_supports(
@@ -40,10 +40,14 @@ def group_quantize_supports(
     reason = launch._packages_reason()
     if reason is not None:
         return reason
-    if options.format != "mxfp8":
-        return f"takes mxfp8, got {options.format}"
+    if options.format not in FORMATS:
+        return f"takes {', '.join(FORMATS)}, got {options.format}"
     if options.dbias and (row_scale is not None or noop is not None):
         return "sums rows as they are and always: not with `row_scale` or `noop`"
+    if options.format != "mxfp8":
+        reason = calls_fp8.supports(x, offs, noop, options)
+        if reason is not None:
+            return reason
     if x.numel() == 0:
         return None
     if x.shape[-1] % VECTOR:
@@ -79,7 +83,10 @@ def group_quantize(
         reductions.grouped_dbias(x, offs, out=out.dbias)
     if x.shape[-1] == 0 or (offs is None and x.numel() == 0):
         return
-    _call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
+    if options.format != "mxfp8":
+        calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
+    else:
+        plans.call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
 
 
 def prepare_group_quantize(
@@ -97,7 +104,11 @@ def prepare_group_quantize(
     if options.dbias:
         assert offs is not None
         reductions.prepare_grouped_dbias(x, offs, out=out.dbias)
-    if x.numel():
+    if x.numel() == 0:
+        return
+    if options.format != "mxfp8":
+        calls_fp8.prepare(x, offs, scale, row_scale, noop, options)
+    else:
         _plan(x, offs, row_scale, noop, options)
 
 
@@ -113,7 +124,9 @@ def grouped_activation_quantize_supports(
 ) -> str | None:
     """Why ``grouped_activation_quantize`` below cannot serve a call, or None."""
     spec = spec_of(params)
-    if options.format == "mxfp8" and spec.gated and x.numel() and x.shape[1] // 2 % VECTOR:
+    if options.format != "mxfp8":
+        return f"takes mxfp8, got {options.format}"
+    if spec.gated and x.numel() and x.shape[1] // 2 % VECTOR:
         return f"needs I to be a multiple of {VECTOR}, got {x.shape[1] // 2}"
     gate = x.narrow(1, 0, x.shape[1] // 2) if spec.gated else x
     return group_quantize_supports(gate, offs, scale, probs, None, None, options=options, out=out)
@@ -132,7 +145,7 @@ def grouped_activation_quantize(
     """Write the components of the activation of ``x``, in one launch."""
     spec = spec_of(params)
     if x.shape[1]:
-        _call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
+        plans.call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
 
 
 def prepare_grouped_activation_quantize(
@@ -168,14 +181,6 @@ def _arguments(
     return data(x), offs, row_scale, flag, *row, *column, x.shape[1] if offs is None else 0
 
 
-def _call(plan: Callable, x: Tensor, *rest: Any) -> None:
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            plan(x, *rest)
-    else:
-        plan(x, *rest)
-
-
 def _plan(
     x: Tensor,
     offs: Tensor | None,
@@ -198,62 +203,34 @@ def _plan(
         noop=name(noop),
         activation=activation,
     )
-    key = (arch, not x.is_cuda, spec)
-    plan = _plans.get(key)
-    if plan is None:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            op = "group_quantize" if activation is None else "grouped_activation_quantize"
-            raise backends.GraphCaptureError(
-                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
-            )
-        plan = build(arch, spec) if not x.is_cuda else cache.fetch(key, lambda: build(arch, spec))
-        _plans[key] = plan
-    return plan
+    op = "group_quantize" if activation is None else "grouped_activation_quantize"
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
 
 
 def build(arch: str, spec: MXFP8Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
     from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_stream
 
     from .activated import ActivateQuantizeMXFP8
-    from .lanes import TYPES
     from .mxfp8 import QuantizeMXFP8
 
-    types = {name: getattr(cutlass, kind) for name, kind in TYPES.items()} | {"bool": cutlass.Uint8}
-
-    def matrix(element: Any, pitch: int = ALIGNMENT) -> Any:
-        """Rows on ``pitch`` bytes."""
-        strides = (cute.sym_int64(divisibility=pitch * 8 // element.width), 1)
-        return make_fake_tensor(element, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=ALIGNMENT)
-
-    def vector(element: Any, align: int) -> Any:
-        return make_fake_tensor(element, (cute.sym_int32(),), (1,), assumed_align=align)
-
-    def scales() -> Any:
-        if spec.blocked:
-            return vector(cutlass.Uint8, ALIGNMENT)
-        return make_fake_tensor(
-            cutlass.Uint8, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=ALIGNMENT
+    def side(present: bool) -> tuple[Any, Any]:
+        if not present:
+            return None, None
+        return plans.matrix(spec.element, VECTOR), plans.vector("uint8", 16) if spec.blocked else plans.matrix(
+            "uint8", 1
         )
 
-    def strided(name: str | None) -> Any:
-        if name is None:
-            return None
-        return make_fake_tensor(types[name], (cute.sym_int32(),), (cute.sym_int64(),))
-
-    row = (matrix(types[spec.element], VECTOR), scales()) if spec.rowwise else (None, None)
-    column = (matrix(types[spec.element], VECTOR), scales()) if spec.columnwise else (None, None)
     return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
         (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
-        matrix(types[spec.source]),
-        vector(cutlass.Int32, 4) if spec.grouped else None,
-        strided(spec.row_scale),
-        strided(spec.noop),
-        *row,
-        *column,
+        plans.matrix(spec.source),
+        plans.vector("int32") if spec.grouped else None,
+        plans.strided(spec.row_scale),
+        plans.strided(spec.noop),
+        *side(spec.rowwise),
+        *side(spec.columnwise),
         cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -1,6 +1,5 @@
 """What a lane of a quantisation kernel holds: eight neighbouring columns in eight rows of a tile of 128 x 128."""
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -25,6 +24,9 @@ TYPES = {
     "float32": "Float32",
     "bfloat16": "BFloat16",
     "float16": "Float16",
+    "int32": "Int32",
+    "uint8": "Uint8",
+    "bool": "Uint8",
 }
 
 
@@ -58,19 +60,21 @@ def larger_halves(a: Int32, b: Int32) -> Int32:
 class LaneValues:
     """Loads, and maxima of magnitudes as integers, in which NaN is the largest; of 16-bit sources two at a time.
 
-    A subclass has ``corner(k, thread)``, a lane's first row and column of tile ``k``.
+    A subclass says where a lane is, by ``corner``.
 
     Args:
         source: name of the dtype of x.
         step: from a row of a lane to its next.
     """
 
-    corner: Callable[..., Any]
-
     def __init__(self, source: str, step: int):
         self.source = getattr(cutlass, TYPES[source])
         self.packed = self.source.width == 16
         self.step = step
+
+    def corner(self, k: Int32, thread: Int32) -> tuple[Int32, Int32]:
+        """A lane's first row and column of tile ``k``: within the rows of the tile, and of x."""
+        raise NotImplementedError
 
     @cute.jit
     def whole(self, x, tile, k):
@@ -112,10 +116,10 @@ class LaneValues:
             values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
 
     def maxima(self, values):
-        """A lane's largest magnitudes of 8 rows and 8 columns, in four pairs of neighbours: packed or two words."""
+        """A lane's largest magnitudes of 8 rows and of 8 columns: four pairs of neighbours each, maybe packed."""
         words = cute.recast_tensor(values, Int32)
         many = cute.size(words, mode=[0])
-        largest, mask = (larger_halves, MAGNITUDES) if self.packed else (cutlass.max, MAGNITUDE)
+        largest, mask = self.largest, MAGNITUDES if self.packed else MAGNITUDE
         rows: list[Any] = []
         columns: list[Any] = []
         for i in range(STEPS):
@@ -133,7 +137,6 @@ class LaneValues:
 
     def shared_maximum(self, pairs, lane, upper: int, lower: int):
         """The maxima over four lanes, which differ in two bits, of the pair with the number that these bits form."""
-        largest = larger_halves if self.packed else cutlass.max
         for bit in (upper, lower):
             there = (lane & bit) != 0
             middle = len(pairs) // 2
@@ -141,11 +144,28 @@ class LaneValues:
             for one, other in zip(pairs[:middle], pairs[middle:]):
                 kept = [cutlass.select_(there, b, a) for a, b in zip(one, other)]
                 sent = [cutlass.select_(there, a, b) for a, b in zip(one, other)]
-                met.append(tuple(largest(a, cute.arch.shuffle_sync_bfly(b, bit)) for a, b in zip(kept, sent)))
+                met.append(tuple(self.largest(a, cute.arch.shuffle_sync_bfly(b, bit)) for a, b in zip(kept, sent)))
             pairs = met
+        return self.widened(pairs[0])
+
+    def lane_maximum(self, values):
+        """The bits, as float32, of a lane's largest magnitude."""
+        _, columns = self.maxima(values)
+        pairs = [self.largest(a, b) for four in zip(*columns) for a, b in (four[:2], four[2:])]
+        words = [self.largest(a, b) for a, b in zip(pairs[::2], pairs[1::2])]
+        low, high = self.widened(words)
+        return cutlass.max(low, high)
+
+    @property
+    def largest(self):
+        """The larger of two words of magnitudes."""
+        return larger_halves if self.packed else cutlass.max
+
+    def widened(self, pair):
+        """The two magnitudes of a pair as bits of float32."""
         if not self.packed:
-            return pairs[0]
-        word = pairs[0][0]
+            return tuple(pair)
+        (word,) = pair
         if self.source is cutlass.BFloat16:
             return word << 16, word & -65536
         return tuple(as_bits(reinterpret(Uint16(h), self.source).to(Float32)) for h in (word & 0xFFFF, word >> 16))

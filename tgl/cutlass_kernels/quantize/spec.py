@@ -33,3 +33,33 @@ class MXFP8Spec:
     row_scale: str | None = None
     noop: str | None = None
     activation: ActivationSpec | None = None
+
+
+@dataclass(frozen=True)
+class FP8Spec:
+    """One FP8 quantisation with float32 scales; see ``tgl.group_quantize``.
+
+    Attributes:
+        source: dtype of x, as ``torch`` names it.
+        element: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
+        rowwise, columnwise: which directions.
+        blocks: ``"1d"`` for 128 values of a row or column, ``"2d"`` for 128 x 128, None for one scale per group.
+        power_of_two: whether scales are powers of two.
+        eps: bits of the least largest magnitude.
+        grouped: whether x is rows in groups rather than matrices.
+        given: whether the scales of the groups are given.
+        row_scale: dtype of the factor per row, or None.
+        noop: dtype of the flag that stops everything, or None.
+    """
+
+    source: str
+    element: str
+    rowwise: bool
+    columnwise: bool
+    blocks: str | None
+    power_of_two: bool
+    eps: int
+    grouped: bool
+    given: bool = False
+    row_scale: str | None = None
+    noop: str | None = None

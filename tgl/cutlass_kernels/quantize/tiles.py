@@ -46,12 +46,11 @@ def group_of_unit(offs: cute.Tensor, rows: Int32, unit: Int32) -> Int32:
 
 
 @cute.jit
-def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32) -> RowTile:
-    """Tile ``unit`` of rows in groups; all 32 lanes of a warp call it and get the same."""
-    before = group_of_unit(offs, rows, unit)
-    start, end = group_range(offs, rows, before, True)
-    first = start + (unit - start // ROWS - before) * ROWS
-    return RowTile(first, cutlass.min(end - first, Int32(ROWS)), before == Int32(cute.size(offs)))
+def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32) -> RowTile:
+    """Tile ``unit`` of rows in groups, of the group ``group``."""
+    start, end = group_range(offs, rows, group, True)
+    first = start + (unit - start // ROWS - group) * ROWS
+    return RowTile(first, cutlass.min(end - first, Int32(ROWS)), group == Int32(cute.size(offs)))
 
 
 class Place(NamedTuple):
@@ -68,17 +67,16 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, u: cutlass.Constexpr) -> Place:
-    """The place of tile ``unit`` under the placement of unit ``u``, which divides 128."""
+def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cutlass.Constexpr) -> Place:
+    """The place of tile ``unit``, of the group ``group``, under the placement of unit ``u``, which divides 128."""
     groups = Int32(cute.size(offs))
-    before = group_of_unit(offs, rows, unit)
-    start, end = group_range(offs, rows, before, True)
-    ordinal = unit - start // ROWS - before
-    first = (start // u + before) * u + ordinal * ROWS
+    start, end = group_range(offs, rows, group, True)
+    ordinal = unit - start // ROWS - group
+    first = (start // u + group) * u + ordinal * ROWS
     past = cutlass.max(ceil_div(rows, u) + groups - 1, 0) * u
-    if before < groups:
-        past = cutlass.min((end // u + before + 1) * u, past)
-    return Place(first, cutlass.min(past - first, Int32(ROWS)), before, ordinal == 0)
+    if group < groups:
+        past = cutlass.min((end // u + group + 1) * u, past)
+    return Place(first, cutlass.min(past - first, Int32(ROWS)), group, ordinal == 0)
 
 
 @cute.jit

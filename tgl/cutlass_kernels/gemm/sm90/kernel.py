@@ -14,6 +14,8 @@ Every warp walks the same sequence of tiles on its own. Load and consumers meet 
 the load warp keeps filling with the next tile's operands while the consumers store.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, cute, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
@@ -24,6 +26,7 @@ from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.policy import Problem, VarlenK, VarlenM
+from ..scaling import DENSE, OperandFormat
 from . import store
 from .load import Operand, allocate_ring, load_tiles, open_ring
 from .mma import consume_tiles
@@ -41,10 +44,19 @@ def depth_major(tensor: cute.Tensor) -> bool:
 class GroupedGemm:
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on."""
 
-    def __init__(self, kind: str, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric]):
-        self.config, self.spec, self.element = config, spec, element
+    def __init__(
+        self,
+        kind: str,
+        config: GemmConfig,
+        spec: EpilogueSpec,
+        a_element: type[cutlass.Numeric],
+        b_element: type[cutlass.Numeric] | None = None,
+        form: OperandFormat = DENSE,
+    ):
+        self.config, self.spec, self.form = config, spec, form
+        self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
-        self.policy = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
+        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
@@ -53,7 +65,7 @@ class GroupedGemm:
         self.sharing = 1 if config.pingpong else min(config.tile_m // store.MMA_ROWS, 2)
         self.warpgroups = self.teams * self.sharing
         self.consumers = self.warpgroups * WARPGROUP
-        self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * element.width // 8
+        self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * a_element.width // 8
         fixed = (
             vector_bytes(spec, *self.vector_tile)
             + self.policy.smem_bytes
@@ -80,25 +92,32 @@ class GroupedGemm:
         stream,
     ):
         """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
+        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream)
+
+    @cute.jit
+    def start(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        scales,
+        offs: cute.Tensor,
+        out: cute.Tensor,
+        args: EpilogueArgs,
+        clusters: Int32,
+        stream,
+    ):
+        """Make the maps and launch; ``scales`` are those of blocks of A and B, or None."""
         problem = self.policy.problem(a, b, offs, out)
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
         tile_m, tile_n, tile_k = self.tiler
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.element,
-            self.element,
-            OperandMajorMode.K if a_depth else OperandMajorMode.MN,
-            OperandMajorMode.K if b_depth else OperandMajorMode.MN,
-            Float32,
-            (self.sharing, 1, 1),
-            (store.MMA_ROWS, tile_n),
-        )
+        tiled_mma = self.tiled_mma(a_depth, b_depth)
         row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         a_smem = hopper_helpers.make_smem_layout_a(
-            row_major if a_depth else column_major, self.tiler, self.element, self.stages
+            row_major if a_depth else column_major, self.tiler, self.a_element, self.stages
         )
         b_smem = hopper_helpers.make_smem_layout_b(
-            row_major if b_depth else column_major, self.tiler, self.element, self.stages
+            row_major if b_depth else column_major, self.tiler, self.b_element, self.stages
         )
         ctas = self.config.ctas
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -118,7 +137,8 @@ class GroupedGemm:
             (b_map, b_coords, b_smem),
             (out_map, out_coords, out_smem),
             target if cutlass.const_expr(self.spec.reads_output) else None,
-            EpilogueArgs(bias, bias_scale),
+            scales,
+            args,
             problem,
         ).launch(
             grid=(running * ctas, 1, 1),
@@ -126,6 +146,18 @@ class GroupedGemm:
             cluster=(ctas, 1, 1) if ctas > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
+        )
+
+    def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
+        """The MMA of a team, for operands that are contiguous along the contraction or not."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.a_element,
+            self.b_element,
+            OperandMajorMode.K if a_depth else OperandMajorMode.MN,
+            OperandMajorMode.K if b_depth else OperandMajorMode.MN,
+            Float32,
+            (self.sharing, 1, 1),
+            (store.MMA_ROWS, self.config.tile_n),
         )
 
     @cute.kernel
@@ -136,6 +168,7 @@ class GroupedGemm:
         b,
         out,
         out_values: cute.Tensor | None,
+        scales,
         args: EpilogueArgs,
         problem: Problem,
     ):
@@ -155,8 +188,8 @@ class GroupedGemm:
 
         allocator = memory.SmemAllocator()
         ring = allocate_ring(allocator, self.stages)
-        a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, 1024, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.element, b_smem.outer, 1024, swizzle=b_smem.inner)
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
         vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         if warp == load_warp:
@@ -174,7 +207,7 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             output = store.Output(out_map, out_coords, out_buffers, out_values)
             consume_tiles(
-                self, tiled_mma, a_buffers, b_buffers, ring, output, vectors, args, problem, rank, first, step
+                self, tiled_mma, a_buffers, b_buffers, scales, ring, output, vectors, args, problem, rank, first, step
             )
         if cutlass.const_expr(ctas > 1):
             self.meet()  # no CTA leaves while another may still load into its shared memory

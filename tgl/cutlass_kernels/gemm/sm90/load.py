@@ -62,6 +62,17 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 
 @cute.jit
+def release(ring: Ring, stage: Int32, ctas: cutlass.Constexpr):
+    """Give a stage back to the producers of all CTAs of the cluster, once per warp."""
+    lane = cute.arch.lane_idx()
+    if lane < ctas:
+        if cutlass.const_expr(ctas > 1):
+            cute.arch.mbarrier_arrive(ring.empty + stage, lane)
+        else:
+            cute.arch.mbarrier_arrive(ring.empty + stage)
+
+
+@cute.jit
 def load_tiles(
     gemm: cutlass.Constexpr,
     a: Operand,

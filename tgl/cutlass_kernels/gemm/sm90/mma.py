@@ -1,28 +1,20 @@
 """The consumer warpgroups: wgmma over the stages of the ring, then the epilogue."""
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...epilogue.vectors import EpilogueArgs, TileVectors, load_vectors
+from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
 from ...schedule import ceil_div
 from ...varlen.policy import Problem
-from .load import Ring, advance
+from .load import Ring, advance, release
+from .promote import multiply_promoted
 from .store import Output, store_tile
 
 VECTORS_BARRIER = 2  # named barrier of the first team
 TURN_BARRIER = 4  # named barrier on which the first team waits for its turn
-
-
-@cute.jit
-def release(ring: Ring, stage: Int32, ctas: cutlass.Constexpr):
-    """Give a stage back to the producers of all CTAs of the cluster, once per warp."""
-    lane = cute.arch.lane_idx()
-    if lane < ctas:
-        if cutlass.const_expr(ctas > 1):
-            cute.arch.mbarrier_arrive(ring.empty + stage, lane)
-        else:
-            cute.arch.mbarrier_arrive(ring.empty + stage)
 
 
 @cute.jit
@@ -100,6 +92,7 @@ def consume_tiles(
     tiled_mma: cute.TiledMma,
     a_buffers: cute.Tensor,
     b_buffers: cute.Tensor,
+    scales: Any,
     ring: Ring,
     output: Output,
     vectors: TileVectors,
@@ -115,6 +108,7 @@ def consume_tiles(
         gemm: the ``GroupedGemm``.
         tiled_mma: the MMA of all consumer warpgroups.
         a_buffers, b_buffers: the ring, ``[rows, tile_k, stages]``.
+        scales: those of blocks of A and of B in global memory, or None.
         ring: its barriers.
         output: where results go.
         vectors, args: bias and row scale in shared and in global memory.
@@ -153,12 +147,21 @@ def consume_tiles(
                     load_vectors(own, args, tile.group, row, end, column, thread % team_threads, team_threads)
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
-            stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
+            if cutlass.const_expr(gemm.a_element.width > 8):
+                stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
+            else:
+                stage, phase = multiply_promoted(
+                    gemm, tiled_mma, acc, a, b, scales, ring, stage, phase, depth, tile, column, problem
+                )
+            factor = Float32(1)
+            if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
+                if product:
+                    factor = alpha(spec, args, tile.group)
             if cutlass.const_expr(spec.accumulate):
                 if product:
-                    turn = store_tile(gemm, acc, output, own, tile, column, product, which, thread % 128, turn)
+                    turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
             else:
-                turn = store_tile(gemm, acc, output, own, tile, column, product, which, thread % 128, turn)
+                turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
         else:
             # The other team's tile: its stages are not ours to wait for.
             stage += depth

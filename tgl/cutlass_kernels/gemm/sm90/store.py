@@ -126,6 +126,7 @@ def store_tile(
     acc: cute.Tensor,
     output: Output,
     vectors: TileVectors,
+    factor: Float32,
     tile: Tile,
     first_column: Int32,
     product: cutlass.Boolean,
@@ -140,6 +141,7 @@ def store_tile(
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         output: where results go.
         vectors: bias and row scale of the tile.
+        factor: alpha of its group.
         tile: which.
         first_column: where this CTA's part of it begins.
         product: whether the tile belongs to a group; the tail has no bias.
@@ -165,6 +167,8 @@ def store_tile(
             values = cute.make_rmem_tensor((2, 2, pieces), Float32)
             for i in cutlass.range_constexpr(4 * pieces):
                 values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
+            if cutlass.const_expr(gemm.spec.alpha):
+                values.store(values.load() * factor)
             if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
                     add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)

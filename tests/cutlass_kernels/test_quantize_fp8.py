@@ -1,0 +1,125 @@
+"""FP8 quantisation kernels on the emulator: the bytes of the CPU implementation, and nothing written around them."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.test_quantize import (
+    BF16,
+    CANARY,
+    E5M2,
+    F16,
+    F32,
+    MANY,
+    RAGGED,
+    awkward,
+    check,
+    framed,
+    grouped,
+)
+from tgl import backends
+from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels.quantize import calls_fp8, lanes
+from tgl.cutlass_kernels.quantize.spec import FP8Spec
+from tgl.testing import emulator
+
+FORMATS = ("fp8_block", "fp8_tensor")
+CASES = {
+    "block": dict(format="fp8_block"),
+    "block, rowwise, any scale": dict(format="fp8_block", columnwise=False, power_of_two=False),
+    "block, columnwise, E5M2": dict(format="fp8_block", rowwise=False, dtype=E5M2),
+    "tensor": dict(format="fp8_tensor"),
+    "tensor, rowwise, powers of two": dict(format="fp8_tensor", columnwise=False, power_of_two=True),
+    "tensor, columnwise, E5M2": dict(format="fp8_tensor", rowwise=False, dtype=E5M2),
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_groups(options):
+    check(*grouped(RAGGED, 9, 272, BF16), **options)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_sources(format, dtype):
+    check(*grouped((3, 60), 140, 80, dtype), arch="sm_90a", format=format, eps=1e-3)
+
+
+@pytest.mark.parametrize("sizes, tail", [(MANY, 0), ((0, 0, 0), 300), ((256, 128), 0), ((0, 1, 0), 127), ((), 40)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_routings(sizes, tail, format):
+    check(*grouped(sizes, tail, 40, BF16), format=format)
+
+
+@pytest.mark.parametrize("options", [dict(format=f) for f in FORMATS] + [dict(format="fp8_block", block_2d=True)])
+@pytest.mark.parametrize("rows", [208, 16])
+def test_matrices(options, rows):
+    check(awkward(3, rows, 136, dtype=BF16), None, **options)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_row_scale(format):
+    x, offs = grouped((5, 0, 130), 9, 64, BF16)
+    factors = torch.rand(x.shape[0])
+    factors[offs[-1] :] = float("nan")
+    check(x, offs, row_scale=factors, format=format)
+
+
+def test_given_scales():
+    x, offs = grouped((5, 0, 130), 9, 264, BF16)
+    check(x, offs, scale=torch.tensor([1.0, 3.0, 1e30]), format="fp8_tensor")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_many_schedules(format):
+    check(*grouped((3, 0, 140), 9, 136, BF16), arch="sm_90a", seeds=range(3), format=format)
+
+
+def test_noop_writes_nothing():
+    x, offs = grouped((3, 40), 9, 64, BF16)
+    buffers, out = framed(tgl.group_quantize(x, offs, format="fp8_block"))
+    with emulator.emulate("sm_100a") as machine:
+        tgl.group_quantize(x, offs, noop=torch.tensor(True), format="fp8_block", out=out)
+        assert len(machine.launches) == 1
+    assert all((buffer == CANARY).all() for buffer in buffers)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bad_offsets_stay_inside(format):
+    x = torch.randn(100, 64).bfloat16()
+    offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
+    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format=format))
+    with emulator.emulate("sm_100a"):
+        tgl.group_quantize(x, offs, format=format, out=out)
+    for buffer in buffers:
+        assert (buffer[:64] == CANARY).all()
+        assert (buffer[-64:] == CANARY).all()
+
+
+def test_what_it_does_not_take_is_said():
+    x, offs = torch.zeros(8, 64, dtype=BF16), torch.tensor([8], dtype=torch.int32)
+    out = tgl.group_quantize(x, offs, format="fp8_tensor")
+    with backends.emulated_device("sm_90"):
+        assert "multiple of 16" in str(tgl.explain("group_quantize", x.view(1, 8, 64), None, format="fp8_block"))
+        assert "nvfp4" in str(tgl.explain("group_quantize", x, offs, format="nvfp4"))
+        said = tgl.explain("group_quantize", x, offs, noop=torch.tensor(True), format="fp8_tensor", out=out)
+        assert "noop" in str(said)
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("blocks", ["1d", "2d", None])
+def test_machine_code(arch, blocks):
+    """Three blocks fit a multiprocessor, nothing divides but by a group's maximum, nothing else is in local memory."""
+    spec = FP8Spec("bfloat16", "float8_e4m3fn", True, True, blocks, blocks is not None, 0, blocks != "2d")
+    with emulator.emulate(launch.GPU_ARCH[arch]):  # keeps what was compiled
+        kernel = calls_fp8.build(arch, spec)
+    report = sass.inspect(kernel.artifacts.CUBIN)
+    assert report.registers <= 80
+    assert report.spills <= (0 if blocks else 12)  # around the calls that divide, once
+    assert report.count("F2FP.SATFINITE") == lanes.STEPS * lanes.VECTOR
+    assert report.count("CALL") == (0 if blocks else 2)  # quotient and inverse

@@ -1,0 +1,205 @@
+"""The kernels on quantised operands on a device: exact where sums are, canaries intact, one graph for every routing."""
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels import launch_scaled
+from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.gemm.scaling import FORMATS
+
+pytestmark = pytest.mark.gpu
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+DEVICE = torch.device("cuda", 0)
+ARCH = backends.device_arch(DEVICE)
+HERE = [name for name, form in FORMATS.items() if ARCH in form.archs]
+if not HERE:
+    pytest.skip("needs a device that kernels are built for", allow_module_level=True)
+
+BF16, F32 = torch.bfloat16, torch.float32
+E5M2 = torch.float8_e5m2
+CANARY, TAIL = 7.0, 77
+ROUTINGS = {
+    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
+    "forty": tuple((i * 37) % 150 for i in range(40)),
+    "one takes all": (0, 0, 2000, 0),
+    "all empty": (0, 0, 0),
+    "even": (256, 256, 256, 256),
+}
+
+
+def values(*shape):
+    """-1, 0 and 1 times a power of two per square of 16: sums of their products need few bits."""
+    ternary = torch.randint(-1, 2, shape).float()
+    blocks = torch.randint(0, 3, (*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16)))
+    powers = blocks.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., : shape[-2], : shape[-1]]
+    return (ternary * 2.0**powers).bfloat16()
+
+
+def quantized(x, offs, format, **options):
+    """Components on the host. FP8 tensor-wise by a given power of two: 448 / amax would cost the sums seven bits."""
+    if FORMATS[format].vector:
+        options["scale_layout"] = "blocked"
+    if format == "fp8_tensor":
+        options["scale"] = 2.0 ** torch.arange(len(x) if offs is None else len(offs)).remainder(4)
+    if format == "fp8_block":
+        options["block_2d"] = offs is None
+    return tgl.group_quantize(x, offs, format=format, **options)
+
+
+def layout(format):
+    return {"format": format} | ({"scale_layout": "blocked"} if FORMATS[format].vector else {})
+
+
+class Gemm:
+    """A call on the host and the same on the device."""
+
+    def __init__(self, format, sizes, depth=320, columns=264, direction="rowwise"):
+        self.offs = torch.tensor(sizes).cumsum(0).int()
+        x = values(sum(sizes) + TAIL, depth)
+        x[sum(sizes) :] = float("nan")
+        w = values(len(sizes), *((columns, depth) if direction == "rowwise" else (depth, columns)))
+        q, p = quantized(x, self.offs, format), quantized(w, None, format)
+        first = 0 if direction == "rowwise" else 3
+        b, amax = p[first : first + 2], (q[2], p[first + 2])
+        self.operands = [q[0], q[1], *b, self.offs, *(amax if format == "nvfp4" else (None, None))]
+        self.options = {**layout(format), "b_direction": direction}
+
+    def check(self, bias=None, scale=None, **options):
+        here = [t.to(DEVICE) if t is not None else None for t in (*self.operands, bias, scale)]
+        options |= self.options
+        explained = str(tgl.explain(tgl.grouped_gemm_scaled, *here, **options))
+        assert "runs tgl kernel" in explained, explained
+        wanted = tgl.grouped_gemm_scaled(*self.operands, bias, scale, **options)
+        assert torch.equal(tgl.grouped_gemm_scaled(*here, **options).cpu(), wanted)
+
+
+class Wgrad:
+    """The same for weight gradients."""
+
+    def __init__(self, format, sizes, rows=320, columns=264, b_dtype=None):
+        self.offs = torch.tensor(sizes).cumsum(0).int()
+        self.shape = (len(sizes), rows, columns)
+        q, p = (values(sum(sizes) + TAIL, features) for features in (rows, columns))
+        for t in (q, p):
+            t[sum(sizes) :] = float("nan")
+        options = {"dtype": b_dtype} if b_dtype else {}
+        q, p = quantized(q, self.offs, format), quantized(p, self.offs, format, **options)
+        amax = (q[5], p[5]) if format == "nvfp4" else (None, None)
+        self.operands = [*q[3:5], *p[3:5], self.offs, *amax]
+        self.options = layout(format)
+
+    def check(self):
+        here = [t.to(DEVICE) if t is not None else None for t in self.operands]
+        for dtype in (BF16, F32):
+            wanted = tgl.grouped_gemm_scaled_wgrad(*self.operands, **self.options, out_dtype=dtype)
+            assert torch.equal(tgl.grouped_gemm_scaled_wgrad(*here, **self.options, out_dtype=dtype).cpu(), wanted)
+        for dtype in (BF16, F32):
+            start = torch.randint(-3, 4, self.shape).to(dtype)
+            main_grad = start.to(DEVICE, copy=True)
+            tgl.grouped_gemm_scaled_wgrad_accumulate_(*here[:5], main_grad, *here[5:], **self.options)
+            wanted = tgl.grouped_gemm_scaled_wgrad(*self.operands, **self.options, out_dtype=F32) + start.float()
+            assert torch.equal(main_grad.cpu(), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_grouped_gemm(sizes, format, direction):
+    torch.manual_seed(0)
+    Gemm(format, sizes, direction=direction).check()
+
+
+@pytest.mark.parametrize("format", HERE)
+def test_epilogues(format):
+    torch.manual_seed(0)
+    gemm = Gemm(format, ROUTINGS["edges"])
+    bias = torch.randint(-3, 4, (len(ROUTINGS["edges"]), 264))
+    scale = torch.randint(-2, 3, (len(gemm.operands[0]),))
+    gemm.check(bias.to(BF16))
+    gemm.check(bias.float(), scale.to(BF16), out_dtype=F32)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("format", HERE)
+def test_wgrad(sizes, format):
+    torch.manual_seed(0)
+    Wgrad(format, sizes).check()
+
+
+@pytest.mark.parametrize("format", [f for f in HERE if f != "nvfp4"])
+def test_mixed_element_types(format):
+    torch.manual_seed(0)
+    Wgrad(format, ROUTINGS["edges"], b_dtype=E5M2).check()
+
+
+SM90 = [GemmConfig(m, n, 128, cluster_n=c) for m in (64, 128, 256) for n in (64, 128, 192) for c in (1, 2)]
+
+
+@pytest.mark.skipif(ARCH != "sm_90", reason="tilings of sm_90")
+@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize("tiling", SM90, ids=str)
+def test_every_tiling(format, tiling, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(launch_scaled, "choose", lambda *_: tiling)
+    sizes = (700, 0, 3, 1025, 64, 512)
+    if launch_scaled.tiling_reason(FORMATS[format], "varlen_m", tiling) is None:
+        Gemm(format, sizes, depth=1008, columns=776).check()
+    if launch_scaled.tiling_reason(FORMATS[format], "varlen_k", tiling) is None:
+        Wgrad(format, sizes, rows=1000, columns=776).check()
+
+
+@pytest.mark.parametrize("format", HERE)
+def test_one_graph_for_every_routing(format):
+    torch.manual_seed(0)
+    rows, groups = 1000, 6
+    routings = [(1000, 0, 0, 0, 0, 0), (1, 31, 32, 33, 128, 129), (0, 0, 0, 0, 0, 0), (200, 0, 300, 7, 0, 493)]
+    cases = []
+    for sizes in routings:
+        offs = torch.tensor(sizes).cumsum(0).int()
+        x, dy, w = values(rows, 320), values(rows, 264), values(groups, 264, 320)
+        cases.append((offs, quantized(x, offs, format), quantized(dy, offs, format), quantized(w, None, format)))
+    offs, x, dy, w = ([t.to(DEVICE) for t in c] if isinstance(c, tuple) else c.to(DEVICE) for c in cases[0])
+    names = layout(format)
+    amax = (lambda p, q: (p, q)) if format == "nvfp4" else lambda p, q: (None, None)
+
+    def step(offs, x, dy, w):
+        y = tgl.grouped_gemm_scaled(x[0], x[1], w[0], w[1], offs, *amax(x[2], w[2]), **names)
+        return y, tgl.grouped_gemm_scaled_wgrad(*dy[3:5], *x[3:5], offs, *amax(dy[5], x[5]), **names)
+
+    step(offs, x, dy, w)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(offs, x, dy, w)
+    for new in (*cases, *cases):
+        offs.copy_(new[0])
+        for to, source in zip((x, dy, w), new[1:]):
+            for t, s in zip(to, source):
+                t.view(torch.uint8).copy_(s.view(torch.uint8))
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        for got, wanted in zip(results, step(*new)):
+            assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("format", HERE)
+def test_close_to_float32_and_the_same_bits(format):
+    torch.manual_seed(0)
+    sizes = (1000, 0, 37, 900, 128)
+    offs = torch.tensor(sizes).cumsum(0).int()
+    x, w = torch.randn(sum(sizes), 1024).bfloat16(), torch.randn(len(sizes), 384, 1024).bfloat16()
+    q, p = quantized(x, offs, format), quantized(w, None, format)
+    amax = (q[2], p[2]) if format == "nvfp4" else (None, None)
+    operands = (q[0], q[1], p[0], p[1], offs, *amax)
+    here = [t.to(DEVICE) if t is not None else None for t in operands]
+    wanted = tgl.grouped_gemm_scaled(*operands, **layout(format), out_dtype=F32)
+    got = tgl.grouped_gemm_scaled(*here, **layout(format), out_dtype=F32)
+    for _ in range(20):
+        assert torch.equal(tgl.grouped_gemm_scaled(*here, **layout(format), out_dtype=F32), got)
+    assert ((got.cpu() - wanted).norm() / wanted.norm()).item() < 2.0**-10

@@ -1,0 +1,160 @@
+"""Launches of the FP8 kernels; arguments have been checked by ``calls``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.quantized import Components, Options
+from .. import launch
+from . import plans
+from .spec import FP8Spec
+
+
+def supports(x: Tensor, offs: Tensor | None, noop: Tensor | None, options: Options) -> str | None:
+    """Why there is no FP8 kernel for a call that ``calls`` would take, or None."""
+    if options.format == "fp8_tensor":
+        if noop is not None:
+            return "clears maxima before it knows `noop`: not for fp8_tensor"
+        if x.numel() == 0 and (offs is None or x.shape[-1] == 0):
+            return "finds no scales of groups without values"
+    if offs is None and options.columnwise and x.shape[-2] % 16:
+        return f"needs N to be a multiple of 16 for transposed data of matrices, got {x.shape[-2]}"
+    return None
+
+
+def run(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+    out: Components,
+) -> None:
+    """Write the components of ``x``, ``dbias`` excepted: one launch; of ``fp8_tensor`` one more, after a clear."""
+    columns, rows = x.shape[-1], x.shape[1] if offs is None else 0
+    source = x if x.dim() == 2 else x.view(-1, columns)
+    maxima: tuple[Tensor | None, Tensor | None] = (None, None)
+    if options.format == "fp8_tensor":
+        maxima = (
+            out.amax.zero_().view(torch.int32) if options.rowwise else None,
+            out.columnwise_amax.zero_().view(torch.int32) if options.columnwise else None,
+        )
+        if scale is None and source.shape[0]:
+            plans.call(_maxima(x, offs, row_scale, options), source, offs, row_scale, *maxima, rows)
+
+    def matrix(t: Tensor) -> Tensor:
+        return t if t.dim() < 3 else t.view(-1, t.shape[-1])
+
+    flag = None if noop is None else (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
+    row = (matrix(out.data), matrix(out.scale), maxima[0]) if options.rowwise else (None, None, None)
+    column: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if options.columnwise:
+        column = (matrix(out.columnwise_data), matrix(out.columnwise_scale), maxima[1])
+    plan = _plan(x, offs, scale, row_scale, noop, options)
+    plans.call(plan, source, offs, scale, row_scale, flag, *row, *column, rows)
+
+
+def prepare(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+) -> None:
+    """Compile and load what ``run`` with these arguments needs."""
+    if options.format == "fp8_tensor" and scale is None:
+        _maxima(x, offs, row_scale, options)
+    _plan(x, offs, scale, row_scale, noop, options)
+
+
+def _maxima(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, options: Options) -> Callable:
+    arch, name = backends.device_arch(x.device), launch._name
+    which = (options.rowwise, options.columnwise)
+    key = (arch, not x.is_cuda, "group maxima", name(x.dtype), offs is not None, name(row_scale), *which)
+    made = (name(x.dtype), offs is not None, name(row_scale), *which)
+    return plans.fetch(key, x, lambda: build_maxima(arch, *made))
+
+
+def _plan(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+) -> Callable:
+    arch, name = backends.device_arch(x.device), launch._name
+    assert options.dtype is not None
+    spec = FP8Spec(
+        source=name(x.dtype),
+        element=name(options.dtype),
+        rowwise=options.rowwise,
+        columnwise=options.columnwise,
+        blocks=None if options.format == "fp8_tensor" else "2d" if options.block_2d else "1d",
+        power_of_two=bool(options.power_of_two),
+        eps=struct.unpack("<i", struct.pack("<f", options.eps))[0],
+        grouped=offs is not None,
+        given=scale is not None,
+        row_scale=name(row_scale),
+        noop=name(noop),
+    )
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+
+
+def build_maxima(
+    arch: str, source: str, grouped: bool, row_scale: str | None, rowwise: bool, columnwise: bool
+) -> Callable:
+    """Compile the kernel that finds the groups' largest magnitudes. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .fp8 import GroupMaxima
+
+    return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+        GroupMaxima(source, grouped),
+        plans.matrix(source),
+        plans.vector("int32") if grouped else None,
+        plans.strided(row_scale),
+        plans.vector("int32") if rowwise else None,
+        plans.vector("int32") if columnwise else None,
+        cutlass.Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def build(arch: str, spec: FP8Spec) -> Callable:
+    """Compile the kernel for ``spec``. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .fp8 import QuantizeFP8
+
+    def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
+        if not present:
+            return None, None, None
+        if spec.blocks is None:
+            return plans.matrix(spec.element, pitch), plans.vector("float32"), plans.vector("int32")
+        return plans.matrix(spec.element, pitch), plans.matrix("float32", 4), None
+
+    return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+        QuantizeFP8(spec),
+        plans.matrix(spec.source),
+        plans.vector("int32") if spec.grouped else None,
+        plans.vector("float32") if spec.given else None,
+        plans.strided(spec.row_scale),
+        plans.strided(spec.noop),
+        *side(spec.rowwise, 8),
+        *side(spec.columnwise, 16),
+        cutlass.Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,455 @@
+"""FP8 quantisation with float32 scales, per group or per block of 128, with transposed columnwise data.
+
+A block of 8 warps takes a tile: 128 rows of one group and 128 columns, one block of scales in either direction. It
+takes no second one, unlike that of MXFP8: there are no registers left for what a loop keeps.
+
+=============  =============================================================
+of a tile      who holds it
+=============  =============================================================
+16 x 128       a warp
+8 columns      a lane: ``8 (lane % 16)`` on, in the rows ``8 (lane // 16)`` on
+=============  =============================================================
+
+Row maxima meet by shuffles, column maxima through shared memory. A lane's eight rows of a column are eight bytes of the
+transposed tile, which is put together in shared memory and stored in 16-byte pieces; those of a row are turned by the
+column they belong to, so that lanes meet few others in a bank.
+
+Scales per group need the group's largest magnitude first: a kernel of its own takes the maximum with atomics, which is
+the same in any order.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass.memory import SmemAllocator
+
+from ..schedule import ceil_div
+from .lanes import (
+    COLUMNS,
+    INFINITY,
+    LANES,
+    NAN,
+    STEPS,
+    TYPES,
+    VECTOR,
+    WARPS,
+    LaneValues,
+    as_bits,
+    as_float,
+)
+from .spec import FP8Spec
+from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+
+CHUNK = 8  # tiles of columns a block looks for a maximum in, at most
+BLOCKS = 2048  # with fewer blocks, each takes fewer tiles
+UNIT = 32  # of the placement of transposed data
+PIECE = 16
+QUAD = 4
+LARGEST = 0x7F7FFFFF
+BIAS = 127
+MANTISSA = 0x7FFFFF
+THREE_QUARTERS = 0x600000  # of a mantissa
+SMALLEST_INVERSE = 0x400000  # 2^-127
+ELEMENTS = {"float8_e4m3fn": (448.0, 8), "float8_e5m2": (57344.0, 15)}  # the largest element and its exponent
+
+
+@cute.jit
+def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]:
+    """Scale and inverse of what has the largest magnitude ``bits``."""
+    amax = bits
+    if cutlass.const_expr(spec.eps > 0):
+        amax = cutlass.max(bits, Int32(spec.eps))
+    largest, exponent = ELEMENTS[spec.element]
+    if cutlass.const_expr(spec.power_of_two):
+        # No division: the largest element is 1.75 times a power of two, and no quotient below one of them rounds to it.
+        biased = exponent + 2 * BIAS - (amax >> 23)
+        if (amax & MANTISSA) > THREE_QUARTERS:
+            biased -= 1
+        biased = cutlass.min(biased, 2 * BIAS)
+        if amax == 0 or amax >= INFINITY:
+            biased = Int32(BIAS)
+        inverse = (2 * BIAS - biased) << 23
+        if biased == 2 * BIAS:
+            inverse = Int32(SMALLEST_INVERSE)
+        if amax >= INFINITY:
+            inverse = Int32(NAN)
+        return as_float(biased << 23), as_float(inverse)
+    scale = cutlass.min(as_bits(Float32(largest) / as_float(amax)), Int32(LARGEST))
+    if amax == 0 or amax >= INFINITY:
+        scale = as_bits(Float32(1.0))
+    quotient = Float32(1.0) / as_float(scale)
+    if amax >= INFINITY:
+        quotient = as_float(Int32(NAN))
+    return as_float(scale), quotient
+
+
+class QuantizeFP8(LaneValues):
+    """The kernel for one ``FP8Spec``."""
+
+    def __init__(self, spec: FP8Spec):
+        super().__init__(spec.source, step=1)
+        self.spec = spec
+        self.element = getattr(cutlass, TYPES[spec.element])
+        divides = spec.blocks is not None and not spec.power_of_two
+        self.blocks_per_sm = (
+            2 if divides or not self.packed else 3 if spec.rowwise and spec.columnwise else 4
+        )  # as registers suffice for
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        given: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        noop: cute.Tensor | None,
+        data: cute.Tensor | None,
+        scale: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        columnwise_data: cute.Tensor | None,
+        columnwise_scale: cute.Tensor | None,
+        columnwise_amax: cute.Tensor | None,
+        matrix_rows: Int32,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; rows on 16 bytes, K a
+                multiple of 8.
+            offs: int32 ``[G]``, or None for matrices.
+            given: float32 ``[G]``, the scale of each group, or None.
+            row_scale: ``[T]`` or None.
+            noop: one element; if not zero, nothing is written.
+            data: ``[rows, K]``; None without the direction, as all of its components.
+            scale: float32 ``[rows, blocks]``, or ``[G]`` of whole groups.
+            amax: int32 ``[G]``, bits of the largest magnitudes, of whole groups: read, with ``given`` raised instead.
+            columnwise_data: ``[K, Tp]``, of matrices ``[G K, N]``, N a multiple of 16.
+            columnwise_scale, columnwise_amax: like the others; by blocks ``[Tp / 128, K]``, of matrices
+                ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
+            stream: CUDA stream.
+        """
+        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
+        if cutlass.const_expr(self.spec.grouped):
+            units = tiles_at_most(rows, Int32(cute.size(offs)))
+        else:
+            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
+        across = ceil_div(columns, COLUMNS)
+        self.kernel(
+            x, offs, given, row_scale, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
+            matrix_rows, across,
+        ).launch(
+            grid=(units * across, 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=40,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        given: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        noop: Any,
+        data: cute.Tensor | None,
+        scale: Any,
+        amax: cute.Tensor | None,
+        columnwise_data: cute.Tensor | None,
+        columnwise_scale: Any,
+        columnwise_amax: cute.Tensor | None,
+        matrix_rows: Int32,
+        across: Int32,
+    ):
+        """One tile."""
+        spec = self.spec
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        unit = block // across
+        k = block - unit * across
+        smem = SmemAllocator()
+        turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
+        maxima = smem.allocate_tensor(Int32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=128)
+        factors = smem.allocate_tensor(Float32, cute.make_layout(COLUMNS), byte_alignment=128)
+        stopped = Boolean(False)
+        if cutlass.const_expr(noop is not None):
+            stopped = noop[0] != noop.element_type(0)
+        if not stopped:
+            if cutlass.const_expr(spec.grouped):
+                group = group_of_unit(offs, Int32(x.shape[0]), unit)
+                tile = group_tile(offs, Int32(x.shape[0]), unit, group)
+                place = group_place(offs, Int32(x.shape[0]), unit, group, UNIT)
+                units = tiles_at_most(Int32(x.shape[0]), Int32(cute.size(offs))) - 1
+            else:
+                tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
+                units = ceil_div(matrix_rows, ROWS)
+            whole_scale = Float32(1.0)
+            if cutlass.const_expr(spec.blocks is None):  # noqa: SIM102 (one is known while tracing, the other is not)
+                if not tile.tail:
+                    whole_scale, whole_inverse = self.scale_of_group(given, amax, columnwise_amax, place.group)
+                    if place.leads and k == 0 and thread == 0:
+                        if cutlass.const_expr(spec.rowwise):
+                            scale[place.group] = whole_inverse
+                        if cutlass.const_expr(spec.columnwise):
+                            columnwise_scale[place.group] = whole_inverse
+            values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+            self.load_tile(x, values, tile, k, thread)
+            if not self.whole(x, tile, k):
+                self.clear_outside(x, values, tile, k, thread)
+            if cutlass.const_expr(row_scale is not None):
+                self.multiply_rows(row_scale, values, tile, thread)
+            row_factors = cute.make_rmem_tensor(STEPS, Float32)
+            column_factors = cute.make_rmem_tensor(VECTOR, Float32)
+            row_factors.fill(whole_scale)
+            column_factors.fill(whole_scale)
+            if cutlass.const_expr(spec.blocks == "1d"):
+                row_pairs, column_pairs = self.maxima(values)
+                if cutlass.const_expr(spec.rowwise):
+                    self.scale_rows(row_pairs, row_factors, scale, x, tile, k, thread)
+                if cutlass.const_expr(spec.columnwise):
+                    self.scale_columns(
+                        column_pairs, column_factors, maxima, factors, columnwise_scale, x, tile, unit, units, k,
+                        thread,
+                    )  # fmt: skip
+            elif cutlass.const_expr(spec.blocks == "2d"):
+                top = self.tile_maximum(values, maxima, thread)
+                whole_scale, whole_inverse = block_scale(top, spec)
+                row_factors.fill(whole_scale)
+                column_factors.fill(whole_scale)
+                if thread == 0:
+                    if cutlass.const_expr(spec.rowwise):
+                        scale[unit, k] = whole_inverse
+                    if cutlass.const_expr(spec.columnwise):
+                        columnwise_scale[unit // units * across + k, unit % units] = whole_inverse
+            elif cutlass.const_expr(spec.given):  # noqa: SIM102
+                if not tile.tail:
+                    raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
+            self.store_elements(values, row_factors, column_factors, x, data, turned, tile, k, thread)
+            if cutlass.const_expr(spec.columnwise):
+                cute.arch.sync_threads()
+                self.store_turned(turned, columnwise_data, x, place, k, thread)
+
+    @cute.jit
+    def corner(self, k, thread):
+        """A lane's first row and column: within the rows of the tile, and of x."""
+        warp, lane = thread // LANES, thread % LANES
+        return warp * 16 + lane // 16 * STEPS, k * COLUMNS + lane % 16 * VECTOR
+
+    # --- scales ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def scale_of_group(self, given, amax, columnwise_amax, group):
+        """Scale and inverse of a group: as given, or from its largest magnitude."""
+        if cutlass.const_expr(self.spec.given):
+            value = given[group]
+            return value, Float32(1.0) / value
+        held = amax if cutlass.const_expr(amax is not None) else columnwise_amax
+        return block_scale(held[group], self.spec)
+
+    @cute.jit
+    def scale_rows(self, pairs, row_factors, scale, x, tile, k, thread):
+        """The scales of a lane's rows: 16 lanes share eight blocks; four of them make the same two scales."""
+        lane = thread % LANES
+        row, _ = self.corner(k, thread)
+        met = cute.make_rmem_tensor(2, Int32)
+        met[0], met[1] = self.shared_maximum(pairs, lane, 8, 4)
+        for i in cutlass.range_constexpr(2):
+            for bit in (2, 1):
+                met[i] = cutlass.max(met[i], cute.arch.shuffle_sync_bfly(met[i], bit))
+        for i in cutlass.range_constexpr(2):
+            made, inverse = block_scale(met[i], self.spec)
+            mine = row + 2 * (lane // 4 % 4) + i
+            if tile.tail:
+                inverse = Float32(0.0)
+            if lane % 4 == 0 and mine < tile.count:
+                scale[tile.first + mine, k] = inverse
+            for maker in cutlass.range_constexpr(4):
+                row_factors[2 * maker + i] = cute.arch.shuffle_sync(made, lane // 16 * 16 + 4 * maker)
+
+    @cute.jit
+    def scale_columns(self, pairs, column_factors, maxima, factors, columnwise_scale, x, tile, unit, units, k, thread):
+        """The scales of a lane's columns: its warp's maxima to ``maxima``, all warps' to scales in ``factors``."""
+        warp, lane = thread // LANES, thread % LANES
+        four = self.shared_halves(pairs, lane)
+        for j in cutlass.range_constexpr(4):
+            maxima[lane % 16 * VECTOR + lane // 16 * 4 + j, warp] = four[j]
+        cute.arch.sync_threads()
+        if thread < COLUMNS:
+            top = maxima[thread, 0]
+            for w in cutlass.range_constexpr(1, WARPS):
+                top = cutlass.max(top, maxima[thread, w])
+            made, inverse = block_scale(top, self.spec)
+            factors[thread] = made
+            row, wanted = unit, unit < units
+            if cutlass.const_expr(not self.spec.grouped):
+                wanted = Boolean(True)
+            if tile.tail or tile.count <= 0:
+                inverse = Float32(0.0)
+            if wanted and k * COLUMNS + thread < x.shape[1]:
+                columnwise_scale[row, k * COLUMNS + thread] = inverse
+        cute.arch.sync_threads()
+        for j in cutlass.range_constexpr(VECTOR):
+            column_factors[j] = factors[lane % 16 * VECTOR + j]
+
+    def shared_halves(self, pairs, lane):
+        """The maxima over both halves of a warp of four of a lane's columns: its half's."""
+        upper = lane >= 16
+        met = []
+        for one, other in zip(pairs[:2], pairs[2:]):
+            kept = [cutlass.select_(upper, b, a) for a, b in zip(one, other)]
+            sent = [cutlass.select_(upper, a, b) for a, b in zip(one, other)]
+            met.append(tuple(self.largest(a, cute.arch.shuffle_sync_bfly(b, 16)) for a, b in zip(kept, sent)))
+        return [value for pair in met for value in self.widened(pair)]
+
+    @cute.jit
+    def tile_maximum(self, values, maxima, thread):
+        """The largest magnitude of the block's tile; all threads get it."""
+        top = cute.arch.warp_redux_sync(self.lane_maximum(values), kind="max")
+        if thread % LANES == 0:
+            maxima[0, thread // LANES] = top
+        cute.arch.sync_threads()
+        top = maxima[0, 0]
+        for w in cutlass.range_constexpr(1, WARPS):
+            top = cutlass.max(top, maxima[0, w])
+        cute.arch.sync_threads()
+        return top
+
+    # --- elements ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_elements(self, values, row_factors, column_factors, x, data, turned, tile, k, thread):
+        """Elements of a lane's rows to memory; those of its columns, eight bytes each, to the transposed tile."""
+        top, column = self.corner(k, thread)
+        rows = tile.count - top
+        if column >= x.shape[1]:
+            rows = Int32(0)
+        pitch = Int64(x.shape[1])
+        quantized = cute.make_rmem_tensor(VECTOR, self.element)
+        columns = cute.make_rmem_tensor((STEPS, VECTOR), self.element)
+        wide = cute.make_rmem_tensor((VECTOR, QUAD), Float32)  # no more rows at a time: registers
+        for first in cutlass.range_constexpr(0, STEPS, QUAD):
+            for i in cutlass.range_constexpr(QUAD):
+                wide[None, i].store(values[None, first + i].load().to(Float32))
+            if cutlass.const_expr(self.spec.rowwise):
+                start = self.address(data, tile.first + top, column)
+                for i in cutlass.range_constexpr(QUAD):
+                    quantized.store((wide[None, i].load() * row_factors[first + i]).to(self.element))
+                    if first + i < rows:
+                        self.copy_row(start + pitch * (first + i), quantized, False)
+            if cutlass.const_expr(self.spec.columnwise):
+                for j in cutlass.range_constexpr(VECTOR):
+                    four = cute.make_rmem_tensor(QUAD, self.element)
+                    four.store((wide[j, None].load() * column_factors[j]).to(self.element))
+                    bytes_ = cute.recast_tensor(columns[None, j], Int32)
+                    bytes_[first // QUAD] = cute.recast_tensor(four, Int32)[0]
+        if cutlass.const_expr(self.spec.columnwise):
+            for j in cutlass.range_constexpr(VECTOR):
+                at = self.piece(column - k * COLUMNS + j, top // PIECE) + top % PIECE
+                pointer = (turned.iterator + at).align(STEPS)
+                cute.autovec_copy(
+                    cute.recast_tensor(columns[None, j], Uint8), cute.make_tensor(pointer, cute.make_layout(STEPS))
+                )
+
+    def piece(self, column, number):
+        """Where piece ``number`` of a column lies in the transposed tile."""
+        return column * ROWS + (number ^ (column // VECTOR % 8)) * PIECE
+
+    @cute.jit
+    def store_turned(self, turned, columnwise_data, x, place, k, thread):
+        """The transposed tile to memory, a column by eight neighbouring lanes."""
+        number = thread % 8
+        part = cute.make_rmem_tensor(PIECE, Uint8)
+        for turn in cutlass.range_constexpr(COLUMNS // (WARPS * LANES // 8)):
+            column = thread // 8 + turn * (WARPS * LANES // 8)
+            at = k * COLUMNS + column
+            if number * PIECE < place.places and at < x.shape[1]:
+                pointer = (turned.iterator + self.piece(column, number)).align(PIECE)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(PIECE)), part)
+                row = at
+                if cutlass.const_expr(not self.spec.grouped):
+                    row = place.group * x.shape[1] + at
+                where = self.address(columnwise_data, row, place.first + number * PIECE).align(PIECE)
+                cute.autovec_copy(part, cute.make_tensor(where, cute.make_layout(PIECE)))
+
+
+@cute.jit
+def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
+    """``amax[group] = max(amax[group], seen)`` over a warp, in both; every NaN becomes the same one."""
+    top = cute.arch.warp_redux_sync(seen, kind="max")
+    if top > INFINITY:
+        top = Int32(NAN)
+    if cute.arch.lane_idx() == 0:
+        for held in (amax, columnwise_amax):
+            if cutlass.const_expr(held is not None):
+                cute.arch.atomic_max((held.iterator + group).llvm_ptr, top)
+
+
+class GroupMaxima(LaneValues):
+    """The largest magnitude of every group."""
+
+    def __init__(self, source: str, grouped: bool):
+        super().__init__(source, step=1)
+        self.grouped = grouped
+
+    corner = QuantizeFP8.corner
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        columnwise_amax: cute.Tensor | None,
+        matrix_rows: Int32,
+        stream,
+    ):
+        """Launch; ``amax`` and ``columnwise_amax``, bits of float32, are zero before. The others as in the kernel."""
+        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
+        if cutlass.const_expr(self.grouped):
+            units = tiles_at_most(rows, Int32(cute.size(offs)))
+        else:
+            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
+        across = ceil_div(columns, COLUMNS)
+        chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
+        self.kernel(x, offs, row_scale, amax, columnwise_amax, matrix_rows, across, chunk).launch(
+            grid=(units * ceil_div(across, chunk), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        columnwise_amax: cute.Tensor | None,
+        matrix_rows: Int32,
+        across: Int32,
+        chunk: Int32,
+    ):
+        """One tile of rows, a chunk of its tiles of columns."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        chunks = ceil_div(across, chunk)
+        unit = block // chunks
+        if cutlass.const_expr(self.grouped):
+            group = group_of_unit(offs, Int32(x.shape[0]), unit)
+            tile = group_tile(offs, Int32(x.shape[0]), unit, group)
+            place = group_place(offs, Int32(x.shape[0]), unit, group, UNIT)
+        else:
+            tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
+        first = (block - unit * chunks) * chunk
+        if tile.count > 0 and not tile.tail:
+            seen = Int32(0)
+            for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
+                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+                self.load_tile(x, values, tile, k, thread)  # some again where the tile is not whole
+                if cutlass.const_expr(row_scale is not None):
+                    self.clear_outside(x, values, tile, k, thread)
+                    self.multiply_rows(row_scale, values, tile, thread)
+                seen = cutlass.max(seen, self.lane_maximum(values))
+            raise_maximum(seen, amax, columnwise_amax, place.group)
