@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 from .. import backends
 from ..cutlass_kernels import copies, launch, launch_scaled
+from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
 from .group_quantize import NAME as QUANTIZE
+from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
+from .grouped_activation import NAME as ACTIVATION
+from .grouped_activation_quantize import NAME as ACTIVATION_QUANTIZE
 from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
@@ -48,6 +52,18 @@ IN_PLACE = (
         calls.grouped_dbias_dscales_supports,
         calls.prepare_grouped_dbias_dscales,
     ),
+    Kernel(
+        ACTIVATION,
+        activations.grouped_activation,
+        activations.grouped_activation_supports,
+        activations.prepare_grouped_activation,
+    ),
+    Kernel(
+        ACTIVATION_BACKWARD,
+        activations.grouped_activation_backward,
+        activations.grouped_activation_backward_supports,
+        activations.prepare_grouped_activation_backward,
+    ),
     Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
     Kernel(
         SCALED_GEMM,
@@ -68,6 +84,13 @@ IN_PLACE = (
         quantizers.group_quantize_supports,
         quantizers.prepare_group_quantize,
         note="one pass over x, one more for maxima of groups; groups read on the device",
+    ),
+    Kernel(
+        ACTIVATION_QUANTIZE,
+        quantizers.grouped_activation_quantize,
+        quantizers.grouped_activation_quantize_supports,
+        quantizers.prepare_grouped_activation_quantize,
+        note="one pass over x, groups read on the device",
     ),
 )
 BETWEEN_COPIES = tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,13 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Components, Options
 from .. import launch
+from ..activation.spec import ActivationSpec, spec_of
 from ..reduce import calls as reductions
 from . import calls_fp8, plans
 from .spec import MXFP8Spec
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
 
 MAX_ROWS = 1 << 30
 VECTOR = 8  # columns that a lane takes
@@ -108,6 +112,58 @@ def prepare_group_quantize(
         _plan(x, offs, row_scale, noop, options)
 
 
+def grouped_activation_quantize_supports(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> str | None:
+    """Why ``grouped_activation_quantize`` below cannot serve a call, or None."""
+    spec = spec_of(params)
+    if options.format != "mxfp8":
+        return f"takes mxfp8, got {options.format}"
+    if spec.gated and x.numel() and x.shape[1] // 2 % VECTOR:
+        return f"needs I to be a multiple of {VECTOR}, got {x.shape[1] // 2}"
+    gate = x.narrow(1, 0, x.shape[1] // 2) if spec.gated else x
+    return group_quantize_supports(gate, offs, scale, probs, None, None, options=options, out=out)
+
+
+def grouped_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    """Write the components of the activation of ``x``, in one launch."""
+    spec = spec_of(params)
+    if x.shape[1]:
+        plans.call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
+
+
+def prepare_grouped_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    """Compile and load what ``grouped_activation_quantize`` with these arguments needs."""
+    spec = spec_of(params)
+    if x.numel():
+        _plan(x, offs, probs, None, options, spec)
+
+
 def _arguments(
     x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options, out: Components
 ) -> tuple:
@@ -125,7 +181,14 @@ def _arguments(
     return data(x), offs, row_scale, flag, *row, *column, x.shape[1] if offs is None else 0
 
 
-def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
+def _plan(
+    x: Tensor,
+    offs: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+    activation: ActivationSpec | None = None,
+) -> Callable:
     arch, name = backends.device_arch(x.device), launch._name
     assert options.dtype is not None
     spec = MXFP8Spec(
@@ -138,8 +201,10 @@ def _plan(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor
         grouped=offs is not None,
         row_scale=name(row_scale),
         noop=name(noop),
+        activation=activation,
     )
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+    op = "group_quantize" if activation is None else "grouped_activation_quantize"
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
 
 
 def build(arch: str, spec: MXFP8Spec) -> Callable:
@@ -148,6 +213,7 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
+    from .activated import ActivateQuantizeMXFP8
     from .mxfp8 import QuantizeMXFP8
 
     def side(present: bool) -> tuple[Any, Any]:
@@ -158,7 +224,7 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
         )
 
     return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
-        QuantizeMXFP8(spec),
+        (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
         plans.matrix(spec.source),
         plans.vector("int32") if spec.grouped else None,
         plans.strided(spec.row_scale),

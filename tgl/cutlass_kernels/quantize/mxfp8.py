@@ -171,11 +171,7 @@ class QuantizeMXFP8(LaneValues):
             for k in cutlass.range(first, last + 1, unroll=1):
                 held = atoms[None, None, None, k % 2]
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(x, values, tile, k, thread)
-                if not self.whole(x, tile, k):
-                    self.clear_outside(x, values, tile, k, thread)
-                if cutlass.const_expr(row_scale is not None):
-                    self.multiply_rows(row_scale, values, tile, thread)
+                self.read_tile(x, row_scale, values, tile, k, thread)
                 row_word, column_word = self.make_scales(
                     values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
                 )
@@ -189,6 +185,15 @@ class QuantizeMXFP8(LaneValues):
         """A lane's first row and column: within the rows of the tile, and of x."""
         warp, lane = thread // LANES, thread % LANES
         return warp % 4 * BLOCK + lane // 8, k * COLUMNS + warp // 4 * 64 + lane % 8 * VECTOR
+
+    @cute.jit
+    def read_tile(self, x, row_scale, values, tile, k, thread):
+        """What is to be quantised of a warp's 32 x 64 of a tile, zero where there is nothing."""
+        self.load_tile(x, values, tile, k, thread)
+        if not self.whole(x, tile, k):
+            self.clear_outside(x, values, tile, k, thread)
+        if cutlass.const_expr(row_scale is not None):
+            self.multiply_rows(row_scale, values, tile, thread)
 
     # --- scales --------------------------------------------------------------------------------------------------
 

@@ -16,14 +16,14 @@ ALIGNMENT = 16
 _plans: dict[Hashable, Callable] = {}
 
 
-def fetch(key: Hashable, x: Tensor, build: Callable[[], Callable]) -> Callable:
+def fetch(key: Hashable, x: Tensor, build: Callable[[], Callable], op: str = "group_quantize") -> Callable:
     """The kernel for ``key``, which begins with the architecture; built, or loaded, if it is the first time."""
     plan = _plans.get(key)
     if plan is None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise backends.GraphCaptureError(
-                "tgl::group_quantize: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                "call tgl.warmup('group_quantize', ...) with such arguments, or the op itself, before the capture"
+                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
+                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
             )
         plan = cache.fetch(key, build) if x.is_cuda else build()
         _plans[key] = plan

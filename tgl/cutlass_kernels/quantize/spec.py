@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..activation.spec import ActivationSpec
+
 
 @dataclass(frozen=True)
 class MXFP8Spec:
@@ -16,8 +18,9 @@ class MXFP8Spec:
         scaling: ``"rceil"``, ``"floor"`` or ``"even"``.
         blocked: whether scales are laid out for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
-        row_scale: dtype of the factor per row, or None.
+        row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
         noop: dtype of the flag that stops everything, or None.
+        activation: what is applied to x first, or None.
     """
 
     source: str
@@ -29,6 +32,7 @@ class MXFP8Spec:
     grouped: bool
     row_scale: str | None = None
     noop: str | None = None
+    activation: ActivationSpec | None = None
 
 
 @dataclass(frozen=True)

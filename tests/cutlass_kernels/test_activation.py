@@ -1,0 +1,231 @@
+"""Activation kernels on the emulator: within stated rounding of float64, zero tails, nothing written around them."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
+from tgl import backends
+from tgl.cutlass_kernels.activation import calls
+from tgl.cutlass_kernels.quantize import plans
+from tgl.meta.quantized import Options
+from tgl.ops.grouped_activation import Params
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (5, 0, 13, 1, 0, 40)
+KINDS = {
+    "swiglu": Params(),
+    "swiglu interleaved": Params(interleaved=True),
+    "clamped": Params("clamped_qgeglu", limit=2.0, alpha=1.5, offset=0.5),
+    "clamped interleaved": Params("clamped_qgeglu", interleaved=True),
+    "srelu": Params("srelu"),
+}
+UNIT = 2.0**-24  # half a unit in the last place of a float32 of 1
+
+
+def inputs(params, sizes, tail, columns, dtype, probs_dtype):
+    """dy, x, offs and probs; NaN in every tail."""
+    torch.manual_seed(columns)
+    rows = sum(sizes) + tail
+    x = (torch.randn(rows, columns * (2 if params.gated else 1)) * 3).to(dtype)
+    dy = torch.randn(rows, columns).to(dtype)
+    probs = None if probs_dtype is None else torch.rand(rows).to(probs_dtype)
+    for t in (dy, x, probs):
+        if t is not None:
+            t[sum(sizes) :] = float("nan")
+    return dy, x, torch.tensor(sizes).cumsum(0).int(), probs
+
+
+def run(dy, x, offs, probs, params, seeds=(0,)):
+    """Both kernels into the middle of canaries, the same bits under every seed; returns y, dx and dprobs."""
+    y, dx = torch.empty_like(dy), torch.empty_like(x)
+    dprobs = torch.empty(0 if probs is None else len(x))
+    shapes = (y, dx, dprobs)
+    buffers = [torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8) for t in shapes]
+    y, dx, dprobs = (b[MARGIN:-MARGIN].view(t.dtype).view(t.shape) for b, t in zip(buffers, shapes))
+    first = None
+    for seed in seeds:
+        emulator.active().seed = seed
+        before = len(emulator.active().launches)
+        for buffer in buffers:
+            buffer[MARGIN:-MARGIN] = CANARY
+        backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=y)
+        backends.run("grouped_activation_backward", x.device, dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
+        assert len(emulator.active().launches) == before + 2
+        for buffer in buffers:
+            assert (buffer[:MARGIN] == CANARY).all()
+            assert (buffer[-MARGIN:] == CANARY).all()
+        first = first or [b.clone() for b in buffers]
+        assert all(torch.equal(a, b) for a, b in zip(first, buffers))
+    return y, dx, dprobs
+
+
+def half_unit(exact, dtype):
+    """Half a unit in the last place of ``dtype``."""
+    info = torch.finfo(dtype)
+    return torch.exp2(torch.floor(torch.log2(exact.abs().clamp_min(info.smallest_normal)))) * (info.eps / 2)
+
+
+def check(dy, x, offs, probs, params, got):
+    """Against float64: one rounding to the dtype, and float32's own errors, which grow with the terms of a sum."""
+    end = int(offs[-1])
+    y, dx, dprobs = got
+    for t in got:
+        assert t[end:].eq(0).all()
+    y, dx, dprobs, dy, x = y[:end], dx[:end], dprobs[:end], dy[:end].double(), x[:end].double()
+    p = torch.ones(end, 1, dtype=torch.float64) if probs is None else probs[:end, None].double()
+    g, u = params.halves(x)
+    exact = params.value(g.clone(), u) * p
+    # The argument of the sigmoid may be a rounded product, and so may that of the exponential for results of 16 bits:
+    # either moves the exponential by as many units as it is large.
+    argument = g.abs() * (params.alpha if params.kind == "clamped_qgeglu" else 1)
+    own = UNIT * (8 + argument * ((params.kind == "clamped_qgeglu") + 2 * (y.dtype != F32)))
+    assert ((y.double() - exact).abs() <= half_unit(exact, y.dtype) + own * exact.abs()).all()
+    a, a1, linear, slope = params.factors(g, u)
+    linear = torch.ones_like(a) if linear is None else linear
+    slope = torch.ones_like(a) if slope is None else slope
+    terms = (torch.abs(a) + 1) * p * dy.abs() * linear.abs()  # A' = s + alpha a (1 - s), whose terms may cancel
+    dg, du = params.halves(dx.double())
+    exact = dy * p * a1 * linear
+    assert ((dg - exact).abs() <= half_unit(exact, dx.dtype) + (own + 8 * UNIT) * terms).all()
+    if du is not None:
+        exact = dy * p * a * slope
+        assert ((du - exact).abs() <= half_unit(exact, dx.dtype) + own * exact.abs()).all()
+    if probs is not None:
+        summands = dy * a * linear
+        bound = (8 + dy.shape[1] / 32) * UNIT * summands.abs().sum(1)
+        assert ((dprobs.double() - summands.sum(1)).abs() <= bound).all()
+
+
+@pytest.fixture(autouse=True)
+def _forget_kernels():
+    yield
+    calls._plans.clear()
+    plans._plans.clear()
+
+
+CASES = [("sm_90a", name, dtype, F32) for name in KINDS for dtype in (BF16, F32)]
+CASES += [("sm_90a", "swiglu", F16, None), ("sm_100a", "swiglu", BF16, F32), ("sm_100a", "clamped", F16, None)]
+
+
+@pytest.mark.parametrize(("arch", "name", "dtype", "probs"), CASES, ids=str)
+def test_ragged_groups(arch, name, dtype, probs):
+    problem = inputs(KINDS[name], RAGGED, 9, 264, dtype, probs)
+    with emulator.emulate(arch):
+        check(*problem, KINDS[name], run(*problem, KINDS[name]))
+
+
+@pytest.mark.parametrize("columns", [1, 7, 36, 1032])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu interleaved", "srelu"])
+def test_any_width(columns, name):
+    problem = inputs(KINDS[name], (3, 0, 8), 2, columns, BF16, BF16)
+    with emulator.emulate("sm_90a"):
+        check(*problem, KINDS[name], run(*problem, KINDS[name], seeds=range(3)))
+
+
+@pytest.mark.parametrize("sizes, tail", [((0, 0), 5), ((8,), 0), ((), 9)], ids=str)
+def test_routings(sizes, tail):
+    params = KINDS["swiglu"]
+    dy, x, offs, probs = inputs(params, sizes, tail, 40, BF16, F32)
+    with emulator.emulate("sm_90a"):
+        got = run(dy, x, offs, probs, params)
+    if sizes:
+        check(dy, x, offs, probs, params, got)
+    else:
+        assert all(t.eq(0).all() for t in got)
+
+
+def test_srelu_is_exact():
+    params = KINDS["srelu"]
+    dy, x, offs, probs = inputs(params, RAGGED, 9, 136, F32, F32)
+    wanted = tgl.grouped_activation(x, offs, probs, kind="srelu")
+    wanted_dx, _ = torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs, kind="srelu")
+    with emulator.emulate("sm_90a"):
+        y, dx, _ = run(dy, x, offs, probs, params)
+    assert torch.equal(y, wanted)
+    assert torch.equal(dx, wanted_dx)
+
+
+def test_special_values_and_layouts():
+    """NaN and infinities as the CPU has them; rows apart from each other, misaligned, and of one kind repeated."""
+    offs = torch.tensor([3, 7], dtype=torch.int32)
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 80.0, -80.0, 200.0, -200.0])
+    wide = torch.stack(torch.meshgrid(special, special, indexing="ij")).reshape(2, 81).flatten().expand(7, 162)
+    for params in (KINDS["swiglu"], KINDS["clamped"], KINDS["srelu"]):
+        for x in (wide, wide.clone().bfloat16(), torch.cat([wide, wide], 1)[:, 1:163]):
+            keywords = params._asdict()
+            wanted = tgl.grouped_activation(x, offs, **keywords)
+            with emulator.emulate("sm_90a") as machine:
+                y = tgl.grouped_activation(x, offs, **keywords)
+                assert len(machine.launches) == 1
+            torch.testing.assert_close(y, wanted, rtol=2**-8 if y.dtype == BF16 else 1e-6, atol=2**-119, equal_nan=True)
+
+
+def test_bad_offsets_stay_inside():
+    params = KINDS["swiglu"]
+    dy, x, _, probs = inputs(params, (20,), 0, 40, BF16, F32)
+    with emulator.emulate("sm_90a"):
+        for values in ((5, 1 << 30), (7, -3), (-(1 << 31),)):
+            run(dy, x, torch.tensor(values, dtype=torch.int32), probs, params)
+
+
+def test_what_it_does_not_take_is_said():
+    offs = torch.tensor([8], dtype=torch.int32)
+    with backends.emulated_device("sm_90"):
+        columns = torch.zeros(16, 8, dtype=BF16).t()
+        assert "row-major" in str(tgl.explain("grouped_activation", columns, offs))
+        assert "float64" in str(tgl.explain("grouped_activation", torch.zeros(8, 16).double(), offs))
+        odd = torch.zeros(8, 17, dtype=BF16)[:, :16]
+        assert "on 4 bytes" in str(tgl.explain("grouped_activation", odd, offs, interleaved=True))
+        narrow = torch.zeros(8, 24, dtype=BF16)
+        assert "multiple of 8" in str(tgl.explain("grouped_activation_quantize", narrow, offs, format="mxfp8"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "dtype", "probs", "layout"),
+    [
+        ("sm_90a", "swiglu", BF16, F32, "blocked"),
+        ("sm_90a", "swiglu interleaved", F16, None, "compact"),
+        ("sm_100a", "clamped", F32, F32, "blocked"),
+        ("sm_100a", "clamped interleaved", BF16, BF16, "compact"),
+        ("sm_90a", "srelu", BF16, F32, "blocked"),
+    ],
+)
+def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
+    """The bytes of the activation kernel's rows quantised on the CPU, in one launch, in the middle of canaries."""
+    params = KINDS[name]
+    _, x, offs, probs = inputs(params, (5, 0, 130, 1), 40, 136, dtype, probs)
+    options = {"format": "mxfp8", "scale_layout": layout}
+    with emulator.emulate(arch):
+        y = tgl.grouped_activation(x, offs, probs, **params._asdict())
+    wanted = tgl.group_quantize(y, offs, **options)
+    buffers, out = framed(wanted)
+    call = {"params": params, "options": Options(**options).resolved("group_quantize"), "out": out}
+    with emulator.emulate(arch, seed=1) as machine:
+        backends.run("grouped_activation_quantize", x.device, x, offs, probs, None, **call)
+        assert len(machine.launches) == 1
+    for field, a, b in zip(wanted._fields, out, wanted):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+    assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("params", [KINDS["swiglu"], KINDS["swiglu interleaved"]], ids=["swiglu", "interleaved"])
+def test_machine_code(arch, params):
+    """16-byte loads, all of a batch ahead of the arithmetic; nothing spilled."""
+    dy, x, offs, probs = inputs(params, (8,), 0, 264, BF16, F32)
+    with emulator.emulate(arch):
+        run(dy, x, offs, probs, params)
+        tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked", **params._asdict())
+    compiled = [*calls._plans.values(), *plans._plans.values()]
+    for plan in compiled:
+        report = sass.inspect(plan.artifacts.CUBIN)
+        assert report.spills == report.frame == 0
+        assert report.registers <= 128
+        assert "ld.global.v4.b32" in plan.artifacts.PTX

@@ -1,0 +1,138 @@
+"""Activation kernels on a device: as the torch operators do it, in one graph for every routing, the same bits again."""
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels import launch
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TAIL = 77
+ROUTINGS = {
+    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
+    "one takes all": (0, 0, 2000, 0),
+    "all empty": (0, 0, 0),
+    "many": tuple(i % 5 for i in range(300)),
+}
+KINDS = {
+    "swiglu": {"kind": "swiglu"},
+    "swiglu interleaved": {"kind": "swiglu", "interleaved": True},
+    "clamped": {"kind": "clamped_qgeglu", "limit": 2.0},
+    "srelu": {"kind": "srelu"},
+}
+
+
+def kernels_here() -> bool:
+    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in launch.GPU_ARCH
+
+
+if not kernels_here():
+    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
+
+DEVICE = torch.device("cuda", 0)
+
+
+def ends(sizes):
+    return torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def inputs(kind, sizes, columns, dtype, probs):
+    """dy, x, offs and probs; NaN in every tail."""
+    rows = sum(sizes) + TAIL
+    x = (torch.randn(rows, columns * (1 if kind == "srelu" else 2), device=DEVICE) * 3).to(dtype)
+    dy = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    probs = torch.rand(rows, device=DEVICE) if probs else None
+    for t in (dy, x, probs):
+        if t is not None:
+            t[sum(sizes) :] = float("nan")
+    return dy, x, ends(sizes), probs
+
+
+def served(op, *args, **kwargs):
+    """The call, after proof that one of our kernels takes it."""
+    assert "runs tgl kernel" in str(tgl.explain(op, *args, **kwargs)), str(tgl.explain(op, *args, **kwargs))
+    return (getattr(tgl, op, None) or getattr(torch.ops.tgl, op))(*args, **kwargs)
+
+
+def close(got, wanted):
+    """A unit in the last place: values may lie on either side of a rounding's edge. Sums near 0 may lose float32's."""
+    info = torch.finfo(got.dtype)
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=max(info.eps, 2**-18), atol=max(info.tiny, 2**-17))
+
+
+def on_the_cpu(op, *args, **kwargs):
+    moved = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+    result = getattr(torch.ops.tgl, op)(*moved, **kwargs)
+    return result.to(DEVICE) if isinstance(result, torch.Tensor) else tuple(t.to(DEVICE) for t in result)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "columns", "with_probs"), [(BF16, 776, True), (BF16, 33, False), (F16, 1032, True), (F32, 260, True)]
+)
+def test_as_on_the_cpu(sizes, options, dtype, columns, with_probs):
+    dy, x, offs, probs = inputs(options["kind"], sizes, columns, dtype, with_probs)
+    y = served("grouped_activation", x, offs, probs, **options)
+    dx, dprobs = served("grouped_activation_backward", dy, x, offs, probs, **options)
+    wanted = on_the_cpu("grouped_activation", x, offs, probs, **options)
+    wanted_dx, wanted_dprobs = on_the_cpu("grouped_activation_backward", dy, x, offs, probs, **options)
+    close(y, wanted)
+    close(dx, wanted_dx)
+    torch.testing.assert_close(dprobs, wanted_dprobs, rtol=1e-5, atol=2e-3)
+    for t in (y, dx, dprobs):
+        assert t[sum(sizes) :].eq(0).all()
+    if options["kind"] == "srelu":
+        assert torch.equal(y, wanted)
+        assert torch.equal(dx, wanted_dx)
+    for _ in range(5):
+        assert torch.equal(served("grouped_activation", x, offs, probs, **options), y)
+        again = served("grouped_activation_backward", dy, x, offs, probs, **options)
+        assert torch.equal(again[0], dx)
+        assert torch.equal(again[1], dprobs)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "with_probs"), [(BF16, "blocked", True), (BF16, "compact", False), (F32, "blocked", True)]
+)
+def test_quantised_are_the_bytes_of_the_two_ops(sizes, options, dtype, layout, with_probs):
+    _, x, offs, probs = inputs(options["kind"], sizes, 776, dtype, with_probs)
+    quantising = {"format": "mxfp8", "scale_layout": layout}
+    ours = served("grouped_activation_quantize", x, offs, probs, **options, **quantising)
+    y = tgl.grouped_activation(x, offs, probs, **options)
+    for name, a, b in zip(ours._fields, ours, tgl.group_quantize(y, offs, **quantising)):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+    cpu = tgl.group_quantize(y.cpu(), offs.cpu(), **quantising)
+    for name, a, b in zip(ours._fields, ours, cpu):
+        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), name
+
+
+def test_one_graph_for_every_routing():
+    rows, columns = 3000, 520
+    x = torch.randn(rows, 2 * columns, device=DEVICE).to(BF16)
+    dy, probs = torch.randn(rows, columns, device=DEVICE).to(BF16), torch.rand(rows, device=DEVICE)
+    offs = ends((rows,))
+
+    def step():
+        y = tgl.grouped_activation(x, offs, probs)
+        quantised = tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked")
+        return y, *torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs), quantised.data
+
+    wanted = [t.clone() for t in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for end in (0, 1, 777, rows, 128):
+        offs.fill_(end)
+        for result in results:
+            result.view(torch.uint8).fill_(0x7F)
+        graph.replay()
+        for got, whole in zip(results, wanted):
+            assert torch.equal(got[:end].view(torch.uint8), whole[:end].view(torch.uint8)), end
+            assert got[end:].view(torch.uint8).eq(0).all(), end

@@ -1,0 +1,1 @@
+"""The experts' activations: forward, backward, and the arithmetic that other kernels compute them with."""
