@@ -69,7 +69,9 @@ def store_tiles(
     cta_tile = (config.cta_m, config.tile_n)
     coords = thread_load.partition_D(cute.flat_divide(cute.make_identity_tensor(cta_tile), gemm.epi_tile))
     acc = cute.make_rmem_tensor(coords[None, None, None, 0, 0].shape, Float32)
-    rounded = cute.make_rmem_tensor(acc.shape, gemm.out_element)
+    rounded = acc
+    if cutlass.const_expr(gemm.out_element is not Float32):
+        rounded = cute.make_rmem_tensor(acc.shape, gemm.out_element)
     write_atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), gemm.out_element, num_bits_per_copy=128)
     tiled_write = cute.make_tiled_copy_D(write_atom, tiled_load)
     write_part = tiled_write.get_slice(thread).partition_D(out_buffers)
@@ -151,7 +153,8 @@ def store_tiles(
                             )
                     else:
                         acc.fill(0.0)
-                    rounded.store(acc.load().to(gemm.out_element))
+                    if cutlass.const_expr(gemm.out_element is not Float32):
+                        rounded.store(acc.load().to(gemm.out_element))
                     cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
