@@ -155,7 +155,13 @@ class GroupedGemm:
             out if cutlass.const_expr(self.spec.reads_output) else None,
             args,
             problem,
-        ).launch(grid=(running * config.ctas, 1, 1), block=(THREADS, 1, 1), cluster=cluster, stream=stream)
+        ).launch(
+            grid=(running * config.ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=cluster,
+            stream=stream,
+            min_blocks_per_mp=1,  # shared memory allows no more: registers need not be spared
+        )
 
     def tiled_mma(self, a_major, b_major, cta_group, tile: tuple[int, int]) -> cute.TiledMma:
         """The MMA for operands of these majors."""
