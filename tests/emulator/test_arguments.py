@@ -80,6 +80,13 @@ def test_nested_tensors_become_cuda_tensors_of_the_same_memory():
     assert pair.second[1] is None
 
 
+def test_storages_are_found_beside_what_a_transform_left():
+    t, left = torch.zeros(100), []
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(torch.zeros(3))
+    assert storage_spans([t.data_ptr()]) == [(t.data_ptr(), 400)]
+    assert len(left) == 1
+
+
 def test_storages_of_addresses():
     t = torch.zeros(100)
     span = (t.untyped_storage().data_ptr(), 400)

@@ -62,7 +62,9 @@ def storage_spans(addresses: list[int]) -> list[tuple[int, int]]:
 
     def look(tensors: Iterable[Any]) -> None:
         for t in tensors:
-            if type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided:
+            if type(t) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+                continue  # a transform's stand-in, which has no storage, may be alive anywhere in the process
+            if t.device.type == "cpu" and t.layout == torch.strided:
                 s = t.untyped_storage()
                 start, n = s.data_ptr(), s.nbytes()
                 for a in addresses:
