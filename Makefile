@@ -8,6 +8,10 @@ READY := $(VENV)/.ready
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
 JOBS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Kernels are compiled and emulated in processes of their own: after compiled graphs and process groups in the same one,
+# the kernel compiler has been seen to crash.
+KERNEL_TESTS := tests/cutlass_kernels tests/emulator
+OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
 .PHONY: help demo test test-full test-gpu mutation lint format bench clean
 
@@ -30,10 +34,12 @@ demo: $(READY)
 	$(BIN)/python -m examples.train_moe $(ARGS)
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu" tests compile_tests
+	$(PYTEST) -m "not slow and not gpu" $(KERNEL_TESTS)
+	$(PYTEST) -m "not slow and not gpu" $(OTHER_TESTS)
 
 test-full: $(READY)
-	$(PYTEST) -m "not gpu" tests compile_tests
+	$(PYTEST) -m "not gpu" $(KERNEL_TESTS)
+	$(PYTEST) -m "not gpu" $(OTHER_TESTS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
