@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import host
 from tgl.testing import SIGNATURES
 
 T, K, N, G = 16, 32, 64, 4
@@ -78,7 +78,7 @@ def test_arguments_are_checked():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_our_kernels_come_first(cuda, monkeypatch, arch, dtype):
     monkeypatch.setattr(backends, "device_arch", lambda device: arch)
-    monkeypatch.setattr(launch, "_packages_reason", lambda: None)
+    monkeypatch.setattr(host, "packages_reason", lambda: None)
     explanation = tgl.explain(tgl.grouped_gemm, *cuda(dtype))
     assert explanation.chosen.name == "tgl kernel"
     assert not explanation.syncs
@@ -87,7 +87,7 @@ def test_our_kernels_come_first(cuda, monkeypatch, arch, dtype):
 
 def test_our_kernels_name_the_package_they_miss(cuda, monkeypatch):
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
-    monkeypatch.setattr(launch, "_packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
+    monkeypatch.setattr(host, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
     explanation = tgl.explain(tgl.grouped_gemm, *cuda(width=2 * N))
     assert explanation.chosen.name == "aten grouped_mm"
     assert reasons(explanation)["tgl kernel"] == "needs the package nvidia-cutlass-dsl"

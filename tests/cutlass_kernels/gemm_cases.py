@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import host, launch
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.testing import emulator
@@ -73,7 +73,7 @@ def framed(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 
 def kernel(arch: str, kind: str, case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
-    name = launch._name
+    name = host.name
     spec = EpilogueSpec(
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, case.zero_tail and kind == VARLEN_M
     )
@@ -86,7 +86,7 @@ def kernel(arch: str, kind: str, case: Case):
 
 def run(arch: str, kind: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     """Run ``case`` and compare every byte of the output's buffer, for every seed."""
-    with emulator.emulate(launch.GPU_ARCH[arch]) as machine, backends.emulated_device(arch):
+    with emulator.emulate(host.GPU_ARCH[arch]) as machine, backends.emulated_device(arch):
         call, (buffer, out), expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(arch, case)
         for seed in seeds:
             buffer.fill_(CANARY)

@@ -9,7 +9,7 @@ import torch
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
 from tgl import backends
-from tgl.cutlass_kernels import launch, launch_scaled
+from tgl.cutlass_kernels import host, launch_scaled
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import FORMATS
@@ -61,7 +61,7 @@ def exact(*shape: int) -> torch.Tensor:
 
 def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
-    name, form = launch._name, FORMATS[case.format]
+    name, form = host.name, FORMATS[case.format]
     tail = case.zero_tail and kind == VARLEN_M
     spec = EpilogueSpec(
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, tail=tail, alpha=form.alpha
@@ -111,7 +111,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
         reference = value(a[0], a[1], b[0], b[1], offs, *factors, **options, out_dtype=torch.float32)
         start = torch.full(shape, CANARY, dtype=case.out).float() if case.accumulate else 0
         expected = (start + reference).to(case.out)
-    with emulator.emulate(launch.GPU_ARCH[case.arch]) as machine, backends.emulated_device(case.arch):
+    with emulator.emulate(host.GPU_ARCH[case.arch]) as machine, backends.emulated_device(case.arch):
         call = function(kind, case, a[0], b[0])
         for seed in seeds:
             buffer.fill_(CANARY)

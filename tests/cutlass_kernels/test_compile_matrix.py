@@ -19,7 +19,7 @@ from tests.cutlass_kernels.gemm_cases import kernel, run
 from tests.cutlass_kernels.matrix import HEADER, PARTS, TILINGS, USUAL, case, checked, every, label, pairwise, show
 from tgl import backends
 from tgl.cutlass_kernels.config import SMEM_BYTES, VARLEN_K, VARLEN_M
-from tgl.cutlass_kernels.launch import GPU_ARCH
+from tgl.cutlass_kernels.host import GPU_ARCH
 from tgl.testing.emulator import emulate
 
 KINDS = (VARLEN_M, VARLEN_K)

@@ -12,7 +12,7 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, run
 from tgl import backends
-from tgl.cutlass_kernels import launch, launch_scaled
+from tgl.cutlass_kernels import host, launch_scaled
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import FORMATS
@@ -103,7 +103,7 @@ def test_ops_run_one_kernel_each(arch, format):
     p = tgl.group_quantize(w, None, format=format, **layout, block_2d=format == "fp8_block")
     amax = (q.amax, p.amax) if format == "nvfp4" else ()
     options = {"format": format, **layout}
-    with emulator.emulate(launch.GPU_ARCH[arch], detect_races=False) as machine:
+    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False) as machine:
         y = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
         dw = tgl.grouped_gemm_scaled_wgrad(
             *(q.columnwise_data, q.columnwise_scale) * 2, offs, *(q.columnwise_amax,) * len(amax), **options

@@ -148,7 +148,7 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
 
 def test_a_kernel_missing_during_capture_is_a_named_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    on_gpu = SimpleNamespace(is_cuda=True)
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=BF16)
     with pytest.raises(tgl.GraphCaptureError, match=r"call tgl.warmup\('grouped_gemm', ...\)"):
         launch._make("grouped_gemm", VARLEN_M, on_gpu, 2, None, GemmConfig())
 

@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels import sass
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import host
 from tgl.cutlass_kernels.quantize import calls, lanes
 from tgl.cutlass_kernels.quantize.spec import MXFP8Spec
 from tgl.meta.quantized import Components
@@ -170,7 +170,7 @@ def test_dbias_goes_along():
 )
 def test_machine_code(arch, source, rowwise, columnwise, registers):
     """Registers for the blocks to share a multiprocessor, nothing in local memory, one cast for two elements."""
-    with emulator.emulate(launch.GPU_ARCH[arch]):  # keeps what was compiled
+    with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
         kernel = calls.build(arch, MXFP8Spec(source, "float8_e4m3fn", rowwise, columnwise, "rceil", True, True))
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert report.spills == 0

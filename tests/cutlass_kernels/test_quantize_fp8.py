@@ -22,7 +22,7 @@ from tests.cutlass_kernels.test_quantize import (
     grouped,
 )
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import host
 from tgl.cutlass_kernels.quantize import calls_fp8, lanes
 from tgl.cutlass_kernels.quantize.spec import FP8Spec
 from tgl.testing import emulator
@@ -116,7 +116,7 @@ def test_what_it_does_not_take_is_said():
 def test_machine_code(arch, blocks):
     """Three blocks fit a multiprocessor, nothing divides but by a group's maximum, nothing else is in local memory."""
     spec = FP8Spec("bfloat16", "float8_e4m3fn", True, True, blocks, blocks is not None, 0, blocks != "2d")
-    with emulator.emulate(launch.GPU_ARCH[arch]):  # keeps what was compiled
+    with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
         kernel = calls_fp8.build(arch, spec)
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert report.registers <= 80

@@ -5,13 +5,13 @@ import torch
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import host
 
 pytestmark = pytest.mark.gpu
 
 
 def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in launch.GPU_ARCH
+    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in host.GPU_ARCH
 
 
 if not kernels_here():

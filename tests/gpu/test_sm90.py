@@ -5,7 +5,7 @@ import torch
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import cache, config, launch
+from tgl.cutlass_kernels import cache, config, host, launch
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.reduce import calls
 
@@ -25,7 +25,7 @@ TAIL = 77
 
 
 def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in launch.GPU_ARCH
+    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in host.GPU_ARCH
 
 
 if not kernels_here():

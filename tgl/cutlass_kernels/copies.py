@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import launch
+from . import host, launch
 
 
 def _reachable(name: str, t: Tensor, any_major: bool = False) -> bool:
@@ -22,7 +22,7 @@ def _reachable(name: str, t: Tensor, any_major: bool = False) -> bool:
 
 def _room(t: Tensor) -> Tensor:
     """An uninitialised row-major tensor like ``t``, its rows on 16 bytes."""
-    step = launch.ALIGNMENT // t.element_size()
+    step = host.ALIGNMENT // t.element_size()
     pitch = (t.shape[-1] + step - 1) // step * step
     return t.new_empty(*t.shape[:-1], pitch)[..., : t.shape[-1]]
 

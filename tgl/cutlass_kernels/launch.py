@@ -8,23 +8,19 @@ coarse rule (``config.choose``); a model's shapes have few of them.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import backends
-from . import cache, config
+from . import config, host
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
+from .host import ALIGNMENT, GPU_ARCH, MAX_ROWS
 
-GPU_ARCH = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 EMULATED_CLUSTERS = 4  # few enough that clusters take turns on tiles
-MAX_ROWS = 1 << 30  # the size of a ragged mode
-ALIGNMENT = 16  # bytes, of every base address and every stride but the unit one
 
 
 class PlanKey(NamedTuple):
@@ -45,19 +41,15 @@ class Plan(NamedTuple):
     call: Callable
     clusters: int
 
+    def run(self, a: Tensor, *rest: Any) -> None:
+        """Launch on the device of ``a``."""
+        host.call(self.call, a, *rest, self.clusters)
+
 
 _plans: dict[tuple, Plan] = {}
 _by_shape: dict[tuple, Plan] = {}  # the same plans, found by all that is known of a call but token counts and addresses
 
 # --- what the kernels take --------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _packages_reason() -> str | None:
-    for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
-        if importlib.util.find_spec(module) is None:
-            return f"needs the package {package}"
-    return None
 
 
 def _matrix_reason(name: str, t: Tensor) -> str | None:
@@ -70,7 +62,7 @@ def _matrix_reason(name: str, t: Tensor) -> str | None:
     for i, stride in enumerate(strides):
         if i != unit and (stride % step or (stride == 0 and t.shape[i] > 1)):
             return f"needs strides of `{name}` that are multiples of {ALIGNMENT} bytes and not 0, got {strides}"
-    if _address(t) % ALIGNMENT:
+    if host.address(t) % ALIGNMENT:
         return f"needs `{name}` aligned to {ALIGNMENT} bytes"
     return None
 
@@ -80,18 +72,13 @@ def _unit(strides: tuple[int, ...]) -> int:
     return last if strides[last] == 1 else last - 1
 
 
-def _address(t: Tensor) -> int:
-    """Where ``t`` lies; 0 for a tensor without memory, about which ``explain`` may be asked."""
-    return 0 if isinstance(t, FakeTensor) else t.data_ptr()
-
-
 def _operands_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
     """Why the maps of the three operands cannot be made."""
     return _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
 
 
 def _common_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
-    reason = _packages_reason()
+    reason = host.packages_reason()
     if reason is not None:
         return reason
     if a.dtype is not torch.bfloat16 and a.dtype is not torch.float16:
@@ -158,7 +145,7 @@ def grouped_gemm(
             out.zero_()
         return
     plan = _gemm_plan(a, b, bias, bias_scale, out, zero_tail)
-    _call(plan, a, b, offs, out, bias, bias_scale)
+    plan.run(a, b, offs, out, bias, bias_scale)
 
 
 def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -168,14 +155,14 @@ def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> No
     if a.shape[0] == 0:
         out.zero_()
         return
-    _call(_wgrad_plan(a, b, out, False), a, b, offs, out, None, None)
+    _wgrad_plan(a, b, out, False).run(a, b, offs, out, None, None)
 
 
 def grouped_gemm_wgrad_accumulate(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """``out[g] += a[rows of g]^T @ b[rows of g]``."""
     if out.numel() == 0 or a.shape[0] == 0:
         return
-    _call(_wgrad_plan(a, b, out, True), a, b, offs, out, None, None)
+    _wgrad_plan(a, b, out, True).run(a, b, offs, out, None, None)
 
 
 def attempt_grouped_gemm(
@@ -195,7 +182,7 @@ def attempt_grouped_gemm(
     key = (backends.emulated_arch, a.device, a.dtype, out.dtype, vectors, zero_tail, shape, strides, rows_class)
     plan = _by_shape.get(key)
     if plan is not None and 0 < rows <= MAX_ROWS and not (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
-        _call(plan, a, b, offs, out, bias, bias_scale)
+        plan.run(a, b, offs, out, bias, bias_scale)
         return None
     reason = grouped_gemm_supports(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail)
     if reason is None:
@@ -211,7 +198,7 @@ def _attempt_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, accumulat
     key = (backends.emulated_arch, a.device, a.dtype, out.dtype, accumulate, shape, strides, rows_class)
     plan = _by_shape.get(key)
     if plan is not None and 0 < rows <= MAX_ROWS and not (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
-        _call(plan, a, b, offs, out, None, None)
+        plan.run(a, b, offs, out, None, None)
         return None
     reason = grouped_gemm_wgrad_supports(a, b, offs, out=out)
     if reason is None:
@@ -243,14 +230,6 @@ def _remember(key: tuple, strides: tuple, plan: Plan) -> None:
         _by_shape[key] = plan
 
 
-def _call(plan: Plan, a: Tensor, b: Tensor, offs: Tensor, out: Tensor, bias: Any, bias_scale: Any) -> None:
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):
-            plan.call(a, b, offs, out, bias, bias_scale, plan.clusters)
-    else:
-        plan.call(a, b, offs, out, bias, bias_scale, plan.clusters)
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +243,7 @@ def _gemm_plan(
     tiling = config.choose(arch, VARLEN_M, columns, depth, _power_of_two(a.shape[0] // groups))
     plan = _plans.get((layout, tiling))
     if plan is None:
-        spec = EpilogueSpec(_name(out.dtype), _name(bias), _name(bias_scale), tail=zero_tail)
+        spec = EpilogueSpec(host.name(out.dtype), host.name(bias), host.name(bias_scale), tail=zero_tail)
         plan = _plans[layout, tiling] = _make("grouped_gemm", VARLEN_M, a, _unit(b.stride()), spec, tiling)
     return plan
 
@@ -276,7 +255,7 @@ def _wgrad_plan(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> Plan:
     tiling = config.choose(arch, VARLEN_K, columns, _power_of_two(a.shape[0] // groups), rows)
     plan = _plans.get((layout, tiling))
     if plan is None:
-        spec = EpilogueSpec(_name(out.dtype), accumulate=accumulate)
+        spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate)
         op = "grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad"
         plan = _plans[layout, tiling] = _make(op, VARLEN_K, a, 1, spec, tiling)
     return plan
@@ -287,23 +266,9 @@ def _power_of_two(count: int) -> int:
     return 1 << count.bit_length() >> 1
 
 
-def _name(value: Tensor | torch.dtype | None) -> Any:
-    if value is None:
-        return None
-    dtype = value.dtype if isinstance(value, Tensor) else value
-    return str(dtype).removeprefix("torch.")
-
-
 def _make(op: str, kind: str, a: Tensor, b_unit: int, spec: EpilogueSpec, tiling: GemmConfig) -> Plan:
-    if a.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise backends.GraphCaptureError(
-            f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-            f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
-        )
-    arch = backends.device_arch(a.device)
-    key = PlanKey(kind, arch, not a.is_cuda, _name(a.dtype), b_unit, spec, tiling)
-    # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
-    function = build(key) if key.emulated else cache.fetch(key, lambda: build(key))
+    key = PlanKey(kind, backends.device_arch(a.device), not a.is_cuda, host.name(a.dtype), b_unit, spec, tiling)
+    function = host.compiled(op, key, a, lambda: build(key))
     return Plan(function, _clusters(a.device, tiling.ctas))
 
 
@@ -386,7 +351,7 @@ def prepare_grouped_gemm(
     result = torch.zeros(8, 8, dtype=out.dtype, device=a.device)
     row = bias.new_zeros(1, 8) if bias is not None else None
     factor = bias_scale.new_zeros(8) if bias_scale is not None else None
-    _call(plan, _scratch(a, 8, 8), _scratch(b, 1, 8, 8), offs, result, row, factor)
+    plan.run(_scratch(a, 8, 8), _scratch(b, 1, 8, 8), offs, result, row, factor)
 
 
 def prepare_grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
@@ -396,4 +361,4 @@ def prepare_grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tenso
     plan = _wgrad_plan(a, b, out, accumulate)
     offs = torch.zeros(1, dtype=torch.int32, device=a.device)
     result = torch.zeros(1, 8, 8, dtype=out.dtype, device=a.device)
-    _call(plan, _scratch(a, 8, 8), _scratch(b, 8, 8), offs, result, None, None)
+    plan.run(_scratch(a, 8, 8), _scratch(b, 8, 8), offs, result, None, None)

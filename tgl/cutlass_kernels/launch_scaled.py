@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .. import backends
 from ..meta.placement import ceil_div
-from . import cache, launch
+from . import host, launch
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
 from .gemm.scaling import FORMATS, OperandFormat
-from .launch import ALIGNMENT, GPU_ARCH, MAX_ROWS, Plan
+from .host import ALIGNMENT, GPU_ARCH, MAX_ROWS
+from .launch import Plan
 
 
 class ScaledPlanKey(NamedTuple):
@@ -37,7 +38,7 @@ _plans: dict[tuple, Plan] = {}
 
 
 def _reason(format: str, scale_layout: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Any:
-    reason = launch._packages_reason()
+    reason = host.packages_reason()
     if reason is not None:
         return reason
     if format not in FORMATS:
@@ -54,7 +55,7 @@ def _reason(format: str, scale_layout: str, a: Tensor, a_scale: Tensor, b: Tenso
         if reason is not None and t.numel():
             return reason
     for name, t in (("a_scale", a_scale), ("b_scale", b_scale)):
-        if launch._address(t) % ALIGNMENT and t.numel():
+        if host.address(t) % ALIGNMENT and t.numel():
             return f"needs `{name}` aligned to {ALIGNMENT} bytes"
     return None
 
@@ -121,7 +122,8 @@ def grouped_gemm_scaled(
             out.zero_()
         return
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    _call(_gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail), *operands, out, bias, bias_scale)
+    plan = _gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail)
+    plan.run(*operands, out, bias, bias_scale)
 
 
 def grouped_gemm_scaled_wgrad(
@@ -146,15 +148,7 @@ def grouped_gemm_scaled_wgrad(
             out.zero_()
         return
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    _call(_wgrad_plan(operands, format, out, accumulate), *operands, out, None, None)
-
-
-def _call(plan: Plan, a: Tensor, *rest: Tensor | None) -> None:
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):
-            plan.call(a, *rest, plan.clusters)
-    else:
-        plan.call(a, *rest, plan.clusters)
+    _wgrad_plan(operands, format, out, accumulate).run(*operands, out, None, None)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -220,7 +214,7 @@ def _gemm_plan(
     rows = launch._power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(backends.device_arch(a.device), VARLEN_M, form, out.shape[1], depth, rows)
     rows_first = b_direction == "rowwise" or form.placed
-    dtypes = (launch._name(out.dtype), launch._name(bias), launch._name(bias_scale))
+    dtypes = (host.name(out.dtype), host.name(bias), host.name(bias_scale))
     spec = EpilogueSpec(*dtypes, tail=zero_tail, alpha=form.alpha)
     return _plan("grouped_gemm_scaled", VARLEN_M, a, b, format, rows_first, spec, tiling)
 
@@ -232,7 +226,7 @@ def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> 
     tokens = a.numel() // rows * (2 if a.dtype == torch.uint8 else 1)
     arch = backends.device_arch(a.device)
     tiling = choose(arch, VARLEN_K, form, columns, launch._power_of_two(tokens // groups), rows)
-    spec = EpilogueSpec(launch._name(out.dtype), accumulate=accumulate, alpha=form.alpha)
+    spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate, alpha=form.alpha)
     return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
 
 
@@ -243,14 +237,9 @@ def _plan(
     known = (kind, arch, a.device, format, a.dtype, b.dtype, rows_first, spec, tiling)
     plan = _plans.get(known)
     if plan is None:
-        if a.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise backends.GraphCaptureError(
-                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
-            )
-        elements = (launch._name(a.dtype), launch._name(b.dtype))
+        elements = (host.name(a.dtype), host.name(b.dtype))
         key = ScaledPlanKey(kind, arch, not a.is_cuda, format, *elements, rows_first, spec, tiling)
-        function = build(key) if key.emulated else cache.fetch(key, lambda: build(key))
+        function = host.compiled(op, key, a, lambda: build(key))
         plan = _plans[known] = Plan(function, launch._clusters(a.device, tiling.ctas))
     return plan
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import backends
-from ..cutlass_kernels import copies, launch, launch_scaled
+from ..cutlass_kernels import copies, host, launch, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
@@ -25,7 +25,7 @@ from .grouped_gemm_wgrad import ACCUMULATE
 from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
-ARCHS = frozenset(launch.GPU_ARCH)
+ARCHS = frozenset(host.GPU_ARCH)
 
 
 class Kernel(NamedTuple):

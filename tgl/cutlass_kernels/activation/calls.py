@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import cache, launch
+from .. import host
 from .spec import ActivationSpec, spec_of
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
 
-ACCESS_BYTES = 16
-MAX_ROWS = 1 << 30
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _plans: dict[tuple, Callable] = {}
@@ -26,14 +24,14 @@ def grouped_activation_supports(
     x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor
 ) -> str | None:
     """Why ``grouped_activation`` below cannot serve a call, or None."""
-    return launch._packages_reason() or _reason(spec_of(params), x=x)
+    return host.packages_reason() or _reason(spec_of(params), x=x)
 
 
 def grouped_activation_backward_supports(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> str | None:
     """Why ``grouped_activation_backward`` below cannot serve a call, or None."""
-    return launch._packages_reason() or _reason(spec_of(params), x=x, dy=dy)
+    return host.packages_reason() or _reason(spec_of(params), x=x, dy=dy)
 
 
 def _reason(spec: ActivationSpec, **inputs: Tensor) -> str | None:
@@ -42,10 +40,10 @@ def _reason(spec: ActivationSpec, **inputs: Tensor) -> str | None:
             return f"takes float32, bfloat16 and float16, got {t.dtype}"
         if t.numel() and t.stride(1) != 1:
             return f"needs `{name}` row-major, got strides {t.stride()}"
-        if t.shape[0] > MAX_ROWS:
-            return f"takes up to {MAX_ROWS} rows, got {t.shape[0]}"
+        if t.shape[0] > host.MAX_ROWS:
+            return f"takes up to {host.MAX_ROWS} rows, got {t.shape[0]}"
     x = inputs["x"]
-    if spec.interleaved and (x.stride(0) % 2 or launch._address(x) % (2 * x.element_size())):
+    if spec.interleaved and (x.stride(0) % 2 or host.address(x) % (2 * x.element_size())):
         return f"needs interleaved `x` with rows on {2 * x.element_size()} bytes, got strides {x.stride()}"
     return None
 
@@ -54,7 +52,7 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None, *, params:
     """``out = probs A(g) L(u)`` and a zero tail."""
     if out.numel():
         plan = _plan("grouped_activation", spec_of(params), probs, x, out)
-        _call(plan, x, offs, probs, out)
+        host.call(plan, x, offs, probs, out)
 
 
 def grouped_activation_backward(
@@ -65,7 +63,7 @@ def grouped_activation_backward(
         dprobs.zero_()
         return
     plan = _plan("grouped_activation_backward", spec_of(params), probs, dy, x, dx)
-    _call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
+    host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
 
 
 def prepare_grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
@@ -84,11 +82,11 @@ def prepare_grouped_activation_backward(
 
 def _vector(spec: ActivationSpec, columns: int, *matrices: Tensor) -> int:
     """Columns of the output that a lane takes at once: its accesses are 16 bytes wide, where all matrices allow it."""
-    vector = ACCESS_BYTES // matrices[0].element_size() // (2 if spec.interleaved else 1)
+    vector = host.ALIGNMENT // matrices[0].element_size() // (2 if spec.interleaved else 1)
     low = columns
     for t in matrices:
         pair = 2 if spec.interleaved and t.shape[1] != columns else 1  # elements of t per column of the output
-        low |= t.stride(0) // pair | launch._address(t) // (pair * t.element_size())
+        low |= t.stride(0) // pair | host.address(t) // (pair * t.element_size())
     while low % vector:
         vector //= 2
     return vector
@@ -98,27 +96,12 @@ def _plan(op: str, spec: ActivationSpec, probs: Tensor | None, *matrices: Tensor
     first = matrices[0]
     columns = min(t.shape[1] for t in matrices)
     vector = _vector(spec, columns, *matrices)
-    dtypes = (launch._name(first.dtype), launch._name(probs))
+    dtypes = (host.name(first.dtype), host.name(probs))
     key = (op, backends.device_arch(first.device), not first.is_cuda, spec, vector, *dtypes)
     plan = _plans.get(key)
     if plan is None:
-        if first.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise backends.GraphCaptureError(
-                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
-            )
-        # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
-        plan = build(*key) if not first.is_cuda else cache.fetch(key, lambda: build(*key))
-        _plans[key] = plan
+        plan = _plans[key] = host.compiled(op, key, first, lambda: build(*key))
     return plan
-
-
-def _call(plan: Callable, first: Tensor, *rest: Any) -> None:
-    if first.is_cuda and first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            plan(first, *rest)
-    else:
-        plan(first, *rest)
 
 
 def build(
@@ -137,7 +120,7 @@ def build(
     def matrix(count: int) -> Any:
         """Accessed by ``count`` elements of a row."""
         columns, pitch = cute.sym_int32(divisibility=count), cute.sym_int64(divisibility=count)
-        align = min(count * dtype.width // 8, ACCESS_BYTES)
+        align = min(count * dtype.width // 8, host.ALIGNMENT)
         return make_fake_tensor(dtype, (cute.sym_int32(), columns), (pitch, 1), assumed_align=align)
 
     def vector_of(element: Any, stride: Any) -> Any:
@@ -147,7 +130,7 @@ def build(
     offs = vector_of(cutlass.Int32, cute.sym_int64())
     factors = None if probs is None else vector_of(types[probs], cute.sym_int64())
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compile_ = cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)]
+    compile_ = cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)]
     if op == "grouped_activation":
         return compile_(GroupedActivation(spec, vector), wide, offs, factors, narrow, stream)
     dx = matrix(vector * (2 if spec.interleaved else 1))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ... import backends
 from ...meta.quantized import Components, Options
-from .. import launch
+from .. import host
 from ..activation.spec import ActivationSpec, spec_of
 from ..reduce import calls as reductions
 from . import calls_fp8, plans
@@ -19,9 +18,7 @@ from .spec import MXFP8Spec
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
 
-MAX_ROWS = 1 << 30
 VECTOR = 8  # columns that a lane takes
-ALIGNMENT = plans.ALIGNMENT
 FORMATS = ("mxfp8", "fp8_tensor", "fp8_block")
 
 
@@ -37,7 +34,7 @@ def group_quantize_supports(
     out: Components,
 ) -> str | None:
     """Why ``group_quantize`` below cannot serve a call, or None."""
-    reason = launch._packages_reason()
+    reason = host.packages_reason()
     if reason is not None:
         return reason
     if options.format not in FORMATS:
@@ -54,15 +51,15 @@ def group_quantize_supports(
         return f"needs K to be a multiple of {VECTOR}, got {x.shape[-1]}"
     pitch = x.stride(-2) * x.element_size()
     stacked = x.dim() == 2 or x.stride(0) == x.stride(1) * x.shape[1]
-    if x.stride(-1) != 1 or pitch % ALIGNMENT or not stacked or (x.stride(-2) == 0 and x.shape[-2] > 1):
-        return f"needs `x` row-major with rows on {ALIGNMENT} bytes, got strides {x.stride()}"
-    if launch._address(x) % ALIGNMENT:
-        return f"needs `x` aligned to {ALIGNMENT} bytes"
-    if x.numel() // x.shape[-1] > MAX_ROWS:
-        return f"takes up to {MAX_ROWS} rows, got {x.numel() // x.shape[-1]}"
+    if x.stride(-1) != 1 or pitch % host.ALIGNMENT or not stacked or (x.stride(-2) == 0 and x.shape[-2] > 1):
+        return f"needs `x` row-major with rows on {host.ALIGNMENT} bytes, got strides {x.stride()}"
+    if host.address(x) % host.ALIGNMENT:
+        return f"needs `x` aligned to {host.ALIGNMENT} bytes"
+    if x.numel() // x.shape[-1] > host.MAX_ROWS:
+        return f"takes up to {host.MAX_ROWS} rows, got {x.numel() // x.shape[-1]}"
     for name, t in zip(Components._fields, out):
-        if launch._address(t) % ALIGNMENT:
-            return f"needs `{name}` aligned to {ALIGNMENT} bytes"
+        if host.address(t) % host.ALIGNMENT:
+            return f"needs `{name}` aligned to {host.ALIGNMENT} bytes"
     return None
 
 
@@ -86,7 +83,7 @@ def group_quantize(
     if options.format != "mxfp8":
         calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
     else:
-        plans.call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
+        host.call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
 
 
 def prepare_group_quantize(
@@ -145,7 +142,7 @@ def grouped_activation_quantize(
     """Write the components of the activation of ``x``, in one launch."""
     spec = spec_of(params)
     if x.shape[1]:
-        plans.call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
+        host.call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
 
 
 def prepare_grouped_activation_quantize(
@@ -177,8 +174,7 @@ def _arguments(
 
     row = (data(out.data), scales(out.scale)) if options.rowwise else (None, None)
     column = (data(out.columnwise_data), scales(out.columnwise_scale)) if options.columnwise else (None, None)
-    flag = None if noop is None else (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
-    return data(x), offs, row_scale, flag, *row, *column, x.shape[1] if offs is None else 0
+    return data(x), offs, row_scale, plans.flag(noop), *row, *column, x.shape[1] if offs is None else 0
 
 
 def _plan(
@@ -189,7 +185,7 @@ def _plan(
     options: Options,
     activation: ActivationSpec | None = None,
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), launch._name
+    arch, name = backends.device_arch(x.device), host.name
     assert options.dtype is not None
     spec = MXFP8Spec(
         source=name(x.dtype),
@@ -223,7 +219,7 @@ def build(arch: str, spec: MXFP8Spec) -> Callable:
             "uint8", 1
         )
 
-    return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
         (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
         plans.matrix(spec.source),
         plans.vector("int32") if spec.grouped else None,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta.quantized import Components, Options
-from .. import launch
+from .. import host
 from . import plans
 from .spec import FP8Spec
 
@@ -47,18 +47,17 @@ def run(
             out.columnwise_amax.zero_().view(torch.int32) if options.columnwise else None,
         )
         if scale is None and source.shape[0]:
-            plans.call(_maxima(x, offs, row_scale, options), source, offs, row_scale, *maxima, rows)
+            host.call(_maxima(x, offs, row_scale, options), source, offs, row_scale, *maxima, rows)
 
     def matrix(t: Tensor) -> Tensor:
         return t if t.dim() < 3 else t.view(-1, t.shape[-1])
 
-    flag = None if noop is None else (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
     row = (matrix(out.data), matrix(out.scale), maxima[0]) if options.rowwise else (None, None, None)
     column: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if options.columnwise:
         column = (matrix(out.columnwise_data), matrix(out.columnwise_scale), maxima[1])
     plan = _plan(x, offs, scale, row_scale, noop, options)
-    plans.call(plan, source, offs, scale, row_scale, flag, *row, *column, rows)
+    host.call(plan, source, offs, scale, row_scale, plans.flag(noop), *row, *column, rows)
 
 
 def prepare(
@@ -76,7 +75,7 @@ def prepare(
 
 
 def _maxima(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, options: Options) -> Callable:
-    arch, name = backends.device_arch(x.device), launch._name
+    arch, name = backends.device_arch(x.device), host.name
     which = (options.rowwise, options.columnwise)
     key = (arch, not x.is_cuda, "group maxima", name(x.dtype), offs is not None, name(row_scale), *which)
     made = (name(x.dtype), offs is not None, name(row_scale), *which)
@@ -91,7 +90,7 @@ def _plan(
     noop: Tensor | None,
     options: Options,
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), launch._name
+    arch, name = backends.device_arch(x.device), host.name
     assert options.dtype is not None
     spec = FP8Spec(
         source=name(x.dtype),
@@ -119,7 +118,7 @@ def build_maxima(
 
     from .fp8 import GroupMaxima
 
-    return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
         GroupMaxima(source, grouped),
         plans.matrix(source),
         plans.vector("int32") if grouped else None,
@@ -146,7 +145,7 @@ def build(arch: str, spec: FP8Spec) -> Callable:
             return plans.matrix(spec.element, pitch), plans.vector("float32"), plans.vector("int32")
         return plans.matrix(spec.element, pitch), plans.matrix("float32", 4), None
 
-    return cute.compile[cute.GPUArch(launch.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
         QuantizeFP8(spec),
         plans.matrix(spec.source),
         plans.vector("int32") if spec.grouped else None,

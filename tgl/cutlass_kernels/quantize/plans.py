@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backends
-from .. import cache
-
-ALIGNMENT = 16
+from .. import host
+from ..host import ALIGNMENT
 
 _plans: dict[Hashable, Callable] = {}
 
@@ -20,23 +18,15 @@ def fetch(key: Hashable, x: Tensor, build: Callable[[], Callable], op: str = "gr
     """The kernel for ``key``, which begins with the architecture; built, or loaded, if it is the first time."""
     plan = _plans.get(key)
     if plan is None:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise backends.GraphCaptureError(
-                f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-                f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
-            )
-        plan = cache.fetch(key, build) if x.is_cuda else build()
-        _plans[key] = plan
+        plan = _plans[key] = host.compiled(op, key, x, build)
     return plan
 
 
-def call(plan: Callable, x: Tensor, *rest: Any) -> None:
-    """Launch on the device of ``x``."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            plan(x, *rest)
-    else:
-        plan(x, *rest)
+def flag(noop: Tensor | None) -> Tensor | None:
+    """The flag as a vector of one element of a type that kernels know."""
+    if noop is None:
+        return None
+    return (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
 
 
 def element(name: str) -> Any:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import cache
+from .. import host
 
-GPU_ARCH = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 LOAD_BYTES = 16
 ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 INTEGERS = {
@@ -62,7 +61,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
         out.zero_()
         return
     plan = _dbias_plan(dy, _vector(dy), None, None)
-    _call(plan, dy, offs, out, None, None, None)
+    host.call(plan, dy, offs, out, None, None, None)
 
 
 def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -73,7 +72,7 @@ def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=out.dtype, device=dy.device)
     plan = _dbias_plan(dy, vector, None, None)
-    _call(plan, dy.new_zeros(1, vector), offs, result, None, None, None)
+    host.call(plan, dy.new_zeros(1, vector), offs, result, None, None, None)
 
 
 def grouped_dbias_dscales_supports(
@@ -92,7 +91,7 @@ def grouped_dbias_dscales(
         dscales.zero_()
         return
     plan = _dbias_plan(dy, min(_vector(dy), _vector(bias)), bias, bias_scale)
-    _call(plan, dy, offs, dbias, bias, bias_scale, dscales)
+    host.call(plan, dy, offs, dbias, bias, bias_scale, dscales)
 
 
 def prepare_grouped_dbias_dscales(
@@ -106,7 +105,7 @@ def prepare_grouped_dbias_dscales(
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=dbias.dtype, device=dy.device)
     row, one = dy.new_zeros(1, vector), bias_scale.new_zeros(1)
-    _call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1))
+    host.call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1))
 
 
 def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
@@ -129,13 +128,13 @@ def splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
     """``out[g] = m_splits[0] + ... + m_splits[g]``."""
     if out.numel() == 0:
         return
-    _call(_offsets_plan(m_splits), m_splits, out)
+    host.call(_offsets_plan(m_splits), m_splits, out)
 
 
 def prepare_splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
     """Compile and load what ``splits_to_offsets`` with these arguments needs, by a launch on a scratch problem."""
     if out.numel():
-        _call(_offsets_plan(m_splits), m_splits.new_zeros(1), out.new_zeros(1))
+        host.call(_offsets_plan(m_splits), m_splits.new_zeros(1), out.new_zeros(1))
 
 
 def _offsets_plan(m_splits: Tensor) -> Callable:
@@ -156,14 +155,6 @@ def _vector(dy: Tensor) -> int:
     return vector
 
 
-def _call(plan: Callable, first: Tensor, *rest: Any) -> None:
-    if first.is_cuda and first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            plan(first, *rest)
-    else:
-        plan(first, *rest)
-
-
 def _cut(columns: int, vector: int) -> Cut:
     """How to cut a matrix of ``columns``, as measured on an H200 (``benchmarks/NOTES.md``).
 
@@ -181,14 +172,8 @@ def _cut(columns: int, vector: int) -> Cut:
 def _make(
     op: str, first: Tensor, vector: int, cut: Cut | None, element: Any, bias: Any = None, bias_scale: Any = None
 ) -> Callable:
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise backends.GraphCaptureError(
-            f"tgl::{op}: the kernel for this call is not compiled yet, which CUDA graph capture forbids; "
-            f"call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
-        )
     key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, cut, bias, bias_scale)
-    # An emulator needs the PTX of what it runs, which an object file on disk does not hold.
-    return build(key) if key.emulated else cache.fetch(key, lambda: build(key))
+    return host.compiled(op, key, first, lambda: build(key))
 
 
 def build(key: ReduceKey) -> Callable:
@@ -204,7 +189,7 @@ def build(key: ReduceKey) -> Callable:
     groups = cute.sym_int32()
     ends = make_fake_compact_tensor(cutlass.Int32, (groups,))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compile_ = cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)]
+    compile_ = cute.compile[cute.GPUArch(host.GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)]
     if key.op == "splits_to_offsets":
         sizes = make_fake_tensor(element, (groups,), (cute.sym_int64(),))
         return compile_(SplitsToOffsets(), sizes, ends, stream)
