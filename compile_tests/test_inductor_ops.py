@@ -111,6 +111,14 @@ def activation_backward() -> Iterator[Call]:
         yield [with_tail(T, width, dtype=x.dtype), x, *rest], options
 
 
+def gemm_activation() -> Iterator[Call]:
+    for dtype in DTYPES:
+        for probs, options in product(optional((T,), dtype, torch.rand), activation_options()):
+            operands = [with_tail(T, K, dtype=dtype), torch.randn(G, K, 2 * N).to(dtype), OFFS]
+            yield [*operands, *([] if probs is None else [torch.randn(G, 2 * N).to(dtype), probs])], options
+        yield [with_tail(T, K, dtype=dtype), torch.randn(G, 2 * N, K).to(dtype).transpose(1, 2), OFFS], {}
+
+
 def splits() -> Iterator[Call]:
     for dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         yield [torch.tensor([4, 0, 3], dtype=dtype)], {}
@@ -120,6 +128,7 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "splits_to_offsets": (torch.ops.tgl.splits_to_offsets, splits),
     "grouped_gemm": (torch.ops.tgl.grouped_gemm, gemm),
     "grouped_gemm, layouts": (torch.ops.tgl.grouped_gemm, gemm_layouts),
+    "grouped_gemm_activation": (torch.ops.tgl.grouped_gemm_activation, gemm_activation),
     "grouped_gemm_wgrad": (torch.ops.tgl.grouped_gemm_wgrad, wgrad),
     "grouped_dbias": (torch.ops.tgl.grouped_dbias, dbias),
     "grouped_dbias_dscales": (torch.ops.tgl.grouped_dbias_dscales, dbias_dscales),

@@ -158,6 +158,19 @@ def check_dbias():
     assert torch.equal(dscales.full_tensor(), expected[1])
 
 
+def check_gemm_activation():
+    a, b, bias = integers(T, K), integers(G, K, 2 * I), integers(G, 2 * I)
+    probs = torch.rand(T, dtype=torch.float64)
+    for kind, interleaved in (("srelu", False), ("swiglu", True), ("swiglu", False)):
+        options = {"kind": kind, "interleaved": interleaved}
+        placement = S1 if kind == "srelu" or interleaved else R
+        expected = tgl.grouped_gemm_activation(a, b, OFFS, bias, probs, **options)
+        operands = place(a, R), place(b, S2), place(OFFS, R), place(bias, S1), place(probs, R)
+        for mine, theirs in zip(tgl.grouped_gemm_activation(*operands, **options), expected):
+            assert mine.placements == (placement,)
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
 def check_activation():
     probs = torch.rand(T, dtype=torch.float64)
     for kind, interleaved, width in (("srelu", False, I), ("swiglu", True, 2 * I), ("clamped_qgeglu", True, 2 * I)):

@@ -89,6 +89,13 @@ CASES = [
     ("grouped_activation", "offs", lambda t: t.to("meta"), ValueError, "must be on cpu like `x`"),
     ("grouped_activation_backward", "dy", lambda t: t[:, 1:], ValueError, r"must be of shape \[T, I\] = \(6, 8\)"),
     ("grouped_activation_backward", "dy", torch.Tensor.half, TypeError, "must be torch.float32 like `x`"),
+    ("grouped_gemm_activation", "a", torch.Tensor.long, TypeError, "must be float64, float32, bfloat16 or float16"),
+    ("grouped_gemm_activation", "b", lambda t: t[:, 1:], ValueError, r"must be \[G, K, N\] with K = 8 like `a`"),
+    ("grouped_gemm_activation", "bias", lambda t: t[0], ValueError, r"must be of shape \[G, N\] = \(3, 16\), but got"),
+    ("grouped_gemm_activation", "probs", torch.Tensor.half, TypeError, "must be torch.float32, but got torch.float16"),
+    ("grouped_gemm_activation", "probs", lambda t: t[1:], ValueError, r"must be of shape \[T\] = \(6,\), but got"),
+    ("grouped_gemm_activation", "probs", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`"),
+    ("grouped_gemm_activation", "offs", torch.Tensor.long, TypeError, "must be int32"),
 ]
 BUFFERS = [
     ("grouped_gemm.out", "out", lambda t: t[1:], ValueError, r"must be of shape \[T, N\] = \(6, 16\), but got"),
@@ -265,3 +272,10 @@ def test_bad_out_dtype(out_dtype):
 def test_unknown_activation():
     with pytest.raises(ValueError, match="`kind` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"):
         tgl.grouped_activation(torch.ones(6, 8), ROUTING.ends(), kind="gelu")
+    with pytest.raises(ValueError, match="`kind` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"):
+        tgl.grouped_gemm_activation(torch.ones(6, 8), torch.ones(3, 8, 4), ROUTING.ends(), kind="gelu")
+
+
+def test_halves_need_an_even_number_of_columns():
+    with pytest.raises(ValueError, match=r"`b` must be \[G, K, 2 I\] with an even number of columns, but got"):
+        tgl.grouped_gemm_activation(torch.ones(6, 8), torch.ones(3, 8, 5), ROUTING.ends())

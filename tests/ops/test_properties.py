@@ -38,6 +38,7 @@ def test_flops_of_the_gemms():
     a, b, dy = torch.randn(T, K), torch.randn(G, K, N), torch.randn(T, N)
     assert count(lambda: tgl.grouped_gemm(a, b, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm(a, b, OFFS, out=torch.empty(T, N))) == 2 * T * K * N
+    assert count(lambda: tgl.grouped_gemm_activation(a, b, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, out=torch.empty(G, K, N))) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
@@ -68,7 +69,12 @@ def test_flops_of_the_expert_layer():
 def test_save_list_holds_overloads():
     """Packets would silently match nothing."""
     ops = torch.ops.tgl
-    assert [ops.grouped_gemm.default, ops.grouped_gemm_scaled.default, ops.offload.default] == tgl.SAC_SAVE_LIST
+    assert [
+        ops.grouped_gemm.default,
+        ops.grouped_gemm_activation.default,
+        ops.grouped_gemm_scaled.default,
+        ops.offload.default,
+    ] == tgl.SAC_SAVE_LIST
     assert all(isinstance(op, torch._ops.OpOverload) for op in tgl.SAC_SAVE_LIST)
 
 

@@ -6,6 +6,7 @@ For one dimension of the mesh, besides everything replicated:
 |---|---|---|
 | ``grouped_gemm`` | N of ``b`` and ``bias`` (column parallel) | sharded in N |
 | | K of ``a`` and ``b``, ``bias`` a partial sum (row parallel) | partial sum |
+| ``grouped_gemm_activation`` | N of ``b`` and ``bias``, in whole pairs | both sharded in columns |
 | ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded alike |
 | ``grouped_dbias`` | N | sharded in N |
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
@@ -86,7 +87,7 @@ def _grouped_dbias_dscales(dy: Any, bias: Any, bias_scale: Any, offs: Any) -> li
 def _columns_can_be_sharded(x: Any, kind: str, interleaved: bool) -> bool:
     if kind not in GATED:
         return True
-    return interleaved and x.shape[1] % (2 * x.mesh.size()) == 0
+    return interleaved and x.shape[-1] % (2 * x.mesh.size()) == 0
 
 
 def _grouped_activation(
@@ -96,6 +97,25 @@ def _grouped_activation(
     rules = [replicated(1, x, offs, probs)]
     if _columns_can_be_sharded(x, kind, interleaved):
         rules.append(rule([Shard(1)], (x, Shard(1)), (offs, whole), (probs, whole)))
+    return rules
+
+
+def _grouped_gemm_activation(
+    a: Any,
+    b: Any,
+    offs: Any,
+    bias: Any = None,
+    probs: Any = None,
+    *,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    **_: Any,
+) -> list[Rule]:
+    whole = Replicate()
+    rules = [replicated(2, a, b, offs, bias, probs)]
+    if _columns_can_be_sharded(b, kind, interleaved):
+        columns = (b, Shard(2)), (offs, whole), (bias, Shard(1)), (probs, whole)
+        rules.append(rule([Shard(1), Shard(1)], (a, whole), *columns))
     return rules
 
 
@@ -136,6 +156,7 @@ def _after(x: Any, dependency: Any) -> list[Rule]:
 
 _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm.default: _grouped_gemm,
+    _ops.grouped_gemm_activation.default: _grouped_gemm_activation,
     _ops.grouped_gemm_wgrad.default: _wgrad,
     _ops.grouped_gemm_wgrad_accumulate_.default: _wgrad_accumulate,
     _ops.grouped_dbias.default: _grouped_dbias,

@@ -60,9 +60,9 @@ def grouped_gemm(
     bias_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    op: str = "grouped_gemm",
 ) -> TensorSpec:
     """``[T, K] x [G, K, N] -> [T, N]``."""
-    op = "grouped_gemm"
     checks.ndim(op, "a", a, 2, "[T, K]")
     checks.floating(op, "a", a)
     checks.dense_matrix(op, "a", a)
@@ -231,6 +231,31 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, 
         checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
         checks.same_device(op, "probs", probs, "x", x.device)
     return TensorSpec((rows, width), x.dtype, x.device)
+
+
+def grouped_gemm_activation(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[TensorSpec, TensorSpec]:
+    """``y [T, I]`` and ``h [T, 2 I]`` for gated kinds, ``[T, I]`` both for the others."""
+    op = "grouped_gemm_activation"
+    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype, op=op)
+    rows, width = h.shape
+    if kind in GATED:
+        checks.require(width % 2 == 0, op, "b", "[G, K, 2 I] with an even number of columns", b.shape)
+        width = width // 2
+    if probs is not None:
+        checks.shape(op, "probs", probs, (rows,), "[T]")
+        checks.either_dtype(op, "probs", probs, h.dtype, accumulator(h.dtype))
+        checks.same_device(op, "probs", probs, "a", a.device)
+    return h._replace(shape=(rows, width)), h
 
 
 def grouped_activation_backward(

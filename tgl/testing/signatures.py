@@ -11,6 +11,7 @@ from .scaled_samples import QuantizedSignature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
 _BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
+_FUSED = "a[T,K], b[G,K,{0}], offs[G]:ends, bias[G,{0}]?, probs[T]? -> y[T,I], h[T,{0}]"
 _GATED: dict[str, Sequence[Any]] = {"kind": ("swiglu", "clamped_qgeglu"), "interleaved": (False, True)}
 _PLAIN: dict[str, Sequence[Any]] = {"kind": ("srelu",)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
@@ -31,6 +32,10 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
             requires={"bias_scale": "bias"},
             wide=("bias", "bias_scale", "out"),
         ),
+    ),
+    "grouped_gemm_activation": (
+        Signature(_FUSED.format("2I"), options=_GATED, exact=False, wide=("bias", "probs")),
+        Signature(_FUSED.format("I"), options=_PLAIN, exact=False, wide=("bias", "probs")),
     ),
     "grouped_gemm_wgrad": (Signature("a[T,M], b[T,N], offs[G]:ends -> dw[G,M,N]"),),
     "grouped_gemm_wgrad.out": (Signature("a[T,M], b[T,N], offs[G]:ends, out[G,M,N]! ->", wide=("out",)),),

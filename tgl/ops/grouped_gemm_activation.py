@@ -1,0 +1,214 @@
+"""``tgl::grouped_gemm_activation``: the expert's first GEMM and the activation of its result, as one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import specs
+from ._library import Formula, autocast_operand, define
+from .grouped_activation import NAME as ACTIVATION
+from .grouped_activation import Params
+from .grouped_gemm import NAME as GEMM
+
+NAME = "grouped_gemm_activation"
+_ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None"
+_PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **params: Any,
+) -> tuple[Tensor, Tensor]:
+    parsed = Params(**params)
+    results = specs.grouped_gemm_activation(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype)
+    y, h = (spec.empty() for spec in results)
+    debug.check_offs(NAME, offs, a.shape[0])
+    backends.run(NAME, a.device, a, b, offs, bias, probs, params=parsed, y=y, h=h)
+    return y, h
+
+
+def _two_ops(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    *,
+    params: Params,
+    y: Tensor,
+    h: Tensor,
+) -> None:
+    """The product, then the activation of what it was rounded to, each by what serves its op on the device."""
+    backends.run(GEMM, a.device, a, b, offs, bias, None, out=h, zero_tail=True)
+    backends.run(ACTIVATION, a.device, h, offs, probs, params=params, out=y)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    *,
+    output: tuple[Tensor, Tensor],
+    out_dtype: torch.dtype | None,
+    **params: Any,
+) -> None:
+    ctx.set_materialize_grads(False)  # mostly nothing but this backward uses h
+    ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, probs, output[1])
+    ctx.params, ctx.dtype = params, a.dtype
+    # The gradient of b is formed in b's own memory order, so that accumulating it into a weight does not copy it.
+    ctx.transposed_b = b.stride(1) == 1 and b.stride(2) != 1
+    ctx.bias_dtype = bias.dtype if bias is not None else None
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dh += the activation's gradient in h; then da = dh b^T, db = a^T dh and dbias = sum of dh per group."""
+    a, b, offs, probs, h = ctx.saved_tensors
+    da = db = dbias = dprobs = None
+    if dy is not None:
+        through, dprobs = torch.ops.tgl.grouped_activation_backward(dy, h, offs, probs, **ctx.params)
+        dh = through if dh is None else dh + through
+        dprobs = dprobs.to(probs.dtype) if probs is not None and needs[4] else None
+    if dh is None:
+        return None, None, None, None, None
+    operand = dh.to(ctx.dtype)
+    if needs[1]:
+        if ctx.transposed_b:
+            db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs).transpose(1, 2)
+        else:
+            db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs)
+    # Without a second backward to come, nobody needs ``a`` and ``h`` any more: da may take their memory.
+    ctx.maybe_clear_saved_tensors()
+    del a, h
+    if needs[0]:
+        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
+    if needs[3]:
+        dbias = torch.ops.tgl.grouped_dbias(dh, offs).to(ctx.bias_dtype)
+    return da, db, None, dbias, dprobs
+
+
+def _autocast(
+    dtype: torch.dtype,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[tuple, dict]:
+    """Operands and bias in the autocast dtype; ``probs`` keeps its own."""
+    a, b = autocast_operand(dtype, a), autocast_operand(dtype, b)
+    bias = autocast_operand(dtype, bias) if bias is not None else None
+    if probs is not None and probs.dtype not in (kwargs.get("out_dtype") or a.dtype, torch.float32):
+        probs = probs.float()
+    return (a, b, offs, bias, probs), kwargs
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _specs(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    out_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> tuple[specs.TensorSpec, specs.TensorSpec]:
+    return specs.grouped_gemm_activation(a, b, offs, bias, probs, kind=kind, out_dtype=out_dtype)
+
+
+_op = define(
+    f"{NAME}({_ARGS}, *, {_PARAMS}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
+    _kernel,
+    lambda *args, **keywords: tuple(spec.empty() for spec in _specs(*args, **keywords)),
+    formula=Formula(_save, _backward),
+    autocast=_autocast,
+)
+
+
+def _call(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **params: Any,
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    parsed = Params(**params)
+    y, h = (spec.meta() for spec in _specs(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype))
+    return a.device, (a, b, offs, bias, probs), {"params": parsed, "y": y, "h": h}
+
+
+backends.describe_op(NAME, _call)
+for _device in ("cpu", "cuda"):
+    backends.add(
+        backends.Implementation(
+            NAME, "GEMM, then activation", _device, _two_ops, priority=-10, note="two ops; see `explain` of each"
+        )
+    )
+
+
+def grouped_gemm_activation(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    offset: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Multiply every group of rows of ``a`` by its own matrix and apply the expert's activation to the result.
+
+    The same bits as ``h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype)`` and then ``y = grouped_activation(h,
+    offs, probs, ...)``, as one op, so that a kernel need not read ``h`` back from memory. Rows past ``offs[-1]`` come
+    out as zeros in both and are never read.
+
+    Differentiable in ``a``, ``b``, ``bias`` and ``probs`` through both results, twice.
+
+    Args:
+        a, b, offs, bias, out_dtype: see ``grouped_gemm``; ``b`` is ``[G, K, 2 I]`` for the gated kinds and ``[G, K,
+            I]`` for ``"srelu"``, its columns as ``grouped_activation`` takes those of ``x``.
+        probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``; ``probs`` in the dtype of the result
+            or float32.
+
+    Returns:
+        ``y [T, I]`` and ``h [T, 2 I]`` (``"srelu"``: ``[T, I]``), which the backward needs.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        RuntimeError: a forward-mode derivative is asked for.
+    """
+    options: dict[str, Any] = {"kind": kind, "interleaved": interleaved, "out_dtype": out_dtype}
+    # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
+    constants = {"limit": limit, "alpha": alpha, "offset": offset}
+    options |= {name: value for name, value in constants.items() if value is not None}
+    return _op(a, b, offs, bias, probs, **options)
