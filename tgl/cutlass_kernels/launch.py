@@ -286,9 +286,9 @@ def build(key: PlanKey) -> Callable:
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     if key.arch == "sm_100":
-        from .gemm.sm100.kernel import GroupedGemm
+        from .gemm.sm100 import kernel
     else:
-        from .gemm.sm90.kernel import GroupedGemm  # type: ignore[assignment]
+        from .gemm.sm90 import kernel  # type: ignore[no-redef]
     types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 
     def tensor(dtype: str, dims: int, unit: int) -> Any:
@@ -309,15 +309,18 @@ def build(key: PlanKey) -> Callable:
 
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
     spec = key.spec
-    gemm = GroupedGemm(key.kind, key.config, spec, types[key.element])
+    kernel_class = kernel.GroupedGemm if spec.activation is None else kernel.ActivatedGroupedGemm
+    gemm = kernel_class(key.kind, key.config, spec, types[key.element])
+    out = tensor(spec.out, out_dims, out_dims - 1)
+    epilogue = (out, vector(spec.bias, 2), vector(spec.bias_scale, 1))
+    if spec.activation is not None:
+        epilogue = (out, tensor(spec.out, 2, 1), vector(spec.bias, 2), vector(spec.probs, 1))
     return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
         gemm,
         tensor(key.element, 2, 1),
         tensor(key.element, b_dims, key.b_unit),
         vector("int32", 1),
-        tensor(spec.out, out_dims, out_dims - 1),
-        vector(spec.bias, 2),
-        vector(spec.bias_scale, 1),
+        *epilogue,
         cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

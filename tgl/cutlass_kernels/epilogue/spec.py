@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..activation.spec import ActivationSpec
+
 
 @dataclass(frozen=True)
 class EpilogueSpec:
@@ -17,6 +19,9 @@ class EpilogueSpec:
         tail: whether rows past the last group are set to zero (``varlen_m``).
         alpha: what ``alpha[g]`` is: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
             product of the decode scales that follow from their amax (NVFP4); None: 1.
+        activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none. A
+            tile of a gated kind holds as many columns of the gate as of the linear half, the gate's first.
+        probs: dtype of ``probs [T]``, or None.
     """
 
     out: str
@@ -25,6 +30,18 @@ class EpilogueSpec:
     accumulate: bool = False
     tail: bool = False
     alpha: str | None = None
+    activation: ActivationSpec | None = None
+    probs: str | None = None
+
+    @property
+    def vectors(self) -> bool:
+        """Whether anything is read per row or column of a tile."""
+        return self.bias is not None or self.probs is not None
+
+    @property
+    def gated(self) -> bool:
+        """Whether a tile holds columns of two halves."""
+        return self.activation is not None and self.activation.gated
 
     @property
     def reduces(self) -> bool:

@@ -1,4 +1,4 @@
-"""Bias and row scale: one value per column and one per row of a tile, staged in shared memory.
+"""Bias, row scale and probabilities: one value per column or per row of a tile, staged in shared memory.
 
 A kernel asks for the vectors of a tile before it waits for the accumulator, so their latency hides behind the
 mainloop. In shared memory they are float32 and viewed as whole tiles (stride 0 along the other mode), so any
@@ -20,6 +20,7 @@ class EpilogueArgs(NamedTuple):
     bias_scale: Any  # [T]
     a_factor: Any = None  # [G]
     b_factor: Any = None  # [G]
+    probs: Any = None  # [T]
 
 
 class TileVectors(NamedTuple):
@@ -27,27 +28,55 @@ class TileVectors(NamedTuple):
 
     bias: Any
     bias_scale: Any
+    probs: Any = None
 
 
 def vector_bytes(spec: EpilogueSpec, tile_m: int, tile_n: int) -> int:
     """Shared memory the vectors of a tile take."""
-    return 4 * ((tile_n if spec.bias else 0) + (tile_m if spec.bias_scale else 0))
+    rows = (spec.bias_scale is not None) + (spec.probs is not None)
+    return 4 * ((tile_n if spec.bias else 0) + tile_m * rows)
 
 
 def allocate_vectors(allocator, spec: EpilogueSpec, tile_m: int, tile_n: int) -> TileVectors:
     """Take shared memory for the vectors of a tile of ``tile_m x tile_n`` (the CTA's part of it)."""
-    bias = scale = None
+    bias = scale = probs = None
     if spec.bias:
         pointer = allocator.allocate_array(Float32, num_elems=tile_n, byte_alignment=16)
         bias = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(0, 1)))
     if spec.bias_scale:
         pointer = allocator.allocate_array(Float32, num_elems=tile_m, byte_alignment=16)
         scale = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(1, 0)))
-    return TileVectors(bias, scale)
+    if spec.probs:
+        pointer = allocator.allocate_array(Float32, num_elems=tile_m, byte_alignment=16)
+        probs = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(1, 0)))
+    return TileVectors(bias, scale, probs)
+
+
+def bias_column(spec: EpilogueSpec, at: Int32, column: Int32, tile_n: int, width: Int32) -> tuple:
+    """Where the bias of a tile's column ``at`` is in a row of ``width``, and whether it is inside."""
+    if not spec.gated:
+        return column + at, column + at < width
+    half, within, halves = at // (tile_n // 2), column // 2 + at % (tile_n // 2), width // 2
+    if spec.activation.interleaved:  # type: ignore[union-attr]
+        return 2 * within + half, within < halves
+    return half * halves + within, within < halves
+
+
+@cute.jit
+def load_rows(vector: cute.Tensor, source: cute.Tensor, row: Int32, end: Int32, thread: Int32, threads: cutlass.Constexpr):
+    """Fill a vector of one value per row."""
+    for i in cutlass.range_constexpr((vector.shape[0] + threads - 1) // threads):
+        at = thread + i * threads
+        value = Float32(0)
+        if at < vector.shape[0] and row + at < end:
+            value = source[row + at].to(Float32)
+        if at < vector.shape[0]:
+            vector[at, 0] = value
 
 
 @cute.jit
 def load_vectors(
+    spec: cutlass.Constexpr,
     vectors: TileVectors,
     args: EpilogueArgs,
     group: Int32,
@@ -67,18 +96,15 @@ def load_vectors(
         for i in cutlass.range_constexpr((vectors.bias.shape[1] + threads - 1) // threads):
             at = thread + i * threads
             value = Float32(0)
-            if at < vectors.bias.shape[1] and column + at < width:
-                value = args.bias[group, column + at].to(Float32)
+            source, inside = bias_column(spec, at, column, vectors.bias.shape[1], width)
+            if at < vectors.bias.shape[1] and inside:
+                value = args.bias[group, source].to(Float32)
             if at < vectors.bias.shape[1]:
                 vectors.bias[0, at] = value
     if cutlass.const_expr(vectors.bias_scale is not None):
-        for i in cutlass.range_constexpr((vectors.bias_scale.shape[0] + threads - 1) // threads):
-            at = thread + i * threads
-            value = Float32(0)
-            if at < vectors.bias_scale.shape[0] and row + at < end:
-                value = args.bias_scale[row + at].to(Float32)
-            if at < vectors.bias_scale.shape[0]:
-                vectors.bias_scale[at, 0] = value
+        load_rows(vectors.bias_scale, args.bias_scale, row, end, thread, threads)
+    if cutlass.const_expr(vectors.probs is not None):
+        load_rows(vectors.probs, args.probs, row, end, thread, threads)
 
 
 @cute.jit

@@ -120,7 +120,11 @@ class VarlenM(_Policy):
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, columns]``."""
-        return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0), out)[None, None, 0, 0]
+        return self.rows(out, tile)
+
+    def rows(self, matrix: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[rows, columns]`` of the tile's group, given the coordinate tensor of a ragged map."""
+        return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0), matrix)[None, None, 0, 0]
 
 
 class VarlenK(_Policy):

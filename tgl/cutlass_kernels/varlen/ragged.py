@@ -27,7 +27,7 @@ RAGGED_MODES = 2
 
 
 def ragged_tensor(tensor: cute.Tensor, mode: int) -> cute.Tensor:
-    """``tensor [X, Y]`` with ragged ``mode``, as ``[X, Y, shift, start]``."""
+    """``tensor [X, Y, ...]`` with ragged ``mode``, as ``[X, Y, ..., shift, start]``."""
     step = Int64(tensor.stride[mode])
     wrap = Int64(WRAP_BYTES * 8 // tensor.element_type.width) - step
     shape, stride = list(tensor.shape), list(tensor.stride)
@@ -37,8 +37,8 @@ def ragged_tensor(tensor: cute.Tensor, mode: int) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
-def ragged_coord(mode: int, start: Int32, length: Int32, first: Int32) -> tuple:
-    """Where row ``first`` of the group of ``length`` rows from ``start`` on is in a ``ragged_tensor``."""
-    inner: list = [0, 0]
+def ragged_coord(mode: int, start: Int32, length: Int32, first: Int32, modes: int = 2) -> tuple:
+    """Where row ``first`` of the group of ``length`` rows from ``start`` on is in a ``ragged_tensor`` of ``modes``."""
+    inner: list = [0] * modes
     inner[mode] = Int32(RAGGED_SIZE) - length + first
     return (*inner, Int32(RAGGED_SIZE), start + length)

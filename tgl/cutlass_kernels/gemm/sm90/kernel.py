@@ -25,7 +25,10 @@ from cutlass.utils import hopper_helpers
 from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
-from ...varlen.policy import Problem, VarlenK, VarlenM
+from ...varlen.gated import varlen_m
+from ...varlen.policy import Problem, VarlenK
+from ...varlen.ragged import ragged_tensor
+from ..activated import Activated
 from ..scaling import DENSE, OperandFormat
 from . import store
 from .load import Operand, allocate_ring, load_tiles, open_ring
@@ -56,11 +59,12 @@ class GroupedGemm:
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
-        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
+        self.policy: Any = varlen_m(spec, *tiles) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
         self.tiler = (config.tile_m, config.tile_n, config.tile_k)
+        self.b_tile = ((config.tile_n // 2, 2) if spec.gated else config.tile_n, config.tile_k)
         self.teams = 2 if config.pingpong else 1  # of warpgroups that share a tile
         self.sharing = 1 if config.pingpong else min(config.tile_m // store.MMA_ROWS, 2)
         self.warpgroups = self.teams * self.sharing
@@ -105,12 +109,18 @@ class GroupedGemm:
         args: EpilogueArgs,
         clusters: Int32,
         stream,
+        second: cute.Tensor | None = None,
     ):
-        """Make the maps and launch; ``scales`` are those of blocks of A and B, or None."""
+        """Make the maps and launch.
+
+        Args:
+            scales: those of blocks of A and B, or None.
+            second: the activation's output, or None.
+        """
         problem = self.policy.problem(a, b, offs, out)
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
-        tile_m, tile_n, tile_k = self.tiler
+        tile_m, _, tile_k = self.tiler
         tiled_mma = self.tiled_mma(a_depth, b_depth)
         row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         a_smem = hopper_helpers.make_smem_layout_a(
@@ -123,19 +133,26 @@ class GroupedGemm:
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
         a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
-        b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, (tile_n, tile_k))
+        b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
         if cutlass.const_expr(self.spec.reduces):
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             save = cpasync.CopyBulkTensorTileS2GOp()
         out_smem = store.chunk_layout(self.out_element, 4 * self.warpgroups * store.BUFFERS)
         out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, store.chunk_tile(self.out_element))
+        second_map: Any = None
+        second_coords: Any = None
+        if cutlass.const_expr(second is not None):
+            second_map, second_coords = cpasync.make_tiled_tma_atom(
+                save, ragged_tensor(second, 0), out_smem, store.chunk_tile(self.out_element)
+            )
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
             tiled_mma,
             (a_map, a_coords, a_smem),
             (b_map, b_coords, b_smem),
             (out_map, out_coords, out_smem),
+            (second_map, second_coords),
             target if cutlass.const_expr(self.spec.reads_output) else None,
             scales,
             args,
@@ -167,6 +184,7 @@ class GroupedGemm:
         a,
         b,
         out,
+        second,
         out_values: cute.Tensor | None,
         scales,
         args: EpilogueArgs,
@@ -176,6 +194,7 @@ class GroupedGemm:
         a_map, a_coords, a_smem = a
         b_map, b_coords, b_smem = b
         out_map, out_coords, out_smem = out
+        second_map, second_coords = second
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -183,8 +202,9 @@ class GroupedGemm:
         rank, first, step = block % ctas, block // ctas, blocks // ctas
         load_warp = self.consumers // 32
         if warp == load_warp:
-            for tma in (a_map, b_map, out_map):
-                cpasync.prefetch_descriptor(tma)
+            for tma in (a_map, b_map, out_map, second_map):
+                if cutlass.const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma)
 
         allocator = memory.SmemAllocator()
         ring = allocate_ring(allocator, self.stages)
@@ -205,7 +225,7 @@ class GroupedGemm:
                 load_tiles(self, *operands, ring, problem, rank, first, step)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            output = store.Output(out_map, out_coords, out_buffers, out_values)
+            output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
                 self, tiled_mma, a_buffers, b_buffers, scales, ring, output, vectors, args, problem, rank, first, step
             )
@@ -220,3 +240,7 @@ class GroupedGemm:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+
+
+class ActivatedGroupedGemm(Activated, GroupedGemm):
+    """A kernel with an activation as a second output."""

@@ -93,13 +93,13 @@ def load_tiles(
         rank: of this CTA in its cluster.
     """
     policy, ctas = gemm.policy, gemm.config.ctas
-    tile_m, tile_n, tile_k = gemm.tiler
+    tile_m, _, tile_k = gemm.tiler
     stage, phase = Int32(0), Int32(0)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
         a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
-        b_tile = cute.local_tile(policy.b(b.coords, tile), (tile_n, tile_k), (tile.n * ctas + rank, None))
+        b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
         a_to, a_from = _boxes(a, a_tile, rank, ctas)
         b_to, b_from = _boxes(b, b_tile, 0, 1)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):

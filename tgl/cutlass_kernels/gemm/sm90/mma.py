@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
 from ...schedule import ceil_div
 from ...varlen.policy import Problem
+from .activate import store_activated
 from .load import Ring, advance, release
 from .promote import multiply_promoted
 from .store import Output, store_tile
@@ -139,12 +140,12 @@ def consume_tiles(
             depth = ceil_div(policy.depth(tile, problem), config.tile_k)
         if count % gemm.teams == team:
             column = (tile.n * config.ctas + rank) * config.tile_n
-            if cutlass.const_expr(spec.bias):
+            if cutlass.const_expr(spec.vectors):
                 # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
                 if product:
                     row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
-                    load_vectors(own, args, tile.group, row, end, column, thread % team_threads, team_threads)
+                    load_vectors(spec, own, args, tile.group, row, end, column, thread % team_threads, team_threads)
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
@@ -160,6 +161,8 @@ def consume_tiles(
             if cutlass.const_expr(spec.accumulate):
                 if product:
                     turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
+            elif cutlass.const_expr(spec.activation is not None):
+                turn = store_activated(gemm, acc, output, own, tile, column, product, which, thread % 128, turn)
             else:
                 turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
         else:
@@ -178,9 +181,11 @@ def consume_tiles(
 
 def team_vectors(vectors: TileVectors, team: Int32, tile: tuple[int, int]) -> TileVectors:
     """One team's part of the vectors, which are kept for a tile per team."""
-    bias, scale = vectors
+    bias, scale, probs = vectors
     if bias is not None:
         bias = cute.make_tensor(bias.iterator + team * tile[1], cute.make_layout(tile, stride=(0, 1)))
     if scale is not None:
         scale = cute.make_tensor(scale.iterator + team * tile[0], cute.make_layout(tile, stride=(1, 0)))
-    return TileVectors(bias, scale)
+    if probs is not None:
+        probs = cute.make_tensor(probs.iterator + team * tile[0], cute.make_layout(tile, stride=(1, 0)))
+    return TileVectors(bias, scale, probs)

@@ -7,7 +7,7 @@ stores free of bank conflicts and is what the tensor map expects. The buffers of
 stores of the others read. No warp waits for another.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -30,6 +30,7 @@ class Output(NamedTuple):
     coords: cute.Tensor  # the coordinate tensor of the map
     buffers: cute.Tensor  # shared memory [16, columns of a chunk, BUFFERS of every warp]
     values: cute.Tensor | None  # the output in global memory if it is read
+    second: Any = None  # (map, coordinate tensor) of the activation's output
 
 
 def chunk_columns(element: type[cutlass.Numeric]) -> int:
@@ -58,7 +59,7 @@ def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
     """Round a chunk's registers and write them to ``buffer [64, columns]``.
 
     Args:
-        values: float32 ``(2, 2, columns / 8)``.
+        values: ``(2, 2, columns / 8)``, float32 or rounded already.
         buffer: shared memory, swizzled.
         element: dtype of the output.
         lane: index in the warp.
@@ -153,9 +154,7 @@ def store_tile(
     columns = chunk_columns(element)
     pieces = columns // 8
     target = gemm.policy.out(output.coords, tile)
-    # The map alone would drop what lies outside; chunks that are outside as a whole need not be issued.
     height = tile.length if gemm.policy.kind == VARLEN_M else Int32(target.shape[0])
-    width = Int32(target.shape[1])
     warp = cute.arch.make_warp_uniform(thread // 32)
     lane = thread % 32
     thread_row, thread_column = lane // 4, lane % 4 * 2
@@ -175,24 +174,46 @@ def store_tile(
             if cutlass.const_expr(gemm.spec.reads_output):
                 old = gemm.policy.out(output.values, tile)
                 add_old(values, old, row + thread_row, column + thread_column)
-            buffer = output.buffers[None, None, (which * 4 + warp) * BUFFERS + turn]
+            buffer = next_buffer(output, which * 4 + warp, turn)
             turn = (turn + 1) % BUFFERS
-            with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
-                # Only the newest stores may still read: the one before them read this buffer.
-                cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
-            cute.arch.sync_warp()
             write_chunk(values, buffer, element, lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(element), (0, 0))
-            source, sink = cpasync.tma_partition(
-                output.map, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
-            )
-            if row < height and column < width:
-                issue(output.map, source, sink, gemm.spec.reduces)
-            with cute.arch.elect_one():
-                cute.arch.cp_async_bulk_commit_group()
+            send_chunk(output.map, buffer, target, row, column, height, gemm.spec.reduces)
     return turn
+
+
+def next_buffer(output: Output, warp: Int32, turn: Int32) -> cute.Tensor:
+    """The buffer whose turn it is, once nothing reads it any more."""
+    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+        # Only the newest stores may still read: the one before them read this buffer.
+        cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
+    cute.arch.sync_warp()
+    return output.buffers[None, None, warp * BUFFERS + turn]
+
+
+@cute.jit
+def send_chunk(
+    store: cute.CopyAtom,
+    buffer: cute.Tensor,
+    target: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    height: Int32,
+    adds: cutlass.Constexpr,
+):
+    """Store what a warp has written to ``buffer`` at ``(row, column)`` of ``target``, of which ``height`` rows count.
+
+    The map alone would drop what lies outside; chunks that are outside as a whole need not be issued.
+    """
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(buffer.element_type), (0, 0))
+    source, sink = cpasync.tma_partition(
+        store, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
+    )
+    if row < height and column < Int32(target.shape[1]):
+        issue(store, source, sink, adds)
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
