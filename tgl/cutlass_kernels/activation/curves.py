@@ -9,7 +9,7 @@ the ReLU.
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import BFloat16, Float32, Int32, cute
 
 from .spec import ActivationSpec
 
@@ -70,3 +70,19 @@ def factors(spec: ActivationSpec, g: Float32, u: Float32 | None, fast: bool) -> 
     z = Float32(spec.alpha) * g
     s = sigmoid(z, fast)
     return Factors(g * s, s * (one + z * (one - s)) * inside, held + Float32(spec.offset), slope)
+
+
+def widened(rounded: cute.Tensor) -> cute.Tensor:
+    """Registers in float32, of any shape, just rounded to another dtype.
+
+    A bfloat16 is the upper half of its float32. Said as a conversion, the compiler would take it together with the
+    rounding and round a second time, number by number, at a quarter of the rate.
+    """
+    values = cute.make_rmem_tensor(rounded.shape, Float32)
+    if rounded.element_type is BFloat16:
+        words, wide = cute.recast_tensor(rounded, Int32), cute.recast_tensor(values, Int32)
+        for i in range(cute.size(rounded) // 2):
+            wide[2 * i], wide[2 * i + 1] = words[i] << 16, words[i] & -65536
+    else:
+        values.store(rounded.load().to(Float32))
+    return values

@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ...activation.curves import activate
+from ...activation.curves import activate, widened
 from ...epilogue.vectors import TileVectors
 from ...schedule import Tile
 from .store import (
@@ -132,11 +132,9 @@ def _activated(spec: cutlass.Constexpr, rounded: Any, factors: Any, product: cut
     values = cute.make_rmem_tensor(gate.shape, Float32)
     fast = gate.element_type.width == 16
     if product:
+        wide = tuple(widened(half) for half in rounded)
         for i in cutlass.range_constexpr(cute.size(gate)):
-            linear: Any = None
-            if cutlass.const_expr(spec.gated):
-                linear = rounded[1][i].to(Float32)
-            value = activate(spec, gate[i].to(Float32), linear, fast)
+            value = activate(spec, wide[0][i], wide[1][i] if cutlass.const_expr(spec.gated) else None, fast)
             values[i] = value if cutlass.const_expr(factors is None) else value * factors[i // 2 % 2]
     else:
         values.fill(0.0)
