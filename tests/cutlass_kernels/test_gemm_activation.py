@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.activated_cases import Case, run
 from tgl import backends
-from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig, choose, tuned
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -49,3 +49,56 @@ def test_exact(arch, case):
 @pytest.mark.parametrize(("arch", "case"), CASES, ids=NAMES)
 def test_exact_under_many_schedules(arch, case):
     run(arch, case, seeds=range(1, 7))
+
+
+def operands(rows=40, depth=64, half=72, dtype=BF16, gated=True):
+    width = half * (2 if gated else 1)
+    weight = torch.randn(3, width, depth).to(dtype)
+    bias, probs = torch.randn(3, width).to(dtype), torch.rand(rows)
+    return torch.randn(rows, depth).to(dtype), weight.transpose(1, 2), torch.tensor([7, 7, 30]).int(), bias, probs
+
+
+@pytest.mark.parametrize("arch", ["sm_90a"])
+@pytest.mark.parametrize("params", [Params(), ALTERNATING, SRELU], ids=["halves", "alternating", "srelu"])
+def test_one_launch_with_the_bits_of_two(arch, params):
+    a, b, offs, bias, probs = operands(gated=params.gated)
+    options = params._asdict()
+    with emulator.emulate(arch) as machine:
+        y, h = tgl.grouped_gemm_activation(a, b, offs, bias, probs, **options)
+        assert len(machine.launches) == 1
+        assert torch.equal(h, tgl.grouped_gemm(a, b, offs, bias))
+        assert torch.equal(y, tgl.grouped_activation(h, offs, probs, **options))
+        again = tgl.grouped_gemm_activation(a, b, offs, bias, probs, **options)
+        assert torch.equal(again[0], y)
+        assert not y[30:].any()
+
+
+def test_what_it_does_not_take_is_said():
+    with backends.emulated_device("sm_90"):
+
+        def reason(a, b, offs, *_, **options):
+            explanation = tgl.explain("grouped_gemm_activation", a, b, offs, **options)
+            assert explanation.chosen.name == "GEMM, then activation"
+            return str(explanation)
+
+        assert "multiple of 8 columns of the result, got 36" in reason(*operands(half=36))
+        assert "float64" in reason(*operands(dtype=torch.float64))
+        a, b, offs, *_ = operands()
+        assert "`b` contiguous along K when gate" in reason(a, b.contiguous(), offs, interleaved=True)
+        assert "`a` row-major" in reason(a.t().contiguous().t(), b, offs)
+        assert "writes torch.bfloat16 or torch.float32" in reason(a, b, offs, out_dtype=F16)
+
+
+def test_tilings_with_room_for_halves_are_chosen():
+    """Also where another was found for the same problem without halves."""
+    key = ("sm_90", VARLEN_M, 144, 64, 8)
+    tuned[key] = GemmConfig(64, 192)
+    try:
+        assert choose(*key).tile_n == 192
+        assert choose(*key, halves=True).tile_n == 256
+    finally:
+        del tuned[key]
+    for arch in ("sm_90", "sm_100"):
+        for columns in (8, 64, 72, 4096):
+            for rows in (1, 64, 128, 1024):
+                assert choose(arch, VARLEN_M, columns, 64, rows, halves=True).holds_halves

@@ -81,6 +81,11 @@ class GemmConfig:
         return None
 
     @property
+    def holds_halves(self) -> bool:
+        """Whether half of the columns are whole rows of 128 bytes, so that a tile can take gate and linear half."""
+        return self.tile_n % 128 == 0
+
+    @property
     def cta_m(self) -> int:
         """Rows of one CTA's part of the tile."""
         return self.tile_m // 2 if self.two_cta else self.tile_m
@@ -105,16 +110,21 @@ def candidates(arch: str, kind: str) -> list[GemmConfig]:
     return [tiling for tiling in every if tiling.supports(arch, kind) is None]
 
 
-def choose(arch: str, kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
+def choose(arch: str, kind: str, columns: int, depth: int, rows: int, halves: bool = False) -> GemmConfig:
     """The tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
 
     Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. Measured on sm_90. On sm_100, which no
     measurement backs yet: wide tiles, as they cost the least bandwidth per MMA, but not where half of one would stay
     empty, and a pair of CTAs for 256 rows once a group fills them on average. What ``autotune`` has found goes first.
+
+    Args:
+        halves: whether the epilogue takes the columns as gate and linear half, which not every tiling allows.
     """
     found = tuned.get((arch, kind, columns, depth, rows))
-    if found is not None:
+    if found is not None and (found.holds_halves or not halves):
         return found
+    if halves:
+        columns = max(columns, 128)
     if arch == "sm_90":
         return _choose_sm90(kind, columns, depth, rows)
     tile_n = 256 if columns > 128 else 128 if columns > 64 else 64

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import backends
-from ..cutlass_kernels import copies, host, launch, launch_scaled
+from ..cutlass_kernels import copies, host, launch, launch_activated, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
@@ -18,6 +18,7 @@ from .grouped_activation_quantize import NAME as ACTIVATION_QUANTIZE
 from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
+from .grouped_gemm_activation import NAME as GEMM_ACTIVATION
 from .grouped_gemm_scaled import NAME as SCALED_GEMM
 from .grouped_gemm_scaled_wgrad import ACCUMULATE as SCALED_ACCUMULATE
 from .grouped_gemm_scaled_wgrad import NAME as SCALED_WGRAD
@@ -26,6 +27,7 @@ from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
 ARCHS = frozenset(host.GPU_ARCH)
+ATTEMPTS = {**launch.ATTEMPTS, **launch_activated.ATTEMPTS}
 
 
 class Kernel(NamedTuple):
@@ -63,6 +65,12 @@ IN_PLACE = (
         activations.grouped_activation_backward,
         activations.grouped_activation_backward_supports,
         activations.prepare_grouped_activation_backward,
+    ),
+    Kernel(
+        GEMM_ACTIVATION,
+        launch_activated.grouped_gemm_activation,
+        launch_activated.grouped_gemm_activation_supports,
+        launch_activated.prepare_grouped_gemm_activation,
     ),
     Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
     Kernel(
@@ -125,6 +133,6 @@ for _name, _priority, _kernels in (
                 note=_kernel.note,
                 emulable=True,
                 prepare=_kernel.prepare,
-                attempt=launch.ATTEMPTS.get(_kernel.run),
+                attempt=ATTEMPTS.get(_kernel.run),
             )
         )

@@ -63,7 +63,9 @@ def bias_column(spec: EpilogueSpec, at: Int32, column: Int32, tile_n: int, width
 
 
 @cute.jit
-def load_rows(vector: cute.Tensor, source: cute.Tensor, row: Int32, end: Int32, thread: Int32, threads: cutlass.Constexpr):
+def load_rows(
+    vector: cute.Tensor, source: cute.Tensor, row: Int32, end: Int32, thread: Int32, threads: cutlass.Constexpr
+):
     """Fill a vector of one value per row."""
     for i in cutlass.range_constexpr((vector.shape[0] + threads - 1) // threads):
         at = thread + i * threads

@@ -142,7 +142,9 @@ def _activated(spec: cutlass.Constexpr, rounded: Any, factors: Any, product: cut
 
 
 @cute.jit
-def write_alternating(gate: cute.Tensor, linear: cute.Tensor, part: cutlass.Constexpr, buffer: cute.Tensor, lane: Int32):
+def write_alternating(
+    gate: cute.Tensor, linear: cute.Tensor, part: cutlass.Constexpr, buffer: cute.Tensor, lane: Int32
+):
     """Write half of a chunk's columns to ``buffer``, gate and linear half in turns.
 
     Args:
