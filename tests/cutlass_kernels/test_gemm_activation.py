@@ -20,12 +20,13 @@ CLAMPED = Params("clamped_qgeglu", limit=2.0, alpha=1.5, offset=0.5)
 ALTERNATING = Params(interleaved=True)
 SRELU = Params("srelu")
 
+
 SM90 = {
     "swiglu": Case(TURNS, RAGGED, bias=BF16),
     "swiglu, alternating": Case(TURNS, (5, 0, 130, 1), ALTERNATING, bias=F32, columns=136),
     "clamped, no probabilities": Case(GemmConfig(64, 128), (5, 0, 70, 1), CLAMPED, probs=None, bias=F32, depth=200),
     "clamped, alternating": Case(
-        GemmConfig(128, 128), (130, 0, 3), Params(*CLAMPED[:1], True, *CLAMPED[2:]), dtype=F16, out=F16, probs=F16
+        GemmConfig(128, 128), (130, 0, 3), CLAMPED._replace(interleaved=True), dtype=F16, out=F16, probs=F16
     ),
     "srelu": Case(GemmConfig(128, 192), (5, 0, 130, 1), SRELU, columns=200, bias=BF16, probs=BF16, tail=150),
     "float32": Case(TURNS, (5, 0, 130, 1), out=F32, bias=F32, columns=68),
@@ -36,8 +37,24 @@ SM90 = {
     "b row-major": Case(GemmConfig(128, 256), (130, 0, 3), columns=136, b_row_major=True, dtype=F16, out=F16),
     "all empty": Case(TURNS, (0, 0), tail=140, columns=40, bias=BF16),
 }
-CASES = [("sm_90", case) for case in SM90.values()]
-NAMES = [f"sm_90: {name}" for name in SM90]
+ONE = {n: GemmConfig(128, n) for n in (128, 256)}
+TWO = {n: GemmConfig(256, n, two_cta=True) for n in (128, 256)}
+SM100 = {
+    "swiglu": Case(ONE[128], RAGGED, bias=BF16),
+    "swiglu, pair": Case(TWO[256], (5, 0, 257, 1), columns=264, bias=BF16, tail=300),
+    "alternating": Case(ONE[256], (5, 0, 130, 1), ALTERNATING, bias=F32, columns=136),
+    "clamped, alternating, pair": Case(
+        TWO[128], (130, 0, 3), CLAMPED._replace(interleaved=True), dtype=F16, out=F16, probs=F16
+    ),
+    "clamped, no probabilities": Case(TWO[128], (5, 0, 300, 1), CLAMPED, probs=None, depth=200, bias=F32),
+    "srelu": Case(ONE[256], (5, 0, 130, 1), SRELU, columns=200, bias=BF16, probs=BF16, tail=150),
+    "float32": Case(ONE[128], (5, 0, 130, 1), out=F32, bias=F32, columns=68),
+    "b row-major": Case(ONE[256], (130, 0, 3), columns=136, b_row_major=True),
+    "b row-major, pair": Case(TWO[256], (130, 0, 3), columns=136, b_row_major=True),
+    "all empty": Case(ONE[128], (0, 0), tail=140, columns=40, bias=BF16),
+}
+CASES = [("sm_90", case) for case in SM90.values()] + [("sm_100", case) for case in SM100.values()]
+NAMES = [f"sm_90: {name}" for name in SM90] + [f"sm_100: {name}" for name in SM100]
 
 
 @pytest.mark.parametrize(("arch", "case"), CASES, ids=NAMES)
@@ -58,7 +75,7 @@ def operands(rows=40, depth=64, half=72, dtype=BF16, gated=True):
     return torch.randn(rows, depth).to(dtype), weight.transpose(1, 2), torch.tensor([7, 7, 30]).int(), bias, probs
 
 
-@pytest.mark.parametrize("arch", ["sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("params", [Params(), ALTERNATING, SRELU], ids=["halves", "alternating", "srelu"])
 def test_one_launch_with_the_bits_of_two(arch, params):
     a, b, offs, bias, probs = operands(gated=params.gated)

@@ -24,11 +24,15 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
-from ...varlen.policy import Problem, VarlenK, VarlenM
+from ...varlen.gated import varlen_m
+from ...varlen.policy import Problem, VarlenK
+from ...varlen.ragged import ragged_tensor
+from ..activated import Activated
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from .load import load_tiles
 from .mma import multiply_tiles
-from .store import WARP_ROWS, store_tiles
+from .pieces import WARP_ROWS
+from .store import store_tiles
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -60,13 +64,15 @@ class GroupedGemm:
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
-        self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
+        self.policy: Any = varlen_m(spec, *tiles) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
         )
         self.tiler = (config.tile_m, config.tile_n, config.tile_k)
+        self.b_tile = ((config.tile_n // 2, 2) if spec.gated else config.tile_n, config.tile_k)
         # One row of an epilogue tile is one 128-byte swizzle span: conflict-free stores, full TMA boxes.
-        self.epi_tile = (config.cta_m, min(config.tile_n, 1024 // self.out_element.width))
+        widest = config.tile_n // 2 if spec.gated else config.tile_n
+        self.epi_tile = (config.cta_m, min(widest, 1024 // self.out_element.width))
         group = tcgen05.CtaGroup.TWO if config.two_cta else tcgen05.CtaGroup.ONE
         self.cta_group = group
         row_bits = config.cta_m * a_element.width + config.tile_n // config.ctas * self.b_element.width
@@ -116,8 +122,14 @@ class GroupedGemm:
         args: EpilogueArgs,
         clusters: Int32,
         stream,
+        second: cute.Tensor | None = None,
     ):
-        """Make the maps and launch; ``scales`` are those of A and B in global memory, or None."""
+        """Make the maps and launch.
+
+        Args:
+            scales: those of A and B in global memory, or None.
+            second: the activation's output, or None.
+        """
         config = self.config
         problem = self.policy.problem(a, b, offs, out)
         a, b, out = self.policy.views(a, b, out)
@@ -131,7 +143,12 @@ class GroupedGemm:
             load, a, cute.slice_(a_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
         )
         b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
-            load, b, cute.slice_(b_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
+            load,
+            b,
+            cute.slice_(b_smem, (None, None, None, 0)),
+            (self.tiler[0], *self.b_tile),
+            tiled_mma,
+            cluster_vmnk.shape,
         )
         scale_operands: Any = None
         if cutlass.const_expr(scales is not None):
@@ -143,7 +160,14 @@ class GroupedGemm:
             store = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             store = cpasync.CopyBulkTensorTileS2GOp()
-        out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), (WARP_ROWS, self.epi_tile[1]))
+        piece = (WARP_ROWS, self.epi_tile[1])
+        out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), piece)
+        second_map: Any = None
+        second_coords: Any = None
+        if cutlass.const_expr(second is not None):
+            second_map, second_coords = cpasync.make_tiled_tma_atom(
+                store, ragged_tensor(second, 0), self.warp_layout(), piece
+            )
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
             tiled_mma,
@@ -152,6 +176,7 @@ class GroupedGemm:
             (b_map, b_coords, b_smem),
             scale_operands,
             (out_map, out_coords, out_smem),
+            (second_map, second_coords),
             out if cutlass.const_expr(self.spec.reads_output) else None,
             args,
             problem,
@@ -210,6 +235,7 @@ class GroupedGemm:
         b,
         scales,
         out,
+        second,
         out_values: cute.Tensor | None,
         args: EpilogueArgs,
         problem: Problem,
@@ -219,12 +245,14 @@ class GroupedGemm:
         a_map, a_coords, a_smem = a
         b_map, b_coords, b_smem = b
         out_map, out_coords, out_smem = out
+        second_map, _ = second
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         if warp == LOAD_WARP:
-            for tma in (a_map, b_map, out_map):
-                cpasync.prefetch_descriptor(tma)
+            for tma in (a_map, b_map, out_map, second_map):
+                if cutlass.const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma)
 
         allocator = memory.SmemAllocator()
         full = allocator.allocate_array(Int64, 2 * self.stages)
@@ -317,6 +345,7 @@ class GroupedGemm:
                 self,
                 accumulators,
                 (out_map, out_coords, out_buffers),
+                second,
                 out_values,
                 vectors,
                 args,
@@ -329,3 +358,7 @@ class GroupedGemm:
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=STORE_BARRIER, number_of_threads=32 * EPILOGUE_WARPS)
             tmem.free(pointer)
+
+
+class ActivatedGroupedGemm(Activated, GroupedGemm):
+    """A kernel with an activation as a second output."""

@@ -10,7 +10,7 @@ from ...schedule import ceil_div
 from ...varlen.policy import Problem
 
 
-def _partition(source, tensor: cute.Tensor, tile: tuple[int, int], at: Int32, partition):
+def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition):
     """(shared memory, global memory) of one operand's copies: the tile ``at`` of ``tensor``, by stages and by k."""
     tma, _, buffers = source
     part = cute.group_modes(partition(cute.local_tile(tensor, tile, (at, None))), 0, 3)
@@ -45,7 +45,7 @@ def load_tiles(
     search, tile = policy.find(search, first, problem)
     while tile.valid:
         a_to, a_from = _partition(a, policy.a(a[1], tile), (tile_m, tile_k), tile.m, thread_mma.partition_A)
-        b_to, b_from = _partition(b, policy.b(b[1], tile), (tile_n, tile_k), tile.n, thread_mma.partition_B)
+        b_to, b_from = _partition(b, policy.b(b[1], tile), gemm.b_tile, tile.n, thread_mma.partition_B)
         if cutlass.const_expr(scales is not None):
             a_scale, b_scale, single = scales
             wide = policy.a_scale(a_scale[1], tile)

@@ -8,14 +8,15 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 
 from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
 from ...varlen.policy import Problem
+from .activate import Views, activated_sinks, store_activated
+from .pieces import WARP_ROWS, piece_stores, send_piece
 
 THREADS = 128
-WARP_ROWS = 32
 BARRIER = 1  # named barrier of the epilogue warps
 
 
@@ -29,6 +30,7 @@ def store_tiles(
     gemm: cutlass.Constexpr,
     accumulators: cute.Tensor,
     out,
+    second,
     out_values: Any,
     vectors: TileVectors,
     args: EpilogueArgs,
@@ -48,6 +50,7 @@ def store_tiles(
         gemm: the ``GroupedGemm``.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
+        second: (map, coordinate tensor of the map) of the activation's output, or of None.
         out_values: the output in global memory if it is read, else None.
         vectors, args: bias and row scale in shared and in global memory.
         results: pipeline from the MMA warp.
@@ -95,10 +98,11 @@ def store_tiles(
         if wanted:
             row = tile.m * config.tile_m + rank * config.cta_m
             column = tile.n * config.tile_n
-            if cutlass.const_expr(spec.bias):
+            if cutlass.const_expr(spec.vectors):
                 _meet()  # all have read the vectors of the tile before
                 if product:
                     load_vectors(
+                        spec,
                         vectors,
                         args,
                         tile.group,
@@ -117,18 +121,23 @@ def store_tiles(
             # The map alone would drop rows that lie outside; those of a whole warp need not be made.
             height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
             stores = row + warp * WARP_ROWS < height
-            matrix = cute.domain_offset((row + warp * WARP_ROWS, column), target)
-            matrix = cute.local_tile(matrix, (WARP_ROWS, config.tile_n), (0, 0))
-            store_from, store_to = cpasync.tma_partition(
-                out_map,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(cute.local_tile(out_buffers, (WARP_ROWS, epi_n), (warp, 0, None)), 0, 2),
-                cute.group_modes(cute.flat_divide(matrix, (WARP_ROWS, epi_n)), 0, 2),
-            )
+            corner = row + warp * WARP_ROWS, column
+            sinks: Any = None
+            if cutlass.const_expr(spec.activation is not None):
+                sinks = activated_sinks(gemm, (out_map, target), second, tile, out_buffers, warp, corner)
+            else:
+                store_from, store_to = piece_stores(out_map, out_buffers, target, warp, corner, epi_n, config.tile_n)
             if product:
                 results.consumer_wait(made)
-            if stores:
+            if cutlass.const_expr(spec.activation is not None):
+                if stores:
+                    views = Views(tiled_load, acc_part, acc, bias_part, tiled_write, write_part)
+                    factor = vectors.probs[thread, 0] if cutlass.const_expr(spec.probs) else None
+                    buffer = store_activated(gemm, views, sinks, factor, product, results, made, buffer)
+                elif product:
+                    with cute.arch.elect_one():
+                        results.consumer_release(made)
+            elif stores:
                 for piece in cutlass.range_constexpr(pieces):
                     if product:
                         cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
@@ -156,18 +165,7 @@ def store_tiles(
                     if cutlass.const_expr(gemm.out_element is not Float32):
                         rounded.store(acc.load().to(gemm.out_element))
                     cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one
-                    # lane alone would never end.
-                    if cutlass.const_expr(spec.reduces):
-                        cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
-                    else:
-                        with cute.arch.elect_one():
-                            cute.copy(out_map, store_from[None, buffer], store_to[None, 0, piece])
-                    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
+                    send_piece(gemm, out_map, store_from[None, buffer], store_to[None, 0, piece])
                     buffer = (buffer + 1) % gemm.epi_stages
             elif product:
                 with cute.arch.elect_one():

@@ -1,0 +1,129 @@
+"""The epilogue of a tile whose activation is a second output: both rounded, staged and stored piece by piece.
+
+A thread has a row: the gate of a result and, half a tile further, its linear half. They are rounded first, and the
+activation is one of what they were rounded to. The pieces of both outputs go through the same buffers in turns.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+
+from ...activation.curves import activate, widened
+from ...activation.spec import ActivationSpec
+from ...epilogue.vectors import add_bias
+from ...schedule import Tile
+from .pieces import piece_stores, send_piece
+
+
+class Views(NamedTuple):
+    """What a thread of the epilogue sees of a tile."""
+
+    load: cute.TiledCopy  # from tensor memory
+    accumulators: cute.Tensor  # its part of them, [..., 1, piece, accumulator]
+    acc: cute.Tensor  # registers for a piece
+    bias: Any  # its part of the tile's, [..., 1, piece], or None
+    write: cute.TiledCopy  # to shared memory
+    buffers: cute.Tensor  # its part of them, [..., buffer]
+
+
+def activated_sinks(
+    gemm: Any, out: tuple, second: tuple, tile: Tile, buffers: cute.Tensor, warp: Int32, corner: tuple
+) -> tuple:
+    """``(map, from, to)`` of every output: of the halves of ``out`` that have columns of their own, and the second.
+
+    Args:
+        out: map and coordinates of the matrix.
+        second: map and coordinate tensor.
+        corner: row and column of the warp's first element in ``out``.
+    """
+    spec, (row, column) = gemm.spec, corner
+    piece, columns = gemm.epi_tile[1], gemm.config.tile_n
+    out_map, target = out
+    second_map, coords = second
+    matrices = [(out_map, target, column, columns), (second_map, gemm.policy.rows(coords, tile), column, columns)]
+    if spec.gated:
+        column, columns = column // 2, columns // 2
+        matrices[1] = (*matrices[1][:2], column, columns)
+        if not spec.activation.interleaved:
+            matrices[:1] = [(out_map, target[None, None, half], column, columns) for half in range(2)]
+    return tuple((tma, *piece_stores(tma, buffers, t, warp, (row, c), piece, n)) for tma, t, c, n in matrices)
+
+
+@cute.jit
+def store_activated(
+    gemm: cutlass.Constexpr,
+    views: Views,
+    sinks: Any,
+    factor: Any,
+    product: cutlass.Boolean,
+    results: pipeline.PipelineUmmaAsync,
+    made: pipeline.PipelineState,
+    buffer: Int32,
+) -> Int32:
+    """Finish and store one warp's rows of a tile; returns whose turn of the buffers comes after it.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        views: the thread's.
+        sinks: see ``activated_sinks``.
+        factor: the row's probability, or None.
+        product: whether the tile belongs to a group; the tail is zero.
+        results, made: the pipeline from the MMA warp and where it stands; the accumulator is given back.
+        buffer: to begin with.
+    """
+    spec, halves = gemm.spec, 2 if gemm.spec.gated else 1
+    pieces = gemm.config.tile_n // halves // gemm.epi_tile[1]
+    shape = views.acc.shape
+    rounded = tuple(cute.make_rmem_tensor(shape, gemm.out_element) for _ in range(halves))
+    result = cute.make_rmem_tensor(shape, gemm.out_element)
+    for piece in cutlass.range_constexpr(pieces):
+        if product:
+            for half in cutlass.range_constexpr(halves):
+                at = half * pieces + piece
+                cute.copy(views.load, views.accumulators[None, None, None, 0, at, made.index], views.acc)
+                cute.arch.fence_view_async_tmem_load()
+                if cutlass.const_expr(at == halves * pieces - 1):
+                    with cute.arch.elect_one():
+                        results.consumer_release(made)
+                if cutlass.const_expr(spec.bias):
+                    add_bias(views.acc, views.bias[None, None, None, 0, at], None)
+                rounded[half].store(views.acc.load().to(gemm.out_element))
+            activate_row(spec.activation, rounded, factor, result)
+        else:
+            for half in cutlass.range_constexpr(halves):
+                rounded[half].fill(0.0)
+            result.fill(0.0)
+        for part in cutlass.range_constexpr(halves):
+            tma, source, sink = sinks[part % (len(sinks) - 1)]
+            registers, place = rounded[part], piece
+            if cutlass.const_expr(spec.gated and spec.activation.interleaved):
+                registers, place = alternating(*rounded, part), 2 * piece + part
+            cute.copy(views.write, views.write.retile(registers), views.buffers[None, None, None, buffer])
+            send_piece(gemm, tma, source[None, buffer], sink[None, 0, place])
+            buffer = (buffer + 1) % gemm.epi_stages
+        tma, source, sink = sinks[-1]
+        cute.copy(views.write, views.write.retile(result), views.buffers[None, None, None, buffer])
+        send_piece(gemm, tma, source[None, buffer], sink[None, 0, piece])
+        buffer = (buffer + 1) % gemm.epi_stages
+    return buffer
+
+
+def activate_row(spec: ActivationSpec, rounded: Any, factor: Any, result: cute.Tensor) -> None:
+    """The activation of a thread's columns of both halves, rounded into ``result``."""
+    values = cute.make_rmem_tensor(result.shape, Float32)
+    wide = tuple(widened(half) for half in rounded)
+    fast = result.element_type.width == 16
+    for i in range(cute.size(values)):
+        value = activate(spec, wide[0][i], wide[1][i] if spec.gated else None, fast)
+        values[i] = value if factor is None else value * factor
+    result.store(values.load().to(result.element_type))
+
+
+def alternating(gate: cute.Tensor, linear: cute.Tensor, part: int) -> cute.Tensor:
+    """One half of the columns of gate and linear half in turns."""
+    columns = cute.make_rmem_tensor(gate.shape, gate.element_type)
+    count = cute.size(columns)
+    for i in range(count):
+        columns[i] = (gate, linear)[i % 2][(part * count + i) // 2]
+    return columns

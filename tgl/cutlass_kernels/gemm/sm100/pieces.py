@@ -1,0 +1,53 @@
+"""One piece of a tile, on its way from a warp's registers through shared memory to any output."""
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+WARP_ROWS = 32
+
+
+def piece_stores(
+    tma: cute.CopyAtom,
+    buffers: cute.Tensor,
+    target: cute.Tensor,
+    warp: Int32,
+    corner: tuple,
+    piece: int,
+    columns: int,
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """``(from [box, buffer], to [box, 1, piece])`` of a warp's stores.
+
+    Args:
+        tma: the store.
+        buffers: shared memory ``[rows, columns of a piece, buffers]``.
+        target: coordinates of the matrix.
+        warp: which.
+        corner: row and column of its first element in the matrix.
+        piece, columns: of a piece and of all of them.
+    """
+    matrix = cute.local_tile(cute.domain_offset(corner, target), (WARP_ROWS, columns), (0, 0))
+    return cpasync.tma_partition(
+        tma,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(cute.local_tile(buffers, (WARP_ROWS, piece), (warp, 0, None)), 0, 2),
+        cute.group_modes(cute.flat_divide(matrix, (WARP_ROWS, piece)), 0, 2),
+    )
+
+
+@cute.jit
+def send_piece(gemm: cutlass.Constexpr, tma: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor):
+    """Store what the lanes of a warp have written, and wait until the next buffer is free."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone would
+    # never end.
+    if cutlass.const_expr(gemm.spec.reduces):
+        cute.copy(tma, source, sink)
+    else:
+        with cute.arch.elect_one():
+            cute.copy(tma, source, sink)
+    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
