@@ -1,4 +1,4 @@
-"""One GEMM with an activation as second output, compiled for a given tiling and run on the emulator between canaries."""
+"""One GEMM with an activation as second output, compiled for a given tiling and run on the emulator."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
+SWIGLU = Params()
 _compiled: dict = {}
 
 
@@ -24,7 +25,7 @@ class Case:
 
     config: GemmConfig
     sizes: tuple[int, ...]
-    params: Params = Params()
+    params: Params = SWIGLU
     tail: int = 9
     depth: int = 72
     columns: int = 72  # of y

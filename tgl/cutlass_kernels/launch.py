@@ -312,7 +312,7 @@ def build(key: PlanKey) -> Callable:
     kernel_class = kernel.GroupedGemm if spec.activation is None else kernel.ActivatedGroupedGemm
     gemm = kernel_class(key.kind, key.config, spec, types[key.element])
     out = tensor(spec.out, out_dims, out_dims - 1)
-    epilogue = (out, vector(spec.bias, 2), vector(spec.bias_scale, 1))
+    epilogue: tuple = (out, vector(spec.bias, 2), vector(spec.bias_scale, 1))
     if spec.activation is not None:
         epilogue = (out, tensor(spec.out, 2, 1), vector(spec.bias, 2), vector(spec.probs, 1))
     return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](

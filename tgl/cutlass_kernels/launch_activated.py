@@ -109,7 +109,7 @@ def prepare_grouped_gemm_activation(
     y: Tensor,
     h: Tensor,
 ) -> None:
-    """Compile and load what ``grouped_gemm_activation`` with these arguments needs, by a launch on a scratch problem."""
+    """Compile and load what ``grouped_gemm_activation`` with these arguments needs, by a launch on scratch tensors."""
     if h.numel() == 0 or b.shape[0] == 0:
         return
     width = 16 if params.gated else 8

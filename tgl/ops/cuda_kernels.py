@@ -27,7 +27,7 @@ from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
 ARCHS = frozenset(host.GPU_ARCH)
-ATTEMPTS = {**launch.ATTEMPTS, **launch_activated.ATTEMPTS}
+ATTEMPTS: dict[Callable[..., None], Callable[..., backends.Reason]] = {**launch.ATTEMPTS, **launch_activated.ATTEMPTS}
 
 
 class Kernel(NamedTuple):

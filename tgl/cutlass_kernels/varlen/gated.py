@@ -1,8 +1,8 @@
 """``VarlenM`` for a matrix whose columns are gate and linear half, tile by tile side by side.
 
 The halves of B are a mode of their own. A tile of ``tile_n`` columns loads ``tile_n / 2`` of either half, so that the
-accumulator of a row holds both partners of ``tile_n / 2`` results, however the matrix keeps its columns; and a tile that
-reaches past a half loads zeros and stores nothing there, as at the edge of any matrix.
+accumulator of a row holds both partners of ``tile_n / 2`` results, however the matrix keeps its columns; and a tile
+that reaches past a half loads zeros and stores nothing there, as at the edge of any matrix.
 """
 
 from cutlass import Int32, cute

@@ -98,7 +98,7 @@ def store_activated(
             tma, source, sink = sinks[part % (len(sinks) - 1)]
             registers, place = rounded[part], piece
             if cutlass.const_expr(spec.gated and spec.activation.interleaved):
-                registers, place = alternating(*rounded, part), 2 * piece + part
+                registers, place = alternating(rounded[0], rounded[1], part), 2 * piece + part
             cute.copy(views.write, views.write.retile(registers), views.buffers[None, None, None, buffer])
             send_piece(gemm, tma, source[None, buffer], sink[None, 0, place])
             buffer = (buffer + 1) % gemm.epi_stages

@@ -41,8 +41,8 @@ def send_piece(gemm: cutlass.Constexpr, tma: cute.CopyAtom, source: cute.Tensor,
     """Store what the lanes of a warp have written, and wait until the next buffer is free."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone would
-    # never end.
+    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone
+    # would never end.
     if cutlass.const_expr(gemm.spec.reduces):
         cute.copy(tma, source, sink)
     else:

@@ -130,10 +130,12 @@ def store_tiles(
             if product:
                 results.consumer_wait(made)
             if cutlass.const_expr(spec.activation is not None):
+                views = Views(tiled_load, acc_part, acc, bias_part, tiled_write, write_part)
+                probability: Any = None
+                if cutlass.const_expr(spec.probs):
+                    probability = vectors.probs[thread, 0]
                 if stores:
-                    views = Views(tiled_load, acc_part, acc, bias_part, tiled_write, write_part)
-                    factor = vectors.probs[thread, 0] if cutlass.const_expr(spec.probs) else None
-                    buffer = store_activated(gemm, views, sinks, factor, product, results, made, buffer)
+                    buffer = store_activated(gemm, views, sinks, probability, product, results, made, buffer)
                 elif product:
                     with cute.arch.elect_one():
                         results.consumer_release(made)

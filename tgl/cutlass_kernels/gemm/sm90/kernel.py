@@ -194,7 +194,7 @@ class GroupedGemm:
         a_map, a_coords, a_smem = a
         b_map, b_coords, b_smem = b
         out_map, out_coords, out_smem = out
-        second_map, second_coords = second
+        second_map, _ = second
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
