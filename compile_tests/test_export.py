@@ -80,6 +80,7 @@ def test_export_of_every_other_op() -> None:
                 *tgl.grouped_dbias_dscales(dy, bias, scale, offs),
                 *torch.ops.tgl.grouped_activation_backward(dy[:, : K // 2], x, offs, scale),
                 *tgl.grouped_gemm_activation(dy, bias.t()[None].expand(3, N, 3), offs, kind="srelu"),
+                *tgl.grouped_gemm_dactivation(dy, dy.new_ones(3, N, K // 2), x, offs, scale),
             ]
 
     def inputs(rows: int) -> tuple[Tensor, ...]:

@@ -119,6 +119,12 @@ def gemm_activation() -> Iterator[Call]:
         yield [with_tail(T, K, dtype=dtype), torch.randn(G, 2 * N, K).to(dtype).transpose(1, 2), OFFS], {}
 
 
+def dactivation() -> Iterator[Call]:
+    for (x, *rest), options in activation():
+        width = 2 * N if options.get("kind") == "srelu" else N
+        yield [with_tail(T, K, dtype=x.dtype), torch.randn(G, K, width).to(x.dtype), x, *rest], options
+
+
 def splits() -> Iterator[Call]:
     for dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         yield [torch.tensor([4, 0, 3], dtype=dtype)], {}
@@ -134,7 +140,9 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "grouped_dbias_dscales": (torch.ops.tgl.grouped_dbias_dscales, dbias_dscales),
     "grouped_activation": (torch.ops.tgl.grouped_activation, activation),
     "grouped_activation_backward": (torch.ops.tgl.grouped_activation_backward, activation_backward),
+    "grouped_gemm_dactivation": (torch.ops.tgl.grouped_gemm_dactivation, dactivation),
 }
+FUSED_GRADIENTS = ("grouped_activation_backward", "grouped_gemm_dactivation")  # made of aten ops, which Inductor fuses
 
 
 def leaves(calls: list[Call]) -> list[Call]:
@@ -165,7 +173,7 @@ def test_all_options_as_in_eager(name: str) -> None:
         return [op(*args, **options) for args, options in calls]
 
     compiled = torch.compile(every, fullgraph=True, dynamic=False)
-    with_gradients = name != "grouped_activation_backward"  # its gradient is made of aten ops, which Inductor fuses
+    with_gradients = name not in FUSED_GRADIENTS
     mine, eager = (leaves(calls), leaves(calls)) if with_gradients else (calls, calls)
     expected, actual = every(eager), compiled(mine)
     for i, (args, options) in enumerate(calls):

@@ -33,6 +33,7 @@ def calls(offs):
         "grouped_dbias_dscales": lambda: tgl.grouped_dbias_dscales(dy, bias, scale, offs),
         "grouped_activation": lambda: tgl.grouped_activation(dy, offs, scale),
         "grouped_activation_backward": lambda: torch.ops.tgl.grouped_activation_backward(a, dy, offs, scale),
+        "grouped_gemm_dactivation": lambda: tgl.grouped_gemm_dactivation(a, b, dy, offs, scale, kind="srelu"),
     }
 
 

@@ -191,6 +191,22 @@ def check_activation():
                 torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
+def check_dactivation():
+    dy, b, probs = integers(T, K), integers(G, K, I), torch.rand(T, dtype=torch.float64)
+    for kind, interleaved, width in (("srelu", False, I), ("swiglu", True, 2 * I), ("swiglu", False, 2 * I)):
+        h, options = torch.randn(T, width, dtype=torch.float64), {"kind": kind, "interleaved": interleaved}
+        sharded = kind == "srelu" or interleaved
+        expected = tgl.grouped_gemm_dactivation(dy, b, h, OFFS, probs, **options)
+        operands = place(dy, R), place(b, S2), place(h, S1), place(OFFS, R), place(probs, R)
+        with CommDebugMode() as counter:
+            actual = tgl.grouped_gemm_dactivation(*operands, **options)
+        assert (counter.get_total_counts() == 0) == sharded
+        assert actual[0].placements == (S1 if sharded else R,)
+        assert actual[1].placements == (Partial() if sharded else R,)
+        for mine, theirs in zip(actual, expected):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
 def check_uneven_columns():
     """Seven columns over two ranks, and gate and linear halves whose pairs would be torn apart."""
     a, b = integers(T, 7), integers(G, 7, 5)

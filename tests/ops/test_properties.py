@@ -41,6 +41,8 @@ def test_flops_of_the_gemms():
     assert count(lambda: tgl.grouped_gemm_activation(a, b, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, out=torch.empty(G, K, N))) == 2 * T * K * N
+    h = torch.randn(T, 2 * N)
+    assert count(lambda: tgl.grouped_gemm_dactivation(a, b, h, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
 
 

@@ -100,6 +100,7 @@ def calls():
         "grouped_dbias_dscales": lambda x: tgl.grouped_dbias_dscales(x, x[:G], scale, OFFS),
         "grouped_activation": lambda x: tgl.grouped_activation(x, OFFS, scale),
         "grouped_activation_backward": lambda x: torch.ops.tgl.grouped_activation_backward(x[:, :2], x, OFFS),
+        "grouped_gemm_dactivation": lambda x: tgl.grouped_gemm_dactivation(x, b, torch.cat([dy, dy], 1), OFFS, scale),
     }
 
 

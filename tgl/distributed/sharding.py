@@ -11,6 +11,7 @@ For one dimension of the mesh, besides everything replicated:
 | ``grouped_dbias`` | N | sharded in N |
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
 | ``grouped_activation``, ``..._backward`` | columns, in whole pairs | sharded alike, ``dprobs`` a partial sum |
+| ``grouped_gemm_dactivation`` | I of ``b`` and columns of ``h``, in whole pairs | the same |
 | ``offload``, ``reload``, ``after`` | anything | the same |
 
 Ops on quantised operands follow the same pattern, with all components of an operand sharded together: see
@@ -130,6 +131,26 @@ def _grouped_activation_backward(
     return rules
 
 
+def _grouped_gemm_dactivation(
+    dy: Any,
+    b: Any,
+    h: Any,
+    offs: Any,
+    probs: Any = None,
+    *,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    **_: Any,
+) -> list[Rule]:
+    whole = Replicate()
+    rules = [replicated(2, dy, b, h, offs, probs)]
+    if _columns_can_be_sharded(h, kind, interleaved):
+        dprobs = Partial() if probs is not None else whole  # of shape [0] without probs
+        operands = ((dy, whole), (b, Shard(2)), (h, Shard(1)), (offs, whole), (probs, whole))
+        rules.append(rule([Shard(1), dprobs], *operands))
+    return rules
+
+
 def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [replicated(1, m_splits)]
 
@@ -163,6 +184,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_dbias_dscales.default: _grouped_dbias_dscales,
     _ops.grouped_activation.default: _grouped_activation,
     _ops.grouped_activation_backward.default: _grouped_activation_backward,
+    _ops.grouped_gemm_dactivation.default: _grouped_gemm_dactivation,
     _ops.splits_to_offsets.default: _splits_to_offsets,
     _ops.offload.default: _offload,
     _ops.reload.default: _reload,

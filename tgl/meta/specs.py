@@ -270,3 +270,32 @@ def grouped_activation_backward(
     checks.dense_matrix(op, "dy", dy)
     rows = x.shape[0] if probs is not None else 0
     return TensorSpec(tuple(x.shape), x.dtype, x.device), TensorSpec((rows,), accumulator(x.dtype), x.device)
+
+
+def grouped_gemm_dactivation(
+    dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu"
+) -> tuple[TensorSpec, TensorSpec]:
+    """``[T, K] x [G, K, I]`` -> ``dh`` like ``h``, and ``dprobs [T]`` (``[0]`` without ``probs``)."""
+    op = "grouped_gemm_dactivation"
+    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    checks.ndim(op, "dy", dy, 2, "[T, K]")
+    checks.floating(op, "dy", dy)
+    checks.dense_matrix(op, "dy", dy)
+    checks.ndim(op, "b", b, 3, "[G, K, I]")
+    (rows, depth), (groups, b_depth, columns) = dy.shape, b.shape
+    dtype, device, acc = dy.dtype, dy.device, accumulator(dy.dtype)
+    checks.same_dtype(op, "b", b, "dy", dtype)
+    checks.same_device(op, "b", b, "dy", device)
+    checks.require(b_depth == depth, op, "b", f"[G, K, I] with K = {depth} like `dy`", b.shape)
+    checks.dense_matrix(op, "b", b)
+    gated = kind in GATED
+    checks.shape(op, "h", h, (rows, 2 * columns if gated else columns), "[T, 2 I]" if gated else "[T, I]")
+    checks.same_dtype(op, "h", h, "dy", dtype)
+    checks.same_device(op, "h", h, "dy", device)
+    checks.dense_matrix(op, "h", h)
+    checks.offsets(op, offs, groups, "dy", device)
+    if probs is not None:
+        checks.shape(op, "probs", probs, (rows,), "[T]")
+        checks.either_dtype(op, "probs", probs, dtype, acc)
+        checks.same_device(op, "probs", probs, "dy", device)
+    return TensorSpec(tuple(h.shape), dtype, device), TensorSpec((rows if probs is not None else 0,), acc, device)

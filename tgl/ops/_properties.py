@@ -11,6 +11,7 @@ from ..meta.formats import FORMATS
 from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm,
     grouped_gemm_activation,
+    grouped_gemm_dactivation,
     grouped_gemm_scaled,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_wgrad,
@@ -33,7 +34,7 @@ Pass it to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 """
 
 
-@register_flop_formula([_ops.grouped_gemm, _ops.grouped_gemm_activation])
+@register_flop_formula([_ops.grouped_gemm, _ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation])
 def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
     """``2 T K N``: every row counts, since which of them are routed is known on the device alone."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[2]

@@ -190,9 +190,16 @@ def _save_backward(
 
 
 def _second_backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tuple[Tensor | None, ...]:
-    """Derivatives of ``cg dg + cu du + cp dp`` (see ``_backward``) in dy, g, u and p; cg, cu, cp the cotangents."""
     dy, x, offs, probs = ctx.saved_tensors
-    params, acc = ctx.params, specs.accumulator(x.dtype)
+    d_dy, d_x, d_p = second_order(ctx.params, dy, x, offs, probs, cx, cp)
+    return d_dy, d_x, None, d_p
+
+
+def second_order(
+    params: Params, dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, cx: Tensor, cp: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Derivatives of ``cg dg + cu du + cp dp`` (see ``_backward``) in dy, x and p; cg, cu, cp the cotangents."""
+    acc = specs.accumulator(x.dtype)
     tail = _tail(offs, x.shape[0])
     wide = x.to(acc).masked_fill(tail, 0)
     g, u = params.halves(wide)
@@ -211,7 +218,7 @@ def _second_backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) 
     d_g = p * dy * (cg * a2 * linear + cu * a1 * slope) + cp * dy * a1 * linear
     d_u = (p * dy * cg * a1 + cp * dy * a) * slope if u is not None else None
     d_p = None if probs is None else (dy * along).sum(1).to(probs.dtype)
-    return d_dy.to(x.dtype), params.join(d_g, d_u).to(x.dtype), None, d_p
+    return d_dy.to(x.dtype), params.join(d_g, d_u).to(x.dtype), d_p
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

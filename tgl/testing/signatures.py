@@ -12,6 +12,7 @@ from .scaled_samples import QuantizedSignature
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
 _BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
 _FUSED = "a[T,K], b[G,K,{0}], offs[G]:ends, bias[G,{0}]?, probs[T]? -> y[T,I], h[T,{0}]"
+_DACTIVATION = "dy[T,K], b[G,K,I], h[T,{h}], offs[G]:ends, probs[T]? -> dh[T,{h}], dprobs[T]"
 _GATED: dict[str, Sequence[Any]] = {"kind": ("swiglu", "clamped_qgeglu"), "interleaved": (False, True)}
 _PLAIN: dict[str, Sequence[Any]] = {"kind": ("srelu",)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
@@ -55,6 +56,10 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_activation_backward": (
         Signature(_BACKWARD.format(x="2I", y="I"), options=_GATED, **_ACTIVATION),
         Signature(_BACKWARD.format(x="I", y="I"), options=_PLAIN, **_ACTIVATION),
+    ),
+    "grouped_gemm_dactivation": (
+        Signature(_DACTIVATION.format(h="2I"), options=_GATED, **_ACTIVATION),
+        Signature(_DACTIVATION.format(h="I"), options=_PLAIN, **_ACTIVATION),
     ),
     "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
     "grouped_gemm_scaled.out": (QuantizedSignature(f"{_SCALED}, out[T,N]! ->", requires={"bias_scale": "bias"}),),

@@ -1,0 +1,64 @@
+"""``grouped_gemm_dactivation`` is a grouped GEMM and an activation's backward, bit by bit."""
+
+import pytest
+import torch
+
+import tgl
+from tgl.testing import ROUTINGS
+
+KINDS = [
+    ("swiglu", {}),
+    ("swiglu", {"interleaved": True}),
+    ("clamped_qgeglu", {"limit": 2.0, "alpha": 1.5, "offset": 0.5}),
+    ("srelu", {}),
+]
+K, I = 24, 40
+
+
+def inputs(routing, kind, dtype):
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(routing.rows, K, generator=generator).to(dtype)
+    h = torch.randn(routing.rows, I if kind == "srelu" else 2 * I, generator=generator).to(dtype)
+    probs = torch.rand(routing.rows, generator=generator)
+    for t in (dy, h, probs):
+        t[routing.routed :] = float("nan")
+    b = torch.randn(len(routing.sizes), I, K, generator=generator).to(dtype).transpose(1, 2)
+    return dy, b, h, routing.ends(), probs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, constants", KINDS, ids=str)
+def test_the_same_bits_as_two_ops(kind, constants, dtype):
+    for routing in ROUTINGS.values():
+        dy, b, h, offs, probs = inputs(routing, kind, dtype)
+        for given in (probs, None):
+            fused = tgl.grouped_gemm_dactivation(dy, b, h, offs, given, kind=kind, **constants)
+            da = tgl.grouped_gemm(dy, b, offs)
+            apart = torch.ops.tgl.grouped_activation_backward(da, h, offs, given, kind=kind, **constants)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(fused, apart, strict=True))
+
+
+def test_it_is_the_gradient_of_a_layer():
+    """Of activation and second GEMM, as autograd has it."""
+    dy, b, h, offs, probs = inputs(ROUTINGS["ragged_tail"], "swiglu", torch.float32)
+    h, probs = h.requires_grad_(), probs.requires_grad_()
+    y = tgl.grouped_gemm(tgl.grouped_activation(h, offs, probs), b.transpose(1, 2), offs)
+    wanted = torch.autograd.grad(y, (h, probs), dy)
+    with torch.no_grad():
+        got = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+
+
+def test_autocast():
+    dy, b, h, offs, probs = inputs(ROUTINGS["ragged_tail"], "swiglu", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs.half())
+    wanted = tgl.grouped_gemm_dactivation(dy.bfloat16(), b.bfloat16(), h.bfloat16(), offs, probs.half().float())
+    assert torch.equal(dh, wanted[0])
+    assert torch.equal(dprobs, wanted[1])
+
+
+def test_unknown_kind():
+    dy, b, h, offs, probs = inputs(ROUTINGS["ragged_tail"], "swiglu", torch.float32)
+    with pytest.raises(ValueError, match="`kind` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"):
+        tgl.grouped_gemm_dactivation(dy, b, h, offs, probs, kind="gelu")

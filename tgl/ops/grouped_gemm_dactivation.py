@@ -1,0 +1,167 @@
+"""``tgl::grouped_gemm_dactivation``: from the gradient of an expert's output to that of its hidden rows, in one op.
+
+It is the input gradient of the second GEMM, then the activation backwards; a kernel need not write what lies between to
+memory and read it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import specs
+from ._library import Formula, autocast_operand, define
+from .grouped_activation import _PARAMS, Params, second_order
+from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
+from .grouped_gemm import NAME as GEMM
+
+NAME = "grouped_gemm_dactivation"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+) -> tuple[Tensor, Tensor]:
+    parsed = Params(**params)
+    dh, dprobs = (s.empty() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, kind=parsed.kind))
+    debug.check_offs(NAME, offs, dy.shape[0])
+    backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs)
+    return dh, dprobs
+
+
+def _two_ops(
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    *,
+    params: Params,
+    dh: Tensor,
+    dprobs: Tensor,
+) -> None:
+    """The product rounded to the dtype of ``h``, then the activation's backward, each by what serves its op."""
+    spec = specs.TensorSpec((dy.shape[0], b.shape[2]), h.dtype, h.device)
+    da = backends.produce(GEMM, dy.device, spec, dy, b, offs, None, None, zero_tail=False)
+    backends.run(ACTIVATION_BACKWARD, h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    *,
+    output: tuple[Tensor, Tensor],
+    **params: Any,
+) -> None:
+    ctx.save_for_backward(dy, b, h, offs, probs)
+    ctx.params = Params(**params)
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tuple[Tensor | None, ...]:
+    """With ``a = dy b``: the activation's second order gives the derivatives in ``a``, ``h`` and ``probs``."""
+    dy, b, h, offs, probs = ctx.saved_tensors
+    da = torch.ops.tgl.grouped_gemm(dy, b, offs)
+    along, d_h, d_probs = second_order(ctx.params, da, h, offs, probs, cx, cp)
+    d_dy = torch.ops.tgl.grouped_gemm(along, b.transpose(1, 2), offs) if needs[0] else None
+    d_b = torch.ops.tgl.grouped_gemm_wgrad(dy, along, offs) if needs[1] else None
+    return d_dy, d_b, d_h, None, d_probs
+
+
+def _autocast(
+    dtype: torch.dtype, dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **kwargs: Any
+) -> tuple[tuple, dict]:
+    """Operands in the autocast dtype; probabilities keep their own."""
+    dy, b, h = (autocast_operand(dtype, t) for t in (dy, b, h))
+    if probs is not None and probs.dtype not in (dy.dtype, torch.float32):
+        probs = probs.float()
+    return (dy, b, h, offs, probs), kwargs
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? probs=None, *, {_PARAMS}) -> "
+    "(Tensor dh, Tensor dprobs)",
+    _kernel,
+    lambda dy, b, h, offs, probs=None, *, kind="swiglu", **_: tuple(
+        spec.empty() for spec in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, kind=kind)
+    ),
+    formula=Formula(_save, _backward),
+    autocast=_autocast,
+)
+
+
+def _call(
+    dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    parsed = Params(**params)
+    dh, dprobs = (s.meta() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, kind=parsed.kind))
+    return dy.device, (dy, b, h, offs, probs), {"params": parsed, "dh": dh, "dprobs": dprobs}
+
+
+backends.describe_op(NAME, _call)
+for _device in ("cpu", "cuda"):
+    backends.add(
+        backends.Implementation(
+            NAME, "grouped GEMM, then the activation's backward", _device, _two_ops, priority=-10, note="two ops"
+        )
+    )
+
+
+def grouped_gemm_dactivation(
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of an expert's hidden rows: every group of ``dy`` times its matrix, then back through the activation.
+
+    For the layer ``y = grouped_gemm(grouped_activation(h, offs, probs, ...), w, offs)`` and ``b`` the transpose of
+    ``w``, the gradients of ``h`` and ``probs`` from that of ``y``. With ``da = grouped_gemm(dy, b, offs)``, rounded to
+    the dtype of ``h``, and the factors of ``grouped_activation`` in float32 (float64 for float64): for every row
+
+    - ``dg = probs da A'(g) L(u)`` and ``du = probs da A(g) L'(u)``, where ``h`` has ``g`` and ``u``, rounded once;
+    - ``dprobs``, the sum of ``da A(g) L(u)`` over the row, in an order that every call repeats. It is the
+      implementation's own, so ``dprobs`` may differ in the last bits from that of another one; ``dh`` does not.
+
+    Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all but ``offs``, twice.
+
+    Args:
+        dy: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        b: ``[G, K, I]`` of the same dtype, either major.
+        h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for ``"srelu"``; of the same dtype: the activation's input.
+        offs: int32 ``[G]`` on the same device: cumulative group ends.
+        probs: ``[T]``, dtype of ``h`` or float32: what multiplied the row.
+        kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
+
+    Returns:
+        ``dh`` like ``h``, contiguous, and ``dprobs [T]`` in float32 (float64 for float64); ``[0]`` without ``probs``.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: a forward-mode derivative is asked for.
+    """
+    # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
+    constants = {"limit": limit, "alpha": alpha, "offset": offset}
+    given = {name: value for name, value in constants.items() if value is not None}
+    return _op(dy, b, h, offs, probs, kind=kind, interleaved=interleaved, **given)
