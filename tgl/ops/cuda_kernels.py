@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import backends
-from ..cutlass_kernels import copies, host, launch, launch_activated, launch_scaled
+from ..cutlass_kernels import copies, host, launch, launch_activated, launch_gradient, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.reduce import calls
@@ -19,6 +19,7 @@ from .grouped_dbias import NAME as DBIAS
 from .grouped_dbias import SCALED as DBIAS_DSCALES
 from .grouped_gemm import NAME as GEMM
 from .grouped_gemm_activation import NAME as GEMM_ACTIVATION
+from .grouped_gemm_dactivation import NAME as DACTIVATION
 from .grouped_gemm_scaled import NAME as SCALED_GEMM
 from .grouped_gemm_scaled_wgrad import ACCUMULATE as SCALED_ACCUMULATE
 from .grouped_gemm_scaled_wgrad import NAME as SCALED_WGRAD
@@ -71,6 +72,13 @@ IN_PLACE = (
         launch_activated.grouped_gemm_activation,
         launch_activated.grouped_gemm_activation_supports,
         launch_activated.prepare_grouped_gemm_activation,
+    ),
+    Kernel(
+        DACTIVATION,
+        launch_gradient.grouped_gemm_dactivation,
+        launch_gradient.grouped_gemm_dactivation_supports,
+        launch_gradient.prepare_grouped_gemm_dactivation,
+        note="one launch and, for dprobs, a sum over tiles; groups read on the device",
     ),
     Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
     Kernel(

@@ -25,6 +25,14 @@ class Factors(NamedTuple):
     slope: Float32
 
 
+class Gradients(NamedTuple):
+    """What goes to the gate and to the linear half (None if there is none), and the summand of a probability's."""
+
+    gate: Float32
+    linear: Float32 | None
+    probability: Float32
+
+
 def at_most(value: Float32, limit: Float32) -> Float32:
     """``min(value, limit)``, NaN for NaN."""
     return cutlass.select_(value > limit, limit, value)
@@ -86,3 +94,15 @@ def widened(rounded: cute.Tensor) -> cute.Tensor:
     else:
         values.store(rounded.load().to(Float32))
     return values
+
+
+def gradients(
+    spec: ActivationSpec, g: Float32, u: Float32 | None, dy: Float32, factor: Float32 | None, fast: bool
+) -> Gradients:
+    """``p dy A'(g) L(u)``, ``p dy A(g) L'(u)`` and ``dy A(g) L(u)``, for a row's ``p = factor`` (None: 1)."""
+    a, a1, linear, slope = factors(spec, g, u, fast)
+    through_a, through_linear = dy * linear, dy * a
+    summand = a * through_a
+    if factor is not None:
+        through_a, through_linear = through_a * factor, through_linear * factor
+    return Gradients(through_a * a1, None if u is None else through_linear * slope, summand)

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from ..schedule import ceil_div
 from ..varlen.groups import clamp
-from .curves import activate, factors
+from .curves import activate, gradients
 from .spec import ActivationSpec
 
 LANES = 32
@@ -254,13 +254,11 @@ class GroupedActivationBackward:
         for j in cutlass.range_constexpr(vector):
             g, u = halves_of(spec, parts, j)
             linear_half = None if cutlass.const_expr(u is None) else wide[u]
-            a, a1, linear, slope = factors(spec, wide[g], linear_half, parts.element_type.width == 16)
-            through_a, through_linear = dy[j] * linear, dy[j] * a
-            if cutlass.const_expr(factor is not None):
-                total += a * through_a
-                through_a, through_linear = through_a * factor, through_linear * factor
-            wide[g] = through_a * a1
+            found = gradients(spec, wide[g], linear_half, dy[j], factor, parts.element_type.width == 16)
+            wide[g] = found.gate
             if cutlass.const_expr(u is not None):
-                wide[u] = through_linear * slope
+                wide[u] = found.linear
+            if cutlass.const_expr(factor is not None):
+                total += found.probability
         flat.store(wide.load().to(parts.element_type))
         return total

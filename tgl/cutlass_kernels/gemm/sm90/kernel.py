@@ -22,8 +22,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from ...activation.spec import ActivationSpec
 from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
+from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.gated import varlen_m
 from ...varlen.policy import Problem, VarlenK
@@ -45,7 +47,15 @@ def depth_major(tensor: cute.Tensor) -> bool:
 
 
 class GroupedGemm:
-    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on."""
+    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
+
+    Attributes:
+        gradient: the activation that the epilogue goes back through, or None.
+        buffers: chunks that each consumer warp stages.
+    """
+
+    gradient: ActivationSpec | None = None
+    buffers = store.BUFFERS
 
     def __init__(
         self,
@@ -74,7 +84,7 @@ class GroupedGemm:
             vector_bytes(spec, *self.vector_tile)
             + self.policy.smem_bytes
             + OTHER_SMEM
-            + store.staging_bytes(4 * self.warpgroups)
+            + store.staging_bytes(4 * self.warpgroups * self.buffers)
         )
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
 
@@ -110,12 +120,14 @@ class GroupedGemm:
         clusters: Int32,
         stream,
         second: cute.Tensor | None = None,
+        extra=None,
     ):
         """Make the maps and launch.
 
         Args:
             scales: those of blocks of A and B, or None.
             second: the activation's output, or None.
+            extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
         """
         problem = self.policy.problem(a, b, offs, out)
         a, b, target = self.policy.views(a, b, out)
@@ -138,7 +150,7 @@ class GroupedGemm:
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             save = cpasync.CopyBulkTensorTileS2GOp()
-        out_smem = store.chunk_layout(self.out_element, 4 * self.warpgroups * store.BUFFERS)
+        out_smem = store.chunk_layout(self.out_element, 4 * self.warpgroups * self.buffers)
         out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, store.chunk_tile(self.out_element))
         second_map: Any = None
         second_coords: Any = None
@@ -146,6 +158,9 @@ class GroupedGemm:
             second_map, second_coords = cpasync.make_tiled_tma_atom(
                 save, ragged_tensor(second, 0), out_smem, store.chunk_tile(self.out_element)
             )
+        hidden: Any = None
+        if cutlass.const_expr(self.gradient is not None):
+            hidden = self.hidden(*extra, out_smem)
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
             tiled_mma,
@@ -156,6 +171,7 @@ class GroupedGemm:
             target if cutlass.const_expr(self.spec.reads_output) else None,
             scales,
             args,
+            hidden,
             problem,
         ).launch(
             grid=(running * ctas, 1, 1),
@@ -188,6 +204,7 @@ class GroupedGemm:
         out_values: cute.Tensor | None,
         scales,
         args: EpilogueArgs,
+        hidden,
         problem: Problem,
     ):
         """Set up what the roles share, then branch into them."""
@@ -208,6 +225,9 @@ class GroupedGemm:
 
         allocator = memory.SmemAllocator()
         ring = allocate_ring(allocator, self.stages)
+        if cutlass.const_expr(hidden is not None):
+            full = open_slots(allocator, 4 * self.warpgroups * SLOTS, warp == load_warp)
+            hidden = hidden._replace(full=full)
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
@@ -227,7 +247,20 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
-                self, tiled_mma, a_buffers, b_buffers, scales, ring, output, vectors, args, problem, rank, first, step
+                self,
+                tiled_mma,
+                a_buffers,
+                b_buffers,
+                scales,
+                ring,
+                output,
+                vectors,
+                args,
+                hidden,
+                problem,
+                rank,
+                first,
+                step,
             )
         if cutlass.const_expr(ctas > 1):
             self.meet()  # no CTA leaves while another may still load into its shared memory

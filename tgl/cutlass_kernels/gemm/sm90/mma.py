@@ -10,6 +10,7 @@ from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
 from ...schedule import ceil_div
 from ...varlen.policy import Problem
 from .activate import store_activated
+from .finish import begin_tile, finish_tile
 from .load import Ring, advance, release
 from .promote import multiply_promoted
 from .store import Output, store_tile
@@ -98,6 +99,7 @@ def consume_tiles(
     output: Output,
     vectors: TileVectors,
     args: EpilogueArgs,
+    hidden: Any,
     problem: Problem,
     rank: Int32,
     first: Int32,
@@ -113,6 +115,7 @@ def consume_tiles(
         ring: its barriers.
         output: where results go.
         vectors, args: bias and row scale in shared and in global memory.
+        hidden: what the epilogue of a gradient reads, else None.
         problem: sizes and offsets.
         rank: of this CTA in its cluster.
     """
@@ -147,6 +150,9 @@ def consume_tiles(
                     row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
                     load_vectors(spec, own, args, tile.group, row, end, column, thread % team_threads, team_threads)
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
+            if cutlass.const_expr(gemm.gradient is not None):  # noqa: SIM102 - decided while tracing
+                if product:
+                    begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
                 stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
@@ -158,7 +164,10 @@ def consume_tiles(
             if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
                 if product:
                     factor = alpha(spec, args, tile.group)
-            if cutlass.const_expr(spec.accumulate):
+            if cutlass.const_expr(gemm.gradient is not None):
+                at = (tile, column, problem.columns, product, which, thread % 128, turn)
+                turn = finish_tile(gemm, acc, output, hidden, *at)
+            elif cutlass.const_expr(spec.accumulate):
                 if product:
                     turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
             elif cutlass.const_expr(spec.activation is not None):

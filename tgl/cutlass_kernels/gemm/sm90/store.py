@@ -43,9 +43,9 @@ def chunk_tile(element: type[cutlass.Numeric]) -> tuple[int, int]:
     return CHUNK_ROWS, chunk_columns(element)
 
 
-def staging_bytes(warps: int) -> int:
+def staging_bytes(chunks: int) -> int:
     """Shared memory for the chunks of all warps."""
-    return warps * BUFFERS * CHUNK_ROWS * CHUNK_BYTES
+    return chunks * CHUNK_ROWS * CHUNK_BYTES
 
 
 def chunk_layout(element: type[cutlass.Numeric], count: int) -> cute.ComposedLayout:
