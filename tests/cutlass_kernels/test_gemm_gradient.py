@@ -132,6 +132,8 @@ def summands(case, dy, b, h, offs, probs):
 
 TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 192), (128, 256), (256, 128))}
 TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (128, 128))}
+ONE = {n: GemmConfig(128, n) for n in (64, 128, 256)}
+TWO = {n: GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)}
 PAIR = GemmConfig(128, 128, cluster_n=2)
 CASES = {
     "in turns": Case("sm_90", TURNS[128, 128], sizes=RAGGED, columns=264, depth=200),
@@ -141,6 +143,12 @@ CASES = {
     "two warpgroups": Case("sm_90", TILES[128, 192], "srelu", dtype=F16, columns=392, b_row_major=True),
     "two blocks": Case("sm_90", TILES[256, 128], "swiglu", sizes=(257, 0, 255, 1), tail=300, probs=F32),
     "multicast": Case("sm_90", PAIR, "swiglu", columns=136),
+    "one CTA": Case("sm_100", ONE[128], sizes=RAGGED, columns=264, depth=200),
+    "one CTA, interleaved": Case("sm_100", ONE[256], "swiglu interleaved", columns=300, probs=BF16),
+    "narrow": Case("sm_100", ONE[64], "clamped", tail=150, probs=None, dtype=F16, b_row_major=True),
+    "pair of CTAs": Case("sm_100", TWO[256], "clamped interleaved", sizes=(257, 0, 255, 1), tail=300, columns=264),
+    "pair of CTAs, srelu": Case("sm_100", TWO[128], "srelu", columns=392),
+    "pair of CTAs, all empty": Case("sm_100", TWO[64], sizes=(0, 0, 0), tail=270, columns=40),
     "all empty": Case("sm_90", TILES[64, 64], "clamped", sizes=(0, 0, 0), tail=70, columns=40, probs=None),
 }
 

@@ -1,9 +1,9 @@
 """Back through the activation: the epilogue that turns a product into the gradient of the activation's input.
 
-A warp works through its rows of a tile in chunks of ``chunk rows x 128 bytes``. The activation's input comes by TMA into
-the buffers from which its gradient leaves: for every chunk of the product one buffer per half, or two where the halves
-alternate. These sets of buffers take turns: two chunks are asked for before the mainloop begins, each later one when the
-chunk before the last has left. So a warp waits for no other, and nothing but its chunk is in registers.
+A warp works through its rows of a tile in chunks of 64 columns. The activation's input comes by TMA into the buffers
+from which its gradient leaves: for every chunk of the product one buffer per half, or two where the halves alternate.
+Two sets of buffers take turns: two chunks are asked for before the warp waits for the product, each later one when the
+one before the last has left. So a warp waits for no other, and holds no more of the input than it works on.
 
 A row's sum, for the gradient of its probability, is made per tile and written to a row of its own: adding these up, in
 order of the columns, is left to the caller.

@@ -21,14 +21,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
+from ...activation.spec import ActivationSpec
 from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
+from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.gated import varlen_m
 from ...varlen.policy import Problem, VarlenK
 from ...varlen.ragged import ragged_tensor
 from ..activated import Activated
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
+from .finish import finish_tiles
 from .load import load_tiles
 from .mma import multiply_tiles
 from .pieces import WARP_ROWS
@@ -50,7 +53,15 @@ def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
 
 
 class GroupedGemm:
-    """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on."""
+    """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on.
+
+    Attributes:
+        gradient: the activation that the epilogue goes back through, or None.
+        buffers: how many epilogue tiles are staged; None: as many as there is room for, up to four.
+    """
+
+    gradient: ActivationSpec | None = None
+    buffers: int | None = None
 
     def __init__(
         self,
@@ -84,8 +95,9 @@ class GroupedGemm:
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + self.policy.smem_bytes + OTHER_SMEM
-        self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
-        self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
+        self.stages = (SMEM_BYTES["sm_100"] - fixed - (self.buffers or 2) * epi_stage) // stage
+        room = (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage
+        self.epi_stages = self.buffers or min(4, room)
         self.stage_bytes = stage * config.ctas
         self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
@@ -123,12 +135,14 @@ class GroupedGemm:
         clusters: Int32,
         stream,
         second: cute.Tensor | None = None,
+        extra=None,
     ):
         """Make the maps and launch.
 
         Args:
             scales: those of A and B in global memory, or None.
             second: the activation's output, or None.
+            extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
         """
         config = self.config
         problem = self.policy.problem(a, b, offs, out)
@@ -168,6 +182,9 @@ class GroupedGemm:
             second_map, second_coords = cpasync.make_tiled_tma_atom(
                 store, ragged_tensor(second, 0), self.warp_layout(), piece
             )
+        hidden: Any = None
+        if cutlass.const_expr(self.gradient is not None):
+            hidden = self.hidden(*extra)
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
         self.kernel(
             tiled_mma,
@@ -179,6 +196,7 @@ class GroupedGemm:
             (second_map, second_coords),
             out if cutlass.const_expr(self.spec.reads_output) else None,
             args,
+            hidden,
             problem,
         ).launch(
             grid=(running * config.ctas, 1, 1),
@@ -238,6 +256,7 @@ class GroupedGemm:
         second,
         out_values: cute.Tensor | None,
         args: EpilogueArgs,
+        hidden,
         problem: Problem,
     ):
         """Set up what the roles share, then branch into them."""
@@ -282,6 +301,8 @@ class GroupedGemm:
             is_two_cta=config.two_cta,
             two_cta_tmem_dealloc_mbar_ptr=freed if cutlass.const_expr(config.two_cta) else None,
         )
+        if cutlass.const_expr(hidden is not None):
+            hidden = hidden._replace(full=open_slots(allocator, EPILOGUE_WARPS * SLOTS, warp == LOAD_WARP))
         pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
 
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
@@ -341,20 +362,24 @@ class GroupedGemm:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
             accumulators = cute.make_tensor(pointer, acc_layout)
-            store_tiles(
-                self,
-                accumulators,
-                (out_map, out_coords, out_buffers),
-                second,
-                out_values,
-                vectors,
-                args,
-                results,
-                problem,
-                rank,
-                first,
-                step,
-            )
+            output = (out_map, out_coords, out_buffers)
+            if cutlass.const_expr(hidden is not None):
+                finish_tiles(self, accumulators, output, hidden, results, problem, rank, first, step)
+            else:
+                store_tiles(
+                    self,
+                    accumulators,
+                    output,
+                    second,
+                    out_values,
+                    vectors,
+                    args,
+                    results,
+                    problem,
+                    rank,
+                    first,
+                    step,
+                )
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=STORE_BARRIER, number_of_threads=32 * EPILOGUE_WARPS)
             tmem.free(pointer)

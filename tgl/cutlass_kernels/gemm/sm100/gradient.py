@@ -1,0 +1,59 @@
+"""The grouped GEMM of ``kernel`` with an epilogue that goes back through the activation; see ``finish``."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from ...activation.spec import ActivationSpec
+from ...config import VARLEN_M, GemmConfig
+from ...epilogue import EpilogueSpec
+from ...epilogue.gradient import COLUMNS, SLOTS, Hidden, buffers_per_chunk
+from ...epilogue.vectors import EpilogueArgs
+from ...varlen.halves import HalvesVarlenM, ragged_halves
+from .kernel import GroupedGemm
+from .store import WARP_ROWS
+
+
+class GradientGroupedGemm(GroupedGemm):
+    """``dh = dA(h) (a b)``, and the sums of rows of ``(a b) A(h)`` per tile if there are ``probs``."""
+
+    chunk = WARP_ROWS, COLUMNS
+
+    def __init__(self, config: GemmConfig, element: type[cutlass.Numeric], out: str, activation: ActivationSpec):
+        self.gradient = activation
+        self.parts = buffers_per_chunk(activation)
+        self.buffers = SLOTS * self.parts
+        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element)
+        self.side_by_side = activation.gated and not activation.interleaved
+        self.policy = HalvesVarlenM(config.tile_m, config.tile_n, config.band, True, self.side_by_side)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offs: cute.Tensor,
+        dh: cute.Tensor,
+        h: cute.Tensor,
+        probs: cute.Tensor | None,
+        sums: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            h, dh: ``[T, 2 I]`` or ``[T, I]``.
+            probs: ``[T]`` or None.
+            sums: float32 ``[tiles across I, T]``, None without ``probs``.
+        """
+        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, (h, probs, sums))
+
+    def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> Hidden:
+        """The operands of the epilogue, before it has barriers."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        source = ragged_halves(h, self.side_by_side)
+        h_map, coords = cpasync.make_tiled_tma_atom(load, source, self.warp_layout(), self.chunk)
+        return Hidden(h_map, coords, probs, sums)
