@@ -61,6 +61,7 @@ class GroupedGemm:
     """
 
     gradient: ActivationSpec | None = None
+    hidden: Any  # of a gradient
     buffers: int | None = None
 
     def __init__(

@@ -55,6 +55,7 @@ class GroupedGemm:
     """
 
     gradient: ActivationSpec | None = None
+    hidden: Any  # of a gradient
     buffers = store.BUFFERS
 
     def __init__(

@@ -1,0 +1,112 @@
+"""``grouped_gemm_dactivation`` on a device: the bits of two launches, for every routing, again, and from a graph."""
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels import config, host
+from tgl.cutlass_kernels.config import GemmConfig
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TAIL = 77
+ROUTINGS = {
+    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
+    "one takes all": (0, 0, 2000, 0),
+    "all empty": (0, 0, 0),
+    "even": (256, 256, 256, 256),
+    "many": tuple(i % 5 for i in range(300)),
+}
+KINDS = {
+    "swiglu": {"kind": "swiglu"},
+    "swiglu interleaved": {"kind": "swiglu", "interleaved": True},
+    "clamped": {"kind": "clamped_qgeglu", "limit": 2.0},
+    "srelu": {"kind": "srelu"},
+}
+SM90 = [GemmConfig(64, 64), GemmConfig(64, 256), GemmConfig(128, 192), GemmConfig(128, 256), GemmConfig(256, 128)]
+SM90 += [GemmConfig(128, 128, cluster_n=2), GemmConfig(64, 128, pingpong=True), GemmConfig(128, 128, pingpong=True)]
+SM100 = [GemmConfig(128, n) for n in (64, 128, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)]
+TILINGS = {"sm_90": SM90, "sm_100": SM100}
+
+
+def arch() -> str:
+    return backends.device_arch(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
+
+
+if arch() not in host.GPU_ARCH:
+    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
+
+DEVICE = torch.device("cuda", 0)
+
+
+def inputs(kind, sizes, depth, columns, dtype, probs_dtype, column_major=False):
+    """dy, b, h, offs and probs; NaN in every tail."""
+    rows = sum(sizes) + TAIL
+    dy = torch.randn(rows, depth, device=DEVICE).to(dtype)
+    b = torch.randn(len(sizes), depth, columns, device=DEVICE).to(dtype)
+    h = (torch.randn(rows, columns * (1 if kind == "srelu" else 2), device=DEVICE) * 3).to(dtype)
+    probs = None if probs_dtype is None else torch.rand(rows, device=DEVICE).to(probs_dtype)
+    for t in (dy, h, probs):
+        if t is not None:
+            t[sum(sizes) :] = float("nan")
+    if column_major:
+        b = b.transpose(1, 2).contiguous().transpose(1, 2)
+    return dy, b, h, torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32), probs
+
+
+def check(dy, b, h, offs, probs, options, again=3):
+    explained = str(tgl.explain("grouped_gemm_dactivation", dy, b, h, offs, probs, **options))
+    assert "runs tgl kernel" in explained, explained
+    dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs, **options)
+    da = tgl.grouped_gemm(dy, b, offs)
+    wanted, wanted_probs = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **options)
+    assert torch.equal(dh, wanted)
+    end = int(offs[-1])
+    assert dh[end:].eq(0).all()
+    if probs is not None:
+        scale = wanted_probs.abs().max().item()
+        torch.testing.assert_close(dprobs, wanted_probs, rtol=1e-5, atol=1e-6 * scale)
+        assert dprobs[end:].eq(0).all()
+    for _ in range(again):
+        same = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs, **options)
+        assert torch.equal(same[0], dh)
+        assert torch.equal(same[1], dprobs)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "probs", "column_major"), [(BF16, F32, False), (F16, None, True), (BF16, BF16, True)], ids=str
+)
+def test_the_bits_of_two_launches(sizes, options, dtype, probs, column_major):
+    check(*inputs(options["kind"], sizes, 520, 776, dtype, probs, column_major), options)
+
+
+@pytest.mark.parametrize("tiling", TILINGS[arch()], ids=str)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_every_tiling(monkeypatch, tiling, options):
+    monkeypatch.setattr(config, "choose", lambda *_: tiling)
+    for sizes, columns in (((257, 0, 255, 1, 700), 1032), ((3, 64, 0), 40)):
+        check(*inputs(options["kind"], sizes, 264, columns, BF16, F32), options)
+
+
+def test_one_graph_for_every_routing():
+    rows = 3000
+    dy, b, h, offs, probs = inputs("swiglu", (rows - TAIL,), 256, 520, BF16, F32)
+    dy, h, probs = torch.nan_to_num(dy), torch.nan_to_num(h), torch.nan_to_num(probs)
+    offs.fill_(rows)
+    wanted = [t.clone() for t in tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
+    for end in (0, 1, 777, rows, 128):
+        offs.fill_(end)
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        for got, whole in zip(results, wanted):
+            assert torch.equal(got[:end], whole[:end]), end
+            assert got[end:].eq(0).all(), end
