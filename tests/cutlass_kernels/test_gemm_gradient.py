@@ -1,6 +1,6 @@
 """GEMMs that go back through the activation, on the emulator: the bits of the kernels that do it in two launches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,12 +9,14 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, stored
+from tests.cutlass_kernels.matrix import REGISTER_FILE, USUAL, pairwise, threads
 from tgl import backends
 from tgl.cutlass_kernels import host, launch_gradient
 from tgl.cutlass_kernels.activation import calls
 from tgl.cutlass_kernels.activation.spec import spec_of
-from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.config import SMEM_BYTES, VARLEN_M, GemmConfig
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -45,7 +47,6 @@ class Case:
     dtype: torch.dtype = BF16
     probs: torch.dtype | None = F32
     b_row_major: bool = False
-    offs: tuple[int, ...] | None = None  # other than the sizes say
 
 
 def kernel(case):
@@ -69,7 +70,7 @@ def operands(case):
     for t in (dy, h, probs):
         if t is not None:
             t[routed:] = float("nan")
-    offs = torch.tensor(case.offs or case.sizes if case.offs else torch.tensor(case.sizes).cumsum(0).tolist()).int()
+    offs = torch.tensor(case.sizes).cumsum(0).int()
     return (
         stored(dy.to(case.dtype), True),
         stored(b.to(case.dtype), case.b_row_major),
@@ -130,29 +131,168 @@ def summands(case, dy, b, h, offs, probs):
     return torch.where((torch.arange(len(h)) < offs[-1])[:, None], da * a * (1 if linear is None else linear), 0)
 
 
-TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 192), (128, 256), (256, 128))}
-TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (128, 128))}
+TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 192), (256, 64), (256, 128))}
+TURNS = GemmConfig(128, 128, pingpong=True)
+PAIR = GemmConfig(128, 128, cluster_n=2)
 ONE = {n: GemmConfig(128, n) for n in (64, 128, 256)}
 TWO = {n: GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)}
-PAIR = GemmConfig(128, 128, cluster_n=2)
 CASES = {
-    "in turns": Case("sm_90", TURNS[128, 128], sizes=RAGGED, columns=264, depth=200),
-    "in turns, interleaved": Case("sm_90", TURNS[128, 128], "swiglu interleaved", columns=300),
+    "in turns": Case("sm_90", TURNS, sizes=RAGGED, columns=264, depth=200),
+    "in turns, interleaved": Case("sm_90", TURNS, "swiglu interleaved", columns=300),
     "together": Case("sm_90", TILES[64, 64], "clamped", tail=150, probs=None),
-    "wide": Case("sm_90", TILES[64, 256], "clamped interleaved", sizes=(1, 0, 70), columns=40, probs=BF16),
-    "two warpgroups": Case("sm_90", TILES[128, 192], "srelu", dtype=F16, columns=392, b_row_major=True),
-    "two blocks": Case("sm_90", TILES[256, 128], "swiglu", sizes=(257, 0, 255, 1), tail=300, probs=F32),
-    "multicast": Case("sm_90", PAIR, "swiglu", columns=136),
+    "together, all empty": Case("sm_90", TILES[64, 64], "clamped", (0, 0, 0), tail=70, columns=40, probs=None),
+    "together, many groups": Case("sm_90", TILES[64, 64], "clamped", (0, 3, 1, 9, 0, 70, 2) * 6, depth=24, probs=None),
+    "wide": Case("sm_90", TILES[64, 256], "clamped interleaved", (1, 0, 70), columns=40, probs=BF16),
+    "high": Case("sm_90", TILES[256, 64], "srelu", (257, 0, 255, 1), tail=300, dtype=F16, b_row_major=True),
     "one CTA": Case("sm_100", ONE[128], sizes=RAGGED, columns=264, depth=200),
+    "one CTA, all empty": Case("sm_100", ONE[128], sizes=(0, 0, 0), tail=270, columns=40),
     "one CTA, interleaved": Case("sm_100", ONE[256], "swiglu interleaved", columns=300, probs=BF16),
-    "narrow": Case("sm_100", ONE[64], "clamped", tail=150, probs=None, dtype=F16, b_row_major=True),
     "pair of CTAs": Case("sm_100", TWO[256], "clamped interleaved", sizes=(257, 0, 255, 1), tail=300, columns=264),
     "pair of CTAs, srelu": Case("sm_100", TWO[128], "srelu", columns=392),
-    "pair of CTAs, all empty": Case("sm_100", TWO[64], sizes=(0, 0, 0), tail=270, columns=40),
-    "all empty": Case("sm_90", TILES[64, 64], "clamped", sizes=(0, 0, 0), tail=70, columns=40, probs=None),
 }
+MORE = {
+    "two warpgroups": Case("sm_90", TILES[128, 192], "swiglu", columns=392, b_row_major=True),
+    "two blocks": Case("sm_90", TILES[256, 128], "swiglu", sizes=(257, 0, 255, 1), tail=300),
+    "multicast": Case("sm_90", PAIR, "swiglu", columns=136),
+    "narrow": Case("sm_100", ONE[64], "clamped", tail=150, probs=None, dtype=F16, b_row_major=True),
+    "narrow pair": Case("sm_100", TWO[64], "swiglu", RAGGED, tail=300),
+}
+
+
+def inspected(case):
+    """What the assembler made of the kernel, after it was found to be what it should be."""
+    artifacts = kernel(case).artifacts
+    report = sass.inspect(artifacts.CUBIN)
+    assert report.spills == report.frame == 0
+    assert report.registers * threads(case.arch, case.config) <= REGISTER_FILE
+    assert report.count("UTMALDG") >= 2 + 1
+    assert report.count("UTMASTG") > 0
+    # No access to memory but by TMA, save for offsets and probabilities: the input's halves stay in shared memory.
+    assert report.count("LDG") <= 16 + 8 * (case.probs is not None)
+    if case.arch == "sm_90":
+        assert report.count("WARPGROUP.DEPBAR") == 2  # more would mean that every MMA is waited for
+        assert (report.count("LDSM") > 0) == (not KINDS[case.kind].interleaved)
+    return report
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_bits_of_two_launches(case):
-    run(case)
+    record = run(case, seeds=(0,) if case.sizes == RAGGED else (0, 1))
+    assert record.shared_bytes <= SMEM_BYTES[case.arch]
+    if sass.nvdisasm() is not None:
+        inspected(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES.values(), *MORE.values()], ids=[*CASES, *MORE])
+def test_the_bits_under_many_schedules(case):
+    run(case, seeds=range(2, 8))
+
+
+CHOICES = {
+    "tiling": USUAL[VARLEN_M],
+    "kind": tuple(KINDS),
+    "dtype": (BF16, F16),
+    "probs": (None, "same", F32),
+    "b_row_major": (True, False),
+}
+
+
+def chosen(tiling, dtype, probs, **rest):
+    return Case(*tiling, dtype=dtype, probs=dtype if probs == "same" else probs, **rest)
+
+
+COVER = [chosen(**choice) for choice in pairwise(CHOICES)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_compiles(case):
+    """Any two choices meet in some kernel of the usual tilings."""
+    with emulator.emulate(host.GPU_ARCH[case.arch]), backends.emulated_device(case.arch):
+        inspected(case)
+
+
+@pytest.mark.parametrize("arch", list(host.GPU_ARCH))
+def test_bad_offsets_stay_inside(arch):
+    low, high = -(1 << 31), (1 << 31) - 1
+    case = CASES["together" if arch == "sm_90" else "one CTA"]
+    dy, b, h, _, probs = operands(replace(case, sizes=(20, 30, 40, 50), tail=0))
+    buffer, dh = framed(*h.shape, dtype=case.dtype)
+    sums = torch.full((5, h.shape[0]), CANARY)
+    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False), backends.emulated_device(arch):
+        for ends in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
+            buffer.fill_(CANARY)
+            offs = torch.tensor(ends, dtype=torch.int32)
+            kernel(case)(dy, b, offs, dh, h, probs, None if probs is None else sums[1:-1], CLUSTERS)
+            dh.fill_(CANARY)
+            assert buffer.eq(CANARY).all(), ends
+            assert sums[0].eq(CANARY).all()
+            assert sums[-1].eq(CANARY).all()
+
+
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine():
+    with emulator.emulate("sm_90a", detect_races=False) as machine:
+        yield machine
+    launch_gradient._plans.clear()
+
+
+@pytest.mark.parametrize("columns", [40, 136], ids=["one tile", "two tiles"])
+def test_one_launch_per_call(machine, columns):
+    """And, across several tiles, a sum that is the CPU's here; what was warmed up compiles nothing."""
+    case = Case("sm_90", TILES[64, 64], columns=columns)
+    dy, b, h, offs, probs = operands(case)
+    assert "runs tgl kernel" in str(tgl.warmup("grouped_gemm_dactivation", dy, b, h, offs, probs))
+    plans, before = dict(launch_gradient._plans), len(machine.launches)
+    dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
+    assert len(machine.launches) == before + 1
+    with backends.emulated_device("no such device"):
+        wanted, wanted_probs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
+    torch.testing.assert_close(dh.float(), wanted.float(), rtol=2**-7, atol=2**-12)
+    torch.testing.assert_close(dprobs, wanted_probs, rtol=1e-5, atol=1e-3)
+    routed = sum(case.sizes)
+    for result in (dh, dprobs):
+        assert result[routed:].eq(0).all()
+    for sizes in ((0, 0, 0, 0), (1, 60, 2, 3)):
+        offs = torch.tensor(sizes).cumsum(0).int()
+        dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
+        assert dh[offs[-1] :].eq(0).all()
+        assert dprobs[offs[-1] :].eq(0).all()
+    assert launch_gradient._plans == plans
+
+
+def test_empty_problems_launch_nothing(machine):
+    offs = torch.zeros(2, dtype=torch.int32)
+    before = len(machine.launches)
+    for rows, groups in ((0, 2), (5, 0)):
+        dy, b, h = torch.ones(rows, 16), torch.ones(groups, 16, 8), torch.ones(rows, 16)
+        operands = (t.to(BF16) for t in (dy, b, h))
+        for result in tgl.grouped_gemm_dactivation(*operands, offs[:groups], torch.ones(rows)):
+            assert result.shape[0] == rows
+            assert result.eq(0).all()
+    assert len(machine.launches) == before
+
+
+def test_what_it_does_not_take_is_said():
+    offs = torch.tensor([8], dtype=torch.int32)
+    dy, b, h = (torch.zeros(shape, dtype=BF16) for shape in ((8, 16), (1, 16, 16), (8, 32)))
+
+    def reason(dy=dy, b=b, h=h, **options):
+        return str(tgl.explain("grouped_gemm_dactivation", dy, b, h, offs, **options))
+
+    with backends.emulated_device("sm_90"):
+        assert "runs tgl kernel" in reason()
+        assert "takes bfloat16 and float16, got torch.float32" in reason(dy.float(), b.float(), h.float())
+        assert "needs `h` row-major" in reason(h=h.t().contiguous().t())
+        assert "needs `dy` row-major" in reason(dy=dy.t().contiguous().t())
+        assert "needs strides of `h`" in reason(h=torch.zeros(8, 33, dtype=BF16)[:, :32])
+        assert "needs `h` aligned to 16 bytes" in reason(h=torch.zeros(8, 40, dtype=BF16)[:, 4:36])
+        assert "does not take K = 0" in reason(dy[:, :0], b[:, :0])
+        narrow = b[:, :, :12].contiguous()
+        assert "needs halves of `h` of a multiple of 8 columns, got 12" in reason(b=narrow, h=h[:, :24])
+        assert "runs grouped GEMM, then the activation's backward" in reason(b=narrow, h=h[:, :24])
