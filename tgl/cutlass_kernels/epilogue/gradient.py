@@ -12,10 +12,10 @@ order of the columns, is left to the caller.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ..activation.curves import gradients
+from ..activation.curves import gradients, widened
 from ..activation.spec import ActivationSpec
 from ..schedule import Tile
 
@@ -229,6 +229,4 @@ def rounded(values: cute.Tensor, element: cutlass.Constexpr) -> cute.Tensor:
     """Float32 registers with the values that they have in 16 bits, which the product has in memory."""
     narrow = cute.make_rmem_tensor(values.shape, element)
     narrow.store(values.load().to(element))
-    wide = cute.make_rmem_tensor(values.shape, Float32)
-    wide.store(narrow.load().to(Float32))
-    return wide
+    return widened(narrow)

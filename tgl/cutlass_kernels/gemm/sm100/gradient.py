@@ -49,7 +49,7 @@ class GradientGroupedGemm(GroupedGemm):
             probs: ``[T]`` or None.
             sums: float32 ``[tiles across I, T]``, None without ``probs``.
         """
-        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, (h, probs, sums))
+        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, extra=(h, probs, sums))
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> Hidden:
         """The operands of the epilogue, before it has barriers."""
