@@ -2,8 +2,8 @@
 
 A warp works through its rows of a tile in chunks of 64 columns. The activation's input comes by TMA into the buffers
 from which its gradient leaves: for every chunk of the product one buffer per half, or two where the halves alternate.
-Two sets of buffers take turns: two chunks are asked for before the warp waits for the product, each later one when the
-one before the last has left. So a warp waits for no other, and holds no more of the input than it works on.
+Sets of buffers take turns: as many chunks are asked for before the warp waits for the product, each later one when the
+last but one has left. So a warp waits for no other, and holds no more of the input than it works on.
 
 A row's sum, for the gradient of its probability, is made per tile and written to a row of its own: adding these up, in
 order of the columns, is left to the caller.
@@ -20,6 +20,7 @@ from ..activation.spec import ActivationSpec
 from ..schedule import Tile
 
 SLOTS = 2  # sets of buffers per warp
+SLOT_BITS = 4  # a power of two, at least SLOTS
 COLUMNS = 64  # of a chunk: 128 bytes of 16-bit elements
 
 
@@ -124,18 +125,27 @@ def load_first_chunks(
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     for index in cutlass.range_constexpr(SLOTS):
         if index < chunks.count:
-            load_chunk(gemm, hidden, buffers, tile, chunks, Int32(index), (state & 1) ^ index)
+            load_chunk(gemm, hidden, buffers, tile, chunks, Int32(index), (slot_of(state) + index) % SLOTS)
+
+
+def slot_of(state: Int32) -> Int32:
+    """The slot whose turn it is: the low bits of a warp's state, above which are the phases of the slots' barriers."""
+    return state % SLOT_BITS
+
+
+@cute.jit
+def next_slot(state: Int32) -> Int32:
+    """The state when it is the next slot's turn."""
+    slot = slot_of(state)
+    return state - slot + (slot + 1) % SLOTS
 
 
 @cute.jit
 def wait_chunk(hidden: Hidden, state: Int32) -> Int32:
-    """Wait for the chunk whose turn it is; returns the new state.
-
-    The lowest bit of a warp's state is the slot whose turn it is, the others are the phases of the slots' barriers.
-    """
-    slot = state & 1
-    cute.arch.mbarrier_wait(hidden.full + slot, (state >> (slot + 1)) & 1)
-    return state ^ (Int32(2) << slot)
+    """Wait for the chunk whose turn it is; returns the new state."""
+    slot = slot_of(state)
+    cute.arch.mbarrier_wait(hidden.full + slot, (state // SLOT_BITS >> slot) & 1)
+    return state ^ (Int32(SLOT_BITS) << slot)
 
 
 @cute.jit
@@ -148,11 +158,12 @@ def load_next_chunk(
     index: Int32,
     state: Int32,
 ):
-    """After chunk ``index`` has been worked on and before it leaves: ask for the next into the other buffers."""
-    if index > 0 and index + 1 < chunks.count:
+    """After chunk ``index`` has been worked on and before it leaves: ask for another into the buffers of the one before."""
+    following = index - 1 + SLOTS
+    if index > 0 and following < chunks.count:
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        load_chunk(gemm, hidden, buffers, tile, chunks, index + 1, (state & 1) ^ 1)
+        load_chunk(gemm, hidden, buffers, tile, chunks, following, (slot_of(state) + SLOTS - 1) % SLOTS)
 
 
 @cute.jit

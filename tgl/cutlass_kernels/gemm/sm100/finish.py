@@ -19,7 +19,9 @@ from ...epilogue.gradient import (
     differentiate,
     load_first_chunks,
     load_next_chunk,
+    next_slot,
     rounded,
+    slot_of,
     store_chunk,
     wait_chunk,
 )
@@ -86,7 +88,7 @@ def finish_tiles(
             load_first_chunks(gemm, hidden, buffers, tile, chunks, state)
             results.consumer_wait(made)
         for piece in cutlass.range(chunks.count, unroll=1):  # else the arithmetic would not fit the instruction cache
-            slot = state & 1
+            slot = slot_of(state)
             if product:
                 cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
                 cute.arch.fence_view_async_tmem_load()
@@ -99,7 +101,7 @@ def finish_tiles(
             else:
                 clear_chunk(buffers[None, None, None, slot], lane)
             store_chunk(gemm, out_map, target, buffers[None, None, None, slot], row, column + piece * gemm.chunk[1])
-            state = state ^ 1
+            state = next_slot(state)
         if product:
             if chunks.count == 0:
                 with cute.arch.elect_one():

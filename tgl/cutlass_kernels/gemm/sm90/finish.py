@@ -18,7 +18,9 @@ from ...epilogue.gradient import (
     differentiate,
     load_first_chunks,
     load_next_chunk,
+    next_slot,
     rounded,
+    slot_of,
     store_chunk,
     wait_chunk,
 )
@@ -109,7 +111,7 @@ def finish_tile(
         for chunk in cutlass.range_constexpr(config.tile_n // gemm.chunk[1]):
             column = first_column + chunk * gemm.chunk[1]
             if row < tile.length and column < columns:
-                slot = state & 1
+                slot = slot_of(state)
                 if product:
                     state = wait_chunk(hidden, state)
                     part = cute.make_tensor(
@@ -121,7 +123,7 @@ def finish_tile(
                 else:
                     clear_chunk(buffers[None, None, None, slot], lane)
                 store_chunk(gemm, output.map, target, buffers[None, None, None, slot], row, column)
-                state = state ^ 1
+                state = next_slot(state)
                 index += 1
         if cutlass.const_expr(hidden.sums is not None):
             write_sums(hidden, sums, first_column, columns, config.tile_n, tile, row + lane // 4, lane)
