@@ -158,7 +158,7 @@ def load_next_chunk(
     index: Int32,
     state: Int32,
 ):
-    """After chunk ``index`` has been worked on and before it leaves: ask for another into the buffers of the one before."""
+    """After chunk ``index`` has been worked on and before it leaves: ask for another, into the buffers of the last."""
     following = index - 1 + SLOTS
     if index > 0 and following < chunks.count:
         with cute.arch.elect_one():
