@@ -40,9 +40,7 @@ def allocate_ring(allocator, stages: int) -> Ring:
 
 
 @cute.jit
-def open_ring(
-    ring: Ring, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer_warps: cutlass.Constexpr
-):
+def open_ring(ring: Ring, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
     """Initialise the barriers; one thread calls it, then the cluster synchronises.
 
     Args:
