@@ -159,8 +159,8 @@ def test_machine_code_of_sm90(kind, format, tiling, mixed):
     assert report.registers * (256 if tiling.tile_m == 64 else 384) <= 65536
     assert report.count("QGMMA") > 0
     assert report.count("QMMA") == 0
-    # Per 64 rows of a warpgroup, in whole stages and in the last, one wait for all MMAs, and one for half of them if two
-    # warpgroups take turns: more would be one for every single MMA.
+    # Per 64 rows of a warpgroup, in whole stages and in the last, one wait for all MMAs, and one for half of them where
+    # two warpgroups take turns: more would be one for every single MMA.
     turns = 2 if tiling.tile_m > 64 else 1
     waits = max(tiling.tile_m // 128, 1) * turns * (2 if kind == VARLEN_K else 1)
     assert report.count("WARPGROUP.DEPBAR") == waits
