@@ -22,9 +22,9 @@ LANES = 32
 
 
 class Factors(NamedTuple):
-    """A thread's factors for a stage, in registers."""
+    """A thread's factors, in registers."""
 
-    rows: cute.Tensor  # (half, M)
+    rows: cute.Tensor  # of the two halves of 64 rows
     columns: Any  # those of its columns where B has a scale for each
 
 
@@ -115,7 +115,7 @@ def ones(gemm: cutlass.Constexpr, problem: Problem) -> Factors:
     """
     config = gemm.config
     columns: Any = None
-    rows = cute.make_rmem_tensor(2 * (config.tile_m // (gemm.sharing * MMA_ROWS)), Float32)
+    rows = cute.make_rmem_tensor(2, Float32)
     one = Float32(1)
     if problem.rows < 0:
         one = Float32(0)
@@ -126,19 +126,26 @@ def ones(gemm: cutlass.Constexpr, problem: Problem) -> Factors:
 
 
 @cute.jit
-def read(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors):
-    """A thread's ``factors`` from those of a stage, with the matrix's factor in the rows'."""
+def read_rows(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors, m: cutlass.Constexpr):
+    """A thread's factors for the ``m``-th 64 rows of its warpgroup, times the matrix's where B has one factor."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp, member = thread % 32, thread // 32 % 4, thread // 128 % gemm.sharing
-    first = member * MMA_ROWS + warp * 16 + lane // 4
-    pieces = gemm.config.tile_n // 8
-    for i in cutlass.range_constexpr(cute.size(factors.rows)):
-        factors.rows[i] = buffer[first + i // 2 * gemm.sharing * MMA_ROWS + 8 * (i % 2)]
+    first = (m * gemm.sharing + member) * MMA_ROWS + warp * 16 + lane // 4
+    for half in cutlass.range_constexpr(2):
+        factors.rows[half] = buffer[first + 8 * half]
         if cutlass.const_expr(factors.columns is None):
-            factors.rows[i] *= buffer[gemm.config.tile_m]
+            factors.rows[half] *= buffer[gemm.config.tile_m]
+
+
+@cute.jit
+def read_columns(
+    gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors, first: cutlass.Constexpr, end: cutlass.Constexpr
+):
+    """A thread's factors for its pairs ``[first, end)`` of columns, where B has a factor for each column."""
     if cutlass.const_expr(factors.columns is not None):
-        pairs = cute.make_layout((2, 4, pieces), stride=(1, 2, 8))
-        columns = cute.make_tensor(buffer.iterator + gemm.config.tile_m, pairs)
-        for j in cutlass.range_constexpr(pieces):
+        lane = cute.arch.lane_idx()
+        layout = cute.make_layout((2, 4, gemm.config.tile_n // 8), stride=(1, 2, 8))
+        columns = cute.make_tensor(buffer.iterator + gemm.config.tile_m, layout)
+        for j in cutlass.range_constexpr(first, end):
             own = cute.make_tensor(factors.columns.iterator + 2 * j, cute.make_layout(2))
             cute.autovec_copy(columns[None, lane % 4, j], own)

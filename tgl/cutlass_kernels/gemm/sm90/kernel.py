@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
+from ...config import SMEM_BYTES, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...varlen.policy import Problem, VarlenK, VarlenM
@@ -67,7 +67,6 @@ class GroupedGemm:
         self.sharing = 1 if config.pingpong else min(config.tile_m // store.MMA_ROWS, 2)
         self.warpgroups = self.teams * self.sharing
         self.consumers = self.warpgroups * WARPGROUP
-        self.turns = self.teams > 1 or (self.sharing > 1 and a_element.width == 8)  # at the tensor cores
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * a_element.width // 8
         fixed = (
             vector_bytes(spec, *self.vector_tile)
@@ -76,6 +75,8 @@ class GroupedGemm:
             + store.staging_bytes(4 * self.warpgroups)
         )
         self.factors = factor_count(kind, config, form)  # of a stage
+        # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
+        self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property

@@ -12,9 +12,9 @@ from ...varlen.policy import Problem
 from .load import Ring, advance, release
 from .promote import multiply_promoted
 from .store import Output, store_tile
-from .turns import give_turn, wait_turn
 
 VECTORS_BARRIER = 2  # named barrier of the first team
+TURN_BARRIER = 4  # named barrier on which the first team waits for its turn
 
 
 @cute.jit
@@ -49,8 +49,6 @@ def multiply(
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     if cutlass.const_expr(gemm.teams > 1):
-        # Besides keeping the MMAs of a tile together, this is what makes waiting for a stage sound: its barrier tells
-        # only whether the number of rounds is even or odd, so nobody may be two rounds ahead of it.
         wait_turn(team)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):
@@ -70,6 +68,22 @@ def multiply(
     if depth > 0:
         release(ring, previous, ctas)
     return stage, phase
+
+
+@cute.jit
+def wait_turn(team: Int32):
+    """Wait until the other team has issued its tile's MMAs.
+
+    Besides keeping the MMAs of a tile together, this is what makes waiting for a stage sound: its barrier tells only
+    whether the number of rounds is even or odd, so nobody may be two rounds ahead of it.
+    """
+    cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
+
+
+@cute.jit
+def give_turn(team: Int32):
+    """Let ``team`` multiply."""
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
 
 
 @cute.jit
@@ -113,8 +127,8 @@ def consume_tiles(
     stage, phase, turn, count = Int32(0), Int32(0), Int32(0), Int32(0)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
-    if cutlass.const_expr(gemm.turns):  # noqa: SIM102 - decided while tracing
-        if which == 1:
+    if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
+        if team == 1:
             give_turn(Int32(0))
     while tile.valid:
         first += step
@@ -137,7 +151,7 @@ def consume_tiles(
                 stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
             else:
                 stage, phase = multiply_promoted(
-                    gemm, tiled_mma, acc, a, b, factors, ring, stage, phase, depth, tile, member, problem
+                    gemm, tiled_mma, acc, a, b, factors, ring, stage, phase, depth, tile, problem
                 )
             factor = Float32(1)
             if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
@@ -155,9 +169,9 @@ def consume_tiles(
             stage = stage % gemm.stages
         count += 1
         tile = following
-    if cutlass.const_expr(gemm.turns):  # noqa: SIM102 - decided while tracing
-        if which == (count % 2 if cutlass.const_expr(gemm.teams > 1) else 0):
-            wait_turn(which)  # takes the turn that was given last, so that no barrier is left half full
+    if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
+        if count % gemm.teams == team:
+            wait_turn(team)  # takes the turn that was given last, so that no barrier is left half full
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores that read it
 

@@ -2,11 +2,7 @@
 
 Hopper's tensor cores add FP8 products with fewer bits than float32 has. They sum 128 products here, and from there on
 additions are those of float32 registers, where a block's scales come in as well: a scale of its row of A and one of its
-column of B, or of the matrix of B.
-
-While one warpgroup adds, the other one multiplies, and they must be made to: left alone both start when the stage is
-there, share the tensor cores, finish together and then add together, while the tensor cores wait. So they take turns,
-which change hands when half of a stage's MMAs are done: the other's are queued by the time that the rest are.
+column of B, or of the matrix of B; see ``factors``. While one warpgroup adds, the other one multiplies.
 """
 
 from typing import Any
@@ -17,10 +13,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...schedule import Tile, ceil_div
 from ...varlen.policy import Problem
-from .factors import Factors, ones, read
+from .factors import Factors, ones, read_columns, read_rows
 from .load import Ring, advance, release
 from .store import MMA_ROWS
-from .turns import give_turn, wait_turn
 
 
 @cute.jit
@@ -36,7 +31,6 @@ def multiply_promoted(
     phase: Int32,
     depth: Int32,
     tile: Tile,
-    member: Int32,
     problem: Problem,
 ) -> tuple[Int32, Int32]:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
@@ -50,7 +44,6 @@ def multiply_promoted(
         ring, stage, phase: the ring and where it stands.
         depth: k tiles.
         tile: which tile.
-        member: which of the ``gemm.sharing`` this warpgroup is.
         problem: sizes and offsets.
     """
     policy, tile_k = gemm.policy, gemm.config.tile_k
@@ -61,12 +54,12 @@ def multiply_promoted(
     if cutlass.const_expr(policy.trims):
         whole = policy.depth(tile, problem) // tile_k
     for _ in cutlass.range(whole, unroll=1):
-        add_stage(gemm, acc, part, a, b, buffers, factors, ring, stage, phase, member, None)
+        add_stage(gemm, acc, part, a, b, buffers, factors, ring, stage, phase, None)
         stage, phase = advance(stage, phase, gemm.stages)
     if cutlass.const_expr(policy.trims):  # noqa: SIM102 - decided while tracing
         if whole < depth:
             left = policy.depth(tile, problem) - whole * tile_k
-            add_stage(gemm, acc, part, a, b, buffers, factors, ring, stage, phase, member, left)
+            add_stage(gemm, acc, part, a, b, buffers, factors, ring, stage, phase, left)
             stage, phase = advance(stage, phase, gemm.stages)
     return stage, phase
 
@@ -83,7 +76,6 @@ def add_stage(
     ring: Ring,
     stage: Int32,
     phase: Int32,
-    member: Int32,
     left: Int32 | None,
 ):
     """Add the product of a stage to ``acc``, and give the stage back.
@@ -97,15 +89,13 @@ def add_stage(
             stored by place is the next one's.
     """
     blocks = cute.size(a, mode=[2])
-    count = cute.size(acc, mode=[1])
+    count, pairs = cute.size(acc, mode=[1]), gemm.config.tile_n // 8
     first, further = gemm.tiled_mma(True, True), gemm.tiled_mma(True, True)
     first.set(warpgroup.Field.ACCUMULATE, False)
     further.set(warpgroup.Field.ACCUMULATE, True)
     cute.arch.mbarrier_wait(ring.full + stage, phase)
     for m in cutlass.range_constexpr(count):
         a_part = cute.append_ones(a[None, m, None, stage], 3)  # [MMA, K, 1]
-        if cutlass.const_expr(gemm.turns):
-            wait_turn(member)
         warpgroup.fence()
         cute.gemm(first, part, a_part[None, 0, None], b[None, None, 0, stage], part)
         if cutlass.const_expr(left is not None):
@@ -113,35 +103,43 @@ def add_stage(
                 cute.gemm(further, part, a_part[None, block, None], b[None, None, block, stage], part)
         else:
             for block in cutlass.range_constexpr(1, blocks):
-                if cutlass.const_expr(block == blocks // 2 and gemm.turns):
-                    warpgroup.commit_group()
                 cute.gemm(further, part, a_part[None, block, None], b[None, None, block, stage], part)
         warpgroup.commit_group()
-        if cutlass.const_expr(m == 0 and buffers is not None):
-            read(gemm, buffers[None, stage], factors)
-        if cutlass.const_expr(gemm.turns):
-            warpgroup.wait_group(1)
-            give_turn(1 - member)
+        if cutlass.const_expr(buffers is not None):
+            read_rows(gemm, buffers[None, stage], factors, m)
+            if cutlass.const_expr(m == 0):
+                read_columns(gemm, buffers[None, stage], factors, 0, gemm.held_pairs)
         warpgroup.wait_group(0)
-        if cutlass.const_expr(m == count - 1):
-            if cutlass.const_expr(buffers is not None):
-                cute.arch.sync_warp()  # every lane has read its factors
-            release(ring, stage, gemm.config.ctas)
-        promote(acc[None, m, 0], part, m, factors)
+        early = gemm.held_pairs == pairs
+        if cutlass.const_expr(m == count - 1 and early):
+            give_back(gemm, ring, stage)
+        promote(acc[None, m, 0], part, factors, 0, gemm.held_pairs)
+        if cutlass.const_expr(not early):
+            read_columns(gemm, buffers[None, stage], factors, gemm.held_pairs, pairs)
+            if cutlass.const_expr(m == count - 1):
+                give_back(gemm, ring, stage)
+            promote(acc[None, m, 0], part, factors, gemm.held_pairs, pairs)
 
 
 @cute.jit
-def promote(acc: cute.Tensor, part: cute.Tensor, m: cutlass.Constexpr, factors: Factors):
-    """``acc += part``, each element times the factors of its row and its column.
+def give_back(gemm: cutlass.Constexpr, ring: Ring, stage: Int32):
+    """Release a stage whose operands and factors have been read."""
+    if cutlass.const_expr(gemm.factors):
+        cute.arch.sync_warp()  # by every lane
+    release(ring, stage, gemm.config.ctas)
+
+
+@cute.jit
+def promote(acc: cute.Tensor, part: cute.Tensor, factors: Factors, first: cutlass.Constexpr, end: cutlass.Constexpr):
+    """``acc += part``, each element times the factors of its row and its column, for pairs of columns ``[first, end)``.
 
     Args:
         acc, part: float32 registers of 64 rows per warpgroup; element ``(e, h, j)`` is in half ``h`` of the rows and in
             column ``8 j + e`` of the thread's.
-        m: which 64 rows.
         factors: of the thread's rows and columns.
     """
-    for i in cutlass.range(cute.size(part), unroll_full=True):
+    for i in cutlass.range(4 * first, 4 * end, unroll_full=True):
         value = part[i]
         if cutlass.const_expr(factors.columns is not None):
             value *= factors.columns[i % 2 + i // 4 * 2]
-        acc[i] += value * factors.rows[i // 2 % 2 + 2 * m]
+        acc[i] += value * factors.rows[i // 2 % 2]
