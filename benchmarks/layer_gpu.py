@@ -19,7 +19,7 @@ an arm's outputs and gradients have passed against a loop over the experts in fl
 of the baseline, in a recipe at most four times that of rounding one operand (a result has two to six rounded operands
 behind it, whose errors add in squares); and a graph must give the bits of a call for every routing it is replayed with.
 
-L2 is flushed before each step, arms take turns in rotating order, and medians of the device's time are compared. FLOPs
+L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared. FLOPs
 are those of the routed rows' nine products. Ratios are the baseline's time divided by the arm's.
 """
 
@@ -29,6 +29,7 @@ import argparse
 import itertools
 import json
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -300,13 +301,13 @@ def gated_arms(problem: Problem, names: Sequence[str], replays: bool = True) -> 
 
 
 def measure(arms: dict[str, Arm], samples: int) -> dict[str, list[float]]:
-    """Milliseconds of ``samples`` steps of each arm, taken in turns."""
+    """Milliseconds of ``samples`` rounds of all arms, each in an order of its own: a clock follows what ran before."""
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
     names = list(arms)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
+    order = random.Random(0)
     for sample in range(samples + 3):
-        turn = sample % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in order.sample(names, len(names)):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             torch.cuda.synchronize()  # what the host takes to issue a call is part of it
