@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,14 +76,14 @@ def allowed(choice: dict) -> bool:
     return not (choice.get("bias_scale") and not choice["bias"])
 
 
-def every(choices: dict) -> list[dict]:
+def every(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict]:
     """All combinations that can occur."""
     return [c for values in itertools.product(*choices.values()) if allowed(c := dict(zip(choices, values)))]
 
 
-def pairwise(choices: dict) -> list[dict]:
+def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict]:
     """Few combinations that hold every pair of values that can occur together."""
-    names, combinations = list(choices), every(choices)
+    names, combinations = list(choices), every(choices, allowed)
     pairs = [frozenset(itertools.combinations([(n, str(c[n])) for n in names], 2)) for c in combinations]
     missing = frozenset().union(*pairs)
     cover = []

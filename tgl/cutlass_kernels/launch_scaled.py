@@ -169,16 +169,17 @@ def choose(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, 
 
 
 def _choose_sm90(kind: str, form: OperandFormat, columns: int, rows: int) -> GemmConfig:
-    """High or wide tiles for one factor per group, as measured on an H200 (``benchmarks/NOTES.md``).
+    """High or wide tiles, which move the fewest bytes through L2 and shared memory per MMA (``benchmarks/NOTES.md``).
 
-    They load the fewest bytes per MMA, which L2 bounds, of those with registers for two sums. In weight gradients
-    256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192; where groups are rows, 256 of them would leave more of
-    a group's last tile empty than the 3 % that they gain. 128 x 192 is 5-8 % ahead of 128 x 128, which remains for
-    factors of blocks and where 192 columns leave more than 4 % empty.
+    In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one factor per group, and
+    reads half the factors of columns where those have their own. Where groups are rows, 256 of them leave more of a
+    group's last tile empty: they pay for factors of blocks, by 6 %, once groups are long; with one factor per group
+    128 x 192 is as good. 128 x 128 remains where rows are few, or 192 columns would leave more than 4 % empty.
     """
     pair = kind == VARLEN_K and columns > 128
-    if pair and not form.block and rows >= 1024:
-        return GemmConfig(256, 128, form.tile_k, cluster_n=2)
+    high = rows >= 1024 if pair else form.block > 0 and kind == VARLEN_M and columns > 64 and rows >= 2048
+    if high:
+        return GemmConfig(256, 128, form.tile_k, cluster_n=2 if pair else 1)
     wide = not form.block and columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
     return GemmConfig(
         tile_m=64 if rows <= 64 else 128,
@@ -191,11 +192,8 @@ def _choose_sm90(kind: str, form: OperandFormat, columns: int, rows: int) -> Gem
 def tiling_reason(form: OperandFormat, kind: str, tiling: GemmConfig) -> str | None:
     """None if there is a kernel of this tiling on sm_90 for operands of ``form``, else why not."""
     reason = tiling.supports("sm_90", kind, bits=1024 // form.tile_k)
-    if reason is None and form.block:
-        if tiling.tile_n > form.block:
-            return "columns of a tile share a scale of B"
-        if kind == VARLEN_K and tiling.tile_m > 128:
-            return "factors of columns leave no registers for 256 rows"
+    if reason is None and form.block and tiling.tile_n > form.block:
+        return "columns of a tile share a scale of B"
     return reason
 
 

@@ -7,7 +7,8 @@ warps                  role
                        staging, TMA store. They share a tile, ``tile_m / W`` rows each; or, ping-pong,
                        take tiles in turn, so that one multiplies while the other stores
 4 W                    load: TMA of A and B
-4 W + 1 to 4 W + 3     none; they complete the warpgroup that gives its registers to the consumers
+4 W + 1                load, where operands have scales of blocks: these
+4 W + 2, 4 W + 3       none; they complete the warpgroup that gives its registers to the consumers
 =====================  ==========================================================================
 
 Every warp walks the same sequence of tiles on its own. Load and consumers meet at a ring of ``stages`` buffers, which
@@ -23,7 +24,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ...activation.spec import ActivationSpec
-from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
+from ...config import SMEM_BYTES, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
@@ -33,6 +34,7 @@ from ...varlen.ragged import ragged_tensor
 from ..activated import Activated
 from ..scaling import DENSE, OperandFormat
 from . import store
+from .factors import LANES, factor_count, load_factors
 from .load import Operand, allocate_ring, load_tiles, open_ring
 from .mma import consume_tiles
 
@@ -87,7 +89,10 @@ class GroupedGemm:
             + OTHER_SMEM
             + store.staging_bytes(4 * self.warpgroups * self.buffers)
         )
-        self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
+        self.factors = factor_count(kind, config, form)  # of a stage
+        # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
+        self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
+        self.stages = (SMEM_BYTES["sm_90"] - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property
     def vector_tile(self) -> tuple[int, int]:
@@ -233,9 +238,12 @@ class GroupedGemm:
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
         vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
+        factors: Any = None
+        if cutlass.const_expr(self.factors):
+            factors = allocator.allocate_tensor(Float32, cute.make_layout((self.factors, self.stages)), 16)
         if warp == load_warp:
             with cute.arch.elect_one():
-                open_ring(ring, self.stages, 4 * self.sharing * ctas)
+                open_ring(ring, self.stages, 1 + (LANES if self.factors else 0), 4 * self.sharing * ctas)
         problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
         self.meet()
 
@@ -244,6 +252,9 @@ class GroupedGemm:
             if warp == load_warp:
                 operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
                 load_tiles(self, *operands, ring, problem, rank, first, step)
+            if cutlass.const_expr(self.factors):  # noqa: SIM102 - decided while tracing
+                if warp == load_warp + 1:
+                    load_factors(self, scales, factors, ring, problem, rank, first, step)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
@@ -252,7 +263,7 @@ class GroupedGemm:
                 tiled_mma,
                 a_buffers,
                 b_buffers,
-                scales,
+                factors,
                 ring,
                 output,
                 vectors,

@@ -1,7 +1,8 @@
 """The producer warp: TMA loads of A and B into the stages of a ring in shared memory.
 
-Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles) says that a stage may be multiplied,
-``empty`` (one arrival per consumer warp) that it may be overwritten.
+Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; where operands have scales of blocks, one
+more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one arrival per consumer warp) that
+it may be overwritten.
 
 The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads its own tile of B and an equal part of A,
 which it multicasts to all of them; so a stage is empty only when the consumers of every CTA have given it back.
@@ -39,14 +40,15 @@ def allocate_ring(allocator, stages: int) -> Ring:
 
 
 @cute.jit
-def open_ring(ring: Ring, stages: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
+def open_ring(ring: Ring, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
     """Initialise the barriers; one thread calls it, then the cluster synchronises.
 
     Args:
+        producers: arrivals that fill a stage.
         consumer_warps: of all CTAs of the cluster.
     """
     for stage in cutlass.range_constexpr(stages):
-        cute.arch.mbarrier_init(ring.full + stage, 1)
+        cute.arch.mbarrier_init(ring.full + stage, producers)
         cute.arch.mbarrier_init(ring.empty + stage, consumer_warps)
     cute.arch.mbarrier_init_fence()
 

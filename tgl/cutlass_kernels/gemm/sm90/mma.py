@@ -94,7 +94,7 @@ def consume_tiles(
     tiled_mma: cute.TiledMma,
     a_buffers: cute.Tensor,
     b_buffers: cute.Tensor,
-    scales: Any,
+    factors: Any,
     ring: Ring,
     output: Output,
     vectors: TileVectors,
@@ -111,7 +111,7 @@ def consume_tiles(
         gemm: the ``GroupedGemm``.
         tiled_mma: the MMA of all consumer warpgroups.
         a_buffers, b_buffers: the ring, ``[rows, tile_k, stages]``.
-        scales: those of blocks of A and of B in global memory, or None.
+        factors: scales of blocks, in shared memory ``[factors, stages]``, or None.
         ring: its barriers.
         output: where results go.
         vectors, args: bias and row scale in shared and in global memory.
@@ -158,7 +158,7 @@ def consume_tiles(
                 stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
             else:
                 stage, phase = multiply_promoted(
-                    gemm, tiled_mma, acc, a, b, scales, ring, stage, phase, depth, tile, column, problem
+                    gemm, tiled_mma, acc, a, b, factors, ring, stage, phase, depth, tile, problem
                 )
             factor = Float32(1)
             if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing

@@ -1,0 +1,201 @@
+"""What quantised operands cost on Blackwell, counted on the emulator: GEMMs beside quack's, casts beside their minimum.
+
+    python benchmarks/blackwell_economy_scaled.py [--quick] [--json FILE]
+
+Both grouped GEMMs (fprop to bfloat16, scales in the tensor cores' layout) run on the same bytes with the same tile and
+as many CTAs, and both results are checked to be exact. Counts are per output tile and as in ``blackwell_economy``;
+``ratio`` is ours divided by theirs: below 1 we need less. Ours has NVFP4's factor per group in its epilogue, theirs has
+not. Without the package (``pip install quack-kernels``) only our counts are shown.
+
+``group_quantize`` moves at least 3.03 bytes per element of 16 bits in one direction and 4.06 in both: the element, its
+codes, and a byte of scale per 32. ``moved`` is what is loaded of x and stored, padding of scales included, for even
+groups only, since the emulator counts instructions and not the lanes that a partial tile leaves out. Offsets, which
+every block reads again and finds in L1, are counted apart, all lanes of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from blackwell_economy import CTAS, MEASURES, ROUTINGS, counts
+from torch import Tensor
+
+import tgl
+from tgl.cutlass_kernels import launch_scaled
+from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.testing.emulator import LaunchRecord, emulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.emulator.third_party import quack_gemm as driver
+
+TILES = ((128, 128), (256, 128), (256, 256))  # of an MMA; 256 rows by two CTAs
+UNIT_AMAX = 6.0 * 448.0  # NVFP4: the amax whose factor is 1
+MINIMUM = {True: 4.0 + 2 / 32, False: 3.0 + 1 / 32}  # bytes per element, columnwise too or not
+
+
+class Format(NamedTuple):
+    """A format as ours and as theirs."""
+
+    theirs: str
+    vector: int
+    scale: torch.dtype
+    element: str
+
+
+GEMMS = {
+    "mxfp8": Format("mxfp8_e4m3", 32, torch.float8_e8m0fnu, "float8_e4m3fn"),
+    "nvfp4": Format("nvfp4", 16, torch.float8_e4m3fn, "uint8"),
+}
+
+
+class Problem(NamedTuple):
+    """Operands as both take them; every sum of products is exact."""
+
+    format: str
+    sizes: tuple[int, ...]
+    a: Tensor  # [T, K], two to a byte in NVFP4
+    a_scale: Tensor  # [1, tiles of 128 rows, tiles of 4 scales, 32, 4, 4]
+    b: Tensor
+    b_scale: Tensor
+    expected: Tensor
+
+
+def problem(format: str, sizes: tuple[int, ...], depth: int, columns: int) -> Problem:
+    gen = torch.Generator().manual_seed(4)
+    form = GEMMS[format]
+    rows, groups = sum(sizes), len(sizes)
+    a, a_values = driver.quantised(gen, form.theirs, rows, depth)
+    a_codes, a_factors = driver.scales(gen, form.theirs, rows, depth // form.vector)
+    a_values = a_values * a_factors.repeat_interleave(form.vector, 1)
+    matrices, b_scales, expected = [], [], []
+    for part in a_values.split(list(sizes)):
+        b, b_values = driver.quantised(gen, form.theirs, columns, depth)
+        codes, factors = driver.scales(gen, form.theirs, columns, depth // form.vector)
+        matrices.append(b.view(torch.uint8))
+        b_scales.append(driver.blocked(codes))
+        expected.append(part @ (b_values * factors.repeat_interleave(form.vector, 1)).T)
+    first = [start // 128 + g for g, start in enumerate([0, *torch.tensor(sizes).cumsum(0).tolist()][:-1])]
+    place = torch.cat([at * 128 + torch.arange(size) for at, size in zip(first, sizes)])
+    a_scale = driver.blocked(a_codes, -(-rows // 128) + groups - 1, place)
+    b = torch.stack(matrices).view(a.dtype)
+    return Problem(format, sizes, a, a_scale[None], b, torch.stack(b_scales), torch.cat(expected).bfloat16())
+
+
+def run_ours(p: Problem, tile: tuple[int, int], out: Tensor) -> None:
+    form = FORMATS[p.format]
+    config = GemmConfig(*tile, form.tile_k, two_cta=tile[0] == 256)
+    spec = EpilogueSpec("bfloat16", alpha=form.alpha)
+    element = GEMMS[p.format].element
+    key = launch_scaled.ScaledPlanKey(VARLEN_M, "sm_100", True, p.format, element, element, True, spec, config)
+    offs = torch.tensor(p.sizes).cumsum(0).int()
+    amax = torch.full((len(p.sizes),), UNIT_AMAX) if form.alpha == "amax" else None
+    a, b = (t.view(torch.uint8) if p.format == "nvfp4" else t for t in (p.a, p.b))
+    scales = p.a_scale.flatten(), p.b_scale.flatten(1)
+    call = launch_scaled.build(key)
+    call(a, scales[0], b, scales[1], offs, amax, amax, out, None, None, CTAS // config.ctas)
+
+
+def run_theirs(p: Problem, tile: tuple[int, int], out: Tensor) -> None:
+    gemm = driver.load("sm_100a")
+    form, ctas = GEMMS[p.format], 2 if tile[0] == 256 else 1
+    sys.modules["quack.gemm"].get_max_active_clusters = lambda *_, **__: CTAS // ctas  # type: ignore[attr-defined]
+    gemm(
+        p.a, p.b, out, None, None, *tile, ctas, 1,
+        bs_format_a=form.theirs,
+        bs_format_b=form.theirs,
+        SFA=p.a_scale.view(form.scale),
+        SFB=p.b_scale.view(form.scale),
+        cu_seqlens_m=driver.ends(p.sizes),
+    )  # fmt: skip
+
+
+def measure(run: Any, p: Problem, tile: tuple[int, int]) -> dict[str, float]:
+    """Run a kernel on one problem, check its result, count."""
+    out = torch.full(p.expected.shape, 7.0).bfloat16()
+    with emulate("sm_100a", detect_races=False) as machine:
+        run(p, tile, out)
+        record = machine.launches[-1]
+    if not torch.equal(out, p.expected):
+        raise SystemExit(f"wrong result: {p.format}, {tile}, {p.sizes}")
+    tiles = sum(-(-size // tile[0]) for size in p.sizes) * -(-p.expected.shape[1] // tile[1])
+    return counts(record, tiles)
+
+
+def bytes_of(record: LaunchRecord, pattern: str) -> int:
+    """Bytes of a launch's accesses to global memory whose name matches, every lane counted."""
+    total = 0
+    for name, count in record.instructions.items():
+        if found := re.fullmatch(rf"({pattern})\.global\S*?(?:\.v(\d))?\.[a-z](\d+)", name):
+            total += count * 32 * int(found[2] or 1) * int(found[3]) // 8
+    return total
+
+
+def quantised(columnwise: bool, sizes: tuple[int, ...], columns: int) -> dict[str, float]:
+    """Bytes per element that ``group_quantize`` moves to MXFP8."""
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), columns).bfloat16()
+    offs = torch.tensor(sizes).cumsum(0).int()
+    with emulate("sm_100a", detect_races=False) as machine:
+        tgl.group_quantize(x, offs, format="mxfp8", scale_layout="blocked", columnwise=columnwise)
+        (record,) = machine.launches
+    narrow = {name: n for name, n in record.instructions.items() if name.startswith("ld.global") and ".v" not in name}
+    offsets = sum(narrow.values()) * 32 * 4
+    loads, stores = bytes_of(record, "ld") - offsets, bytes_of(record, "st")
+    moved = (loads + stores + sum(record.tma_bytes.values())) / x.numel()
+    return {"moved": moved, "minimum": MINIMUM[columnwise], "offsets": offsets / x.numel()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one routing and tile, half the depth")
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    args = parser.parse_args()
+    depth, columns = (256, 256) if args.quick else (512, 512)
+    cases = [
+        (format, tile, routing)
+        for format in GEMMS
+        for tile in TILES[: 1 if args.quick else None]
+        for routing in (("ragged",) if args.quick else ROUTINGS)
+    ]
+    rows: list[dict[str, Any]] = []
+    found: dict[tuple, dict[str, float]] = {}
+    # quack changes the DSL when it is imported, so all of ours are counted before.
+    for who, run in (("tgl", run_ours), ("quack", run_theirs)):
+        try:
+            for format, tile, routing in cases:
+                p = problem(format, ROUTINGS[routing], depth, columns)
+                found[who, format, tile, routing] = measure(run, p, tile)
+        except ImportError as error:
+            print(f"without {who}: {error}")
+        if who == "tgl":
+            print(f"{'quantise':>12} {'moved':>8} {'minimum':>8} {'ratio':>6} {'offsets':>8}")
+            for columnwise in (True, False):
+                bytes_ = quantised(columnwise, ROUTINGS["even"], columns)
+                name = "mxfp8 both" if columnwise else "mxfp8 rows"
+                rows.append({"quantise": name, **bytes_})
+                moved, least, offsets = bytes_.values()
+                print(f"{name:>12} {moved:8.3f} {least:8.3f} {moved / least:6.3f} {offsets:8.3f}")
+    print(f"{'format':>6} {'tile':>12} {'routing':>8} {'per tile':>20} {'tgl':>10} {'quack':>10} {'ratio':>6}")
+    for format, tile, routing in cases:
+        ours, theirs = found["tgl", format, tile, routing], found.get(("quack", format, tile, routing))
+        shown = f"{tile[0]}x{tile[1]}" + (" pair" if tile[0] == 256 else "")
+        for name in MEASURES:
+            other = theirs[name] if theirs else None
+            rows.append({"format": format, "tile": shown, "routing": routing, "measure": name,
+                         "tgl": ours[name], "quack": other})  # fmt: skip
+            right = f"{other:10.1f} {ours[name] / other:6.2f}" if other else f"{'-':>10} {'-':>6}"
+            print(f"{format:>6} {shown:>12} {routing:>8} {name:>20} {ours[name]:10.1f} {right}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What GEMM kernels on quantised operands are made with, combined: format, tiling and architecture, types, epilogue.
+
+In ``make test`` any two choices meet in some kernel of the usual tilings; in ``make test-full`` in some kernel of every
+tiling, and the whole matrix is compiled. All are disassembled.
+"""
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+
+import pytest
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.matrix import HEADER, every, pairwise, show
+from tests.cutlass_kernels.scaled_matrix import PARTS, TILINGS, USUAL, allowed, checked, key, label
+from tgl import backends
+from tgl.cutlass_kernels import launch_scaled
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
+from tgl.cutlass_kernels.host import GPU_ARCH
+from tgl.testing.emulator import emulate
+
+KINDS = (VARLEN_M, VARLEN_K)
+COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL[kind], **PARTS[kind]}, allowed)]
+WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": TILINGS[kind], **PARTS[kind]}, allowed)]
+
+pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+
+
+@pytest.fixture(scope="module")
+def table():
+    rows = []
+    yield rows
+    print("\n" + "\n".join([HEADER, *map(show, rows)]))
+
+
+def compiled(kind, choice):
+    plan = key(kind, choice)
+    with emulate(GPU_ARCH[plan.arch]), backends.emulated_device(plan.arch):
+        artifacts = launch_scaled.build(plan).artifacts
+    return checked(kind, choice, artifacts.CUBIN, artifacts.PTX)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cover_holds_every_pair(kind):
+    chosen = [c for k, c in COVER if k == kind]
+    possible = every({"tiling": USUAL[kind], **PARTS[kind]}, allowed)
+    for one, two in itertools.combinations(("tiling", *PARTS[kind]), 2):
+        assert {(str(c[one]), str(c[two])) for c in chosen} == {(str(c[one]), str(c[two])) for c in possible}
+
+
+def test_every_format_is_there_on_every_architecture():
+    for kind in KINDS:
+        assert {(arch, name) for k, c in COVER if k == kind for arch, name, _ in [c["tiling"]]} == {
+            ("sm_90", "fp8_tensor"),
+            ("sm_90", "fp8_block"),
+            ("sm_100", "fp8_tensor"),
+            ("sm_100", "mxfp8"),
+            ("sm_100", "nvfp4"),
+        }
+
+
+@pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
+def test_compiles(kind, choice, table):
+    table.append(compiled(kind, choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "choice"), WIDE_COVER, ids=[label(*m) for m in WIDE_COVER])
+def test_compiles_in_every_tiling(kind, choice, table):
+    table.append(compiled(kind, choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_matrix_compiles(kind, table):
+    """Every combination there is, by as many processes as there are cores."""
+    choices = every({"tiling": TILINGS[kind], **PARTS[kind]}, allowed)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        table.extend(pool.map(compiled, [kind] * len(choices), choices, chunksize=16))
