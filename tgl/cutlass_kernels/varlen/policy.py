@@ -48,7 +48,7 @@ class _Policy:
     """Known while a kernel is traced; a loop that calls its methods carries nothing of it.
 
     Attributes:
-        trims: whether the mainloop must stop within a stage where a group ends.
+        trims: whether MMAs of a stage that lie wholly behind the group's end are left out.
     """
 
     trims = False
@@ -132,6 +132,7 @@ class VarlenK(_Policy):
 
     kind = VARLEN_K
     has_tail = False
+    trims = True
 
     def __init__(self, tile_m: int, tile_n: int, band: int, longest_first: bool):
         self.tile_m, self.tile_n, self.band, self.longest_first = tile_m, tile_n, band, longest_first
