@@ -24,6 +24,7 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...schedule import ceil_div
 from ...varlen.policy import Problem, VarlenK, VarlenM
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from .load import load_tiles
@@ -36,7 +37,8 @@ LOAD_WARP = 5
 THREADS = 32 * 6
 ACCUMULATORS = 2
 STORE_BARRIER, ALLOCATION_BARRIER = 1, 2  # named barriers; 0 is the whole CTA's
-OTHER_SMEM = 1024  # barriers, the tensor memory address, alignment
+BARRIER_SMEM = 512  # at most, and the tensor memory address
+BUFFER_ALIGNMENT = 1024
 
 
 def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
@@ -77,7 +79,8 @@ class GroupedGemm:
             stage += scale_bytes
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
-        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + self.policy.smem_bytes + OTHER_SMEM
+        head = ceil_div(BARRIER_SMEM + self.policy.smem_bytes, BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
         self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
         self.stage_bytes = stage * config.ctas
@@ -255,10 +258,13 @@ class GroupedGemm:
             two_cta_tmem_dealloc_mbar_ptr=freed if cutlass.const_expr(config.two_cta) else None,
         )
         pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
+        rank = block % config.ctas
+        first, step = block // config.ctas, blocks // config.ctas
+        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
 
-        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, BUFFER_ALIGNMENT, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, BUFFER_ALIGNMENT, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner)
         scale_loads: Any = None
         scale_buffers: Any = None
         if cutlass.const_expr(scales is not None):
@@ -273,9 +279,6 @@ class GroupedGemm:
         vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
         acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, self.accumulators)).layout
-        rank = block % config.ctas
-        first, step = block // config.ctas, blocks // config.ctas
-        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
         pipeline.pipeline_init_wait(cluster_vmnk)
 
         if warp == LOAD_WARP:

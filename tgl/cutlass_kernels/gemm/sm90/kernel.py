@@ -25,6 +25,7 @@ from cutlass.utils import hopper_helpers
 from ...config import SMEM_BYTES, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...schedule import ceil_div
 from ...varlen.policy import Problem, VarlenK, VarlenM
 from ..scaling import DENSE, OperandFormat
 from . import store
@@ -33,7 +34,8 @@ from .mma import consume_tiles
 
 WARPGROUP = 128
 LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
-OTHER_SMEM = 1024  # barriers, alignment
+BARRIER_SMEM = 512  # at most
+BUFFER_ALIGNMENT = 1024
 
 
 def depth_major(tensor: cute.Tensor) -> bool:
@@ -68,8 +70,7 @@ class GroupedGemm:
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * a_element.width // 8
         fixed = (
             vector_bytes(spec, *self.vector_tile)
-            + self.policy.smem_bytes
-            + OTHER_SMEM
+            + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
             + store.staging_bytes(4 * self.warpgroups)
         )
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
@@ -188,14 +189,14 @@ class GroupedGemm:
 
         allocator = memory.SmemAllocator()
         ring = allocate_ring(allocator, self.stages)
-        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, BUFFER_ALIGNMENT, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, BUFFER_ALIGNMENT, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner)
         vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         if warp == load_warp:
             with cute.arch.elect_one():
                 open_ring(ring, self.stages, 4 * self.sharing * ctas)
-        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
         self.meet()
 
         if warp >= load_warp:
