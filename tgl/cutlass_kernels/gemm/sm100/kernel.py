@@ -264,7 +264,9 @@ class GroupedGemm:
 
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, BUFFER_ALIGNMENT, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, BUFFER_ALIGNMENT, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner)
+        out_buffers = allocator.allocate_tensor(
+            self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner
+        )
         scale_loads: Any = None
         scale_buffers: Any = None
         if cutlass.const_expr(scales is not None):

@@ -192,7 +192,9 @@ class GroupedGemm:
         problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, BUFFER_ALIGNMENT, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, BUFFER_ALIGNMENT, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner)
+        out_buffers = allocator.allocate_tensor(
+            self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner
+        )
         vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         if warp == load_warp:
             with cute.arch.elect_one():
