@@ -38,7 +38,7 @@ THREADS = 32 * 6
 ACCUMULATORS = 2
 STORE_BARRIER, ALLOCATION_BARRIER = 1, 2  # named barriers; 0 is the whole CTA's
 BARRIER_SMEM = 512  # at most, and the tensor memory address
-BUFFER_ALIGNMENT = 1024
+ALIGNED = 1024
 
 
 def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
@@ -79,7 +79,7 @@ class GroupedGemm:
             stage += scale_bytes
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
-        head = ceil_div(BARRIER_SMEM + self.policy.smem_bytes, BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        head = ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
         self.stages = (SMEM_BYTES["sm_100"] - fixed - 2 * epi_stage) // stage
         self.epi_stages = min(4, (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage)
@@ -262,11 +262,9 @@ class GroupedGemm:
         first, step = block // config.ctas, blocks // config.ctas
         problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
 
-        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, BUFFER_ALIGNMENT, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, BUFFER_ALIGNMENT, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(
-            self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner
-        )
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
         scale_loads: Any = None
         scale_buffers: Any = None
         if cutlass.const_expr(scales is not None):

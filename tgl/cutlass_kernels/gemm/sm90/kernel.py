@@ -35,7 +35,7 @@ from .mma import consume_tiles
 WARPGROUP = 128
 LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
 BARRIER_SMEM = 512  # at most
-BUFFER_ALIGNMENT = 1024
+ALIGNED = 1024
 
 
 def depth_major(tensor: cute.Tensor) -> bool:
@@ -70,7 +70,7 @@ class GroupedGemm:
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * a_element.width // 8
         fixed = (
             vector_bytes(spec, *self.vector_tile)
-            + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+            + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
             + store.staging_bytes(4 * self.warpgroups)
         )
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // self.stage_bytes
@@ -190,11 +190,9 @@ class GroupedGemm:
         allocator = memory.SmemAllocator()
         ring = allocate_ring(allocator, self.stages)
         problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
-        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, BUFFER_ALIGNMENT, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, BUFFER_ALIGNMENT, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(
-            self.out_element, out_smem.outer, BUFFER_ALIGNMENT, swizzle=out_smem.inner
-        )
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
         vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         if warp == load_warp:
             with cute.arch.elect_one():
