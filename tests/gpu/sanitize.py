@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import glob
 import multiprocessing
 import os
@@ -75,7 +76,7 @@ def cases() -> dict[str, Callable[[], None]]:
     for kind, tiling in TILINGS:
         if kind == arch:
             name = f"{tiling.tile_m}x{tiling.tile_n}" + "x2" * (tiling.ctas == 2) + "pp" * tiling.pingpong
-            found[name] = lambda tiling=tiling: gemms(tiling)
+            found[name] = functools.partial(gemms, tiling)
     return found
 
 
