@@ -13,13 +13,14 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 KERNEL_TESTS := tests/cutlass_kernels tests/emulator
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
-.PHONY: help demo test test-full test-gpu mutation lint format bench clean
+.PHONY: help demo test test-full test-gpu sanitize mutation lint format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
 	@echo "make test       the tests a change must pass"
 	@echo "make test-full  those and the long ones"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make sanitize   compute-sanitizer's racecheck over every tiling, on a CUDA device (minutes)"
 	@echo "make mutation   plant every bug of the emulator's mutation score (hours); rewrites docs/emulator_mutation.md"
 	@echo "make lint       style, formatting and types"
 	@echo "make bench      every benchmark, as tables of ratios"
@@ -43,6 +44,9 @@ test-full: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
+
+sanitize: $(READY)
+	$(BIN)/python -m tests.gpu.sanitize
 
 mutation: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.emulator.mutation

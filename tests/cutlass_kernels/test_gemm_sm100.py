@@ -54,6 +54,15 @@ def test_exact_under_many_schedules(kind, case):
     run("sm_100", kind, case, seeds=range(1, 7))
 
 
+@pytest.mark.parametrize("config", [ONE[128], TWO[128]], ids=["one", "pair"])
+def test_no_mma_lies_behind_a_group(config):
+    """One MMA is a tile by 16 tokens."""
+    sizes = (1, 16, 17, 0, 63, 64, 65, 200)
+    record = run("sm_100", VARLEN_K, Case(config, sizes), seeds=(0,))
+    tiles = 2  # of 72 x 136
+    assert record.mma_count == tiles * sum(-(-size // 16) for size in sizes)
+
+
 @pytest.mark.parametrize("config", [ONE[64], TWO[64]], ids=["one", "pair"])
 def test_more_groups_than_a_warp_holds(config):
     sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)

@@ -64,6 +64,15 @@ def test_exact_under_many_schedules(kind, case):
     run("sm_90", kind, case, seeds=range(1, 7))
 
 
+@pytest.mark.parametrize("config", [TILES[128, 128], TURNS[128, 128]], ids=["together", "in turns"])
+def test_no_mma_lies_behind_a_group(config):
+    """One MMA is 64 rows of a tile by 16 tokens."""
+    sizes = (1, 16, 17, 0, 63, 64, 65, 200)
+    record = run("sm_90", VARLEN_K, Case(config, sizes), seeds=(0,))
+    tiles = 2  # of 72 x 136
+    assert record.mma_count == tiles * (config.tile_m // 64) * sum(-(-size // 16) for size in sizes)
+
+
 @pytest.mark.parametrize("config", [TILES[64, 64], TURNS[64, 128]], ids=["together", "in turns"])
 def test_more_groups_than_a_warp_holds(config):
     sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)

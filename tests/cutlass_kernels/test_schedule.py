@@ -12,8 +12,9 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
-from tgl.cutlass_kernels.schedule import allocate_order, decode, exact_tile, find_tile, start_search
-from tgl.cutlass_kernels.schedule.order import CAPACITY, sort_groups, way_back
+from tgl.cutlass_kernels.schedule import allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
+from tgl.cutlass_kernels.schedule.deal import EPILOGUE, STEPS, UNIT, deal_longest, deal_rounds, dealt
+from tgl.cutlass_kernels.schedule.order import CAPACITY, sort_groups, unequal
 from tgl.cutlass_kernels.varlen.groups import group_range
 from tgl.testing.emulator import emulate
 
@@ -124,22 +125,29 @@ WARPS, TILES_M = 3, 2
 def _write_deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    order = allocate_order(SmemAllocator())
-    sort_groups(order, offs, rows, cute.arch.warp_idx(), WARPS)
+    warp = cute.arch.warp_idx()
+    allocator = SmemAllocator()
+    order, deal = allocate_order(allocator), allocate_deal(allocator)
+    sort_groups(order, offs, rows, warp, WARPS)
     cute.arch.sync_threads()
-    back = way_back(order, offs, rows, block, blocks)
+    if warp == 0:
+        if unequal(order, offs, rows):
+            deal_longest(deal, order, offs, rows, Int32(TILES_M * TILES_N), block, blocks)
+        else:
+            deal_rounds(deal)
+    cute.arch.sync_threads()
     turn, index = Int32(0), block
-    tile = exact_tile(index, offs, rows, TILES_M, TILES_N, BAND, order)
+    tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order)
     while tile.valid:
         if cute.arch.thread_idx()[0] == 0:
-            out[index, 0] = tile.group
-            out[index, 1] = tile.m
-            out[index, 2] = tile.n
-            out[index, 3] = tile.start
-            out[index, 4] = tile.length
+            out[block, turn, 0] = tile.group
+            out[block, turn, 1] = tile.m
+            out[block, turn, 2] = tile.n
+            out[block, turn, 3] = tile.start
+            out[block, turn, 4] = tile.length
         turn += 1
         index += blocks
-        tile = exact_tile(index + turn % 2 * back, offs, rows, TILES_M, TILES_N, BAND, order)
+        tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order)
 
 
 @cute.jit
@@ -147,31 +155,76 @@ def _deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
     _write_deal(offs, out, rows).launch(grid=(BLOCKS, 1, 1), block=(WARPS * 32, 1, 1))
 
 
+def _work(sizes, index, per_group):
+    """Of the ``index``-th tile of groups of these sizes."""
+    return -(-sizes[index // per_group] // UNIT) + EPILOGUE
+
+
+def _dealt(sizes, per_group, clusters):
+    """Indices of every cluster's tiles of sorted groups, as the device should deal them."""
+    tiles, work = [[] for _ in range(clusters)], [0] * clusters
+    given, sets, ranked = 0, [range(clusters)], range(clusters)
+    unequal = max(sizes) > 2 * (sum(sizes) // len(sizes))
+    if unequal:
+        for _ in range(STEPS):
+            if given == len(sizes) * per_group:
+                break
+            least = min(sets, key=lambda members: work[members[0]])
+            taken = least[: per_group - given % per_group]
+            for cluster in taken:
+                work[cluster] += _work(sizes, given, per_group)
+                tiles[cluster].append(given)
+                given += 1
+            if len(taken) < len(least):
+                sets[sets.index(least)] = least[len(taken) :]
+                sets.append(taken)
+        ranked = [cluster for members in sorted(sets, key=lambda s: work[s[0]]) for cluster in members]
+    for i, first in enumerate(range(given, len(sizes) * per_group, clusters)):
+        for place, cluster in enumerate(ranked[:: -1 if i % 2 and unequal else 1]):
+            if first + place < len(sizes) * per_group:
+                tiles[cluster].append(first + place)
+    if unequal:
+        for cluster in ranked[(clusters + 1) // 2 :]:
+            tiles[cluster].reverse()
+    return tiles
+
+
 SPLITS = {
     "even": [64] * 7,
     "skewed": [3, 0, 900, 3, 64, 64, 0, 1],
+    "fewer tiles than steps": [0, 400, 10],
     "70 groups": [(i * 37) % 150 for i in range(69)] + [4000],
     "too many to sort": [5, *[0] * CAPACITY, 900],
 }
 
 
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
-def test_long_groups_come_first_and_every_other_round_is_dealt_backwards(sizes):
+def test_long_tiles_go_where_there_is_least_work_and_half_begins_with_short_ones(sizes):
     ends = torch.tensor(sizes).cumsum(0).int()
     rows, groups, per_group = int(ends[-1]), len(sizes), TILES_M * TILES_N
-    by_length = sorted(range(groups), key=lambda g: -sizes[g]) if groups <= CAPACITY else list(range(groups))
-    turned = groups <= CAPACITY and max(sizes) > 2 * (rows // groups)
-    tiles = []
-    for place in range(groups * per_group):
-        group, inside = by_length[place // per_group], place % per_group
-        start = int(ends[group]) - sizes[group]
-        tiles.append([group, *decode(inside, TILES_M, TILES_N, BAND), start, sizes[group]])
-    rounds = [tiles[i : i + BLOCKS] for i in range(0, len(tiles), BLOCKS)]
-    missing = [[-1] * FIELDS]  # what a block is dealt that has no tile in the last round
-    dealt = [(r + missing * (BLOCKS - len(r)))[:: -1 if turned and i % 2 else 1] for i, r in enumerate(rounds)]
-    expected = [tile for one in dealt for tile in one]
-    out = torch.full((len(expected), FIELDS), -1, dtype=torch.int32)
+    by_length, lengths = range(groups), [1] * groups  # as they come
+    if groups <= CAPACITY:
+        by_length = sorted(range(groups), key=lambda g: -sizes[g])
+        lengths = [sizes[g] for g in by_length]
+    dealt = _dealt(lengths, per_group, BLOCKS)
+    expected = torch.full((BLOCKS, max(map(len, dealt)) + 1, FIELDS), -1, dtype=torch.int32)
+    for block, indices in enumerate(dealt):
+        for turn, index in enumerate(indices):
+            group = by_length[index // per_group]
+            m, n = decode(index % per_group, TILES_M, TILES_N, BAND)
+            expected[block, turn] = torch.tensor([group, m, n, int(ends[group]) - sizes[group], sizes[group]])
+    assert sorted(index for indices in dealt for index in indices) == list(range(groups * per_group))
+    out = torch.full_like(expected, -1)
     with emulate("sm_90a"):
         ends_, out_ = (from_dlpack(t).mark_layout_dynamic() for t in (ends, out))
         cute.compile(_deal, ends_, out_, Int32(rows))(ends_, out_, Int32(rows))
-    assert out.tolist() == expected
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("groups", [16, 128])
+def test_zipf_leaves_nobody_much_more_to_do(groups):
+    """96 tiles a group on 132 clusters: 65536 rows of Qwen3's experts on an H200."""
+    weights = [1 / (i + 1) for i in range(groups)]
+    sizes = [int(65536 * w / sum(weights)) for w in weights]
+    work = [sum(_work(sizes, i, 96) for i in indices) for indices in _dealt(sizes, 96, 132)]
+    assert max(work) <= 1.02 * sum(work) / 132

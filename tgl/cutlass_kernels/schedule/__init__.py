@@ -1,21 +1,28 @@
 """The order in which a persistent grid visits output tiles."""
 
+from .deal import BYTES as DEAL_BYTES
+from .deal import allocate_deal, deal_longest, deal_rounds, dealt
 from .order import BYTES as ORDER_BYTES
-from .order import allocate_order, sort_groups, visited, way_back
+from .order import allocate_order, sort_groups, unequal, visited
 from .raster import ceil_div, decode
 from .search import GroupSearch, Tile, exact_tile, find_tile, start_search
 
 __all__ = [
+    "DEAL_BYTES",
     "ORDER_BYTES",
     "GroupSearch",
     "Tile",
+    "allocate_deal",
     "allocate_order",
     "ceil_div",
+    "deal_longest",
+    "deal_rounds",
+    "dealt",
     "decode",
     "exact_tile",
     "find_tile",
     "sort_groups",
     "start_search",
+    "unequal",
     "visited",
-    "way_back",
 ]

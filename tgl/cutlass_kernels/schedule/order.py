@@ -1,9 +1,9 @@
 """Groups in order of their length, where the work on a tile grows with it.
 
-A static schedule deals out tiles in rounds, one to every CTA. If a tile's work is the length of its group, as in weight
-gradients, rounds are even only if lengths fall slowly from one to the next, and what is left uneven cancels only if the
-CTA that had the longest tile of one round gets the shortest of the next. So groups are visited longest first, and if
-they are of unequal length every other round is dealt backwards.
+A static schedule deals out tiles in rounds, one to every cluster. If a tile's work is the length of its group, as in
+weight gradients, rounds are even only if lengths fall slowly from one to the next, and what is left uneven cancels only
+if the cluster that had the longest tile of one round gets the shortest of the next. So groups are visited longest
+first, and if they are of unequal length every other round is dealt backwards, after the first tiles (``deal``).
 """
 
 import cutlass
@@ -57,15 +57,11 @@ def visited(order: cute.Tensor, groups: Int32, place: Int32) -> Int32:
 
 
 @cute.jit
-def way_back(order: cute.Tensor, offs: cute.Tensor, rows: Int32, first: Int32, step: Int32) -> Int32:
-    """How far the tile of CTA ``first`` in a round dealt backwards is from that in a round dealt forwards.
-
-    0, as if no round were dealt backwards, unless the longest group is more than twice as long as the mean.
-    """
+def unequal(order: cute.Tensor, offs: cute.Tensor, rows: Int32) -> cutlass.Boolean:
+    """Whether the groups were sorted, and the longest of them is more than twice as long as the mean."""
     groups = Int32(cute.size(offs))
-    distance = Int32(0)
+    found = cutlass.Boolean(False)
     if groups <= CAPACITY:
         start, end = group_range(offs, rows, order[0], False)
-        if end - start > 2 * (rows // groups):
-            distance = step - 1 - 2 * first
-    return distance
+        found = end - start > 2 * (rows // groups)
+    return found

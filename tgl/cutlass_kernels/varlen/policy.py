@@ -11,16 +11,21 @@ from cutlass import Int32, cute
 
 from ..config import VARLEN_K, VARLEN_M
 from ..schedule import (
+    DEAL_BYTES,
     ORDER_BYTES,
     GroupSearch,
     Tile,
+    allocate_deal,
     allocate_order,
     ceil_div,
+    deal_longest,
+    deal_rounds,
+    dealt,
     exact_tile,
     find_tile,
     sort_groups,
     start_search,
-    way_back,
+    unequal,
 )
 from .ragged import ragged_coord, ragged_tensor
 
@@ -29,9 +34,8 @@ class Problem(NamedTuple):
     """Sizes a kernel needs at run time.
 
     ``rows`` is T; ``depth`` the contraction where all groups share it; ``columns`` N; ``tiles_m`` and ``tiles_n`` the
-    tiles of one group's output (``tiles_m`` where all groups share it). ``order`` and ``backwards`` belong to the
-    tile order of ``VarlenK`` and are known on the device only: which group comes when, and how far from its place in a
-    round dealt forwards a cluster's tile is in one dealt backwards, 0 if none is.
+    tiles of one group's output (``tiles_m`` where all groups share it). ``order`` and ``deal`` belong to the tile order
+    of ``VarlenK`` and are in shared memory: which group comes when, and which tiles a cluster gets.
     """
 
     offs: cute.Tensor
@@ -41,14 +45,14 @@ class Problem(NamedTuple):
     tiles_m: Int32
     tiles_n: Int32
     order: cute.Tensor | None = None
-    backwards: Int32 | None = None
+    deal: cute.Tensor | None = None
 
 
 class _Policy:
     """Known while a kernel is traced; a loop that calls its methods carries nothing of it.
 
     Attributes:
-        trims: whether the mainloop must stop within a stage where a group ends.
+        trims: whether MMAs of a stage that lie wholly behind the group's end are left out.
     """
 
     trims = False
@@ -136,6 +140,7 @@ class VarlenK(_Policy):
 
     kind = VARLEN_K
     has_tail = False
+    trims = True
 
     def __init__(self, tile_m: int, tile_n: int, band: int, longest_first: bool):
         self.tile_m, self.tile_n, self.band, self.longest_first = tile_m, tile_n, band, longest_first
@@ -143,7 +148,7 @@ class VarlenK(_Policy):
     @property
     def smem_bytes(self) -> int:
         """Shared memory that the tile order takes."""
-        return ORDER_BYTES if self.longest_first else 0
+        return ORDER_BYTES + DEAL_BYTES if self.longest_first else 0
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
@@ -165,21 +170,33 @@ class VarlenK(_Policy):
         """Prepare the tile order; all warps of the CTA call it and meet."""
         if not self.longest_first:
             return problem
-        order = allocate_order(allocator)
+        order, deal = allocate_order(allocator), allocate_deal(allocator)
         sort_groups(order, problem.offs, problem.rows, warp, warps)
         cute.arch.sync_threads()
-        backwards = way_back(order, problem.offs, problem.rows, first, step)
-        return problem._replace(order=order, backwards=backwards)
+        problem = problem._replace(order=order, deal=deal)
+        self.deal(problem, warp, first, step)
+        cute.arch.sync_threads()
+        return problem
+
+    @cute.jit
+    def deal(self, problem: Problem, warp: Int32, first: Int32, step: Int32):
+        """One warp says which tiles this cluster gets."""
+        p = problem
+        if warp == 0:
+            if unequal(p.order, p.offs, p.rows):
+                deal_longest(p.deal, p.order, p.offs, p.rows, p.tiles_m * p.tiles_n, first, step)
+            else:
+                deal_rounds(p.deal)
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
-        """The state of a warp that walks the tiles: how many rounds are behind it."""
+        """The state of a warp that walks the tiles: how many it has found."""
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
-        """The ``index``-th tile."""
+        """The next tile, the ``index``-th if tiles are dealt in rounds from the beginning."""
         p = problem
         if self.longest_first:
-            index += state % 2 * p.backwards
+            index = dealt(p.deal, state, index)
         return state + 1, exact_tile(index, p.offs, p.rows, p.tiles_m, p.tiles_n, self.band, p.order)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:

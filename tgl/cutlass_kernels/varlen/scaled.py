@@ -54,14 +54,14 @@ class ScaledVarlenM(VarlenM):
 class ScaledVarlenK(VarlenK):
     """``a [T, M]^T x b [T, N]``: tokens are the columns of the atoms of both.
 
-    Data that is itself stored by place is contiguous along the contraction, where no map can end at a group: the
-    mainloop stops there instead, to the unit of the placement, which is the depth of one MMA.
+    Data that is itself stored by place is contiguous along the contraction, where no map can end at a group: only
+    because the mainloop stops there, to the unit of the placement, which is the depth of one MMA, is nothing of the
+    next group multiplied.
     """
 
     def __init__(self, *tiling: Any, form: OperandFormat):
         super().__init__(*tiling)
         self.form = form
-        self.trims = form.placed
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""

@@ -26,6 +26,7 @@ from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...schedule import ceil_div
 from ...varlen.gated import varlen_m
 from ...varlen.policy import Problem, VarlenK
 from ...varlen.ragged import ragged_tensor
@@ -43,7 +44,8 @@ LOAD_WARP = 5
 THREADS = 32 * 6
 ACCUMULATORS = 2
 STORE_BARRIER, ALLOCATION_BARRIER = 1, 2  # named barriers; 0 is the whole CTA's
-OTHER_SMEM = 1024  # barriers, the tensor memory address, alignment
+BARRIER_SMEM = 512  # at most, and the tensor memory address
+ALIGNED = 1024
 
 
 def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
@@ -95,7 +97,8 @@ class GroupedGemm:
             stage += scale_bytes
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
-        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + self.policy.smem_bytes + OTHER_SMEM
+        head = ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
+        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
         self.stages = (SMEM_BYTES["sm_100"] - fixed - (self.buffers or 2) * epi_stage) // stage
         room = (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage
         self.epi_stages = self.buffers or min(4, room)
@@ -305,10 +308,13 @@ class GroupedGemm:
         if cutlass.const_expr(hidden is not None):
             hidden = hidden._replace(full=open_slots(allocator, EPILOGUE_WARPS * SLOTS, warp == LOAD_WARP))
         pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
+        rank = block % config.ctas
+        first, step = block // config.ctas, blocks // config.ctas
+        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
 
-        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
         scale_loads: Any = None
         scale_buffers: Any = None
         if cutlass.const_expr(scales is not None):
@@ -323,9 +329,6 @@ class GroupedGemm:
         vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
         acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, self.accumulators)).layout
-        rank = block % config.ctas
-        first, step = block // config.ctas, blocks // config.ctas
-        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
         pipeline.pipeline_init_wait(cluster_vmnk)
 
         if warp == LOAD_WARP:

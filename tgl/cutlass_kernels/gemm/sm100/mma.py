@@ -99,7 +99,7 @@ def multiply_tiles(
                     if cutlass.const_expr(scale_buffers is not None):
                         a_part = [a_part, a_scales.operand[None, None, block]]
                         b_part = [b_part, b_scales.operand[None, None, block]]
-                    # What lies behind a group in operands stored by place belongs to the next one.
+                    # What lies behind a group is zeros or, in operands stored by place, the next group's.
                     if cutlass.const_expr(block == 0 or not policy.trims):  # noqa: SIM114 (known while tracing)
                         cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
                     elif k * gemm.tiler[2] + block * (gemm.tiler[2] // blocks) < depth:

@@ -28,6 +28,7 @@ from ...config import SMEM_BYTES, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...schedule import ceil_div
 from ...varlen.gated import varlen_m
 from ...varlen.policy import Problem, VarlenK
 from ...varlen.ragged import ragged_tensor
@@ -40,7 +41,8 @@ from .mma import consume_tiles
 
 WARPGROUP = 128
 LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
-OTHER_SMEM = 1024  # barriers, alignment
+BARRIER_SMEM = 512  # at most
+ALIGNED = 1024
 
 
 def depth_major(tensor: cute.Tensor) -> bool:
@@ -85,8 +87,7 @@ class GroupedGemm:
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * a_element.width // 8
         fixed = (
             vector_bytes(spec, *self.vector_tile)
-            + self.policy.smem_bytes
-            + OTHER_SMEM
+            + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
             + store.staging_bytes(4 * self.warpgroups * self.buffers)
         )
         self.factors = factor_count(kind, config, form)  # of a stage
@@ -234,9 +235,10 @@ class GroupedGemm:
         if cutlass.const_expr(hidden is not None):
             full = open_slots(allocator, 4 * self.warpgroups * SLOTS, warp == load_warp)
             hidden = hidden._replace(full=full)
-        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, 1024, swizzle=a_smem.inner)
-        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, 1024, swizzle=b_smem.inner)
-        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, 1024, swizzle=out_smem.inner)
+        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
+        a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
+        out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
         vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         factors: Any = None
         if cutlass.const_expr(self.factors):
@@ -244,7 +246,6 @@ class GroupedGemm:
         if warp == load_warp:
             with cute.arch.elect_one():
                 open_ring(ring, self.stages, 1 + (LANES if self.factors else 0), 4 * self.sharing * ctas)
-        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
         self.meet()
 
         if warp >= load_warp:

@@ -30,11 +30,13 @@ def multiply(
     stage: Int32,
     phase: Int32,
     depth: Int32,
+    left: Int32,
     team: Int32,
 ) -> tuple[Int32, Int32]:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
 
-    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late. The
+    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late. A k tile
+    that the contraction ends in is multiplied behind the loop, for a condition within would end every MMA's flight. The
     accumulator is cleared rather than overwritten by the first MMA: were it set on two ways (an MMA, or zeros where
     there is nothing to multiply), the compiler would copy it through local memory and wait for every single MMA.
 
@@ -44,7 +46,8 @@ def multiply(
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
         ring, stage, phase: the ring and where it stands.
-        depth: k tiles.
+        depth: whole k tiles.
+        left: elements of the contraction in one more k tile, of which no more is multiplied; 0 if there is none.
         team: which of the ``gemm.teams`` this warpgroup belongs to.
     """
     ctas = gemm.config.ctas
@@ -64,11 +67,22 @@ def multiply(
             release(ring, previous, ctas)
         previous = stage
         stage, phase = advance(stage, phase, gemm.stages)
+    if cutlass.const_expr(gemm.policy.trims):  # noqa: SIM102 - decided while tracing
+        if left > 0:
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+            warpgroup.fence()
+            for block in cutlass.range(ceil_div(left, gemm.config.tile_k // cute.size(a, mode=[2])), unroll=1):
+                cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
+            warpgroup.commit_group()
     if cutlass.const_expr(gemm.teams > 1):
         give_turn(1 - team)
     warpgroup.wait_group(0)
     if depth > 0:
         release(ring, previous, ctas)
+    if cutlass.const_expr(gemm.policy.trims):  # noqa: SIM102 - decided while tracing
+        if left > 0:
+            release(ring, stage, ctas)
+            stage, phase = advance(stage, phase, gemm.stages)
     return stage, phase
 
 
@@ -138,9 +152,13 @@ def consume_tiles(
         first += step
         search, following = policy.find(search, first, problem, True)  # while the tile's operands are on their way
         product = policy.is_product(tile, problem)
-        depth = Int32(0)
+        depth, whole, left = Int32(0), Int32(0), Int32(0)
         if product:
-            depth = ceil_div(policy.depth(tile, problem), config.tile_k)
+            extent = policy.depth(tile, problem)
+            depth = whole = ceil_div(extent, config.tile_k)
+            if cutlass.const_expr(policy.trims):
+                whole = extent // config.tile_k
+                left = extent - whole * config.tile_k
         if count % gemm.teams == team:
             column = (tile.n * config.ctas + rank) * config.tile_n
             if cutlass.const_expr(spec.vectors):
@@ -155,7 +173,7 @@ def consume_tiles(
                     begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
-                stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, depth, team)
+                stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team)
             else:
                 stage, phase = multiply_promoted(
                     gemm, tiled_mma, acc, a, b, factors, ring, stage, phase, depth, tile, problem
