@@ -10,7 +10,9 @@ from .. import backends
 from ..cutlass_kernels import copies, host, launch, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
+from ..cutlass_kernels.quantize import calls_dequantize as dequantizers
 from ..cutlass_kernels.reduce import calls
+from .group_dequantize import NAME as DEQUANTIZE
 from .group_quantize import NAME as QUANTIZE
 from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
 from .grouped_activation import NAME as ACTIVATION
@@ -84,6 +86,13 @@ IN_PLACE = (
         quantizers.group_quantize_supports,
         quantizers.prepare_group_quantize,
         note="one pass over x, one more for maxima of groups; groups read on the device",
+    ),
+    Kernel(
+        DEQUANTIZE,
+        dequantizers.group_dequantize,
+        dequantizers.group_dequantize_supports,
+        dequantizers.prepare_group_dequantize,
+        note="one launch, groups read on the device; components that do not begin on 16 bytes are copied",
     ),
     Kernel(
         ACTIVATION_QUANTIZE,
