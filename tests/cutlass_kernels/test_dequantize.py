@@ -13,8 +13,9 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, CANARY, E5M2, F16, F32, MANY, MARGIN, RAGGED, awkward, grouped
 from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.quantize import calls as quantizers
 from tgl.cutlass_kernels.quantize import calls_dequantize as calls
-from tgl.cutlass_kernels.quantize import plans
+from tgl.cutlass_kernels.quantize import calls_fp8, plans
 from tgl.cutlass_kernels.quantize.spec import DequantizeSpec
 from tgl.meta.quantized import DequantizeOptions
 from tgl.testing import emulator
@@ -182,6 +183,31 @@ def test_warmup_compiles_what_the_call_needs(monkeypatch):
         known = len(plans._plans)
         assert same(q.values(), expected)
         assert len(plans._plans) == known
+
+
+REQUANTIZED = {
+    "mxfp8": dict(format="mxfp8", scale_layout="blocked"),
+    "fp8_tensor": dict(format="fp8_tensor"),
+    "fp8_block": dict(format="fp8_block", power_of_two=False),
+}
+
+
+@pytest.mark.parametrize("options", REQUANTIZED.values(), ids=REQUANTIZED)
+def test_requantize_is_two_kernels_in_turn(options, monkeypatch):
+    x, offs = grouped((3, 0, 140), 9, 40, BF16)
+    q = tgl.group_quantize(x, offs, columnwise=False, **options)
+    if q.data.shape[0] == q.scale.shape[0]:
+        q.scale.view(torch.uint8)[offs[-1] :] = 0xFF
+    expected = tgl.group_requantize(q.data, q.scale, offs, **options)
+    with emulator.emulate("sm_90a") as machine:
+        assert "through float32" in str(tgl.warmup("group_requantize", q.data, q.scale, offs, **options))
+        monkeypatch.setattr(calls, "build", None)
+        monkeypatch.setattr(quantizers, "build", None)
+        monkeypatch.setattr(calls_fp8, "build", None)
+        got = tgl.group_requantize(q.data, q.scale, offs, **options)
+        assert len(machine.launches) == (3 if options["format"] == "fp8_tensor" else 2)
+    for ours, theirs in zip(got, expected):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 E4M3, FP4 = "float8_e4m3fn", "float4_e2m1"
