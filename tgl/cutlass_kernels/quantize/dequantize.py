@@ -85,7 +85,7 @@ class DequantizeRows:
         data: cute.Tensor,
         scale: cute.Tensor,
         offs: cute.Tensor | None,
-        amax: cute.Tensor | None,
+        amax: Any,
         out: cute.Tensor,
         matrix_rows: Int32,
         across: Int32,
