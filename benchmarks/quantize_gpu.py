@@ -5,9 +5,9 @@
 
 For every format: both directions, rowwise only, columnwise only; of dequantisation, which gives bfloat16, rowwise and
 columnwise. Bandwidth counts the bytes that must move, x once and every component once, and is given as a fraction of
-that of ``copy_`` of x. Every arm is a captured graph; before each replay 256 MB are written, so L2 holds none of x; arms
-take turns and medians are compared. Nothing is timed before its bytes are those of the CPU implementation on a smaller
-problem.
+that of ``copy_`` of x. Every arm is a captured graph; before each replay 256 MB are written, so L2 holds none of x;
+arms take turns and medians are compared. Nothing is timed before its bytes are those of the CPU implementation on a
+smaller problem.
 """
 
 from __future__ import annotations
