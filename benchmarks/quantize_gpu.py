@@ -1,11 +1,13 @@
-"""Quantisation on a GPU against a copy, on the shapes and routings of real models.
+"""Quantisation on a GPU, or dequantisation, against a copy, on the shapes and routings of real models.
 
-    python benchmarks/quantize_gpu.py [--formats mxfp8 ...] [--shapes mixtral-fc1 ...] [--samples 40] [--out FILE]
+    python benchmarks/quantize_gpu.py [--dequantize] [--formats mxfp8 ...] [--shapes mixtral-fc1 ...] [--samples 40]
+                                      [--out FILE]
 
-For every format: both directions, rowwise only, columnwise only. Bandwidth counts the bytes that must move, x once and
-every component once, and is given as a fraction of that of ``copy_`` of x. Every arm is a captured graph; before each
-replay 256 MB are written, so L2 holds none of x; arms take turns and medians are compared. Nothing is timed before its
-bytes are those of the CPU implementation on a smaller problem.
+For every format: both directions, rowwise only, columnwise only; of dequantisation, which gives bfloat16, rowwise and
+columnwise. Bandwidth counts the bytes that must move, x once and every component once, and is given as a fraction of
+that of ``copy_`` of x. Every arm is a captured graph; before each replay 256 MB are written, so L2 holds none of x;
+arms take turns and medians are compared. Nothing is timed before its bytes are those of the CPU implementation on a
+smaller problem.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 import tgl
-from tgl.meta.quantized import Components
+from tgl.meta.quantized import Components, Options, component_specs
 
 SHAPES = {  # groups, rows, columns
     "mixtral-fc1": (8, 16384, 4096),
@@ -36,6 +38,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8_tensor": dict(format="fp8_tensor"),
 }
 DIRECTIONS = {"both": {}, "rowwise": dict(columnwise=False), "columnwise": dict(rowwise=False)}
+DEQUANTIZED: dict[str, dict[str, Any]] = FORMATS | {"nvfp4": dict(format="nvfp4", scale_layout="blocked")}
 FLUSH_BYTES = 256 << 20
 
 
@@ -57,6 +60,20 @@ def check(options: dict[str, Any]) -> None:
     for name, ours, theirs in zip(Components._fields, got, expected):
         if not torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)):
             raise AssertionError(f"{options}: {name} differs from that of the CPU")
+
+
+def check_values(options: dict[str, Any], columnwise: bool) -> None:
+    """Raise if the values are not those of the CPU implementation."""
+    sizes = torch.tensor([5, 0, 130, 127, 128, 129, 1, 0, 40, 300])
+    x = torch.randn(int(sizes.sum()) + 100, 1168) * torch.exp2(torch.randint(-20, 20, (1168,)).float())
+    offs = sizes.cumsum(0).int()
+    made = tgl.group_quantize(x, offs, rowwise=not columnwise, columnwise=columnwise, **options)
+    data, scale, amax = made[3:6] if columnwise else made[:3]
+    args = (data, scale, offs, amax if options["format"] == "nvfp4" else None)
+    keywords = {**options, "columnwise": columnwise, "rows": len(x)}
+    got = tgl.group_dequantize(*(None if t is None else t.cuda() for t in args), **keywords)
+    if not torch.equal(got.cpu(), tgl.group_dequantize(*args, **keywords)):
+        raise AssertionError(f"{options}: the values differ from those of the CPU")
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -94,7 +111,7 @@ def measure(shape: str, routing: str, formats: list[str], samples: int) -> list[
     graphs, moved = {"copy": captured(lambda: copy.copy_(x))}, {"copy": 2 * x.nbytes}
     for name in formats:
         for direction, given in DIRECTIONS.items():
-            options = FORMATS[name] | given
+            options = DEQUANTIZED[name] | given
             out = tgl.group_quantize(x, offs, **options)
             kept.append(out)
             arm = f"{name} {direction}"
@@ -108,22 +125,58 @@ def measure(shape: str, routing: str, formats: list[str], samples: int) -> list[
     ]
 
 
+def measure_values(shape: str, routing: str, formats: list[str], samples: int) -> list[dict[str, Any]]:
+    """One row per format and direction, of dequantisation of any bytes."""
+    groups, rows, columns = SHAPES[shape]
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    offs, copy = ends(groups, rows, routing).cuda(), torch.empty_like(x)
+    kept = []
+    graphs, moved = {"copy": captured(lambda: copy.copy_(x))}, {"copy": 2 * x.nbytes}
+    for name in formats:
+        for columnwise in (False, True):
+            given = dict(rowwise=not columnwise, columnwise=columnwise)
+            options = Options(**DEQUANTIZED[name], **given).resolved("group_quantize")
+            specs = component_specs(options, (rows, columns), groups, x.device, grouped=True)
+            data, scale, amax = (spec.empty() for spec in (specs[3:6] if columnwise else specs[:3]))
+            data.view(torch.uint8).random_()
+            scale.fill_(1)
+            amax.fill_(1)
+            args = (data, scale, offs, amax if name == "nvfp4" else None)
+            keywords = {**DEQUANTIZED[name], "columnwise": columnwise, "rows": rows}
+            kept.append(args)
+            arm = f"{name} {'columnwise' if columnwise else 'rowwise'}"
+            graphs[arm] = captured(lambda a=args, k=keywords: tgl.group_dequantize(*a, **k))
+            moved[arm] = x.nbytes + data.nbytes + scale.nbytes
+    times = medians(graphs, samples)
+    speeds = {name: moved[name] / times[name] / 1e9 for name in times}
+    return [
+        dict(shape=shape, routing=routing, arm=a, ms=times[a], tb_per_s=speeds[a], of_copy=speeds[a] / speeds["copy"])
+        for a in times
+    ]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--formats", nargs="*", choices=DEQUANTIZED)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for name in args.formats:
-        for given in DIRECTIONS.values():
-            check(FORMATS[name] | given)
+    formats = args.formats or list(DEQUANTIZED if args.dequantize else FORMATS)
+    for name in formats:
+        if args.dequantize:
+            for columnwise in (False, True):
+                check_values(DEQUANTIZED[name], columnwise)
+        else:
+            for given in DIRECTIONS.values():
+                check(DEQUANTIZED[name] | given)
     results = []
     print(f"{torch.cuda.get_device_name()}\n{'shape':14} {'routing':9} {'arm':22} {'ms':>8} {'TB/s':>6} {'of copy':>8}")
     for shape in args.shapes:
         for routing in ROUTINGS:
-            for row in measure(shape, routing, args.formats, args.samples):
+            for row in (measure_values if args.dequantize else measure)(shape, routing, formats, args.samples):
                 results.append(row)
                 print("{shape:14} {routing:9} {arm:22} {ms:8.4f} {tb_per_s:6.2f} {of_copy:8.2f}".format(**row))
             torch.cuda.empty_cache()

@@ -85,6 +85,20 @@ def test_our_kernels_come_first(cuda, monkeypatch, arch, dtype):
     assert tgl.explain(tgl.grouped_dbias, cuda(dtype)[0], cuda(dtype)[2]).chosen.name == "tgl kernel"
 
 
+def test_requantising_needs_both_of_its_ops(cuda, monkeypatch):
+    offs = cuda()[2]
+    data, scale = (torch.empty(T, n, dtype=d, device="cuda") for n, d in ((K, torch.float8_e4m3fn), (1, torch.uint8)))
+    monkeypatch.setattr(host, "packages_reason", lambda: None)
+    explanation = tgl.explain("group_requantize", data, scale, offs, format="mxfp8")
+    assert explanation.chosen is None
+    assert "no group_dequantize: tgl kernel: built for sm_100, sm_90" in reasons(explanation)["through float32"]
+    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    assert tgl.explain("group_requantize", data, scale, offs, format="mxfp8").chosen.name == "through float32"
+    narrow = (torch.empty(T, n, dtype=d, device="cuda") for n, d in ((7, torch.float8_e4m3fn), (1, torch.uint8)))
+    said = reasons(tgl.explain("group_requantize", *narrow, offs, format="mxfp8"))["through float32"]
+    assert "no group_quantize: tgl kernel: needs K to be a multiple of 8, got 7" in said
+
+
 def test_our_kernels_name_the_package_they_miss(cuda, monkeypatch):
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
     monkeypatch.setattr(host, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")

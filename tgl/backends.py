@@ -238,6 +238,21 @@ def _serve(able: tuple[Implementation, ...], op: str, device: torch.device, args
     raise NoImplementationError(str(explanation))
 
 
+def reason_against(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Reason:
+    """None if ``run`` with these arguments would find an implementation, else why not; for those built of other ops."""
+    explanation = _explain(op, device, args, kwargs)
+    if explanation.chosen is not None:
+        return None
+    return f"no {op}: " + "; ".join(f"{i.name}: {reason}" for i, reason in explanation.refused)
+
+
+def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    """Do what the first ``run`` with these arguments would do besides computing."""
+    chosen = _explain(op, device, args, kwargs).chosen
+    if chosen is not None and chosen.prepare is not None:
+        chosen.prepare(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which implementation serves a call, and why the others do not. ``str()`` of it is the report.
@@ -315,8 +330,6 @@ def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
         ValueError, TypeError: what the call itself would raise for bad arguments.
     """
     explanation = explain(op, *args, **kwargs)
-    chosen = explanation.chosen
-    if chosen is not None and chosen.prepare is not None:
-        _, call_args, call_kwargs = _arguments[explanation.op](*args, **kwargs)
-        chosen.prepare(*call_args, **call_kwargs)
+    device, call_args, call_kwargs = _arguments[explanation.op](*args, **kwargs)
+    prepare(explanation.op, device, *call_args, **call_kwargs)
     return explanation

@@ -11,7 +11,7 @@ from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
 from tgl import backends
 from tgl.cutlass_kernels.activation import calls
-from tgl.cutlass_kernels.quantize import plans
+from tgl.cutlass_kernels.quantize import calls_fp8, plans
 from tgl.meta.quantized import Options
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
@@ -212,6 +212,24 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
     for field, a, b in zip(wanted._fields, out, wanted):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
     assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
+
+
+def test_warming_up_two_ops_compiles_both(monkeypatch):
+    """Of a format that no kernel makes in the same pass."""
+    x, offs = torch.randn(40, 48).bfloat16(), torch.tensor([3, 3, 36], dtype=torch.int32)
+    expected = tgl.grouped_activation_quantize(x, offs, format="fp8_block", kind="srelu")
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(calls, "_plans", {})
+    with emulator.emulate("sm_90a") as machine:
+        explanation = tgl.warmup("grouped_activation_quantize", x, offs, format="fp8_block", kind="srelu")
+        assert explanation.chosen.name == "activation, then quantise"
+        monkeypatch.setattr(calls, "build", None)
+        monkeypatch.setattr(calls_fp8, "build", None)
+        before = len(machine.launches)
+        got = tgl.grouped_activation_quantize(x, offs, format="fp8_block", kind="srelu")
+        assert len(machine.launches) == before + 2
+    for ours, theirs in zip(got, expected):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

@@ -8,7 +8,8 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, integers
-from tgl.cutlass_kernels import launch
+from tests.cutlass_kernels.scaled_cases import exact
+from tgl.cutlass_kernels import launch, launch_scaled
 from tgl.testing.emulator import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -54,10 +55,10 @@ def served(machine, op, *args, **kwargs):
     explanation = tgl.warmup(op, *args, **kwargs)
     assert explanation.chosen.name == "tgl kernel between copies"
     assert not explanation.syncs
-    before, plans = len(machine.launches), len(launch._plans)
+    before, plans = len(machine.launches), (len(launch._plans), len(launch_scaled._plans))
     result = op(*args, **kwargs)
     assert len(machine.launches) == before + 1
-    assert len(launch._plans) == plans
+    assert (len(launch._plans), len(launch_scaled._plans)) == plans
     return result
 
 
@@ -124,3 +125,74 @@ def test_what_no_copy_helps_has_a_reason(machine):
     for args, reason in (((a.float(), b.float()), "takes bfloat16"), ((a[:, :0], b[:, :0]), "K = 0")):
         refused = {i.name: why for i, why in tgl.explain("grouped_gemm", *args, offs()).refused}
         assert reason in refused["tgl kernel between copies"]
+
+
+SCALED = {
+    "mxfp8, odd depth": ("sm_100", "mxfp8", "rowwise", 40, 48, ()),
+    "mxfp8, columnwise weights, odd columns": ("sm_100", "mxfp8", "columnwise", 64, 39, ()),
+    "nvfp4, odd depth, misaligned scales": ("sm_100", "nvfp4", "rowwise", 36, 48, (1, 3)),
+    "fp8_tensor, odd depth and columns": ("sm_90", "fp8_tensor", "columnwise", 40, 39, ()),
+    "fp8_block, misaligned operands and scales": ("sm_90", "fp8_block", "rowwise", 64, 48, (0, 1, 2, 3)),
+}
+
+
+def moved(t):
+    """The same bytes, at an address that is no multiple of 16."""
+    room = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    room.view(torch.uint8).copy_(t.view(torch.uint8))
+    return room
+
+
+@pytest.mark.parametrize("arch, format, direction, depth, columns, elsewhere", SCALED.values(), ids=SCALED)
+def test_grouped_gemm_scaled(arch, format, direction, depth, columns, elsewhere):
+    options = {"format": format} | ({"scale_layout": "blocked"} if format in ("mxfp8", "nvfp4") else {})
+    x = poisoned(exact(ROWS, depth))
+    w = exact(len(SIZES), *((depth, columns) if direction == "columnwise" else (columns, depth)))
+    q = tgl.group_quantize(x, offs(), **options)
+    p = tgl.group_quantize(w, None, **options, block_2d=format == "fp8_block")
+    b, b_scale, b_amax = p[3:6] if direction == "columnwise" else p[:3]
+    operands = [q.data, q.scale, b, b_scale]
+    for i in elsewhere:
+        operands[i] = moved(operands[i])
+    operands += [offs(), *((q.amax, b_amax) if format == "nvfp4" else ())]
+    options["b_direction"] = direction
+    wanted = tgl.grouped_gemm_scaled(*operands, **options)
+    with emulate(f"{arch}a", detect_races=False) as machine:
+        assert torch.equal(served(machine, tgl.grouped_gemm_scaled, *operands, **options), wanted)
+        if columns % 8:
+            buffer = torch.full((ROWS, columns + 6), CANARY, dtype=BF16)
+            served(machine, tgl.grouped_gemm_scaled, *operands, **options, out=buffer[:, :columns])
+            assert torch.equal(buffer[: sum(SIZES), :columns], wanted[: sum(SIZES)])
+            assert buffer[sum(SIZES) :].eq(CANARY).all()
+            assert buffer[:, columns:].eq(CANARY).all()
+
+
+@pytest.mark.parametrize(
+    "arch, format",
+    [("sm_100", "mxfp8"), ("sm_90", "fp8_tensor"), pytest.param("sm_100", "nvfp4", marks=pytest.mark.slow)],
+)
+def test_wgrad_scaled(arch, format):
+    options = {"format": format} | ({"scale_layout": "blocked"} if format in ("mxfp8", "nvfp4") else {})
+    q = tgl.group_quantize(poisoned(exact(ROWS, 40)), offs(), rowwise=False, **options)
+    p = tgl.group_quantize(poisoned(exact(ROWS, 38)), offs(), rowwise=False, **options)
+    amax = (q.columnwise_amax, p.columnwise_amax) if format == "nvfp4" else ()
+    operands = (moved(q.columnwise_data), q.columnwise_scale, p.columnwise_data, moved(p.columnwise_scale), offs())
+    main_grad = integers(len(SIZES), 40, 38, dtype=F32)
+    wanted = tgl.grouped_gemm_scaled_wgrad(*operands, *amax, **options, out_dtype=F32)
+    total = main_grad + wanted
+    with emulate(f"{arch}a", detect_races=False) as machine:
+        wgrad, accumulate = tgl.grouped_gemm_scaled_wgrad, tgl.grouped_gemm_scaled_wgrad_accumulate_
+        assert torch.equal(served(machine, wgrad, *operands, *amax, **options, out_dtype=F32), wanted)
+        main_grad[1] = float("nan")  # an empty group's slot keeps its bytes
+        served(machine, accumulate, *operands, main_grad, *amax, **options)
+    assert main_grad[1].isnan().all()
+    assert torch.equal(main_grad[[0, 2, 3]], total[[0, 2, 3]])
+
+
+def test_what_no_copy_helps_has_a_reason_scaled():
+    options = {"format": "mxfp8", "scale_layout": "compact"}
+    x, w = (tgl.group_quantize(exact(*shape), e, **options) for shape, e in (((ROWS, 64), offs()), ((4, 32, 64), None)))
+    with emulate("sm_100a"):
+        explanation = tgl.explain("grouped_gemm_scaled", x.data, x.scale, w.data, w.scale, offs(), **options)
+    refused = {i.name: why for i, why in explanation.refused}
+    assert "blocked" in refused["tgl kernel between copies"]

@@ -11,7 +11,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, run
 from tgl import backends
-from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels import host, launch_scaled
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.gemm.scaling import FORMATS
 from tgl.testing import emulator
@@ -117,3 +117,42 @@ def test_ops_run_one_kernel_each(arch, format):
     with backends.emulated_device("no such device"):
         near = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
     assert (y.float() - near.float()).abs().max() <= near.abs().max().float() * 2.0**-8  # one rounding to bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arch", "format"),
+    [
+        ("sm_90", "fp8_block"),
+        ("sm_100", "nvfp4"),
+        pytest.param("sm_90", "fp8_tensor", marks=pytest.mark.slow),
+        pytest.param("sm_100", "mxfp8", marks=pytest.mark.slow),
+    ],
+)
+def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
+    """With a bias and columnwise weights, and into a buffer that keeps its bytes."""
+    layout = {"scale_layout": "blocked"} if FORMATS[format].vector else {}
+    options = {"format": format, **layout}
+    offs = torch.tensor([3, 3, 40], dtype=torch.int32)
+    q = tgl.group_quantize(torch.randn(50, 64).bfloat16(), offs, **options)
+    p = tgl.group_quantize(torch.randn(3, 64, 32).bfloat16(), None, **options, block_2d=format == "fp8_block")
+    amax = (q.amax, p.columnwise_amax) if format == "nvfp4" else (None, None)
+    rows = (q.data, q.scale, p.columnwise_data, p.columnwise_scale, offs, *amax, torch.randn(3, 32))
+    columns = (
+        (q.columnwise_data, q.columnwise_scale) * 2 + (offs,) + ((q.columnwise_amax,) * 2 if format == "nvfp4" else ())
+    )
+    main_grad = torch.full((3, 64, 64), 7.0)
+    calls = (
+        ("grouped_gemm_scaled", rows, options | {"b_direction": "columnwise"}),
+        ("grouped_gemm_scaled_wgrad", columns, options),
+        ("grouped_gemm_scaled_wgrad_accumulate_", (*columns[:5], main_grad, *columns[5:]), options),
+    )
+    monkeypatch.setattr(launch_scaled, "_plans", {})
+    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False):
+        for op, args, keywords in calls:
+            before = [t.clone() for t in args if t is not None]
+            assert tgl.warmup(op, *args, **keywords).chosen.name == "tgl kernel"
+            after = [t for t in args if t is not None]
+            assert all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in zip(before, after))
+        monkeypatch.setattr(launch_scaled, "build", None)
+        for op, args, keywords in calls:
+            getattr(tgl, op)(*args, **keywords)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import tgl
 from tests import oracle
 from tgl import backends
+from tgl.cutlass_kernels import host
 from tgl.cutlass_kernels.reduce import calls
 
 pytest.importorskip("cutlass")
@@ -18,9 +20,7 @@ LONG = 300  # rows that are cut into many spans
 @pytest.fixture(params=ARCHS, autouse=True)
 def machine(request):
     with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
-        calls._plans.clear()
         yield machine
-        calls._plans.clear()
 
 
 def integers(*shape, dtype):
@@ -157,6 +157,30 @@ def test_one_launch_each(machine):
     calls.grouped_dbias(dy, torch.tensor([2 * LONG]).int(), out=torch.empty(1, 24))
     calls.splits_to_offsets(torch.ones(40, dtype=torch.int64), out=torch.empty(40, dtype=torch.int32))
     assert len(machine.launches) == 2
+
+
+def test_a_plan_is_of_one_architecture(monkeypatch):
+    made = []
+    monkeypatch.setattr(calls, "_plans", {})
+    monkeypatch.setattr(calls, "build", lambda key: made.append((key.op, key.arch)) or print)
+    dy = integers(3, 24, dtype=torch.bfloat16)
+    for arch in ("sm_90", "sm_100", "sm_90"):
+        with backends.emulated_device(arch):
+            calls._dbias_plan(dy, 8, None, None)
+            calls._offsets_plan(torch.ones(3, dtype=torch.int64))
+    assert sorted(made) == [(op, a) for op in ("grouped_dbias", "splits_to_offsets") for a in ("sm_100", "sm_90")]
+
+
+def test_missing_packages_are_the_first_reason(monkeypatch):
+    monkeypatch.setattr(host, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
+    dy, offs = torch.zeros(4, 8), torch.tensor([4]).int()
+    for op, args in (
+        ("grouped_dbias", (dy, offs)),
+        ("grouped_dbias_dscales", (dy, torch.zeros(1, 8), torch.zeros(4), offs)),
+        ("splits_to_offsets", (torch.ones(3, dtype=torch.int64),)),
+    ):
+        refused = {i.name: why for i, why in tgl.explain(op, *args).refused}
+        assert refused["tgl kernel"] == "needs the package nvidia-cutlass-dsl"
 
 
 def test_what_is_not_supported():

@@ -124,6 +124,31 @@ def test_epilogues(format):
     gemm.check(bias.float(), scale.to(BF16), out_dtype=F32)
 
 
+def misaligned(t):
+    room = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape)
+    room.view(torch.uint8).copy_(t.view(torch.uint8))
+    return room
+
+
+@pytest.mark.parametrize("format", HERE)
+def test_what_no_tensor_map_describes_is_copied(format):
+    """In a graph as well: nothing is synchronised."""
+    torch.manual_seed(0)
+    gemm = Gemm(format, ROUTINGS["edges"], depth=328, columns=262)
+    gemm.check()
+    operands = [misaligned(t.to(DEVICE)) if i < 4 else t.to(DEVICE) for i, t in enumerate(gemm.operands[:5])]
+    operands += [None if t is None else t.to(DEVICE) for t in gemm.operands[5:]]
+    explained = tgl.warmup(tgl.grouped_gemm_scaled, *operands, **gemm.options)
+    assert explained.chosen.name == "tgl kernel between copies"
+    assert not explained.syncs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tgl.grouped_gemm_scaled(*operands, **gemm.options)
+    graph.replay()
+    assert torch.equal(y.cpu(), tgl.grouped_gemm_scaled(*gemm.operands, **gemm.options))
+    Wgrad(format, ROUTINGS["edges"], rows=328, columns=262).check()
+
+
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("format", HERE)
 def test_wgrad(sizes, format):

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tgl
+from tgl import backends
 from tgl.testing import ROUTINGS, GroupSizes
 
 BLOCK = {"mxfp8": 32, "nvfp4": 16, "fp8_block": 128}
@@ -256,3 +257,21 @@ def test_bad_layouts():
     with pytest.raises(RuntimeError, match="has no derivative, so no argument may require grad, but `scale` does"):
         scale = torch.zeros(204, 2, requires_grad=True)
         tgl.to_te_scale_layout(scale, offs, shape=(204, 200), format="fp8_block")
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("format, layout", CASES)
+def test_nothing_is_read_on_the_host_of_a_device(format, layout, columnwise, grouped):
+    """Tensors without memory can be computed with, but no value of theirs can be looked at."""
+    x, offs = (torch.zeros(204, 72), SMALL.ends()) if grouped else (torch.zeros(3, 68, 72), None)
+    parts = tgl.group_quantize(x, offs, format=format)
+    options = {"shape": tuple(x.shape), "layout": layout, "format": format, "columnwise": columnwise}
+    scale = (parts.columnwise_scale if columnwise else parts.scale).to("meta")
+    ends = None if offs is None else offs.to("meta")
+    for name in ("scale_to_layout", "scale_from_layout"):
+        (implementation,) = backends._candidates(name, torch.device("cuda"))
+        assert not implementation.syncs
+        _, args, keywords = backends._arguments[name](scale, ends, **options)
+        implementation.run(*args, **keywords)
+        scale = keywords["out"]

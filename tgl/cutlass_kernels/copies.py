@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import host, launch
+from . import host, launch, launch_scaled
 
 
 def _reachable(name: str, t: Tensor, any_major: bool = False) -> bool:
@@ -67,5 +67,34 @@ def prepare_between_copies(prepare: Callable[..., None]) -> Callable[..., None]:
         a = a if _reachable("a", a) else _room(a)
         b = b if _reachable("b", b, any_major=b.dim() == 3) else _room(b)
         prepare(a, b, *rest, **options)
+
+    return call
+
+
+# --- quantised operands -----------------------------------------------------------------------------------------------
+
+
+def _within_reach(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+    """The operands, or copies of those that a kernel cannot read where they lie."""
+    a = a if launch_scaled.matrix_reason("a", a) is None else _room(a).copy_(a)
+    b = b if launch_scaled.matrix_reason("b", b) is None else _room(b).copy_(b)
+    a_scale = a_scale if launch_scaled.scale_reason("a_scale", a_scale) is None else a_scale.clone()
+    b_scale = b_scale if launch_scaled.scale_reason("b_scale", b_scale) is None else b_scale.clone()
+    return a, a_scale, b, b_scale
+
+
+def between_copies_scaled(run: Callable[..., None]) -> Callable[..., None]:
+    """``run(a, a_scale, b, b_scale, ..., out=, ...)`` on copies of whatever it cannot reach."""
+
+    def call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any, out: Tensor, **options: Any) -> None:
+        operands = _within_reach(a, a_scale, b, b_scale)
+        if launch_scaled.matrix_reason("out", out) is None:
+            run(*operands, *rest, out=out, **options)
+            return
+        result = _room(out)
+        if options.get("accumulate", False) or not options.get("zero_tail", True):
+            result.copy_(out)
+        run(*operands, *rest, out=result, **options)
+        out.copy_(result)
 
     return call

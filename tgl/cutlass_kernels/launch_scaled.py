@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import backends
 from ..meta.placement import ceil_div
+from ..meta.quantized import Options, component_specs
 from . import host, launch
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
@@ -37,7 +38,8 @@ _plans: dict[tuple, Plan] = {}
 # --- what the kernels take --------------------------------------------------------------------------------------------
 
 
-def _reason(format: str, scale_layout: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Any:
+def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor, wgrad: bool) -> str | None:
+    """Why there is no kernel for a call, wherever its tensors lie."""
     reason = host.packages_reason()
     if reason is not None:
         return reason
@@ -50,14 +52,46 @@ def _reason(format: str, scale_layout: str, a: Tensor, a_scale: Tensor, b: Tenso
         return f"takes {format} on {', '.join(FORMATS[format].archs)}, not on {arch}"
     if max(a.shape) > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows, got {max(a.shape)}"
-    for name, t in (("a", a), ("b", b), ("out", out)):
-        reason = launch._matrix_reason(name, t)
-        if reason is not None and t.numel():
-            return reason
-    for name, t in (("a_scale", a_scale), ("b_scale", b_scale)):
-        if host.address(t) % ALIGNMENT and t.numel():
-            return f"needs `{name}` aligned to {ALIGNMENT} bytes"
+    if wgrad and format == "fp8_block" and out.shape[2] % 2:
+        return f"takes an even number of columns in {format}, got {out.shape[2]}"
+    if not wgrad and a.shape[1] == 0 and out.numel():
+        return "does not take K = 0"
     return None
+
+
+def matrix_reason(name: str, t: Tensor) -> str | None:
+    """Why a tensor map cannot describe data or output ``t``."""
+    return launch._matrix_reason(name, t) if t.numel() else None
+
+
+def scale_reason(name: str, t: Tensor) -> str | None:
+    """Why scales cannot be loaded from where they lie."""
+    return f"needs `{name}` aligned to {ALIGNMENT} bytes" if t.numel() and host.address(t) % ALIGNMENT else None
+
+
+def _place_reason(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> str | None:
+    return (
+        matrix_reason("a", a)
+        or matrix_reason("b", b)
+        or matrix_reason("out", out)
+        or scale_reason("a_scale", a_scale)
+        or scale_reason("b_scale", b_scale)
+    )
+
+
+def supports_copies_of(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *_: Any,
+    format: str,
+    scale_layout: str,
+    out: Tensor,
+    **__: Any,
+) -> str | None:
+    """Why neither op below can serve a call, wherever copies of its tensors lie, or None."""
+    return _call_reason(format, scale_layout, a, out, out.dim() == 3)
 
 
 def grouped_gemm_scaled_supports(
@@ -72,9 +106,7 @@ def grouped_gemm_scaled_supports(
     **__: Any,
 ) -> str | None:
     """Why ``grouped_gemm_scaled`` below cannot serve a call, or None."""
-    if a.shape[1] == 0 and out.numel():
-        return "does not take K = 0"
-    return _reason(format, scale_layout, a, a_scale, b, b_scale, out)
+    return _call_reason(format, scale_layout, a, out, False) or _place_reason(a, a_scale, b, b_scale, out)
 
 
 def grouped_gemm_scaled_wgrad_supports(
@@ -89,9 +121,7 @@ def grouped_gemm_scaled_wgrad_supports(
     **__: Any,
 ) -> str | None:
     """Why ``grouped_gemm_scaled_wgrad`` below cannot serve a call, or None."""
-    if format == "fp8_block" and out.shape[2] % 2:
-        return f"takes an even number of columns in {format}, got {out.shape[2]}"
-    return _reason(format, scale_layout, a, a_scale, b, b_scale, out)
+    return _call_reason(format, scale_layout, a, out, True) or _place_reason(a, a_scale, b, b_scale, out)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -309,4 +339,85 @@ def build(key: ScaledPlanKey) -> Callable:
         vector(spec.bias_scale, 1),
         cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+# --- warming up -------------------------------------------------------------------------------------------------------
+
+_SIDE = 128  # of a scratch problem: a whole block of every format
+
+
+def _scratch(like: Tensor, amax: Tensor | None, format: str, scale_layout: str, columnwise: bool, weights: bool) -> Any:
+    """Data, scale and amax of a square of zeros, as rows of one group or as one matrix."""
+    options = Options(
+        format,
+        rowwise=not columnwise,
+        columnwise=columnwise,
+        dtype=like.dtype,
+        scale_layout=scale_layout,
+        block_2d=weights and format == "fp8_block",
+    ).resolved("grouped_gemm_scaled")
+    shape = (1, _SIDE, _SIDE) if weights else (_SIDE, _SIDE)
+    specs = component_specs(options, shape, 1, like.device, grouped=not weights)
+    data, scale, made = (spec.empty().zero_() for spec in (specs[3:6] if columnwise else specs[:3]))
+    return data, scale, None if amax is None else made
+
+
+def prepare_grouped_gemm_scaled(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    format: str,
+    b_direction: str,
+    scale_layout: str,
+    out: Tensor,
+    zero_tail: bool,
+) -> None:
+    """Compile and load what ``grouped_gemm_scaled`` with these arguments needs, by a launch on a scratch problem."""
+    if out.numel() == 0 or b.shape[0] == 0:
+        return
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    plan = _gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail)
+    x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, False, False)
+    w, w_scale, w_amax = _scratch(b, b_amax, format, scale_layout, b_direction == "columnwise", True)
+    plan.run(
+        *(x, x_scale, w, w_scale, torch.zeros(1, dtype=torch.int32, device=a.device), x_amax, w_amax),
+        torch.zeros(_SIDE, _SIDE, dtype=out.dtype, device=a.device),
+        None if bias is None else bias.new_zeros(1, _SIDE),
+        None if bias_scale is None else bias_scale.new_zeros(_SIDE),
+    )
+
+
+def prepare_grouped_gemm_scaled_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    *,
+    format: str,
+    scale_layout: str,
+    out: Tensor,
+    accumulate: bool,
+) -> None:
+    """Compile and load what ``grouped_gemm_scaled_wgrad`` with these arguments needs, by a launch on a scratch one."""
+    if out.numel() == 0 or a.numel() == 0:
+        return
+    plan = _wgrad_plan((a, a_scale, b, b_scale, offs, a_amax, b_amax), format, out, accumulate)
+    x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, True, False)
+    y, y_scale, y_amax = _scratch(b, b_amax, format, scale_layout, True, False)
+    plan.run(
+        *(x, x_scale, y, y_scale, torch.zeros(1, dtype=torch.int32, device=a.device), x_amax, y_amax),
+        torch.zeros(1, _SIDE, _SIDE, dtype=out.dtype, device=a.device),
+        None,
+        None,
     )

@@ -10,7 +10,9 @@ from .. import backends
 from ..cutlass_kernels import copies, host, launch, launch_activated, launch_gradient, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
 from ..cutlass_kernels.quantize import calls as quantizers
+from ..cutlass_kernels.quantize import calls_dequantize as dequantizers
 from ..cutlass_kernels.reduce import calls
+from .group_dequantize import NAME as DEQUANTIZE
 from .group_quantize import NAME as QUANTIZE
 from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
 from .grouped_activation import NAME as ACTIVATION
@@ -85,12 +87,14 @@ IN_PLACE = (
         SCALED_GEMM,
         launch_scaled.grouped_gemm_scaled,
         launch_scaled.grouped_gemm_scaled_supports,
+        launch_scaled.prepare_grouped_gemm_scaled,
     ),
     *(
         Kernel(
             op,
             launch_scaled.grouped_gemm_scaled_wgrad,
             launch_scaled.grouped_gemm_scaled_wgrad_supports,
+            launch_scaled.prepare_grouped_gemm_scaled_wgrad,
         )
         for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
     ),
@@ -102,6 +106,13 @@ IN_PLACE = (
         note="one pass over x, one more for maxima of groups; groups read on the device",
     ),
     Kernel(
+        DEQUANTIZE,
+        dequantizers.group_dequantize,
+        dequantizers.group_dequantize_supports,
+        dequantizers.prepare_group_dequantize,
+        note="one launch, groups read on the device; components that do not begin on 16 bytes are copied",
+    ),
+    Kernel(
         ACTIVATION_QUANTIZE,
         quantizers.grouped_activation_quantize,
         quantizers.grouped_activation_quantize_supports,
@@ -109,19 +120,34 @@ IN_PLACE = (
         note="one pass over x, groups read on the device",
     ),
 )
-BETWEEN_COPIES = tuple(
-    Kernel(
-        op,
-        copies.between_copies(run, keeps=op != WGRAD),
-        copies.supports,
-        copies.prepare_between_copies(prepare),
-        note="what the kernel cannot reach in place is copied; no synchronisation",
-    )
-    for op, run, prepare in (
-        (GEMM, launch.grouped_gemm, launch.prepare_grouped_gemm),
-        (WGRAD, launch.grouped_gemm_wgrad, launch.prepare_grouped_gemm_wgrad),
-        (ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, _prepare_accumulate),
-    )
+_COPIES = "what the kernel cannot reach in place is copied; no synchronisation"
+BETWEEN_COPIES = (
+    *(
+        Kernel(
+            op,
+            copies.between_copies(run, keeps=op != WGRAD),
+            copies.supports,
+            copies.prepare_between_copies(prepare),
+            note=_COPIES,
+        )
+        for op, run, prepare in (
+            (GEMM, launch.grouped_gemm, launch.prepare_grouped_gemm),
+            (WGRAD, launch.grouped_gemm_wgrad, launch.prepare_grouped_gemm_wgrad),
+            (ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, _prepare_accumulate),
+        )
+    ),
+    *(
+        Kernel(op, copies.between_copies_scaled(run), launch_scaled.supports_copies_of, prepare, note=_COPIES)
+        for op, run, prepare in (
+            (SCALED_GEMM, launch_scaled.grouped_gemm_scaled, launch_scaled.prepare_grouped_gemm_scaled),
+            (SCALED_WGRAD, launch_scaled.grouped_gemm_scaled_wgrad, launch_scaled.prepare_grouped_gemm_scaled_wgrad),
+            (
+                SCALED_ACCUMULATE,
+                launch_scaled.grouped_gemm_scaled_wgrad,
+                launch_scaled.prepare_grouped_gemm_scaled_wgrad,
+            ),
+        )
+    ),
 )
 
 for _name, _priority, _kernels in (

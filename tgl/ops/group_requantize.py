@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import quantized
 from ..meta.quantized import Components, ComponentSpecs, DequantizeOptions, Options
+from ..meta.specs import TensorSpec
 from ._library import define
 
 NAME = "group_requantize"
+_OPS = ("group_dequantize", "group_quantize")
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -39,14 +42,50 @@ def _kernel(
     return out[3:6]
 
 
+class _Steps(NamedTuple):
+    """The arguments of the two ops that make a result: of ``group_dequantize``, and of ``group_quantize``."""
+
+    dequantize: tuple[tuple, dict[str, Any]]
+    quantize: tuple[tuple, dict[str, Any]]
+
+
+def _steps(
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None,
+    options: Options,
+    out: Components,
+    allocate: Callable[[TensorSpec], Tensor],
+) -> _Steps:
+    read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
+    wide = allocate(quantized.group_dequantize(data, scale, offs, amax, options=read, out_dtype=torch.float32, op=NAME))
+    return _Steps(
+        ((data, scale, offs, amax), {"options": read, "out": wide}),
+        ((wide, offs, None, None, None, None), {"options": options, "out": out}),
+    )
+
+
 def _through_float32(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
 ) -> None:
-    dequantize = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
-    spec = quantized.group_dequantize(data, scale, offs, amax, options=dequantize, out_dtype=torch.float32)
-    wide = spec.empty()
-    backends.run("group_dequantize", data.device, data, scale, offs, amax, options=dequantize, out=wide)
-    backends.run("group_quantize", data.device, wide, offs, None, None, None, None, options=options, out=out)
+    for op, (args, keywords) in zip(_OPS, _steps(data, scale, offs, amax, options, out, TensorSpec.empty)):
+        backends.run(op, data.device, *args, **keywords)
+
+
+def _supports(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
+) -> backends.Reason:
+    steps = zip(_OPS, _steps(data, scale, offs, amax, options, out, TensorSpec.meta))
+    reasons = (backends.reason_against(op, data.device, *args, **keywords) for op, (args, keywords) in steps)
+    return next(filter(None, reasons), None)
+
+
+def _prepare(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
+) -> None:
+    for op, (args, keywords) in zip(_OPS, _steps(data, scale, offs, amax, options, out, TensorSpec.empty)):
+        backends.prepare(op, data.device, *args, **keywords)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -69,11 +108,18 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(
-    backends.Implementation(
-        NAME, "through float32", "cpu", _through_float32, note="group_dequantize into a float32 [T, K], group_quantize"
+for _device in ("cpu", "cuda"):
+    backends.add(
+        backends.Implementation(
+            NAME,
+            "through float32",
+            _device,
+            _through_float32,
+            _supports,
+            note="group_dequantize into a float32 [T, K], group_quantize",
+            prepare=_prepare,
+        )
     )
-)
 
 
 def group_requantize(

@@ -62,6 +62,21 @@ def _two_ops(
     backends.run(QUANTIZE, x.device, activated, offs, scale, None, None, None, options=options, out=out)
 
 
+def _prepare_two_ops(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
+    backends.prepare(ACTIVATION, x.device, x, offs, probs, params=params, out=activated)
+    backends.prepare(QUANTIZE, x.device, activated, offs, scale, None, None, None, options=options, out=out)
+
+
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
@@ -82,7 +97,11 @@ def _call(
 
 backends.describe_op(NAME, _call)
 for _device in ("cpu", "cuda"):
-    backends.add(backends.Implementation(NAME, "activation, then quantise", _device, _two_ops, priority=-10))
+    backends.add(
+        backends.Implementation(
+            NAME, "activation, then quantise", _device, _two_ops, priority=-10, prepare=_prepare_two_ops
+        )
+    )
 
 
 def grouped_activation_quantize(

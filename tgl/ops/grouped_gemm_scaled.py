@@ -108,11 +108,12 @@ def _call(
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    functional = out is None
     if out is not None:
         scaled.grouped_gemm_scaled_out(*operands, **options, out=out)
     else:
         out = scaled.grouped_gemm_scaled(*operands, **options, out_dtype=out_dtype).meta()
-    return a.device, operands, {**options, "out": out, "zero_tail": True}
+    return a.device, operands, {**options, "out": out, "zero_tail": functional}
 
 
 backends.describe_op(NAME, _call)

@@ -83,8 +83,8 @@ def _define(name: str, run: Callable[..., None]) -> torch._ops.OpOverload:
 
     op = define(f"{name}(Tensor scale, Tensor? offs, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
     backends.describe_op(name, call)
-    for device in ("cpu", "cuda"):
-        backends.add(backends.Implementation(name, "map of offsets", device, run))
+    for device, note in (("cpu", ""), ("cuda", "a dozen index ops of aten; groups read on the device")):
+        backends.add(backends.Implementation(name, "map of offsets", device, run, note=note))
     return op
 
 

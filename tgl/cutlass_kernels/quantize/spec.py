@@ -63,3 +63,32 @@ class FP8Spec:
     given: bool = False
     row_scale: str | None = None
     noop: str | None = None
+
+
+@dataclass(frozen=True)
+class DequantizeSpec:
+    """One dequantisation; see ``tgl.group_dequantize``.
+
+    Attributes:
+        format: as the op calls it.
+        element: ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"float4_e2m1"``.
+        out: dtype of the result, as ``torch`` names it.
+        columnwise: whether the components are the columnwise ones.
+        blocked: whether scales are laid out for tensor cores.
+        square: whether blocks are 128 x 128.
+        rht: whether the data was transformed.
+        grouped: whether the result is rows in groups rather than matrices.
+        vector: elements of a row that are stored at once.
+        run: bytes of transposed data that are loaded at once; 0 of data in the order of the result.
+    """
+
+    format: str
+    element: str
+    out: str
+    columnwise: bool
+    blocked: bool
+    square: bool
+    rht: bool
+    grouped: bool
+    vector: int
+    run: int

@@ -48,6 +48,9 @@ _plans: dict[tuple, Callable] = {}
 
 def grouped_dbias_supports(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """Why ``grouped_dbias`` below cannot serve a call, or None."""
+    reason = host.packages_reason()
+    if reason is not None:
+        return reason
     if dy.dtype not in ELEMENTS:
         return f"takes float32, bfloat16 and float16, got {dy.dtype}"
     return None
@@ -111,7 +114,7 @@ def prepare_grouped_dbias_dscales(
 def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
     dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
     cut = _cut(dy.shape[1], vector)
-    key = ("grouped_dbias", dy.device, dtypes, vector, cut)
+    key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, cut)
     plan = _plans.get(key)
     if plan is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
@@ -121,7 +124,10 @@ def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor
 
 def splits_to_offsets_supports(m_splits: Tensor, *, out: Tensor) -> str | None:
     """Why ``splits_to_offsets`` below cannot serve a call, or None."""
-    return None if m_splits.dtype in INTEGERS else f"takes {', '.join(map(str, INTEGERS))}, got {m_splits.dtype}"
+    reason = host.packages_reason()
+    if reason is None and m_splits.dtype not in INTEGERS:
+        reason = f"takes {', '.join(map(str, INTEGERS))}, got {m_splits.dtype}"
+    return reason
 
 
 def splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
@@ -138,7 +144,7 @@ def prepare_splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
 
 
 def _offsets_plan(m_splits: Tensor) -> Callable:
-    key = ("splits_to_offsets", m_splits.device, m_splits.dtype)
+    key = ("splits_to_offsets", backends.device_arch(m_splits.device), m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, None, INTEGERS[m_splits.dtype])

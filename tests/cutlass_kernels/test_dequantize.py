@@ -1,0 +1,241 @@
+"""Dequantising kernels on the emulator: the numbers of the CPU implementation to the bit, canaries intact."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.test_quantize import BF16, CANARY, E5M2, F16, F32, MANY, MARGIN, RAGGED, awkward, grouped
+from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.quantize import calls as quantizers
+from tgl.cutlass_kernels.quantize import calls_dequantize as calls
+from tgl.cutlass_kernels.quantize import calls_fp8, plans
+from tgl.cutlass_kernels.quantize.spec import DequantizeSpec
+from tgl.meta.quantized import DequantizeOptions
+from tgl.testing import emulator
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Components of one direction; ``rows`` is T, or None for matrices."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    offs: torch.Tensor | None
+    amax: torch.Tensor | None
+    rows: int | None
+    options: dict
+
+    def values(self, out_dtype: torch.dtype = BF16) -> torch.Tensor:
+        return tgl.group_dequantize(
+            self.data, self.scale, self.offs, self.amax, rows=self.rows, out_dtype=out_dtype, **self.options
+        )
+
+
+def operand(x, offs, format, columnwise=False, dtype=None, **options):
+    """Components of ``x``, with bad bytes in the tail where it is stored."""
+    q = tgl.group_quantize(
+        x, offs, format=format, rowwise=not columnwise, columnwise=columnwise, dtype=dtype, **options
+    )
+    data, scale, amax = q[3:6] if columnwise else q[:3]
+    if offs is not None:
+        for t in (data, scale):
+            if t.dim() == 2 and t.shape[0] == x.shape[0]:
+                t.view(torch.uint8)[offs[-1] if len(offs) else 0 :] = 0xFF
+    options |= {"format": format, "columnwise": columnwise}
+    return Operand(data, scale, offs, amax if format == "nvfp4" else None, None if offs is None else len(x), options)
+
+
+def same(ours, theirs):
+    """Equal to the bit, but for which NaN it is."""
+    bits = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+    return ((ours.view(bits) == theirs.view(bits)) | (ours.isnan() & theirs.isnan())).all()
+
+
+def check(q, dtype=BF16, arch="sm_100a", seeds=(0,)):
+    expected = q.values(dtype)
+    buffer = torch.empty(expected.numel() * expected.element_size() + 2 * MARGIN, dtype=torch.uint8)
+    out = buffer[MARGIN:-MARGIN].view(dtype).view(expected.shape)
+    options = DequantizeOptions(**q.options)
+    with emulator.emulate(arch) as machine:
+        for seed in seeds:
+            machine.seed = seed
+            buffer.fill_(CANARY)
+            calls.group_dequantize(q.data, q.scale, q.offs, q.amax, options=options, out=out)
+            assert same(out, expected)
+            assert (buffer[:MARGIN] == CANARY).all()
+            assert (buffer[-MARGIN:] == CANARY).all()
+        assert len(machine.launches) == (len(seeds) if q.offs is None or len(q.offs) else 0)
+
+
+BLOCKED = dict(scale_layout="blocked")
+CASES = {
+    "mxfp8": dict(format="mxfp8"),
+    "mxfp8, blocked": dict(format="mxfp8", **BLOCKED),
+    "mxfp8, columnwise": dict(format="mxfp8", columnwise=True),
+    "mxfp8, columnwise, blocked, E5M2": dict(format="mxfp8", columnwise=True, dtype=E5M2, **BLOCKED),
+    "nvfp4": dict(format="nvfp4"),
+    "nvfp4, blocked": dict(format="nvfp4", **BLOCKED),
+    "nvfp4, columnwise": dict(format="nvfp4", columnwise=True),
+    "nvfp4, columnwise, blocked, transformed": dict(format="nvfp4", columnwise=True, rht=True, **BLOCKED),
+    "fp8_tensor": dict(format="fp8_tensor"),
+    "fp8_tensor, columnwise": dict(format="fp8_tensor", columnwise=True),
+    "fp8_block": dict(format="fp8_block"),
+    "fp8_block, columnwise": dict(format="fp8_block", columnwise=True),
+}
+EITHER_WAY = ("mxfp8, columnwise, blocked, E5M2", "nvfp4, columnwise, blocked, transformed")
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_groups(options):
+    check(operand(*grouped(RAGGED, 9, 272, BF16), **options))
+
+
+@pytest.mark.parametrize("name", ["mxfp8, columnwise", "nvfp4", *EITHER_WAY])
+def test_float32(name):
+    check(operand(*grouped((5, 0, 130, 33), 40, 72, F32), **CASES[name]), F32)
+
+
+@pytest.mark.parametrize("name", EITHER_WAY)
+def test_float16_on_sm_90_under_many_schedules(name):
+    check(operand(*grouped((3, 0, 140), 9, 136, F16), **CASES[name]), F16, arch="sm_90a", seeds=range(3))
+
+
+@pytest.mark.parametrize("sizes, tail", [(MANY, 0), ((0, 0, 0), 300), ((256, 128), 0), ((0, 1, 0), 127), ((), 40)])
+@pytest.mark.parametrize("name", ["nvfp4, blocked", *EITHER_WAY])
+def test_routings(name, sizes, tail):
+    check(operand(*grouped(sizes, tail, 40, BF16), **CASES[name]))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n in ("mxfp8, blocked", "fp8_block") or "columnwise" in n])
+def test_matrices(name):
+    check(operand(awkward(3, 208, 136, dtype=BF16), None, **(CASES[name] | {"rht": False})))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_square_blocks(columnwise):
+    check(operand(awkward(2, 208, 264, dtype=BF16), None, "fp8_block", columnwise, block_2d=True))
+    check(operand(awkward(2, 48, 40, dtype=BF16), None, "nvfp4", columnwise, block_2d=True))
+
+
+@pytest.mark.parametrize(
+    "format, columnwise, rows, columns",
+    [
+        ("mxfp8", False, 40, 33),
+        ("mxfp8", True, 40, 34),
+        ("nvfp4", False, 40, 38),
+        ("fp8_block", True, 31, 20),
+        ("nvfp4", True, 46, 35 * 2),
+    ],
+)
+def test_odd_matrices(format, columnwise, rows, columns):
+    check(operand(awkward(3, rows, columns, dtype=BF16), None, format, columnwise, **(BLOCKED if rows > 31 else {})))
+
+
+def test_odd_columns_of_groups():
+    check(operand(*grouped(RAGGED, 9, 33, BF16), "mxfp8", True, **BLOCKED))
+    check(operand(*grouped(RAGGED, 9, 35, BF16), "fp8_tensor", True))
+
+
+@pytest.mark.parametrize("name", ["mxfp8, columnwise", *EITHER_WAY])
+def test_bad_offsets_stay_inside(name):
+    x, offs = torch.randn(100, 64).bfloat16(), torch.tensor([10, 20, 30, 40], dtype=torch.int32)
+    q = operand(x, offs, **CASES[name])
+    buffer = torch.full((100 * 64 * 2 + 2 * MARGIN,), CANARY, dtype=torch.uint8)
+    out = buffer[MARGIN:-MARGIN].view(BF16).view(100, 64)
+    bad = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
+    with emulator.emulate("sm_100a"):
+        calls.group_dequantize(q.data, q.scale, bad, q.amax, options=DequantizeOptions(**q.options), out=out)
+    assert (buffer[:MARGIN] == CANARY).all()
+    assert (buffer[-MARGIN:] == CANARY).all()
+
+
+def misaligned(t):
+    moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    moved.view(torch.uint8).copy_(t.view(torch.uint8))
+    return moved
+
+
+def test_the_op_runs_it_and_copies_what_is_misaligned():
+    q = operand(*grouped((3, 0, 140), 9, 40, BF16), **CASES["nvfp4, columnwise, blocked, transformed"])
+    moved = Operand(misaligned(q.data), misaligned(q.scale), q.offs, q.amax, q.rows, q.options)
+    expected = q.values()
+    with emulator.emulate("sm_100a") as machine:
+        assert "are copied" in str(
+            tgl.explain("group_dequantize", q.data, q.scale, q.offs, q.amax, rows=q.rows, **q.options)
+        )
+        assert same(moved.values(), expected)
+        assert len(machine.launches) == 1
+
+
+def test_warmup_compiles_what_the_call_needs(monkeypatch):
+    q = operand(*grouped((3, 0, 140), 9, 40, BF16), **CASES["mxfp8"])
+    expected = q.values()
+    with emulator.emulate("sm_90a"):
+        tgl.warmup("group_dequantize", q.data, q.scale, q.offs, rows=q.rows, **q.options)
+        monkeypatch.setattr(calls, "build", None)
+        known = len(plans._plans)
+        assert same(q.values(), expected)
+        assert len(plans._plans) == known
+
+
+REQUANTIZED = {
+    "mxfp8": dict(format="mxfp8", scale_layout="blocked"),
+    "fp8_tensor": dict(format="fp8_tensor"),
+    "fp8_block": dict(format="fp8_block", power_of_two=False),
+}
+
+
+@pytest.mark.parametrize("options", REQUANTIZED.values(), ids=REQUANTIZED)
+def test_requantize_is_two_kernels_in_turn(options, monkeypatch):
+    x, offs = grouped((3, 0, 140), 9, 40, BF16)
+    q = tgl.group_quantize(x, offs, columnwise=False, **options)
+    if q.data.shape[0] == q.scale.shape[0]:
+        q.scale.view(torch.uint8)[offs[-1] :] = 0xFF
+    expected = tgl.group_requantize(q.data, q.scale, offs, **options)
+    with emulator.emulate("sm_90a") as machine:
+        assert "through float32" in str(tgl.warmup("group_requantize", q.data, q.scale, offs, **options))
+        monkeypatch.setattr(calls, "build", None)
+        monkeypatch.setattr(quantizers, "build", None)
+        monkeypatch.setattr(calls_fp8, "build", None)
+        got = tgl.group_requantize(q.data, q.scale, offs, **options)
+        assert len(machine.launches) == (3 if options["format"] == "fp8_tensor" else 2)
+    for ours, theirs in zip(got, expected):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+E4M3, FP4 = "float8_e4m3fn", "float4_e2m1"
+KERNELS = {
+    "rows": DequantizeSpec("mxfp8", E4M3, "bfloat16", False, True, False, False, True, 8, 0),
+    "rows, scales of columns": DequantizeSpec("mxfp8", E4M3, "bfloat16", True, True, False, False, True, 8, 0),
+    "rows of FP4": DequantizeSpec("nvfp4", FP4, "bfloat16", False, True, False, False, True, 8, 0),
+    "float32": DequantizeSpec("mxfp8", E4M3, "float32", True, True, False, False, True, 4, 0),
+    "transposed": DequantizeSpec("fp8_block", E4M3, "bfloat16", True, False, False, False, True, 8, 16),
+    "transformed": DequantizeSpec("nvfp4", FP4, "bfloat16", True, True, False, True, True, 8, 8),
+}
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch, left_out", [("sm_90", ("float32", "transposed")), ("sm_100", ("rows",))])
+def test_machine_code(arch, left_out):
+    """Nothing in local memory, three blocks fit a multiprocessor, stores of 16 bytes, no product fused with a sum."""
+    fused = {}
+    for name, spec in KERNELS.items():
+        if name in left_out:
+            continue
+        with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
+            artifacts = calls.build(arch, spec).artifacts
+        report = sass.inspect(artifacts.CUBIN)
+        assert report.spills == report.frame == 0, name
+        assert report.registers <= 80, name
+        assert re.search(r"st\.global\.(v4\.b32|v2\.b64)", artifacts.PTX), name
+        fused[name] = report.count("FFMA")
+    quotients = fused.pop("rows of FP4")  # of a group's scale: their expansion fuses
+    assert fused.pop("transformed") == quotients
+    assert not any(fused.values())

@@ -1,0 +1,117 @@
+"""Launches of the dequantising kernels, and of the two kernels that make columnwise components of rowwise ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.quantized import DequantizeOptions
+from .. import host
+from . import plans
+from .spec import DequantizeSpec
+
+RUN = 16  # rows of transposed data that a lane loads
+
+
+def group_dequantize_supports(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> str | None:
+    """Why ``group_dequantize`` below cannot serve a call, or None."""
+    reason = host.packages_reason()
+    if reason is None and out.numel() and out.numel() // out.shape[-1] > host.MAX_ROWS:
+        reason = f"takes up to {host.MAX_ROWS} rows, got {out.numel() // out.shape[-1]}"
+    return reason
+
+
+def group_dequantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> None:
+    """Write the values of components to ``out``: one launch."""
+    if out.numel() == 0:
+        return
+    if offs is not None and offs.shape[0] == 0:
+        out.zero_()
+        return
+    plan = _plan(data, offs, options, out)
+    elements, scales = aligned(data).view(torch.uint8), aligned(scale)
+    if elements.dim() == 3:
+        elements = elements.view(-1, elements.shape[-1])
+    if options.blocked:
+        scales = scales.view(-1)
+    elif scales.dim() == 3:
+        scales = scales.view(-1, scales.shape[-1])
+    result = out if out.dim() == 2 else out.view(-1, out.shape[-1])
+    host.call(plan, elements, scales, offs, amax, result, out.shape[1] if offs is None else 0)
+
+
+def prepare_group_dequantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> None:
+    """Compile and load what ``group_dequantize`` with these arguments needs."""
+    if out.numel() and (offs is None or offs.shape[0]):
+        _plan(data, offs, options, out)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """``t``, or a copy if it begins at an address that no access of 16 bytes may have."""
+    return t.clone() if host.address(t) % host.ALIGNMENT else t
+
+
+def divisor(size: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides ``size``."""
+    return min(size & -size, most)
+
+
+def _plan(data: Tensor, offs: Tensor | None, options: DequantizeOptions, out: Tensor) -> Callable:
+    arch = backends.device_arch(data.device)
+    form = options.description
+    transposed = options.columnwise and form.transposed_columnwise
+    spec = DequantizeSpec(
+        format=options.format,
+        element="float4_e2m1" if form.per_byte == 2 else host.name(data.dtype),
+        out=host.name(out.dtype),
+        columnwise=options.columnwise,
+        blocked=options.blocked,
+        square=options.block_2d and options.format == "fp8_block",
+        rht=options.rht,
+        grouped=offs is not None,
+        vector=divisor(out.shape[-1], host.ALIGNMENT // out.element_size()),
+        run=divisor(data.shape[-1], RUN // form.per_byte) if transposed else 0,
+    )
+    return plans.fetch((arch, not data.is_cuda, spec), data, lambda: build(arch, spec), "group_dequantize")
+
+
+def build(arch: str, spec: DequantizeSpec) -> Callable:
+    """Compile the kernel for ``spec``. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .decode import FP4
+    from .dequantize import DequantizeRows
+    from .dequantize_transposed import DequantizeTransposed
+
+    def scales() -> Any:
+        if spec.format == "fp8_tensor":
+            return plans.vector("float32")
+        if spec.format == "fp8_block":
+            return plans.matrix("float32", 4)
+        if spec.blocked:
+            return plans.vector("uint8", host.ALIGNMENT)
+        return plans.matrix("uint8", spec.vector if spec.columnwise and not spec.run else 1)
+
+    pitch = spec.run or (spec.vector // 2 if spec.element == FP4 else spec.vector)
+    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+        (DequantizeTransposed if spec.run else DequantizeRows)(spec),
+        plans.matrix("uint8", pitch),
+        scales(),
+        plans.vector("int32") if spec.grouped else None,
+        plans.vector("float32") if spec.format == "nvfp4" else None,
+        plans.matrix(spec.out, spec.vector * (4 if spec.out == "float32" else 2)),
+        cutlass.Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

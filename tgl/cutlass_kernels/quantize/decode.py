@@ -1,0 +1,88 @@
+"""Bytes of quantised operands to float32, exactly, and the scales of whole groups."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+
+from .lanes import NAN, TYPES, as_float
+
+FP4 = "float4_e2m1"
+LARGEST = 3.4028234663852886e38
+RANGE = 2688.0  # the largest E4M3 times the largest E2M1
+E2M1_STEP = 16384.0  # the bits of an E2M1 number, as the upper bits of an E5M10 one without sign, stand for 2^-14 of it
+SMALLEST_POWER = 0x400000  # 2^-127
+
+
+def element_pointer(tensor: Any, row: Any, column: Any) -> Any:
+    """Pointer to an element of a matrix; the offset is 64 bits wide."""
+    return tensor.iterator + (Int64(row) * tensor.stride[0] + column)
+
+
+def load_bytes(pointer: Any, held: Any, width: int) -> None:
+    """``width`` bytes from memory on as many bytes to registers."""
+    memory = cute.make_tensor(pointer.align(width), cute.make_layout(width))
+    cute.autovec_copy(memory, held)
+
+
+@cute.jit
+def fp8_values(held: cute.Tensor, element: cutlass.Constexpr):
+    """FP8 bytes in registers as float32."""
+    return cute.recast_tensor(held, getattr(cutlass, TYPES[element])).load().to(Float32)
+
+
+@cute.jit
+def fp4_values(held: cute.Tensor):
+    """Packed E2M1 bytes in registers, as many as fill words, as float32 in registers; the lower half of a byte first.
+
+    A word holds eight codes. Shifted by four bits at a time, it has two of them where the halves of a word hold sign,
+    exponent and mantissa of 16-bit numbers.
+    """
+    words = cute.recast_tensor(held, Int32)
+    many = cute.size(words)
+    pairs = cute.make_rmem_tensor((4, many), Int32)
+    for i in cutlass.range_constexpr(many):
+        for j in cutlass.range_constexpr(4):
+            codes = words[i] >> (4 * j)
+            pairs[j, i] = ((codes & 0x00070007) << 9) | ((codes & 0x00080008) << 12)
+    wide = cute.recast_tensor(pairs, cutlass.Float16)
+    values = cute.make_rmem_tensor(8 * many, Float32)
+    for i in cutlass.range_constexpr(8 * many):
+        values[i] = wide[i % 4 * 2 + i % 8 // 4, i // 8].to(Float32) * Float32(E2M1_STEP)
+    return values
+
+
+def product(a: Float32, b: Float32) -> Float32:
+    """``a * b``, rounded also where a sum follows: the assembler may fuse what is not said to be rounded."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+@cute.jit
+def e8m0_value(byte: Int32) -> Float32:
+    """``2^(byte - 127)``, NaN for 255."""
+    bits = cutlass.max(byte << 23, Int32(SMALLEST_POWER))
+    if byte == 255:
+        bits = Int32(NAN)
+    return as_float(bits)
+
+
+@cute.jit
+def e4m3_value(byte: Uint8) -> Float32:
+    """The number of one E4M3 byte."""
+    held = cute.make_rmem_tensor(4, Uint8)
+    held.fill(0)
+    held[0] = byte
+    wide = cute.make_rmem_tensor(4, Float32)
+    wide.store(fp8_values(held, "float8_e4m3fn"))
+    return wide[0]
+
+
+@cute.jit
+def decoding_scale(amax: Float32) -> Float32:
+    """What the block scales of an NVFP4 group whose largest magnitude is ``amax`` are multiplied by."""
+    encode = Float32(RANGE) / amax
+    if encode > Float32(LARGEST):
+        encode = Float32(LARGEST)
+    if amax == Float32(0.0):
+        encode = Float32(1.0)
+    return Float32(1.0) / encode

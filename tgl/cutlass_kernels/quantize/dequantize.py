@@ -1,0 +1,238 @@
+"""Dequantisation of data in the order of its rows: all of MXFP8, and the rowwise components of the other formats.
+
+A block of 8 warps takes 128 rows of one group, as the quantising kernels do, so that the scales of a tile of 128
+columns lie together in either layout and either direction. Neighbouring lanes hold neighbouring vectors of a row, each
+of which is one store of 16 bytes where K allows.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+
+from ..schedule import ceil_div
+from .decode import FP4, decoding_scale, e4m3_value, e8m0_value, element_pointer, fp4_values, fp8_values, load_bytes
+from .lanes import COLUMNS, LANES, TYPES, WARPS
+from .spec import DequantizeSpec
+from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
+
+BAND = 32  # rows that share an MXFP8 scale
+ATOM, ATOM_COLUMNS = 512, 4
+BATCH = 32  # elements of a lane that are loaded before the first is stored
+CHUNK = 2  # tiles of columns a block walks over, at most
+BLOCKS = 2048  # with fewer, blocks walk over one tile
+ACROSS = {"mxfp8": 32, "nvfp4": 16}  # columns that share a rowwise scale
+
+
+def grid(spec: DequantizeSpec, rows: Any, offs: Any, matrix_rows: Any, across: Any) -> tuple[Any, Any]:
+    """Tiles of 128 rows, and how many of their ``across`` tiles of columns a block walks over."""
+    if cutlass.const_expr(spec.grouped):
+        units = tiles_at_most(rows, Int32(cute.size(offs)))
+    else:
+        units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
+    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
+    return units, chunk
+
+
+class DequantizeRows:
+    """The kernel for one ``DequantizeSpec``."""
+
+    def __init__(self, spec: DequantizeSpec):
+        self.spec = spec
+        self.out = getattr(cutlass, TYPES[spec.out])
+        self.vector = spec.vector
+        self.lanes = COLUMNS // self.vector  # that hold a row of a tile
+        self.height = WARPS * LANES // self.lanes  # rows that the block holds at once
+        self.batch = min(BATCH // self.vector, 16)  # rows
+        self.blocks_per_sm = 4 if self.vector == 8 and not spec.columnwise else 3  # as registers suffice for
+        self.fp4 = spec.element == FP4
+        self.bytes = self.vector // 2 if self.fp4 else self.vector
+
+    @cute.jit
+    def __call__(
+        self,
+        data: cute.Tensor,
+        scale: cute.Tensor,
+        offs: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        out: cute.Tensor,
+        matrix_rows: Int32,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            data: bytes ``[T, K]``, of FP4 ``[T, K / 2]``; of matrices ``[G N, ...]``, ``matrix_rows`` = N rows each.
+            scale: compact ``[rows, columns]``, blocked ``[bytes]``, of whole groups float32 ``[G]``.
+            offs: int32 ``[G]``, or None for matrices.
+            amax: float32 ``[G]`` of NVFP4, or None.
+            out: ``[T, K]`` or ``[G N, K]``.
+            stream: CUDA stream.
+        """
+        across = ceil_div(Int32(out.shape[1]), COLUMNS)
+        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across)
+        self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
+            grid=(units * ceil_div(across, chunk), 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=8,  # in %; the rest is cache
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        data: cute.Tensor,
+        scale: cute.Tensor,
+        offs: cute.Tensor | None,
+        amax: Any,
+        out: cute.Tensor,
+        matrix_rows: Int32,
+        across: Int32,
+        chunk: Int32,
+    ):
+        """One tile of rows, a chunk of its tiles of columns."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        chunks = ceil_div(across, chunk)
+        unit = block // chunks
+        if cutlass.const_expr(self.spec.grouped):
+            group = group_of_unit(offs, Int32(out.shape[0]), unit)
+            tile = group_tile(offs, Int32(out.shape[0]), unit, group)
+            units = tiles_at_most(Int32(out.shape[0]), Int32(cute.size(offs))) - 1
+        else:
+            tile, units = matrix_tile(matrix_rows, unit), ceil_div(matrix_rows, ROWS)
+            group = unit // units
+        first = (block - unit * chunks) * chunk
+        last = cutlass.min(first + chunk, across) - 1
+        if tile.tail:
+            for k in cutlass.range(first, last + 1, unroll=1):
+                self.clear(out, tile, k, thread)
+        elif tile.count > 0:
+            whole = Float32(1.0)
+            if cutlass.const_expr(self.spec.format == "nvfp4"):
+                whole = decoding_scale(amax[group])
+            elif cutlass.const_expr(self.spec.format == "fp8_tensor"):
+                whole = scale[group]
+            for k in cutlass.range(first, last + 1, unroll=1):
+                for start in cutlass.range(0, ROWS, self.height * self.batch, unroll=1):
+                    self.decode(data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread)
+
+    @cute.jit
+    def corner(self, k, thread):
+        """A lane's first row and column: within the rows of the tile, and of the result."""
+        return thread // self.lanes, k * COLUMNS + thread % self.lanes * self.vector
+
+    @cute.jit
+    def clear(self, out, tile, k, thread):
+        """Zeros to a tile of the tail."""
+        row, column = self.corner(k, thread)
+        zeros = cute.make_rmem_tensor(self.vector, self.out)
+        zeros.fill(0)
+        if column < out.shape[1]:
+            for at in cutlass.range(row, tile.count, self.height, unroll=1):
+                self.store(out, tile.first + at, column, zeros)
+
+    @cute.jit
+    def store(self, out, row, column, values):
+        """A vector of a row to memory."""
+        width = self.vector * self.out.width // 8
+        pointer = element_pointer(out, row, column).align(width)
+        cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(self.vector)))
+
+    @cute.jit
+    def decode(self, data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread):
+        """A batch of a lane's rows of a tile; rows and columns that do not exist read others again."""
+        row, column = self.corner(k, thread)
+        row += start
+        there = column < out.shape[1]
+        column = cutlass.min(column, out.shape[1] - self.vector)
+        held = cute.make_rmem_tensor((max(self.bytes, 4), self.batch), Uint8)
+        if cutlass.const_expr(self.bytes < 4):
+            held.fill(0)
+        for i in cutlass.range_constexpr(self.batch):
+            at = tile.first + cutlass.min(row + self.height * i, tile.count - 1)
+            part = cute.make_tensor(held[None, i].iterator, cute.make_layout(self.bytes))
+            load_bytes(element_pointer(data, at, column * self.bytes // self.vector), part, self.bytes)
+        bands: Any = None
+        if cutlass.const_expr(self.spec.columnwise):
+            bands = self.scales_of_columns(scale, out, matrix_rows, tile, unit, units, k, column, start)
+        factors = cute.make_rmem_tensor(self.batch, Float32)
+        factors.fill(whole)
+        if cutlass.const_expr(not self.spec.columnwise):
+            for i in cutlass.range_constexpr(self.batch):
+                at = cutlass.min(row + self.height * i, tile.count - 1)
+                factors[i] = self.scale_of_row(scale, whole, out, tile, unit, k, at, column)
+        quantized = cute.make_rmem_tensor(self.vector, self.out)
+        for i in cutlass.range_constexpr(self.batch):
+            if cutlass.const_expr(self.fp4):
+                eight = fp4_values(held[None, i])
+                values = cute.make_tensor(eight.iterator, cute.make_layout(self.vector)).load()
+            else:
+                values = self.fp8(held[None, i])
+            if cutlass.const_expr(self.spec.columnwise):
+                values = values * bands[None, self.height * i // BAND].load()
+            else:
+                values = values * factors[i]
+            quantized.store(values.to(self.out))
+            if there and row + self.height * i < tile.count:
+                self.store(out, tile.first + row + self.height * i, column, quantized)
+
+    def fp8(self, held):
+        """The first elements of ``held`` as float32; conversions take four."""
+        wide = fp8_values(held, self.spec.element)
+        if self.vector >= 4:
+            return wide
+        values = cute.make_rmem_tensor(4, Float32)
+        values.store(wide)
+        return cute.make_tensor(values.iterator, cute.make_layout(self.vector)).load()
+
+    # --- scales ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def scale_of_row(self, scale, whole, out, tile, unit, k, row, column):
+        """What a lane's elements of a row are multiplied by."""
+        spec = self.spec
+        if cutlass.const_expr(spec.format == "fp8_tensor"):
+            return whole
+        if cutlass.const_expr(spec.format == "fp8_block"):
+            return scale[unit, k] if cutlass.const_expr(spec.square) else scale[tile.first + row, k]
+        block = column // ACROSS[spec.format]
+        if cutlass.const_expr(spec.blocked):
+            atoms = ceil_div(ceil_div(Int32(out.shape[1]), ACROSS[spec.format]), ATOM_COLUMNS)
+            atom = Int64(unit) * atoms + block // ATOM_COLUMNS
+            byte = scale[atom * ATOM + (row % 32 * 16 + row // 32 * 4 + block % ATOM_COLUMNS)]
+        else:
+            byte = scale[tile.first + row, block]
+        if cutlass.const_expr(spec.format == "nvfp4"):
+            return e4m3_value(byte) * whole
+        return e8m0_value(Int32(byte))
+
+    @cute.jit
+    def scales_of_columns(self, scale, out, matrix_rows, tile, unit, units, k, column, start):
+        """What a lane's columns are multiplied by, in each band of 32 rows of a batch."""
+        many = self.height * self.batch // BAND
+        first = start // BAND
+        found = cute.make_rmem_tensor((self.vector, many), Float32)
+        if cutlass.const_expr(self.spec.blocked):
+            atom = Int64(k) * units + unit
+            if cutlass.const_expr(not self.spec.grouped):
+                across = ceil_div(Int32(out.shape[1]), COLUMNS)
+                atom = (Int64(unit // units) * across + k) * units + unit % units
+            for j in cutlass.range_constexpr(self.vector):
+                y = (column + j) % COLUMNS
+                held = cute.make_rmem_tensor(many, Uint8)
+                load_bytes(scale.iterator + (atom * ATOM + (y % 32 * 16 + y // 32 * 4 + first)), held, many)
+                for band in cutlass.range_constexpr(many):
+                    found[j, band] = e8m0_value(Int32(held[band]))
+        else:
+            row = unit * (ROWS // BAND)
+            if cutlass.const_expr(not self.spec.grouped):
+                row = unit // units * ceil_div(matrix_rows, BAND) + unit % units * (ROWS // BAND)
+            for band in cutlass.range_constexpr(many):
+                held = cute.make_rmem_tensor(self.vector, Uint8)
+                at = row + cutlass.min(first + band, (tile.count - 1) // BAND)
+                load_bytes(element_pointer(scale, at, column), held, self.vector)
+                for j in cutlass.range_constexpr(self.vector):
+                    found[j, band] = e8m0_value(Int32(held[j]))
+        return found

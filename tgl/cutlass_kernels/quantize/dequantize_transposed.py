@@ -1,0 +1,239 @@
+"""Dequantisation of transposed data: the columnwise components of NVFP4 and of FP8 with float32 scales.
+
+A block of 8 warps takes 128 rows of one group and walks over tiles of 64 columns of the result. A lane holds runs of 16
+rows of a column, which are 16 bytes of FP8, or one block and one run of the Hadamard transform of NVFP4. They are
+turned in shared memory, where the pieces of 16 bytes of a row change places by the run they are in, so that lanes meet
+in no bank but for the halves of a word.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass.memory import SmemAllocator
+
+from ..schedule import ceil_div
+from .decode import FP4, decoding_scale, e4m3_value, element_pointer, fp4_values, fp8_values, load_bytes, product
+from .dequantize import ATOM, ATOM_COLUMNS, grid
+from .lanes import LANES, TYPES, WARPS
+from .spec import DequantizeSpec
+from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+
+COLUMNS = 64
+RUN = 16
+RUNS = ROWS // RUN
+THREADS = WARPS * LANES
+PIECE = 16  # bytes
+SQUARE = 128
+BLOCKS_PER_SM = 3
+UNITS = {"nvfp4": 64, "fp8_tensor": 32, "fp8_block": 32}  # of the placement of the data
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the Hadamard transform
+
+
+class DequantizeTransposed:
+    """The kernel for one ``DequantizeSpec``."""
+
+    def __init__(self, spec: DequantizeSpec):
+        self.spec = spec
+        self.out = getattr(cutlass, TYPES[spec.out])
+        self.fp4 = spec.element == FP4
+        self.bytes = RUN // 2 if self.fp4 else RUN  # of a run
+        self.elements = PIECE * 8 // self.out.width  # of a piece of the result
+        self.pieces = COLUMNS // self.elements
+
+    @cute.jit
+    def __call__(
+        self,
+        data: cute.Tensor,
+        scale: cute.Tensor,
+        offs: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        out: cute.Tensor,
+        matrix_rows: Int32,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            data: bytes ``[K, Tp]``, of FP4 ``[K, Tp / 2]``; of matrices ``[G K, ...]`` of ``matrix_rows`` = N columns.
+            scale: compact ``[rows, columns]``, blocked ``[bytes]``, of whole groups float32 ``[G]``.
+            offs: int32 ``[G]``, or None for matrices.
+            amax: float32 ``[G]`` of NVFP4, or None.
+            out: ``[T, K]`` or ``[G N, K]``.
+            stream: CUDA stream.
+        """
+        across = ceil_div(Int32(out.shape[1]), COLUMNS)
+        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across)
+        self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
+            grid=(units * ceil_div(across, chunk), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=BLOCKS_PER_SM,
+            preferred_smem_carveout=25 if self.out.width == 16 else 50,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        data: cute.Tensor,
+        scale: cute.Tensor,
+        offs: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        out: cute.Tensor,
+        matrix_rows: Int32,
+        across: Int32,
+        chunk: Int32,
+    ):
+        """One tile of rows, a chunk of its tiles of columns."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        chunks = ceil_div(across, chunk)
+        unit = block // chunks
+        turned = SmemAllocator().allocate_tensor(self.out, cute.make_layout(ROWS * COLUMNS), byte_alignment=128)
+        if cutlass.const_expr(self.spec.grouped):
+            rows = Int32(out.shape[0])
+            group = group_of_unit(offs, rows, unit)
+            tile = group_tile(offs, rows, unit, group)
+            place = group_place(offs, rows, unit, group, UNITS[self.spec.format])
+            units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
+        else:
+            tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
+            units = ceil_div(matrix_rows, ROWS)
+        first = (block - unit * chunks) * chunk
+        if tile.count > 0:
+            whole = Float32(1.0)
+            if cutlass.const_expr(self.spec.format != "fp8_block"):  # noqa: SIM102 (one is known while tracing)
+                if not tile.tail:
+                    whole = self.scale_of_group(scale, amax, place.group)
+            for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
+                if k > first:
+                    cute.arch.sync_threads()
+                if not tile.tail:
+                    self.decode(data, scale, whole, out, offs, matrix_rows, turned, tile, place, unit, units, k, thread)
+                cute.arch.sync_threads()
+                self.store_tile(out, turned, tile, k, thread)
+
+    # --- from memory -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def decode(self, data, scale, whole, out, offs, matrix_rows, turned, tile, place, unit, units, k, thread):
+        """A lane's runs of a tile to shared memory, those that have a row."""
+        number = thread % RUNS
+        turns = COLUMNS * RUNS // THREADS
+        held = cute.make_rmem_tensor((self.bytes, turns), Uint8)
+        held.fill(0)
+        factors = cute.make_rmem_tensor(turns, Float32)
+        factors.fill(0.0)
+        for turn in cutlass.range_constexpr(turns):
+            column = k * COLUMNS + thread // RUNS + turn * (THREADS // RUNS)
+            if number * RUN < tile.count and column < out.shape[1]:
+                row = column
+                if cutlass.const_expr(not self.spec.grouped):
+                    row = place.group * out.shape[1] + column
+                start = (place.first + number * RUN) * self.bytes // RUN
+                self.load_run(element_pointer(data, row, start), held[None, turn], tile.count - number * RUN)
+                factors[turn] = self.scale_of_run(
+                    scale, whole, out, offs, matrix_rows, place, unit, units, row, column, number
+                )
+        for turn in cutlass.range_constexpr(turns):
+            if cutlass.const_expr(self.fp4):
+                values = fp4_values(held[None, turn])
+            else:
+                values = cute.make_rmem_tensor(RUN, Float32)
+                values.store(fp8_values(held[None, turn], self.spec.element))
+            if cutlass.const_expr(self.spec.rht):
+                for j in cutlass.range_constexpr(RUN):
+                    values[j] = product(values[j], factors[turn])
+                self.transform_back(values)
+            else:
+                values.store(values.load() * factors[turn])
+            rounded = cute.make_rmem_tensor(RUN, self.out)
+            rounded.store(values.load().to(self.out))
+            column = thread // RUNS + turn * (THREADS // RUNS)
+            start = self.piece(number * RUN, number, column // self.elements) + column % self.elements
+            for j in cutlass.range_constexpr(RUN):
+                turned[start + j * COLUMNS] = rounded[j]
+
+    @cute.jit
+    def load_run(self, pointer, held, left):
+        """The bytes of a run of which ``left`` rows or more exist; those of matrices may end before the run does."""
+        width = self.spec.run
+        step = width * RUN // self.bytes
+        for i in cutlass.range_constexpr(self.bytes // width):
+            part = cute.make_tensor(held.iterator + i * width, cute.make_layout(width))
+            if cutlass.const_expr(self.spec.grouped) or i * step < left:
+                load_bytes(pointer + i * width, part, width)
+
+    def transform_back(self, values):
+        """The inverse of the Hadamard transform of a run, in place."""
+        for distance in (1, 2, 4, 8):
+            for i in range(RUN):
+                if not i & distance:
+                    a, b = values[i], values[i + distance]
+                    values[i], values[i + distance] = a + b, a - b
+        for i in range(RUN):
+            values[i] = values[i] * Float32(0.25) * Float32(SIGNS[i])
+
+    # --- scales ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def scale_of_group(self, scale, amax, group):
+        """What belongs to all of a group."""
+        if cutlass.const_expr(self.spec.format == "nvfp4"):
+            return decoding_scale(amax[group])
+        return scale[group]
+
+    @cute.jit
+    def scale_of_run(self, scale, whole, out, offs, matrix_rows, place, unit, units, row, column, number):
+        """What a run is multiplied by; ``row`` of the data, ``column`` of the result."""
+        spec = self.spec
+        if cutlass.const_expr(spec.format == "fp8_tensor"):
+            return whole
+        if cutlass.const_expr(spec.format == "fp8_block"):
+            if cutlass.const_expr(spec.square):
+                return scale[unit // units * ceil_div(Int32(out.shape[1]), SQUARE) + column // SQUARE, unit % units]
+            return scale[unit, column]
+        block = place.first // RUN + number
+        if cutlass.const_expr(spec.blocked):
+            atoms = self.atoms_across(out, offs, matrix_rows)
+            down = column // SQUARE
+            if cutlass.const_expr(not spec.grouped):
+                down = place.group * ceil_div(Int32(out.shape[1]), SQUARE) + down
+            y = column % SQUARE
+            at = y % 32 * 16 + y // 32 * 4 + block % ATOM_COLUMNS
+            byte = scale[(Int64(down) * atoms + block // ATOM_COLUMNS) * ATOM + at]
+        else:
+            byte = scale[row, block]
+        return e4m3_value(byte) * whole
+
+    def atoms_across(self, out, offs, matrix_rows):
+        """Atoms of blocked scales side by side."""
+        if self.spec.grouped:
+            return ceil_div(Int32(out.shape[0]), RUN * ATOM_COLUMNS) + Int32(cute.size(offs)) - 1
+        return ceil_div(ceil_div(matrix_rows, RUN), ATOM_COLUMNS)
+
+    # --- to memory ---------------------------------------------------------------------------------------------------
+
+    def piece(self, row, run, number):
+        """Where piece ``number`` of a row of the tile, which is in run ``run``, begins."""
+        return row * COLUMNS + (number ^ run) * self.elements
+
+    @cute.jit
+    def store_tile(self, out, turned, tile, k, thread):
+        """The rows of a tile that there are to memory, zeros in the tail; a row by neighbouring lanes."""
+        vector = self.spec.vector
+        height = THREADS // self.pieces
+        part = cute.make_rmem_tensor(self.elements, self.out)
+        part.fill(0)
+        for turn in cutlass.range_constexpr(ROWS // height):
+            row = thread // self.pieces + turn * height
+            number = thread % self.pieces
+            if row < tile.count:
+                if not tile.tail:
+                    pointer = (turned.iterator + self.piece(row, row // RUN, number)).align(PIECE)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(self.elements)), part)
+                for i in cutlass.range_constexpr(self.elements // vector):
+                    column = k * COLUMNS + number * self.elements + i * vector
+                    if column < out.shape[1]:
+                        some = cute.make_tensor(part.iterator + i * vector, cute.make_layout(vector))
+                        where = element_pointer(out, tile.first + row, column)
+                        where = where.align(vector * self.out.width // 8)
+                        cute.autovec_copy(some, cute.make_tensor(where, cute.make_layout(vector)))
