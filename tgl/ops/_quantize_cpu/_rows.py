@@ -14,9 +14,14 @@ _STEP = 1 << 17  # elements per thread and step: a few float32 buffers of them f
 
 def steps(start: int, stop: int, width: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
     """Cut ``[start, stop)`` into ranges of about one step, given ``width`` elements each; multiples of ``multiple``."""
-    count = max(_STEP * torch.get_num_threads() // max(width, 1) // multiple, 1) * multiple
+    count = step_of(width, multiple)
     for first in range(start, stop, count):
         yield first, min(first + count, stop)
+
+
+def step_of(width: int, multiple: int = 1) -> int:
+    """How many items of ``width`` elements are about one step; a multiple of ``multiple``."""
+    return max(_STEP * torch.get_num_threads() // max(width, 1) // multiple, 1) * multiple
 
 
 def aligned_steps(stop: int, width: int, unit: int) -> Iterator[tuple[int, int]]:
@@ -78,10 +83,14 @@ class Groups:
         """int64: the group of every row of a range (before the tail)."""
         return torch.searchsorted(self.ends, torch.arange(start, stop), right=True)
 
+    def of_each_row(self, values: Tensor, start: int, stop: int) -> Tensor:
+        """``[rows, 1]``: the value, of those given for every group, of every row of a range."""
+        return values.index_select(0, self.of_rows(start, stop))[:, None]
+
     def places(self, start: int, stop: int, u: int) -> Tensor:
         """int64: the coordinate of every row of a range under the placement of unit ``u``."""
         group = self.of_rows(start, stop)
-        return torch.arange(start, stop) + (self.begins(u) - self.firsts)[group]
+        return torch.arange(start, stop) + (self.begins(u) - self.firsts).index_select(0, group)
 
     def begins(self, u: int) -> Tensor:
         """int64 ``[G]``: the coordinate of every group's first row."""
@@ -116,19 +125,20 @@ class Blocks:
 
     def steps(self, columns: int, each: int | None) -> Iterator[tuple[int, int]]:
         """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
-        per_matrix = 1 if each is None else -(-each // self.size)
-        return aligned_steps(self.first.shape[0], self.size * columns, per_matrix)
+        total = self.first.shape[0]
+        if each is not None:
+            yield from aligned_steps(total, self.size * columns, -(-each // self.size))
+            return
+        limit, start = step_of(columns), 0
+        while start < total:
+            full = torch.searchsorted(self.first, self.first[start] + limit + 1 - self.size)
+            stop = min(max(int(full), start + 1), total)
+            yield start, stop
+            start = stop
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The range of rows that a range of blocks covers."""
         return int(self.first[start]), int(self.first[stop - 1] + self.count[stop - 1])
-
-    def holes(self, start: int, stop: int) -> Tensor | None:
-        """Boolean ``[blocks, size]``: which places of a range of blocks have no row; None if all have."""
-        first, last = self.rows(start, stop)
-        if last - first == (stop - start) * self.size:
-            return None
-        return torch.arange(self.size) >= self.count[start:stop, None]
 
 
 class Rows:
@@ -148,33 +158,43 @@ class Rows:
 
         The result is x's memory or a buffer: to be read only, and until the next call.
         """
-        part = self.x[start:stop, left : self.columns if right is None else right]
+        part = self._part(start, stop, left, right)
         columns = part.shape[1]
         width = max(width, columns)
         if self._as_is and width == columns:
             return part
         wide = self.scratch.room("rows", part.shape[0], width)
-        wide[:, columns:].zero_()
-        self._widen(part, None if self.row_scale is None else self.row_scale[start:stop], wide[:, :columns])
+        if width == columns:
+            self._widen(part, start, stop, wide)
+        else:
+            wide[:, columns:].zero_()
+            self._widen(part, start, stop, wide[:, :columns])
         return wide
 
-    def load_blocks(self, blocks: Blocks, start: int, stop: int, left: int, right: int, holes: Tensor | None) -> Tensor:
-        """A range of blocks as ``[blocks, size, columns]``, zeros where there is no row; ``holes`` as of ``blocks``."""
-        size = blocks.size
-        if holes is None:
-            first = int(blocks.first[start])
-            return self.load(first, first + (stop - start) * size, left, right).unflatten(0, (stop - start, size))
-        rows = blocks.first[start:stop, None] + torch.arange(size)
-        rows = rows.masked_fill_(holes, int(rows[0, 0])).view(-1)
-        part = self.x[:, left:right].index_select(0, rows)
-        wide = self.scratch.room("rows", *part.shape)
-        self._widen(part, None if self.row_scale is None else self.row_scale[rows], wide)
-        wide.index_fill_(0, holes.view(-1).nonzero().view(-1), 0.0)
-        return wide.view(stop - start, size, -1)
+    def times(self, factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
+        """A part of the rows times ``factor``, in a buffer that the next call may take."""
+        wide = self.load(start, stop, left, right)
+        return torch.mul(wide, factor, out=self.scratch.room("rows", *wide.shape) if self._as_is else wide)
 
-    def _widen(self, part: Tensor, row_scale: Tensor | None, wide: Tensor) -> None:
+    def amax(self, start: int, stop: int) -> Tensor:
+        """The largest magnitude of every row as float32: Inf or NaN if the row has one."""
+        part = self._part(start, stop, 0, None) if self.row_scale is None else self.load(start, stop)
+        if part.dtype == torch.float32:  # reads twice, which takes less than to write the magnitudes
+            return torch.maximum(part.amax(1), part.amin(1).neg_()).abs_()
+        bits = torch.bitwise_and(part.view(torch.int16), 0x7FFF, out=self._room_for_bits(part))
+        return bits.amax(1).view(part.dtype).float()
+
+    def _room_for_bits(self, part: Tensor) -> Tensor:
+        return self.scratch.room("rows", -(-part.numel() // 2)).view(torch.int16)[: part.numel()].view(part.shape)
+
+    def _part(self, start: int, stop: int, left: int, right: int | None) -> Tensor:
+        rows = self.x if stop - start == self.x.shape[0] else self.x[start:stop]
+        whole = not left and (right is None or right == self.columns)
+        return rows if whole else rows[:, left:right]
+
+    def _widen(self, part: Tensor, start: int, stop: int, wide: Tensor) -> None:
         wide.copy_(part)
-        if row_scale is not None:
-            wide.mul_(row_scale.float()[:, None])
+        if self.row_scale is not None:
+            wide.mul_(self.row_scale[start:stop].float()[:, None])
             if part.dtype != torch.float32:
                 wide.copy_(self.scratch.room("rounded", *part.shape, dtype=part.dtype).copy_(wide))
