@@ -78,7 +78,7 @@ def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, sc
     data = data.view(groups.rows, rows.columns)
     across, pieces = scales.columns, Even(2)
     scales.clear()
-    for start, stop in steps(0, groups.routed, across * block):
+    for start, stop in steps(0, groups.routed, across * block, buffers=1 if rows.as_is else 2):
         wide = rows.load(start, stop, width=across * block).view(stop - start, across, block)
         scaled, scale = rule(wide, pieces)
         data[start:stop].copy_(scaled.view(stop - start, -1)[:, : rows.columns])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,19 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_STEP = 1 << 17  # elements per thread and step: a few float32 buffers of them fit a second-level cache
+_STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
+_BUFFERS = 2
 
 
-def steps(start: int, stop: int, width: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` into ranges of about one step, given ``width`` elements each; multiples of ``multiple``."""
-    count = step_of(width, multiple)
+def step_of(width: int, multiple: int = 1, buffers: int = _BUFFERS) -> int:
+    """How many items of ``width`` elements make about one step; a multiple of ``multiple``.
+
+    ``buffers`` float32 buffers are needed for them.
+    """
+    elements = _STEP * _BUFFERS // buffers * torch.get_num_threads()
+    return max(elements // max(width, 1) // multiple, 1) * multiple
+
+
+def steps(
+    start: int, stop: int, width: int, multiple: int = 1, buffers: int = _BUFFERS
+) -> Iterator[tuple[int, int]]:
+    """Cut ``[start, stop)`` into ranges of about one step; see ``step_of``."""
+    count = step_of(width, multiple, buffers)
     for first in range(start, stop, count):
         yield first, min(first + count, stop)
-
-
-def step_of(width: int, multiple: int = 1) -> int:
-    """How many items of ``width`` elements are about one step; a multiple of ``multiple``."""
-    return max(_STEP * torch.get_num_threads() // max(width, 1) // multiple, 1) * multiple
 
 
 def aligned_steps(stop: int, width: int, unit: int) -> Iterator[tuple[int, int]]:
@@ -38,14 +47,19 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._lent: dict[str, Tensor] = {}
 
     def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised contiguous tensor; a name always has the same dtype."""
+        lent = self._lent.get(name)
+        if lent is not None and lent.shape == shape:
+            return lent
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
+        lent = self._lent[name] = (buffer[:size] if buffer.numel() > size else buffer).view(shape)
+        return lent
 
 
 class Groups:
@@ -72,8 +86,11 @@ class Groups:
             self.count, self.rows = offs.shape[0], x.shape[0]
             self.ends = offs.to(torch.int64).clamp(0, self.rows)
             self.ends = self.ends.cummax(0).values if self.count else self.ends
-        self.firsts = torch.cat([self.ends.new_zeros(1), self.ends])[: self.count]
         self.routed = int(self.ends[-1]) if self.count else 0
+
+    @functools.cached_property
+    def firsts(self) -> Tensor:
+        return torch.cat([self.ends.new_zeros(1), self.ends])[: self.count]
 
     def steps(self, columns: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows before the tail, of about one step; of matrices, several whole ones or a part of one."""
@@ -131,14 +148,18 @@ class Blocks:
             return
         limit, start = step_of(columns), 0
         while start < total:
-            full = torch.searchsorted(self.first, self.first[start] + limit + 1 - self.size)
-            stop = min(max(int(full), start + 1), total)
+            stop = bisect.bisect_right(self._first, self._first[start] + limit - self.size)
+            stop = min(max(stop, start + 1), total)
             yield start, stop
             start = stop
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The range of rows that a range of blocks covers."""
-        return int(self.first[start]), int(self.first[stop - 1] + self.count[stop - 1])
+        return self._first[start], self._first[stop - 1] + int(self.count[stop - 1])
+
+    @functools.cached_property
+    def _first(self) -> list[int]:
+        return self.first.tolist()
 
 
 class Rows:
@@ -151,7 +172,8 @@ class Rows:
         self.x = x if x.dim() == 2 else x.reshape(x.shape[0] * x.shape[1], x.shape[2])
         self.row_scale, self.scratch = row_scale, scratch
         self.columns = self.x.shape[1]
-        self._as_is = x.dtype == torch.float32 and row_scale is None and self.x.stride(1) == 1
+        # ``load`` needs no buffer.
+        self.as_is = x.dtype == torch.float32 and row_scale is None and self.x.stride(1) == 1
 
     def load(self, start: int, stop: int, left: int = 0, right: int | None = None, *, width: int = 0) -> Tensor:
         """Rows ``[start, stop)``, columns ``[left, right)``, zeros up to ``width`` columns.
@@ -161,7 +183,7 @@ class Rows:
         part = self._part(start, stop, left, right)
         columns = part.shape[1]
         width = max(width, columns)
-        if self._as_is and width == columns:
+        if self.as_is and width == columns:
             return part
         wide = self.scratch.room("rows", part.shape[0], width)
         if width == columns:
@@ -174,7 +196,7 @@ class Rows:
     def times(self, factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
         """A part of the rows times ``factor``, in a buffer that the next call may take."""
         wide = self.load(start, stop, left, right)
-        return torch.mul(wide, factor, out=self.scratch.room("rows", *wide.shape) if self._as_is else wide)
+        return torch.mul(wide, factor, out=self.scratch.room("rows", *wide.shape) if self.as_is else wide)
 
     def amax(self, start: int, stop: int) -> Tensor:
         """The largest magnitude of every row as float32: Inf or NaN if the row has one."""

@@ -69,9 +69,8 @@ class BlockScales:
         if self.blocked:
             offsets = self._offsets(self.row[start:stop], left, right)
             self.memory.scatter_(0, offsets.view(-1), values.reshape(-1).to(self.memory.dtype))
-        elif int(self.row[stop - 1] - self.row[start]) == stop - 1 - start:
-            row = int(self.row[start])
-            self.memory[row : row + stop - start, left:right].copy_(values)
+        elif (last := int(self.row[stop - 1])) - (first := int(self.row[start])) == stop - 1 - start:
+            self.memory[first : last + 1, left:right].copy_(values)
         else:
             self.memory[:, left:right].index_copy_(0, self.row[start:stop], values.to(self.memory.dtype))
 

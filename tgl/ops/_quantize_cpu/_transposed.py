@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,88 +17,100 @@ class Transposed:
 
     def __init__(self, memory: Tensor, groups: Groups, unit: int, scratch: Scratch) -> None:
         self.memory, self.groups, self.unit, self.scratch = memory.view(torch.uint8), groups, unit, scratch
+        self._shifts = torch.arange(0, 8 * _WORD, 8, dtype=torch.int32)[:, None, None]
 
     def clear(self) -> None:
         """Zero what no write will reach."""
         if self.groups.each is None:
             self.memory.zero_()
 
-    def writer(self, start: int, stop: int) -> Callable[[int, int, Tensor], None]:
-        """``write(left, right, rows)`` stores the bytes ``[rows, columns]`` of a range of rows and of columns."""
-        if self.groups.each is not None:
-            return functools.partial(self._write_matrices, start, stop)
-        places = self.groups.places(start, stop, self.unit)
-        first, last = int(places[0]), int(places[-1]) + 1
-        if last - first > _SPARSE * (stop - start):  # many empty groups
-            return functools.partial(self._write_sparse, places)
-        row = None
-        if last - first > stop - start:
-            row = torch.full((last - first,), stop - start).scatter_(0, places - first, torch.arange(stop - start))
-        return functools.partial(self._write_placed, first, last, row)
+    def rows(self, start: int, stop: int) -> _RowsToTurn:
+        """A range of rows to be written."""
+        return _RowsToTurn(self, start, stop)
 
-    def _write_matrices(self, start: int, stop: int, left: int, right: int, rows: Tensor) -> None:
-        target = self._matrices(start, stop, left, right)
-        if target.dim() == 3:  # [columns, matrices, rows]
-            target = target.transpose(0, 1)
-        self._turn(self._straight(rows)[:-1], target)
+    def turn(self, rows: Tensor, target: Tensor) -> None:
+        """Rows of whole words into ``[columns, rows]`` (or ``[columns, matrices, rows]``).
 
-    def _write_sparse(self, places: Tensor, left: int, right: int, rows: Tensor) -> None:
-        turned = self._room("turned", right - left, rows.shape[0])
-        self._turn(self._straight(rows)[:-1], turned)
-        self.memory[left:right].index_copy_(1, places, turned)
-
-    def _write_placed(self, first: int, last: int, row: Tensor | None, left: int, right: int, rows: Tensor) -> None:
-        straight = self._straight(rows)
-        if row is None:
-            self._turn(straight[:-1], self.memory[left:right, first:last])
-            return
-        for start, stop in steps(0, last - first, right - left):
-            placed = self._room("placed", stop - start, straight.shape[1])
-            torch.index_select(straight, 0, row[start:stop], out=placed)
-            self._turn(placed, self.memory[left:right, first + start : first + stop])
-
-    def _straight(self, rows: Tensor) -> Tensor:
-        """Rows of whole words, and a row of zeros behind them."""
-        count, columns = rows.shape
-        straight = self._room("straight", count + 1, -(-columns // _WORD) * _WORD)
-        straight[:count, :columns].copy_(rows)
-        straight[count].zero_()
-        return straight
-
-    def _turn(self, rows: Tensor, target: Tensor) -> None:
-        """Rows of whole words into ``[columns, rows]`` (rows of any shape).
-
-        Words are turned, which is three times as fast as bytes, then each of their bytes makes its column.
+        Words are turned, which is three times as fast as bytes, then each of their bytes makes its column. Of the
+        result of a shift a conversion to uint8 keeps the lowest byte. It lies in the buffer of loaded rows, which have
+        been cast by now.
         """
         words = rows.view(torch.int32)
-        shape = words.shape[1], words.shape[0]
-        turned = self.scratch.room("words", *shape, dtype=torch.int32).copy_(words.t())
-        shifted = self.scratch.room("shifted", *shape, dtype=torch.int32)
-        for byte in range(_WORD):
-            columns = target[byte::_WORD]
-            if byte:
-                torch.bitwise_right_shift(turned, 8 * byte, out=shifted)
-            values = (shifted if byte else turned)[: columns.shape[0]]
-            columns.copy_(values.view(columns.shape))  # a conversion to uint8 keeps the lowest byte
+        down, across = words.shape
+        turned = self._room("words", across, down, torch.int32).copy_(words.t())
+        columns = self.scratch.room("rows", _WORD, across, down).view(torch.int32)
+        torch.bitwise_right_shift(turned, self._shifts, out=columns)
+        columns = columns.view(_WORD, across, *target.shape[1:])
+        whole, rest = divmod(target.shape[0], _WORD)
+        if rest:
+            target[-rest:].copy_(columns[:rest, whole])
+            target, columns = target[:-rest], columns[:, :whole]
+        target.unflatten(0, (whole, _WORD)).transpose(0, 1).copy_(columns)
 
     def read(self, start: int, stop: int, left: int, right: int) -> Tensor:
         """What ``write`` has written."""
         if self.groups.each is not None:
-            return self._matrices(start, stop, left, right).transpose(-1, -2).reshape(stop - start, right - left)
+            part = self.matrices(start, stop, left, right)
+            return part.flatten(1).t() if part.dim() == 3 else part.t()
         places = self.groups.places(start, stop, self.unit)
         first, last = int(places[0]), int(places[-1]) + 1
         if last - first == stop - start:
             return self.memory[left:right, first:last].t()
         return self.memory[left:right].index_select(1, places).t()
 
-    def _matrices(self, start: int, stop: int, left: int, right: int) -> Tensor:
-        """A view ``[columns, rows]`` of a part of one matrix, or ``[matrices, columns, rows]`` of several."""
+    def matrices(self, start: int, stop: int, left: int, right: int) -> Tensor:
+        """A view ``[columns, rows]`` of a part of one matrix, or ``[columns, matrices, rows]`` of several."""
         each = self.groups.each
         assert each is not None
         matrix = start // each
         if stop <= (matrix + 1) * each:
             return self.memory[matrix, left:right, start - matrix * each : stop - matrix * each]
-        return self.memory[matrix : stop // each, left:right]
+        return self.memory[matrix : stop // each, left:right].transpose(0, 1)
 
-    def _room(self, name: str, rows: int, columns: int) -> Tensor:
-        return self.scratch.room(name, rows, columns, dtype=torch.uint8)
+    def _room(self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return self.scratch.room(name, rows, columns, dtype=dtype)
+
+
+class _RowsToTurn:
+    """Some rows: fill ``room``, then ``write``, for one range of columns after the other."""
+
+    def __init__(self, transposed: Transposed, start: int, stop: int) -> None:
+        self.into, self.start, self.stop = transposed, start, stop
+        self.places: Tensor | None = None
+        if transposed.groups.each is not None:
+            return
+        places = transposed.groups.places(start, stop, transposed.unit)
+        self.first, self.last = int(places[0]), int(places[-1]) + 1
+        have, want = stop - start, self.last - self.first
+        if want > _SPARSE * have:  # many empty groups
+            self.places = places
+        # The row at every place, the one behind the last in gaps.
+        gaps = self.places is None and want > have
+        self.row = torch.full((want,), have).scatter_(0, places - self.first, torch.arange(have)) if gaps else None
+
+    def room(self, columns: int) -> Tensor:
+        """Memory for bytes ``[rows, columns]``."""
+        rows = self._straight(columns)[:-1]
+        return rows if rows.shape[1] == columns else rows[:, :columns]
+
+    def write(self, left: int, right: int) -> None:
+        """Store what ``room`` was filled with."""
+        into, straight = self.into, self._straight(right - left)
+        if into.groups.each is not None:
+            into.turn(straight[:-1], into.matrices(self.start, self.stop, left, right))
+        elif self.places is not None:
+            turned = into.scratch.room("turned", right - left, self.stop - self.start, dtype=torch.uint8)
+            into.turn(straight[:-1], turned)
+            into.memory[left:right].index_copy_(1, self.places, turned)
+        elif self.row is None:
+            into.turn(straight[:-1], into.memory[left:right, self.first : self.last])
+        else:
+            straight[-1].zero_()
+            for start, stop in steps(0, self.last - self.first, straight.shape[1]):
+                placed = into.scratch.room("placed", stop - start, straight.shape[1], dtype=torch.uint8)
+                torch.index_select(straight, 0, self.row[start:stop], out=placed)
+                into.turn(placed, into.memory[left:right, self.first + start : self.first + stop])
+
+    def _straight(self, columns: int) -> Tensor:
+        width = -(-columns // _WORD) * _WORD
+        return self.into.scratch.room("straight", self.stop - self.start + 1, width, dtype=torch.uint8)

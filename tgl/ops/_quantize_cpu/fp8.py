@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...meta.formats import ELEMENTS, FP32_INF, FP32_NAN
+from ...meta.formats import ELEMENTS
 from ...meta.quantized import Components, DequantizeOptions, Options
 from ._blocks import Pieces, along_rows, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
@@ -37,14 +37,9 @@ def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> t
     scale = torch.full_like(amax, largest).div_(amax).clamp_(max=_LARGEST)
     if power_of_two:
         scale.view(torch.int32).bitwise_and_(_EXPONENT)
-    bad = ~amax.isfinite()
-    scale.masked_fill_((amax == 0) | bad, 1.0)
+    bad = (amax <= _LARGEST).logical_not_()
+    scale.masked_fill_((amax == 0).logical_or_(bad), 1.0)
     return scale, scale.reciprocal().masked_fill_(bad, torch.nan)
-
-
-def _as_amax(bits: Tensor) -> Tensor:
-    """Bits of magnitudes as float32, every NaN the same one."""
-    return bits.masked_fill(bits > FP32_INF, FP32_NAN).view(torch.float32)
 
 
 def _saturate_(scaled: Tensor, largest: float) -> Tensor:
@@ -89,9 +84,9 @@ def quantize_tensor(
     rows = Rows(x, row_scale, scratch)
     largest = ELEMENTS[options.dtype].max
     amax = _group_amax(rows, groups)
+    amax.masked_fill_(amax.isnan(), torch.nan)  # one of all
     if scale is None:
-        scale, inverse, finite = _scales(amax, options)
-        fits = finite
+        scale, inverse, fits = _scales(amax, options)
     else:
         inverse, fits = scale.reciprocal(), False
 
@@ -103,7 +98,7 @@ def quantize_tensor(
         out.scale.copy_(inverse)
         out.amax.copy_(amax)
         data = out.data.view(groups.rows, rows.columns)
-        for start, stop in steps(0, groups.routed, rows.columns):
+        for start, stop in steps(0, groups.routed, rows.columns, buffers=1):
             factor = groups.of_each_row(scale, start, stop)
             data[start:stop].copy_(scaled(factor, start, stop, 0, rows.columns))
         data[groups.routed :].view(torch.uint8).zero_()
@@ -113,25 +108,25 @@ def quantize_tensor(
         transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
         transposed.clear()
         for start, stop in groups.steps(min(step_of(ROWS), rows.columns)):
-            write = transposed.writer(start, stop)
+            turned = transposed.rows(start, stop)
             factor = groups.of_each_row(scale, start, stop)
             for left, right in steps(0, rows.columns, stop - start, 4):
+                room = turned.room(right - left)
                 if options.rowwise:
-                    made = data[start:stop, left:right]
+                    room.copy_(data[start:stop, left:right].view(torch.uint8))
                 else:
-                    wide = scaled(factor, start, stop, left, right)
-                    made = scratch.room("cast", *wide.shape, dtype=options.dtype).copy_(wide)
-                write(left, right, made.view(torch.uint8))
+                    room.view(options.dtype).copy_(scaled(factor, start, stop, left, right))
+                turned.write(left, right)
 
 
 def _group_amax(rows: Rows, groups: Groups) -> Tensor:
     bits = torch.zeros(groups.count, dtype=torch.int32)
     if not rows.columns:
         return bits.view(torch.float32)
-    for start, stop in steps(0, groups.routed, rows.columns):
+    for start, stop in steps(0, groups.routed, rows.columns, buffers=1):
         found = rows.amax(start, stop).view(torch.int32)
         bits.scatter_reduce_(0, groups.of_rows(start, stop), found, "amax")
-    return _as_amax(bits)
+    return bits.view(torch.float32)
 
 
 def dequantize_tensor(
@@ -175,13 +170,13 @@ def quantize_block(
         scales = BlockScales(out.columnwise_scale, groups, blocks, columns, SCALE_UNIT, False)
 
         def writer(start: int, stop: int) -> Callable[[int, int, Tensor], None]:
-            write = transposed.writer(start, stop)
+            turned = transposed.rows(start, stop)
 
-            def cast(left: int, right: int, values: Tensor) -> None:
-                made = scratch.room("cast", *values.shape, dtype=dtype).copy_(values)
-                write(left, right, made.view(torch.uint8))
+            def write(left: int, right: int, values: Tensor) -> None:
+                turned.room(right - left).view(dtype).copy_(values)
+                turned.write(left, right)
 
-            return cast
+            return write
 
         transposed.clear()
         columnwise(rows, groups, blocks, rule, writer, scales, height=ROWS)
@@ -212,7 +207,7 @@ def _quantize_2d(
     for start, stop in blocks.steps(min(step_of(ROWS, BLOCK), rows.columns), groups.each):
         first, last = blocks.rows(start, stop)
         pieces = along_rows(blocks, start, stop, first, last)
-        write = transposed.writer(first, last) if options.columnwise else None
+        turned = transposed.rows(first, last) if options.columnwise else None
         for left, right in steps(0, rows.columns, last - first, BLOCK):
             wide = cut(rows.load(first, last, left, right), pieces, BLOCK)
             values = scratch.room("scaled", *wide.shape)
@@ -225,8 +220,9 @@ def _quantize_2d(
             made.copy_(values.view(made.shape))
             if data is not None:
                 data[first:last, left:right].copy_(made)
-            if write is not None:
-                write(left, right, made.view(torch.uint8))
+            if turned is not None:
+                turned.room(right - left).copy_(made.view(torch.uint8))
+                turned.write(left, right)
     stored = stored.view(groups.count, down, across)
     if options.rowwise:
         out.scale.copy_(stored)
