@@ -78,7 +78,7 @@ def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, sc
     data = data.view(groups.rows, rows.columns)
     across, pieces = scales.columns, Even(2)
     scales.clear()
-    for start, stop in steps(0, groups.routed, across * block, buffers=1 if rows.as_is else 2):
+    for start, stop in steps(0, groups.routed, across * block, buffers=rows.buffers):
         wide = rows.load(start, stop, width=across * block).view(stop - start, across, block)
         scaled, scale = rule(wide, pieces)
         data[start:stop].copy_(scaled.view(stop - start, -1)[:, : rows.columns])
@@ -90,13 +90,13 @@ def along_rows(blocks: Blocks, start: int, stop: int, first: int, last: int) -> 
     """A range of blocks, which is the range of rows ``[first, last)``."""
     if last - first == (stop - start) * blocks.size:
         return Even(1)
-    counts = blocks.count[start:stop]
+    counts = blocks.edges[start : stop + 1].diff()
     return Ragged(torch.repeat_interleave(counts, output_size=last - first), stop - start)
 
 
 def cut(wide: Tensor, pieces: Pieces, size: int) -> Tensor:
     """Rows as ``pieces`` takes them: ``[blocks, size, columns]`` if they are even."""
-    return wide.unflatten(0, (-1, size)) if isinstance(pieces, Even) else wide
+    return wide.view(-1, size, wide.shape[1]) if isinstance(pieces, Even) else wide
 
 
 def columnwise(
@@ -114,10 +114,11 @@ def columnwise(
     """
     scales.clear()
     size = blocks.size
-    for start, stop in blocks.steps(min(step_of(max(size, height)), rows.columns), groups.each):
+    across = min(step_of(max(size, height), 1, rows.buffers), rows.columns)
+    for start, stop in blocks.steps(across, groups.each, rows.buffers):
         first, last = blocks.rows(start, stop)
         pieces, write = along_rows(blocks, start, stop, first, last), writer(first, last)
-        for left, right in steps(0, rows.columns, last - first, 4):
+        for left, right in steps(0, rows.columns, last - first, 4, rows.buffers):
             scaled, scale = rule(cut(rows.load(first, last, left, right), pieces, size), pieces)
             write(left, right, scaled.view(last - first, right - left))
             scales.write(start, stop, left, right, scale.view(stop - start, right - left))

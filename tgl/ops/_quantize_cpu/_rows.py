@@ -33,13 +33,13 @@ def steps(
         yield first, min(first + count, stop)
 
 
-def aligned_steps(stop: int, width: int, unit: int) -> Iterator[tuple[int, int]]:
+def aligned_steps(stop: int, width: int, unit: int, buffers: int = _BUFFERS) -> Iterator[tuple[int, int]]:
     """Cut ``[0, stop)``, a multiple of ``unit``, into steps of several whole units or of a part of one."""
-    for first, last in steps(0, stop, width, max(unit, 1)):
+    for first, last in steps(0, stop, width, max(unit, 1), buffers):
         if last - first > unit:
             yield first, last
         else:
-            yield from steps(first, last, width)
+            yield from steps(first, last, width, 1, buffers)
 
 
 class Scratch:
@@ -48,6 +48,11 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._lent: dict[str, Tensor] = {}
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._buffers.clear()
+        self._lent.clear()
 
     def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised contiguous tensor; a name always has the same dtype."""
@@ -104,76 +109,88 @@ class Groups:
         """``[rows, 1]``: the value, of those given for every group, of every row of a range."""
         return values.index_select(0, self.of_rows(start, stop))[:, None]
 
+    def shifts(self, u: int) -> Tensor:
+        """int64 ``[G]``: how far every group moves under the placement of unit ``u``."""
+        return self.begins(u).sub_(self.firsts)
+
     def places(self, start: int, stop: int, u: int) -> Tensor:
         """int64: the coordinate of every row of a range under the placement of unit ``u``."""
-        group = self.of_rows(start, stop)
-        return torch.arange(start, stop) + (self.begins(u) - self.firsts).index_select(0, group)
+        return self.moved(start, stop, self.shifts(u))
+
+    def moved(self, start: int, stop: int, shifts: Tensor) -> Tensor:
+        """int64: the coordinate of every row of a range, given ``shifts``."""
+        row = torch.arange(start, stop)
+        return row.add_(shifts.index_select(0, torch.searchsorted(self.ends, row, right=True)))
 
     def begins(self, u: int) -> Tensor:
         """int64 ``[G]``: the coordinate of every group's first row."""
-        return (self.firsts // u + torch.arange(self.count)) * u
+        return self.firsts.div(u, rounding_mode="floor").add_(torch.arange(self.count)).mul_(u)
 
     def blocks(self, size: int) -> Blocks:
         """Blocks of ``size`` rows counted from every group's start, the last one of a group partial."""
-        counts = (self.ends - self.firsts + size - 1) // size
-        group = torch.repeat_interleave(torch.arange(self.count), counts)
-        index = torch.arange(group.shape[0]) - (counts.cumsum(0) - counts)[group]
-        first = self.firsts[group] + index * size
-        return Blocks(size, group, index, first, torch.minimum(self.ends[group] - first, torch.tensor(size)))
+        counts = (self.ends - self.firsts).add_(size - 1).div_(size, rounding_mode="floor")
+        before = counts.cumsum(0).sub_(counts)
+        group = torch.repeat_interleave(counts)
+        number = torch.arange(group.shape[0] + 1)
+        edges = number * size
+        edges[:-1].add_((self.firsts - before * size).index_select(0, group))
+        edges[-1] = self.routed
+        return Blocks(size, group, number[:-1] - before.index_select(0, group), edges)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows, in the order of their rows; int64 vectors of the same length.
+    """Blocks of rows, in the order of their rows; int64 vectors.
 
     Attributes:
         size: rows of a whole block.
         group: the group of every block.
         index: its number in the group.
-        first: its first row.
-        count: the rows it has, ``1 <= count <= size``.
+        edges: its first row, which is where the block before it ends; one more than there are blocks.
     """
 
     size: int
     group: Tensor
     index: Tensor
-    first: Tensor
-    count: Tensor
+    edges: Tensor
 
-    def steps(self, columns: int, each: int | None) -> Iterator[tuple[int, int]]:
+    def steps(self, columns: int, each: int | None, buffers: int) -> Iterator[tuple[int, int]]:
         """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
-        total = self.first.shape[0]
+        total = self.group.shape[0]
         if each is not None:
-            yield from aligned_steps(total, self.size * columns, -(-each // self.size))
+            yield from aligned_steps(total, self.size * columns, -(-each // self.size), buffers)
             return
-        limit, start = step_of(columns), 0
+        limit, start = step_of(columns, 1, buffers), 0
         while start < total:
-            stop = bisect.bisect_right(self._first, self._first[start] + limit - self.size)
-            stop = min(max(stop, start + 1), total)
+            stop = max(bisect.bisect_right(self._edges, self._edges[start] + limit) - 1, start + 1)
             yield start, stop
             start = stop
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The range of rows that a range of blocks covers."""
-        return self._first[start], self._first[stop - 1] + int(self.count[stop - 1])
+        return self._edges[start], self._edges[stop]
 
     @functools.cached_property
-    def _first(self) -> list[int]:
-        return self.first.tolist()
+    def _edges(self) -> list[int]:
+        return self.edges.tolist()
 
 
 class Rows:
     """Rows of ``x`` as float32, multiplied by ``row_scale`` and rounded to the dtype of ``x`` if there is one.
 
     Matrices are seen as one stack of rows, which copies those that are not stacked that way in memory.
+
+    Attributes:
+        as_is: whether ``load`` needs no buffer.
+        buffers: float32 buffers that ``load`` and what is made of its result take.
     """
 
     def __init__(self, x: Tensor, row_scale: Tensor | None, scratch: Scratch) -> None:
         self.x = x if x.dim() == 2 else x.reshape(x.shape[0] * x.shape[1], x.shape[2])
         self.row_scale, self.scratch = row_scale, scratch
         self.columns = self.x.shape[1]
-        # ``load`` needs no buffer.
         self.as_is = x.dtype == torch.float32 and row_scale is None and self.x.stride(1) == 1
+        self.buffers = 1 if self.as_is else 2
 
     def load(self, start: int, stop: int, left: int = 0, right: int | None = None, *, width: int = 0) -> Tensor:
         """Rows ``[start, stop)``, columns ``[left, right)``, zeros up to ``width`` columns.
@@ -196,7 +213,7 @@ class Rows:
     def times(self, factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
         """A part of the rows times ``factor``, in a buffer that the next call may take."""
         wide = self.load(start, stop, left, right)
-        return torch.mul(wide, factor, out=self.scratch.room("rows", *wide.shape) if self.as_is else wide)
+        return torch.mul(wide, factor, out=self.scratch.room("scaled", *wide.shape) if self.as_is else wide)
 
     def amax(self, start: int, stop: int) -> Tensor:
         """The largest magnitude of every row as float32: Inf or NaN if the row has one."""

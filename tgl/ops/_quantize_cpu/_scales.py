@@ -54,11 +54,11 @@ class BlockScales:
         self.memory = memory.view(-1) if blocked or not memory.numel() else memory.view(-1, columns)
         if groups.each is None:
             self.across = int(padded_rows(groups.rows, groups.count, u)) // blocks.size
-            self.begins, self.per_matrix = groups.begins(u) // blocks.size, 0
+            self.begins, self.per_matrix = groups.begins(u).div_(blocks.size, rounding_mode="floor"), 0
         else:
             self.across = self.per_matrix = -(-groups.each // blocks.size)
             self.begins = torch.arange(groups.count) * self.per_matrix
-        self.row = self.begins[blocks.group] + blocks.index
+        self.row = self.begins.index_select(0, blocks.group).add_(blocks.index)
 
     def clear(self) -> None:
         """Zero everything: a write reaches less."""

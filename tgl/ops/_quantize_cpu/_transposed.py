@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,15 @@ class Transposed:
 
     def __init__(self, memory: Tensor, groups: Groups, unit: int, scratch: Scratch) -> None:
         self.memory, self.groups, self.unit, self.scratch = memory.view(torch.uint8), groups, unit, scratch
-        self._shifts = torch.arange(0, 8 * _WORD, 8, dtype=torch.int32)[:, None, None]
+        self._bits = torch.arange(0, 8 * _WORD, 8, dtype=torch.int32)[:, None, None]
+
+    @functools.cached_property
+    def _shifts(self) -> Tensor:
+        return self.groups.shifts(self.unit)
+
+    def places(self, start: int, stop: int) -> Tensor:
+        """int64: the coordinate of every row of a range."""
+        return self.groups.moved(start, stop, self._shifts)
 
     def clear(self) -> None:
         """Zero what no write will reach."""
@@ -32,27 +42,27 @@ class Transposed:
         """Rows of whole words into ``[columns, rows]`` (or ``[columns, matrices, rows]``).
 
         Words are turned, which is three times as fast as bytes, then each of their bytes makes its column. Of the
-        result of a shift a conversion to uint8 keeps the lowest byte. It lies in the buffer of loaded rows, which have
+        result of a shift a conversion to uint8 keeps the lowest byte. It lies in the buffer of scaled rows, which have
         been cast by now.
         """
         words = rows.view(torch.int32)
         down, across = words.shape
         turned = self._room("words", across, down, torch.int32).copy_(words.t())
-        columns = self.scratch.room("rows", _WORD, across, down).view(torch.int32)
-        torch.bitwise_right_shift(turned, self._shifts, out=columns)
+        columns = self.scratch.room("scaled", _WORD, across, down).view(torch.int32)
+        torch.bitwise_right_shift(turned, self._bits, out=columns)
         columns = columns.view(_WORD, across, *target.shape[1:])
         whole, rest = divmod(target.shape[0], _WORD)
         if rest:
             target[-rest:].copy_(columns[:rest, whole])
             target, columns = target[:-rest], columns[:, :whole]
-        target.unflatten(0, (whole, _WORD)).transpose(0, 1).copy_(columns)
+        target.view(whole, _WORD, *target.shape[1:]).transpose(0, 1).copy_(columns)
 
     def read(self, start: int, stop: int, left: int, right: int) -> Tensor:
         """What ``write`` has written."""
         if self.groups.each is not None:
             part = self.matrices(start, stop, left, right)
             return part.flatten(1).t() if part.dim() == 3 else part.t()
-        places = self.groups.places(start, stop, self.unit)
+        places = self.places(start, stop)
         first, last = int(places[0]), int(places[-1]) + 1
         if last - first == stop - start:
             return self.memory[left:right, first:last].t()
@@ -79,7 +89,7 @@ class _RowsToTurn:
         self.places: Tensor | None = None
         if transposed.groups.each is not None:
             return
-        places = transposed.groups.places(start, stop, transposed.unit)
+        places = transposed.places(start, stop)
         self.first, self.last = int(places[0]), int(places[-1]) + 1
         have, want = stop - start, self.last - self.first
         if want > _SPARSE * have:  # many empty groups
@@ -106,7 +116,7 @@ class _RowsToTurn:
             into.turn(straight[:-1], into.memory[left:right, self.first : self.last])
         else:
             straight[-1].zero_()
-            for start, stop in steps(0, self.last - self.first, straight.shape[1]):
+            for start, stop in steps(0, self.last - self.first, straight.shape[1], buffers=1):
                 placed = into.scratch.room("placed", stop - start, straight.shape[1], dtype=torch.uint8)
                 torch.index_select(straight, 0, self.row[start:stop], out=placed)
                 into.turn(placed, into.memory[left:right, self.first + start : self.first + stop])

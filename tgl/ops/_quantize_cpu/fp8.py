@@ -56,7 +56,7 @@ def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
     """``scales_of`` and whether every amax is finite; the host may look at them."""
     assert options.dtype is not None
     largest = ELEMENTS[options.dtype].max
-    least, most = (float(bound) for bound in amax.aminmax()) if amax.numel() else (0.0, 0.0)
+    least, most = torch.stack(amax.aminmax()).tolist() if amax.numel() else (0.0, 0.0)
     if not (least > _SMALL and most <= _LARGEST) or options.eps:
         return *scales_of(amax, largest, bool(options.power_of_two), options.eps), most <= _LARGEST
     scale = torch.div(largest, amax)
@@ -105,6 +105,7 @@ def quantize_tensor(
     if options.columnwise:
         out.columnwise_scale.copy_(inverse)
         out.columnwise_amax.copy_(amax)
+        scratch.clear()
         transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
         transposed.clear()
         for start, stop in groups.steps(min(step_of(ROWS), rows.columns)):
@@ -204,7 +205,7 @@ def _quantize_2d(
     blocks, down, across = groups.blocks(BLOCK), -(-groups.each // BLOCK), -(-rows.columns // BLOCK)
     stored = torch.empty(groups.count * down, across)  # scale_inv, a 16384th of the data
     data = out.data.view(groups.rows, rows.columns) if options.rowwise else None
-    for start, stop in blocks.steps(min(step_of(ROWS, BLOCK), rows.columns), groups.each):
+    for start, stop in blocks.steps(min(step_of(ROWS, BLOCK), rows.columns), groups.each, 2):
         first, last = blocks.rows(start, stop)
         pieces = along_rows(blocks, start, stop, first, last)
         turned = transposed.rows(first, last) if options.columnwise else None

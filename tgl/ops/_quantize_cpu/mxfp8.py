@@ -60,7 +60,7 @@ def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch)
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
     byte = pieces.amax(magnitude(wide, scaled))
-    least, most = (int(bound) for bound in byte.aminmax())
+    least, most = torch.stack(byte.aminmax()).tolist()
     bad = byte >= FP32_INF if most >= FP32_INF else None
     e8m0_(byte, element, options.scaling, subnormal=least < _SMALL)
     inverse = torch.sub(254, byte).bitwise_left_shift_(23)  # no finite magnitude has a scale above 247
