@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ._rows import Blocks, Groups, Rows, step_of, steps
+from ._rows import Blocks, Groups, Rows, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 
 SIGN_OFF = 0x7FFFFFFF  # mask of the bits of a float32 magnitude
@@ -54,7 +54,7 @@ class Ragged(Pieces):
     def amax(self, bits: Tensor) -> Tensor:
         found = torch.zeros(self.count, bits.shape[1])
         found.scatter_reduce_(0, self.of_row[:, None].expand_as(bits), bits.view(torch.float32), "amax")
-        return found.view(torch.int32).bitwise_and_(SIGN_OFF)  # vectorised, a maximum of NaN comes with its sign
+        return found.view(torch.int32).bitwise_and_(int32(SIGN_OFF))  # vectorised, a maximum of NaN comes with its sign
 
     def spread(self, of_blocks: Tensor) -> Tensor:
         return of_blocks.index_select(0, self.of_row)
@@ -70,7 +70,7 @@ buffer, and the scales to be stored, as ``pieces.amax`` returns them."""
 
 def magnitude(wide: Tensor, room: Tensor) -> Tensor:
     """The bits of ``|wide|`` as int32, in ``room``: ordered like the values, NaN above Inf."""
-    return torch.bitwise_and(wide.view(torch.int32), SIGN_OFF, out=room.view(torch.int32))
+    return torch.bitwise_and(wide.view(torch.int32), int32(SIGN_OFF), out=room.view(torch.int32))
 
 
 def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, scales: RowScales) -> None:

@@ -13,6 +13,13 @@ from torch import Tensor
 
 _STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
 _BUFFERS = 2
+_WINDOW = 1 << 13  # rows whose groups are looked up at once
+
+
+@functools.cache
+def int32(value: int) -> Tensor:
+    """An operand for integer tensors; a number would be converted at every call, which takes as long as the call."""
+    return torch.tensor(value, dtype=torch.int32, device="cpu")
 
 
 def step_of(width: int, multiple: int = 1, buffers: int = _BUFFERS) -> int:
@@ -92,6 +99,7 @@ class Groups:
             self.ends = offs.to(torch.int64).clamp(0, self.rows)
             self.ends = self.ends.cummax(0).values if self.count else self.ends
         self.routed = int(self.ends[-1]) if self.count else 0
+        self._window = (0, 0, self.ends)
 
     @functools.cached_property
     def firsts(self) -> Tensor:
@@ -103,7 +111,12 @@ class Groups:
 
     def of_rows(self, start: int, stop: int) -> Tensor:
         """int64: the group of every row of a range (before the tail)."""
-        return torch.searchsorted(self.ends, torch.arange(start, stop), right=True)
+        first, last, group = self._window
+        if start < first or stop > last:
+            first, last = start, max(stop, min(start + _WINDOW, self.routed))
+            group = torch.searchsorted(self.ends, torch.arange(first, last), right=True)
+            self._window = (first, last, group)
+        return group if (start, stop) == (first, last) else group[start - first : stop - first]
 
     def of_each_row(self, values: Tensor, start: int, stop: int) -> Tensor:
         """``[rows, 1]``: the value, of those given for every group, of every row of a range."""
@@ -119,8 +132,7 @@ class Groups:
 
     def moved(self, start: int, stop: int, shifts: Tensor) -> Tensor:
         """int64: the coordinate of every row of a range, given ``shifts``."""
-        row = torch.arange(start, stop)
-        return row.add_(shifts.index_select(0, torch.searchsorted(self.ends, row, right=True)))
+        return shifts.index_select(0, self.of_rows(start, stop)).add_(torch.arange(start, stop))
 
     def begins(self, u: int) -> Tensor:
         """int64 ``[G]``: the coordinate of every group's first row."""

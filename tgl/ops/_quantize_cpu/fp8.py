@@ -26,20 +26,32 @@ from ._transposed import ROWS, Transposed
 BLOCK = 128
 SCALE_UNIT, DATA_UNIT = 128, 32
 _LARGEST = torch.finfo(torch.float32).max
-_SMALL = 2.0**-100  # an amax above it has a finite scale, for whatever element
 _EXPONENT = -0x800000  # mask of sign and exponent
 
 
-def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """``scale`` and ``scale_inv`` for float32 magnitudes."""
+def scales_of(
+    amax: Tensor, largest: float, power_of_two: bool, eps: float, finite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``scale`` and ``scale_inv`` for float32 magnitudes; ``finite`` promises that there is no Inf or NaN."""
     if eps:
         amax = amax.clamp(min=eps)  # keeps NaN
-    scale = torch.full_like(amax, largest).div_(amax).clamp_(max=_LARGEST)
+    scale = torch.div(largest, amax).clamp_(max=_LARGEST)  # `/` of a number would multiply by a reciprocal
     if power_of_two:
         scale.view(torch.int32).bitwise_and_(_EXPONENT)
-    bad = (amax <= _LARGEST).logical_not_()
-    scale.masked_fill_((amax == 0).logical_or_(bad), 1.0)
+    scale.masked_fill_(amax == 0, 1.0)
+    if finite:
+        return scale, scale.reciprocal()
+    bad = ~amax.isfinite()
+    scale.masked_fill_(bad, 1.0)
     return scale, scale.reciprocal().masked_fill_(bad, torch.nan)
+
+
+def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
+    """``scales_of`` and whether every amax is finite, which the host may ask."""
+    assert options.dtype is not None
+    finite = not amax.numel() or float(amax.amax()) <= _LARGEST
+    scales = scales_of(amax, ELEMENTS[options.dtype].max, bool(options.power_of_two), options.eps, finite)
+    return *scales, finite
 
 
 def _saturate_(scaled: Tensor, largest: float) -> Tensor:
@@ -50,19 +62,6 @@ def _saturate_(scaled: Tensor, largest: float) -> Tensor:
     """
     scaled.clamp_(-largest, largest)
     return scaled.masked_fill_(scaled.isnan(), torch.nan)
-
-
-def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
-    """``scales_of`` and whether every amax is finite; the host may look at them."""
-    assert options.dtype is not None
-    largest = ELEMENTS[options.dtype].max
-    least, most = torch.stack(amax.aminmax()).tolist() if amax.numel() else (0.0, 0.0)
-    if not (least > _SMALL and most <= _LARGEST) or options.eps:
-        return *scales_of(amax, largest, bool(options.power_of_two), options.eps), most <= _LARGEST
-    scale = torch.div(largest, amax)
-    if options.power_of_two:
-        scale.view(torch.int32).bitwise_and_(_EXPONENT)
-    return scale, scale.reciprocal(), True
 
 
 # --- one scale per group ----------------------------------------------------------------------------------------------
@@ -84,11 +83,12 @@ def quantize_tensor(
     rows = Rows(x, row_scale, scratch)
     largest = ELEMENTS[options.dtype].max
     amax = _group_amax(rows, groups)
-    amax.masked_fill_(amax.isnan(), torch.nan)  # one of all
     if scale is None:
         scale, inverse, fits = _scales(amax, options)
     else:
         inverse, fits = scale.reciprocal(), False
+    if not fits:
+        amax.masked_fill_(amax.isnan(), torch.nan)  # the same one for all
 
     def scaled(factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
         values = rows.times(factor, start, stop, left, right)
@@ -124,7 +124,7 @@ def _group_amax(rows: Rows, groups: Groups) -> Tensor:
     bits = torch.zeros(groups.count, dtype=torch.int32)
     if not rows.columns:
         return bits.view(torch.float32)
-    for start, stop in steps(0, groups.routed, rows.columns, buffers=1):
+    for start, stop in steps(0, groups.routed, -(-rows.columns // 2), buffers=1):
         found = rows.amax(start, stop).view(torch.int32)
         bits.scatter_reduce_(0, groups.of_rows(start, stop), found, "amax")
     return bits.view(torch.float32)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import Components, DequantizeOptions, Options
 from ._blocks import Pieces, columnwise, magnitude, rowwise
-from ._decode import fp8_values, multiply_blocks, power_of_two, table
-from ._rows import Groups, Rows, Scratch, steps
+from ._decode import cast_saturates, fp8_values, multiply_blocks, power_of_two, table
+from ._rows import Groups, Rows, Scratch, int32, steps
 from ._scales import BlockScales, RowScales
 
 BLOCK = 32
@@ -60,12 +60,12 @@ def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch)
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
     byte = pieces.amax(magnitude(wide, scaled))
-    least, most = torch.stack(byte.aminmax()).tolist()
+    least, most = (int(bound) for bound in byte.aminmax())
     bad = byte >= FP32_INF if most >= FP32_INF else None
     e8m0_(byte, element, options.scaling, subnormal=least < _SMALL)
-    inverse = torch.sub(254, byte).bitwise_left_shift_(23)  # no finite magnitude has a scale above 247
+    inverse = torch.sub(int32(254), byte).bitwise_left_shift_(int32(23))  # no finite magnitude has a scale above 247
     pieces.multiply(wide, inverse.view(torch.float32), scaled)
-    if options.scaling != "rceil":
+    if options.scaling != "rceil" and not cast_saturates(options.dtype):
         scaled.clamp_(-element.max, element.max)  # rceil never exceeds it by enough to round up
     if bad is not None:
         byte.masked_fill_(bad, E8M0_NAN)
@@ -83,12 +83,12 @@ def e8m0_(amax: Tensor, element: Element, scaling: str, subnormal: bool = True) 
         # Any mantissa rounds up; that of a subnormal from above 2^-127, which is half the smallest normal.
         if subnormal:
             amax.add_(amax < 0x00800000, alpha=-0x400000)
-        amax.add_(0x7FFFFF)
+        amax.add_(int32(0x7FFFFF))
     else:
         if scaling == "even":
-            amax.add_(element.half_ulp)
-        amax.sub_(element.max_exponent << 23)
-    amax.bitwise_right_shift_(23)
+            amax.add_(int32(element.half_ulp))
+        amax.sub_(int32(element.max_exponent << 23))
+    amax.bitwise_right_shift_(int32(23))
     return amax.clamp_(min=0) if scaling != "rceil" else amax
 
 
