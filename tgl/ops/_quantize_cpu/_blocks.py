@@ -90,8 +90,7 @@ def along_rows(blocks: Blocks, start: int, stop: int, first: int, last: int) -> 
     """A range of blocks, which is the range of rows ``[first, last)``."""
     if last - first == (stop - start) * blocks.size:
         return Even(1)
-    counts = blocks.edges[start : stop + 1].diff()
-    return Ragged(torch.repeat_interleave(counts, output_size=last - first), stop - start)
+    return Ragged(blocks.of_rows(start, stop), stop - start)
 
 
 def cut(wide: Tensor, pieces: Pieces, size: int) -> Tensor:

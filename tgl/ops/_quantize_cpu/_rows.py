@@ -85,7 +85,7 @@ class Groups:
         rows: rows there are, the tail included.
         routed: rows before the tail.
         each: N for matrices, else None.
-        firsts, ends: int64 ``[G]``.
+        bounds: 0 and the G ends. On the host: with few groups, tensors of G take longer.
     """
 
     def __init__(self, x: Tensor, offs: Tensor | None) -> None:
@@ -93,17 +93,25 @@ class Groups:
         if offs is None:
             self.count, self.each = x.shape[0], x.shape[1]
             self.rows = self.count * self.each
-            self.ends = torch.arange(1, self.count + 1) * self.each
+            self.bounds = [g * self.each for g in range(self.count + 1)]
         else:
             self.count, self.rows = offs.shape[0], x.shape[0]
-            self.ends = offs.to(torch.int64).clamp(0, self.rows)
-            self.ends = self.ends.cummax(0).values if self.count else self.ends
-        self.routed = int(self.ends[-1]) if self.count else 0
+            self.bounds, end = [0], 0
+            for given in offs.tolist():
+                end = min(max(given, end), self.rows)
+                self.bounds.append(end)
+        self.routed = self.bounds[-1]
         self._window = (0, 0, self.ends)
 
     @functools.cached_property
+    def ends(self) -> Tensor:
+        """int64 ``[G]``."""
+        return torch.tensor(self.bounds[1:], dtype=torch.int64)
+
+    @functools.cached_property
     def firsts(self) -> Tensor:
-        return torch.cat([self.ends.new_zeros(1), self.ends])[: self.count]
+        """int64 ``[G]``."""
+        return torch.tensor(self.bounds[:-1], dtype=torch.int64)
 
     def steps(self, columns: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows before the tail, of about one step; of matrices, several whole ones or a part of one."""
@@ -122,69 +130,70 @@ class Groups:
         """``[rows, 1]``: the value, of those given for every group, of every row of a range."""
         return values.index_select(0, self.of_rows(start, stop))[:, None]
 
-    def shifts(self, u: int) -> Tensor:
-        """int64 ``[G]``: how far every group moves under the placement of unit ``u``."""
-        return self.begins(u).sub_(self.firsts)
+    def starts(self, u: int) -> list[int]:
+        """The coordinate of every group's first row under the placement of unit ``u``."""
+        return [(first // u + g) * u for g, first in enumerate(self.bounds[:-1])]
+
+    def begins(self, u: int) -> Tensor:
+        """``starts`` as int64 ``[G]``."""
+        return torch.tensor(self.starts(u), dtype=torch.int64)
 
     def places(self, start: int, stop: int, u: int) -> Tensor:
         """int64: the coordinate of every row of a range under the placement of unit ``u``."""
-        return self.moved(start, stop, self.shifts(u))
-
-    def moved(self, start: int, stop: int, shifts: Tensor) -> Tensor:
-        """int64: the coordinate of every row of a range, given ``shifts``."""
+        shifts = self.begins(u).sub_(self.firsts)
         return shifts.index_select(0, self.of_rows(start, stop)).add_(torch.arange(start, stop))
-
-    def begins(self, u: int) -> Tensor:
-        """int64 ``[G]``: the coordinate of every group's first row."""
-        return self.firsts.div(u, rounding_mode="floor").add_(torch.arange(self.count)).mul_(u)
 
     def blocks(self, size: int) -> Blocks:
         """Blocks of ``size`` rows counted from every group's start, the last one of a group partial."""
-        counts = (self.ends - self.firsts).add_(size - 1).div_(size, rounding_mode="floor")
-        before = counts.cumsum(0).sub_(counts)
-        group = torch.repeat_interleave(counts)
-        number = torch.arange(group.shape[0] + 1)
-        edges = number * size
-        edges[:-1].add_((self.firsts - before * size).index_select(0, group))
-        edges[-1] = self.routed
-        return Blocks(size, group, number[:-1] - before.index_select(0, group), edges)
+        edges: list[int] = []
+        before = [0]
+        for first, end in zip(self.bounds, self.bounds[1:]):
+            edges.extend(range(first, end, size))
+            before.append(len(edges))
+        return Blocks(size, [*edges, self.routed], before)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows, in the order of their rows; int64 vectors.
+    """Blocks of rows, in the order of their rows.
 
     Attributes:
         size: rows of a whole block.
-        group: the group of every block.
-        index: its number in the group.
-        edges: its first row, which is where the block before it ends; one more than there are blocks.
+        edges: the first row of every block, which is where the one before it ends; one more than there are blocks.
+        before: how many blocks lie before every group, and all.
     """
 
     size: int
-    group: Tensor
-    index: Tensor
-    edges: Tensor
+    edges: list[int]
+    before: list[int]
 
     def steps(self, columns: int, each: int | None, buffers: int) -> Iterator[tuple[int, int]]:
         """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
-        total = self.group.shape[0]
+        total = len(self.edges) - 1
         if each is not None:
             yield from aligned_steps(total, self.size * columns, -(-each // self.size), buffers)
             return
         limit, start = step_of(columns, 1, buffers), 0
         while start < total:
-            stop = max(bisect.bisect_right(self._edges, self._edges[start] + limit) - 1, start + 1)
+            stop = max(bisect.bisect_right(self.edges, self.edges[start] + limit) - 1, start + 1)
             yield start, stop
             start = stop
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
         """The range of rows that a range of blocks covers."""
-        return self._edges[start], self._edges[stop]
+        return self.edges[start], self.edges[stop]
 
-    @functools.cached_property
-    def _edges(self) -> list[int]:
-        return self.edges.tolist()
+    def of_rows(self, start: int, stop: int) -> Tensor:
+        """int64: the number in a range of blocks of the one every row is in."""
+        edges = torch.tensor(self.edges[start : stop + 1])
+        return torch.repeat_interleave(edges.diff(), output_size=self.edges[stop] - self.edges[start])
+
+    def numbered(self, firsts: list[int]) -> list[int]:
+        """A number for every block: consecutive ones in a group, from its first on."""
+        numbers: list[int] = []
+        for first, start, stop in zip(firsts, self.before, self.before[1:]):
+            numbers.extend(range(first, first + stop - start))
+        return numbers
 
 
 class Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 
 import torch
@@ -22,12 +23,18 @@ class Transposed:
         self._bits = torch.arange(0, 8 * _WORD, 8, dtype=torch.int32)[:, None, None]
 
     @functools.cached_property
-    def _shifts(self) -> Tensor:
-        return self.groups.shifts(self.unit)
+    def _shifts(self) -> list[int]:
+        """How far every group moves."""
+        return [start - first for start, first in zip(self.groups.starts(self.unit), self.groups.bounds)]
+
+    def place(self, row: int) -> int:
+        """The coordinate of a row."""
+        return row + self._shifts[bisect.bisect_right(self.groups.bounds, row) - 1]
 
     def places(self, start: int, stop: int) -> Tensor:
         """int64: the coordinate of every row of a range."""
-        return self.groups.moved(start, stop, self._shifts)
+        shifts = torch.tensor(self._shifts).index_select(0, self.groups.of_rows(start, stop))
+        return shifts.add_(torch.arange(start, stop))
 
     def clear(self) -> None:
         """Zero what no write will reach."""
@@ -62,11 +69,10 @@ class Transposed:
         if self.groups.each is not None:
             part = self.matrices(start, stop, left, right)
             return part.flatten(1).t() if part.dim() == 3 else part.t()
-        places = self.places(start, stop)
-        first, last = int(places[0]), int(places[-1]) + 1
+        first, last = self.place(start), self.place(stop - 1) + 1
         if last - first == stop - start:
             return self.memory[left:right, first:last].t()
-        return self.memory[left:right].index_select(1, places).t()
+        return self.memory[left:right].index_select(1, self.places(start, stop)).t()
 
     def matrices(self, start: int, stop: int, left: int, right: int) -> Tensor:
         """A view ``[columns, rows]`` of a part of one matrix, or ``[columns, matrices, rows]`` of several."""
@@ -89,14 +95,14 @@ class _RowsToTurn:
         self.places: Tensor | None = None
         if transposed.groups.each is not None:
             return
-        places = transposed.places(start, stop)
-        self.first, self.last = int(places[0]), int(places[-1]) + 1
+        self.first, self.last = transposed.place(start), transposed.place(stop - 1) + 1
         have, want = stop - start, self.last - self.first
+        self.row: Tensor | None = None
         if want > _SPARSE * have:  # many empty groups
-            self.places = places
-        # The row at every place, the one behind the last in gaps.
-        gaps = self.places is None and want > have
-        self.row = torch.full((want,), have).scatter_(0, places - self.first, torch.arange(have)) if gaps else None
+            self.places = transposed.places(start, stop)
+        elif want > have:  # the row at every place, the one behind the last in gaps
+            places = transposed.places(start, stop).sub_(self.first)
+            self.row = torch.full((want,), have).scatter_(0, places, torch.arange(have))
 
     def room(self, columns: int) -> Tensor:
         """Memory for bytes ``[rows, columns]``."""
