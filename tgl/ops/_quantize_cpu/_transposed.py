@@ -93,6 +93,7 @@ class _RowsToTurn:
     def __init__(self, transposed: Transposed, start: int, stop: int) -> None:
         self.into, self.start, self.stop = transposed, start, stop
         self.places: Tensor | None = None
+        self._zeroed: Tensor | None = None
         if transposed.groups.each is not None:
             return
         self.first, self.last = transposed.place(start), transposed.place(stop - 1) + 1
@@ -121,7 +122,9 @@ class _RowsToTurn:
         elif self.row is None:
             into.turn(straight[:-1], into.memory[left:right, self.first : self.last])
         else:
-            straight[-1].zero_()
+            if straight is not self._zeroed:
+                straight[-1].zero_()
+                self._zeroed = straight
             for start, stop in steps(0, self.last - self.first, straight.shape[1], buffers=1):
                 placed = into.scratch.room("placed", stop - start, straight.shape[1], dtype=torch.uint8)
                 torch.index_select(straight, 0, self.row[start:stop], out=placed)

@@ -19,39 +19,44 @@ from ...meta.formats import ELEMENTS
 from ...meta.quantized import Components, DequantizeOptions, Options
 from ._blocks import Pieces, along_rows, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
-from ._rows import Groups, Rows, Scratch, step_of, steps
+from ._rows import Groups, Rows, Scratch, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 from ._transposed import ROWS, Transposed
 
 BLOCK = 128
 SCALE_UNIT, DATA_UNIT = 128, 32
 _LARGEST = torch.finfo(torch.float32).max
+_SMALL = 2.0**-100  # an amax above it has a finite scale, for whatever element
 _EXPONENT = -0x800000  # mask of sign and exponent
 
 
-def scales_of(
-    amax: Tensor, largest: float, power_of_two: bool, eps: float, finite: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``scale`` and ``scale_inv`` for float32 magnitudes; ``finite`` promises that there is no Inf or NaN."""
+def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """``scale`` and ``scale_inv`` for float32 magnitudes."""
     if eps:
         amax = amax.clamp(min=eps)  # keeps NaN
-    scale = torch.div(largest, amax).clamp_(max=_LARGEST)  # `/` of a number would multiply by a reciprocal
+    scale = torch.full_like(amax, largest).div_(amax).clamp_(max=_LARGEST)
     if power_of_two:
         scale.view(torch.int32).bitwise_and_(_EXPONENT)
-    scale.masked_fill_(amax == 0, 1.0)
-    if finite:
-        return scale, scale.reciprocal()
     bad = ~amax.isfinite()
-    scale.masked_fill_(bad, 1.0)
+    scale.masked_fill_((amax == 0) | bad, 1.0)
     return scale, scale.reciprocal().masked_fill_(bad, torch.nan)
 
 
 def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
-    """``scales_of`` and whether every amax is finite, which the host may ask."""
+    """``scales_of`` and whether every amax is finite. The host may look at them, and leave out what none needs."""
     assert options.dtype is not None
-    finite = not amax.numel() or float(amax.amax()) <= _LARGEST
-    scales = scales_of(amax, ELEMENTS[options.dtype].max, bool(options.power_of_two), options.eps, finite)
-    return *scales, finite
+    largest, power_of_two = ELEMENTS[options.dtype].max, bool(options.power_of_two)
+    least, most = (float(bound) for bound in amax.aminmax()) if amax.numel() else (0.0, 0.0)
+    if options.eps or not most <= _LARGEST or 0 < least < _SMALL:
+        return *scales_of(amax, largest, power_of_two, options.eps), most <= _LARGEST
+    scale = torch.div(largest, amax)  # not `/`, which would multiply by a reciprocal
+    if not least:
+        scale.clamp_(max=_LARGEST)
+    if power_of_two:
+        scale.view(torch.int32).bitwise_and_(int32(_EXPONENT))
+    if not least:
+        scale.masked_fill_(amax == 0, 1.0)
+    return scale, scale.reciprocal(), True
 
 
 def _saturate_(scaled: Tensor, largest: float) -> Tensor:
