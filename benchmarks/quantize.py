@@ -12,8 +12,8 @@ divided by ours (above 1 we are faster), GB/s is what we read of ``x``. What tor
 
 torchao knows no groups. To make what we make, its functions are called as its own training code calls them:
 
-* Where scales belong to groups (fp8_tensor), once for every group that has rows. Its results stay apart, where ours
-  are one tensor in which groups are placed; nothing is charged for putting them together.
+* Where scales belong to groups (fp8_tensor), once for every group that has rows; their results are put together, side
+  by side, or (columnwise) where our layout has them.
 * Columnwise, on a transposed copy. Blocks must not span groups, and its blocks are whole, so each group's rows are
   copied into a buffer in which they begin on a block and are followed by zeros, at places known beforehand.
 * Otherwise (rowwise blocks, and nvfp4's global scale, of which ours has one per group) once, on all rows.
@@ -28,6 +28,7 @@ peak must stay where it is while the buffers grow.
 from __future__ import annotations
 
 import argparse
+import bisect
 import logging
 import math
 import statistics
@@ -87,43 +88,53 @@ class Case(NamedTuple):
         """A call that makes what ours does of these groups; ``offs`` with one end makes it one of a matrix."""
         quantize, block, ends = TORCHAO[self.format], BLOCK[self.format], offs.tolist()
         segments = [(a, b) for a, b in zip([0, *ends], ends) if b > a]
-        apart = self.format == "fp8_tensor" and len(segments) > 1
-        padded = torch.tensor([-(-(b - a) // block) * block for a, b in segments])
-        shift = (padded.cumsum(0) - padded - torch.tensor([a for a, _ in segments])).repeat_interleave(
-            torch.tensor([b - a for a, b in segments])
-        )
-        place, places = torch.arange(x.shape[0]) + shift, int(padded.sum())
+        sizes = torch.tensor([b - a for a, b in segments])
+        padded = -(-sizes // block) * block
+        firsts = padded.cumsum(0) - padded
+        place = torch.arange(x.shape[0]) + (firsts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
+        places = int(padded.sum())
 
-        def call() -> None:
+        def whole() -> None:
             if direction != "columnwise":
-                for part in [x[a:b] for a, b in segments] if apart else [x]:
-                    quantize(part, **self.options)
+                quantize(x, **self.options)
             if direction != "rowwise":
                 rows = x if places == x.shape[0] else x.new_zeros(places, x.shape[1]).index_copy_(0, place, x)
-                for part in [rows[a:b] for a, b in segments] if apart else [rows]:
-                    quantize(part.t().contiguous(), **self.options)
+                quantize(rows.t().contiguous(), **self.options)
 
-        return call
+        def apart() -> None:
+            if direction != "columnwise":
+                scales, data = zip(*(quantize(x[a:b], **self.options) for a, b in segments))
+                torch.stack(scales), torch.cat([d.view(torch.uint8) for d in data])
+            if direction != "rowwise":
+                scales, data = zip(*(quantize(x[a:b].t().contiguous(), **self.options) for a, b in segments))
+                together = torch.zeros(x.shape[1], 32 * (-(-x.shape[0] // 32) + len(ends) - 1), dtype=torch.uint8)
+                torch.stack(scales)
+                for (a, b), d in zip(segments, data):
+                    start = (a // 32 + bisect.bisect_right(ends, a)) * 32
+                    together[:, start : start + b - a].copy_(d.view(torch.uint8))
+
+        return apart if self.format == "fp8_tensor" and len(ends) > 1 else whole
 
 
-def _mxfp8(x: Tensor, scaling: str) -> None:
-    to_mx(x, E4M3, 32, ScaleCalculationMode[scaling.upper()])
+def _mxfp8(x: Tensor, scaling: str) -> Any:
+    return to_mx(x, E4M3, 32, ScaleCalculationMode[scaling.upper()])
 
 
-def _nvfp4(x: Tensor) -> None:
-    nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max().float()))
+def _nvfp4(x: Tensor) -> Any:
+    return nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max().float()))
 
 
-def _fp8_tensor(x: Tensor) -> None:
-    to_fp8_saturated(x.float() * tensor_to_scale(x, E4M3), E4M3)
+def _fp8_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = tensor_to_scale(x, E4M3)
+    return scale, to_fp8_saturated(x.float() * scale, E4M3)
 
 
-def _fp8_block(x: Tensor) -> None:
+def _fp8_block(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = _choose_scale_float8(x, [1, 128], E4M3)
-    _quantize_affine_float8(x, scale, E4M3)
+    return scale, _quantize_affine_float8(x, scale, E4M3)
 
 
-TORCHAO: dict[str, Callable[..., None]] = {
+TORCHAO: dict[str, Callable[..., Any]] = {
     "mxfp8": _mxfp8,
     "nvfp4": _nvfp4,
     "fp8_tensor": _fp8_tensor,

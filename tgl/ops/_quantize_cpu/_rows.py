@@ -31,9 +31,7 @@ def step_of(width: int, multiple: int = 1, buffers: int = _BUFFERS) -> int:
     return max(elements // max(width, 1) // multiple, 1) * multiple
 
 
-def steps(
-    start: int, stop: int, width: int, multiple: int = 1, buffers: int = _BUFFERS
-) -> Iterator[tuple[int, int]]:
+def steps(start: int, stop: int, width: int, multiple: int = 1, buffers: int = _BUFFERS) -> Iterator[tuple[int, int]]:
     """Cut ``[start, stop)`` into ranges of about one step; see ``step_of``."""
     count = step_of(width, multiple, buffers)
     for first in range(start, stop, count):
