@@ -110,19 +110,19 @@ def quantize_tensor(
     if options.columnwise:
         out.columnwise_scale.copy_(inverse)
         out.columnwise_amax.copy_(amax)
-        scratch.clear()
         transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
         transposed.clear()
-        for start, stop in groups.steps(min(step_of(ROWS), rows.columns)):
+        for start, stop in groups.steps(min(step_of(ROWS, buffers=1), rows.columns), buffers=1):
             turned = transposed.rows(start, stop)
             factor = groups.of_each_row(scale, start, stop)
-            for left, right in steps(0, rows.columns, stop - start, 4):
+            for left, right in steps(0, rows.columns, stop - start, 4, buffers=1):
                 room = turned.room(right - left)
                 if options.rowwise:
                     room.copy_(data[start:stop, left:right].view(torch.uint8))
                 else:
                     room.view(options.dtype).copy_(scaled(factor, start, stop, left, right))
                 turned.write(left, right)
+    scratch.keep()
 
 
 def _group_amax(rows: Rows, groups: Groups) -> Tensor:
@@ -167,6 +167,7 @@ def quantize_block(
     transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
     if options.block_2d:
         _quantize_2d(rows, groups, transposed, options, out, scratch)
+        scratch.keep()
         return
     rule = functools.partial(_scaled, options=options, scratch=scratch)
     if options.rowwise:
@@ -186,6 +187,7 @@ def quantize_block(
 
         transposed.clear()
         columnwise(rows, groups, blocks, rule, writer, scales, height=ROWS)
+    scratch.keep()
 
 
 def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -283,3 +285,4 @@ def _dequantize(
             multiply(wide, start, stop, left, right)
             result[start:stop, left:right].copy_(wide)
     result[groups.routed :].zero_()
+    scratch.keep()

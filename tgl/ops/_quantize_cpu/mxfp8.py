@@ -52,6 +52,7 @@ def quantize(
 
         columnwise(rows, groups, blocks, rule, writer, block_scales)
         data[groups.routed :].view(torch.uint8).zero_()
+    scratch.keep()
 
 
 def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -112,3 +113,4 @@ def dequantize(
             multiply_blocks(wide, power_of_two(by_row.read(start, stop)), BLOCK)
         result[start:stop].copy_(wide)
     result[groups.routed :].zero_()
+    scratch.keep()
