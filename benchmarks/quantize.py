@@ -1,15 +1,26 @@
 """Quantise on one CPU thread: tgl against torchao's CPU functions, and what quantising into buffers allocates.
 
-    python benchmarks/quantize.py [--quick] [--seconds N] [--case SUBSTRING]
+    python benchmarks/quantize.py [--quick] [--groups N] [--seconds N] [--case SUBSTRING]
 
 Both arms take the same rows, in turns in one process. Figures are medians of CPU milliseconds, ``ratio`` is torchao's
-divided by ours (above 1 we are faster), GB/s is what we read of ``x``. torchao knows no groups and quantises all rows
-as one matrix; columnwise it quantises a transposed copy, as its own training code does. What it calls:
+divided by ours (above 1 we are faster), GB/s is what we read of ``x``. What torchao calls:
 
 * mxfp8: ``to_mx``
 * nvfp4: ``nvfp4_quantize`` with ``per_tensor_amax_to_scale``
 * fp8_tensor: ``tensor_to_scale``, then ``to_fp8_saturated`` of the product in float32
 * fp8_block: ``_choose_scale_float8``, ``_quantize_affine_float8`` with blocks of 1 x 128
+
+torchao knows no groups. To make what we make, its functions are called as its own training code calls them:
+
+* Where scales belong to groups (fp8_tensor), once for every group that has rows; their results are put together, side
+  by side, or (columnwise) where our layout has them.
+* Columnwise, on a transposed copy. Blocks must not span groups, and its blocks are whole, so each group's rows are
+  copied into a buffer in which they begin on a block and are followed by zeros, at places known beforehand.
+* Otherwise (rowwise blocks, and nvfp4's global scale, of which ours has one per group) once, on all rows.
+
+``one`` is the ratio where torchao takes all rows as a single matrix instead, as if there were no groups: less work
+than ours unless ``--groups 1``. Each ratio is measured with its two arms alone, since what a process allocates decides
+how fast it gets memory the next time.
 
 The second table quantises into existing buffers under the profiler's allocation record, for T and for 4 T rows: the
 peak must stay where it is while the buffers grow.
@@ -18,6 +29,7 @@ peak must stay where it is while the buffers grow.
 from __future__ import annotations
 
 import argparse
+import bisect
 import logging
 import math
 import statistics
@@ -42,7 +54,7 @@ from torchao.quantization.quant_primitives import _choose_scale_float8, _quantiz
 
 E4M3 = torch.float8_e4m3fn
 DIRECTIONS = ("rowwise", "columnwise", "both")
-GROUPS = 8
+BLOCK = {"mxfp8": 32, "nvfp4": 16, "fp8_tensor": 1, "fp8_block": 128}
 
 
 class Case(NamedTuple):
@@ -53,6 +65,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     rows: int
     columns: int
+    groups: int
 
     def __str__(self) -> str:
         options = " ".join(str(v) for v in self.options.values())
@@ -60,10 +73,11 @@ class Case(NamedTuple):
         return f"{self.format} {options} {dtype} {self.rows} x {self.columns}".replace("  ", " ")
 
     def operands(self, factor: int = 1) -> tuple[Tensor, Tensor]:
-        """Rows and their group ends: ragged groups and an empty one."""
+        """Rows and their group ends: ragged groups, the first of them empty."""
         rows = self.rows * factor
         x = torch.randn(rows, self.columns, generator=torch.Generator().manual_seed(0)).to(self.dtype)
-        sizes = torch.arange(GROUPS) * (rows // 28)
+        weights = torch.arange(self.groups)
+        sizes = weights * (rows // max(int(weights.sum()), 1))
         sizes[-1] += rows - sizes.sum()
         return x, sizes.cumsum(0).to(torch.int32)
 
@@ -71,31 +85,57 @@ class Case(NamedTuple):
         chosen = {"rowwise": direction != "columnwise", "columnwise": direction != "rowwise"}
         return tgl.group_quantize(x, offs, format=self.format, **self.options, **chosen, out=out)
 
-    def theirs(self, direction: str, x: Tensor) -> None:
-        if direction != "columnwise":
-            TORCHAO[self.format](x, **self.options)
-        if direction != "rowwise":
-            TORCHAO[self.format](x.t().contiguous(), **self.options)
+    def theirs(self, direction: str, x: Tensor, offs: Tensor) -> Callable[[], None]:
+        """A call that makes what ours does of these groups; ``offs`` with one end makes it one of a matrix."""
+        quantize, block, ends = TORCHAO[self.format], BLOCK[self.format], offs.tolist()
+        segments = [(a, b) for a, b in zip([0, *ends], ends) if b > a]
+        sizes = torch.tensor([b - a for a, b in segments])
+        padded = -(-sizes // block) * block
+        firsts = padded.cumsum(0) - padded
+        place = torch.arange(x.shape[0]) + (firsts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
+        places = int(padded.sum())
+
+        def whole() -> None:
+            if direction != "columnwise":
+                quantize(x, **self.options)
+            if direction != "rowwise":
+                rows = x if places == x.shape[0] else x.new_zeros(places, x.shape[1]).index_copy_(0, place, x)
+                quantize(rows.t().contiguous(), **self.options)
+
+        def apart() -> None:
+            if direction != "columnwise":
+                scales, data = zip(*(quantize(x[a:b], **self.options) for a, b in segments))
+                torch.stack(scales), torch.cat([d.view(torch.uint8) for d in data])
+            if direction != "rowwise":
+                scales, data = zip(*(quantize(x[a:b].t().contiguous(), **self.options) for a, b in segments))
+                together = torch.zeros(x.shape[1], 32 * (-(-x.shape[0] // 32) + len(ends) - 1), dtype=torch.uint8)
+                torch.stack(scales)
+                for (a, b), d in zip(segments, data):
+                    start = (a // 32 + bisect.bisect_right(ends, a)) * 32
+                    together[:, start : start + b - a].copy_(d.view(torch.uint8))
+
+        return apart if self.format == "fp8_tensor" and len(ends) > 1 else whole
 
 
-def _mxfp8(x: Tensor, scaling: str) -> None:
-    to_mx(x, E4M3, 32, ScaleCalculationMode[scaling.upper()])
+def _mxfp8(x: Tensor, scaling: str) -> Any:
+    return to_mx(x, E4M3, 32, ScaleCalculationMode[scaling.upper()])
 
 
-def _nvfp4(x: Tensor) -> None:
-    nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max().float()))
+def _nvfp4(x: Tensor) -> Any:
+    return nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max().float()))
 
 
-def _fp8_tensor(x: Tensor) -> None:
-    to_fp8_saturated(x.float() * tensor_to_scale(x, E4M3), E4M3)
+def _fp8_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = tensor_to_scale(x, E4M3)
+    return scale, to_fp8_saturated(x.float() * scale, E4M3)
 
 
-def _fp8_block(x: Tensor) -> None:
+def _fp8_block(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = _choose_scale_float8(x, [1, 128], E4M3)
-    _quantize_affine_float8(x, scale, E4M3)
+    return scale, _quantize_affine_float8(x, scale, E4M3)
 
 
-TORCHAO: dict[str, Callable[..., None]] = {
+TORCHAO: dict[str, Callable[..., Any]] = {
     "mxfp8": _mxfp8,
     "nvfp4": _nvfp4,
     "fp8_tensor": _fp8_tensor,
@@ -110,12 +150,12 @@ FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, groups: int) -> Iterator[Case]:
     shapes = ((2048, 2048),) if quick else ((512, 1024), (2048, 2048), (2048, 7168))
     for shape in shapes:
         for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
             for format, options in FORMATS:
-                yield Case(format, options, dtype, *shape)
+                yield Case(format, options, dtype, *shape, groups)
 
 
 def interleaved(arms: list[Callable[[], object]], seconds: float) -> list[float]:
@@ -144,21 +184,24 @@ def allocated(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def throughput(options: argparse.Namespace) -> None:
-    print(f"{'case':38} {'direction':10} {'torchao':>9} {'tgl':>9} {'GB/s':>6}  ratio")
+    print(f"{'case':38} {'direction':10} {'torchao':>9} {'tgl':>9} {'GB/s':>6}  ratio    one")
     ratios = []
-    for case in cases(options.quick):
+    for case in cases(options.quick, options.groups):
         if options.case not in str(case):
             continue
         x, offs = case.operands()
         for direction in DIRECTIONS:
-            theirs, ours = interleaved(
-                [lambda: case.theirs(direction, x), lambda: case.ours(direction, x, offs)],  # noqa: B023
-                options.seconds,
-            )
-            ratios.append(theirs / ours)
+
+            def run() -> None:
+                case.ours(direction, x, offs)  # noqa: B023
+
+            grouped, ours = interleaved([case.theirs(direction, x, offs), run], options.seconds)
+            one, beside = interleaved([case.theirs(direction, x, offs[-1:]), run], options.seconds / 2)
+            ratios.append(grouped / ours)
             rate = x.nbytes / ours / 1e9
             print(
-                f"{case!s:38} {direction:10} {theirs * 1e3:9.2f} {ours * 1e3:9.2f} {rate:6.2f} {ratios[-1]:6.2f}",
+                f"{case!s:38} {direction:10} {grouped * 1e3:9.2f} {ours * 1e3:9.2f} {rate:6.2f} {ratios[-1]:6.2f}"
+                f" {one / beside:6.2f}",
                 flush=True,
             )
     if ratios:
@@ -169,7 +212,7 @@ def throughput(options: argparse.Namespace) -> None:
 def memory() -> None:
     print(f"\n{'into buffers':38} {'out KiB':>9} {'peak KiB':>9} {'largest':>9}   of 4 T: {'out':>9} {'peak':>9}")
     for format, options in FORMATS:
-        case = Case(format, options, torch.bfloat16, 2048, 2048)
+        case = Case(format, options, torch.bfloat16, 2048, 2048, 8)
         row = []
         for factor in (1, 4):
             x, offs = case.operands(factor)
@@ -183,6 +226,7 @@ def memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, bfloat16")
+    parser.add_argument("--groups", type=int, default=8, help="how many, of 0, 1, 2, ... parts of the rows")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each line")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     options = parser.parse_args()

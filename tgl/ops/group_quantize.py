@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=256)
+def _resolved(**keywords: Any) -> Options:
+    return Options(**keywords).resolved(NAME)
+
+
 def _kernel(
     x: Tensor,
     offs: Tensor | None,
@@ -34,7 +40,7 @@ def _kernel(
     rng: Tensor | None = None,
     **keywords: Any,
 ) -> Components:
-    options = Options(**keywords).resolved(NAME)
+    options = _resolved(**keywords)
     out = quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).empty()
     _run(x, offs, scale, row_scale, rng, None, options, out)
     return out

@@ -21,3 +21,4 @@ def dbias(x: Tensor, offs: Tensor, row_scale: Tensor | None, *, out: Tensor) -> 
             for start, stop in steps(first, first + size, x.shape[1]):
                 total.add_(rows.load(start, stop).sum(0))
         first += size
+    scratch.keep()

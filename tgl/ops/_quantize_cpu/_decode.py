@@ -1,6 +1,8 @@
-"""Bytes back to float32."""
+"""Bytes back to float32, and what torch's casts do."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -11,6 +13,13 @@ from ._rows import Scratch
 def table(dtype: torch.dtype) -> Tensor:
     """The float32 value of every byte of an 8-bit dtype."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+@functools.cache
+def cast_saturates(dtype: torch.dtype) -> bool:
+    """Whether torch casts what is beyond the largest element to it, as it does since 2.12 for E4M3."""
+    largest = torch.finfo(dtype).max
+    return bool(torch.tensor([2 * largest], device="cpu").to(dtype).float() == largest)
 
 
 def fp8_values(data: Tensor, values: Tensor, scratch: Scratch) -> Tensor:

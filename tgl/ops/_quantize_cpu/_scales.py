@@ -54,11 +54,11 @@ class BlockScales:
         self.memory = memory.view(-1) if blocked or not memory.numel() else memory.view(-1, columns)
         if groups.each is None:
             self.across = int(padded_rows(groups.rows, groups.count, u)) // blocks.size
-            self.begins, self.per_matrix = groups.begins(u) // blocks.size, 0
+            self.firsts, self.per_matrix = [start // blocks.size for start in groups.starts(u)], 0
         else:
             self.across = self.per_matrix = -(-groups.each // blocks.size)
-            self.begins = torch.arange(groups.count) * self.per_matrix
-        self.row = self.begins[blocks.group] + blocks.index
+            self.firsts = [g * self.per_matrix for g in range(groups.count)]
+        self.row = blocks.numbered(self.firsts)
 
     def clear(self) -> None:
         """Zero everything: a write reaches less."""
@@ -66,19 +66,20 @@ class BlockScales:
 
     def write(self, start: int, stop: int, left: int, right: int, values: Tensor) -> None:
         """Scales ``[blocks, columns]`` of a range of blocks and of columns."""
+        first, last = self.row[start], self.row[stop - 1]
+        if not self.blocked and last - first == stop - 1 - start:
+            self.memory[first : last + 1, left:right].copy_(values)
+            return
+        row, values = torch.tensor(self.row[start:stop]), values.to(self.memory.dtype)
         if self.blocked:
-            offsets = self._offsets(self.row[start:stop], left, right)
-            self.memory.scatter_(0, offsets.view(-1), values.reshape(-1).to(self.memory.dtype))
-        elif int(self.row[stop - 1] - self.row[start]) == stop - 1 - start:
-            row = int(self.row[start])
-            self.memory[row : row + stop - start, left:right].copy_(values)
+            self.memory.scatter_(0, self._offsets(row, left, right).view(-1), values.reshape(-1))
         else:
-            self.memory[:, left:right].index_copy_(0, self.row[start:stop], values.to(self.memory.dtype))
+            self.memory[:, left:right].index_copy_(0, row, values)
 
     def read_rows(self, start: int, stop: int, left: int, right: int) -> Tensor:
         """The scale of every element of a range of rows and of columns."""
         group = self.groups.of_rows(start, stop)
-        row = self.begins[group] + (torch.arange(start, stop) - self.groups.firsts[group]) // self.size
+        row = torch.tensor(self.firsts)[group] + (torch.arange(start, stop) - self.groups.firsts[group]) // self.size
         if self.blocked:
             return self.memory[self._offsets(row, left, right)]
         return self.memory[:, left:right].index_select(0, row)

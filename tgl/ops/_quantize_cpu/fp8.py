@@ -15,18 +15,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...meta.formats import ELEMENTS, FP32_INF, FP32_NAN
+from ...meta.formats import ELEMENTS
 from ...meta.quantized import Components, DequantizeOptions, Options
-from ._blocks import columnwise, present, rowwise
+from ._blocks import Pieces, along_rows, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
-from ._rows import Groups, Rows, Scratch, steps
+from ._rows import Groups, Rows, Scratch, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 from ._transposed import ROWS, Transposed
 
 BLOCK = 128
 SCALE_UNIT, DATA_UNIT = 128, 32
-_SIGN_OFF = 0x7FFFFFFF
 _LARGEST = torch.finfo(torch.float32).max
+_SMALL = 2.0**-100  # an amax above it has a finite scale, for whatever element
+_EXPONENT = -0x800000  # mask of sign and exponent
 
 
 def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> tuple[Tensor, Tensor]:
@@ -35,26 +36,37 @@ def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> t
         amax = amax.clamp(min=eps)  # keeps NaN
     scale = torch.full_like(amax, largest).div_(amax).clamp_(max=_LARGEST)
     if power_of_two:
-        scale.view(torch.int32).bitwise_and_(-0x800000)
+        scale.view(torch.int32).bitwise_and_(_EXPONENT)
     bad = ~amax.isfinite()
     scale.masked_fill_((amax == 0) | bad, 1.0)
     return scale, scale.reciprocal().masked_fill_(bad, torch.nan)
 
 
-def _magnitude(wide: Tensor, room: Tensor) -> Tensor:
-    """The bits of ``|wide|`` as int32, in ``room``: ordered like the values, NaN above Inf."""
-    return torch.bitwise_and(wide.view(torch.int32), _SIGN_OFF, out=room.view(torch.int32))
+def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
+    """``scales_of`` and whether every amax is finite. The host may look at them, and leave out what none needs."""
+    assert options.dtype is not None
+    largest, power_of_two = ELEMENTS[options.dtype].max, bool(options.power_of_two)
+    least, most = (float(bound) for bound in amax.aminmax()) if amax.numel() else (0.0, 0.0)
+    if options.eps or not most <= _LARGEST or 0 < least < _SMALL:
+        return *scales_of(amax, largest, power_of_two, options.eps), most <= _LARGEST
+    scale = torch.div(largest, amax)  # not `/`, which would multiply by a reciprocal
+    if not least:
+        scale.clamp_(max=_LARGEST)
+    if power_of_two:
+        scale.view(torch.int32).bitwise_and_(int32(_EXPONENT))
+    if not least:
+        scale.masked_fill_(amax == 0, 1.0)
+    return scale, scale.reciprocal(), True
 
 
-def _as_amax(bits: Tensor) -> Tensor:
-    """Bits of magnitudes as float32, every NaN the same one."""
-    return bits.masked_fill(bits > FP32_INF, FP32_NAN).view(torch.float32)
+def _saturate_(scaled: Tensor, largest: float) -> Tensor:
+    """Make the cast of ``scaled`` saturate, and give 0x7F for NaN of either sign.
 
-
-def _saturate(scaled: Tensor, largest: float, nan: bool) -> Tensor:
-    """Make the cast of ``scaled`` saturate, and give 0x7F for NaN of either sign; in place."""
+    For a scale of a larger amax, or of a bad one. What was scaled by its own is beyond ``largest`` by two roundings at
+    most, and cast to it.
+    """
     scaled.clamp_(-largest, largest)
-    return scaled.masked_fill_(scaled.isnan(), torch.nan) if nan else scaled
+    return scaled.masked_fill_(scaled.isnan(), torch.nan)
 
 
 # --- one scale per group ----------------------------------------------------------------------------------------------
@@ -75,49 +87,52 @@ def quantize_tensor(
     groups, scratch = Groups(x, offs), Scratch()
     rows = Rows(x, row_scale, scratch)
     largest = ELEMENTS[options.dtype].max
-    amax = _group_amax(rows, groups, scratch)
+    amax = _group_amax(rows, groups)
     if scale is None:
-        scale, inverse = scales_of(amax, largest, bool(options.power_of_two), options.eps)
+        scale, inverse, fits = _scales(amax, options)
     else:
-        inverse = scale.reciprocal()
-    nan = not bool(amax.isfinite().all() and scale.isfinite().all())
+        inverse, fits = scale.reciprocal(), False
+    if not fits:
+        amax.masked_fill_(amax.isnan(), torch.nan)  # the same one for all
 
-    def scaled(start: int, stop: int, left: int, right: int) -> Tensor:
-        wide = rows.load(start, stop, left, right)
-        values = torch.mul(wide, scale[groups.of_rows(start, stop), None], out=scratch.room("scaled", *wide.shape))
-        return _saturate(values, largest, nan)
+    def scaled(factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
+        values = rows.times(factor, start, stop, left, right)
+        return values if fits else _saturate_(values, largest)
 
     if options.rowwise:
         out.scale.copy_(inverse)
         out.amax.copy_(amax)
         data = out.data.view(groups.rows, rows.columns)
-        for start, stop in steps(0, groups.routed, rows.columns):
-            data[start:stop].copy_(scaled(start, stop, 0, rows.columns))
+        for start, stop in steps(0, groups.routed, rows.columns, buffers=1):
+            factor = groups.of_each_row(scale, start, stop)
+            data[start:stop].copy_(scaled(factor, start, stop, 0, rows.columns))
         data[groups.routed :].view(torch.uint8).zero_()
     if options.columnwise:
         out.columnwise_scale.copy_(inverse)
         out.columnwise_amax.copy_(amax)
         transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
         transposed.clear()
-        for left, right in steps(0, rows.columns, ROWS):
-            for start, stop in groups.steps(right - left):
+        for start, stop in groups.steps(min(step_of(ROWS, buffers=1), rows.columns), buffers=1):
+            turned = transposed.rows(start, stop)
+            factor = groups.of_each_row(scale, start, stop)
+            for left, right in steps(0, rows.columns, stop - start, 4, buffers=1):
+                room = turned.room(right - left)
                 if options.rowwise:
-                    made = data[start:stop, left:right]
+                    room.copy_(data[start:stop, left:right].view(torch.uint8))
                 else:
-                    wide = scaled(start, stop, left, right)
-                    made = scratch.room("cast", *wide.shape, dtype=options.dtype).copy_(wide)
-                transposed.write(start, stop, left, right, made.view(torch.uint8))
+                    room.view(options.dtype).copy_(scaled(factor, start, stop, left, right))
+                turned.write(left, right)
+    scratch.keep()
 
 
-def _group_amax(rows: Rows, groups: Groups, scratch: Scratch) -> Tensor:
+def _group_amax(rows: Rows, groups: Groups) -> Tensor:
     bits = torch.zeros(groups.count, dtype=torch.int32)
     if not rows.columns:
         return bits.view(torch.float32)
-    for start, stop in steps(0, groups.routed, rows.columns):
-        wide = rows.load(start, stop)
-        of_rows = _magnitude(wide, scratch.room("scaled", *wide.shape)).amax(1)
-        bits.scatter_reduce_(0, groups.of_rows(start, stop), of_rows, "amax")
-    return _as_amax(bits)
+    for start, stop in steps(0, groups.routed, -(-rows.columns // 2), buffers=1):
+        found = rows.amax(start, stop).view(torch.int32)
+        bits.scatter_reduce_(0, groups.of_rows(start, stop), found, "amax")
+    return bits.view(torch.float32)
 
 
 def dequantize_tensor(
@@ -152,6 +167,7 @@ def quantize_block(
     transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
     if options.block_2d:
         _quantize_2d(rows, groups, transposed, options, out, scratch)
+        scratch.keep()
         return
     rule = functools.partial(_scaled, options=options, scratch=scratch)
     if options.rowwise:
@@ -160,26 +176,31 @@ def quantize_block(
         blocks = groups.blocks(BLOCK)
         scales = BlockScales(out.columnwise_scale, groups, blocks, columns, SCALE_UNIT, False)
 
-        def write(start: int, stop: int, left: int, right: int, values: Tensor) -> None:
-            made = scratch.room("cast", *values.shape, dtype=dtype).copy_(values)
-            transposed.write(start, stop, left, right, made.view(torch.uint8))
+        def writer(start: int, stop: int) -> Callable[[int, int, Tensor], None]:
+            turned = transposed.rows(start, stop)
+
+            def write(left: int, right: int, values: Tensor) -> None:
+                turned.room(right - left).view(dtype).copy_(values)
+                turned.write(left, right)
+
+            return write
 
         transposed.clear()
-        columnwise(rows, groups, blocks, rule, write, scales, scratch, height=ROWS)
+        columnwise(rows, groups, blocks, rule, writer, scales, height=ROWS)
+    scratch.keep()
 
 
-def _scaled(wide: Tensor, dim: int, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Values ready to be cast and ``scale_inv`` (``dim`` kept) of blocks along ``dim``."""
+def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Values ready to be cast, and ``scale_inv``, of blocks."""
     values = scratch.room("scaled", *wide.shape)
-    return _apply(wide, _magnitude(wide, values).amax(dim, keepdim=True), values, options)
+    return _apply(wide, pieces, pieces.amax(magnitude(wide, values)), values, options)
 
 
-def _apply(wide: Tensor, bits: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _apply(wide: Tensor, pieces: Pieces, bits: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     assert options.dtype is not None
-    largest = ELEMENTS[options.dtype].max
-    scale, inverse = scales_of(bits.view(torch.float32), largest, bool(options.power_of_two), options.eps)
-    torch.mul(wide, scale, out=values)
-    return _saturate(values, largest, nan=bool((bits > FP32_INF).any())), inverse
+    scale, inverse, finite = _scales(bits.view(torch.float32), options)
+    pieces.multiply(wide, scale, values)
+    return values if finite else _saturate_(values, ELEMENTS[options.dtype].max), inverse
 
 
 def _quantize_2d(
@@ -191,23 +212,25 @@ def _quantize_2d(
     blocks, down, across = groups.blocks(BLOCK), -(-groups.each // BLOCK), -(-rows.columns // BLOCK)
     stored = torch.empty(groups.count * down, across)  # scale_inv, a 16384th of the data
     data = out.data.view(groups.rows, rows.columns) if options.rowwise else None
-    for left, right in steps(0, rows.columns, ROWS, BLOCK):
-        part = slice(left // BLOCK, -(-right // BLOCK))
-        for start, stop in blocks.steps(right - left, groups.each):
-            holes = blocks.holes(start, stop)
-            wide = rows.load_blocks(blocks, start, stop, left, right, holes)
+    for start, stop in blocks.steps(min(step_of(ROWS, BLOCK), rows.columns), groups.each, 2):
+        first, last = blocks.rows(start, stop)
+        pieces = along_rows(blocks, start, stop, first, last)
+        turned = transposed.rows(first, last) if options.columnwise else None
+        for left, right in steps(0, rows.columns, last - first, BLOCK):
+            wide = cut(rows.load(first, last, left, right), pieces, BLOCK)
             values = scratch.room("scaled", *wide.shape)
-            bits = torch.nn.functional.pad(_magnitude(wide, values).amax(1), (0, -(right - left) % BLOCK))
-            bits = bits.unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)[:, None, : right - left]
-            values, inverse = _apply(wide, bits, values, options)
-            stored[start:stop, part] = inverse[:, 0, ::BLOCK]
-            first, last = blocks.rows(start, stop)
+            bits = pieces.amax(magnitude(wide, values))
+            square = torch.nn.functional.pad(bits, (0, -(right - left) % BLOCK)).unflatten(-1, (-1, BLOCK)).amax(-1)
+            bits = square.repeat_interleave(BLOCK, -1)[..., : right - left].contiguous()
+            values, inverse = _apply(wide, pieces, bits, values, options)
+            stored[start:stop, left // BLOCK : -(-right // BLOCK)] = inverse.flatten(0, -2)[:, ::BLOCK]
             made = scratch.room("cast", last - first, right - left, dtype=options.dtype)
-            made.copy_(present(values, holes, last - first, scratch))
+            made.copy_(values.view(made.shape))
             if data is not None:
                 data[first:last, left:right].copy_(made)
-            if options.columnwise:
-                transposed.write(first, last, left, right, made.view(torch.uint8))
+            if turned is not None:
+                turned.room(right - left).copy_(made.view(torch.uint8))
+                turned.write(left, right)
     stored = stored.view(groups.count, down, across)
     if options.rowwise:
         out.scale.copy_(stored)
@@ -262,3 +285,4 @@ def _dequantize(
             multiply(wide, start, stop, left, right)
             result[start:stop, left:right].copy_(wide)
     result[groups.routed :].zero_()
+    scratch.keep()

@@ -9,20 +9,20 @@ NaN gets scale 0xFF and elements 0x7F, in every mode (``cvt.rp.ue8m0x2`` without
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import Components, DequantizeOptions, Options
-from ._blocks import columnwise, rowwise
-from ._decode import fp8_values, multiply_blocks, power_of_two, table
-from ._rows import Groups, Rows, Scratch, steps
+from ._blocks import Pieces, columnwise, magnitude, rowwise
+from ._decode import cast_saturates, fp8_values, multiply_blocks, power_of_two, table
+from ._rows import Groups, Rows, Scratch, int32, steps
 from ._scales import BlockScales, RowScales
 
 BLOCK = 32
 UNIT = 128
-_SIGN_OFF = 0x7FFFFFFF
 _SMALL = 27 << 23  # bits of 2^-100: d is no subnormal from here on, whatever the element
 
 
@@ -47,30 +47,30 @@ def quantize(
         blocks, data = groups.blocks(BLOCK), out.columnwise_data.view(groups.rows, columns)
         block_scales = BlockScales(out.columnwise_scale, groups, blocks, columns, UNIT, options.blocked)
 
-        def write(start: int, stop: int, left: int, right: int, scaled: Tensor) -> None:
-            data[start:stop, left:right].copy_(scaled)
+        def writer(start: int, stop: int) -> Callable[[int, int, Tensor], Tensor]:
+            return lambda left, right, scaled: data[start:stop, left:right].copy_(scaled)
 
-        columnwise(rows, groups, blocks, rule, write, block_scales, scratch)
+        columnwise(rows, groups, blocks, rule, writer, block_scales)
         data[groups.routed :].view(torch.uint8).zero_()
+    scratch.keep()
 
 
-def _scaled(wide: Tensor, dim: int, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Values ready to be cast, and the scales as int32 (``dim`` kept), of blocks along ``dim``."""
+def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Values ready to be cast, and the scales as int32, of blocks."""
     assert options.dtype is not None
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
-    magnitude = torch.bitwise_and(wide.view(torch.int32), _SIGN_OFF, out=scaled.view(torch.int32))
-    byte = magnitude.amax(dim, keepdim=True)  # of the bits: ordered like the values, NaN above Inf
+    byte = pieces.amax(magnitude(wide, scaled))
     least, most = (int(bound) for bound in byte.aminmax())
     bad = byte >= FP32_INF if most >= FP32_INF else None
     e8m0_(byte, element, options.scaling, subnormal=least < _SMALL)
-    inverse = torch.sub(254, byte).bitwise_left_shift_(23)  # no finite magnitude has a scale above 247
-    torch.mul(wide, inverse.view(torch.float32), out=scaled)
-    if options.scaling != "rceil":
+    inverse = torch.sub(int32(254), byte).bitwise_left_shift_(int32(23))  # no finite magnitude has a scale above 247
+    pieces.multiply(wide, inverse.view(torch.float32), scaled)
+    if options.scaling != "rceil" and not cast_saturates(options.dtype):
         scaled.clamp_(-element.max, element.max)  # rceil never exceeds it by enough to round up
     if bad is not None:
         byte.masked_fill_(bad, E8M0_NAN)
-        scaled.masked_fill_(bad, torch.nan)
+        scaled.masked_fill_(pieces.spread(bad), torch.nan)
     return scaled, byte
 
 
@@ -84,12 +84,12 @@ def e8m0_(amax: Tensor, element: Element, scaling: str, subnormal: bool = True) 
         # Any mantissa rounds up; that of a subnormal from above 2^-127, which is half the smallest normal.
         if subnormal:
             amax.add_(amax < 0x00800000, alpha=-0x400000)
-        amax.add_(0x7FFFFF)
+        amax.add_(int32(0x7FFFFF))
     else:
         if scaling == "even":
-            amax.add_(element.half_ulp)
-        amax.sub_(element.max_exponent << 23)
-    amax.bitwise_right_shift_(23)
+            amax.add_(int32(element.half_ulp))
+        amax.sub_(int32(element.max_exponent << 23))
+    amax.bitwise_right_shift_(int32(23))
     return amax.clamp_(min=0) if scaling != "rceil" else amax
 
 
@@ -113,3 +113,4 @@ def dequantize(
             multiply_blocks(wide, power_of_two(by_row.read(start, stop)), BLOCK)
         result[start:stop].copy_(wide)
     result[groups.routed :].zero_()
+    scratch.keep()
