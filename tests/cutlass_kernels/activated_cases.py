@@ -68,9 +68,8 @@ def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     offs = (ends.cumsum(0) if case.offs is None else ends).to(torch.int32)
     a, b = stored(a, True), stored(b, case.b_row_major)
     (h_frame, h), (y_frame, y) = (framed(rows, n, dtype=case.out) for n in (width, case.columns))
+    wanted, wanted_y = exact.to(case.out), torch.empty(rows, case.columns, dtype=case.out)
     with emulator.emulate(host.GPU_ARCH[arch]) as machine, backends.emulated_device(arch):
-        wanted_y = torch.empty(rows, case.columns, dtype=case.out)
-        wanted = exact.to(case.out)
         backends.run("grouped_activation", a.device, wanted, offs, probs, params=case.params, out=wanted_y)
         assert len(machine.launches) == 1
         assert len(machine.launches) == 1

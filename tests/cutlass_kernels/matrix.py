@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.gemm_cases import Case
+from tests.cutlass_kernels import activated_cases, gemm_cases, sass
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig, choose
+from tgl.ops.grouped_activation import Params
+from tgl.testing import emulator
 
 REGISTER_FILE = 65536
+ACTIVATED = "activated"  # varlen_m with an activation as second output
+ACTIVATIONS = {
+    "swiglu": Params(),
+    "alternating": Params(interleaved=True),
+    "srelu": Params("srelu"),
+}
 
 TILINGS = [("sm_90", GemmConfig(*t)) for t in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128))]
 TILINGS += [("sm_90", GemmConfig(*t)) for t in ((128, 192), (128, 256), (256, 64), (256, 128))]
@@ -21,17 +28,23 @@ TILINGS += [("sm_90", GemmConfig(128, 128, pingpong=True, cluster_n=2))]
 TILINGS += [("sm_100", GemmConfig(128, n)) for n in (64, 128, 256)]
 TILINGS += [("sm_100", GemmConfig(256, n, two_cta=True)) for n in (64, 128, 256)]
 
-USUAL = {
-    kind: [
+KINDS = (VARLEN_M, VARLEN_K, ACTIVATED)
+
+
+def usual(kind: str) -> list[tuple[str, GemmConfig]]:
+    """The tilings that are chosen without being asked for."""
+    halves, of = kind == ACTIVATED, VARLEN_M if kind == ACTIVATED else kind
+    sizes = list(itertools.product((64, 128, 4096), (32, 128, 1024, 4096)))
+    return [
         (arch, tiling)
         for arch in ("sm_90", "sm_100")
-        for tiling in dict.fromkeys(
-            choose(arch, kind, columns, 4096, rows) for columns in (64, 128, 4096) for rows in (32, 128, 1024, 4096)
-        )
+        for tiling in dict.fromkeys(choose(arch, of, columns, 4096, rows, halves) for columns, rows in sizes)
     ]
-    for kind in (VARLEN_M, VARLEN_K)
-}
-"""The tilings that are chosen without being asked for."""
+
+
+USUAL = {kind: usual(kind) for kind in KINDS}
+EVERY = {kind: TILINGS for kind in (VARLEN_M, VARLEN_K)}
+EVERY[ACTIVATED] = [(arch, tiling) for arch, tiling in TILINGS if tiling.holds_halves]
 
 DTYPES = (torch.bfloat16, torch.float16)
 YES_NO = (True, False)
@@ -45,10 +58,20 @@ PARTS = {
         "zero_tail": YES_NO,
     },
     VARLEN_K: {"dtype": DTYPES, "wide_out": YES_NO, "accumulate": YES_NO},
+    ACTIVATED: {
+        "dtype": DTYPES,
+        "wide_out": YES_NO,
+        "b_row_major": YES_NO,
+        "bias": (None, "same", "float32"),
+        "activation": tuple(ACTIVATIONS),
+        "probs": YES_NO,
+    },
 }
 
 
 def allowed(choice: dict) -> bool:
+    if choice.get("activation") == "alternating" and choice["b_row_major"]:
+        return False
     return not (choice.get("bias_scale") and not choice["bias"])
 
 
@@ -70,12 +93,24 @@ def pairwise(choices: dict) -> list[dict]:
     return cover
 
 
-def case(choice: dict) -> tuple[str, Case]:
+def case(choice: dict) -> tuple[str, Any]:
     """The architecture, and a small problem that runs the kernel."""
     arch, config = choice["tiling"]
     dtype = choice["dtype"]
     named = {None: None, "same": dtype, "float32": torch.float32}
-    return arch, Case(
+    if "activation" in choice:
+        return arch, activated_cases.Case(
+            config,
+            (3, 0, 130, 65),
+            ACTIVATIONS[choice["activation"]],
+            tail=5,
+            dtype=dtype,
+            out=torch.float32 if choice["wide_out"] else dtype,
+            b_row_major=choice["b_row_major"],
+            bias=named[choice["bias"]],
+            probs=torch.float32 if choice["probs"] else None,
+        )
+    return arch, gemm_cases.Case(
         config,
         (3, 0, 130, 65),
         tail=5,
@@ -89,6 +124,20 @@ def case(choice: dict) -> tuple[str, Case]:
         zero_tail=choice.get("zero_tail", True),
         accumulate=choice.get("accumulate", False),
     )
+
+
+def kernel(arch: str, kind: str, tried: Any) -> Any:
+    """The compiled kernel of a case; only inside ``emulate``."""
+    if kind == ACTIVATED:
+        return activated_cases.kernel(arch, tried)
+    return gemm_cases.kernel(arch, kind, tried)
+
+
+def run(arch: str, kind: str, tried: Any) -> emulator.LaunchRecord:
+    """The case, run once."""
+    if kind == ACTIVATED:
+        return activated_cases.run(arch, tried, seeds=(0,))
+    return gemm_cases.run(arch, kind, tried, seeds=(0,))
 
 
 def label(kind: str, choice: dict) -> str:
@@ -135,7 +184,7 @@ def checked(kind: str, choice: dict, cubin: bytes, ptx: str, shared: int) -> Row
     assert report.count("HMMA") == 0
     assert report.count("UTMALDG") >= 2
     # An adding store exactly where sums are formed in memory, that is in float32.
-    adds = tried.accumulate and tried.out == torch.float32
+    adds = choice.get("accumulate", False) and tried.out == torch.float32
     assert (report.count("UTMAREDG") > 0) == adds
     assert (report.count("UTMASTG") > 0) == (not adds)
     element = "bf16" if tried.dtype == torch.bfloat16 else "f16"
