@@ -29,6 +29,7 @@ from ...varlen.policy import Problem
 from .store import WARP_ROWS
 
 PIECE = 8  # columns whose input is 16 bytes of a half
+TOGETHER = 4  # pieces
 
 
 @cute.jit
@@ -148,30 +149,35 @@ def change_row(
 ):
     """Replace a row of the activation's input in ``buffers [32, 64, parts]`` by its gradient.
 
+    Half a row is read before any of it is written, so that the compiler may work on its numbers side by side.
+
     Args:
         values: float32 registers, 64 columns of the accumulator.
         probs, total: the row's probability, and its sum, which is added to.
     """
     element, spec, parts = gemm.out_element, gemm.gradient, gemm.parts
-    for piece in cutlass.range_constexpr(gemm.chunk[1] // PIECE):
-        product = cute.make_rmem_tensor(PIECE, Float32)
-        for i in cutlass.range_constexpr(PIECE):
-            product[i] = values[piece * PIECE + i]
-        held = cute.make_rmem_tensor((PIECE, parts), element)
-        for part in cutlass.range_constexpr(parts):
-            cute.autovec_copy(sixteen_bytes(spec, buffers, lane, piece, part), held[None, part])
-        wide = cute.make_rmem_tensor(PIECE * parts, Float32)
-        flat = cute.make_tensor(held.iterator, cute.make_layout(PIECE * parts))
-        wide.store(flat.load().to(Float32))
-        step, to_linear = (2, 1) if spec.interleaved else (1, PIECE)
-        gate = cute.make_tensor(wide.iterator, cute.make_layout(PIECE, stride=step))
-        linear: Any = None
-        if cutlass.const_expr(spec.gated):
-            linear = cute.make_tensor(wide.iterator + to_linear, cute.make_layout(PIECE, stride=step))
-        differentiate(spec, gate, linear, rounded(product, element), same(probs), same(total))
-        flat.store(wide.load().to(element))
-        for part in cutlass.range_constexpr(parts):
-            cute.autovec_copy(held[None, part], sixteen_bytes(spec, buffers, lane, piece, part))
+    held = cute.make_rmem_tensor((PIECE, parts, TOGETHER), element)
+    for first in cutlass.range_constexpr(0, gemm.chunk[1] // PIECE, TOGETHER):
+        for i in cutlass.range_constexpr(TOGETHER):
+            for part in cutlass.range_constexpr(parts):
+                cute.autovec_copy(sixteen_bytes(spec, buffers, lane, first + i, part), held[None, part, i])
+        for i in cutlass.range_constexpr(TOGETHER):
+            product = cute.make_rmem_tensor(PIECE, Float32)
+            for k in cutlass.range_constexpr(PIECE):
+                product[k] = values[(first + i) * PIECE + k]
+            flat = cute.make_tensor(held[None, None, i].iterator, cute.make_layout(PIECE * parts))
+            wide = cute.make_rmem_tensor(PIECE * parts, Float32)
+            wide.store(flat.load().to(Float32))
+            step, to_linear = (2, 1) if spec.interleaved else (1, PIECE)
+            gate = cute.make_tensor(wide.iterator, cute.make_layout(PIECE, stride=step))
+            linear: Any = None
+            if cutlass.const_expr(spec.gated):
+                linear = cute.make_tensor(wide.iterator + to_linear, cute.make_layout(PIECE, stride=step))
+            differentiate(spec, gate, linear, rounded(product, element), same(probs), same(total))
+            flat.store(wide.load().to(element))
+        for i in cutlass.range_constexpr(TOGETHER):
+            for part in cutlass.range_constexpr(parts):
+                cute.autovec_copy(held[None, part, i], sixteen_bytes(spec, buffers, lane, first + i, part))
 
 
 def sixteen_bytes(spec, buffers: cute.Tensor, lane: Int32, piece: int, part: int) -> cute.Tensor:
