@@ -201,10 +201,10 @@ def choose(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, 
 def _choose_sm90(kind: str, form: OperandFormat, columns: int, rows: int) -> GemmConfig:
     """High or wide tiles, which move the fewest bytes through L2 and shared memory per MMA (``benchmarks/NOTES.md``).
 
-    In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one factor per group, and
-    reads half the factors of columns where those have their own. Where groups are rows, 256 of them leave more of a
-    group's last tile empty: they pay for factors of blocks, by 6 %, once groups are long; with one factor per group
-    128 x 192 is as good. 128 x 128 remains where rows are few, or 192 columns would leave more than 4 % empty.
+    In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one factor per group, and 1 %
+    ahead of 128 x 128 with factors of blocks. Where groups are rows, 256 of them leave more of a group's last tile
+    empty: with factors of blocks they are 3-6 % ahead once groups are long; with one factor per group 128 x 192 is as
+    good. 128 x 128 remains where rows are few, or 192 columns would leave more than 4 % empty.
     """
     pair = kind == VARLEN_K and columns > 128
     high = rows >= 1024 if pair else form.block > 0 and kind == VARLEN_M and columns > 64 and rows >= 2048
