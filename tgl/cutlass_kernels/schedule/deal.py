@@ -7,12 +7,8 @@ as any it takes. Clusters with the same work are handled as one set, which the e
 step hands out tens of tiles and a few dozen steps are enough. What is left is dealt in rounds that go backwards every
 other time (``order``), to the clusters in order of their work.
 
-One half of the clusters takes its tiles from the last to the first: short tiles wait for memory, long ones for tensor
-cores, and so both are busy all the time.
-
 In shared memory: how many tiles a cluster got this way, what to add to its index in a round of those that are left, how
-far back it is in a backward round, how many tiles it has in all if it begins with the last, how many clusters there
-are, and the tiles' indices.
+far back it is in a backward round, nothing, and the tiles' indices.
 """
 
 import cutlass
@@ -21,15 +17,14 @@ from cutlass import Int32, cute
 from ..varlen.groups import group_range
 
 STEPS = 31  # one set at first and one more per step at most: a lane for each
-HEAD = 5
-ENTRIES = HEAD + STEPS
+HEAD = 4
+ENTRIES = HEAD + STEPS + 1
 BYTES = ENTRIES * Int32.width // 8
 
 LANES = 32
 UNIT = 16  # rows of one MMA
 EPILOGUE = 4  # units that a tile takes beyond its rows, roughly
 NO_SET = (1 << 31) - 1
-NO_TILE = 1 << 30
 
 
 def allocate_deal(allocator) -> cute.Tensor:
@@ -105,20 +100,10 @@ def deal_longest(
     if work < own or (work == own and lane < holder):
         before = size
     rank = cute.arch.warp_redux_sync(before, "add") + first - cute.arch.shuffle_sync(begin, holder)
-    back = step - 1 - 2 * rank
-    turns = Int32(0)
-    if 2 * rank >= step:
-        rest = cute.size(offs) * per_group - given
-        full = rest // step
-        turns = mine + full
-        if full * step + rank + full % 2 * back < rest:
-            turns += 1
     if lane == 0:
         deal[0] = mine
         deal[1] = given + rank - first - mine * step
-        deal[2] = back
-        deal[3] = turns
-        deal[4] = step
+        deal[2] = step - 1 - 2 * rank
 
 
 @cute.jit
@@ -130,13 +115,8 @@ def lowest_bit(mask: Int32) -> Int32:
 @cute.jit
 def dealt(deal: cute.Tensor, turn: Int32, index: Int32) -> Int32:
     """Index of the tile that a cluster gets in ``turn``, where ``index`` is that of rounds from the beginning."""
-    own, turns = deal[0], deal[3]
-    if turns > 0:
-        index += (turns - 1 - 2 * turn) * deal[4]
-        turn = turns - 1 - turn
-    if turn < 0:
-        index = Int32(NO_TILE)
-    elif turn < own:
+    own = deal[0]
+    if turn < own:
         index = deal[HEAD + turn]
     else:
         index += deal[1] + (turn - own) % 2 * deal[2]
