@@ -5,25 +5,28 @@ tiles seldom fill a whole number of rounds, and what is short cannot make up for
 it. So the longest tiles are not dealt in rounds: each goes to a cluster that has the least work so far, as many of them
 as any it takes. Clusters with the same work are handled as one set, which the end of a group splits in two, so that a
 step hands out tens of tiles and a few dozen steps are enough. What is left is dealt in rounds that go backwards every
-other time (``order``), to the clusters in order of their work.
+other time (``order``), to the clusters in order of their work. As this takes about two microseconds, it is done only
+where a tile may be more than ``1 / WORTHWHILE`` of a cluster's work.
 
 In shared memory: how many tiles a cluster got this way, what to add to its index in a round of those that are left, how
-far back it is in a backward round, nothing, and the tiles' indices.
+far back it is in a backward round, and the tiles' indices.
 """
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 from ..varlen.groups import group_range
+from .order import unequal
 
 STEPS = 31  # one set at first and one more per step at most: a lane for each
-HEAD = 4
-ENTRIES = HEAD + STEPS + 1
+HEAD = 3
+ENTRIES = HEAD + STEPS
 BYTES = ENTRIES * Int32.width // 8
 
 LANES = 32
 UNIT = 16  # rows of one MMA
-EPILOGUE = 4  # units that a tile takes beyond its rows, roughly
+EPILOGUE = 12  # units that a tile takes beyond its rows, as measured on an H200, roughly
+WORTHWHILE = 16
 NO_SET = (1 << 31) - 1
 
 
@@ -33,11 +36,12 @@ def allocate_deal(allocator) -> cute.Tensor:
 
 
 @cute.jit
-def deal_rounds(deal: cute.Tensor):
-    """Deal everything in rounds, each like the other; one warp calls it."""
+def deal_rounds(deal: cute.Tensor, back: Int32):
+    """Deal everything in rounds, every other one backwards by ``back``; one warp calls it."""
     if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(HEAD):
-            deal[i] = Int32(0)
+        deal[0] = Int32(0)
+        deal[1] = Int32(0)
+        deal[2] = back
 
 
 @cute.jit
@@ -45,6 +49,13 @@ def work_of(order: cute.Tensor, offs: cute.Tensor, rows: Int32, place: Int32) ->
     """Work of a tile of the group at ``place`` in the order; that of the last one behind it."""
     start, end = group_range(offs, rows, order[cutlass.min(place, cute.size(offs) - 1)], False)
     return (end - start + UNIT - 1) // UNIT + EPILOGUE
+
+
+@cute.jit
+def worthwhile(order: cute.Tensor, offs: cute.Tensor, rows: Int32, per_group: Int32, step: Int32) -> cutlass.Boolean:
+    """Whether the longest tile is a large part of what a cluster has to do."""
+    everything = Float32(rows // UNIT + cute.size(offs) * EPILOGUE) * Float32(per_group)
+    return Float32(work_of(order, offs, rows, Int32(0))) * Float32(WORTHWHILE * step) > everything
 
 
 @cute.jit
@@ -65,10 +76,11 @@ def deal_longest(
     begin, size, work = Int32(0), Int32(0), Int32(NO_SET)
     if lane == 0:
         size, work = step, Int32(0)
+    tiles = work_of(order, offs, rows, lane)  # of more groups than there are steps
     sets, place, left, given, mine = Int32(1), Int32(0), per_group, Int32(0), Int32(0)
-    more = work_of(order, offs, rows, place)
     turn = Int32(0)
     while turn < STEPS and place < cute.size(offs):
+        more = cute.arch.shuffle_sync(tiles, place)
         least = cute.arch.warp_redux_sync(work, "min")
         owner = lowest_bit(cute.arch.vote_ballot_sync(work == least))
         start, members = cute.arch.shuffle_sync(begin, owner), cute.arch.shuffle_sync(size, owner)
@@ -92,7 +104,6 @@ def deal_longest(
         if left == 0:
             place += 1
             left = per_group
-            more = work_of(order, offs, rows, place)
         turn += 1
     holder = lowest_bit(cute.arch.vote_ballot_sync(first >= begin and first < begin + size))
     own = cute.arch.shuffle_sync(work, holder)
@@ -104,6 +115,20 @@ def deal_longest(
         deal[0] = mine
         deal[1] = given + rank - first - mine * step
         deal[2] = step - 1 - 2 * rank
+
+
+@cute.jit
+def deal_tiles(
+    deal: cute.Tensor, order: cute.Tensor, offs: cute.Tensor, rows: Int32, per_group: Int32, first: Int32, step: Int32
+):
+    """Deal in the way that suits the groups' lengths; one warp calls it. Arguments are those of ``deal_longest``."""
+    if unequal(order, offs, rows):
+        if worthwhile(order, offs, rows, per_group, step):
+            deal_longest(deal, order, offs, rows, per_group, first, step)
+        else:
+            deal_rounds(deal, step - 1 - 2 * first)
+    else:
+        deal_rounds(deal, Int32(0))
 
 
 @cute.jit
