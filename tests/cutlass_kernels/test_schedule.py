@@ -13,8 +13,8 @@ from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
 from tgl.cutlass_kernels.schedule import allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
-from tgl.cutlass_kernels.schedule.deal import EPILOGUE, STEPS, UNIT, deal_longest, deal_rounds, dealt
-from tgl.cutlass_kernels.schedule.order import CAPACITY, sort_groups, unequal
+from tgl.cutlass_kernels.schedule.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
+from tgl.cutlass_kernels.schedule.order import CAPACITY, sort_groups
 from tgl.cutlass_kernels.varlen.groups import group_range
 from tgl.testing.emulator import emulate
 
@@ -131,10 +131,7 @@ def _write_deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
     sort_groups(order, offs, rows, warp, WARPS)
     cute.arch.sync_threads()
     if warp == 0:
-        if unequal(order, offs, rows):
-            deal_longest(deal, order, offs, rows, Int32(TILES_M * TILES_N), block, blocks)
-        else:
-            deal_rounds(deal)
+        deal_tiles(deal, order, offs, rows, Int32(TILES_M * TILES_N), block, blocks)
     cute.arch.sync_threads()
     turn, index = Int32(0), block
     tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order)
@@ -165,7 +162,8 @@ def _dealt(sizes, per_group, clusters):
     tiles, work = [[] for _ in range(clusters)], [0] * clusters
     given, sets, ranked = 0, [range(clusters)], range(clusters)
     unequal = max(sizes) > 2 * (sum(sizes) // len(sizes))
-    if unequal:
+    mean = (sum(sizes) // UNIT + len(sizes) * EPILOGUE) * per_group / clusters
+    if unequal and WORTHWHILE * _work(sizes, 0, per_group) > mean:
         for _ in range(STEPS):
             if given == len(sizes) * per_group:
                 break
@@ -183,9 +181,6 @@ def _dealt(sizes, per_group, clusters):
         for place, cluster in enumerate(ranked[:: -1 if i % 2 and unequal else 1]):
             if first + place < len(sizes) * per_group:
                 tiles[cluster].append(first + place)
-    if unequal:
-        for cluster in ranked[(clusters + 1) // 2 :]:
-            tiles[cluster].reverse()
     return tiles
 
 
@@ -194,12 +189,13 @@ SPLITS = {
     "skewed": [3, 0, 900, 3, 64, 64, 0, 1],
     "fewer tiles than steps": [0, 400, 10],
     "70 groups": [(i * 37) % 150 for i in range(69)] + [4000],
+    "70 groups, unequal in vain": [(i * 37) % 150 for i in range(69)] + [400],
     "too many to sort": [5, *[0] * CAPACITY, 900],
 }
 
 
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
-def test_long_tiles_go_where_there_is_least_work_and_half_begins_with_short_ones(sizes):
+def test_long_tiles_go_where_there_is_least_work(sizes):
     ends = torch.tensor(sizes).cumsum(0).int()
     rows, groups, per_group = int(ends[-1]), len(sizes), TILES_M * TILES_N
     by_length, lengths = range(groups), [1] * groups  # as they come

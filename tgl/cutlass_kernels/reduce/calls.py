@@ -28,6 +28,7 @@ class Cut(NamedTuple):
     across: int
     warps: int
     cluster: int
+    refill: bool = False
 
 
 class ReduceKey(NamedTuple):
@@ -165,14 +166,17 @@ def _cut(columns: int, vector: int) -> Cut:
     """How to cut a matrix of ``columns``, as measured on an H200 (``benchmarks/NOTES.md``).
 
     About 1800 warps keep its memory busy. They come from small clusters where there are many strips, since the blocks
-    of a cluster wait for each other.
+    of a cluster wait for each other. Where strips are so few that no multiprocessor gets two blocks, registers for more
+    loads are free; elsewhere they would cost a second wave of blocks.
     """
     strips = columns // (8 * vector)
     if strips >= 160:
         return Cut(across=16, warps=8, cluster=2)
     if strips >= 80:
         return Cut(across=8, warps=8, cluster=2)
-    return Cut(across=8, warps=8 if strips >= 24 else 16, cluster=8)
+    if strips >= 24:
+        return Cut(across=8, warps=8, cluster=8)
+    return Cut(across=8, warps=16, cluster=8, refill=True)
 
 
 def _make(

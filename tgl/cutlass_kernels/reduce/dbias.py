@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from ..schedule.deal import lowest_bit
 from ..varlen.groups import clamp, group_range
 
 LANES = 32
@@ -40,12 +41,6 @@ def load_remote(pointer: cute.Pointer) -> Float32:
     return cute.arch.inline_ptx(
         "ld.shared::cluster.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[pointer.toint()]
     )
-
-
-@cute.jit
-def lowest_bit(mask: Int32) -> Int32:
-    """Index of the lowest bit that is set; there must be one."""
-    return cute.arch.popc((mask & -mask) - 1)
 
 
 @cute.jit
@@ -119,10 +114,12 @@ class GroupedDbias:
         across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
         warps: of a block.
         cluster: blocks that share the rows of a strip, up to 8.
+        refill: whether a register is loaded again as soon as its rows are added, not all of a batch together: more
+            loads in flight, for twice the registers.
     """
 
-    def __init__(self, vector: int, across: int, warps: int, cluster: int):
-        self.vector, self.across, self.warps, self.cluster = vector, across, warps, cluster
+    def __init__(self, vector: int, across: int, warps: int, cluster: int, refill: bool = False):
+        self.vector, self.across, self.warps, self.cluster, self.refill = vector, across, warps, cluster, refill
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
         self.spans = cluster * warps
@@ -228,10 +225,13 @@ class GroupedDbias:
         whole = cutlass.Boolean(False)  # whether the group begins in this span
         at = low  # rows before are in `acc` or written
         base = low
+        if cutlass.const_expr(self.refill):
+            self.load_rows(dy, bias_scale, low, high, column, parts, weights)
         while base < high:
             row = base + lane // self.across
             stop = base + BATCH * self.down
-            self.load_rows(dy, bias_scale, base, high, column, parts, weights)
+            if cutlass.const_expr(not self.refill):
+                self.load_rows(dy, bias_scale, base, high, column, parts, weights)
             if base == low:  # while the first rows are on their way
                 ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
                 begin = Int32(0)
@@ -241,6 +241,8 @@ class GroupedDbias:
             if stop <= high and stop < end:
                 for i in cutlass.range_constexpr(BATCH):
                     self.add(acc, parts, weights, i)
+                    if cutlass.const_expr(self.refill):
+                        self.load_row(dy, bias_scale, row + (BATCH + i) * self.down, high, column, parts, weights, i)
             else:
                 limit = cutlass.min(stop, high)
                 more = at < limit
@@ -257,6 +259,9 @@ class GroupedDbias:
                         more = at < limit
                         if at < high:
                             ends, group, end = seek(ends, offs, total, at)
+                if cutlass.const_expr(self.refill):  # noqa: SIM102 - decided while tracing
+                    if stop < high:
+                        self.load_rows(dy, bias_scale, stop, high, column, parts, weights)
             base = stop
             at = cutlass.max(at, cutlass.min(base, high))
         if end > high:
@@ -279,12 +284,28 @@ class GroupedDbias:
         parts: cute.Tensor,
         weights: Any,
     ):
-        """A batch of rows from ``base`` on; those beyond the span read its last again, and are not added."""
+        """A batch of rows from ``base`` on."""
         for i in cutlass.range_constexpr(BATCH):
-            row = cutlass.min(base + cute.arch.lane_idx() // self.across + i * self.down, high - 1)
-            self.load(dy, row, column, parts[None, i])
-            if cutlass.const_expr(weights is not None):
-                weights[i] = bias_scale[row]
+            row = base + cute.arch.lane_idx() // self.across + i * self.down
+            self.load_row(dy, bias_scale, row, high, column, parts, weights, i)
+
+    @cute.jit
+    def load_row(
+        self,
+        dy: cute.Tensor,
+        bias_scale: Any,
+        row: Int32,
+        high: Int32,
+        column: Int32,
+        parts: cute.Tensor,
+        weights: Any,
+        i: cutlass.Constexpr,
+    ):
+        """A lane's ``i``-th row of a batch; one beyond the span reads its last again, and is not added."""
+        row = cutlass.min(row, high - 1)
+        self.load(dy, row, column, parts[None, i])
+        if cutlass.const_expr(weights is not None):
+            weights[i] = bias_scale[row]
 
     @cute.jit
     def write(

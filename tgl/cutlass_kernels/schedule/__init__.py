@@ -1,9 +1,9 @@
 """The order in which a persistent grid visits output tiles."""
 
 from .deal import BYTES as DEAL_BYTES
-from .deal import allocate_deal, deal_longest, deal_rounds, dealt
+from .deal import allocate_deal, deal_tiles, dealt
 from .order import BYTES as ORDER_BYTES
-from .order import allocate_order, sort_groups, unequal, visited
+from .order import allocate_order, sort_groups, visited
 from .raster import ceil_div, decode
 from .search import GroupSearch, Tile, exact_tile, find_tile, start_search
 
@@ -15,14 +15,12 @@ __all__ = [
     "allocate_deal",
     "allocate_order",
     "ceil_div",
-    "deal_longest",
-    "deal_rounds",
+    "deal_tiles",
     "dealt",
     "decode",
     "exact_tile",
     "find_tile",
     "sort_groups",
     "start_search",
-    "unequal",
     "visited",
 ]

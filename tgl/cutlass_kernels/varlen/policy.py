@@ -18,14 +18,12 @@ from ..schedule import (
     allocate_deal,
     allocate_order,
     ceil_div,
-    deal_longest,
-    deal_rounds,
+    deal_tiles,
     dealt,
     exact_tile,
     find_tile,
     sort_groups,
     start_search,
-    unequal,
 )
 from .ragged import ragged_coord, ragged_tensor
 
@@ -183,10 +181,7 @@ class VarlenK(_Policy):
         """One warp says which tiles this cluster gets."""
         p = problem
         if warp == 0:
-            if unequal(p.order, p.offs, p.rows):
-                deal_longest(p.deal, p.order, p.offs, p.rows, p.tiles_m * p.tiles_n, first, step)
-            else:
-                deal_rounds(p.deal)
+            deal_tiles(p.deal, p.order, p.offs, p.rows, p.tiles_m * p.tiles_n, first, step)
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
         """The state of a warp that walks the tiles: how many it has found."""
