@@ -11,7 +11,17 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
 from ..schedule import ceil_div
-from .decode import FP4, decoding_scale, e4m3_value, element_pointer, fp4_values, fp8_values, load_bytes, product
+from .decode import (
+    FP4,
+    atom_row,
+    decoding_scale,
+    e4m3_value,
+    element_pointer,
+    fp4_values,
+    fp8_values,
+    load_bytes,
+    product,
+)
 from .dequantize import ATOM, ATOM_COLUMNS, grid
 from .lanes import LANES, TYPES, WARPS
 from .spec import DequantizeSpec
@@ -194,12 +204,11 @@ class DequantizeTransposed:
         block = place.first // RUN + number
         if cutlass.const_expr(spec.blocked):
             atoms = self.atoms_across(out, offs, matrix_rows)
-            down = column // SQUARE
+            down = column >> 7
             if cutlass.const_expr(not spec.grouped):
                 down = place.group * ceil_div(Int32(out.shape[1]), SQUARE) + down
-            y = column % SQUARE
-            at = y % 32 * 16 + y // 32 * 4 + block % ATOM_COLUMNS
-            byte = scale[(Int64(down) * atoms + block // ATOM_COLUMNS) * ATOM + at]
+            at = atom_row(column & (SQUARE - 1)) + (block & (ATOM_COLUMNS - 1))
+            byte = scale[(Int64(down) * atoms + (block >> 2)) * ATOM + at]
         else:
             byte = scale[row, block]
         return e4m3_value(byte) * whole
