@@ -34,13 +34,13 @@ BLOCKS = 2048  # with fewer, blocks walk over one tile
 ACROSS = {"mxfp8": 32, "nvfp4": 16}  # columns that share a rowwise scale
 
 
-def grid(spec: DequantizeSpec, rows: Any, offs: Any, matrix_rows: Any, across: Any) -> tuple[Any, Any]:
-    """Tiles of 128 rows, and how many of their ``across`` tiles of columns a block walks over."""
+def grid(spec: DequantizeSpec, rows: Any, offs: Any, matrix_rows: Any, across: Any, most: int) -> tuple[Any, Any]:
+    """Tiles of 128 rows, and how many of their ``across`` tiles of columns, at ``most``, a block walks over."""
     if cutlass.const_expr(spec.grouped):
         units = tiles_at_most(rows, Int32(cute.size(offs)))
     else:
         units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
+    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), most).to(Int32)
     return units, chunk
 
 
@@ -80,7 +80,7 @@ class DequantizeRows:
             stream: CUDA stream.
         """
         across = ceil_div(Int32(out.shape[1]), COLUMNS)
-        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across)
+        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across, CHUNK)
         self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
             grid=(units * ceil_div(across, chunk), 1, 1),
             block=(WARPS * LANES, 1, 1),
