@@ -10,13 +10,18 @@ from .lanes import NAN, TYPES, as_float
 FP4 = "float4_e2m1"
 LARGEST = 3.4028234663852886e38
 RANGE = 2688.0  # the largest E4M3 times the largest E2M1
-E2M1_STEP = 16384.0  # the bits of an E2M1 number, as the upper bits of an E5M10 one without sign, stand for 2^-14 of it
+MAGNITUDES = (0x3E3C3800, 0x46444240)  # the upper bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 in float16
 SMALLEST_POWER = 0x400000  # 2^-127
 
 
 def element_pointer(tensor: Any, row: Any, column: Any) -> Any:
     """Pointer to an element of a matrix; the offset is 64 bits wide."""
     return tensor.iterator + (Int64(row) * tensor.stride[0] + column)
+
+
+def atom_row(y: Any) -> Any:
+    """Where row ``y`` of 128 begins in an atom of blocked scales; it has four columns."""
+    return ((y & 31) << 4) + ((y >> 5) << 2)
 
 
 def load_bytes(pointer: Any, held: Any, width: int) -> None:
@@ -35,20 +40,22 @@ def fp8_values(held: cute.Tensor, element: cutlass.Constexpr):
 def fp4_values(held: cute.Tensor):
     """Packed E2M1 bytes in registers, as many as fill words, as float32 in registers; the lower half of a byte first.
 
-    A word holds eight codes. Shifted by four bits at a time, it has two of them where the halves of a word hold sign,
-    exponent and mantissa of 16-bit numbers.
+    Four codes of a word at a time choose the upper bytes of four float16 numbers, whose lower bytes are zero: by their
+    lower three bits the magnitude, by the fourth the sign.
     """
     words = cute.recast_tensor(held, Int32)
-    many = cute.size(words)
-    pairs = cute.make_rmem_tensor((4, many), Int32)
+    many = 2 * cute.size(words)
+    pairs = cute.make_rmem_tensor((2, many), Int32)
     for i in cutlass.range_constexpr(many):
-        for j in cutlass.range_constexpr(4):
-            codes = words[i] >> (4 * j)
-            pairs[j, i] = ((codes & 0x00070007) << 9) | ((codes & 0x00080008) << 12)
+        codes = words[i // 2] >> (16 * (i % 2))
+        magnitudes = cute.arch.prmt(Int32(MAGNITUDES[0]), Int32(MAGNITUDES[1]), codes & 0x7777)
+        signs = cute.arch.prmt(Int32(0x8000), Int32(0), (codes >> 3) & 0x1111)
+        four = Int32(magnitudes) | Int32(signs)
+        for j in cutlass.range_constexpr(2):
+            pairs[j, i] = Int32(cute.arch.prmt(four, Int32(0), (0x1404, 0x3424)[j]))
     wide = cute.recast_tensor(pairs, cutlass.Float16)
-    values = cute.make_rmem_tensor(8 * many, Float32)
-    for i in cutlass.range_constexpr(8 * many):
-        values[i] = wide[i % 4 * 2 + i % 8 // 4, i // 8].to(Float32) * Float32(E2M1_STEP)
+    values = cute.make_rmem_tensor(cute.size(wide), Float32)
+    values.store(wide.load().to(Float32).reshape(cute.size(wide)))
     return values
 
 

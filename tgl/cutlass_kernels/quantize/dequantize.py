@@ -11,7 +11,17 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ..schedule import ceil_div
-from .decode import FP4, decoding_scale, e4m3_value, e8m0_value, element_pointer, fp4_values, fp8_values, load_bytes
+from .decode import (
+    FP4,
+    atom_row,
+    decoding_scale,
+    e4m3_value,
+    e8m0_value,
+    element_pointer,
+    fp4_values,
+    fp8_values,
+    load_bytes,
+)
 from .lanes import COLUMNS, LANES, TYPES, WARPS
 from .spec import DequantizeSpec
 from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
@@ -24,13 +34,13 @@ BLOCKS = 2048  # with fewer, blocks walk over one tile
 ACROSS = {"mxfp8": 32, "nvfp4": 16}  # columns that share a rowwise scale
 
 
-def grid(spec: DequantizeSpec, rows: Any, offs: Any, matrix_rows: Any, across: Any) -> tuple[Any, Any]:
-    """Tiles of 128 rows, and how many of their ``across`` tiles of columns a block walks over."""
+def grid(spec: DequantizeSpec, rows: Any, offs: Any, matrix_rows: Any, across: Any, most: int) -> tuple[Any, Any]:
+    """Tiles of 128 rows, and how many of their ``across`` tiles of columns, at ``most``, a block walks over."""
     if cutlass.const_expr(spec.grouped):
         units = tiles_at_most(rows, Int32(cute.size(offs)))
     else:
         units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
+    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), most).to(Int32)
     return units, chunk
 
 
@@ -70,7 +80,7 @@ class DequantizeRows:
             stream: CUDA stream.
         """
         across = ceil_div(Int32(out.shape[1]), COLUMNS)
-        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across)
+        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across, CHUNK)
         self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
             grid=(units * ceil_div(across, chunk), 1, 1),
             block=(WARPS * LANES, 1, 1),
@@ -121,7 +131,8 @@ class DequantizeRows:
     @cute.jit
     def corner(self, k, thread):
         """A lane's first row and column: within the rows of the tile, and of the result."""
-        return thread // self.lanes, k * COLUMNS + thread % self.lanes * self.vector
+        # Shifts, here and below: a division would make room for negative numbers.
+        return thread >> self.lanes.bit_length() - 1, k * COLUMNS + (thread & self.lanes - 1) * self.vector
 
     @cute.jit
     def clear(self, out, tile, k, thread):
@@ -197,11 +208,11 @@ class DequantizeRows:
             return whole
         if cutlass.const_expr(spec.format == "fp8_block"):
             return scale[unit, k] if cutlass.const_expr(spec.square) else scale[tile.first + row, k]
-        block = column // ACROSS[spec.format]
+        block = column >> ACROSS[spec.format].bit_length() - 1
         if cutlass.const_expr(spec.blocked):
             atoms = ceil_div(ceil_div(Int32(out.shape[1]), ACROSS[spec.format]), ATOM_COLUMNS)
-            atom = Int64(unit) * atoms + block // ATOM_COLUMNS
-            byte = scale[atom * ATOM + (row % 32 * 16 + row // 32 * 4 + block % ATOM_COLUMNS)]
+            atom = Int64(unit) * atoms + (block >> 2)
+            byte = scale[atom * ATOM + (atom_row(row) + (block & (ATOM_COLUMNS - 1)))]
         else:
             byte = scale[tile.first + row, block]
         if cutlass.const_expr(spec.format == "nvfp4"):
@@ -220,9 +231,9 @@ class DequantizeRows:
                 across = ceil_div(Int32(out.shape[1]), COLUMNS)
                 atom = (Int64(unit // units) * across + k) * units + unit % units
             for j in cutlass.range_constexpr(self.vector):
-                y = (column + j) % COLUMNS
+                y = (column + j) & (COLUMNS - 1)
                 held = cute.make_rmem_tensor(many, Uint8)
-                load_bytes(scale.iterator + (atom * ATOM + (y % 32 * 16 + y // 32 * 4 + first)), held, many)
+                load_bytes(scale.iterator + (atom * ATOM + (atom_row(y) + first)), held, many)
                 for band in cutlass.range_constexpr(many):
                     found[j, band] = e8m0_value(Int32(held[band]))
         else:

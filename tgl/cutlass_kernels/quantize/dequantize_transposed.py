@@ -1,9 +1,9 @@
 """Dequantisation of transposed data: the columnwise components of NVFP4 and of FP8 with float32 scales.
 
 A block of 8 warps takes 128 rows of one group and walks over tiles of 64 columns of the result. A lane holds runs of 16
-rows of a column, which are 16 bytes of FP8, or one block and one run of the Hadamard transform of NVFP4. They are
-turned in shared memory, where the pieces of 16 bytes of a row change places by the run they are in, so that lanes meet
-in no bank but for the halves of a word.
+rows of two columns; a run is 16 bytes of FP8, or one block and one run of the Hadamard transform of NVFP4. They are
+turned in shared memory, two columns at a time, where the pieces of 16 bytes of a row change places by the run they are
+in, so that lanes meet in no bank.
 """
 
 import cutlass
@@ -11,7 +11,17 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
 from ..schedule import ceil_div
-from .decode import FP4, decoding_scale, e4m3_value, element_pointer, fp4_values, fp8_values, load_bytes, product
+from .decode import (
+    FP4,
+    atom_row,
+    decoding_scale,
+    e4m3_value,
+    element_pointer,
+    fp4_values,
+    fp8_values,
+    load_bytes,
+    product,
+)
 from .dequantize import ATOM, ATOM_COLUMNS, grid
 from .lanes import LANES, TYPES, WARPS
 from .spec import DequantizeSpec
@@ -23,7 +33,7 @@ RUNS = ROWS // RUN
 THREADS = WARPS * LANES
 PIECE = 16  # bytes
 SQUARE = 128
-BLOCKS_PER_SM = 3
+CHUNK = 4  # tiles of columns a block walks over, at most
 UNITS = {"nvfp4": 64, "fp8_tensor": 32, "fp8_block": 32}  # of the placement of the data
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the Hadamard transform
 
@@ -61,12 +71,12 @@ class DequantizeTransposed:
             stream: CUDA stream.
         """
         across = ceil_div(Int32(out.shape[1]), COLUMNS)
-        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across)
+        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across, CHUNK)
         self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
             grid=(units * ceil_div(across, chunk), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=BLOCKS_PER_SM,
+            min_blocks_per_mp=2 if self.spec.rht else 3,  # as registers suffice for
             preferred_smem_carveout=25 if self.out.width == 16 else 50,
         )
 
@@ -115,42 +125,42 @@ class DequantizeTransposed:
 
     @cute.jit
     def decode(self, data, scale, whole, out, offs, matrix_rows, turned, tile, place, unit, units, k, thread):
-        """A lane's runs of a tile to shared memory, those that have a row."""
-        number = thread % RUNS
-        turns = COLUMNS * RUNS // THREADS
-        held = cute.make_rmem_tensor((self.bytes, turns), Uint8)
-        held.fill(0)
-        factors = cute.make_rmem_tensor(turns, Float32)
-        factors.fill(0.0)
-        for turn in cutlass.range_constexpr(turns):
-            column = k * COLUMNS + thread // RUNS + turn * (THREADS // RUNS)
-            if number * RUN < tile.count and column < out.shape[1]:
-                row = column
-                if cutlass.const_expr(not self.spec.grouped):
-                    row = place.group * out.shape[1] + column
-                start = (place.first + number * RUN) * self.bytes // RUN
-                self.load_run(element_pointer(data, row, start), held[None, turn], tile.count - number * RUN)
-                factors[turn] = self.scale_of_run(
-                    scale, whole, out, offs, matrix_rows, place, unit, units, row, column, number
-                )
-        for turn in cutlass.range_constexpr(turns):
+        """A lane's runs of a tile, of two columns, to shared memory; what does not exist is other runs again."""
+        number, left = thread & (RUNS - 1), thread // RUNS * 2
+        run = cutlass.min(number, (tile.count - 1) // RUN)
+        held = cute.make_rmem_tensor((self.bytes, 2), Uint8)
+        factors = cute.make_rmem_tensor(2, Float32)
+        if cutlass.const_expr(not self.spec.grouped):
+            held.fill(0)
+        for i in cutlass.range_constexpr(2):
+            column = cutlass.min(k * COLUMNS + left + i, out.shape[1] - 1)
+            row = column
+            if cutlass.const_expr(not self.spec.grouped):
+                row = place.group * out.shape[1] + column
+            start = (place.first + run * RUN) * self.bytes // RUN
+            self.load_run(element_pointer(data, row, start), held[None, i], tile.count - run * RUN)
+            factors[i] = self.scale_of_run(scale, whole, out, offs, matrix_rows, place, unit, units, row, column, run)
+        pairs = cute.make_rmem_tensor((2, RUN), Float32)
+        for i in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.fp4):
-                values = fp4_values(held[None, turn])
+                values = fp4_values(held[None, i])
             else:
                 values = cute.make_rmem_tensor(RUN, Float32)
-                values.store(fp8_values(held[None, turn], self.spec.element))
+                values.store(fp8_values(held[None, i], self.spec.element))
             if cutlass.const_expr(self.spec.rht):
                 for j in cutlass.range_constexpr(RUN):
-                    values[j] = product(values[j], factors[turn])
+                    values[j] = product(values[j], factors[i])
                 self.transform_back(values)
             else:
-                values.store(values.load() * factors[turn])
-            rounded = cute.make_rmem_tensor(RUN, self.out)
-            rounded.store(values.load().to(self.out))
-            column = thread // RUNS + turn * (THREADS // RUNS)
-            start = self.piece(number * RUN, number, column // self.elements) + column % self.elements
+                values.store(values.load() * factors[i])
             for j in cutlass.range_constexpr(RUN):
-                turned[start + j * COLUMNS] = rounded[j]
+                pairs[i, j] = values[j]
+        rounded = cute.make_rmem_tensor((2, RUN), self.out)
+        rounded.store(pairs.load().to(self.out))
+        start = self.piece(number * RUN, number, left // self.elements) + left % self.elements
+        for j in cutlass.range_constexpr(RUN):
+            pointer = (turned.iterator + (start + j * COLUMNS)).align(self.out.width // 4)
+            cute.autovec_copy(rounded[None, j], cute.make_tensor(pointer, cute.make_layout(2)))
 
     @cute.jit
     def load_run(self, pointer, held, left):
@@ -194,12 +204,11 @@ class DequantizeTransposed:
         block = place.first // RUN + number
         if cutlass.const_expr(spec.blocked):
             atoms = self.atoms_across(out, offs, matrix_rows)
-            down = column // SQUARE
+            down = column >> 7
             if cutlass.const_expr(not spec.grouped):
                 down = place.group * ceil_div(Int32(out.shape[1]), SQUARE) + down
-            y = column % SQUARE
-            at = y % 32 * 16 + y // 32 * 4 + block % ATOM_COLUMNS
-            byte = scale[(Int64(down) * atoms + block // ATOM_COLUMNS) * ATOM + at]
+            at = atom_row(column & (SQUARE - 1)) + (block & (ATOM_COLUMNS - 1))
+            byte = scale[(Int64(down) * atoms + (block >> 2)) * ATOM + at]
         else:
             byte = scale[row, block]
         return e4m3_value(byte) * whole
