@@ -14,7 +14,7 @@ from torch import Tensor
 
 _STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
 _BUFFERS = 2
-_KEPT = 1 << 22  # bytes
+_KEPT = 1 << 23  # bytes
 _WINDOW = 1 << 13  # rows whose groups are looked up at once
 
 
