@@ -64,8 +64,9 @@ def test_square_blocks(dtype, shape):
 @pytest.mark.parametrize("step", [1, 64, 1000, 5000])
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
 def test_many_steps_of_work(format, options, step, monkeypatch):
-    """Large inputs are cut into steps, here of few elements."""
+    """Large inputs are cut into steps, here of few elements, and the groups of rows are looked up in parts."""
     monkeypatch.setattr(_rows, "_STEP", step)
+    monkeypatch.setattr(_rows, "_WINDOW", 16)
     r = ROUTINGS["above_tile"]
     check(spread(r.rows, 40), r.ends(), format, **options)
     for shape in ((5, 33, 40), (2, 140, 17)):

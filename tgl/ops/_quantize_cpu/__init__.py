@@ -14,9 +14,10 @@ Every module has two functions:
     ``[G, N, K]`` in x's order, zeros in the tail.
 
 ``offs`` lies on the host, so it may be read (``_rows.Groups``); bad values must not lead out of bounds. Work is done in
-steps of rows that fit the cache, through buffers that every step reuses, so that memory beyond ``out`` does not grow
-with T; there is no Python loop over rows, blocks or groups. ``row_scale`` multiplies rows when they are loaded
-(``_rows.Rows``), rounded to x's dtype.
+steps of rows that fit the cache, through buffers that every step reuses (and, if they are small, the next call of the
+same thread), so that memory beyond ``out`` does not grow with T. There is no Python loop over rows or blocks, and one
+over groups only to say where each begins. ``row_scale`` multiplies rows when they are loaded (``_rows.Rows``), rounded
+to x's dtype.
 """
 
 from __future__ import annotations

@@ -83,7 +83,13 @@ def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, sc
         scaled, scale = rule(wide, pieces)
         data[start:stop].copy_(scaled.view(stop - start, -1)[:, : rows.columns])
         scales.write(start, stop, scale.squeeze(2))
-    data[groups.routed :].view(torch.uint8).zero_()
+    clear_tail(data, groups)
+
+
+def clear_tail(data: Tensor, groups: Groups) -> None:
+    """Zero the rows past the last group."""
+    if groups.routed < groups.rows:
+        data[groups.routed :].view(torch.uint8).zero_()
 
 
 def along_rows(blocks: Blocks, start: int, stop: int, first: int, last: int) -> Pieces:

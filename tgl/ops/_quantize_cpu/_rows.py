@@ -14,7 +14,7 @@ from torch import Tensor
 
 _STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
 _BUFFERS = 2
-_KEPT = 1 << 22  # bytes
+_KEPT = 1 << 23  # bytes
 _WINDOW = 1 << 13  # rows whose groups are looked up at once
 
 
@@ -116,7 +116,7 @@ class Groups:
                 end = min(max(given, end), self.rows)
                 self.bounds.append(end)
         self.routed = self.bounds[-1]
-        self._window = (0, 0, self.ends)
+        self._window: tuple[int, int, Tensor | None] = (0, -1, None)
 
     @functools.cached_property
     def ends(self) -> Tensor:
@@ -135,7 +135,7 @@ class Groups:
     def of_rows(self, start: int, stop: int) -> Tensor:
         """int64: the group of every row of a range (before the tail)."""
         first, last, group = self._window
-        if start < first or stop > last:
+        if group is None or start < first or stop > last:
             first, last = start, max(stop, min(start + _WINDOW, self.routed))
             group = torch.searchsorted(self.ends, torch.arange(first, last), right=True)
             self._window = (first, last, group)

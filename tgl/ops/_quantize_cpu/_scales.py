@@ -19,7 +19,10 @@ class RowScales:
 
     def clear(self) -> None:
         """Zero what no write will reach."""
-        (self.memory if self.blocked else self.memory[self.groups.routed :]).zero_()
+        if self.blocked:
+            self.memory.zero_()
+        elif self.groups.routed < self.groups.rows:
+            self.memory[self.groups.routed :].zero_()
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Scales of a range of rows."""

@@ -15,25 +15,30 @@ _SPARSE = 8  # places per row up to which gaps are written as well
 _WORD = 4  # bytes that are turned together
 
 
+@functools.cache
+def _shifts() -> Tensor:
+    """The bit at which every byte of a word begins."""
+    return torch.arange(0, 8 * _WORD, 8, dtype=torch.int32, device="cpu")[:, None, None]
+
+
 class Transposed:
     """Rows of bytes behind a transposed memory; ranges of rows are those of ``Groups.steps``."""
 
     def __init__(self, memory: Tensor, groups: Groups, unit: int, scratch: Scratch) -> None:
         self.memory, self.groups, self.unit, self.scratch = memory.view(torch.uint8), groups, unit, scratch
-        self._bits = torch.arange(0, 8 * _WORD, 8, dtype=torch.int32)[:, None, None]
 
     @functools.cached_property
-    def _shifts(self) -> list[int]:
+    def _moves(self) -> list[int]:
         """How far every group moves."""
         return [start - first for start, first in zip(self.groups.starts(self.unit), self.groups.bounds)]
 
     def place(self, row: int) -> int:
         """The coordinate of a row."""
-        return row + self._shifts[bisect.bisect_right(self.groups.bounds, row) - 1]
+        return row + self._moves[bisect.bisect_right(self.groups.bounds, row) - 1]
 
     def places(self, start: int, stop: int) -> Tensor:
         """int64: the coordinate of every row of a range."""
-        shifts = torch.tensor(self._shifts).index_select(0, self.groups.of_rows(start, stop))
+        shifts = torch.tensor(self._moves).index_select(0, self.groups.of_rows(start, stop))
         return shifts.add_(torch.arange(start, stop))
 
     def clear(self) -> None:
@@ -56,7 +61,7 @@ class Transposed:
         down, across = words.shape
         turned = self._room("words", across, down, torch.int32).copy_(words.t())
         columns = self.scratch.room("scaled", _WORD, across, down).view(torch.int32)
-        torch.bitwise_right_shift(turned, self._bits, out=columns)
+        torch.bitwise_right_shift(turned, _shifts(), out=columns)
         columns = columns.view(_WORD, across, *target.shape[1:])
         whole, rest = divmod(target.shape[0], _WORD)
         if rest:

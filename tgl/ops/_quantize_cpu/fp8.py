@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...meta.formats import ELEMENTS
 from ...meta.quantized import Components, DequantizeOptions, Options
-from ._blocks import Pieces, along_rows, columnwise, cut, magnitude, rowwise
+from ._blocks import Pieces, along_rows, clear_tail, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
 from ._rows import Groups, Rows, Scratch, int32, step_of, steps
 from ._scales import BlockScales, RowScales
@@ -106,7 +106,7 @@ def quantize_tensor(
         for start, stop in steps(0, groups.routed, rows.columns, buffers=1):
             factor = groups.of_each_row(scale, start, stop)
             data[start:stop].copy_(scaled(factor, start, stop, 0, rows.columns))
-        data[groups.routed :].view(torch.uint8).zero_()
+        clear_tail(data, groups)
     if options.columnwise:
         out.columnwise_scale.copy_(inverse)
         out.columnwise_amax.copy_(amax)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import Components, DequantizeOptions, Options
-from ._blocks import Pieces, columnwise, magnitude, rowwise
+from ._blocks import Pieces, clear_tail, columnwise, magnitude, rowwise
 from ._decode import cast_saturates, fp8_values, multiply_blocks, power_of_two, table
 from ._rows import Groups, Rows, Scratch, int32, steps
 from ._scales import BlockScales, RowScales
@@ -51,7 +51,7 @@ def quantize(
             return lambda left, right, scaled: data[start:stop, left:right].copy_(scaled)
 
         columnwise(rows, groups, blocks, rule, writer, block_scales)
-        data[groups.routed :].view(torch.uint8).zero_()
+        clear_tail(data, groups)
     scratch.keep()
 
 
