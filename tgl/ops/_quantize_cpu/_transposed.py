@@ -130,7 +130,8 @@ class _RowsToTurn:
             if straight is not self._zeroed:
                 straight[-1].zero_()
                 self._zeroed = straight
-            for start, stop in steps(0, self.last - self.first, straight.shape[1], buffers=1):
+            # Mostly at once: gaps seldom make more than half as many places again.
+            for start, stop in steps(0, self.last - self.first, -(-2 * straight.shape[1] // 3), buffers=1):
                 placed = into.scratch.room("placed", stop - start, straight.shape[1], dtype=torch.uint8)
                 torch.index_select(straight, 0, self.row[start:stop], out=placed)
                 into.turn(placed, into.memory[left:right, self.first + start : self.first + stop])
