@@ -47,7 +47,7 @@ def multiply(
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
         ring, stage, phase: the ring and where it stands.
         depth: whole k tiles.
-        left: elements of the contraction in one more k tile, of which no more is multiplied; 0 if there is none.
+        left: elements of the contraction in one more k tile, of which no more is multiplied; up to 0 if there is none.
         team: which of the ``gemm.teams`` this warpgroup belongs to.
     """
     ctas = gemm.config.ctas
@@ -157,7 +157,8 @@ def consume_tiles(
             extent = policy.depth(tile, problem)
             depth = whole = ceil_div(extent, config.tile_k)
             if cutlass.const_expr(policy.trims):
-                whole = extent // config.tile_k
+                span = config.tile_k // cute.size(a, mode=[2])
+                whole = (extent + span - 1) // config.tile_k  # with a last one that needs all its MMAs
                 left = extent - whole * config.tile_k
         if count % gemm.teams == team:
             column = (tile.n * config.ctas + rank) * config.tile_n
