@@ -113,7 +113,10 @@ def test_routings(name, sizes, tail):
     check(operand(*grouped(sizes, tail, 40, BF16), **CASES[name]))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n in ("mxfp8, blocked", "fp8_block") or "columnwise" in n])
+OFTEN = ("mxfp8, blocked", "mxfp8, columnwise, blocked, E5M2", "fp8_tensor, columnwise", "fp8_block", EITHER_WAY[1])
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in CASES])
 def test_matrices(name):
     check(operand(awkward(3, 208, 136, dtype=BF16), None, **(CASES[name] | {"rht": False})))
 

@@ -1,4 +1,4 @@
-"""Launches of the dequantising kernels, and of the two kernels that make columnwise components of rowwise ones."""
+"""From components to a launch of a dequantising kernel."""
 
 from __future__ import annotations
 

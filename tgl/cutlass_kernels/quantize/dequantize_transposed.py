@@ -126,14 +126,17 @@ class DequantizeTransposed:
     @cute.jit
     def decode(self, data, scale, whole, out, offs, matrix_rows, turned, tile, place, unit, units, k, thread):
         """A lane's runs of a tile, of two columns, to shared memory; what does not exist is other runs again."""
-        number, left = thread & (RUNS - 1), thread // RUNS * 2
-        run = cutlass.min(number, (tile.count - 1) // RUN)
+        number, left = thread & (RUNS - 1), (thread >> 3) * 2
+        run = cutlass.min(number, (tile.count - 1) >> 4)
         held = cute.make_rmem_tensor((self.bytes, 2), Uint8)
         factors = cute.make_rmem_tensor(2, Float32)
         if cutlass.const_expr(not self.spec.grouped):
             held.fill(0)
         for i in cutlass.range_constexpr(2):
-            column = cutlass.min(k * COLUMNS + left + i, out.shape[1] - 1)
+            if cutlass.const_expr(self.spec.vector > 1):
+                column = cutlass.min(k * COLUMNS + left, out.shape[1] - 2) + i
+            else:
+                column = cutlass.min(k * COLUMNS + left + i, out.shape[1] - 1)
             row = column
             if cutlass.const_expr(not self.spec.grouped):
                 row = place.group * out.shape[1] + column
@@ -157,7 +160,7 @@ class DequantizeTransposed:
                 pairs[i, j] = values[j]
         rounded = cute.make_rmem_tensor((2, RUN), self.out)
         rounded.store(pairs.load().to(self.out))
-        start = self.piece(number * RUN, number, left // self.elements) + left % self.elements
+        start = self.piece(number * RUN, number, left >> self.elements.bit_length() - 1) + (left & self.elements - 1)
         for j in cutlass.range_constexpr(RUN):
             pointer = (turned.iterator + (start + j * COLUMNS)).align(self.out.width // 4)
             cute.autovec_copy(rounded[None, j], cute.make_tensor(pointer, cute.make_layout(2)))
