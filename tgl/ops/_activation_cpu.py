@@ -18,34 +18,36 @@ from ..meta import specs
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_SCRATCH = 1 << 18  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
+_SCRATCH = 1 << 19  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
-class _Steps:
-    """Cuts the routed rows into steps and lends buffers of one step's size, in the accumulator's dtype.
+class Steps:
+    """Cuts rows into steps and lends buffers of one step's size, in the accumulator's dtype.
 
-    ``width`` is that of the activation, ``columns`` that of all buffers together.
+    One object may serve several calls, each of at most ``most`` rows; ``x`` and ``width`` are like what goes into the
+    activation and the number of columns that come out of it.
     """
 
-    def __init__(self, x: Tensor, routed: int, params: Params, columns: int) -> None:
-        self.routed = routed
-        self.width = x.shape[1] // 2 if params.gated else x.shape[1]
-        self.rows = max(1, min(self.routed, _SCRATCH // max(columns, 1)))
-        full, rest = divmod(self.routed, self.rows)
-        self.sizes = [self.rows] * full + [rest] * (rest > 0)
-        self.dtype, self.params = specs.accumulator(x.dtype), params
+    def __init__(self, x: Tensor, width: int, most: int, params: Params, *, backward: bool = False) -> None:
+        self.params, self.width, self.dtype = params, width, specs.accumulator(x.dtype)
+        wide = x.dtype == self.dtype
+        self.in_place = wide and not (backward and params.gated and params.interleaved)
+        columns = width if wide else x.shape[1] + 3 * width if backward else x.shape[1]
+        self.rows = max(1, min(most, _SCRATCH // max(columns, 1)))
         self.buffers: dict[str, Tensor] = {}
+        self.halves: tuple[Tensor, ...] = ()
 
-    def cut(self, t: Tensor | None) -> Iterable[Tensor | None]:
-        """The parts of ``t [T, ...]``, step by step; None for every step if there is no ``t``."""
+    def cut(self, t: Tensor | None, rows: int) -> Iterable[Tensor | None]:
+        """The parts of the first ``rows`` rows of ``t``, step by step; None for every step if there is no ``t``."""
         if t is None:
             return itertools.repeat(None)
-        if self.sizes == [t.shape[0]]:
-            return (t,)
-        return torch.split_with_sizes(t, [*self.sizes, t.shape[0] - self.routed])[:-1]
+        if rows == t.shape[0] and rows <= self.rows:
+            return (t,) if rows else ()
+        full, rest = divmod(rows, self.rows)
+        return torch.split_with_sizes(t, [self.rows] * full + [rest, t.shape[0] - rows])[: full + (rest > 0)]
 
     def room(self, name: str, rows: int, halves: int = 1) -> Tensor:
         """The first ``rows`` of the buffer called ``name``; its contents last until the end of the step."""
@@ -60,7 +62,9 @@ class _Steps:
             buffer = self.room("x", x.shape[0]).copy_(x)
             return buffer, buffer, None
         buffer = self.room("x", x.shape[0], 2)
-        g, u = buffer[:, : self.width], buffer[:, self.width :]
+        if not self.halves or self.halves[0].shape[0] != x.shape[0]:
+            self.halves = torch.split_with_sizes(buffer, [self.width, self.width], 1)
+        g, u = self.halves
         if self.params.interleaved:
             g.copy_(x[:, 0::2])
             u.copy_(x[:, 1::2])
@@ -82,11 +86,12 @@ def _routed_rows(x: Tensor, offs: Tensor) -> int:
     return min(max([0, *offs.tolist()]), x.shape[0])
 
 
-def _column(probs: Tensor | None) -> Tensor | None:
+def column(probs: Tensor | None) -> Tensor | None:
+    """``[T, 1]``."""
     return None if probs is None else probs[:, None]
 
 
-def _clamped_gate(steps: _Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def _clamped_gate(steps: Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """``z`` and ``A(g)``, the second in ``a``, which may be ``g`` itself; ``A'(g) = silu'(z)`` below the limit."""
     z = steps.room("z", g.shape[0])
     torch.clamp(g, max=steps.params.limit, out=a)
@@ -95,7 +100,7 @@ def _clamped_gate(steps: _Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return z, a
 
 
-def _clamped_linear(steps: _Steps, u: Tensor) -> Tensor:
+def _clamped_linear(steps: Steps, u: Tensor) -> Tensor:
     limit, offset = steps.params.limit, steps.params.offset
     return torch.clamp(u, -limit, limit, out=steps.room("s", u.shape[0])).add_(offset)
 
@@ -103,16 +108,15 @@ def _clamped_linear(steps: _Steps, u: Tensor) -> Tensor:
 def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """``out = probs A(g) L(u)`` and a zero tail."""
     routed = _routed_rows(x, offs)
-    forward_rows(x, probs, routed, params=params, out=out)
+    forward_rows(Steps(x, out.shape[1], routed, params), x, column(probs), routed, out=out)
     if routed < out.shape[0]:
         out[routed:].zero_()
 
 
-def forward_rows(x: Tensor, probs: Tensor | None, routed: int, *, params: Params, out: Tensor) -> None:
-    """The same for the first ``routed`` rows."""
-    wide = out.dtype == specs.accumulator(x.dtype)
-    steps = _Steps(x, routed, params, out.shape[1] if wide else x.shape[1])
-    for part_x, p, part in zip(*map(steps.cut, (x, _column(probs), out))):
+def forward_rows(steps: Steps, x: Tensor, probs: Tensor | None, rows: int, *, out: Tensor) -> None:
+    """The same for the first ``rows`` rows; ``probs [T, 1]``."""
+    params, wide = steps.params, steps.in_place
+    for part_x, p, part in zip(steps.cut(x, rows), steps.cut(probs, rows), steps.cut(out, rows)):
         if wide:
             y = part
             g, u = params.halves(part_x)
@@ -137,29 +141,28 @@ def backward(
 ) -> None:
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
     routed = _routed_rows(x, offs)
-    backward_rows(dy, x, probs, routed, params=params, dx=dx, dprobs=dprobs if probs is not None else None)
+    steps, sums = Steps(x, dy.shape[1], routed, params, backward=True), dprobs if probs is not None else None
+    backward_rows(steps, dy, x, column(probs), routed, dx=dx, dprobs=sums)
     if routed < dx.shape[0]:
         dx[routed:].zero_()
         dprobs[routed:].zero_()
 
 
 def backward_rows(
+    steps: Steps,
     dy: Tensor,
     x: Tensor,
     probs: Tensor | None,
-    routed: int,
+    rows: int,
     *,
-    params: Params,
     dx: Tensor,
     dprobs: Tensor | None,
     y: Tensor | None = None,
 ) -> None:
-    """The same for the first ``routed`` rows; ``y`` takes the result of the forward, bit by bit, if given."""
-    in_place = dx.dtype == specs.accumulator(x.dtype) and not (params.gated and params.interleaved)
-    steps = _Steps(x, routed, params, dy.shape[1] if in_place else x.shape[1] + 3 * dy.shape[1])
-    for part_x, d, p, part, dp, part_y in zip(*map(steps.cut, (x, dy, _column(probs), dx, dprobs, y))):
-        rows = d.shape[0]
-        a = steps.room("a", rows)
+    """The same for the first ``rows`` rows; ``probs [T, 1]``; ``y`` takes the bits of the forward, if given."""
+    params, in_place = steps.params, steps.in_place
+    for part_x, d, p, part, dp, part_y in zip(*(steps.cut(t, rows) for t in (x, dy, probs, dx, dprobs, y))):
+        a = steps.room("a", d.shape[0])
         if in_place:
             result = part
             g, u = params.halves(part_x)
@@ -168,8 +171,8 @@ def backward_rows(
         else:
             # The gradients take the place of what they are computed from.
             result, g, u = steps.widened(part_x)
-            d = steps.room("d", rows).copy_(d)
-            dg, du, w = g, u, g if u is None else steps.room("w", rows)
+            d = steps.room("d", d.shape[0]).copy_(d)
+            dg, du, w = g, u, g if u is None else steps.room("w", d.shape[0])
         z, linear, inside = g, u, None
         if u is None:
             torch.clamp(g, min=0, out=a)
@@ -200,7 +203,7 @@ def backward_rows(
             steps.narrowed(result, part)
 
 
-def _value(steps: _Steps, a: Tensor, linear: Tensor | None, p: Tensor | None, out: Tensor) -> None:
+def _value(steps: Steps, a: Tensor, linear: Tensor | None, p: Tensor | None, out: Tensor) -> None:
     """``out = p A L`` from ``A`` and ``L`` (``A`` again where there is no linear half), in the order of the forward."""
     value = out if out.dtype == a.dtype else steps.room("y", a.shape[0])
     torch.mul(a, a if linear is None else linear, out=value)

@@ -102,9 +102,9 @@ def choose_rows(a: Tensor, sizes: list[int], k: int, n: int) -> list[int]:
     return choose(sizes, k, n) if _suits(a) else []
 
 
-def saving_rows(a: Tensor, sizes: list[int], k: int, n: int) -> int:
-    """What ``gemm`` saves by the groups chosen for it, in the unit of the costs above."""
-    return _best(sizes, k, n)[0] if _suits(a) else 0
+def saves_rows(a: Tensor, sizes: list[int], k: int, n: int, *, more_than: int) -> bool:
+    """Whether ``gemm`` saves that much, in the unit of the costs above, by the groups chosen for it."""
+    return _suits(a) and len(sizes) * _SETUP > more_than and _best(sizes, k, n)[0] > more_than
 
 
 def choose_wgrad(a: Tensor, b: Tensor, sizes: list[int]) -> list[int]:

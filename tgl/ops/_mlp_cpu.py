@@ -7,7 +7,7 @@ composition of the ops.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ._segments import below_autograd, native_matmul, segment_sizes
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_TOGETHER = 1 << 17  # elements of ``h`` in the groups that are taken together; a larger group is taken alone
+_TOGETHER = 1 << 19  # bytes of ``h`` of the groups that are taken together; a larger group is taken alone
 _LOCALITY = 100  # what an element of ``h`` gains by that, in the unit of ``_batched_cpu``; measured
 
 
@@ -43,8 +43,8 @@ class _Groups(NamedTuple):
         return (t,) if len(self.sizes) == 1 else torch.split_with_sizes(t, self.sizes)
 
 
-def _in_turn(sizes: list[int], width: int) -> list[_Groups]:
-    most = _TOGETHER // max(width, 1)
+def _in_turn(sizes: list[int], h: Tensor) -> list[_Groups]:
+    most = _TOGETHER // max(h.shape[1] * h.element_size(), 1)
     turns, first, start, rows = [], 0, 0, 0
     for g, size in enumerate(sizes):
         if rows and rows + size > most:
@@ -57,8 +57,8 @@ def _in_turn(sizes: list[int], width: int) -> list[_Groups]:
 
 def _prefers_batches(h: Tensor, sizes: list[int], depth: int) -> bool:
     """Whether small groups gain more by being multiplied in one batch."""
-    saved = _batched_cpu.saving_rows(h, sizes, depth, h.shape[1])
-    return saved > _LOCALITY * sum(sizes[:-1]) * h.shape[1]
+    gained = _LOCALITY * h.numel()
+    return _batched_cpu.saves_rows(h, sizes, depth, h.shape[1], more_than=gained)
 
 
 def supports_forward(
@@ -107,24 +107,23 @@ def forward(
     *sizes, tail = all_sizes = segment_sizes(offs, x.shape[0])
     if _prefers_batches(h, all_sizes, w1.shape[1]):
         return _mlp.forward(x, w1, w2, offs, probs, bias1, bias2, params=params, y=y, h=h, act=act)
+    mm = torch.mm
     with below_autograd():
-        turns = _in_turn(sizes, h.shape[1])
+        turns = _in_turn(sizes, h)
         x_parts, h_parts, y_parts = (torch.split_with_sizes(t, all_sizes) for t in (x, h, y))
         w1_parts, w2_parts = w1.unbind(), w2.unbind()
-        room = h.new_empty(max(t.rows for t in turns), w2.shape[1]) if act is None else None
+        most = max(t.rows for t in turns)
+        room = h.new_empty(most, w2.shape[1]) if act is None else None
+        steps, column = _activation_cpu.Steps(h, w2.shape[1], most, params), _activation_cpu.column(probs)
         for turn in turns:
-            if not turn.rows:
-                continue
-            groups, rows = range(turn.first, turn.last), slice(turn.start, turn.end)
-            for g in groups:
-                if sizes[g]:
-                    torch.mm(x_parts[g], w1_parts[g], out=h_parts[g])
-            a = room[: turn.rows] if act is None else act[rows]
-            p = probs[rows] if probs is not None else None
-            _activation_cpu.forward_rows(h[rows], p, turn.rows, params=params, out=a)
-            for g, part in zip(groups, turn.parts(a)):
-                if sizes[g]:
-                    torch.mm(part, w2_parts[g], out=y_parts[g])
+            groups, rows = slice(turn.first, turn.last), slice(turn.start, turn.end)
+            for part, w, out in zip(x_parts[groups], w1_parts[groups], h_parts[groups]):
+                mm(part, w, out=out)
+            a = act[rows] if room is None else room[: turn.rows]
+            p = None if column is None else column[rows]
+            _activation_cpu.forward_rows(steps, h[rows], p, turn.rows, out=a)
+            for part, w, out in zip(turn.parts(a), w2_parts[groups], y_parts[groups]):
+                mm(part, w, out=out)
         if tail:
             for t in (y, h, act):
                 if t is not None:
@@ -155,50 +154,41 @@ def backward(
     wanted = {"dx": dx, "dw1": dw1, "dw2": dw2, "dprobs": dprobs, "dbias1": dbias1, "dbias2": dbias2}
     if _prefers_batches(h, all_sizes, w1.shape[1]):
         return _mlp.backward(dy, x, w1, w2, offs, h, act, probs, bias2, params=params, **wanted)
+    mm = torch.mm
     with below_autograd():
-        turns = _in_turn(sizes, h.shape[1])
+        turns = _in_turn(sizes, h)
         most = max(t.rows for t in turns)
+        needs_dh = dx is not None or dw1 is not None or dprobs is not None
+        w1_parts, w2_parts = (w.transpose(1, 2).unbind() for w in (w1, w2))
         dy_parts = torch.split_with_sizes(dy, all_sizes)
-        through = dx is not None or dw1 is not None or dprobs is not None
-        act_room = h.new_empty(most, w2.shape[1]) if dw2 is not None and act is None else None
-        if through:
-            w1_parts, w2_parts = (w.transpose(1, 2).unbind() for w in (w1, w2))
-            x_parts = torch.split_with_sizes(x, all_sizes) if x is not None else dy_parts  # not read
-            dx_parts = torch.split_with_sizes(dx, all_sizes) if dx is not None else None
-            dact_room, dh_room = h.new_empty(most, w2.shape[1]), h.new_empty(most, h.shape[1])
-            sums = dprobs
-            if dprobs is not None and dprobs.dtype != torch.promote_types(h.dtype, torch.float32):
-                sums = torch.empty(dprobs.shape)
-        put1, put2 = (_slots(w, dw) for w, dw in ((w1, dw1), (w2, dw2)))
+        x_parts, dx_parts = (() if t is None else torch.split_with_sizes(t, all_sizes) for t in (x, dx))
+        wgrad1, wgrad2 = (None if dw is None else _wgrad(dw, by_columns(w)) for dw, w in ((dw1, w1), (dw2, w2)))
+        room = h.new_empty(most, w2.shape[1]) if act is None and dw2 is not None else None
+        dact_room, dh_room = (h.new_empty(most, t) if needs_dh else None for t in (w2.shape[1], h.shape[1]))
+        steps = _activation_cpu.Steps(h, w2.shape[1], most, params, backward=needs_dh)
+        column, sums = _activation_cpu.column(probs), dprobs
+        if dprobs is not None and dprobs.dtype != steps.dtype:
+            sums = torch.empty(dprobs.shape, dtype=steps.dtype)
         for turn in turns:
-            groups, rows = range(turn.first, turn.last), slice(turn.start, turn.end)
-            hidden, p = h[rows], probs[rows] if probs is not None else None
-            a = act_room[: turn.rows] if act_room is not None else act[rows] if act is not None else None
-            if through:
+            groups, rows = slice(turn.first, turn.last), slice(turn.start, turn.end)
+            hidden, p = h[rows], None if column is None else column[rows]
+            a = act[rows] if act is not None else None if room is None else room[: turn.rows]
+            if needs_dh:
                 dact, dh = dact_room[: turn.rows], dh_room[: turn.rows]
-                for g, part in zip(groups, turn.parts(dact)):
-                    if sizes[g]:
-                        torch.mm(dy_parts[g], w2_parts[g], out=part)
-                _activation_cpu.backward_rows(
-                    dact,
-                    hidden,
-                    p,
-                    turn.rows,
-                    params=params,
-                    dx=dh,
-                    dprobs=sums[rows] if sums is not None else None,
-                    y=a if act_room is not None else None,
-                )
-                for g, part in zip(groups, turn.parts(dh)):
-                    put1(g, sizes[g], x_parts[g], part)
-                    if dx_parts is not None and sizes[g]:
-                        torch.mm(part, w1_parts[g], out=dx_parts[g])
-            elif act_room is not None:
-                _activation_cpu.forward_rows(hidden, p, turn.rows, params=params, out=a)
-            if dw2 is not None:
-                for g, part in zip(groups, turn.parts(a)):
-                    put2(g, sizes[g], part, dy_parts[g])
-        if through and dprobs is not None and sums is not dprobs:
+                for part, w, out in zip(dy_parts[groups], w2_parts[groups], turn.parts(dact)):
+                    mm(part, w, out=out)
+                dp, value = None if sums is None else sums[rows], a if act is None else None
+                _activation_cpu.backward_rows(steps, dact, hidden, p, turn.rows, dx=dh, dprobs=dp, y=value)
+                dh_parts = turn.parts(dh)
+                if wgrad1 is not None:
+                    wgrad1(x_parts[groups], dh_parts, groups)
+                for part, w, out in zip(dh_parts, w1_parts[groups], dx_parts[groups]):
+                    mm(part, w, out=out)
+            elif act is None:
+                _activation_cpu.forward_rows(steps, hidden, p, turn.rows, out=a)
+            if wgrad2 is not None:
+                wgrad2(turn.parts(a), dy_parts[groups], groups)
+        if sums is not dprobs:
             dprobs.copy_(sums)
         if tail:
             for t in (dx, dprobs):
@@ -206,19 +196,15 @@ def backward(
                     t[t.shape[0] - tail :].zero_()
 
 
-def _slots(w: Tensor, dw: Tensor | None):
-    """``put(g, size, a, b)`` that writes ``a^T b`` into slot ``g`` of ``dw``, in the memory order of ``w``."""
-    if dw is None:
-        return lambda g, size, a, b: None
-    swapped = by_columns(w)
-    slots = dw.transpose(1, 2).unbind() if swapped else dw.unbind()
+def _wgrad(dw: Tensor, swapped: bool) -> Callable[[Sequence[Tensor], Sequence[Tensor], slice], None]:
+    """``f(a, b, groups)`` that writes ``a^T b`` of the groups into their slots, ``swapped`` where those lie transposed.
 
-    def put(g: int, size: int, a: Tensor, b: Tensor) -> None:
-        if not size:
-            slots[g].zero_()
-        elif swapped:
-            torch.mm(b.t(), a, out=slots[g])
-        else:
-            torch.mm(a.t(), b, out=slots[g])
+    Groups without rows come out as zeros.
+    """
+    mm, slots = torch.mm, (dw.transpose(1, 2) if swapped else dw).unbind()
 
-    return put
+    def write(a: Sequence[Tensor], b: Sequence[Tensor], groups: slice) -> None:
+        for left, right, slot in zip(b if swapped else a, a if swapped else b, slots[groups]):
+            mm(left.t(), right, out=slot)
+
+    return write
