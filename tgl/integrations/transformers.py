@@ -69,9 +69,9 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     weights = top_k_weights.to(accumulator(up.dtype)) if early else None
     if fused is not None and whole and weights is not None and not torch.is_autocast_enabled(hidden.device.type):
         matrices, options = (up, flags.down_proj, bias1, bias2), fused.parameters(experts)
-        return routed_mlp(
-            hidden, weights, routing, *matrices, transposed=flags.is_transposed, activation=options
-        ).to(dtype)
+        return routed_mlp(hidden, weights, routing, *matrices, transposed=flags.is_transposed, activation=options).to(
+            dtype
+        )
     rows, probs = dispatch_both(hidden, weights, routing) if weights is not None else (dispatch(hidden, routing), None)
     if fused is not None and whole:
         w1, w2 = (_matrices(flags, w) for w in (up, flags.down_proj))
@@ -93,7 +93,9 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
 def _linear(
     flags: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, probs: Tensor | None = None
 ) -> Tensor:
-    return grouped_gemm(rows.to(weight.dtype), _matrices(flags, weight), offs, bias, probs if bias is not None else None)
+    return grouped_gemm(
+        rows.to(weight.dtype), _matrices(flags, weight), offs, bias, probs if bias is not None else None
+    )
 
 
 def _matrices(flags: Any, weight: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from . import checks
@@ -134,9 +133,7 @@ def grouped_mlp_backward(
         TensorSpec((groups, width), acc, device),
         TensorSpec((groups, columns), acc, device),
     )
-    return tuple(
-        spec if want else TensorSpec((0,), spec.dtype, spec.device) for spec, want in zip(wanted, output_mask)
-    )
+    return tuple(spec if want else TensorSpec((0,), spec.dtype, spec.device) for spec, want in zip(wanted, output_mask))
 
 
 def _weight_gradient(w: Tensor) -> TensorSpec:

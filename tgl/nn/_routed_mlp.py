@@ -81,7 +81,7 @@ class _RoutedMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, w1, w2, bias1, bias2, h, act, source, position, offs, token = ctx.saved_tensors
         needs = ctx.needs_input_grad[:6]
-        matrices = [w1, w2] if ctx.transposed else [w1.transpose(1, 2), w2.transpose(1, 2)]
+        matrices = (w1, w2) if ctx.transposed else (w1.transpose(1, 2), w2.transpose(1, 2))
         if torch.is_grad_enabled():  # a second order may follow
             return _differentiable(ctx, grad, needs, matrices)
         dx, dw1, dw2, dprobs, dbias1, dbias2 = torch.ops.tgl.grouped_mlp_backward(
@@ -110,13 +110,13 @@ class _RoutedMLP(torch.autograd.Function):
 
 
 def _differentiable(
-    ctx: Any, grad: Tensor, needs: tuple[bool, ...], matrices: list[Tensor]
+    ctx: Any, grad: Tensor, needs: tuple[bool, ...], matrices: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The gradients as functions of ``grad`` and of the inputs, from a forward made of differentiable functions."""
     x, weights, w1, w2, bias1, bias2, _, _, source, position, offs, token = ctx.saved_tensors
     routing = Routing(source, position, offs, ctx.top_k, token)
     rows, probs = dispatch_both(x, weights, routing)
-    y = combine(grouped_mlp(rows, *matrices, offs, probs, bias1, bias2, **ctx.activation), routing)
+    y = combine(grouped_mlp(rows, matrices[0], matrices[1], offs, probs, bias1, bias2, **ctx.activation), routing)
     inputs = [t for t, need in zip((x, weights, w1, w2, bias1, bias2), needs) if need]
     found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
     return *(next(found) if need else None for need in needs), *(None,) * 7

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Steps:
         self.buffers: dict[str, Tensor] = {}
         self.halves: tuple[Tensor, ...] = ()
 
-    def cut(self, t: Tensor | None, rows: int) -> Iterable[Tensor | None]:
+    def cut(self, t: Tensor | None, rows: int) -> Iterable[Any]:
         """The parts of the first ``rows`` rows of ``t``, step by step; None for every step if there is no ``t``."""
         if t is None:
             return itertools.repeat(None)

@@ -29,7 +29,7 @@ def forward(
     h: Tensor,
     act: Tensor | None,
 ) -> None:
-    """``h = x w1 + bias1``, ``act = probs A(h)`` (kept in a tensor of its own if None), ``y = act w2 + probs bias2``."""
+    """``h = x w1 + bias1``, ``act = probs A(h)`` (if None, not kept), ``y = act w2 + probs bias2``."""
     if act is None:
         act = h.new_empty(h.shape[0], w2.shape[1])
     backends.run("grouped_gemm", x.device, x, w1, offs, bias1, None, out=h, zero_tail=True)
