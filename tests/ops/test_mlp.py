@@ -1,5 +1,6 @@
 """``grouped_mlp`` has the bits of the three ops that it stands for, forward and backward."""
 
+import functools
 import itertools
 
 import pytest
@@ -49,10 +50,10 @@ def same(one, other):
 def test_bits_over_all_samples(dtype):
     for sample in sample_inputs("grouped_mlp", dtypes=(dtype,)):
         tensors = {n: noise(t) if n in NAMES and t is not None else t for n, t in sample.tensors().items()}
-        expected = with_gradients(lambda *args: composed(*args, **sample.options), tensors)
+        expected = with_gradients(functools.partial(composed, **sample.options), tensors)
         for recompute in (False, True):
-            options = {**sample.options, "recompute": recompute}
-            result = with_gradients(lambda *args: tgl.grouped_mlp(*args, **options), tensors)
+            function = functools.partial(tgl.grouped_mlp, **sample.options, recompute=recompute)
+            result = with_gradients(function, tensors)
             assert same(result, expected), (sample.name, recompute)
 
 
@@ -70,7 +71,7 @@ def test_bits_of_groups_that_are_taken_in_turn(dtype, stored):
     expected = with_gradients(composed, tensors)
     assert all(t.isfinite().all() for t in expected)
     for recompute in (False, True):
-        result = with_gradients(lambda *args, r=recompute: tgl.grouped_mlp(*args, recompute=r), tensors)
+        result = with_gradients(functools.partial(tgl.grouped_mlp, recompute=recompute), tensors)
         assert same(result, expected)
 
 

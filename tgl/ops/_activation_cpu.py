@@ -185,7 +185,7 @@ def backward_rows(
         if part_y is not None:
             _value(steps, a, linear, p, part_y)
         torch.mul(d, a if linear is None else linear, out=w)
-        if u is not None:
+        if du is not None:
             torch.mul(d, a, out=du)
             if inside is not None:
                 du.mul_(inside)

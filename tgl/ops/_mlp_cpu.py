@@ -163,6 +163,8 @@ def backward(
         x_parts, dx_parts = (() if t is None else torch.split_with_sizes(t, all_sizes) for t in (x, dx))
         wgrad1, wgrad2 = (None if dw is None else _wgrad(dw, by_columns(w)) for dw, w in ((dw1, w1), (dw2, w2)))
         room: Any = h.new_empty(most, w2.shape[1]) if act is None and dw2 is not None else None
+        dact_room: Any
+        dh_room: Any
         dact_room, dh_room = (h.new_empty(most, t) if needs_dh else None for t in (w2.shape[1], h.shape[1]))
         steps = _activation_cpu.Steps(h, w2.shape[1], most, params, backward=needs_dh)
         column = _activation_cpu.column(probs)
