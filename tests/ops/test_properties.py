@@ -68,15 +68,29 @@ def test_flops_of_the_expert_layer():
     assert count(lambda: mlp(x, torch.tensor([2, 0, 5]))) == 2 * T * K * 2 * N + 2 * T * N * K
 
 
+def test_flops_of_an_mlp_are_those_of_the_gemms_it_needs():
+    x, offs = torch.randn(T, K, requires_grad=True), OFFS
+    w1, w2 = torch.randn(G, K, 2 * N, requires_grad=True), torch.randn(G, N, K, requires_grad=True)
+    first, second = 2 * T * K * 2 * N, 2 * T * N * K
+    assert count(lambda: tgl.grouped_mlp(x, w1, w2, offs)) == first + second
+    assert count(lambda: tgl.grouped_mlp(x, w1, w2, offs).sum().backward()) == 3 * (first + second)
+    w1.requires_grad_(False)
+    assert count(lambda: tgl.grouped_mlp(x, w1, w2, offs).sum().backward()) == 2 * first + 3 * second
+    x.requires_grad_(False)
+    assert count(lambda: tgl.grouped_mlp(x, w1, w2, offs).sum().backward()) == first + 2 * second
+
+
 def test_save_list_holds_overloads():
     """Packets would silently match nothing."""
     ops = torch.ops.tgl
-    assert [
-        ops.grouped_gemm.default,
-        ops.grouped_gemm_activation.default,
-        ops.grouped_gemm_scaled.default,
-        ops.offload.default,
-    ] == tgl.SAC_SAVE_LIST
+    saved = [
+        ops.grouped_gemm,
+        ops.grouped_gemm_activation,
+        ops.grouped_gemm_scaled,
+        ops.grouped_mlp,
+        ops.offload,
+    ]
+    assert [packet.default for packet in saved] == tgl.SAC_SAVE_LIST
     assert all(isinstance(op, torch._ops.OpOverload) for op in tgl.SAC_SAVE_LIST)
 
 

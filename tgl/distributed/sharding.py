@@ -151,6 +151,18 @@ def _grouped_gemm_dactivation(
     return rules
 
 
+def _grouped_mlp(
+    x: Any, w1: Any, w2: Any, offs: Any, probs: Any = None, bias1: Any = None, bias2: Any = None, **_: Any
+) -> list[Rule]:
+    return [replicated(3, x, w1, w2, offs, probs, bias1, bias2)]
+
+
+def _grouped_mlp_backward(
+    dy: Any, x: Any, w1: Any, w2: Any, offs: Any, h: Any, act: Any, probs: Any = None, bias2: Any = None, **_: Any
+) -> list[Rule]:
+    return [replicated(6, dy, x, w1, w2, offs, h, act, probs, bias2)]
+
+
 def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [replicated(1, m_splits)]
 
@@ -185,6 +197,8 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_activation.default: _grouped_activation,
     _ops.grouped_activation_backward.default: _grouped_activation_backward,
     _ops.grouped_gemm_dactivation.default: _grouped_gemm_dactivation,
+    _ops.grouped_mlp.default: _grouped_mlp,
+    _ops.grouped_mlp_backward.default: _grouped_mlp_backward,
     _ops.splits_to_offsets.default: _splits_to_offsets,
     _ops.offload.default: _offload,
     _ops.reload.default: _reload,

@@ -16,6 +16,7 @@ from .grouped_gemm_dactivation import grouped_gemm_dactivation
 from .grouped_gemm_scaled import grouped_gemm_scaled
 from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_scaled_wgrad_accumulate_
 from .grouped_gemm_wgrad import grouped_gemm_wgrad, grouped_gemm_wgrad_accumulate_
+from .grouped_mlp import grouped_mlp
 from .scale_layout import (
     from_blocked_scale,
     from_te_scale_layout,
@@ -50,6 +51,7 @@ __all__ = [
     "grouped_gemm_scaled_wgrad_accumulate_",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
+    "grouped_mlp",
     "splits_to_offsets",
     "to_blocked_scale",
     "to_te_scale_layout",

@@ -7,8 +7,8 @@ would be limited by Python.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,35 +18,67 @@ from ..meta import specs
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_SCRATCH = 1 << 17  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
+_SCRATCH = 1 << 19  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
-class _Steps:
-    """Cuts the routed rows into steps and lends buffers of one step's size, in the accumulator's dtype."""
+class Steps:
+    """Cuts rows into steps and lends buffers of one step's size, in the accumulator's dtype.
 
-    def __init__(self, x: Tensor, offs: Tensor, width: int, buffers: int) -> None:
-        self.routed = _routed_rows(x, offs)
-        self.rows = max(1, min(self.routed, _SCRATCH // buffers // max(width, 1)))
-        full, rest = divmod(self.routed, self.rows)
-        self.sizes = [self.rows] * full + [rest] * (rest > 0)
-        self.shape, self.dtype = (self.rows, width), specs.accumulator(x.dtype)
+    One object may serve several calls, each of at most ``most`` rows; ``x`` and ``width`` are like what goes into the
+    activation and the number of columns that come out of it.
+    """
+
+    def __init__(self, x: Tensor, width: int, most: int, params: Params, *, backward: bool = False) -> None:
+        self.params, self.width, self.dtype = params, width, specs.accumulator(x.dtype)
+        wide = x.dtype == self.dtype
+        self.in_place = wide and not (backward and params.gated and params.interleaved)
+        columns = width if wide else x.shape[1] + 3 * width if backward else x.shape[1]
+        self.rows = max(1, min(most, _SCRATCH // max(columns, 1)))
         self.buffers: dict[str, Tensor] = {}
+        self.halves: tuple[Tensor, ...] = ()
 
-    def cut(self, t: Tensor | None) -> Iterator[Tensor | None]:
-        """The parts of ``t [T, ...]``, step by step; None for every step if there is no ``t``."""
+    def cut(self, t: Tensor | None, rows: int) -> Iterable[Any]:
+        """The parts of the first ``rows`` rows of ``t``, step by step; None for every step if there is no ``t``."""
         if t is None:
             return itertools.repeat(None)
-        return iter(torch.split_with_sizes(t, [*self.sizes, t.shape[0] - self.routed])[:-1])
+        if rows == t.shape[0] and rows <= self.rows:
+            return (t,) if rows else ()
+        full, rest = divmod(rows, self.rows)
+        return torch.split_with_sizes(t, [self.rows] * full + [rest, t.shape[0] - rows])[: full + (rest > 0)]
 
-    def room(self, name: str, rows: int) -> Tensor:
+    def room(self, name: str, rows: int, halves: int = 1) -> Tensor:
         """The first ``rows`` of the buffer called ``name``; its contents last until the end of the step."""
         if name not in self.buffers:
-            self.buffers[name] = torch.empty(self.shape, dtype=self.dtype)
+            self.buffers[name] = torch.empty(self.rows, halves * self.width, dtype=self.dtype)
         buffer = self.buffers[name]
         return buffer if rows == self.rows else buffer[:rows]
+
+    def widened(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A buffer with the values of ``x``, its gate and its linear half, which stand side by side."""
+        if not self.params.gated:
+            buffer = self.room("x", x.shape[0]).copy_(x)
+            return buffer, buffer, None
+        buffer = self.room("x", x.shape[0], 2)
+        if not self.halves or self.halves[0].shape[0] != x.shape[0]:
+            self.halves = torch.split_with_sizes(buffer, [self.width, self.width], 1)
+        g, u = self.halves
+        if self.params.interleaved:
+            g.copy_(x[:, 0::2])
+            u.copy_(x[:, 1::2])
+        else:
+            buffer.copy_(x)  # one pass over whole rows, where the halves would be two over pieces of rows
+        return buffer, g, u
+
+    def narrowed(self, buffer: Tensor, x: Tensor) -> None:
+        """Round the values of such a buffer to ``x``."""
+        if self.params.gated and self.params.interleaved:
+            x[:, 0::2].copy_(buffer[:, : self.width])
+            x[:, 1::2].copy_(buffer[:, self.width :])
+        else:
+            x.copy_(buffer)
 
 
 def _routed_rows(x: Tensor, offs: Tensor) -> int:
@@ -54,91 +86,128 @@ def _routed_rows(x: Tensor, offs: Tensor) -> int:
     return min(max([0, *offs.tolist()]), x.shape[0])
 
 
-def _column(probs: Tensor | None) -> Tensor | None:
+def column(probs: Tensor | None) -> Tensor | None:
+    """``[T, 1]``."""
     return None if probs is None else probs[:, None]
 
 
-def _clamped_gate(steps: _Steps, params: Params, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def _clamped_gate(steps: Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """``z`` and ``A(g)``, the second in ``a``, which may be ``g`` itself; ``A'(g) = silu'(z)`` below the limit."""
     z = steps.room("z", g.shape[0])
-    torch.clamp(g, max=params.limit, out=a)
-    torch.mul(a, params.alpha, out=z)
+    torch.clamp(g, max=steps.params.limit, out=a)
+    torch.mul(a, steps.params.alpha, out=z)
     a.mul_(torch.sigmoid(z, out=steps.room("s", g.shape[0])))
     return z, a
 
 
-def _clamped_linear(steps: _Steps, params: Params, u: Tensor) -> Tensor:
-    return torch.clamp(u, -params.limit, params.limit, out=steps.room("s", u.shape[0])).add_(params.offset)
+def _clamped_linear(steps: Steps, u: Tensor) -> Tensor:
+    limit, offset = steps.params.limit, steps.params.offset
+    return torch.clamp(u, -limit, limit, out=steps.room("s", u.shape[0])).add_(offset)
 
 
 def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """``out = probs A(g) L(u)`` and a zero tail."""
-    wide = out.dtype == specs.accumulator(x.dtype)
-    steps = _Steps(x, offs, out.shape[1], 1 if wide else 2)
-    for g, u, p, part in zip(*map(steps.cut, (*params.halves(x), _column(probs), out))):
-        rows = part.shape[0]
+    routed = _routed_rows(x, offs)
+    forward_rows(Steps(x, out.shape[1], routed, params), x, column(probs), routed, out=out)
+    if routed < out.shape[0]:
+        out[routed:].zero_()
+
+
+def forward_rows(steps: Steps, x: Tensor, probs: Tensor | None, rows: int, *, out: Tensor) -> None:
+    """The same for the first ``rows`` rows; ``probs [T, 1]``."""
+    params, wide = steps.params, steps.in_place
+    for part_x, p, part in zip(steps.cut(x, rows), steps.cut(probs, rows), steps.cut(out, rows)):
         if wide:
             y = part
+            g, u = params.halves(part_x)
         else:
-            y = g = steps.room("g", rows).copy_(g)
-            u = None if u is None else steps.room("u", rows).copy_(u)
+            _, g, u = steps.widened(part_x)
+            y = g
         if u is None:
             torch.clamp(g, min=0, out=y).square_()
         elif params.kind == "swiglu":
             _silu_out(g, out=y).mul_(u)
         else:
-            _clamped_gate(steps, params, g, y)
-            y.mul_(_clamped_linear(steps, params, u))
+            _clamped_gate(steps, g, y)
+            y.mul_(_clamped_linear(steps, u))
         if p is not None:
             y.mul_(p)
-        if y is not part:
+        if not wide:
             part.copy_(y)
-    out[steps.routed :].zero_()
 
 
 def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
-    in_place = dx.dtype == specs.accumulator(x.dtype) and not (params.gated and params.interleaved)
-    steps = _Steps(x, offs, dy.shape[1], 1 if in_place else 4)
-    inputs = (*params.halves(x), dy, _column(probs), *params.halves(dx), dprobs if probs is not None else None)
-    for g, u, d, p, dg, du, dp in zip(*map(steps.cut, inputs)):
-        rows = d.shape[0]
-        a = steps.room("a", rows)
+    routed = _routed_rows(x, offs)
+    steps, sums = Steps(x, dy.shape[1], routed, params, backward=True), dprobs if probs is not None else None
+    backward_rows(steps, dy, x, column(probs), routed, dx=dx, dprobs=sums)
+    if routed < dx.shape[0]:
+        dx[routed:].zero_()
+        dprobs[routed:].zero_()
+
+
+def backward_rows(
+    steps: Steps,
+    dy: Tensor,
+    x: Tensor,
+    probs: Tensor | None,
+    rows: int,
+    *,
+    dx: Tensor,
+    dprobs: Tensor | None,
+    y: Tensor | None = None,
+) -> None:
+    """The same for the first ``rows`` rows; ``probs [T, 1]``; ``y`` takes the bits of the forward, if given."""
+    params, in_place = steps.params, steps.in_place
+    for part_x, d, p, part, dp, part_y in zip(*(steps.cut(t, rows) for t in (x, dy, probs, dx, dprobs, y))):
+        a = steps.room("a", d.shape[0])
         if in_place:
-            w, a_d = dg, du
+            result = part
+            g, u = params.halves(part_x)
+            w, du = params.halves(part)
+            dg = w
         else:
-            g, d = steps.room("g", rows).copy_(g), steps.room("d", rows).copy_(d)
-            w = u = None if u is None else steps.room("u", rows).copy_(u)
-            a_d = d
+            # The gradients take the place of what they are computed from.
+            result, g, u = steps.widened(part_x)
+            d = steps.room("d", d.shape[0]).copy_(d)
+            dg, du, w = g, u, g if u is None else steps.room("w", d.shape[0])
+        z, linear, inside = g, u, None
         if u is None:
             torch.clamp(g, min=0, out=a)
-            w = torch.mul(d, a, out=dg if in_place else d)
         elif params.kind == "swiglu":
-            z = g
             _silu_out(g, out=a)
-            torch.mul(d, u, out=w)
-            torch.mul(d, a, out=a_d)
         else:
-            z, _ = _clamped_gate(steps, params, g, a)
+            z, _ = _clamped_gate(steps, g, a)
             inside = u.abs() <= params.limit
-            torch.mul(d, _clamped_linear(steps, params, u), out=w)
-            torch.mul(d, a, out=a_d).mul_(inside)
-        if p is not None:
+            linear = _clamped_linear(steps, u)
+        if part_y is not None:
+            _value(steps, a, linear, p, part_y)
+        torch.mul(d, a if linear is None else linear, out=w)
+        if du is not None:
+            torch.mul(d, a, out=du)
+            if inside is not None:
+                du.mul_(inside)
+        if dp is not None:
             torch.sum(a.mul_(w), 1, out=dp)
-            w.mul_(p)
-            if u is not None:
-                a_d.mul_(p)
         if u is None:
-            dg.copy_(w.mul_(2))
-            continue
-        if params.kind != "swiglu":
-            w.mul_(g <= params.limit)
-        if in_place:
-            _silu_backward_out(w, z, grad_input=dg)
+            w.mul_(2)
         else:
-            dg.copy_(_silu_backward_out(w, z, grad_input=a))
-            du.copy_(a_d)
-    dx[steps.routed :].zero_()
-    dprobs[steps.routed :].zero_()
+            if params.kind != "swiglu":
+                w.mul_(g <= params.limit)
+            _silu_backward_out(w, z, grad_input=dg)
+        if p is not None:
+            result.mul_(p)
+        if not in_place:
+            steps.narrowed(result, part)
+
+
+def _value(steps: Steps, a: Tensor, linear: Tensor | None, p: Tensor | None, out: Tensor) -> None:
+    """``out = p A L`` from ``A`` and ``L`` (``A`` again where there is no linear half), in the order of the forward."""
+    value = out if out.dtype == a.dtype else steps.room("y", a.shape[0])
+    torch.mul(a, a if linear is None else linear, out=value)
+    if p is not None:
+        value.mul_(p)
+    if value is not out:
+        out.copy_(value)

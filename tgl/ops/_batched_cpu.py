@@ -26,11 +26,16 @@ def choose(sizes: list[int], k: int, n: int) -> list[int]:
     They are the smallest of those that have rows, or none, or often all; then also those without rows, so that no
     matrix need be copied. ``sizes`` ends with the tail.
     """
+    return _best(sizes, k, n)[1]
+
+
+def _best(sizes: list[int], k: int, n: int) -> tuple[int, list[int]]:
+    """What the batch saves, and its groups."""
     room = _room(sizes, k, n)
     total = len(sizes) - 1
     groups = sorted((g for g, size in enumerate(sizes[:-1]) if size), key=sizes.__getitem__)
     if not k * n or len(groups) * _SETUP <= _BATCH:
-        return []
+        return 0, []
     best, count, rows = 0, 0, 0
     for i, g in enumerate(groups, 1):
         rows += sizes[g]
@@ -40,7 +45,7 @@ def choose(sizes: list[int], k: int, n: int) -> list[int]:
         saved = i * _SETUP - (places - rows) * k * n - copied * _COPIED - batches * _BATCH
         if saved > best:
             best, count = saved, i
-    return sorted(groups[:count]) if count < len(groups) else list(range(total))
+    return best, sorted(groups[:count]) if count < len(groups) else list(range(total))
 
 
 def _room(sizes: list[int], k: int, n: int) -> int:
@@ -95,6 +100,11 @@ def _suits(*operands: Tensor) -> bool:
 def choose_rows(a: Tensor, sizes: list[int], k: int, n: int) -> list[int]:
     """The groups for ``gemm``."""
     return choose(sizes, k, n) if _suits(a) else []
+
+
+def saves_rows(a: Tensor, sizes: list[int], k: int, n: int, *, more_than: int) -> bool:
+    """Whether ``gemm`` saves that much, in the unit of the costs above, by the groups chosen for it."""
+    return _suits(a) and len(sizes) * _SETUP > more_than and _best(sizes, k, n)[0] > more_than
 
 
 def choose_wgrad(a: Tensor, b: Tensor, sizes: list[int]) -> list[int]:

@@ -15,6 +15,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm_scaled,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_wgrad,
+    grouped_mlp,
     offload,
 )
 
@@ -24,6 +25,7 @@ SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
     _ops.grouped_gemm_activation.default,
     _ops.grouped_gemm_scaled.default,
+    _ops.grouped_mlp.default,
     _ops.offload.default,
 ]
 """Op overloads whose outputs selective activation checkpointing should save rather than recompute.
@@ -44,6 +46,28 @@ def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwar
 def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
     """``2 T M N``, likewise."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+@register_flop_formula([_ops.grouped_mlp])
+def grouped_mlp_flop(x_shape: list[int], w1_shape: list[int], w2_shape: list[int], *args: Any, **kwargs: Any) -> int:
+    """Those of its two GEMMs."""
+    return 2 * x_shape[0] * (w1_shape[1] * w1_shape[2] + w2_shape[1] * w2_shape[2])
+
+
+@register_flop_formula([_ops.grouped_mlp_backward])
+def grouped_mlp_backward_flop(
+    dy_shape: list[int],
+    x_shape: list[int] | None,
+    w1_shape: list[int],
+    w2_shape: list[int],
+    *args: Any,
+    output_mask: list[bool],
+    **kwargs: Any,
+) -> int:
+    """Those of the GEMMs that the gradients asked for take."""
+    dx, dw1, dw2, dprobs, dbias1, _ = output_mask
+    first, second = (2 * dy_shape[0] * shape[1] * shape[2] for shape in (w1_shape, w2_shape))
+    return first * (dx + dw1) + second * (dw2 + (dx or dw1 or dprobs or dbias1))
 
 
 @register_flop_formula([_ops.grouped_gemm_scaled])

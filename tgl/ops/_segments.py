@@ -14,8 +14,12 @@ def segment_sizes(offs: Tensor, rows: int) -> list[int]:
     Reads ``offs`` on the host. Ends outside ``[0, rows]`` are clamped and a descending end makes an empty group, so
     that bad offsets give wrong numbers but never an access out of bounds.
     """
+    ends = [*offs.tolist(), rows]
+    sizes = [ends[0], *map(int.__sub__, ends[1:], ends)]
+    if min(sizes) >= 0:
+        return sizes
     sizes, previous = [], 0
-    for end in offs.tolist():
+    for end in ends[:-1]:
         end = min(max(end, previous), rows)
         sizes.append(end - previous)
         previous = end

@@ -1,0 +1,215 @@
+"""``grouped_mlp`` has the bits of the three ops that it stands for, forward and backward."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import tgl
+from tgl.nn._routed_mlp import routed_mlp
+from tgl.nn.routing import combine, dispatch_both
+from tgl.testing import ROUTINGS, GroupSizes, sample_inputs
+from tgl.testing.samples import DTYPES
+
+NAMES = ("x", "w1", "w2", "probs", "bias1", "bias2")
+MANY_TURNS = GroupSizes("many_turns", (700, 0, 900, 1, 1500, 40), 3200)
+
+
+def composed(x, w1, w2, offs, probs, bias1, bias2, **options):
+    h = tgl.grouped_gemm(x, w1, offs, bias1)
+    act = tgl.grouped_activation(h, offs, probs, **options)
+    return tgl.grouped_gemm(act, w2, offs, bias2, None if bias2 is None else probs)
+
+
+def noise(t):
+    """The values of a sample made uneven, so that sums depend on their order and products are rounded."""
+    generator = torch.Generator().manual_seed(t.numel())
+    return t + torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+
+
+def with_gradients(function, tensors, frozen=()):
+    """Output and gradients of the floating arguments, leaves in the memory order of ``tensors``."""
+    leaves = {}
+    for name, t in tensors.items():
+        if t is not None and t.is_floating_point():
+            t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if 0 not in t.stride() else t.clone()
+            t.requires_grad_(name not in frozen)
+        leaves[name] = t
+    y = function(*leaves.values())
+    dy = noise(torch.ones(y.shape, dtype=y.dtype)) - 1
+    grads = torch.autograd.grad(y, [leaves[n] for n in NAMES if leaves[n] is not None and n not in frozen], dy)
+    return [y.detach(), *grads]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_over_all_samples(dtype):
+    for sample in sample_inputs("grouped_mlp", dtypes=(dtype,)):
+        tensors = {n: noise(t) if n in NAMES and t is not None else t for n, t in sample.tensors().items()}
+        expected = with_gradients(functools.partial(composed, **sample.options), tensors)
+        for recompute in (False, True):
+            function = functools.partial(tgl.grouped_mlp, **sample.options, recompute=recompute)
+            result = with_gradients(function, tensors)
+            assert same(result, expected), (sample.name, recompute)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [False, True])
+def test_bits_of_groups_that_are_taken_in_turn(dtype, stored):
+    """More rows than are taken together, a group that is more than that alone, and weights stored as ``[G, N, K]``."""
+    x, w1, w2 = (torch.randn(s) for s in ((MANY_TURNS.rows, 32), (6, 32, 384), (6, 192, 48)))
+    if stored:
+        w1, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w1, w2))
+    tensors = dict(zip(("x", "w1", "w2"), (t.to(dtype) for t in (x, w1, w2))))
+    tensors |= {"offs": MANY_TURNS.ends(), "probs": torch.rand(MANY_TURNS.rows), "bias1": None, "bias2": None}
+    tensors["x"][MANY_TURNS.routed :] = float("nan")
+    tensors["probs"][MANY_TURNS.routed :] = float("nan")
+    expected = with_gradients(composed, tensors)
+    assert all(t.isfinite().all() for t in expected)
+    for recompute in (False, True):
+        result = with_gradients(functools.partial(tgl.grouped_mlp, recompute=recompute), tensors)
+        assert same(result, expected)
+
+
+def test_only_the_gradients_that_are_needed():
+    sample = next(s for s in sample_inputs("grouped_mlp", dtypes=(torch.float32,)) if len(s.given) == 3)
+    tensors = {n: noise(t) if n in NAMES else t for n, t in sample.tensors().items()}
+    for count in range(len(NAMES)):
+        for frozen in itertools.combinations(NAMES, count):
+            expected = with_gradients(composed, tensors, frozen)
+            assert same(with_gradients(tgl.grouped_mlp, tensors, frozen), expected), frozen
+
+
+def test_nothing_is_saved_for_a_frozen_first_weight():
+    """Its input is not needed then."""
+    x, w2 = torch.randn(5, 4, requires_grad=True), torch.randn(2, 6, 4, requires_grad=True)
+    offs, saved = torch.tensor([2, 5], dtype=torch.int32), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        tgl.grouped_mlp(x, torch.randn(2, 4, 12), w2, offs)
+    assert w2.data_ptr() in saved
+    assert x.data_ptr() not in saved
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+def test_second_order(kind, recompute):
+    torch.manual_seed(0)
+    width = 4 if kind == "srelu" else 8
+    shapes = ((6, 3), (2, 3, width), (2, 4, 3), (6,), (2, width), (2, 3))
+    x, w1, w2, *rest = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+
+    def function(x, w1, w2, *rest):
+        return tgl.grouped_mlp(x, w1, w2, offs, *rest, kind=kind, recompute=recompute)
+
+    assert torch.autograd.gradcheck(function, (x, w1, w2, *rest))
+    assert torch.autograd.gradgradcheck(function, (x, w1, w2, *rest))
+
+
+def test_func_grad_and_jvp():
+    x, w1, w2 = torch.randn(5, 4), torch.randn(2, 4, 12), torch.randn(2, 6, 4)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    grad = torch.func.grad(lambda x: tgl.grouped_mlp(x, w1, w2, offs).sum())(x)
+    x.requires_grad_()
+    assert torch.equal(grad, torch.autograd.grad(tgl.grouped_mlp(x, w1, w2, offs).sum(), x)[0])
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: tgl.grouped_mlp(x, w1, w2, offs), (x.detach(),), (x.detach(),))
+
+
+def test_autocast():
+    x, w1, w2 = torch.randn(5, 4), torch.randn(2, 4, 12), torch.randn(2, 6, 4)
+    offs, probs = torch.tensor([2, 5], dtype=torch.int32), torch.rand(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tgl.grouped_mlp(x, w1, w2, offs, probs)
+    assert torch.equal(y, tgl.grouped_mlp(*(t.bfloat16() for t in (x, w1, w2)), offs, probs))
+
+
+def test_explain_says_what_takes_the_groups_in_turn():
+    x, w1, w2 = torch.randn(5, 4), torch.randn(2, 4, 12), torch.randn(2, 6, 4)
+    offs = ROUTINGS["one_group"].ends().repeat(2)
+    assert tgl.explain(tgl.grouped_mlp, x, w1, w2, offs).chosen.name == "a few groups at a time"
+    assert "takes no biases" in str(tgl.explain(tgl.grouped_mlp, x, w1, w2, offs, None, torch.randn(2, 12)))
+    assert "no fast matrix product" in str(tgl.explain(tgl.grouped_mlp, x.half(), w1.half(), w2.half(), offs))
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "message"),
+    [
+        ("x", lambda t: t[0], r"`x` must be 2-D \[T, H\]"),
+        ("w1", lambda t: t[:, 1:], r"`w1` must be \[G, H, N\] with H = 4 like `x`"),
+        ("w1", lambda t: t[..., 1:], r"`w1` must be \[G, H, 2 I\] with an even number of columns"),
+        ("w1", torch.Tensor.double, "`w1` must be torch.float32 like `x`"),
+        ("w2", lambda t: t[1:], r"`w2` must be \[G, I, O\] with G = 2 like `w1`"),
+        ("w2", lambda t: t[:, 1:], r"`w2` must be \[G, I, O\] with I = 6 for the `w1` given"),
+        ("offs", torch.Tensor.long, "`offs` must be int32"),
+        ("probs", lambda t: t[1:], r"`probs` must be of shape \[T\]"),
+        ("bias1", lambda t: t[:, 1:], r"`bias1` must be of shape \[G, N\]"),
+        ("bias2", torch.Tensor.half, "`bias2` must be torch.float32"),
+    ],
+)
+def test_bad_input(argument, change, message):
+    arguments = {
+        "x": torch.randn(5, 4),
+        "w1": torch.randn(2, 4, 12),
+        "w2": torch.randn(2, 6, 4),
+        "offs": torch.tensor([2, 5], dtype=torch.int32),
+        "probs": torch.rand(5),
+        "bias1": torch.randn(2, 12),
+        "bias2": torch.randn(2, 4),
+    }
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises((ValueError, TypeError), match=f"tgl::grouped_mlp: {message}"):
+        tgl.grouped_mlp(**arguments)
+
+
+# --- with the routing -------------------------------------------------------------------------------------------------
+
+
+def routed_case(dtype, transposed, bias):
+    torch.manual_seed(0)
+    index = torch.tensor([[0, 2], [2, 3], [5, 0], [2, 0], [9, 1]])  # of 4 experts: 5 and 9 are sentinels
+    shapes = [(5, 4), (5, 2), (4, 4, 12), (4, 6, 4), (4, 12), (4, 4)]
+    leaves = [torch.randn(s, dtype=dtype) for s in (shapes if bias else shapes[:4])]
+    if not transposed:
+        leaves[2:4] = [w.transpose(1, 2).contiguous() for w in leaves[2:4]]
+    leaves = [t.requires_grad_() for t in leaves] + [None, None][: 6 - len(leaves)]
+    return tgl.route(index, 4), leaves
+
+
+def apart(routing, transposed, x, weights, w1, w2, bias1, bias2):
+    rows, probs = dispatch_both(x, weights, routing)
+    w1, w2 = (w1, w2) if transposed else (w1.transpose(1, 2), w2.transpose(1, 2))
+    return combine(tgl.grouped_mlp(rows, w1, w2, routing.offs, probs, bias1, bias2), routing)
+
+
+def as_one(routing, transposed, x, weights, *parameters):
+    return routed_mlp(x, weights, routing, *parameters, transposed=transposed, activation={})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_node_has_the_bits_of_three(dtype, transposed, bias):
+    routing, leaves = routed_case(dtype, transposed, bias)
+    given = [t for t in leaves if t is not None]
+    results = []
+    for function in (apart, as_one):
+        y = function(routing, transposed, *leaves)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), given)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_second_order_of_one_node(bias):
+    routing, leaves = routed_case(torch.float64, False, bias)
+    given = [t for t in leaves if t is not None]
+
+    def function(*given):
+        return as_one(routing, False, *given, *[None] * (6 - len(given)))
+
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)

@@ -1,0 +1,298 @@
+"""``tgl::grouped_mlp``: the whole expert, FC1, activation and FC2, as one op forward and one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import mlp as specs
+from . import _mlp, _mlp_cpu
+from ._library import Formula, autocast_operand, define
+from .grouped_activation import _PARAMS, Params
+
+NAME = "grouped_mlp"
+BACKWARD = "grouped_mlp_backward"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    recompute: bool = False,
+    **params: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = Params(**params)
+    made = specs.grouped_mlp(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, recompute=recompute)
+    debug.check_offs(NAME, offs, x.shape[0])
+    y, h, act = (spec.empty() for spec in made)
+    kept = None if recompute else act
+    backends.run(NAME, x.device, x, w1, w2, offs, probs, bias1, bias2, params=parsed, y=y, h=h, act=kept)
+    return y, h, act
+
+
+def _kernel_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    h: Tensor,
+    act: Tensor | None,
+    probs: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    output_mask: Sequence[bool],
+    **params: Any,
+) -> tuple[Tensor, ...]:
+    parsed = Params(**params)
+    made = specs.grouped_mlp_backward(
+        dy, x, w1, w2, offs, h, act, probs, bias2, output_mask=output_mask, kind=parsed.kind
+    )
+    debug.check_offs(BACKWARD, offs, dy.shape[0])
+    grads = tuple(spec.empty() for spec in made)
+    args = (dy, x, w1, w2, offs, h, act, probs, bias2)
+    backends.run(BACKWARD, dy.device, *args, params=parsed, **_destinations(grads, output_mask))
+    return grads
+
+
+_GRADIENTS = ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")
+
+
+def _destinations(grads: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:
+    return {name: t if want else None for name, t, want in zip(_GRADIENTS, grads, mask)}
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    *,
+    output: tuple[Tensor, Tensor, Tensor],
+    recompute: bool,
+    **params: Any,
+) -> None:
+    _, h, act = output
+    ctx.save_for_backward(
+        x if needs[1] else None, w1, w2, offs, h, act if needs[2] and not recompute else None, probs, bias2
+    )
+    ctx.set_materialize_grads(False)  # nobody but a second backward has gradients of h and act
+    ctx.params = params
+    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
+
+
+def _backward(
+    ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None, dact: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """``dact = dy w2^T``, ``dh = dact`` through the activation, ``dx = dh w1^T``; ``dw2 = act^T dy``, ``dw1 = x^T dh``.
+
+    As one op; where a second order may follow, or comes, as the differentiable ones that it is made of.
+    """
+    x, w1, w2, offs, h, act, probs, bias2 = ctx.saved_tensors
+    mask = [needs[i] for i in (0, 1, 2, 4, 5, 6)]
+    if dy is None or dh is not None or dact is not None or torch.is_grad_enabled():
+        grads = _composed(ctx, mask, dy, dh, dact)
+    else:
+        given = (x, w1, w2, offs, h, act, probs, bias2)
+        grads = torch.ops.tgl.grouped_mlp_backward(dy, *given, output_mask=mask, **ctx.params)
+    dx, dw1, dw2, dprobs, dbias1, dbias2 = (g if want else None for g, want in zip(grads, mask))
+    biases = (None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes))
+    return dx, dw1, dw2, None, dprobs, *biases
+
+
+def _composed(
+    ctx: Any, mask: Sequence[bool], dy: Tensor | None, dh: Tensor | None, dact: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Differentiable in the saved tensors, ``h`` and ``act`` (outputs of this very node) among them."""
+    x, w1, w2, offs, h, act, probs, bias2 = ctx.saved_tensors
+    ops = torch.ops.tgl
+    dx = dw1 = dw2 = dprobs = dbias1 = dbias2 = None
+    if dact is not None and dact.shape != (h.shape[0], w2.shape[1]):
+        dact = None  # of the empty tensor that stands for a result to be recomputed
+    if dy is not None:
+        if mask[2]:
+            dw2 = _wgrad(ops.grouped_activation(h, offs, probs, **ctx.params) if act is None else act, dy, offs, w2)
+        back = ops.grouped_gemm(dy, w2.transpose(1, 2), offs)
+        dact = back if dact is None else dact + back
+        if bias2 is not None and probs is not None:
+            dbias2, dprobs = ops.grouped_dbias_dscales(dy, bias2, probs, offs)
+            dprobs = dprobs.to(probs.dtype)
+        elif bias2 is not None:
+            dbias2 = ops.grouped_dbias(dy, offs)
+    if dact is not None:
+        back, sums = ops.grouped_activation_backward(dact, h, offs, probs, **ctx.params)
+        dh = back if dh is None else dh + back
+        if probs is not None:
+            dprobs = sums.to(probs.dtype) if dprobs is None else sums.to(probs.dtype) + dprobs
+    if dh is not None:
+        dw1 = _wgrad(x, dh, offs, w1) if mask[1] else None
+        dx = ops.grouped_gemm(dh, w1.transpose(1, 2), offs) if mask[0] else None
+        dbias1 = ops.grouped_dbias(dh, offs) if mask[4] else None
+    return dx, dw1, dw2, dprobs, dbias1, dbias2
+
+
+def _wgrad(a: Tensor, b: Tensor, offs: Tensor, w: Tensor) -> Tensor:
+    if specs.by_columns(w):
+        return torch.ops.tgl.grouped_gemm_wgrad(b, a, offs).transpose(1, 2)
+    return torch.ops.tgl.grouped_gemm_wgrad(a, b, offs)
+
+
+def _autocast(
+    dtype: torch.dtype,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    *biases: Tensor | None,
+    **kwargs: Any,
+) -> tuple[tuple, dict]:
+    """Operands and biases in the autocast dtype; ``probs`` keep their own."""
+    x, w1, w2 = (autocast_operand(dtype, t) for t in (x, w1, w2))
+    if probs is not None and probs.dtype not in (x.dtype, torch.float32):
+        probs = probs.float()
+    return (x, w1, w2, offs, probs, *(None if b is None else autocast_operand(dtype, b) for b in biases)), kwargs
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}(Tensor x, Tensor w1, Tensor w2, Tensor offs, Tensor? probs=None, Tensor? bias1=None, Tensor? bias2=None, "
+    f"*, bool recompute=False, {_PARAMS}) -> (Tensor y, Tensor h, Tensor act)",
+    _kernel,
+    lambda *args, kind="swiglu", recompute=False, **_: tuple(
+        spec.empty() for spec in specs.grouped_mlp(*args, kind=kind, recompute=recompute)
+    ),
+    formula=Formula(_save, _backward),
+    autocast=_autocast,
+)
+_op_backward = define(
+    f"{BACKWARD}(Tensor dy, Tensor? x, Tensor w1, Tensor w2, Tensor offs, Tensor h, Tensor? act, Tensor? probs=None, "
+    f"Tensor? bias2=None, *, bool[] output_mask, {_PARAMS}) -> "
+    "(Tensor dx, Tensor dw1, Tensor dw2, Tensor dprobs, Tensor dbias1, Tensor dbias2)",
+    _kernel_backward,
+    lambda *args, output_mask, kind="swiglu", **_: tuple(
+        spec.empty() for spec in specs.grouped_mlp_backward(*args, output_mask=output_mask, kind=kind)
+    ),
+    no_derivative="the backward of tgl::grouped_mlp is differentiable under create_graph=True",
+)
+
+
+def _call(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    recompute: bool = False,
+    **params: Any,
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    parsed = Params(**params)
+    made = specs.grouped_mlp(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, recompute=recompute)
+    y, h, act = (spec.meta() for spec in made)
+    destinations = {"params": parsed, "y": y, "h": h, "act": None if recompute else act}
+    return x.device, (x, w1, w2, offs, probs, bias1, bias2), destinations
+
+
+def _call_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    h: Tensor,
+    act: Tensor | None,
+    probs: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    output_mask: Sequence[bool],
+    **params: Any,
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    parsed = Params(**params)
+    args = (dy, x, w1, w2, offs, h, act, probs, bias2)
+    made = specs.grouped_mlp_backward(*args, output_mask=output_mask, kind=parsed.kind)
+    destinations = _destinations([spec.meta() for spec in made], output_mask)
+    return dy.device, args, {"params": parsed, **destinations}
+
+
+backends.describe_op(NAME, _call)
+backends.describe_op(BACKWARD, _call_backward)
+for _name, _in_turn, _supports, _composition in (
+    (NAME, _mlp_cpu.forward, _mlp_cpu.supports_forward, _mlp.forward),
+    (BACKWARD, _mlp_cpu.backward, _mlp_cpu.supports_backward, _mlp.backward),
+):
+    _note = "the implementations of the ops it is made of, see their own reports"
+    backends.add(backends.Implementation(_name, "a few groups at a time", "cpu", _in_turn, _supports))
+    backends.add(backends.Implementation(_name, "composition", "cpu", _composition, priority=-10, note=_note))
+    backends.add(backends.Implementation(_name, "composition", "cuda", _composition, emulable=True, note=_note))
+
+
+def grouped_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    offset: float | None = None,
+    recompute: bool | None = None,
+) -> Tensor:
+    """Run the experts' MLPs: ``grouped_gemm``, ``grouped_activation`` and ``grouped_gemm`` as one op.
+
+    For row ``t`` of group ``g``: ``h = x[t] @ w1[g] + bias1[g]``, ``a = probs[t] * activation(h)`` and
+    ``y[t] = a @ w2[g] + probs[t] * bias2[g]``, each rounded to the dtype of ``x``, with the bits that the three ops
+    give. Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all floating arguments, twice;
+    the backward is one op too, which forms the gradients that are needed.
+
+    Args:
+        x: ``[T, H]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        w1: ``[G, H, N]`` of the same dtype, either major; ``N = 2 I`` for the gated kinds, ``I`` for ``"srelu"``.
+        w2: ``[G, I, O]``, likewise.
+        offs: int32 ``[G]`` on the same device: cumulative group ends.
+        probs: ``[T]``, dtype of ``x`` or float32: multiplies the expert's answer.
+        bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
+        kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
+        recompute: form ``a`` again in the backward instead of keeping it. Default: on a CPU, where that costs less.
+
+    Returns:
+        ``[T, O]`` in the dtype of ``x``.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: a forward-mode derivative is asked for.
+    """
+    constants = {"limit": limit, "alpha": alpha, "offset": offset}  # None: see ``grouped_activation``
+    given: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}
+    if recompute is None:
+        recompute = x.device.type == "cpu"
+    given |= {"kind": kind, "interleaved": interleaved, "recompute": recompute}
+    return _op(x, w1, w2, offs, probs, bias1, bias2, **given)[0]
