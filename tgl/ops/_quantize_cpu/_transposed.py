@@ -38,8 +38,12 @@ class Transposed:
 
     def places(self, start: int, stop: int) -> Tensor:
         """int64: the coordinate of every row of a range."""
-        shifts = torch.tensor(self._moves).index_select(0, self.groups.of_rows(start, stop))
-        return shifts.add_(torch.arange(start, stop))
+        return self.moved(torch.arange(start, stop), start, stop, 0)
+
+    def moved(self, numbers: Tensor, start: int, stop: int, by: int) -> Tensor:
+        """Numbers of the rows of a range, moved as their groups are and by another ``by``."""
+        moves = torch.tensor([move + by for move in self._moves])
+        return moves.index_select(0, self.groups.of_rows(start, stop)).add_(numbers)
 
     def clear(self) -> None:
         """Zero what no write will reach."""
@@ -107,8 +111,9 @@ class _RowsToTurn:
         if want > _SPARSE * have:  # many empty groups
             self.places = transposed.places(start, stop)
         elif want > have:  # the row at every place, the one behind the last in gaps
-            places = transposed.places(start, stop).sub_(self.first)
-            self.row = torch.full((want,), have).scatter_(0, places, torch.arange(have))
+            row = torch.arange(have)
+            places = transposed.moved(row, start, stop, start - self.first)
+            self.row = torch.full((want,), have).scatter_(0, places, row)
 
     def room(self, columns: int) -> Tensor:
         """Memory for bytes ``[rows, columns]``."""
