@@ -58,8 +58,8 @@ def test_bits_over_all_samples(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stored", [False, True])
-def test_bits_of_groups_that_are_taken_in_turn(dtype, stored):
+@pytest.mark.parametrize(("stored", "kind"), [(False, "swiglu"), (True, "swiglu"), (True, "clamped_qgeglu")])
+def test_bits_of_groups_that_are_taken_in_turn(dtype, stored, kind):
     """More rows than are taken together, a group that is more than that alone, and weights stored as ``[G, N, K]``."""
     x, w1, w2 = (torch.randn(s) for s in ((MANY_TURNS.rows, 32), (6, 32, 384), (6, 192, 48)))
     if stored:
@@ -68,10 +68,10 @@ def test_bits_of_groups_that_are_taken_in_turn(dtype, stored):
     tensors |= {"offs": MANY_TURNS.ends(), "probs": torch.rand(MANY_TURNS.rows), "bias1": None, "bias2": None}
     tensors["x"][MANY_TURNS.routed :] = float("nan")
     tensors["probs"][MANY_TURNS.routed :] = float("nan")
-    expected = with_gradients(composed, tensors)
+    expected = with_gradients(functools.partial(composed, kind=kind), tensors)
     assert all(t.isfinite().all() for t in expected)
     for recompute in (False, True):
-        result = with_gradients(functools.partial(tgl.grouped_mlp, recompute=recompute), tensors)
+        result = with_gradients(functools.partial(tgl.grouped_mlp, kind=kind, recompute=recompute), tensors)
         assert same(result, expected)
 
 

@@ -61,11 +61,11 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_BACKWARD.format(x="I", y="I"), options=_PLAIN, **_ACTIVATION),
     ),
     "grouped_mlp": (
-        Signature(_MLP_FORWARD.format(h="2I"), options=_GATED, **_MLP),
+        Signature(_MLP_FORWARD.format(h="2I"), options={"interleaved": (False, True)}, **_MLP),
         Signature(_MLP_FORWARD.format(h="I"), options=_PLAIN, **_MLP),
     ),
     "grouped_mlp_backward": (
-        Signature(_MLP_BACKWARD.format(h="2I"), options={**_GATED, **_ALL}, differentiable=False, **_MLP),
+        Signature(_MLP_BACKWARD.format(h="2I"), options=_ALL, differentiable=False, **_MLP),
         Signature(_MLP_BACKWARD.format(h="I"), options={**_PLAIN, **_ALL}, differentiable=False, **_MLP),
     ),
     "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
