@@ -50,11 +50,13 @@ def same(one, other):
 def test_bits_over_all_samples(dtype):
     for sample in sample_inputs("grouped_mlp", dtypes=(dtype,)):
         tensors = {n: noise(t) if n in NAMES and t is not None else t for n, t in sample.tensors().items()}
-        expected = with_gradients(functools.partial(composed, **sample.options), tensors)
-        for recompute in (False, True):
-            function = functools.partial(tgl.grouped_mlp, **sample.options, recompute=recompute)
-            result = with_gradients(function, tensors)
-            assert same(result, expected), (sample.name, recompute)
+        for options in ({"kind": "srelu"}, {"kind": "swiglu", "interleaved": True}):
+            narrow = {**tensors, "w2": tensors["w2"][:, : tensors["w1"].shape[2] // 2]}
+            given = tensors if options["kind"] == "srelu" else narrow
+            expected = with_gradients(functools.partial(composed, **options), given)
+            for recompute in (False, True):
+                function = functools.partial(tgl.grouped_mlp, **options, recompute=recompute)
+                assert same(with_gradients(function, given), expected), (sample.name, options, recompute)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,8 +82,9 @@ def test_only_the_gradients_that_are_needed():
     tensors = {n: noise(t) if n in NAMES else t for n, t in sample.tensors().items()}
     for count in range(len(NAMES)):
         for frozen in itertools.combinations(NAMES, count):
-            expected = with_gradients(composed, tensors, frozen)
-            assert same(with_gradients(tgl.grouped_mlp, tensors, frozen), expected), frozen
+            expected = with_gradients(functools.partial(composed, kind="srelu"), tensors, frozen)
+            function = functools.partial(tgl.grouped_mlp, kind="srelu")
+            assert same(with_gradients(function, tensors, frozen), expected), frozen
 
 
 def test_nothing_is_saved_for_a_frozen_first_weight():
