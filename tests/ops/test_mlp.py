@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import tgl
-from tgl.nn._routed_mlp import routed_mlp
-from tgl.nn.routing import combine, dispatch_both
 from tgl.testing import ROUTINGS, GroupSizes, sample_inputs
 from tgl.testing.samples import DTYPES
 
@@ -167,52 +165,3 @@ def test_bad_input(argument, change, message):
     arguments[argument] = change(arguments[argument])
     with pytest.raises((ValueError, TypeError), match=f"tgl::grouped_mlp: {message}"):
         tgl.grouped_mlp(**arguments)
-
-
-# --- with the routing -------------------------------------------------------------------------------------------------
-
-
-def routed_case(dtype, transposed, bias):
-    torch.manual_seed(0)
-    index = torch.tensor([[0, 2], [2, 3], [5, 0], [2, 0], [9, 1]])  # of 4 experts: 5 and 9 are sentinels
-    shapes = [(5, 4), (5, 2), (4, 4, 12), (4, 6, 4), (4, 12), (4, 4)]
-    leaves = [torch.randn(s, dtype=dtype) for s in (shapes if bias else shapes[:4])]
-    if not transposed:
-        leaves[2:4] = [w.transpose(1, 2).contiguous() for w in leaves[2:4]]
-    leaves = [t.requires_grad_() for t in leaves] + [None, None][: 6 - len(leaves)]
-    return tgl.route(index, 4), leaves
-
-
-def apart(routing, transposed, x, weights, w1, w2, bias1, bias2):
-    rows, probs = dispatch_both(x, weights, routing)
-    w1, w2 = (w1, w2) if transposed else (w1.transpose(1, 2), w2.transpose(1, 2))
-    return combine(tgl.grouped_mlp(rows, w1, w2, routing.offs, probs, bias1, bias2), routing)
-
-
-def as_one(routing, transposed, x, weights, *parameters):
-    return routed_mlp(x, weights, routing, *parameters, transposed=transposed, activation={})
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_node_has_the_bits_of_three(dtype, transposed, bias):
-    routing, leaves = routed_case(dtype, transposed, bias)
-    given = [t for t in leaves if t is not None]
-    results = []
-    for function in (apart, as_one):
-        y = function(routing, transposed, *leaves)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), given)])
-    assert same(*results)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_second_order_of_one_node(bias):
-    routing, leaves = routed_case(torch.float64, False, bias)
-    given = [t for t in leaves if t is not None]
-
-    def function(*given):
-        return as_one(routing, False, *given, *[None] * (6 - len(given)))
-
-    assert torch.autograd.gradcheck(function, given)
-    assert torch.autograd.gradgradcheck(function, given)
