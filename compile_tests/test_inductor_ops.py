@@ -125,6 +125,13 @@ def dactivation() -> Iterator[Call]:
         yield [with_tail(T, K, dtype=x.dtype), torch.randn(G, K, width).to(x.dtype), x, *rest], options
 
 
+def mlp() -> Iterator[Call]:
+    for dtype in DTYPES:
+        x, w1, w2 = with_tail(T, K, dtype=dtype), torch.randn(G, K, 2 * N).to(dtype), torch.randn(G, N, K).to(dtype)
+        for probs, *biases in product(*(optional(s, dtype, torch.rand) for s in ((T,), (G, 2 * N), (G, K)))):
+            yield [x, w1, w2, OFFS, probs, *biases], {"recompute": probs is None}
+
+
 def splits() -> Iterator[Call]:
     for dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         yield [torch.tensor([4, 0, 3], dtype=dtype)], {}
@@ -141,6 +148,7 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "grouped_activation": (torch.ops.tgl.grouped_activation, activation),
     "grouped_activation_backward": (torch.ops.tgl.grouped_activation_backward, activation_backward),
     "grouped_gemm_dactivation": (torch.ops.tgl.grouped_gemm_dactivation, dactivation),
+    "grouped_mlp": (lambda *args, **options: torch.ops.tgl.grouped_mlp(*args, **options)[0], mlp),
 }
 FUSED_GRADIENTS = ("grouped_activation_backward", "grouped_gemm_dactivation")  # made of aten ops, which Inductor fuses
 

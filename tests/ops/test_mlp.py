@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import tgl
-from tgl.nn._routed_mlp import routed_mlp
-from tgl.nn.routing import combine, dispatch_both
 from tgl.testing import ROUTINGS, GroupSizes, sample_inputs
 from tgl.testing.samples import DTYPES
 
@@ -50,16 +48,18 @@ def same(one, other):
 def test_bits_over_all_samples(dtype):
     for sample in sample_inputs("grouped_mlp", dtypes=(dtype,)):
         tensors = {n: noise(t) if n in NAMES and t is not None else t for n, t in sample.tensors().items()}
-        expected = with_gradients(functools.partial(composed, **sample.options), tensors)
-        for recompute in (False, True):
-            function = functools.partial(tgl.grouped_mlp, **sample.options, recompute=recompute)
-            result = with_gradients(function, tensors)
-            assert same(result, expected), (sample.name, recompute)
+        for options in ({"kind": "srelu"}, {"kind": "swiglu", "interleaved": True}):
+            narrow = {**tensors, "w2": tensors["w2"][:, : tensors["w1"].shape[2] // 2]}
+            given = tensors if options["kind"] == "srelu" else narrow
+            expected = with_gradients(functools.partial(composed, **options), given)
+            for recompute in (False, True):
+                function = functools.partial(tgl.grouped_mlp, **options, recompute=recompute)
+                assert same(with_gradients(function, given), expected), (sample.name, options, recompute)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stored", [False, True])
-def test_bits_of_groups_that_are_taken_in_turn(dtype, stored):
+@pytest.mark.parametrize(("stored", "kind"), [(False, "swiglu"), (True, "swiglu"), (True, "clamped_qgeglu")])
+def test_bits_of_groups_that_are_taken_in_turn(dtype, stored, kind):
     """More rows than are taken together, a group that is more than that alone, and weights stored as ``[G, N, K]``."""
     x, w1, w2 = (torch.randn(s) for s in ((MANY_TURNS.rows, 32), (6, 32, 384), (6, 192, 48)))
     if stored:
@@ -68,10 +68,10 @@ def test_bits_of_groups_that_are_taken_in_turn(dtype, stored):
     tensors |= {"offs": MANY_TURNS.ends(), "probs": torch.rand(MANY_TURNS.rows), "bias1": None, "bias2": None}
     tensors["x"][MANY_TURNS.routed :] = float("nan")
     tensors["probs"][MANY_TURNS.routed :] = float("nan")
-    expected = with_gradients(composed, tensors)
+    expected = with_gradients(functools.partial(composed, kind=kind), tensors)
     assert all(t.isfinite().all() for t in expected)
     for recompute in (False, True):
-        result = with_gradients(functools.partial(tgl.grouped_mlp, recompute=recompute), tensors)
+        result = with_gradients(functools.partial(tgl.grouped_mlp, kind=kind, recompute=recompute), tensors)
         assert same(result, expected)
 
 
@@ -80,8 +80,9 @@ def test_only_the_gradients_that_are_needed():
     tensors = {n: noise(t) if n in NAMES else t for n, t in sample.tensors().items()}
     for count in range(len(NAMES)):
         for frozen in itertools.combinations(NAMES, count):
-            expected = with_gradients(composed, tensors, frozen)
-            assert same(with_gradients(tgl.grouped_mlp, tensors, frozen), expected), frozen
+            expected = with_gradients(functools.partial(composed, kind="srelu"), tensors, frozen)
+            function = functools.partial(tgl.grouped_mlp, kind="srelu")
+            assert same(with_gradients(function, tensors, frozen), expected), frozen
 
 
 def test_nothing_is_saved_for_a_frozen_first_weight():
@@ -164,52 +165,3 @@ def test_bad_input(argument, change, message):
     arguments[argument] = change(arguments[argument])
     with pytest.raises((ValueError, TypeError), match=f"tgl::grouped_mlp: {message}"):
         tgl.grouped_mlp(**arguments)
-
-
-# --- with the routing -------------------------------------------------------------------------------------------------
-
-
-def routed_case(dtype, transposed, bias):
-    torch.manual_seed(0)
-    index = torch.tensor([[0, 2], [2, 3], [5, 0], [2, 0], [9, 1]])  # of 4 experts: 5 and 9 are sentinels
-    shapes = [(5, 4), (5, 2), (4, 4, 12), (4, 6, 4), (4, 12), (4, 4)]
-    leaves = [torch.randn(s, dtype=dtype) for s in (shapes if bias else shapes[:4])]
-    if not transposed:
-        leaves[2:4] = [w.transpose(1, 2).contiguous() for w in leaves[2:4]]
-    leaves = [t.requires_grad_() for t in leaves] + [None, None][: 6 - len(leaves)]
-    return tgl.route(index, 4), leaves
-
-
-def apart(routing, transposed, x, weights, w1, w2, bias1, bias2):
-    rows, probs = dispatch_both(x, weights, routing)
-    w1, w2 = (w1, w2) if transposed else (w1.transpose(1, 2), w2.transpose(1, 2))
-    return combine(tgl.grouped_mlp(rows, w1, w2, routing.offs, probs, bias1, bias2), routing)
-
-
-def as_one(routing, transposed, x, weights, *parameters):
-    return routed_mlp(x, weights, routing, *parameters, transposed=transposed, activation={})
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_node_has_the_bits_of_three(dtype, transposed, bias):
-    routing, leaves = routed_case(dtype, transposed, bias)
-    given = [t for t in leaves if t is not None]
-    results = []
-    for function in (apart, as_one):
-        y = function(routing, transposed, *leaves)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), given)])
-    assert same(*results)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_second_order_of_one_node(bias):
-    routing, leaves = routed_case(torch.float64, False, bias)
-    given = [t for t in leaves if t is not None]
-
-    def function(*given):
-        return as_one(routing, False, *given, *[None] * (6 - len(given)))
-
-    assert torch.autograd.gradcheck(function, given)
-    assert torch.autograd.gradgradcheck(function, given)

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ..meta.specs import accumulator
-from ..nn._routed_mlp import routed_mlp
 from ..nn.routing import combine, dispatch, dispatch_both, route
-from ..ops import grouped_activation, grouped_gemm, grouped_mlp
+from ..ops import grouped_activation, grouped_gemm
 
 NAME = "tgl"
 
@@ -59,48 +58,34 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     flags: Any = experts
     routing = route(top_k_index, flags.num_experts)
     up, up_bias = (flags.gate_up_proj, "gate_up_proj_bias") if flags.has_gate else (flags.up_proj, "up_proj_bias")
-    hidden, dtype = hidden_states.to(up.dtype), hidden_states.dtype
-    fused = activation(experts)
-    whole = fused is not None and flags.down_proj.dtype == up.dtype
-    bias1, bias2 = (getattr(flags, name) if flags.has_bias else None for name in (up_bias, "down_proj_bias"))
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
     early = not flags.has_post_expert_norm
-    weights = top_k_weights.to(accumulator(up.dtype)) if early else None
-    if fused is not None and whole and weights is not None and not torch.is_autocast_enabled(hidden.device.type):
-        matrices, options = (up, flags.down_proj, bias1, bias2), fused.parameters(experts)
-        return routed_mlp(hidden, weights, routing, *matrices, transposed=flags.is_transposed, activation=options).to(
-            dtype
-        )
-    rows, probs = dispatch_both(hidden, weights, routing) if weights is not None else (dispatch(hidden, routing), None)
-    if fused is not None and whole:
-        w1, w2 = (_matrices(flags, w) for w in (up, flags.down_proj))
-        rows = grouped_mlp(rows, w1, w2, routing.offs, probs, bias1, bias2, **fused.parameters(experts))
-    else:
-        rows = _linear(flags, rows, up, bias1, routing.offs)
-        if fused is not None:
-            rows = grouped_activation(rows, routing.offs, probs, **fused.parameters(experts))
-        else:
-            rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
-            rows = rows * probs[:, None] if probs is not None else rows
-        rows = _linear(flags, rows, flags.down_proj, bias2, routing.offs, probs)
+    hidden, probs = hidden_states.to(up.dtype), None
     if early:
-        return combine(rows, routing).to(dtype)
+        rows, probs = dispatch_both(hidden, top_k_weights.to(accumulator(up.dtype)), routing)
+    else:
+        rows = dispatch(hidden, routing)
+    rows = _linear(flags, rows, up, up_bias, routing.offs)
+    fused = activation(experts)
+    if fused is not None:
+        rows = grouped_activation(rows, routing.offs, probs, **fused.parameters(experts))
+    else:
+        rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
+        rows = rows * probs[:, None] if probs is not None else rows
+    rows = _linear(flags, rows, flags.down_proj, "down_proj_bias", routing.offs, probs)
+    if early:
+        return combine(rows, routing).to(hidden_states.dtype)
     weights = top_k_weights.masked_fill(top_k_index >= flags.num_experts, 0)
-    return combine(flags.post_expert_norm(rows), routing, weights).to(dtype)
+    return combine(flags.post_expert_norm(rows), routing, weights).to(hidden_states.dtype)
 
 
 def _linear(
-    flags: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, probs: Tensor | None = None
+    flags: Any, rows: Tensor, weight: Tensor, bias_name: str, offs: Tensor, probs: Tensor | None = None
 ) -> Tensor:
-    return grouped_gemm(
-        rows.to(weight.dtype), _matrices(flags, weight), offs, bias, probs if bias is not None else None
-    )
-
-
-def _matrices(flags: Any, weight: Tensor) -> Tensor:
-    """``[G, in, out]``."""
-    return weight if flags.is_transposed else weight.transpose(1, 2)
+    matrices = weight if flags.is_transposed else weight.transpose(1, 2)
+    bias = getattr(flags, bias_name) if flags.has_bias else None
+    return grouped_gemm(rows.to(weight.dtype), matrices, offs, bias, probs if bias is not None else None)
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

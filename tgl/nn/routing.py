@@ -55,7 +55,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     return Routing(source, position, offs, top_k, source // top_k if top_k != 1 else source)
 
 
-def sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
+def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
     """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
     if top_k == 1:
         return rows.index_select(0, position)
@@ -67,7 +67,7 @@ def sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
 def _transposed_dispatch(grad: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
     if torch.is_grad_enabled():  # a second order may follow
         return _Sum.apply(grad, token, position, top_k)
-    return sum_choices(grad, position, top_k)
+    return _sum_choices(grad, position, top_k)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(token, position)
         ctx.top_k = top_k
-        return sum_choices(y, position, top_k)
+        return _sum_choices(y, position, top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

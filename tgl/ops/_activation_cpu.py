@@ -18,7 +18,7 @@ from ..meta import specs
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_SCRATCH = 1 << 19  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
+_SCRATCH = 1 << 17  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input

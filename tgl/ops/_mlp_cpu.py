@@ -20,7 +20,7 @@ from ._segments import below_autograd, native_matmul, segment_sizes
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_TOGETHER = 1 << 19  # bytes of ``h`` of the groups that are taken together; a larger group is taken alone
+_TOGETHER = 1 << 18  # bytes of ``h`` of the groups that are taken together; a larger group is taken alone
 _LOCALITY = 100  # what an element of ``h`` gains by that, in the unit of ``_batched_cpu``; measured
 
 

@@ -15,13 +15,14 @@ _FUSED = "a[T,K], b[G,K,{0}], offs[G]:ends, bias[G,{0}]?, probs[T]? -> y[T,I], h
 _DACTIVATION = "dy[T,K], b[G,K,I], h[T,{h}], offs[G]:ends, probs[T]? -> dh[T,{h}], dprobs[T]"
 _GATED: dict[str, Sequence[Any]] = {"kind": ("swiglu", "clamped_qgeglu"), "interleaved": (False, True)}
 _PLAIN: dict[str, Sequence[Any]] = {"kind": ("srelu",)}
-_MLP: dict[str, Any] = {"wide": ("probs", "bias1", "bias2"), "exact": False}
+_MLP_WIDE = ("probs", "bias1", "bias2")
+# Squared ReLU keeps integers integers, through both products.
 _MLP_FORWARD = (
-    "x[T,K], w1[G,K,{h}], w2[G,I,N], offs[G]:ends, probs[T]?, bias1[G,{h}]?, bias2[G,N]? -> y[T,N], h[T,{h}], act[T,I]"
+    "x[T,K], w1[G,K,I], w2[G,I,N], offs[G]:ends, probs[T]?, bias1[G,I]?, bias2[G,N]? -> y[T,N], h[T,I], act[T,I]"
 )
 _MLP_BACKWARD = (
-    "dy[T,N], x[T,K], w1[G,K,{h}], w2[G,I,N], offs[G]:ends, h[T,{h}], act[T,I]?, probs[T], bias2[G,N]? -> "
-    "dx[T,K], dw1[G,K,{h}], dw2[G,I,N], dprobs[T], dbias1[G,{h}], dbias2[G,N]"
+    "dy[T,N], x[T,K], w1[G,K,I], w2[G,I,N], offs[G]:ends, h[T,I], act[T,I]?, probs[T], bias2[G,N]? -> "
+    "dx[T,K], dw1[G,K,I], dw2[G,I,N], dprobs[T], dbias1[G,I], dbias2[G,N]"
 )
 _ALL: dict[str, Sequence[Any]] = {"output_mask": ((True,) * 6,)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
@@ -70,13 +71,9 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_DACTIVATION.format(h="2I"), options=_GATED, **_ACTIVATION),
         Signature(_DACTIVATION.format(h="I"), options=_PLAIN, **_ACTIVATION),
     ),
-    "grouped_mlp": (
-        Signature(_MLP_FORWARD.format(h="2I"), options=_GATED, **_MLP),
-        Signature(_MLP_FORWARD.format(h="I"), options=_PLAIN, **_MLP),
-    ),
+    "grouped_mlp": (Signature(_MLP_FORWARD, options=_PLAIN, wide=_MLP_WIDE),),
     "grouped_mlp_backward": (
-        Signature(_MLP_BACKWARD.format(h="2I"), options={**_GATED, **_ALL}, differentiable=False, **_MLP),
-        Signature(_MLP_BACKWARD.format(h="I"), options={**_PLAIN, **_ALL}, differentiable=False, **_MLP),
+        Signature(_MLP_BACKWARD, options={**_PLAIN, **_ALL}, differentiable=False, wide=_MLP_WIDE),
     ),
     "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
     "grouped_gemm_scaled.out": (QuantizedSignature(f"{_SCALED}, out[T,N]! ->", requires={"bias_scale": "bias"}),),
