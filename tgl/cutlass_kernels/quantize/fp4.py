@@ -1,0 +1,237 @@
+"""NVFP4 arithmetic in registers, to the bit that of the CPU: scales, E2M1 elements, random bits, Hadamard transform.
+
+Elements are PTX: what is written as ``.rn`` is not contracted, so every operation rounds once.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
+
+from .lanes import INFINITY, LANES, NAN, STEPS, VECTOR, as_bits, as_float, reinterpret
+
+BLOCK = 16
+LARGEST = 0x7F7FFFFF
+RANGE = 2688.0  # 448 * 6, the largest E4M3 times the largest E2M1
+SIXTH = 0x3E2AAAAB  # float32(1 / 6)
+SCALES = 128  # bytes without a sign
+SCALE_NAN = 0x7F
+NORMAL = 0x3C800000  # 2^-6, the smallest scale of full precision
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def group_scales(amax: Float32) -> tuple[Float32, Float32]:
+    """Encoding and decoding scale of a group, from its finite amax."""
+    encode = as_float(cutlass.min(as_bits(Float32(RANGE) / amax), Int32(LARGEST)))
+    if as_bits(amax) == 0:
+        encode = Float32(1.0)
+    return encode, Float32(1.0) / encode
+
+
+@cute.jit
+def multiplier(byte: Int32, decode: Float32) -> Float32:
+    """What the elements of a block with this scale are multiplied by; NaN if the block holds Inf or NaN."""
+    scale = reinterpret(Uint8(byte), cutlass.Float8E4M3FN).to(Float32)
+    inverse = cutlass.min(as_bits(Float32(1.0) / (scale * decode)), Int32(LARGEST))
+    if byte == SCALE_NAN:
+        inverse = Int32(NAN)
+    return as_float(inverse)
+
+
+def scale_bytes(maxima, factor: Float32) -> tuple[Int32, Any]:
+    """E4M3 bytes of four blocks in a word, and whether elements of one may exceed 6 by far, as its scale is coarse.
+
+    ``maxima`` are bits of float32.
+    """
+    word, coarse = Int32(0), cutlass.Boolean(False)
+    for i, bits in enumerate(maxima):
+        product = as_float(bits) * factor
+        byte = _to_e4m3(product)
+        byte = cutlass.select_(bits >= INFINITY, Int32(SCALE_NAN), byte)
+        coarse = coarse | ((bits > 0) & (as_bits(product) < NORMAL))
+        word = word | (byte << (8 * i))
+    return word, coarse
+
+
+def _to_e4m3(value: Float32) -> Int32:
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, {$r0};\ncvt.u32.u16 {$w0}, pair;\n}",
+        write_only_types=[Int32],
+        read_only_args=[value],
+    )
+
+
+# --- elements ---------------------------------------------------------------------------------------------------------
+
+
+def nearest(values, factor: Float32, converts: bool, clamped: bool) -> Int32:
+    """Eight E2M1 elements of ``values * factor`` in a word: nearest, ties to even, saturating, NaN to 0x7.
+
+    Args:
+        values: eight float32.
+        factor: their multiplier.
+        converts: whether the architecture has an instruction for it.
+        clamped: without one, whether products may be 7 or more.
+    """
+    lines = _converted() if converts else _by_addition(clamped)
+    return cute.arch.inline_ptx(
+        "\n".join(("{", *lines, "}")), write_only_types=[Int32], read_only_args=[*values, factor]
+    )
+
+
+def _products() -> list[str]:
+    return [
+        f".reg .f32 y<{VECTOR}>;",
+        *(f"mul.rn.f32 y{i}, {{$r{i}}}, {{$r{VECTOR}}};" for i in range(VECTOR)),
+    ]
+
+
+def _converted() -> list[str]:
+    return [
+        *_products(),
+        f".reg .b8 b<{VECTOR // 2}>;",
+        *(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, y{2 * i + 1}, y{2 * i};" for i in range(VECTOR // 2)),
+        "mov.b32 {$w0}, {b0, b1, b2, b3};",
+    ]
+
+
+def _by_addition(clamped: bool) -> list[str]:
+    """Rounded by adding 1.5 * 2^22 p, with p the value's power of two, at least 1, where the subnormals begin.
+
+    What remains after subtracting is an element times 2^-14, whose E5M2 has the three bits of its magnitude in bits 1 to
+    3. The negated difference is never -0, so that after scaling by -2^-14 a zero takes the sign of the value that is
+    added last, too small to change anything else.
+    """
+    lines = [*_products(), f".reg .f32 n<{VECTOR}>;", ".reg .f32 p, f;"]
+    for i in range(VECTOR):
+        if clamped:
+            lines += [f"min.NaN.f32 y{i}, y{i}, 0f40C00000;", f"max.NaN.f32 y{i}, y{i}, 0fC0C00000;"]
+        lines += [
+            f"abs.f32 p, y{i};",
+            "max.f32 p, p, 0f3F800000;",
+            "and.b32 p, p, 0x7F800000;",
+            f"fma.rn.f32 f, p, 0f4AC00000, y{i};",
+            "neg.f32 f, f;",
+            f"fma.rn.f32 n{i}, p, 0f4AC00000, f;",
+            f"mul.rn.f32 n{i}, n{i}, 0fB8800000;",
+            f"fma.rn.f32 n{i}, y{i}, 0f2B800000, n{i};",
+        ]
+    return [
+        *lines,
+        ".reg .b16 a, b, c, d;",
+        ".reg .b32 even, odd, low, sign;",
+        "cvt.rn.satfinite.e5m2x2.f32 a, n2, n0;",
+        "cvt.rn.satfinite.e5m2x2.f32 b, n6, n4;",
+        "cvt.rn.satfinite.e5m2x2.f32 c, n3, n1;",
+        "cvt.rn.satfinite.e5m2x2.f32 d, n7, n5;",
+        "mov.b32 even, {a, b};",
+        "mov.b32 odd, {c, d};",
+        "shr.b32 low, even, 1;",
+        "and.b32 low, low, 0x07070707;",
+        "shr.b32 sign, even, 4;",
+        "and.b32 sign, sign, 0x08080808;",
+        "or.b32 low, low, sign;",
+        "and.b32 sign, odd, 0x80808080;",
+        "or.b32 low, low, sign;",
+        "shl.b32 odd, odd, 3;",
+        "and.b32 odd, odd, 0x70707070;",
+        "or.b32 {$w0}, low, odd;",
+    ]
+
+
+def stochastic(values, factor: Float32, random) -> Int32:
+    """Likewise, rounded up in magnitude with a probability equal to the distance from the lower neighbour.
+
+    ``random``: four words, each with 16 bits for two elements. The distance counts in units of 2^-16 of a step.
+    """
+    lines = [*_products(), ".reg .f32 m, p;", ".reg .b32 r, c, s, word;", "mov.b32 word, 0;"]
+    for i in range(VECTOR):
+        word = f"{{$r{VECTOR + 1 + i // 2}}}"
+        lines += [
+            f"abs.f32 m, y{i};",
+            "min.f32 m, m, 0f40C00000;",
+            "max.f32 p, m, 0f3F800000;",
+            "and.b32 p, p, 0x7F800000;",
+            "fma.rn.f32 m, p, 0f42C00000, m;",  # 1.5 * 2^6 p
+            f"shr.u32 r, {word}, 16;" if i % 2 else f"and.b32 r, {word}, 0xFFFF;",
+            "and.b32 c, m, 0x7FFFF;",
+            "add.s32 c, c, 0xFFFF;",
+            "sub.s32 c, c, r;",
+            "shr.u32 c, c, 16;",
+            "shr.b32 s, m, 22;",
+            "add.s32 c, c, s;",
+            f"sub.s32 c, c, {2 * (149 - 16) + 1};",
+            f"shr.b32 s, y{i}, 28;",
+            "and.b32 s, s, 8;",
+            "or.b32 c, c, s;",
+            f"shl.b32 c, c, {4 * i};",
+            "or.b32 word, word, c;",
+        ]
+    return cute.arch.inline_ptx(
+        "\n".join(("{", *lines, "mov.b32 {$w0}, word;", "}")),
+        write_only_types=[Int32],
+        read_only_args=[*values, factor, *random],
+    )
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+def random_words(block: Int64, half: Any, seed, offset, stream: int):
+    """Four words of 16-bit numbers for eight elements, a half of a block: Philox 4x32-10 of its position.
+
+    ``seed`` and ``offset`` are two words each, the lower first; see ``random_bits`` of the CPU.
+    """
+    counter = block * 2 + half
+    lines = [".reg .u32 c<4>;", ".reg .u32 d<4>;", ".reg .u32 k<2>;"]
+    lines += [f"mov.b32 c{i}, {{$r{i}}};" for i in range(4)]
+    lines += [f"mov.b32 k{i}, {{$r{4 + i}}};" for i in range(2)]
+    for turn in range(10):
+        if turn:
+            lines += ["add.u32 k0, k0, 0x9E3779B9;", "add.u32 k1, k1, 0xBB67AE85;"]
+        lines += [
+            "mul.hi.u32 d0, c2, 0xCD9E8D57;",
+            "mul.lo.u32 d1, c2, 0xCD9E8D57;",
+            "mul.hi.u32 d2, c0, 0xD2511F53;",
+            "mul.lo.u32 d3, c0, 0xD2511F53;",
+            "xor.b32 c0, d0, c1;",
+            "xor.b32 c0, c0, k0;",
+            "xor.b32 c2, d2, c3;",
+            "xor.b32 c2, c2, k1;",
+            "mov.b32 c1, d1;",
+            "mov.b32 c3, d3;",
+        ]
+    lines += [f"mov.b32 {{$w{i}}}, c{i};" for i in range(4)]
+    upper = (counter >> 32).to(Int32) | (stream << 31 if not stream else -(1 << 31))
+    return cute.arch.inline_ptx(
+        "\n".join(("{", *lines, "}")),
+        write_only_types=[Int32] * 4,
+        read_only_args=[counter.to(Int32), upper, *offset, *seed],
+    )
+
+
+# --- Hadamard transform -----------------------------------------------------------------------------------------------
+
+
+def hadamard(values, lane: Int32):
+    """The transform of 16 rows, eight of them in this lane and eight in the one 16 lanes on, as bfloat16.
+
+    ``values`` are ``(VECTOR, STEPS)`` of any dtype, and so is what comes back.
+    """
+    result = cute.make_rmem_tensor((VECTOR, STEPS), BFloat16)
+    sign = cutlass.select_(lane < LANES // 2, Float32(1.0), Float32(-1.0))
+    signs = [sign * a if a != b else a for a, b in zip(SIGNS[:STEPS], SIGNS[STEPS:])]
+    for j in range(VECTOR):
+        column = [values[j, i].to(Float32) * s for i, s in enumerate(signs)]
+        for distance in (1, 2, 4):
+            for i in range(STEPS):
+                if not i & distance:
+                    a, b = column[i], column[i + distance]
+                    column[i], column[i + distance] = a + b, a - b
+        for i, own in enumerate(column):
+            other = cute.arch.shuffle_sync_bfly(own, LANES // 2)
+            result[j, i] = ((other + own * sign) * Float32(0.25)).to(BFloat16)
+    return result
