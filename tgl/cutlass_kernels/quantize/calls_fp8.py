@@ -17,9 +17,8 @@ from .spec import FP8Spec
 
 def supports(x: Tensor, offs: Tensor | None, options: Options) -> str | None:
     """Why there is no FP8 kernel for a call that ``calls`` would take, or None."""
-    if options.format == "fp8_tensor":
-        if x.numel() == 0 and (offs is None or x.shape[-1] == 0):
-            return "finds no scales of groups without values"
+    if options.format == "fp8_tensor" and x.numel() == 0 and (offs is None or x.shape[-1] == 0):
+        return "finds no scales of groups without values"
     if offs is None and options.columnwise and x.shape[-2] % 16:
         return f"needs N to be a multiple of 16 for transposed data of matrices, got {x.shape[-2]}"
     return None

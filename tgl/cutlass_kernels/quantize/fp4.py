@@ -3,7 +3,7 @@
 Elements are PTX: what is written as ``.rn`` is not contracted, so every operation rounds once.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
@@ -67,68 +67,105 @@ def _to_e4m3(value: Float32) -> Int32:
 # --- elements ---------------------------------------------------------------------------------------------------------
 
 
-def nearest(values, factor: Float32, converts: bool, clamped: bool) -> Int32:
+class Eight(NamedTuple):
+    """Eight values of a lane, next to each other in memory or in a column; widened where they are used.
+
+    So the assembler does not keep all 64 of a lane as float32 for both directions.
+
+    Attributes:
+        words: what holds them, four or eight.
+        halves: which half of its word each is, None of float32.
+        kind: their dtype.
+    """
+
+    words: list
+    halves: list
+    kind: Any
+
+
+def row_of(values, i: int) -> Eight:
+    """The values of a row of a lane's ``(VECTOR, STEPS)``."""
+    words = cute.recast_tensor(values, Int32)
+    many = cute.size(words, mode=[0])
+    halves = [None] * VECTOR if many == VECTOR else [0, 1] * many
+    return Eight([words[j, i] for j in range(many)], halves, values.element_type)
+
+
+def column_of(values, j: int) -> Eight:
+    """The values of a column."""
+    words = cute.recast_tensor(values, Int32)
+    whole = cute.size(words, mode=[0]) == VECTOR
+    halves = [None if whole else j % 2] * STEPS
+    return Eight([words[j if whole else j // 2, i] for i in range(STEPS)], halves, values.element_type)
+
+
+def nearest(values: Eight, factor: Float32, converts: bool, clamped: bool) -> Int32:
     """Eight E2M1 elements of ``values * factor`` in a word: nearest, ties to even, saturating, NaN to 0x7.
 
     Args:
-        values: eight float32.
+        values: what is to be rounded.
         factor: their multiplier.
         converts: whether the architecture has an instruction for it.
         clamped: without one, whether products may be 7 or more.
     """
-    lines = _converted() if converts else _by_addition(clamped)
+    lines = _converted(values) if converts else _by_addition(values, clamped)
     return cute.arch.inline_ptx(
-        "\n".join(("{", *lines, "}")), write_only_types=[Int32], read_only_args=[*values, factor]
+        "\n".join(("{", *lines, "}")), write_only_types=[Int32], read_only_args=[factor, *values.words]
     )
 
 
-def _products() -> list[str]:
-    return [
-        f".reg .f32 y<{VECTOR}>;",
-        *(f"mul.rn.f32 y{i}, {{$r{i}}}, {{$r{VECTOR}}};" for i in range(VECTOR)),
-    ]
+REGISTERS = f".reg .f32 y<{VECTOR}>;\n.reg .b32 wide;\n.reg .b16 narrow<2>;"
 
 
-def _converted() -> list[str]:
-    return [
-        *_products(),
-        f".reg .b8 b<{VECTOR // 2}>;",
-        *(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, y{2 * i + 1}, y{2 * i};" for i in range(VECTOR // 2)),
-        "mov.b32 {$w0}, {b0, b1, b2, b3};",
-    ]
+def _product(values: Eight, i: int) -> list[str]:
+    """``y{i}``; the words are the operands after the factor."""
+    word, half = f"{{$r{1 + i * len(values.words) // VECTOR}}}", values.halves[i]
+    product = f"mul.rn.f32 y{i}, y{i}, {{$r0}};"
+    if half is None:
+        return [f"mov.b32 y{i}, {word};", product]
+    if values.kind is BFloat16:
+        widen = f"and.b32 wide, {word}, 0xFFFF0000;" if half else f"shl.b32 wide, {word}, 16;"
+        return [widen, f"mov.b32 y{i}, wide;", product]
+    return [f"mov.b32 {{narrow0, narrow1}}, {word};", f"cvt.f32.f16 y{i}, narrow{half};", product]
 
 
-def _by_addition(clamped: bool) -> list[str]:
+def _converted(values: Eight) -> list[str]:
+    lines = [REGISTERS, f".reg .b8 b<{VECTOR // 2}>;"]
+    for i in range(0, VECTOR, 2):
+        lines += [*_product(values, i), *_product(values, i + 1)]
+        lines.append(f"cvt.rn.satfinite.e2m1x2.f32 b{i // 2}, y{i + 1}, y{i};")
+    return [*lines, "mov.b32 {$w0}, {b0, b1, b2, b3};"]
+
+
+def _by_addition(values: Eight, clamped: bool) -> list[str]:
     """Rounded by adding 1.5 * 2^22 p, with p the value's power of two, at least 1, where the subnormals begin.
 
-    What remains after subtracting is an element times 2^-14, whose E5M2 has the three bits of its magnitude in bits 1 to
-    3. The negated difference is never -0, so that after scaling by -2^-14 a zero takes the sign of the value that is
+    What remains after subtracting is an element times 2^-14, whose E5M2 has the three bits of its magnitude in bits 1
+    to 3. The negated difference is never -0, so that after scaling by -2^-14 a zero takes the sign of the value that is
     added last, too small to change anything else.
     """
-    lines = [*_products(), f".reg .f32 n<{VECTOR}>;", ".reg .f32 p, f;"]
-    for i in range(VECTOR):
-        if clamped:
-            lines += [f"min.NaN.f32 y{i}, y{i}, 0f40C00000;", f"max.NaN.f32 y{i}, y{i}, 0fC0C00000;"]
-        lines += [
-            f"abs.f32 p, y{i};",
-            "max.f32 p, p, 0f3F800000;",
-            "and.b32 p, p, 0x7F800000;",
-            f"fma.rn.f32 f, p, 0f4AC00000, y{i};",
-            "neg.f32 f, f;",
-            f"fma.rn.f32 n{i}, p, 0f4AC00000, f;",
-            f"mul.rn.f32 n{i}, n{i}, 0fB8800000;",
-            f"fma.rn.f32 n{i}, y{i}, 0f2B800000, n{i};",
-        ]
+    lines = [REGISTERS, f".reg .f32 n<{VECTOR}>;", ".reg .f32 p, f;"]
+    lines += [".reg .b16 pair<4>;", ".reg .b32 even, odd, low, sign;"]
+    for turn, (a, b) in enumerate(((0, 2), (1, 3), (4, 6), (5, 7))):
+        for i in (a, b):
+            lines += _product(values, i)
+            if clamped:
+                lines += [f"min.NaN.f32 y{i}, y{i}, 0f40C00000;", f"max.NaN.f32 y{i}, y{i}, 0fC0C00000;"]
+            lines += [
+                f"abs.f32 p, y{i};",
+                "max.f32 p, p, 0f3F800000;",
+                "and.b32 p, p, 0x7F800000;",
+                f"fma.rn.f32 f, p, 0f4AC00000, y{i};",
+                "neg.f32 f, f;",
+                f"fma.rn.f32 n{i}, p, 0f4AC00000, f;",
+                f"mul.rn.f32 n{i}, n{i}, 0fB8800000;",
+                f"fma.rn.f32 n{i}, y{i}, 0f2B800000, n{i};",
+            ]
+        lines.append(f"cvt.rn.satfinite.e5m2x2.f32 pair{turn}, n{b}, n{a};")
     return [
         *lines,
-        ".reg .b16 a, b, c, d;",
-        ".reg .b32 even, odd, low, sign;",
-        "cvt.rn.satfinite.e5m2x2.f32 a, n2, n0;",
-        "cvt.rn.satfinite.e5m2x2.f32 b, n6, n4;",
-        "cvt.rn.satfinite.e5m2x2.f32 c, n3, n1;",
-        "cvt.rn.satfinite.e5m2x2.f32 d, n7, n5;",
-        "mov.b32 even, {a, b};",
-        "mov.b32 odd, {c, d};",
+        "mov.b32 even, {pair0, pair2};",
+        "mov.b32 odd, {pair1, pair3};",
         "shr.b32 low, even, 1;",
         "and.b32 low, low, 0x07070707;",
         "shr.b32 sign, even, 4;",
@@ -142,15 +179,16 @@ def _by_addition(clamped: bool) -> list[str]:
     ]
 
 
-def stochastic(values, factor: Float32, random) -> Int32:
+def stochastic(values: Eight, factor: Float32, random) -> Int32:
     """Likewise, rounded up in magnitude with a probability equal to the distance from the lower neighbour.
 
     ``random``: four words, each with 16 bits for two elements. The distance counts in units of 2^-16 of a step.
     """
-    lines = [*_products(), ".reg .f32 m, p;", ".reg .b32 r, c, s, word;", "mov.b32 word, 0;"]
+    lines = [REGISTERS, ".reg .f32 m, p;", ".reg .b32 r, c, s, word;", "mov.b32 word, 0;"]
     for i in range(VECTOR):
-        word = f"{{$r{VECTOR + 1 + i // 2}}}"
+        word = f"{{$r{1 + len(values.words) + i // 2}}}"
         lines += [
+            *_product(values, i),
             f"abs.f32 m, y{i};",
             "min.f32 m, m, 0f40C00000;",
             "max.f32 p, m, 0f3F800000;",
@@ -173,7 +211,7 @@ def stochastic(values, factor: Float32, random) -> Int32:
     return cute.arch.inline_ptx(
         "\n".join(("{", *lines, "mov.b32 {$w0}, word;", "}")),
         write_only_types=[Int32],
-        read_only_args=[*values, factor, *random],
+        read_only_args=[factor, *values.words, *random],
     )
 
 

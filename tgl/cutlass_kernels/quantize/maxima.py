@@ -62,7 +62,11 @@ class GroupMaxima(BandValues):
         across = ceil_div(columns, COLUMNS)
         chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
         self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, across, chunk).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+            grid=(units * ceil_div(across, chunk), 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=8,  # in %; the rest is cache
         )
 
     @cute.kernel

@@ -1,7 +1,7 @@
 """NVFP4 quantisation in both directions in one pass over x, after one that finds the groups' largest magnitudes.
 
-A block of 8 warps takes 128 rows of one group and walks over tiles of 128 columns, in either direction eight blocks of
-16 deep, two atoms of 512 bytes of scales.
+A block of 8 warps takes a tile: 128 rows of one group and 128 columns, in either direction eight blocks of 16 deep, two
+atoms of 512 bytes of scales. It takes no second one: there are no registers left for what a loop keeps.
 
 =============  =============================================================
 of a tile      who holds it
@@ -14,8 +14,8 @@ so a block along the columns is the eight values of two neighbouring lanes in on
 lanes 16 apart in one column, and a square of 16 those of four. Two lanes share eight blocks; each makes the scales of
 four and sends them to the other.
 
-An element's multiplier follows from the byte of its scale and the group: a table of all 127, made once per block, takes
-the place of two divisions per block of 16. Where no instruction rounds to E2M1, float32 additions do (``fp4``); they
+An element's multiplier follows from the byte of its scale and the group: a table of all 127, made while x is on its
+way, takes the place of a division per block of 16. Where no instruction rounds to E2M1, float32 additions do (``fp4``); they
 need products below 7, which all are but those of blocks whose scale is subnormal: a warp that has one clamps.
 """
 
@@ -32,8 +32,6 @@ from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues
 from .spec import NVFP4Spec
 from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
 
-CHUNK = 4  # tiles of columns a block walks over, at most
-BLOCKS = 2048  # with fewer blocks, each takes fewer tiles
 UNIT = 64  # of the placement of columnwise data
 ATOM = 512
 DEPTH = COLUMNS // BLOCK  # blocks of a tile, in either direction
@@ -94,12 +92,11 @@ class QuantizeNVFP4(BandValues):
         else:
             units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
         across = ceil_div(columns, COLUMNS)
-        chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
         self.kernel(
             x, offs, row_scale, rng, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
-            matrix_rows, across, chunk,
+            matrix_rows, across,
         ).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1),
+            grid=(units * across, 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
@@ -122,17 +119,16 @@ class QuantizeNVFP4(BandValues):
         columnwise_amax: cute.Tensor | None,
         matrix_rows: Int32,
         across: Int32,
-        chunk: Int32,
     ):
-        """One tile of rows, a chunk of its tiles of columns."""
+        """One tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        chunks = ceil_div(across, chunk)
-        unit = block // chunks
+        unit = block // across
+        k = block - unit * across
         smem = SmemAllocator()
-        turned = smem.allocate_tensor(Uint8, cute.make_layout((TURNED, 2)), byte_alignment=128)
-        scales = smem.allocate_tensor(Uint8, cute.make_layout((ROWS, DEPTH, 2, 2)), byte_alignment=128)
+        turned = smem.allocate_tensor(Uint8, cute.make_layout(TURNED), byte_alignment=128)
+        scales = smem.allocate_tensor(Uint8, cute.make_layout((ROWS, DEPTH, 2)), byte_alignment=128)
         tables = smem.allocate_tensor(Float32, cute.make_layout((SCALES, self.tables)), byte_alignment=128)
         stopped = Boolean(False)
         if cutlass.const_expr(noop is not None):
@@ -145,6 +141,8 @@ class QuantizeNVFP4(BandValues):
                 place = group_place(offs, rows, unit, group, UNIT)
             else:
                 tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
+            values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+            self.load_tile(x, values, tile, k, thread)
             row_table, column_table = tables[None, 0], tables[None, self.tables - 1]
             row_factor, column_factor = Float32(1.0), Float32(1.0)
             if cutlass.const_expr(spec.rowwise):
@@ -154,35 +152,33 @@ class QuantizeNVFP4(BandValues):
             else:
                 column_factor = row_factor
             cute.arch.sync_threads()
-            first = (block - unit * chunks) * chunk
-            for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
-                held, part = scales[None, None, None, k % 2], turned[None, k % 2]
-                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(x, values, tile, k, thread)
-                if not self.whole(x, tile, k):
-                    self.clear_outside(x, values, tile, k, thread)
-                if cutlass.const_expr(row_scale is not None):
-                    self.multiply_rows(row_scale, values, tile, thread)
-                if cutlass.const_expr(spec.rowwise):
-                    self.quantize_rows(
-                        values, row_table, row_factor, held[None, None, 0], x, rng, data, tile, k, thread
-                    )
-                if cutlass.const_expr(spec.columnwise):
-                    taken = values
-                    if cutlass.const_expr(spec.rht):
-                        taken = fp4.hadamard(values, thread % LANES)
-                    self.quantize_columns(
-                        taken, column_table, column_factor, held[None, None, 1], part, x, rng, place, matrix_rows, k,
-                        thread,
-                    )  # fmt: skip
-                cute.arch.sync_threads()
-                if cutlass.const_expr(spec.rowwise):
-                    self.store_row_scales(held[None, None, 0], scale, offs, x, tile, unit, k, thread)
-                if cutlass.const_expr(spec.columnwise):
-                    self.store_column_scales(
-                        held[None, None, 1], columnwise_scale, offs, x, place, matrix_rows, k, across, thread
-                    )
-                    self.store_turned(part, columnwise_data, x, place, k, thread)
+            if not self.whole(x, tile, k):
+                self.clear_outside(x, values, tile, k, thread)
+            if cutlass.const_expr(row_scale is not None):
+                self.multiply_rows(row_scale, values, tile, thread)
+            lane = thread % LANES
+            rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
+            if cutlass.const_expr(spec.rowwise):
+                self.quantize_rows(
+                    values, rows_of, row_table, row_factor, scales[None, None, 0], x, rng, data, tile, k, thread
+                )
+            if cutlass.const_expr(spec.columnwise):
+                taken = values
+                if cutlass.const_expr(spec.rht):
+                    taken = fp4.hadamard(values, lane)
+                    _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
+                self.quantize_columns(
+                    taken, columns_of, column_table, column_factor, scales[None, None, 1], turned, x, rng, place,
+                    matrix_rows, k, thread,
+                )  # fmt: skip
+            cute.arch.sync_threads()
+            if cutlass.const_expr(spec.rowwise):
+                self.store_row_scales(scales[None, None, 0], scale, offs, x, tile, unit, k, thread)
+            if cutlass.const_expr(spec.columnwise):
+                self.store_column_scales(
+                    scales[None, None, 1], columnwise_scale, offs, x, place, matrix_rows, k, across, thread
+                )
+                self.store_turned(turned, columnwise_data, x, place, k, thread)
 
     # --- scales ------------------------------------------------------------------------------------------------------
 
@@ -197,24 +193,30 @@ class QuantizeNVFP4(BandValues):
             table[thread] = fp4.multiplier(thread, decode)
         return encode * fp4.as_float(Int32(fp4.SIXTH))
 
-    def make_bytes(self, of: BandValues, values, factor, lane, bit: int, there: Int32):
-        """Scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any is coarse.
-
-        ``there``: how many of its own four exist; a square may be partial, and scales of what does not exist are zero.
-        """
+    def block_maxima(self, of: BandValues, values, lane, rowwise: bool, columnwise: bool):
+        """Bits of the largest magnitudes of four of a lane's eight blocks in either direction; one of a square."""
         if self.spec.blocks_2d:
             top = of.lane_maximum(values)
             for other in (1, 16):
                 top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, other))
-            byte, coarse = fp4.scale_bytes([top], factor)
-            word = byte * 0x01010101
+            return [top], [top]
+        rows, columns = of.maxima(values)
+        return (
+            of.shared_halves(rows, lane, 1) if rowwise else None,
+            of.shared_halves(columns, lane, 16) if columnwise else None,
+        )
+
+    def make_bytes(self, maxima, factor, lane, bit: int, there: Int32):
+        """Scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any is coarse.
+
+        ``there``: how many of its own four exist; a square may be partial, and scales of what does not exist are zero.
+        """
+        word, coarse = fp4.scale_bytes(maxima, factor)
+        if self.spec.blocks_2d:
+            word *= 0x01010101
             missing = cutlass.min(cutlass.max(WORD - there, 0), WORD)
-            own = cutlass.select_(
-                missing == WORD, Int32(0), word & (Int32(0x7F7F7F7F) >> (8 * cutlass.min(missing, WORD - 1)))
-            )
-            return own, (word, word), coarse
-        pairs = of.maxima(values)[0 if bit == 1 else 1]
-        word, coarse = fp4.scale_bytes(of.shared_halves(pairs, lane, bit), factor)
+            there = Int32(0x7F7F7F7F) >> (8 * cutlass.min(missing, WORD - 1))
+            return cutlass.select_(missing == WORD, Int32(0), word & there), (word, word), coarse
         other = cute.arch.shuffle_sync_bfly(word, bit)
         upper = (lane & bit) != 0
         return word, (cutlass.select_(upper, other, word), cutlass.select_(upper, word, other)), coarse
@@ -283,11 +285,11 @@ class QuantizeNVFP4(BandValues):
     # --- elements ----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def quantize_rows(self, values, table, factor, held, x, rng, data, tile, k, thread):
+    def quantize_rows(self, values, maxima, table, factor, held, x, rng, data, tile, k, thread):
         """Scales of a warp's rows to ``held``, elements to memory, four bytes of a row at a time."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
-        word, words, coarse = self.make_bytes(self, values, factor, lane, 1, tile.count - top - lane % 2 * WORD)
+        word, words, coarse = self.make_bytes(maxima, factor, lane, 1, tile.count - top - lane % 2 * WORD)
         self.store_word(held, lane % 16 // 2 * ROWS + top + lane % 2 * WORD, word)
         if cutlass.const_expr(self.may_clamp):
             if cute.arch.vote_any_sync(coarse):
@@ -308,19 +310,17 @@ class QuantizeNVFP4(BandValues):
         start = data.iterator + (Int64(tile.first + top) * data.stride[0] + column // 2)
         for i in cutlass.range_constexpr(STEPS):
             block = Int64(tile.first + top + i) * blocks + column // BLOCK
-            row = [values[j, i].to(Float32) for j in range(VECTOR)]
-            word = self.elements(row, factors[i], rng, block, column // VECTOR % 2, 0, clamped)
+            word = self.elements(fp4.row_of(values, i), factors[i], rng, block, column // VECTOR % 2, 0, clamped)
             if i < rows:
                 pointer = (start + Int64(data.stride[0]) * i).align(WORD)
                 cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
 
     @cute.jit
-    def quantize_columns(self, values, table, factor, held, part, x, rng, place, matrix_rows, k, thread):
+    def quantize_columns(self, values, maxima, table, factor, held, part, x, rng, place, matrix_rows, k, thread):
         """Scales of a warp's columns to ``held``, elements to the transposed tile."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
-        of = self.transformed if cutlass.const_expr(self.spec.rht) else self
-        word, words, coarse = self.make_bytes(of, values, factor, lane, 16, x.shape[1] - column)
+        word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column)
         self.store_word(held, top // BLOCK * ROWS + column - k * COLUMNS + lane // 16 * WORD, word)
         run = Int64(place.first + top) // BLOCK
         if cutlass.const_expr(not self.spec.grouped):
@@ -339,8 +339,7 @@ class QuantizeNVFP4(BandValues):
         """Elements of a lane's columns, four bytes each, to the transposed tile."""
         factors = self.multipliers(words, table)
         for j in cutlass.range_constexpr(VECTOR):
-            column = [values[j, i].to(Float32) for i in range(STEPS)]
-            word = self.elements(column, factors[j], rng, block + j, lane // 16, 1, clamped)
+            word = self.elements(fp4.column_of(values, j), factors[j], rng, block + j, lane // 16, 1, clamped)
             self.store_word(part, lane % 16 * GROUP_BYTES + j * COLUMN_BYTES + top // 2, word)
 
     def elements(self, values, factor, rng, block, half, stream: int, clamped: bool):
