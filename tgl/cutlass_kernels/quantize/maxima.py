@@ -40,6 +40,7 @@ class GroupMaxima(BandValues):
         super().__init__(source)
         self.grouped, self.finite = grouped, finite
         self.transformed = BandValues("bfloat16") if rht else None
+        self.blocks_per_sm = (2 if rht else 4) // (1 if self.packed else 2)  # as registers suffice for
 
     @cute.jit
     def __call__(
@@ -65,7 +66,7 @@ class GroupMaxima(BandValues):
             grid=(units * ceil_div(across, chunk), 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=8,  # in %; the rest is cache
         )
 
@@ -106,11 +107,11 @@ class GroupMaxima(BandValues):
                     self.clear_outside(x, values, tile, k, thread)
                 if cutlass.const_expr(row_scale is not None):
                     self.multiply_rows(row_scale, values, tile, thread)
+                if cutlass.const_expr(self.transformed is None or amax is not None):
+                    seen = cutlass.max(seen, self.maximum(values, False))
                 if cutlass.const_expr(self.transformed is not None):
                     turned = hadamard(values, thread % LANES)
                     columnwise_seen = cutlass.max(columnwise_seen, self.maximum(turned, True))
-                if cutlass.const_expr(self.transformed is None or amax is not None):
-                    seen = cutlass.max(seen, self.maximum(values, False))
             if cutlass.const_expr(self.transformed is None):
                 raise_maximum(seen, amax, columnwise_amax, group)
             else:
@@ -124,18 +125,19 @@ class GroupMaxima(BandValues):
         seen = self.reader(transformed).lane_maximum(values)
         if cutlass.const_expr(self.finite):  # noqa: SIM102 (one is known while tracing, the other is not)
             if seen >= INFINITY:
-                self.clear_broken(values)
-                seen = self.reader(transformed).lane_maximum(values)
+                seen = finite_maximum(values)
         return seen
 
     def reader(self, transformed: bool) -> BandValues:
         """What knows the dtype of values."""
         return self.transformed if transformed else self
 
-    @cute.jit
-    def clear_broken(self, values):
-        """Zero for Inf and NaN."""
-        for j in cutlass.range_constexpr(VECTOR):
-            for i in cutlass.range_constexpr(STEPS):
-                if (as_bits(values[j, i].to(Float32)) & MAGNITUDE) >= INFINITY:
-                    values[j, i] = values.element_type(0.0)
+
+def finite_maximum(values) -> Int32:
+    """The bits, as float32, of the largest magnitude that is one."""
+    seen = Int32(0)
+    for j in range(VECTOR):
+        for i in range(STEPS):
+            magnitude = as_bits(values[j, i].to(Float32)) & MAGNITUDE
+            seen = cutlass.max(seen, cutlass.select_(magnitude >= INFINITY, Int32(0), magnitude))
+    return seen
