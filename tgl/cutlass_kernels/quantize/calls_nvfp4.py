@@ -47,7 +47,8 @@ def run(
         host.call(plan, source, offs, row_scale, plans.flag(noop), *amaxes, rows)
 
     def data(t: Tensor) -> Tensor:
-        return t.view(torch.uint8).view(-1, t.shape[-1])
+        flat = t.view(torch.uint8) if t.dim() == 2 else t.view(torch.uint8).flatten(0, 1)
+        return flat if flat.numel() else flat.as_strided(flat.shape, (PIECE, 1))  # where strides mean nothing
 
     def scales(t: Tensor) -> Tensor:
         return t.view(torch.uint8).view(-1) if options.blocked else data(t)

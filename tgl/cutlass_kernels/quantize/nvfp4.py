@@ -15,8 +15,9 @@ lanes 16 apart in one column, and a square of 16 those of four. Two lanes share 
 four and sends them to the other.
 
 An element's multiplier follows from the byte of its scale and the group: a table of all 127, made while x is on its
-way, takes the place of a division per block of 16. Where no instruction rounds to E2M1, float32 additions do (``fp4``); they
-need products below 7, which all are but those of blocks whose scale is subnormal: a warp that has one clamps.
+way, takes the place of a division per block of 16. Where no instruction rounds to E2M1, float32 additions do
+(``fp4``); they need products below 7, which all are but those of blocks whose scale is subnormal: a warp that has one
+clamps.
 """
 
 from typing import Any
