@@ -16,6 +16,7 @@ RANGE = 2688.0  # 448 * 6, the largest E4M3 times the largest E2M1
 SIXTH = 0x3E2AAAAB  # float32(1 / 6)
 SCALES = 128  # bytes without a sign
 SCALE_NAN = 0x7F
+ROUNDER = 0x4B400000  # 1.5 * 2^23
 NORMAL = 0x3C800000  # 2^-6, the smallest scale of full precision
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -42,7 +43,7 @@ def multiplier(byte: Int32, decode: Float32) -> Float32:
 
 
 def scale_bytes(maxima, factor: Float32) -> tuple[Int32, Any]:
-    """E4M3 bytes of four blocks in a word, and whether elements of one may exceed 6 by far, as its scale is coarse.
+    """E4M3 bytes of four blocks in a word, and whether one has to be clamped, as its scale is coarse, or is broken.
 
     ``maxima`` are bits of float32.
     """
@@ -50,8 +51,9 @@ def scale_bytes(maxima, factor: Float32) -> tuple[Int32, Any]:
     for i, bits in enumerate(maxima):
         product = as_float(bits) * factor
         byte = _to_e4m3(product)
-        byte = cutlass.select_(bits >= INFINITY, Int32(SCALE_NAN), byte)
-        coarse = coarse | ((bits > 0) & (as_bits(product) < NORMAL))
+        broken = bits >= INFINITY
+        byte = cutlass.select_(broken, Int32(SCALE_NAN), byte)
+        coarse = coarse | broken | ((bits > 0) & (as_bits(product) < NORMAL))
         word = word | (byte << (8 * i))
     return word, coarse
 
@@ -106,7 +108,7 @@ def nearest(values: Eight, factor: Float32, converts: bool, clamped: bool) -> In
         values: what is to be rounded.
         factor: their multiplier.
         converts: whether the architecture has an instruction for it.
-        clamped: without one, whether products may be 7 or more.
+        clamped: without one, whether products may be 7 or more, or NaN.
     """
     lines = _converted(values) if converts else _by_addition(values, clamped)
     return cute.arch.inline_ptx(
@@ -138,44 +140,59 @@ def _converted(values: Eight) -> list[str]:
 
 
 def _by_addition(values: Eight, clamped: bool) -> list[str]:
-    """Rounded by adding 1.5 * 2^22 p, with p the value's power of two, at least 1, where the subnormals begin.
+    """Rounded by adding 1.5 * 2^23, which leaves an integer in the low bits.
 
-    What remains after subtracting is an element times 2^-14, whose E5M2 has the three bits of its magnitude in bits 1
-    to 3. The negated difference is never -0, so that after scaling by -2^-14 a zero takes the sign of the value that is
-    added last, too small to change anything else.
+    The code of a magnitude y is ``min(2 y, y + 2, y / 2 + 4)`` before it is rounded; of three sums rounded on their own
+    the least is the same, and ties go to the same side, as 2 and 4 are even. Signs are gathered from the values.
     """
-    lines = [REGISTERS, f".reg .f32 n<{VECTOR}>;", ".reg .f32 p, f;"]
-    lines += [".reg .b16 pair<4>;", ".reg .b32 even, odd, low, sign;"]
-    for turn, (a, b) in enumerate(((0, 2), (1, 3), (4, 6), (5, 7))):
-        for i in (a, b):
-            lines += _product(values, i)
-            if clamped:
-                lines += [f"min.NaN.f32 y{i}, y{i}, 0f40C00000;", f"max.NaN.f32 y{i}, y{i}, 0fC0C00000;"]
+    lines = [REGISTERS, ".reg .f32 a, b, c;", ".reg .b32 m, n, word;", ".reg .pred broken;"]
+    lines.append(f"mov.b32 word, {-sum(ROUNDER << (4 * i) for i in range(VECTOR)) & 0xFFFFFFFF:#x};")
+    for i in range(VECTOR):
+        lines += [*_product(values, i), f"abs.f32 y{i}, y{i};"]
+        if clamped:
+            lines.append(f"min.f32 y{i}, y{i}, 0f40C00000;")
+        lines += [
+            f"fma.rn.f32 a, y{i}, 0f40000000, 0f{ROUNDER:08X};",
+            f"add.rn.f32 b, y{i}, 0f{ROUNDER + 2:08X};",
+            f"fma.rn.f32 c, y{i}, 0f3F000000, 0f{ROUNDER + 4:08X};",
+            "mov.b32 m, a;",
+            "mov.b32 n, b;",
+            "min.s32 m, m, n;",
+            "mov.b32 n, c;",
+            "min.s32 m, m, n;",
+            f"mad.lo.s32 word, m, {1 << (4 * i)}, word;",
+        ]
+    lines += [*_signs(values), "or.b32 word, word, m;"]
+    if clamped:
+        lines += ["setp.nan.f32 broken, {$r0}, {$r0};", "selp.b32 word, 0x77777777, word, broken;"]
+    return [*lines, "mov.b32 {$w0}, word;"]
+
+
+def _signs(values: Eight) -> list[str]:
+    """``m``: the signs, each in the upper bit of its nibble."""
+    words = [f"{{$r{1 + i}}}" for i in range(len(values.words))]
+    lines = [".reg .b32 p, q, even, odd;"]
+    if len(words) == VECTOR // 2:
+        lines += [
+            f"prmt.b32 p, {words[0]}, {words[1]}, 0x7351;",
+            f"prmt.b32 q, {words[2]}, {words[3]}, 0x7351;",
+            "prmt.b32 even, p, q, 0x5410;",
+            "prmt.b32 odd, p, q, 0x7632;",
+        ]
+    else:
+        top = 3 if values.halves[0] is None else 1 + 2 * values.halves[0]
+        for name, first in (("even", 0), ("odd", 1)):
             lines += [
-                f"abs.f32 p, y{i};",
-                "max.f32 p, p, 0f3F800000;",
-                "and.b32 p, p, 0x7F800000;",
-                f"fma.rn.f32 f, p, 0f4AC00000, y{i};",
-                "neg.f32 f, f;",
-                f"fma.rn.f32 n{i}, p, 0f4AC00000, f;",
-                f"mul.rn.f32 n{i}, n{i}, 0fB8800000;",
-                f"fma.rn.f32 n{i}, y{i}, 0f2B800000, n{i};",
+                f"prmt.b32 p, {words[first]}, {words[first + 2]}, {top | (top + 4) << 4:#x};",
+                f"prmt.b32 q, {words[first + 4]}, {words[first + 6]}, {top | (top + 4) << 4:#x};",
+                f"prmt.b32 {name}, p, q, 0x5410;",
             ]
-        lines.append(f"cvt.rn.satfinite.e5m2x2.f32 pair{turn}, n{b}, n{a};")
     return [
         *lines,
-        "mov.b32 even, {pair0, pair2};",
-        "mov.b32 odd, {pair1, pair3};",
-        "shr.b32 low, even, 1;",
-        "and.b32 low, low, 0x07070707;",
-        "shr.b32 sign, even, 4;",
-        "and.b32 sign, sign, 0x08080808;",
-        "or.b32 low, low, sign;",
-        "and.b32 sign, odd, 0x80808080;",
-        "or.b32 low, low, sign;",
-        "shl.b32 odd, odd, 3;",
-        "and.b32 odd, odd, 0x70707070;",
-        "or.b32 {$w0}, low, odd;",
+        "shr.b32 even, even, 4;",
+        "and.b32 even, even, 0x08080808;",
+        "and.b32 odd, odd, 0x80808080;",
+        "or.b32 m, even, odd;",
     ]
 
 

@@ -130,7 +130,7 @@ class GroupMaxima(BandValues):
 
     def reader(self, transformed: bool) -> BandValues:
         """What knows the dtype of values."""
-        return self.transformed if transformed else self
+        return self.transformed if transformed and self.transformed is not None else self
 
 
 def finite_maximum(values) -> Int32:

@@ -16,8 +16,8 @@ four and sends them to the other.
 
 An element's multiplier follows from the byte of its scale and the group: a table of all 127, made while x is on its
 way, takes the place of a division per block of 16. Where no instruction rounds to E2M1, float32 additions do
-(``fp4``); they need products below 7, which all are but those of blocks whose scale is subnormal: a warp that has one
-clamps.
+(``fp4``); they need products below 7, which all are but those of blocks whose scale is subnormal or NaN: a warp that
+has one clamps.
 """
 
 from typing import Any
@@ -208,7 +208,7 @@ class QuantizeNVFP4(BandValues):
         )
 
     def make_bytes(self, maxima, factor, lane, bit: int, there: Int32):
-        """Scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any is coarse.
+        """Scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any needs clamps.
 
         ``there``: how many of its own four exist; a square may be partial, and scales of what does not exist are zero.
         """
@@ -352,7 +352,7 @@ class QuantizeNVFP4(BandValues):
 
     @property
     def may_clamp(self):
-        """Whether it has to be found out if products may be 7 or more."""
+        """Whether it has to be found out if products may be 7 or more, or NaN."""
         return not self.spec.stochastic and not self.spec.converts
 
     @cute.jit
