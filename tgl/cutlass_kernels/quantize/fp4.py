@@ -119,16 +119,16 @@ def nearest(values: Eight, factor: Float32, converts: bool, clamped: bool) -> In
 REGISTERS = f".reg .f32 y<{VECTOR}>;\n.reg .b32 wide;\n.reg .b16 narrow<2>;"
 
 
-def _product(values: Eight, i: int) -> list[str]:
-    """``y{i}``; the words are the operands after the factor."""
+def _product(values: Eight, i: int, magnitude: bool = False) -> list[str]:
+    """``y{i}``, or its magnitude; the words are the operands after the factor, which is not negative."""
     word, half = f"{{$r{1 + i * len(values.words) // VECTOR}}}", values.halves[i]
-    product = f"mul.rn.f32 y{i}, y{i}, {{$r0}};"
+    product = [f"abs.f32 y{i}, y{i};"] * magnitude + [f"mul.rn.f32 y{i}, y{i}, {{$r0}};"]
     if half is None:
-        return [f"mov.b32 y{i}, {word};", product]
+        return [f"mov.b32 y{i}, {word};", *product]
     if values.kind is BFloat16:
         widen = f"and.b32 wide, {word}, 0xFFFF0000;" if half else f"shl.b32 wide, {word}, 16;"
-        return [widen, f"mov.b32 y{i}, wide;", product]
-    return [f"mov.b32 {{narrow0, narrow1}}, {word};", f"cvt.f32.f16 y{i}, narrow{half};", product]
+        return [widen, f"mov.b32 y{i}, wide;", *product]
+    return [f"mov.b32 {{narrow0, narrow1}}, {word};", f"cvt.f32.f16 y{i}, narrow{half};", *product]
 
 
 def _converted(values: Eight) -> list[str]:
@@ -148,7 +148,7 @@ def _by_addition(values: Eight, clamped: bool) -> list[str]:
     lines = [REGISTERS, ".reg .f32 a, b, c;", ".reg .b32 m, n, word;", ".reg .pred broken;"]
     lines.append(f"mov.b32 word, {-sum(ROUNDER << (4 * i) for i in range(VECTOR)) & 0xFFFFFFFF:#x};")
     for i in range(VECTOR):
-        lines += [*_product(values, i), f"abs.f32 y{i}, y{i};"]
+        lines += _product(values, i, magnitude=True)
         if clamped:
             lines.append(f"min.f32 y{i}, y{i}, 0f40C00000;")
         lines += [

@@ -51,7 +51,8 @@ class QuantizeNVFP4(BandValues):
         self.spec = spec
         self.transformed = BandValues("bfloat16")
         self.tables = 2 if spec.rht and spec.rowwise else 1
-        self.blocks_per_sm = 2 if not self.packed or spec.stochastic or spec.rht else 3  # as registers suffice for
+        # As registers suffice for.
+        self.blocks_per_sm = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
 
     @cute.jit
     def __call__(
@@ -159,19 +160,21 @@ class QuantizeNVFP4(BandValues):
                 self.multiply_rows(row_scale, values, tile, thread)
             lane = thread % LANES
             rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
+            row_scales: Any = None
+            column_scales: Any = None  # made before elements, if they can: maxima take more registers
             if cutlass.const_expr(spec.rowwise):
-                self.quantize_rows(
-                    values, rows_of, row_table, row_factor, scales[None, None, 0], x, rng, data, tile, k, thread
-                )
+                row_scales = self.scale_rows(rows_of, row_factor, scales[None, None, 0], tile, k, thread)
+            if cutlass.const_expr(columns_of is not None):
+                column_scales = self.scale_columns(columns_of, column_factor, scales[None, None, 1], x, k, thread)
+            if cutlass.const_expr(spec.rowwise):
+                self.quantize_rows(values, row_scales, row_table, x, rng, data, tile, k, thread)
             if cutlass.const_expr(spec.columnwise):
                 taken = values
                 if cutlass.const_expr(spec.rht):
                     taken = fp4.hadamard(values, lane)
                     _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
-                self.quantize_columns(
-                    taken, columns_of, column_table, column_factor, scales[None, None, 1], turned, x, rng, place,
-                    matrix_rows, k, thread,
-                )  # fmt: skip
+                    column_scales = self.scale_columns(columns_of, column_factor, scales[None, None, 1], x, k, thread)
+                self.quantize_columns(taken, column_scales, column_table, turned, x, rng, place, matrix_rows, k, thread)
             cute.arch.sync_threads()
             if cutlass.const_expr(spec.rowwise):
                 self.store_row_scales(scales[None, None, 0], scale, offs, x, tile, unit, k, thread)
@@ -200,12 +203,28 @@ class QuantizeNVFP4(BandValues):
             top = of.lane_maximum(values)
             for other in (1, 16):
                 top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, other))
-            return [top], [top]
+            return [top] if rowwise else None, [top] if columnwise else None
         rows, columns = of.maxima(values)
         return (
             of.shared_halves(rows, lane, 1) if rowwise else None,
             of.shared_halves(columns, lane, 16) if columnwise else None,
         )
+
+    def scale_rows(self, maxima, factor, held, tile, k, thread):
+        """Scales of a warp's rows to ``held``; those of a lane's, and whether one in the warp needs clamps."""
+        lane = thread % LANES
+        top, _ = self.corner(k, thread)
+        word, words, coarse = self.make_bytes(maxima, factor, lane, 1, tile.count - top - lane % 2 * WORD)
+        self.store_word(held, lane % 16 // 2 * ROWS + top + lane % 2 * WORD, word)
+        return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
+
+    def scale_columns(self, maxima, factor, held, x, k, thread):
+        """Those of a warp's columns."""
+        lane = thread % LANES
+        top, column = self.corner(k, thread)
+        word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column)
+        self.store_word(held, top // BLOCK * ROWS + column - k * COLUMNS + lane // 16 * WORD, word)
+        return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
 
     def make_bytes(self, maxima, factor, lane, bit: int, there: Int32):
         """Scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any needs clamps.
@@ -286,14 +305,12 @@ class QuantizeNVFP4(BandValues):
     # --- elements ----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def quantize_rows(self, values, maxima, table, factor, held, x, rng, data, tile, k, thread):
-        """Scales of a warp's rows to ``held``, elements to memory, four bytes of a row at a time."""
-        lane = thread % LANES
+    def quantize_rows(self, values, scales, table, x, rng, data, tile, k, thread):
+        """Elements of a warp's rows to memory, four bytes of a row at a time."""
         top, column = self.corner(k, thread)
-        word, words, coarse = self.make_bytes(maxima, factor, lane, 1, tile.count - top - lane % 2 * WORD)
-        self.store_word(held, lane % 16 // 2 * ROWS + top + lane % 2 * WORD, word)
+        words, clamped = scales
         if cutlass.const_expr(self.may_clamp):
-            if cute.arch.vote_any_sync(coarse):
+            if clamped:
                 self.store_rows(values, words, table, x, rng, data, tile, top, column, True)
             else:
                 self.store_rows(values, words, table, x, rng, data, tile, top, column, False)
@@ -317,18 +334,17 @@ class QuantizeNVFP4(BandValues):
                 cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
 
     @cute.jit
-    def quantize_columns(self, values, maxima, table, factor, held, part, x, rng, place, matrix_rows, k, thread):
-        """Scales of a warp's columns to ``held``, elements to the transposed tile."""
+    def quantize_columns(self, values, scales, table, part, x, rng, place, matrix_rows, k, thread):
+        """Elements of a warp's columns to the transposed tile."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
-        word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column)
-        self.store_word(held, top // BLOCK * ROWS + column - k * COLUMNS + lane // 16 * WORD, word)
+        words, clamped = scales
         run = Int64(place.first + top) // BLOCK
         if cutlass.const_expr(not self.spec.grouped):
             run += Int64(place.group) * ceil_div(matrix_rows, BLOCK)
         block = run * x.shape[1] + column
         if cutlass.const_expr(self.may_clamp):
-            if cute.arch.vote_any_sync(coarse):
+            if clamped:
                 self.turn_columns(values, words, table, part, rng, block, top, lane, True)
             else:
                 self.turn_columns(values, words, table, part, rng, block, top, lane, False)
