@@ -47,13 +47,15 @@ def test_groups(arch, options, sizes):
     check(*grouped(sizes, 9, 136, BF16), arch=arch, **options)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16])
-@pytest.mark.parametrize("arch, options", [("sm_90a", BLOCKED), ("sm_100a", COMPACT | dict(rht=True, rng=SEED))])
+@pytest.mark.parametrize(
+    "dtype, arch, options",
+    [(F32, "sm_90a", BLOCKED), (F16, "sm_90a", COMPACT), (F32, "sm_100a", COMPACT | dict(rht=True, rng=SEED))],
+)
 def test_sources(dtype, arch, options):
     check(*grouped((3, 40), 9, 72, dtype), arch=arch, **options)
 
 
-@pytest.mark.parametrize("sizes, tail", [(MANY, 0), ((0, 0, 0), 300), ((256, 128), 0), ((0, 1, 0), 127), ((), 40)])
+@pytest.mark.parametrize("sizes, tail", [(MANY[:16], 0), ((0, 0, 0), 300), ((256, 64), 0), ((0, 1, 0), 127), ((), 40)])
 @pytest.mark.parametrize("options", [BLOCKED, COMPACT])
 def test_routings(sizes, tail, options):
     check(*grouped(sizes, tail, 40, BF16), **options)
@@ -136,7 +138,7 @@ def test_noop_writes_nothing(format, flag):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("options", [BLOCKED, COMPACT | dict(rht=True, rng=SEED)])
+@pytest.mark.parametrize("options", [BLOCKED, COMPACT])
 def test_bad_offsets_stay_inside(options):
     x = torch.randn(100, 64).bfloat16()
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
@@ -173,12 +175,7 @@ def test_what_it_does_not_take_is_said():
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(
     "source, rht, stochastic, registers",
-    [
-        ("bfloat16", False, False, 64),
-        ("bfloat16", True, False, 80),
-        ("bfloat16", True, True, 128),
-        ("float32", False, False, 128),
-    ],
+    [("bfloat16", False, False, 64), ("bfloat16", True, True, 128), ("float32", False, False, 128)],
 )
 def test_machine_code(arch, source, rht, stochastic, registers):
     """Registers for blocks to share a multiprocessor, nothing in local memory, a cast for two elements or a minimum."""
