@@ -40,7 +40,7 @@ class GroupMaxima(BandValues):
         super().__init__(source)
         self.grouped, self.finite = grouped, finite
         self.transformed = BandValues("bfloat16") if rht else None
-        self.blocks_per_sm = (2 if rht else 3 if finite else 4) // (1 if self.packed else 2)  # as registers suffice for
+        self.blocks_per_sm = 3 - rht - (not self.packed)  # as registers suffice for
 
     @cute.jit
     def __call__(
