@@ -47,7 +47,7 @@ def framed(components: Components) -> tuple[list[torch.Tensor], Components]:
 
 def check(x, offs, arch="sm_100a", seeds=(0,), **options):
     expected = tgl.group_quantize(x, offs, **options)
-    extra = {k: options.pop(k) for k in ("row_scale", "scale") if k in options}
+    extra = {k: options.pop(k) for k in ("row_scale", "scale", "rng") if k in options}
     buffers, out = framed(expected)
     with emulator.emulate(arch) as machine:
         for seed in seeds:

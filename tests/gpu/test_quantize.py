@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MARGIN, CANARY = 64, 0xA5
+SQUARES = (dict(format="fp8_block", block_2d=True), dict(format="nvfp4", block_2d=True, scale_layout="blocked"))
 OPTIONS = {
     "blocked": dict(format="mxfp8", scale_layout="blocked"),
     "compact": dict(format="mxfp8"),
@@ -20,6 +21,12 @@ OPTIONS = {
     "FP8 blocks": dict(format="fp8_block"),
     "FP8 blocks, any scale": dict(format="fp8_block", power_of_two=False, dtype=E5M2),
     "FP8 per group": dict(format="fp8_tensor"),
+    "NVFP4, blocked": dict(format="nvfp4", scale_layout="blocked"),
+    "NVFP4, compact": dict(format="nvfp4"),
+}
+TRANSFORMED = {
+    "both": dict(format="nvfp4", rht=True, scale_layout="blocked"),
+    "columnwise": dict(format="nvfp4", rht=True, rowwise=False),
 }
 
 
@@ -64,11 +71,34 @@ def test_sources(dtype, scaling):
     assert not differing(served(tgl.group_quantize, x.to(DEVICE), ends(sizes), **options), expected)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), dict(format="fp8_block", block_2d=True)], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *SQUARES], ids=str)
 def test_matrices(options):
-    w = awkward(3, 208, 264)
+    w = awkward(3, 224, 264)
     expected = tgl.group_quantize(w, None, **options)
     assert not differing(served(tgl.group_quantize, w.to(DEVICE), None, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("options", [OPTIONS["NVFP4, blocked"], *TRANSFORMED.values()], ids=str)
+def test_nvfp4(options, seeded, dtype):
+    """Transformed and not, rounded to nearest and stochastically."""
+    sizes = ROUTINGS["edges"]
+    x, rng = rows(sizes, 264, dtype), torch.tensor([2**40 + 3, -5]) if seeded else None
+    expected = tgl.group_quantize(x, ends(sizes).cpu(), rng=rng, **options)
+    rng = rng.to(DEVICE) if seeded else None
+    assert not differing(served(tgl.group_quantize, x.to(DEVICE), ends(sizes), rng=rng, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_every_nvfp4_block(dtype):
+    """Blocks of every magnitude beside one of 1, so that scales go from 0 to the largest and products to anything."""
+    magnitudes = torch.exp2(torch.linspace(-24, 0, 2048))[:, None]
+    x = (torch.rand(2048, 512) * 2 - 1) * magnitudes
+    x[:, ::16] = magnitudes
+    x, offs = x.to(dtype), ends((2048,))
+    expected = tgl.group_quantize(x, offs.cpu(), format="nvfp4")
+    assert not differing(served(tgl.group_quantize, x.to(DEVICE), offs, format="nvfp4"), expected)
 
 
 def test_given_scales():
@@ -96,7 +126,7 @@ def test_wide_rows_and_canaries():
         assert (buffer[-MARGIN:] == CANARY).all()
 
 
-@pytest.mark.parametrize("name", ["blocked", "FP8 blocks", "FP8 per group"])
+@pytest.mark.parametrize("name", ["blocked", "FP8 blocks", "FP8 per group", "NVFP4, blocked"])
 def test_one_graph_for_any_routing(name):
     routings = [(100, 0, 300), (0, 400, 0), (133, 133, 134), (0, 0, 1)]
     x, offs = awkward(400, 384).to(DEVICE), ends(routings[0])

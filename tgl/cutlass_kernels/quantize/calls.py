@@ -12,14 +12,13 @@ from ...meta.quantized import Components, Options
 from .. import host
 from ..activation.spec import ActivationSpec, spec_of
 from ..reduce import calls as reductions
-from . import calls_fp8, plans
+from . import calls_fp8, calls_nvfp4, plans
 from .spec import MXFP8Spec
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
 
 VECTOR = 8  # columns that a lane takes
-FORMATS = ("mxfp8", "fp8_tensor", "fp8_block")
 
 
 def group_quantize_supports(
@@ -37,14 +36,14 @@ def group_quantize_supports(
     reason = host.packages_reason()
     if reason is not None:
         return reason
-    if options.format not in FORMATS:
-        return f"takes {', '.join(FORMATS)}, got {options.format}"
     if options.dbias and (row_scale is not None or noop is not None):
         return "sums rows as they are and always: not with `row_scale` or `noop`"
-    if options.format != "mxfp8":
-        reason = calls_fp8.supports(x, offs, noop, options)
-        if reason is not None:
-            return reason
+    if options.format == "nvfp4":
+        reason = calls_nvfp4.supports(x, offs, options)
+    elif options.format != "mxfp8":
+        reason = calls_fp8.supports(x, offs, options)
+    if reason is not None:
+        return reason
     if x.numel() == 0:
         return None
     if x.shape[-1] % VECTOR:
@@ -78,9 +77,11 @@ def group_quantize(
     if options.dbias:
         assert offs is not None
         reductions.grouped_dbias(x, offs, out=out.dbias)
-    if x.shape[-1] == 0 or (offs is None and x.numel() == 0):
+    if options.format == "nvfp4":  # its maxima of no values are zero, and to be written
+        calls_nvfp4.run(x, offs, row_scale, rng, noop, options, out)
+    elif x.shape[-1] == 0 or (offs is None and x.numel() == 0):
         return
-    if options.format != "mxfp8":
+    elif options.format != "mxfp8":
         calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
     else:
         host.call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
@@ -103,7 +104,9 @@ def prepare_group_quantize(
         reductions.prepare_grouped_dbias(x, offs, out=out.dbias)
     if x.numel() == 0:
         return
-    if options.format != "mxfp8":
+    if options.format == "nvfp4":
+        calls_nvfp4.prepare(x, offs, row_scale, rng, noop, options)
+    elif options.format != "mxfp8":
         calls_fp8.prepare(x, offs, scale, row_scale, noop, options)
     else:
         _plan(x, offs, row_scale, noop, options)

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import backends
@@ -16,13 +15,10 @@ from . import plans
 from .spec import FP8Spec
 
 
-def supports(x: Tensor, offs: Tensor | None, noop: Tensor | None, options: Options) -> str | None:
+def supports(x: Tensor, offs: Tensor | None, options: Options) -> str | None:
     """Why there is no FP8 kernel for a call that ``calls`` would take, or None."""
-    if options.format == "fp8_tensor":
-        if noop is not None:
-            return "clears maxima before it knows `noop`: not for fp8_tensor"
-        if x.numel() == 0 and (offs is None or x.shape[-1] == 0):
-            return "finds no scales of groups without values"
+    if options.format == "fp8_tensor" and x.numel() == 0 and (offs is None or x.shape[-1] == 0):
+        return "finds no scales of groups without values"
     if offs is None and options.columnwise and x.shape[-2] % 16:
         return f"needs N to be a multiple of 16 for transposed data of matrices, got {x.shape[-2]}"
     return None
@@ -43,11 +39,12 @@ def run(
     maxima: tuple[Tensor | None, Tensor | None] = (None, None)
     if options.format == "fp8_tensor":
         maxima = (
-            out.amax.zero_().view(torch.int32) if options.rowwise else None,
-            out.columnwise_amax.zero_().view(torch.int32) if options.columnwise else None,
+            plans.cleared(out.amax, noop) if options.rowwise else None,
+            plans.cleared(out.columnwise_amax, noop) if options.columnwise else None,
         )
         if scale is None and source.shape[0]:
-            host.call(_maxima(x, offs, row_scale, options), source, offs, row_scale, *maxima, rows)
+            plan = plans.maxima(x, offs, row_scale, noop, options)
+            host.call(plan, source, offs, row_scale, plans.flag(noop), *maxima, rows)
 
     def matrix(t: Tensor) -> Tensor:
         return t if t.dim() < 3 else t.view(-1, t.shape[-1])
@@ -70,16 +67,8 @@ def prepare(
 ) -> None:
     """Compile and load what ``run`` with these arguments needs."""
     if options.format == "fp8_tensor" and scale is None:
-        _maxima(x, offs, row_scale, options)
+        plans.maxima(x, offs, row_scale, noop, options)
     _plan(x, offs, scale, row_scale, noop, options)
-
-
-def _maxima(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, options: Options) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    which = (options.rowwise, options.columnwise)
-    key = (arch, not x.is_cuda, "group maxima", name(x.dtype), offs is not None, name(row_scale), *which)
-    made = (name(x.dtype), offs is not None, name(row_scale), *which)
-    return plans.fetch(key, x, lambda: build_maxima(arch, *made))
 
 
 def _plan(
@@ -106,28 +95,6 @@ def _plan(
         noop=name(noop),
     )
     return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
-
-
-def build_maxima(
-    arch: str, source: str, grouped: bool, row_scale: str | None, rowwise: bool, columnwise: bool
-) -> Callable:
-    """Compile the kernel that finds the groups' largest magnitudes. Needs no GPU."""
-    import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
-
-    from .fp8 import GroupMaxima
-
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
-        GroupMaxima(source, grouped),
-        plans.matrix(source),
-        plans.vector("int32") if grouped else None,
-        plans.strided(row_scale),
-        plans.vector("int32") if rowwise else None,
-        plans.vector("int32") if columnwise else None,
-        cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
 
 
 def build(arch: str, spec: FP8Spec) -> Callable:

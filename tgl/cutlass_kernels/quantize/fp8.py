@@ -14,8 +14,7 @@ Row maxima meet by shuffles, column maxima through shared memory. A lane's eight
 transposed tile, which is put together in shared memory and stored in 16-byte pieces; those of a row are turned by the
 column they belong to, so that lanes meet few others in a bank.
 
-Scales per group need the group's largest magnitude first: a kernel of its own takes the maximum with atomics, which is
-the same in any order.
+Scales per group need the group's largest magnitude first: ``maxima``.
 """
 
 from typing import Any
@@ -34,15 +33,14 @@ from .lanes import (
     TYPES,
     VECTOR,
     WARPS,
-    LaneValues,
+    BandValues,
     as_bits,
     as_float,
 )
+from .maxima import raise_maximum
 from .spec import FP8Spec
 from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
 
-CHUNK = 8  # tiles of columns a block looks for a maximum in, at most
-BLOCKS = 2048  # with fewer blocks, each takes fewer tiles
 UNIT = 32  # of the placement of transposed data
 PIECE = 16
 QUAD = 4
@@ -84,11 +82,11 @@ def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]
     return as_float(scale), quotient
 
 
-class QuantizeFP8(LaneValues):
+class QuantizeFP8(BandValues):
     """The kernel for one ``FP8Spec``."""
 
     def __init__(self, spec: FP8Spec):
-        super().__init__(spec.source, step=1)
+        super().__init__(spec.source)
         self.spec = spec
         self.element = getattr(cutlass, TYPES[spec.element])
         divides = spec.blocks is not None and not spec.power_of_two
@@ -232,12 +230,6 @@ class QuantizeFP8(LaneValues):
                 cute.arch.sync_threads()
                 self.store_turned(turned, columnwise_data, x, place, k, thread)
 
-    @cute.jit
-    def corner(self, k, thread):
-        """A lane's first row and column: within the rows of the tile, and of x."""
-        warp, lane = thread // LANES, thread % LANES
-        return warp * 16 + lane // 16 * STEPS, k * COLUMNS + lane % 16 * VECTOR
-
     # --- scales ------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -273,7 +265,7 @@ class QuantizeFP8(LaneValues):
     def scale_columns(self, pairs, column_factors, maxima, factors, columnwise_scale, x, tile, unit, units, k, thread):
         """The scales of a lane's columns: its warp's maxima to ``maxima``, all warps' to scales in ``factors``."""
         warp, lane = thread // LANES, thread % LANES
-        four = self.shared_halves(pairs, lane)
+        four = self.shared_halves(pairs, lane, 16)
         for j in cutlass.range_constexpr(4):
             maxima[lane % 16 * VECTOR + lane // 16 * 4 + j, warp] = four[j]
         cute.arch.sync_threads()
@@ -293,16 +285,6 @@ class QuantizeFP8(LaneValues):
         cute.arch.sync_threads()
         for j in cutlass.range_constexpr(VECTOR):
             column_factors[j] = factors[lane % 16 * VECTOR + j]
-
-    def shared_halves(self, pairs, lane):
-        """The maxima over both halves of a warp of four of a lane's columns: its half's."""
-        upper = lane >= 16
-        met = []
-        for one, other in zip(pairs[:2], pairs[2:]):
-            kept = [cutlass.select_(upper, b, a) for a, b in zip(one, other)]
-            sent = [cutlass.select_(upper, a, b) for a, b in zip(one, other)]
-            met.append(tuple(self.largest(a, cute.arch.shuffle_sync_bfly(b, 16)) for a, b in zip(kept, sent)))
-        return [value for pair in met for value in self.widened(pair)]
 
     @cute.jit
     def tile_maximum(self, values, maxima, thread):
@@ -373,83 +355,3 @@ class QuantizeFP8(LaneValues):
                     row = place.group * x.shape[1] + at
                 where = self.address(columnwise_data, row, place.first + number * PIECE).align(PIECE)
                 cute.autovec_copy(part, cute.make_tensor(where, cute.make_layout(PIECE)))
-
-
-@cute.jit
-def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
-    """``amax[group] = max(amax[group], seen)`` over a warp, in both; every NaN becomes the same one."""
-    top = cute.arch.warp_redux_sync(seen, kind="max")
-    if top > INFINITY:
-        top = Int32(NAN)
-    if cute.arch.lane_idx() == 0:
-        for held in (amax, columnwise_amax):
-            if cutlass.const_expr(held is not None):
-                cute.arch.atomic_max((held.iterator + group).llvm_ptr, top)
-
-
-class GroupMaxima(LaneValues):
-    """The largest magnitude of every group."""
-
-    def __init__(self, source: str, grouped: bool):
-        super().__init__(source, step=1)
-        self.grouped = grouped
-
-    corner = QuantizeFP8.corner
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        amax: cute.Tensor | None,
-        columnwise_amax: cute.Tensor | None,
-        matrix_rows: Int32,
-        stream,
-    ):
-        """Launch; ``amax`` and ``columnwise_amax``, bits of float32, are zero before. The others as in the kernel."""
-        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
-        if cutlass.const_expr(self.grouped):
-            units = tiles_at_most(rows, Int32(cute.size(offs)))
-        else:
-            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-        across = ceil_div(columns, COLUMNS)
-        chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
-        self.kernel(x, offs, row_scale, amax, columnwise_amax, matrix_rows, across, chunk).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        amax: cute.Tensor | None,
-        columnwise_amax: cute.Tensor | None,
-        matrix_rows: Int32,
-        across: Int32,
-        chunk: Int32,
-    ):
-        """One tile of rows, a chunk of its tiles of columns."""
-        block, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
-        chunks = ceil_div(across, chunk)
-        unit = block // chunks
-        if cutlass.const_expr(self.grouped):
-            group = group_of_unit(offs, Int32(x.shape[0]), unit)
-            tile = group_tile(offs, Int32(x.shape[0]), unit, group)
-            place = group_place(offs, Int32(x.shape[0]), unit, group, UNIT)
-        else:
-            tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
-        first = (block - unit * chunks) * chunk
-        if tile.count > 0 and not tile.tail:
-            seen = Int32(0)
-            for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
-                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(x, values, tile, k, thread)  # some again where the tile is not whole
-                if cutlass.const_expr(row_scale is not None):
-                    self.clear_outside(x, values, tile, k, thread)
-                    self.multiply_rows(row_scale, values, tile, thread)
-                seen = cutlass.max(seen, self.lane_maximum(values))
-            raise_maximum(seen, amax, columnwise_amax, place.group)

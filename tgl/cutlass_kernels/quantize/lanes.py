@@ -148,6 +148,16 @@ class LaneValues:
             pairs = met
         return self.widened(pairs[0])
 
+    def shared_halves(self, pairs, lane, bit: int):
+        """The maxima over two lanes, which differ in ``bit``, of four of a lane's rows or columns: its half's."""
+        upper = (lane & bit) != 0
+        met = []
+        for one, other in zip(pairs[:2], pairs[2:]):
+            kept = [cutlass.select_(upper, b, a) for a, b in zip(one, other)]
+            sent = [cutlass.select_(upper, a, b) for a, b in zip(one, other)]
+            met.append(tuple(self.largest(a, cute.arch.shuffle_sync_bfly(b, bit)) for a, b in zip(kept, sent)))
+        return [value for pair in met for value in self.widened(pair)]
+
     def lane_maximum(self, values):
         """The bits, as float32, of a lane's largest magnitude."""
         _, columns = self.maxima(values)
@@ -183,3 +193,14 @@ class LaneValues:
             cute.autovec_copy(memory, part)
         else:
             cute.autovec_copy(part, memory)
+
+
+class BandValues(LaneValues):
+    """A warp takes 16 x 128 of a tile, a lane columns from ``8 (lane % 16)`` on in rows from ``8 (lane // 16)`` on."""
+
+    def __init__(self, source: str):
+        super().__init__(source, step=1)
+
+    def corner(self, k, thread):
+        warp, lane = thread // LANES, thread % LANES
+        return warp * 16 + lane // 16 * STEPS, k * COLUMNS + lane % 16 * VECTOR

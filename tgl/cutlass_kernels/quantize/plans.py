@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import backends
+from ...meta.quantized import Options
 from .. import host
 from ..host import ALIGNMENT
 
@@ -27,6 +29,56 @@ def flag(noop: Tensor | None) -> Tensor | None:
     if noop is None:
         return None
     return (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
+
+
+def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
+    """The bits of ``amax``, zero unless the flag says that nothing is to be written."""
+    if noop is None:
+        amax.zero_()
+    else:
+        amax.masked_fill_(noop == 0, 0.0)
+    return amax.view(torch.int32)
+
+
+def maxima(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
+    """The kernel that finds the groups' largest magnitudes, of NVFP4 of what is finite."""
+    arch, name = backends.device_arch(x.device), host.name
+    made = (
+        *(name(x.dtype), offs is not None, name(row_scale), name(noop), options.rowwise, options.columnwise),
+        *(options.format == "nvfp4", options.rht),
+    )
+    return fetch((arch, not x.is_cuda, "group maxima", *made), x, lambda: build_maxima(arch, *made))
+
+
+def build_maxima(
+    arch: str,
+    source: str,
+    grouped: bool,
+    row_scale: str | None,
+    noop: str | None,
+    rowwise: bool,
+    columnwise: bool,
+    finite: bool,
+    rht: bool,
+) -> Callable:
+    """Compile it. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .maxima import GroupMaxima
+
+    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+        GroupMaxima(source, grouped, finite, rht),
+        matrix(source),
+        vector("int32") if grouped else None,
+        strided(row_scale),
+        strided(noop),
+        vector("int32") if rowwise else None,
+        vector("int32") if columnwise else None,
+        cutlass.Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
 
 
 def element(name: str) -> Any:

@@ -66,6 +66,36 @@ class FP8Spec:
 
 
 @dataclass(frozen=True)
+class NVFP4Spec:
+    """One NVFP4 quantisation; see ``tgl.group_quantize``.
+
+    Attributes:
+        source: dtype of x, as ``torch`` names it.
+        rowwise, columnwise: which directions.
+        blocks_2d: whether a square of 16 x 16 shares a scale.
+        blocked: whether scales are laid out for tensor cores.
+        grouped: whether x is rows in groups rather than matrices.
+        rht: whether columnwise data is made from the Hadamard transform.
+        stochastic: whether elements are rounded stochastically.
+        converts: whether the architecture has an instruction that rounds to E2M1.
+        row_scale: dtype of the factor per row, or None.
+        noop: dtype of the flag that stops everything, or None.
+    """
+
+    source: str
+    rowwise: bool
+    columnwise: bool
+    blocks_2d: bool
+    blocked: bool
+    grouped: bool
+    rht: bool
+    stochastic: bool
+    converts: bool
+    row_scale: str | None = None
+    noop: str | None = None
+
+
+@dataclass(frozen=True)
 class DequantizeSpec:
     """One dequantisation; see ``tgl.group_dequantize``.
 

@@ -1,0 +1,197 @@
+"""NVFP4 quantisation kernels on the emulator: the bytes of the CPU implementation, and nothing written around them."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.test_quantize import (
+    BF16,
+    CANARY,
+    F16,
+    F32,
+    MANY,
+    MARGIN,
+    RAGGED,
+    awkward,
+    check,
+    framed,
+    grouped,
+)
+from tgl import backends
+from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.quantize import calls_nvfp4, lanes, plans
+from tgl.cutlass_kernels.quantize.spec import NVFP4Spec
+from tgl.testing import emulator
+
+ARCHS = ("sm_90a", "sm_100a")
+SHORT = (5, 0, 130, 1)
+SEED = torch.tensor([1 << 40 | 12345, -3])
+BLOCKED = dict(format="nvfp4", scale_layout="blocked")
+COMPACT = dict(format="nvfp4")
+CASES = {
+    "both, blocked": ("sm_90a", BLOCKED, RAGGED),
+    "both, compact": ("sm_100a", COMPACT, RAGGED),
+    "rowwise": ("sm_100a", BLOCKED | dict(columnwise=False), SHORT),
+    "columnwise": ("sm_90a", COMPACT | dict(rowwise=False), SHORT),
+    "transformed": ("sm_90a", BLOCKED | dict(rht=True), SHORT),
+    "seeded": ("sm_100a", BLOCKED | dict(rng=SEED), SHORT),
+}
+
+
+@pytest.mark.parametrize("arch, options, sizes", CASES.values(), ids=CASES)
+def test_groups(arch, options, sizes):
+    check(*grouped(sizes, 9, 136, BF16), arch=arch, **options)
+
+
+@pytest.mark.parametrize(
+    "dtype, arch, options",
+    [(F32, "sm_90a", BLOCKED), (F16, "sm_90a", COMPACT), (F32, "sm_100a", COMPACT | dict(rht=True, rng=SEED))],
+)
+def test_sources(dtype, arch, options):
+    check(*grouped((3, 40), 9, 72, dtype), arch=arch, **options)
+
+
+@pytest.mark.parametrize("sizes, tail", [(MANY[:16], 0), ((0, 0, 0), 300), ((256, 64), 0), ((0, 1, 0), 127), ((), 40)])
+@pytest.mark.parametrize("options", [BLOCKED, COMPACT])
+def test_routings(sizes, tail, options):
+    check(*grouped(sizes, tail, 40, BF16), **options)
+
+
+@pytest.mark.parametrize("options", [BLOCKED, COMPACT, BLOCKED | dict(block_2d=True), COMPACT | dict(block_2d=True)])
+@pytest.mark.parametrize("rows", [224, 32])
+def test_matrices(options, rows):
+    check(awkward(2, rows, 136, dtype=BF16), None, **options)
+
+
+def test_partial_squares_and_seeds_of_matrices():
+    w = awkward(3, 151, 40, dtype=BF16)
+    check(w, None, arch="sm_90a", block_2d=True, columnwise=False, **BLOCKED)
+    check(awkward(3, 160, 40, dtype=BF16), None, arch="sm_90a", block_2d=True, rng=SEED, **COMPACT)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_ties_and_their_neighbours(arch):
+    """Products by 1 that lie on, above and below what rounding turns on, of both signs, zeros and subnormals."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+    up, down = (ties.nextafter(torch.tensor(to)) for to in (9.0, 0.0))
+    small = torch.tensor([0.0, 1e-45, 1e-30, 2.0**-126, 0.1])
+    values = torch.cat([ties, up, down, small])
+    x = torch.cat([values, -values]).repeat(4)[:270].view(18, 15)
+    x = torch.cat([torch.full((18, 1), 6.0), x], 1).repeat(8, 4)  # 6: the scale of a block is 1
+    x = torch.cat([x, x.T.repeat(1, 3)[:, : x.shape[1]]])  # and the same down the columns
+    x[0, 0] = 2688.0  # the scale of the group is 1
+    offs = torch.tensor([x.shape[0]], dtype=torch.int32)
+    assert (tgl.group_quantize(x, offs, **COMPACT).scale.view(torch.uint8) == 0x38).float().mean() > 0.5
+    check(x, offs, arch=arch, **COMPACT)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_every_scale(arch, dtype):
+    """Blocks of every magnitude beside one of 1: scales from 0 to the largest, products from small to infinite."""
+    torch.manual_seed(0)
+    magnitudes = torch.exp2(torch.linspace(-24, 0, 256))[:, None]
+    x = (torch.rand(256, 64) * 2 - 1) * magnitudes
+    x[:, ::16] = magnitudes
+    check(x.to(dtype), torch.tensor([256], dtype=torch.int32), arch=arch, **BLOCKED)
+
+
+@pytest.mark.parametrize("largest", [3e38, 1e-30, 1e-40, 1e-45])
+def test_extreme_groups(largest):
+    x = torch.rand(48, 64) * largest
+    check(x, torch.tensor([20, 48], dtype=torch.int32), arch="sm_90a", **BLOCKED)
+
+
+def test_row_scale_comes_before_the_transform():
+    x, offs = grouped((5, 0, 130), 9, 64, BF16)
+    factors = torch.rand(x.shape[0])
+    factors[offs[-1] :] = float("nan")
+    check(x, offs, row_scale=factors, rht=True, **BLOCKED)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_many_schedules(arch):
+    check(*grouped((3, 0, 140), 9, 72, BF16), arch=arch, seeds=range(3), **BLOCKED)
+
+
+def test_seed_on_a_stride():
+    x, offs = grouped((3, 40), 9, 64, BF16)
+    check(x, offs, rng=torch.stack([SEED, SEED + 1], 1)[:, 0], **BLOCKED)
+
+
+@pytest.mark.parametrize("format, flag", [("nvfp4", torch.tensor([1.0])), ("fp8_tensor", torch.tensor(True))])
+def test_noop_writes_nothing(format, flag):
+    x, offs = grouped((3, 40), 9, 64, BF16)
+    expected = tgl.group_quantize(x, offs, format=format)
+    buffers, out = framed(expected)
+    with emulator.emulate("sm_100a") as machine:
+        tgl.group_quantize(x, offs, noop=flag, format=format, out=out)
+        assert len(machine.launches) == 2
+        assert all((buffer == CANARY).all() for buffer in buffers)
+        tgl.group_quantize(x, offs, noop=torch.zeros_like(flag), format=format, out=out)
+    for ours, theirs in zip(out, expected):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("options", [BLOCKED, COMPACT])
+def test_bad_offsets_stay_inside(options):
+    x = torch.randn(100, 64).bfloat16()
+    offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
+    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), **options))
+    with emulator.emulate("sm_100a"):
+        tgl.group_quantize(x, offs, **options, out=out)
+    for buffer in buffers:
+        assert (buffer[:MARGIN] == CANARY).all()
+        assert (buffer[-MARGIN:] == CANARY).all()
+
+
+@pytest.mark.parametrize("shape, groups", [((0, 40), 3), ((0, 40), 1), ((40, 0), 3)])
+def test_nothing_to_quantise(shape, groups):
+    offs = torch.zeros(groups, dtype=torch.int32)
+    expected = tgl.group_quantize(torch.zeros(shape, dtype=BF16), offs, **COMPACT)
+    _, out = framed(expected)
+    with emulator.emulate("sm_100a"):
+        tgl.group_quantize(torch.zeros(shape, dtype=BF16), offs, **COMPACT, out=out)
+    for ours, theirs in zip(out, expected):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_what_it_does_not_take_is_said():
+    with backends.emulated_device("sm_90"):
+        w = torch.zeros(2, 48, 64, dtype=BF16)
+        assert "multiple of 32" in str(tgl.explain("group_quantize", w, None, **COMPACT))
+        assert "runs tgl kernel" in str(tgl.explain("group_quantize", w, None, columnwise=False, **COMPACT))
+        x = torch.zeros(48, 36, dtype=BF16)
+        offs = torch.tensor([48], dtype=torch.int32)
+        assert "multiple of 8" in str(tgl.explain("group_quantize", x, offs, **COMPACT))
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "source, rht, stochastic, registers",
+    [("bfloat16", False, False, 64), ("bfloat16", True, True, 128), ("float32", False, False, 128)],
+)
+def test_machine_code(arch, source, rht, stochastic, registers):
+    """Registers for blocks to share a multiprocessor, nothing in local memory, a cast for two elements or a minimum."""
+    converts = arch == "sm_100"
+    spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts)
+    with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
+        kernel = calls_nvfp4.build(arch, spec)
+        maxima = plans.build_maxima(arch, source, True, None, None, True, True, True, rht)
+    for made in (kernel, maxima):
+        report = sass.inspect(made.artifacts.CUBIN)
+        assert report.spills == 0
+        assert report.frame == 0
+    assert sass.inspect(maxima.artifacts.CUBIN).registers <= (80 if source == "bfloat16" and not rht else 255)
+    report = sass.inspect(kernel.artifacts.CUBIN)
+    assert report.registers <= registers
+    if not stochastic and converts:
+        assert report.count("F2FP.SATFINITE") >= lanes.STEPS * lanes.VECTOR
+    if not stochastic and not converts:
+        assert report.count("VIMNMX3") >= 4 * lanes.STEPS * lanes.VECTOR  # with clamped products and without
+    assert report.count("CALL") <= 3 * (1 + rht)  # a group's two divisions, and one for a table of multipliers

@@ -1,0 +1,143 @@
+"""The largest magnitude of every group, for scales per group: atomics, which give the same maximum in any order."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from ..schedule import ceil_div
+from .fp4 import hadamard
+from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARPS, BandValues, as_bits
+from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
+
+CHUNK = 8  # tiles of columns a block looks in, at most
+BLOCKS = 2048  # with fewer blocks, each takes fewer tiles
+
+
+@cute.jit
+def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
+    """``amax[group] = max(amax[group], seen)`` over a warp, in both; every NaN becomes the same one."""
+    top = cute.arch.warp_redux_sync(seen, kind="max")
+    if top > INFINITY:
+        top = Int32(NAN)
+    if cute.arch.lane_idx() == 0:
+        for held in (amax, columnwise_amax):
+            if cutlass.const_expr(held is not None):
+                cute.arch.atomic_max((held.iterator + group).llvm_ptr, top)
+
+
+class GroupMaxima(BandValues):
+    """The kernel for one source.
+
+    Args:
+        source: dtype of x, as ``torch`` names it.
+        grouped: whether x is rows in groups rather than matrices.
+        finite: whether Inf and NaN are left out.
+        rht: whether the columnwise maxima are those after the Hadamard transform.
+    """
+
+    def __init__(self, source: str, grouped: bool, finite: bool = False, rht: bool = False):
+        super().__init__(source)
+        self.grouped, self.finite = grouped, finite
+        self.transformed = BandValues("bfloat16") if rht else None
+        self.blocks_per_sm = 3 - rht - (not self.packed)  # as registers suffice for
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        noop: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        columnwise_amax: cute.Tensor | None,
+        matrix_rows: Int32,
+        stream,
+    ):
+        """Launch; ``amax`` and ``columnwise_amax``, bits of float32, are zero before. The others as in the kernel."""
+        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
+        if cutlass.const_expr(self.grouped):
+            units = tiles_at_most(rows, Int32(cute.size(offs)))
+        else:
+            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
+        across = ceil_div(columns, COLUMNS)
+        chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
+        self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, across, chunk).launch(
+            grid=(units * ceil_div(across, chunk), 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=8,  # in %; the rest is cache
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        noop: Any,
+        amax: cute.Tensor | None,
+        columnwise_amax: cute.Tensor | None,
+        matrix_rows: Int32,
+        across: Int32,
+        chunk: Int32,
+    ):
+        """One tile of rows, a chunk of its tiles of columns."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        chunks = ceil_div(across, chunk)
+        unit = block // chunks
+        if cutlass.const_expr(self.grouped):
+            group = group_of_unit(offs, Int32(x.shape[0]), unit)
+            tile = group_tile(offs, Int32(x.shape[0]), unit, group)
+        else:
+            group = unit // ceil_div(matrix_rows, ROWS)
+            tile = matrix_tile(matrix_rows, unit)
+        first = (block - unit * chunks) * chunk
+        wanted = tile.count > 0 and not tile.tail
+        if cutlass.const_expr(noop is not None):
+            wanted = wanted and noop[0] == noop.element_type(0)
+        if wanted:
+            seen, columnwise_seen = Int32(0), Int32(0)
+            for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
+                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+                self.load_tile(x, values, tile, k, thread)  # some again where the tile is not whole
+                if cutlass.const_expr(row_scale is not None or self.transformed is not None):
+                    self.clear_outside(x, values, tile, k, thread)
+                if cutlass.const_expr(row_scale is not None):
+                    self.multiply_rows(row_scale, values, tile, thread)
+                if cutlass.const_expr(self.transformed is None or amax is not None):
+                    seen = cutlass.max(seen, self.maximum(values, False))
+                if cutlass.const_expr(self.transformed is not None):
+                    turned = hadamard(values, thread % LANES)
+                    columnwise_seen = cutlass.max(columnwise_seen, self.maximum(turned, True))
+            if cutlass.const_expr(self.transformed is None):
+                raise_maximum(seen, amax, columnwise_amax, group)
+            else:
+                raise_maximum(columnwise_seen, None, columnwise_amax, group)
+                if cutlass.const_expr(amax is not None):
+                    raise_maximum(seen, amax, None, group)
+
+    @cute.jit
+    def maximum(self, values, transformed: cutlass.Constexpr):
+        """The largest magnitude of a lane's values."""
+        seen = self.reader(transformed).lane_maximum(values)
+        if cutlass.const_expr(self.finite):  # noqa: SIM102 (one is known while tracing, the other is not)
+            if seen >= INFINITY:
+                seen = finite_maximum(values)
+        return seen
+
+    def reader(self, transformed: bool) -> BandValues:
+        """What knows the dtype of values."""
+        return self.transformed if transformed and self.transformed is not None else self
+
+
+def finite_maximum(values) -> Int32:
+    """The bits, as float32, of the largest magnitude that is one."""
+    seen = Int32(0)
+    for j in range(VECTOR):
+        for i in range(STEPS):
+            magnitude = as_bits(values[j, i].to(Float32)) & MAGNITUDE
+            seen = cutlass.max(seen, cutlass.select_(magnitude >= INFINITY, Int32(0), magnitude))
+    return seen
