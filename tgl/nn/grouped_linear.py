@@ -124,7 +124,8 @@ class GroupedLinear(GroupedParameters):
             recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
         )
         self._dense = recipe is None
-        self._plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
+        # Whether a call without buffers is ``grouped_gemm`` and no more.
+        self.plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
         self._delayed = Delayed()
 
     def reset_parameters(self) -> None:
@@ -197,7 +198,7 @@ class GroupedLinear(GroupedParameters):
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
         """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias scaled per row by ``bias_scale [T]``."""
-        if self._plain and out is None and dgrad_out is None and not offload.in_graph():
+        if self.plain and out is None and dgrad_out is None and not offload.in_graph():
             rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
             y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
         else:

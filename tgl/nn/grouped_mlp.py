@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import offload
+from .. import backends, offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_activation import grouped_activation
+from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import DelayedScaling, Recipe
 from ._buffers import check_buffer, check_disjoint
 from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
@@ -131,6 +132,8 @@ class GroupedMLP(nn.Module):
             if dgrad_out is not None:
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
+        if out is None and dgrad_out is None and self._is_one_op(inp.device):
+            return self._forward_one_op(inp, offs, probs)
         hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
         bias_scale = probs if self.fc2.has_bias else None
         activation = {"kind": self.activation, "interleaved": self.interleaved}
@@ -146,6 +149,36 @@ class GroupedMLP(nn.Module):
             )
         hidden = grouped_activation(hidden, offs, probs, kind=self.activation, interleaved=self.interleaved)
         return self.fc2.forward_offsets(hidden, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out)
+
+    def _is_one_op(self, device: torch.device) -> bool:
+        """Whether to run ``tgl.grouped_mlp``: on GPUs, where kernels span its parts, if nothing stands between these.
+
+        Sharded weights are placed part by part.
+        """
+        layers = (self.fc1, self.fc2)
+        return (
+            (device.type == "cuda" or backends.emulated_arch is not None)
+            and not offload.in_graph()
+            and all(type(layer) is GroupedLinear and layer.plain for layer in layers)
+            and all(type(layer.weight) in (Tensor, nn.Parameter) for layer in layers)
+        )
+
+    def _forward_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
+        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
+        w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
+        y = grouped_mlp(
+            rows,
+            w1,
+            w2,
+            offs,
+            probs,
+            self.fc1.bias,
+            self.fc2.bias,
+            kind=self.activation,
+            interleaved=self.interleaved,
+            recompute=True if self.recompute_activation else None,
+        )
+        return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
     def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
         """``GroupedLinear.reserve_delayed_wgrad`` of both layers."""

@@ -32,8 +32,7 @@ def forward(
     """``h = x w1 + bias1``, ``act = probs A(h)`` (if None, not kept), ``y = act w2 + probs bias2``."""
     if act is None:
         act = h.new_empty(h.shape[0], w2.shape[1])
-    backends.run("grouped_gemm", x.device, x, w1, offs, bias1, None, out=h, zero_tail=True)
-    backends.run("grouped_activation", x.device, h, offs, probs, params=params, out=act)
+    backends.run("grouped_gemm_activation", x.device, x, w1, offs, bias1, probs, params=params, y=act, h=h)
     scale = probs if bias2 is not None else None
     backends.run("grouped_gemm", x.device, act, w2, offs, bias2, scale, out=y, zero_tail=True)
 
@@ -76,12 +75,10 @@ def backward(
     if dx is None and dw1 is None and dprobs is None and dbias1 is None:
         return
 
-    dact = h.new_empty(h.shape[0], w2.shape[1])
-    backends.run("grouped_gemm", device, dy, w2.transpose(1, 2), offs, None, None, out=dact, zero_tail=True)
     dh = torch.empty(h.shape, dtype=h.dtype, device=device)
     sums = torch.empty(h.shape[0] if probs is not None else 0, dtype=specs.accumulator(h.dtype), device=device)
-    backends.run("grouped_activation_backward", device, dact, h, offs, probs, params=params, dx=dh, dprobs=sums)
-    del dact
+    w2 = w2.transpose(1, 2)
+    backends.run("grouped_gemm_dactivation", device, dy, w2, h, offs, probs, params=params, dh=dh, dprobs=sums)
     if dprobs is not None:
         dprobs.copy_(sums)
         if scaled is not None:
