@@ -191,42 +191,28 @@ def by_row(vector: Any, shape: tuple) -> Any:
 def change_matrices(
     gemm: cutlass.Constexpr, values: cute.Tensor, buffers: cute.Tensor, probs: Any, sums: cute.Tensor, lane: Int32
 ):
-    """Halves in buffers of their own: they have the accumulator's order, and ldmatrix hands it out.
-
-    All is read before anything is written, so that the compiler may work on a chunk's numbers side by side.
-    """
+    """Halves in buffers of their own: they have the accumulator's order, and ldmatrix hands it out."""
     element, spec, shape = gemm.out_element, gemm.gradient, (2, 2, 2)
     load = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), element)
     save = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), element)
-    held = cute.make_rmem_tensor((shape, gemm.parts, 4), element)
-    for pair in cutlass.range_constexpr(4):
-        for part in cutlass.range_constexpr(gemm.parts):
-            cute.copy(load, matrices(buffers, pair, part, lane), eight(held[None, part, pair]))
     for pair in cutlass.range_constexpr(4):
         product = cute.make_rmem_tensor(shape, Float32)
         for i in cutlass.range_constexpr(8):
             product[i] = values[pair * 8 + i]
-        wide = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.parts))
+        packed, wide, places = [], [], []
         for part in cutlass.range_constexpr(gemm.parts):
-            wide[part].store(held[None, part, pair].load().to(Float32))
+            # Lanes 0-15 name the rows of the left 8 columns, lanes 16-31 those of the right.
+            place = cute.local_tile(buffers[None, None, part], (1, 8), (lane % 16, 2 * pair + lane // 16))
+            places.append(cute.make_tensor(place.iterator, (8, 1)))
+            packed.append(cute.make_rmem_tensor(shape, element))
+            cute.copy(load, places[part], cute.make_tensor(packed[part].iterator, (8, 1)))
+            wide.append(cute.make_rmem_tensor(shape, Float32))
+            wide[part].store(packed[part].load().to(Float32))
         linear = wide[1] if cutlass.const_expr(spec.gated) else None
         differentiate(spec, wide[0], linear, rounded(product, element), by_row(probs, shape), by_row(sums, shape))
         for part in cutlass.range_constexpr(gemm.parts):
-            held[None, part, pair].store(wide[part].load().to(element))
-    for pair in cutlass.range_constexpr(4):
-        for part in cutlass.range_constexpr(gemm.parts):
-            cute.copy(save, eight(held[None, part, pair]), matrices(buffers, pair, part, lane))
-
-
-def matrices(buffers: cute.Tensor, pair: int, part: int, lane: Int32) -> cute.Tensor:
-    """The row that a lane names of 16 x 16: lanes 0-15 those of the left 8 columns, lanes 16-31 those of the right."""
-    place = cute.local_tile(buffers[None, None, part], (1, 8), (lane % 16, 2 * pair + lane // 16))
-    return eight(place)
-
-
-def eight(t: cute.Tensor) -> cute.Tensor:
-    """Eight neighbours from the first element of ``t`` on, as ldmatrix and stmatrix take them."""
-    return cute.make_tensor(t.iterator, (8, 1))
+            packed[part].store(wide[part].load().to(element))
+            cute.copy(save, cute.make_tensor(packed[part].iterator, (8, 1)), places[part])
 
 
 def four(buffers: cute.Tensor, piece: int, half: int, lane: Int32) -> cute.Tensor:
@@ -242,23 +228,18 @@ def change_pairs(
 ):
     """Alternating halves: a thread's two neighbouring columns of the product are four of the activation's input."""
     element, spec, shape = gemm.out_element, gemm.gradient, (2, 2)
-    held = cute.make_rmem_tensor((4, 2, 8), element)
-    for piece in cutlass.range_constexpr(8):
-        for half in cutlass.range_constexpr(2):
-            cute.autovec_copy(four(buffers, piece, half, lane), held[None, half, piece])
     for piece in cutlass.range_constexpr(8):
         product = cute.make_rmem_tensor(shape, Float32)
         gate, linear = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         for half in cutlass.range_constexpr(2):
+            held = cute.make_rmem_tensor(4, element)
+            cute.autovec_copy(four(buffers, piece, half, lane), held)
             for i in cutlass.range_constexpr(2):
                 product[i, half] = values[i, half, piece]
-                gate[i, half] = held[2 * i, half, piece].to(Float32)
-                linear[i, half] = held[2 * i + 1, half, piece].to(Float32)
+                gate[i, half], linear[i, half] = held[2 * i].to(Float32), held[2 * i + 1].to(Float32)
         differentiate(spec, gate, linear, rounded(product, element), by_row(probs, shape), by_row(sums, shape))
         for half in cutlass.range_constexpr(2):
+            held = cute.make_rmem_tensor(4, element)
             for i in cutlass.range_constexpr(2):
-                held[2 * i, half, piece] = gate[i, half].to(element)
-                held[2 * i + 1, half, piece] = linear[i, half].to(element)
-    for piece in cutlass.range_constexpr(8):
-        for half in cutlass.range_constexpr(2):
-            cute.autovec_copy(held[None, half, piece], four(buffers, piece, half, lane))
+                held[2 * i], held[2 * i + 1] = gate[i, half].to(element), linear[i, half].to(element)
+            cute.autovec_copy(held, four(buffers, piece, half, lane))
