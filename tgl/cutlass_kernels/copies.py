@@ -29,7 +29,7 @@ def _room(t: Tensor) -> Tensor:
 
 def supports(a: Tensor, b: Tensor, *rest: Any, out: Tensor, **options: Any) -> str | None:
     """Why an op between copies cannot serve a call, or None."""
-    reason = launch._common_reason(a, b, out)
+    reason = launch.common_reason(a, out)
     if reason is None and b.dim() == 3 and a.shape[1] == 0:
         return "does not take K = 0"
     return reason

@@ -77,7 +77,8 @@ def _operands_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
     return _matrix_reason("a", a) or _matrix_reason("b", b) or _matrix_reason("out", out)
 
 
-def _common_reason(a: Tensor, b: Tensor, out: Tensor) -> str | None:
+def common_reason(a: Tensor, out: Tensor) -> str | None:
+    """Why no kernel takes the dtypes and the rows of a dense call."""
     reason = host.packages_reason()
     if reason is not None:
         return reason
@@ -101,7 +102,7 @@ def grouped_gemm_supports(
     zero_tail: bool,
 ) -> str | None:
     """Why ``grouped_gemm`` below cannot serve a call, or None."""
-    reason = _common_reason(a, b, out)
+    reason = common_reason(a, out)
     if reason is not None or out.numel() == 0:
         return reason
     if a.shape[1] == 0:
@@ -115,7 +116,7 @@ def grouped_gemm_supports(
 
 def grouped_gemm_wgrad_supports(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """Why ``grouped_gemm_wgrad`` and its accumulating form below cannot serve a call, or None."""
-    reason = _common_reason(a, b, out)
+    reason = common_reason(a, out)
     if reason is not None or out.numel() == 0 or a.shape[0] == 0:
         return reason
     for name, t in (("a", a), ("b", b)):

@@ -49,15 +49,9 @@ def grouped_gemm_dactivation_supports(
     dprobs: Tensor,
 ) -> str | None:
     """Why ``grouped_gemm_dactivation`` below cannot serve a call, or None."""
-    reason = host.packages_reason()
-    if reason is not None:
+    reason = launch.common_reason(dy, dh)
+    if reason is not None or dh.numel() == 0:
         return reason
-    if dy.dtype is not torch.bfloat16 and dy.dtype is not torch.float16:
-        return f"takes bfloat16 and float16, got {dy.dtype}"
-    if dy.shape[0] > host.MAX_ROWS:
-        return f"takes up to {host.MAX_ROWS} rows, got {dy.shape[0]}"
-    if dh.numel() == 0:
-        return None
     if dy.shape[1] == 0:
         return "does not take K = 0"
     for name, t in (("dy", dy), ("h", h)):

@@ -38,7 +38,7 @@ _plans: dict[tuple, Plan] = {}
 # --- what the kernels take --------------------------------------------------------------------------------------------
 
 
-def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor, wgrad: bool) -> str | None:
+def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor) -> str | None:
     """Why there is no kernel for a call, wherever its tensors lie."""
     reason = host.packages_reason()
     if reason is not None:
@@ -52,6 +52,7 @@ def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor, wgrad: 
         return f"takes {format} on {', '.join(FORMATS[format].archs)}, not on {arch}"
     if max(a.shape) > MAX_ROWS:
         return f"takes up to {MAX_ROWS} rows, got {max(a.shape)}"
+    wgrad = out.dim() == 3
     if wgrad and format == "fp8_block" and out.shape[2] % 2:
         return f"takes an even number of columns in {format}, got {out.shape[2]}"
     if not wgrad and a.shape[1] == 0 and out.numel():
@@ -91,10 +92,10 @@ def supports_copies_of(
     **__: Any,
 ) -> str | None:
     """Why neither op below can serve a call, wherever copies of its tensors lie, or None."""
-    return _call_reason(format, scale_layout, a, out, out.dim() == 3)
+    return _call_reason(format, scale_layout, a, out)
 
 
-def grouped_gemm_scaled_supports(
+def supports(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -105,23 +106,8 @@ def grouped_gemm_scaled_supports(
     out: Tensor,
     **__: Any,
 ) -> str | None:
-    """Why ``grouped_gemm_scaled`` below cannot serve a call, or None."""
-    return _call_reason(format, scale_layout, a, out, False) or _place_reason(a, a_scale, b, b_scale, out)
-
-
-def grouped_gemm_scaled_wgrad_supports(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *_: Any,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    **__: Any,
-) -> str | None:
-    """Why ``grouped_gemm_scaled_wgrad`` below cannot serve a call, or None."""
-    return _call_reason(format, scale_layout, a, out, True) or _place_reason(a, a_scale, b, b_scale, out)
+    """Why neither op below can serve a call where its tensors lie, or None."""
+    return _call_reason(format, scale_layout, a, out) or _place_reason(a, a_scale, b, b_scale, out)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

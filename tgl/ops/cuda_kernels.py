@@ -86,14 +86,14 @@ IN_PLACE = (
     Kernel(
         SCALED_GEMM,
         launch_scaled.grouped_gemm_scaled,
-        launch_scaled.grouped_gemm_scaled_supports,
+        launch_scaled.supports,
         launch_scaled.prepare_grouped_gemm_scaled,
     ),
     *(
         Kernel(
             op,
             launch_scaled.grouped_gemm_scaled_wgrad,
-            launch_scaled.grouped_gemm_scaled_wgrad_supports,
+            launch_scaled.supports,
             launch_scaled.prepare_grouped_gemm_scaled_wgrad,
         )
         for op in (SCALED_WGRAD, SCALED_ACCUMULATE)

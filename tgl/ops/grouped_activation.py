@@ -18,7 +18,7 @@ from ._library import Formula, define
 
 NAME = "grouped_activation"
 BACKWARD = "grouped_activation_backward"
-_PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
+SCHEMA = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
 
 
 class Params(NamedTuple):
@@ -224,13 +224,13 @@ def second_order(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, *, {_PARAMS}) -> Tensor",
+    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> Tensor",
     _kernel,
     lambda x, offs, probs=None, *, kind="swiglu", **_: specs.grouped_activation(x, offs, probs, kind=kind).empty(),
     formula=Formula(_save, _backward),
 )
 _op_backward = define(
-    f"{BACKWARD}(Tensor dy, Tensor x, Tensor offs, Tensor? probs=None, *, {_PARAMS}) -> (Tensor dx, Tensor dprobs)",
+    f"{BACKWARD}(Tensor dy, Tensor x, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> (Tensor dx, Tensor dprobs)",
     _kernel_backward,
     lambda dy, x, offs, probs=None, *, kind="swiglu", **_: tuple(
         spec.empty() for spec in specs.grouped_activation_backward(dy, x, offs, probs, kind=kind)

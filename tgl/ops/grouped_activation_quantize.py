@@ -13,7 +13,7 @@ from ..meta.quantized import Components, Options
 from ._library import define
 from .group_quantize import NAME as QUANTIZE
 from .grouped_activation import NAME as ACTIVATION
-from .grouped_activation import Params
+from .grouped_activation import SCHEMA, Params
 from .grouped_gemm_scaled import ADVICE
 
 NAME = "grouped_activation_quantize"
@@ -21,7 +21,6 @@ _OPTIONS = (
     "str format, bool rowwise=True, bool columnwise=True, ScalarType? dtype=None, "
     'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool rht=False'
 )
-_PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -80,7 +79,7 @@ def _prepare_two_ops(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, Tensor? scale=None, *, {_OPTIONS}, {_PARAMS}) -> "
+    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, Tensor? scale=None, *, {_OPTIONS}, {SCHEMA}) -> "
     f"({', '.join(f'Tensor {name}' for name in Components._fields[:-1])})",
     lambda *args, **keywords: tuple(_kernel(*args, **keywords))[:-1],
     lambda x, offs, probs=None, scale=None, **keywords: tuple(_parse(x, offs, probs, scale, keywords)[2].empty())[:-1],

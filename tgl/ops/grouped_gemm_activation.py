@@ -11,12 +11,11 @@ from .. import backends, debug
 from ..meta import specs
 from ._library import Formula, autocast_operand, define
 from .grouped_activation import NAME as ACTIVATION
-from .grouped_activation import Params
+from .grouped_activation import SCHEMA, Params
 from .grouped_gemm import NAME as GEMM
 
 NAME = "grouped_gemm_activation"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None"
-_PARAMS = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ def _specs(
 
 
 _op = define(
-    f"{NAME}({_ARGS}, *, {_PARAMS}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
+    f"{NAME}({_ARGS}, *, {SCHEMA}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
     _kernel,
     lambda *args, **keywords: tuple(spec.empty() for spec in _specs(*args, **keywords)),
     formula=Formula(_save, _backward),

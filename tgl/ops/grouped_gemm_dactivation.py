@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import specs
 from ._library import Formula, autocast_operand, define
-from .grouped_activation import _PARAMS, Params, second_order
 from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
+from .grouped_activation import SCHEMA, Params, second_order
 from .grouped_gemm import NAME as GEMM
 
 NAME = "grouped_gemm_dactivation"
@@ -92,7 +92,7 @@ def _autocast(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? probs=None, *, {_PARAMS}) -> "
+    f"{NAME}(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> "
     "(Tensor dh, Tensor dprobs)",
     _kernel,
     lambda dy, b, h, offs, probs=None, *, kind="swiglu", **_: tuple(

@@ -12,7 +12,7 @@ from .. import backends, debug
 from ..meta import mlp as specs
 from . import _mlp, _mlp_cpu
 from ._library import Formula, autocast_operand, define
-from .grouped_activation import _PARAMS, Params
+from .grouped_activation import SCHEMA, Params
 
 NAME = "grouped_mlp"
 BACKWARD = "grouped_mlp_backward"
@@ -177,7 +177,7 @@ def _autocast(
 
 _op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, Tensor offs, Tensor? probs=None, Tensor? bias1=None, Tensor? bias2=None, "
-    f"*, bool recompute=False, {_PARAMS}) -> (Tensor y, Tensor h, Tensor act)",
+    f"*, bool recompute=False, {SCHEMA}) -> (Tensor y, Tensor h, Tensor act)",
     _kernel,
     lambda *args, kind="swiglu", recompute=False, **_: tuple(
         spec.empty() for spec in specs.grouped_mlp(*args, kind=kind, recompute=recompute)
@@ -187,7 +187,7 @@ _op = define(
 )
 _op_backward = define(
     f"{BACKWARD}(Tensor dy, Tensor? x, Tensor w1, Tensor w2, Tensor offs, Tensor h, Tensor? act, Tensor? probs=None, "
-    f"Tensor? bias2=None, *, bool[] output_mask, {_PARAMS}) -> "
+    f"Tensor? bias2=None, *, bool[] output_mask, {SCHEMA}) -> "
     "(Tensor dx, Tensor dw1, Tensor dw2, Tensor dprobs, Tensor dbias1, Tensor dbias2)",
     _kernel_backward,
     lambda *args, output_mask, kind="swiglu", **_: tuple(
