@@ -54,12 +54,20 @@ def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
     return OperandMajorMode.K if contiguous else OperandMajorMode.MN
 
 
+def turns(pieces: int, room: int) -> int:
+    """How many buffers the pieces of a tile take turns in: if possible so many that every tile begins with the first.
+
+    Then a piece's buffer is known while the kernel is compiled, and addresses in it need no arithmetic.
+    """
+    return max((n for n in range(2, room + 1) if pieces % n == 0), default=room)
+
+
 class GroupedGemm:
     """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on.
 
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
-        buffers: how many epilogue tiles are staged; None: as many as there is room for, up to four.
+        buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``turns``.
     """
 
     gradient: ActivationSpec | None = None
@@ -101,7 +109,7 @@ class GroupedGemm:
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
         self.stages = (SMEM_BYTES["sm_100"] - fixed - (self.buffers or 2) * epi_stage) // stage
         room = (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage
-        self.epi_stages = self.buffers or min(4, room)
+        self.epi_stages = self.buffers or turns(config.tile_n // self.epi_tile[1], min(4, room))
         self.stage_bytes = stage * config.ctas
         self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)

@@ -38,16 +38,21 @@ def piece_stores(
 
 @cute.jit
 def send_piece(gemm: cutlass.Constexpr, tma: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor):
-    """Store what the lanes of a warp have written, and wait until the next buffer is free."""
+    """Store what the lanes of a warp have written; when they have met, the next buffer is free as well.
+
+    The lane that stores waits before they meet and not after its store, which so reads shared memory while the next
+    piece is made; the others have nothing to wait for.
+    """
     cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
     cute.arch.sync_warp()
     # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone
-    # would never end.
+    # would never end. It is always the same lane that is elected.
     if cutlass.const_expr(gemm.spec.reduces):
         cute.copy(tma, source, sink)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_commit_group()
     else:
         with cute.arch.elect_one():
             cute.copy(tma, source, sink)
-    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
+            cute.arch.cp_async_bulk_commit_group()

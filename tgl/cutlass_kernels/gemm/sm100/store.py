@@ -88,6 +88,7 @@ def store_tiles(
 
     made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cute.size(accumulators, mode=[3]))
     buffer = Int32(0)
+    factor, factor_group = Float32(1), Int32(-1)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     while tile.valid:
@@ -113,10 +114,9 @@ def store_tiles(
                         THREADS,
                     )
                 _meet()
-            factor = Float32(1)
             if cutlass.const_expr(spec.alpha):  # noqa: SIM102
-                if product:
-                    factor = alpha(spec, args, tile.group)
+                if product and tile.group != factor_group:
+                    factor, factor_group = alpha(spec, args, tile.group), tile.group
             target = policy.out(out_coords, tile)
             # The map alone would drop rows that lie outside; those of a whole warp need not be made.
             height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
@@ -140,8 +140,8 @@ def store_tiles(
                     with cute.arch.elect_one():
                         results.consumer_release(made)
             elif stores:
-                for piece in cutlass.range_constexpr(pieces):
-                    if product:
+                if product:
+                    for piece in cutlass.range_constexpr(pieces):
                         cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
                         cute.arch.fence_view_async_tmem_load()
                         if cutlass.const_expr(piece == pieces - 1):
@@ -162,13 +162,17 @@ def store_tiles(
                             add_output(
                                 acc, values[None, None, None, 0, piece], coords[None, None, None, 0, piece], limit
                             )
-                    else:
-                        acc.fill(0.0)
-                    if cutlass.const_expr(gemm.out_element is not Float32):
-                        rounded.store(acc.load().to(gemm.out_element))
-                    cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
-                    send_piece(gemm, out_map, store_from[None, buffer], store_to[None, 0, piece])
-                    buffer = (buffer + 1) % gemm.epi_stages
+                        if cutlass.const_expr(gemm.out_element is not Float32):
+                            rounded.store(acc.load().to(gemm.out_element))
+                        cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
+                        send_piece(gemm, out_map, store_from[None, buffer], store_to[None, 0, piece])
+                        buffer = (buffer + 1) % gemm.epi_stages
+                else:
+                    rounded.fill(0.0)
+                    for piece in cutlass.range_constexpr(pieces):
+                        cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
+                        send_piece(gemm, out_map, store_from[None, buffer], store_to[None, 0, piece])
+                        buffer = (buffer + 1) % gemm.epi_stages
             elif product:
                 with cute.arch.elect_one():
                     results.consumer_release(made)
