@@ -229,9 +229,10 @@ class GroupedGemm:
     def scale_maps(self, tiled_mma: cute.TiledMma, load, cluster_vmnk, a_scale: cute.Tensor, b_scale: cute.Tensor):
         """(map, coordinates, shared memory layout) of the scales of A and of B, and the MMA that partitions B's.
 
-        Each CTA of a pair loads the scales of its rows of A and of all of B.
+        Both CTAs of a pair need the scales of all of B: each loads half of every box and sends it to both.
         """
-        vector = self.form.vector
+        vector, ctas = self.form.vector, self.config.ctas
+        shared = load if ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp(self.cta_group)
         single = self.tiled_mma(OperandMajorMode.K, OperandMajorMode.K, tcgen05.CtaGroup.ONE, self.scale_tiler[:2])
         a_smem = blockscaled_layout.make_smem_layout_sfa(tiled_mma, self.tiler, vector, self.stages)
         b_smem = blockscaled_layout.make_smem_layout_sfb(tiled_mma, self.tiler, vector, self.stages)
@@ -246,12 +247,12 @@ class GroupedGemm:
             internal_type=cutlass.Int16,
         )
         b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
-            load,
+            shared,
             b_scale,
             cute.slice_(b_smem, (None, None, None, 0)),
             self.scale_tiler,
             single,
-            (1, 1, 1, 1),
+            (1, ctas, 1, 1),
             internal_type=cutlass.Int16,
         )
         return (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), single
@@ -349,6 +350,7 @@ class GroupedGemm:
                 scale_loads,
                 loads,
                 problem,
+                rank,
                 first,
                 step,
             )
