@@ -16,6 +16,7 @@ from .order import visited
 from .raster import ceil_div, decode, quotient
 
 LANES = 32
+NO_EDGE = (1 << 31) - 1
 
 
 class Tile(NamedTuple):
@@ -34,11 +35,12 @@ class Tile(NamedTuple):
 
 
 class GroupSearch(NamedTuple):
-    """Where a warp's search stands. ``first`` and ``limit`` are uniform, the others differ from lane to lane.
+    """Where a warp's search stands. The first three are uniform, the others differ from lane to lane.
 
     =============  =====================================================
     ``first``      first of the 32 groups the lanes hold
     ``limit``      tiles of all groups up to and with the last one held
+    ``edge``       the same if more groups follow, else no index at all
     ``before``     tiles of all groups before this lane's
     ``start``      first row of this lane's group
     ``length``     rows of this lane's group
@@ -47,6 +49,7 @@ class GroupSearch(NamedTuple):
 
     first: Int32
     limit: Int32
+    edge: Int32
     before: Int32
     start: Int32
     length: Int32
@@ -61,8 +64,8 @@ def _hold(
     tiles_n: Int32,
     tile_m: cutlass.Constexpr,
     tail: cutlass.Constexpr,
-) -> tuple[Int32, Int32, Int32, Int32]:
-    """All but ``first`` of a search that holds the 32 groups from ``first`` on; ``before`` tiles are not theirs."""
+) -> GroupSearch:
+    """A search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
     lane = cute.arch.lane_idx()
     start, end = group_range(offs, rows, first + lane, tail)
     tiles = ceil_div(end - start, tile_m) * tiles_n
@@ -72,7 +75,10 @@ def _hold(
         if lane >= (1 << i):
             upto = upto + below
     upto += before
-    return cute.arch.shuffle_sync(upto, LANES - 1), upto - tiles, start, end - start
+    limit = edge = cute.arch.shuffle_sync(upto, LANES - 1)
+    if first + LANES >= cute.size(offs) + (1 if cutlass.const_expr(tail) else 0):
+        edge = Int32(NO_EDGE)
+    return GroupSearch(first, limit, edge, upto - tiles, start, end - start)
 
 
 @cute.jit
@@ -88,7 +94,7 @@ def start_search(
         tile_m: rows of a tile.
         tail: whether the rows past the last group are a group of their own, number G.
     """
-    return GroupSearch(Int32(0), *_hold(offs, rows, Int32(0), Int32(0), tiles_n, tile_m, tail))
+    return _hold(offs, rows, Int32(0), Int32(0), tiles_n, tile_m, tail)
 
 
 @cute.jit
@@ -106,21 +112,16 @@ def find_tile(
 
     A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
     """
-    first, limit, before, start, length = search
-    if index >= limit:
-        groups = Int32(cute.size(offs)) + (1 if cutlass.const_expr(tail) else 0)
-        more = first + LANES < groups
-        while more:
-            first += LANES
-            limit, before, start, length = _hold(offs, rows, first, limit, tiles_n, tile_m, tail)
-            more = index >= limit and first + LANES < groups
+    while index >= search.edge:
+        search = _hold(offs, rows, search.first + LANES, search.limit, tiles_n, tile_m, tail)
+    first, limit, _, before, start, length = search
     # Of groups that begin with the same tile all but the last are empty.
     source = cute.arch.popc(cute.arch.vote_ballot_sync(before <= index)) - 1
     group_length = cute.arch.shuffle_sync(length, source)
     inside = index - cute.arch.shuffle_sync(before, source)
     m, n = decode(inside, ceil_div(group_length, tile_m), tiles_n, band)
     tile = Tile(index < limit, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
-    return GroupSearch(first, limit, before, start, length), tile
+    return search, tile
 
 
 @cute.jit
