@@ -25,10 +25,10 @@ from .quiet import no_garbage_collection, single_threaded_blas
 class LaunchRecord:
     """What one emulated launch did.
 
-    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce), ``global_bytes`` those of plain loads and
-    stores, of the lanes that take part (once if all have one address); ``bank_conflicts`` the shared-memory passes beyond
-    those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions the
-    translation refused and the launch did not reach, with their PTX line.
+    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce), ``global_bytes`` those of plain loads
+    and stores, of the lanes that take part (once if all have one address); ``bank_conflicts`` the shared-memory passes
+    beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
+    the translation refused and the launch did not reach, with their PTX line.
     """
 
     kernel: str

@@ -110,7 +110,7 @@ def store_tiles(
                 end = tile.start + tile.length
                 load_vectors(spec, vectors, args, tile.group, tile.start + row, end, column, thread, THREADS)
                 _meet()
-            if cutlass.const_expr(spec.alpha):  # noqa: SIM102
+            if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
                 if tile.group != factor_group:
                     factor, factor_group = alpha(spec, args, tile.group), tile.group
             results.consumer_wait(made)
@@ -153,7 +153,7 @@ def store_tiles(
                 with cute.arch.elect_one():
                     results.consumer_release(made)
             made.advance()
-        elif cutlass.const_expr(not spec.accumulate):
+        elif cutlass.const_expr(not spec.accumulate):  # noqa: SIM102 - decided while tracing
             if stores:
                 rounded.fill(0.0)
                 buffer = clear_tile(gemm, tiled_write, write_from, write_part, sinks, buffer)
