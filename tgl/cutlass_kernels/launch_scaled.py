@@ -11,12 +11,13 @@ from torch import Tensor
 from .. import backends
 from ..meta.placement import ceil_div
 from ..meta.quantized import Options, component_specs
-from . import host, launch
+from . import host, plans
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
 from .gemm.scaling import FORMATS, OperandFormat
-from .host import ALIGNMENT, GPU_ARCH, MAX_ROWS
-from .launch import Plan
+from .host import MAX_ROWS
+from .plans import Plan, power_of_two
+from .requirements import address_reason, matrices_reason
 
 
 class ScaledPlanKey(NamedTuple):
@@ -60,23 +61,9 @@ def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor) -> str 
     return None
 
 
-def matrix_reason(name: str, t: Tensor) -> str | None:
-    """Why a tensor map cannot describe data or output ``t``."""
-    return launch._matrix_reason(name, t) if t.numel() else None
-
-
-def scale_reason(name: str, t: Tensor) -> str | None:
-    """Why scales cannot be loaded from where they lie."""
-    return f"needs `{name}` aligned to {ALIGNMENT} bytes" if t.numel() and host.address(t) % ALIGNMENT else None
-
-
 def _place_reason(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> str | None:
     return (
-        matrix_reason("a", a)
-        or matrix_reason("b", b)
-        or matrix_reason("out", out)
-        or scale_reason("a_scale", a_scale)
-        or scale_reason("b_scale", b_scale)
+        matrices_reason(a=a, b=b, out=out) or address_reason("a_scale", a_scale) or address_reason("b_scale", b_scale)
     )
 
 
@@ -225,7 +212,7 @@ def _gemm_plan(
     a, b = operands[0], operands[2]
     form = FORMATS[format]
     depth = a.shape[1] * (2 if a.dtype == torch.uint8 else 1)
-    rows = launch._power_of_two(a.shape[0] // b.shape[0])
+    rows = power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(backends.device_arch(a.device), VARLEN_M, form, out.shape[1], depth, rows)
     rows_first = b_direction == "rowwise" or form.placed
     dtypes = (host.name(out.dtype), host.name(bias), host.name(bias_scale))
@@ -239,7 +226,7 @@ def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> 
     groups, rows, columns = out.shape
     tokens = a.numel() // rows * (2 if a.dtype == torch.uint8 else 1)
     arch = backends.device_arch(a.device)
-    tiling = choose(arch, VARLEN_K, form, columns, launch._power_of_two(tokens // groups), rows)
+    tiling = choose(arch, VARLEN_K, form, columns, power_of_two(tokens // groups), rows)
     spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate, alpha=form.alpha)
     return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
 
@@ -253,78 +240,45 @@ def _plan(
     if plan is None:
         elements = (host.name(a.dtype), host.name(b.dtype))
         key = ScaledPlanKey(kind, arch, not a.is_cuda, format, *elements, rows_first, spec, tiling)
-        function = host.compiled(op, key, a, lambda: build(key))
-        plan = _plans[known] = Plan(function, launch._clusters(a.device, tiling.ctas))
+        plan = _plans[known] = plans.make(op, key, a, build, tiling)
     return plan
 
 
 def build(key: ScaledPlanKey) -> Callable:
     """Compile the kernel for ``key``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+    from .compiling import compiled, matrix, strided
+    from .elements import TYPES
     from .gemm.sm90.scaled import ScaledGroupedGemm as Sm90
     from .gemm.sm100.scaled import ScaledGroupedGemm as Sm100
-
-    # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
-    elements = {
-        "float8_e4m3fn": cutlass.Float8E4M3FN,
-        "float8_e5m2": cutlass.Float8E5M2,
-        "uint8": cutlass.Float4E2M1FN,
-    }
-    crossing = {**elements, "uint8": cutlass.Uint8}
-    plain = {
-        "bfloat16": cutlass.BFloat16,
-        "float16": cutlass.Float16,
-        "float32": cutlass.Float32,
-        "int32": cutlass.Int32,
-    }
-
-    def matrix(element: Any, dims: int) -> Any:
-        """Contiguous along the last dimension, all else on 16 bytes."""
-        step = ALIGNMENT * 8 // element.width
-        strides = (*(cute.sym_int64(divisibility=step) for _ in range(dims - 1)), 1)
-        return make_fake_tensor(element, _sizes(dims), strides, assumed_align=ALIGNMENT)
-
-    def vector(dtype: str | None, dims: int) -> Any:
-        """A tensor that is read element by element, in any layout."""
-        if dtype is None:
-            return None
-        return make_fake_tensor(plain[dtype], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
-
-    def blocks(dims: int) -> Any:
-        """Float32 scales, contiguous."""
-        strides = (*(cute.sym_int64() for _ in range(dims - 1)), 1)
-        return make_fake_tensor(cutlass.Float32, _sizes(dims), strides, assumed_align=ALIGNMENT)
-
-    def _sizes(dims: int) -> tuple:
-        return tuple(cute.sym_int32() for _ in range(dims))
 
     form, spec = FORMATS[key.format], key.spec
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
     if form.block:
-        scales = [blocks(dims) for dims in (2, b_dims)]
+        scales = [matrix("float32", dims, pitch=4) for dims in (2, b_dims)]
+    elif form.vector:
+        scales = [matrix("uint8", dims) for dims in (1, b_dims - 1)]
     else:
-        scales = [matrix(cutlass.Uint8, dims) if form.vector else vector("float32", 1) for dims in (1, b_dims - 1)]
-    if key.kind != VARLEN_M and form.vector:
-        scales[1] = matrix(cutlass.Uint8, 1)
-    amax = [vector("float32", 1) if spec.alpha == "amax" else None for _ in range(2)]
-    traits = (key.kind, key.config, spec, elements[key.a_element], elements[key.b_element], form)
-    gemm = Sm90(*traits) if key.arch == "sm_90" else Sm100(*traits, key.b_rows_first)
-    return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
-        gemm,
-        matrix(crossing[key.a_element], 2),
+        scales = [strided("float32") for _ in range(2)]
+    amax = "float32" if spec.alpha == "amax" else None
+    # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
+    a_type, b_type = (cutlass.Float4E2M1FN if e == "uint8" else TYPES[e] for e in (key.a_element, key.b_element))
+    traits = (key.kind, key.config, spec, a_type, b_type, form)
+    return compiled(
+        key.arch,
+        Sm90(*traits) if key.arch == "sm_90" else Sm100(*traits, key.b_rows_first),
+        matrix(key.a_element),
         scales[0],
-        matrix(crossing[key.b_element], b_dims),
+        matrix(key.b_element, b_dims),
         scales[1],
-        vector("int32", 1),
-        *amax,
-        matrix(plain[spec.out], out_dims),
-        vector(spec.bias, 2),
-        vector(spec.bias_scale, 1),
+        strided("int32"),
+        strided(amax),
+        strided(amax),
+        matrix(spec.out, out_dims),
+        strided(spec.bias, 2),
+        strided(spec.bias_scale),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 

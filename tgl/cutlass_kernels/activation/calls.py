@@ -108,31 +108,20 @@ def build(
     op: str, arch: str, emulated: bool, spec: ActivationSpec, vector: int, element: str, probs: str | None
 ) -> Callable:
     """Compile a kernel. Needs no GPU."""
-    import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
+    from ..compiling import compiled, matrix, strided
+    from ..compiling import vector as vector_of
+    from ..elements import TYPES
     from .kernel import GroupedActivation, GroupedActivationBackward
 
-    types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
-    dtype = types[element]
-
-    def matrix(count: int) -> Any:
+    def rows(count: int) -> Any:
         """Accessed by ``count`` elements of a row."""
-        columns, pitch = cute.sym_int32(divisibility=count), cute.sym_int64(divisibility=count)
-        align = min(count * dtype.width // 8, host.ALIGNMENT)
-        return make_fake_tensor(dtype, (cute.sym_int32(), columns), (pitch, 1), assumed_align=align)
+        width = count * TYPES[element].width // 8
+        return matrix(element, pitch=width, columns=count, align=min(width, host.ALIGNMENT))
 
-    def vector_of(element: Any, stride: Any) -> Any:
-        return make_fake_tensor(element, (cute.sym_int32(),), (stride,))
-
-    narrow, wide = matrix(vector), matrix(vector * (2 if spec.interleaved else 1))
-    offs = vector_of(cutlass.Int32, cute.sym_int64())
-    factors = None if probs is None else vector_of(types[probs], cute.sym_int64())
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compile_ = cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)]
+    narrow, wide = rows(vector), rows(vector * (2 if spec.interleaved else 1))
+    offs, factors = strided("int32"), strided(probs)
     if op == "grouped_activation":
-        return compile_(GroupedActivation(spec, vector), wide, offs, factors, narrow, stream)
-    dx = matrix(vector * (2 if spec.interleaved else 1))
-    dprobs = None if probs is None else vector_of(cutlass.Float32, 1)
-    return compile_(GroupedActivationBackward(spec, vector), narrow, wide, offs, factors, dx, dprobs, stream)
+        return compiled(arch, GroupedActivation(spec, vector), wide, offs, factors, narrow)
+    dx = rows(vector * (2 if spec.interleaved else 1))
+    dprobs = None if probs is None else vector_of("float32")
+    return compiled(arch, GroupedActivationBackward(spec, vector), narrow, wide, offs, factors, dx, dprobs)

@@ -209,27 +209,25 @@ def _plan(
 def build(arch: str, spec: MXFP8Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .activated import ActivateQuantizeMXFP8
     from .mxfp8 import QuantizeMXFP8
 
     def side(present: bool) -> tuple[Any, Any]:
         if not present:
             return None, None
-        return plans.matrix(spec.element, VECTOR), plans.vector("uint8", 16) if spec.blocked else plans.matrix(
-            "uint8", 1
-        )
+        scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
+        return matrix(spec.element, pitch=VECTOR), scales
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
-        plans.matrix(spec.source),
-        plans.vector("int32") if spec.grouped else None,
-        plans.strided(spec.row_scale),
-        plans.strided(spec.noop),
+        matrix(spec.source),
+        vector("int32") if spec.grouped else None,
+        strided(spec.row_scale),
+        strided(spec.noop),
         *side(spec.rowwise),
         *side(spec.columnwise),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

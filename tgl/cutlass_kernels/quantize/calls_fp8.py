@@ -100,27 +100,26 @@ def _plan(
 def build(arch: str, spec: FP8Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .fp8 import QuantizeFP8
 
     def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
         if not present:
             return None, None, None
         if spec.blocks is None:
-            return plans.matrix(spec.element, pitch), plans.vector("float32"), plans.vector("int32")
-        return plans.matrix(spec.element, pitch), plans.matrix("float32", 4), None
+            return matrix(spec.element, pitch=pitch), vector("float32"), vector("int32")
+        return matrix(spec.element, pitch=pitch), matrix("float32", pitch=4), None
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         QuantizeFP8(spec),
-        plans.matrix(spec.source),
-        plans.vector("int32") if spec.grouped else None,
-        plans.vector("float32") if spec.given else None,
-        plans.strided(spec.row_scale),
-        plans.strided(spec.noop),
+        matrix(spec.source),
+        vector("int32") if spec.grouped else None,
+        vector("float32") if spec.given else None,
+        strided(spec.row_scale),
+        strided(spec.noop),
         *side(spec.rowwise, 8),
         *side(spec.columnwise, 16),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

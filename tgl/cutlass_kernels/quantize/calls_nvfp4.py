@@ -95,26 +95,25 @@ def _plan(
 def build(arch: str, spec: NVFP4Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .nvfp4 import QuantizeNVFP4
 
     def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
         if not present:
             return None, None, None
-        scales = plans.vector("uint8", 16) if spec.blocked else plans.matrix("uint8", 1)
-        return plans.matrix("uint8", pitch), scales, plans.vector("float32")
+        scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
+        return matrix("uint8", pitch=pitch), scales, vector("float32")
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         QuantizeNVFP4(spec),
-        plans.matrix(spec.source),
-        plans.vector("int32") if spec.grouped else None,
-        plans.strided(spec.row_scale),
-        plans.vector("int32") if spec.stochastic else None,
-        plans.strided(spec.noop),
+        matrix(spec.source),
+        vector("int32") if spec.grouped else None,
+        strided(spec.row_scale),
+        vector("int32") if spec.stochastic else None,
+        strided(spec.noop),
         *side(spec.rowwise, 4),
         *side(spec.columnwise, 16),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

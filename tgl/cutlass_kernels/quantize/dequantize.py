@@ -10,6 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .decode import (
     FP4,
@@ -22,7 +23,7 @@ from .decode import (
     fp8_values,
     load_bytes,
 )
-from .lanes import COLUMNS, LANES, TYPES, WARPS
+from .lanes import COLUMNS, LANES, WARPS
 from .spec import DequantizeSpec
 from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
 
@@ -49,7 +50,7 @@ class DequantizeRows:
 
     def __init__(self, spec: DequantizeSpec):
         self.spec = spec
-        self.out = getattr(cutlass, TYPES[spec.out])
+        self.out = TYPES[spec.out]
         self.vector = spec.vector
         self.lanes = COLUMNS // self.vector  # that hold a row of a tile
         self.height = WARPS * LANES // self.lanes  # rows that the block holds at once

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .decode import (
     FP4,
@@ -23,7 +24,7 @@ from .decode import (
     product,
 )
 from .dequantize import ATOM, ATOM_COLUMNS, grid
-from .lanes import LANES, TYPES, WARPS
+from .lanes import LANES, WARPS
 from .spec import DequantizeSpec
 from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
 
@@ -43,7 +44,7 @@ class DequantizeTransposed:
 
     def __init__(self, spec: DequantizeSpec):
         self.spec = spec
-        self.out = getattr(cutlass, TYPES[spec.out])
+        self.out = TYPES[spec.out]
         self.fp4 = spec.element == FP4
         self.bytes = RUN // 2 if self.fp4 else RUN  # of a run
         self.elements = PIECE * 8 // self.out.width  # of a piece of the result

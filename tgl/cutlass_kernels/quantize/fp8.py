@@ -23,6 +23,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .lanes import (
     COLUMNS,
@@ -30,7 +31,6 @@ from .lanes import (
     LANES,
     NAN,
     STEPS,
-    TYPES,
     VECTOR,
     WARPS,
     BandValues,
@@ -88,7 +88,7 @@ class QuantizeFP8(BandValues):
     def __init__(self, spec: FP8Spec):
         super().__init__(spec.source)
         self.spec = spec
-        self.element = getattr(cutlass, TYPES[spec.element])
+        self.element = TYPES[spec.element]
         divides = spec.blocks is not None and not spec.power_of_two
         self.blocks_per_sm = (
             2 if divides or not self.packed else 3 if spec.rowwise and spec.columnwise else 4

@@ -22,6 +22,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
 from cutlass.memory import SmemAllocator
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .lanes import (
     COLUMNS,
@@ -29,7 +30,6 @@ from .lanes import (
     LANES,
     NAN,
     STEPS,
-    TYPES,
     UPPER_HALVES,
     VECTOR,
     WARPS,
@@ -88,7 +88,7 @@ class QuantizeMXFP8(LaneValues):
     def __init__(self, spec: MXFP8Spec):
         super().__init__(spec.source, step=4)
         self.spec = spec
-        self.element = getattr(cutlass, TYPES[spec.element])
+        self.element = TYPES[spec.element]
         self.blocks_per_sm = 4 - (spec.rowwise and spec.columnwise) - (not self.packed)
 
     @cute.jit
