@@ -23,10 +23,10 @@ from .decode import (
     load_bytes,
     product,
 )
-from .dequantize import ATOM, ATOM_COLUMNS, grid
+from .dequantize import ATOM, ATOM_COLUMNS
 from .lanes import LANES, WARPS
 from .spec import DequantizeSpec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
 COLUMNS = 64
 RUN = 16
@@ -71,10 +71,9 @@ class DequantizeTransposed:
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
-        across = ceil_div(Int32(out.shape[1]), COLUMNS)
-        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across, CHUNK)
-        self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1),
+        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK)
+        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
+            grid=grid.shape,
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=2 if self.spec.rht else 3,  # as registers suffice for
