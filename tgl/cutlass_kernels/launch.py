@@ -14,7 +14,6 @@ from .. import backends
 from . import config, host, plans
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
-from .host import ALIGNMENT, MAX_ROWS
 from .plans import Plan, PlanKey, power_of_two, scratch
 from .requirements import dense_reason, matrices_reason, unit_dimension
 
@@ -110,11 +109,11 @@ def attempt_grouped_gemm(
 ) -> str | None:
     """``grouped_gemm`` if it can serve the call, else why not; one look-up for a call like one before."""
     rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), out.stride())
-    vectors = (bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
-    rows_class = (rows // (shape[0] or 1)).bit_length()
-    key = (backends.emulated_arch, a.device, a.dtype, out.dtype, vectors, zero_tail, shape, strides, rows_class)
-    plan = plans.by_shape.get(key)
-    if plan is not None and 0 < rows <= MAX_ROWS and not (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
+    dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+    size = plans.rows_class(rows, shape[0])
+    key = ("grouped_gemm", backends.emulated_arch, a.device, dtypes, zero_tail, shape, strides, size)
+    plan = plans.known(key, rows, a.data_ptr() | b.data_ptr() | out.data_ptr())
+    if plan is not None:
         plan.run(a, b, offs, out, bias, bias_scale)
         return None
     reason = grouped_gemm_supports(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail)
@@ -127,10 +126,10 @@ def attempt_grouped_gemm(
 
 def _attempt_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, accumulate: bool) -> str | None:
     rows, shape, strides = a.shape[0], out.shape, (a.stride(), b.stride(), out.stride())
-    rows_class = (rows // (shape[0] or 1)).bit_length()
-    key = (backends.emulated_arch, a.device, a.dtype, out.dtype, accumulate, shape, strides, rows_class)
-    plan = plans.by_shape.get(key)
-    if plan is not None and 0 < rows <= MAX_ROWS and not (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
+    dtypes, size = (a.dtype, out.dtype), plans.rows_class(rows, shape[0])
+    key = ("grouped_gemm_wgrad", backends.emulated_arch, a.device, dtypes, accumulate, shape, strides, size)
+    plan = plans.known(key, rows, a.data_ptr() | b.data_ptr() | out.data_ptr())
+    if plan is not None:
         plan.run(a, b, offs, out, None, None)
         return None
     reason = grouped_gemm_wgrad_supports(a, b, offs, out=out)
@@ -166,8 +165,8 @@ def _gemm_plan(
 ) -> Plan:
     groups, depth, columns = b.shape
     arch = backends.device_arch(a.device)
-    vectors = (bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
-    layout = (VARLEN_M, arch, a.device, a.dtype, out.dtype, *vectors, b.stride(2) == 1, zero_tail)
+    dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+    layout = (VARLEN_M, arch, a.device, dtypes, b.stride(2) == 1, zero_tail)
     tiling = config.choose(arch, VARLEN_M, columns, depth, power_of_two(a.shape[0] // groups))
     plan = _plans.get((layout, tiling))
     if plan is None:

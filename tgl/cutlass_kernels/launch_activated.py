@@ -13,9 +13,9 @@ from . import config, host, launch, plans
 from .activation.spec import spec_of
 from .config import VARLEN_M
 from .epilogue.spec import EpilogueSpec
-from .host import ALIGNMENT, MAX_ROWS
+from .host import ALIGNMENT
 from .plans import Plan, PlanKey, power_of_two, scratch
-from .requirements import unit_dimension
+from .requirements import matrix_reason, unit_dimension
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
@@ -49,7 +49,7 @@ def grouped_gemm_activation_supports(
     half = b.shape[2] // 2 * b.element_size()
     if params.gated and across and half % ALIGNMENT:
         return f"needs halves of `b` on {ALIGNMENT} bytes, got {half} bytes from one to the other"
-    return None
+    return matrix_reason("y", y)
 
 
 def grouped_gemm_activation(
@@ -85,13 +85,12 @@ def attempt_grouped_gemm_activation(
     h: Tensor,
 ) -> str | None:
     """``grouped_gemm_activation`` if it can serve the call, else why not; one look-up for a call like one before."""
-    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), h.stride())
-    dtypes = (a.dtype, h.dtype, bias.dtype if bias is not None else None, probs.dtype if probs is not None else None)
-    rows_class = (rows // (shape[0] or 1)).bit_length()
-    key = (backends.emulated_arch, a.device, dtypes, params, shape, strides, rows_class)
-    plan = plans.by_shape.get(key)
-    addresses = a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()
-    if plan is not None and 0 < rows <= MAX_ROWS and not addresses % ALIGNMENT:
+    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), h.stride(), y.stride())
+    dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+    size = plans.rows_class(rows, shape[0])
+    key = (OP, backends.emulated_arch, a.device, dtypes, params, shape, strides, size)
+    plan = plans.known(key, rows, a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr())
+    if plan is not None:
         plan.run(a, b, offs, h, y, bias, probs)
         return None
     reason = grouped_gemm_activation_supports(a, b, offs, bias, probs, params=params, y=y, h=h)
@@ -128,7 +127,7 @@ def prepare_grouped_gemm_activation(
 def _plan(a: Tensor, b: Tensor, bias: Tensor | None, probs: Tensor | None, params: Params, h: Tensor) -> Plan:
     groups, depth, columns = b.shape
     arch = backends.device_arch(a.device)
-    dtypes = (a.dtype, h.dtype, bias.dtype if bias is not None else None, probs.dtype if probs is not None else None)
+    dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
     rows = power_of_two(a.shape[0] // groups)
     tiling = config.choose(arch, VARLEN_M, columns, depth, rows, halves=params.gated)
     key = (arch, a.device, dtypes, b.stride(2) == 1, params, tiling)

@@ -85,14 +85,47 @@ def grouped_gemm_dactivation(
         dh.zero_()
         dprobs.zero_()
         return
-    plan, tile_n = _plan(dy, b, h, probs, params)
-    sums = None
-    if probs is not None:
-        tiles = ceil_div(b.shape[2], tile_n)
-        sums = dprobs[None] if tiles == 1 else dprobs.new_empty(tiles, dprobs.shape[0])
+    _run(_plan(dy, b, h, probs, params), dy, b, h, offs, probs, dh, dprobs)
+
+
+def _run(
+    plan: Plan, dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None, dh: Tensor, dprobs: Tensor
+) -> None:
+    if probs is None:
+        plan.run(dy, b, offs, dh, h, None, None)
+        return
+    tiles = ceil_div(b.shape[2], plan.tile_n)
+    sums = dprobs.unsqueeze(0) if tiles == 1 else dprobs.new_empty(tiles, dprobs.shape[0])
     plan.run(dy, b, offs, dh, h, probs, sums)
-    if sums is not None and sums.shape[0] > 1:
+    if tiles > 1:
         torch.sum(sums, 0, out=dprobs)
+
+
+def attempt_grouped_gemm_dactivation(
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    *,
+    params: Params,
+    dh: Tensor,
+    dprobs: Tensor,
+) -> str | None:
+    """``grouped_gemm_dactivation`` if it can serve the call, else why not; one look-up for a call like one before."""
+    rows, shape, strides = dy.shape[0], b.shape, (dy.stride(), b.stride(), h.stride(), dh.stride())
+    dtypes, size = (dy.dtype, probs is None or probs.dtype), plans.rows_class(rows, shape[0])
+    key = (OP, backends.emulated_arch, dy.device, dtypes, params, shape, strides, size)
+    plan = plans.known(key, rows, dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr())
+    if plan is not None:
+        _run(plan, dy, b, h, offs, probs, dh, dprobs)
+        return None
+    reason = grouped_gemm_dactivation_supports(dy, b, h, offs, probs, params=params, dh=dh, dprobs=dprobs)
+    if reason is None:
+        grouped_gemm_dactivation(dy, b, h, offs, probs, params=params, dh=dh, dprobs=dprobs)
+        if dh.numel() and shape[0]:
+            plans.remember(key, strides, _plan(dy, b, h, probs, params))
+    return reason
 
 
 def prepare_grouped_gemm_dactivation(
@@ -109,7 +142,7 @@ def prepare_grouped_gemm_dactivation(
     """Compile and load what ``grouped_gemm_dactivation`` with these arguments needs, by a launch on a small problem."""
     if dh.numel() == 0 or b.shape[0] == 0:
         return
-    plan, _ = _plan(dy, b, h, probs, params)
+    plan = _plan(dy, b, h, probs, params)
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     hidden = torch.zeros(8, 16 if params.gated else 8, dtype=h.dtype, device=h.device)
     factor = sums = None
@@ -119,8 +152,7 @@ def prepare_grouped_gemm_dactivation(
     plan.run(*operands, offs, hidden.clone(), hidden, factor, sums)
 
 
-def _plan(dy: Tensor, b: Tensor, h: Tensor, probs: Tensor | None, params: Params) -> tuple[Plan, int]:
-    """The plan for a call, and how many columns its tiles have."""
+def _plan(dy: Tensor, b: Tensor, h: Tensor, probs: Tensor | None, params: Params) -> Plan:
     groups, depth, columns = b.shape
     arch = backends.device_arch(dy.device)
     tiling = config.choose(arch, VARLEN_M, columns, depth, power_of_two(dy.shape[0] // groups))
@@ -131,7 +163,7 @@ def _plan(dy: Tensor, b: Tensor, h: Tensor, probs: Tensor | None, params: Params
         unit = unit_dimension(b.stride())
         key = GradientPlanKey(arch, not dy.is_cuda, host.name(dy.dtype), unit, activation, host.name(probs), tiling)
         plan = _plans[known] = plans.make(OP, key, dy, build, tiling)
-    return plan, tiling.tile_n
+    return plan
 
 
 def build(key: GradientPlanKey) -> Callable:
@@ -160,3 +192,6 @@ def build(key: GradientPlanKey) -> Callable:
         None if key.probs is None else matrix("float32", pitch=4, align=4),
         cutlass.Int32(1),
     )
+
+
+ATTEMPTS = {grouped_gemm_dactivation: attempt_grouped_gemm_dactivation}

@@ -154,6 +154,66 @@ def grouped_gemm_scaled_wgrad(
     _wgrad_plan(operands, format, out, accumulate).run(*operands, out, None, None)
 
 
+def attempt_grouped_gemm_scaled(
+    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
+) -> str | None:
+    """``grouped_gemm_scaled`` if it can serve the call, else why not; one look-up for a call like one before."""
+    a, a_scale, b, b_scale, *_, bias, bias_scale = operands
+    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), out.stride())
+    vectors = (bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+    dtypes, size = (a.dtype, b.dtype, out.dtype, *vectors), plans.rows_class(rows, shape[0])
+    meant = (format, b_direction, scale_layout, zero_tail)
+    key = ("grouped_gemm_scaled", backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
+    addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
+    plan = plans.known(key, rows, addresses)
+    if plan is not None:
+        plan.run(*operands[:7], out, bias, bias_scale)
+        return None
+    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    reason = supports(*operands, **options, out=out)
+    if reason is None:
+        grouped_gemm_scaled(*operands, **options, out=out, zero_tail=zero_tail)
+        if out.numel() and shape[0]:
+            plan = _gemm_plan(operands[:7], bias, bias_scale, format, b_direction, out, zero_tail)
+            plans.remember(key, strides, plan)
+    return reason
+
+
+def attempt_grouped_gemm_scaled_wgrad(
+    *operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool
+) -> str | None:
+    """``grouped_gemm_scaled_wgrad`` likewise."""
+    a, a_scale, b, b_scale, *_ = operands
+    shape, strides = out.shape, (out.stride(), a.stride()[1:], b.stride()[1:])
+    tokens = _tokens(a, shape[1])
+    dtypes, size = (a.dtype, b.dtype, out.dtype), plans.rows_class(tokens, shape[0])
+    meant = (format, scale_layout, accumulate)
+    key = ("grouped_gemm_scaled_wgrad", backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
+    addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
+    # The pitch of columnwise data may be that of its tokens, so it is no part of the key; its elements are bytes.
+    plan = plans.known(key, tokens, addresses | a.stride(0) | b.stride(0))
+    if plan is not None:
+        plan.run(*operands, out, None, None)
+        return None
+    reason = supports(*operands, format=format, scale_layout=scale_layout, out=out)
+    if reason is None:
+        grouped_gemm_scaled_wgrad(*operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
+        if out.numel() and a.numel():
+            plans.remember(key, strides, _wgrad_plan(operands, format, out, accumulate))
+    return reason
+
+
+def _tokens(data: Tensor, features: int) -> int:
+    """How many tokens columnwise ``data`` has room for."""
+    return data.numel() // (features or 1) * (2 if data.dtype == torch.uint8 else 1)
+
+
+ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {
+    grouped_gemm_scaled: attempt_grouped_gemm_scaled,
+    grouped_gemm_scaled_wgrad: attempt_grouped_gemm_scaled_wgrad,
+}
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -224,9 +284,8 @@ def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> 
     a, b = operands[0], operands[2]
     form = FORMATS[format]
     groups, rows, columns = out.shape
-    tokens = a.numel() // rows * (2 if a.dtype == torch.uint8 else 1)
     arch = backends.device_arch(a.device)
-    tiling = choose(arch, VARLEN_K, form, columns, power_of_two(tokens // groups), rows)
+    tiling = choose(arch, VARLEN_K, form, columns, power_of_two(_tokens(a, rows) // groups), rows)
     spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate, alpha=form.alpha)
     return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import host
 from .config import GemmConfig
 from .epilogue.spec import EpilogueSpec
+from .host import ALIGNMENT, MAX_ROWS
 
 EMULATED_CLUSTERS = 4  # few enough that clusters take turns on tiles
 
@@ -34,29 +35,49 @@ class PlanKey(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A compiled kernel, and how many of its clusters to start."""
+    """A compiled kernel, how many of its clusters to start, and the columns of a tile."""
 
     call: Callable
     clusters: int
+    tile_n: int
 
-    def run(self, a: Tensor, *rest: Any) -> None:
-        """Launch on the device of ``a``."""
-        host.call(self.call, a, *rest, self.clusters)
-
-
-by_shape: dict[tuple, Plan] = {}
-"""Plans by all that is known of a call but token counts and addresses; to be cleared when tilings change."""
+    def run(self, *arguments: Any) -> None:
+        """Launch on the device of the first argument, a tensor."""
+        host.call(self.call, *arguments, self.clusters)
 
 
-def remember(key: tuple, strides: tuple, plan: Plan) -> None:
+by_shape: dict[tuple, Any] = {}
+"""What serves calls like one before, by all that is known of a call but token counts and addresses.
+
+A key begins with the op's name and holds everything that the op's ``supports`` looks at and its plan depends on,
+``backends.emulated_arch`` included. To be cleared when tilings change.
+"""
+
+
+def known(key: tuple, rows: int, addresses: int) -> Any:
+    """What ``remember`` was told of ``key``; None unless the call has rows, not too many, and all on 16 bytes.
+
+    Args:
+        addresses: the addresses of the tensors that the kernel wants on 16 bytes, or-ed.
+    """
+    return by_shape.get(key) if 0 < rows <= MAX_ROWS and not addresses % ALIGNMENT else None
+
+
+def remember(key: tuple, strides: tuple[tuple[int, ...], ...], plan: Any) -> None:
     """Keep ``plan`` for calls with ``key``, which ``strides`` are a part of."""
     if all(0 not in s for s in strides):  # a stride of 0 is fine for one row, and the key does not hold their number
         by_shape[key] = plan
 
 
+def rows_class(rows: int, groups: int) -> int:
+    """What tilings follow from, of the rows per group on average: calls of one class have one tiling."""
+    return (rows // (groups or 1)).bit_length()
+
+
 def make(op: str, key: Hashable, first: Tensor, build: Callable[[Any], Callable], tiling: GemmConfig) -> Plan:
     """The plan that starts the kernel ``build(key)`` on the device of ``first``, its first argument."""
-    return Plan(host.compiled(op, key, first, lambda: build(key)), _clusters(first.device, tiling.ctas))
+    function = host.compiled(op, key, first, lambda: build(key))
+    return Plan(function, _clusters(first.device, tiling.ctas), tiling.tile_n)
 
 
 @functools.cache

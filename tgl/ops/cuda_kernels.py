@@ -30,7 +30,14 @@ from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
 ARCHS = frozenset(host.GPU_ARCH)
-ATTEMPTS: dict[Callable[..., None], Callable[..., backends.Reason]] = {**launch.ATTEMPTS, **launch_activated.ATTEMPTS}
+ATTEMPTS: dict[Callable[..., None], Callable[..., backends.Reason]] = {
+    **launch.ATTEMPTS,
+    **launch_activated.ATTEMPTS,
+    **launch_gradient.ATTEMPTS,
+    **launch_scaled.ATTEMPTS,
+    **activations.ATTEMPTS,
+    **calls.ATTEMPTS,
+}
 
 
 class Kernel(NamedTuple):

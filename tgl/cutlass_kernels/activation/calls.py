@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import host
+from .. import host, plans
 from .spec import ActivationSpec, spec_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,53 @@ def grouped_activation_backward(
         return
     plan = _plan("grouped_activation_backward", spec_of(params), probs, dy, x, dx)
     host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
+
+
+def attempt_grouped_activation(
+    x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor
+) -> str | None:
+    """``grouped_activation`` if it can serve the call, else why not; one look-up for a call like one before."""
+    shape, strides = x.shape, (x.stride(), out.stride())
+    dtypes = (x.dtype, probs is None or probs.dtype)
+    key = ("grouped_activation", backends.emulated_arch, x.device, dtypes, params, shape[1], strides)
+    addresses = x.data_ptr() | out.data_ptr()
+    plan = plans.known(key, shape[0], addresses)
+    if plan is not None:
+        host.call(plan, x, offs, probs, out)
+        return None
+    reason = grouped_activation_supports(x, offs, probs, params=params, out=out)
+    if reason is None:
+        grouped_activation(x, offs, probs, params=params, out=out)
+        if out.numel() and not addresses % host.ALIGNMENT:
+            plans.remember(key, strides, _plan("grouped_activation", spec_of(params), probs, x, out))
+    return reason
+
+
+def attempt_grouped_activation_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
+) -> str | None:
+    """``grouped_activation_backward`` likewise."""
+    shape, strides = x.shape, (dy.stride(), x.stride(), dx.stride())
+    dtypes = (x.dtype, probs is None or probs.dtype)
+    key = ("grouped_activation_backward", backends.emulated_arch, x.device, dtypes, params, shape[1], strides)
+    addresses = dy.data_ptr() | x.data_ptr() | dx.data_ptr()
+    plan = plans.known(key, shape[0], addresses)
+    if plan is not None:
+        host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
+        return None
+    reason = grouped_activation_backward_supports(dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
+    if reason is None:
+        grouped_activation_backward(dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
+        if dy.numel() and not addresses % host.ALIGNMENT:
+            plan = _plan("grouped_activation_backward", spec_of(params), probs, dy, x, dx)
+            plans.remember(key, strides, plan)
+    return reason
+
+
+ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {
+    grouped_activation: attempt_grouped_activation,
+    grouped_activation_backward: attempt_grouped_activation_backward,
+}
 
 
 def prepare_grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:

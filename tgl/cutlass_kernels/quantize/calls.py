@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ... import backends
@@ -188,22 +190,34 @@ def _plan(
     options: Options,
     activation: ActivationSpec | None = None,
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    assert options.dtype is not None
-    spec = MXFP8Spec(
-        source=name(x.dtype),
+    arch = backends.device_arch(x.device)
+    spec = _spec(x.dtype, offs is not None, host.dtype(row_scale), host.dtype(noop), options, activation)
+    op = "group_quantize" if activation is None else "grouped_activation_quantize"
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    source: torch.dtype,
+    grouped: bool,
+    row_scale: torch.dtype | None,
+    noop: torch.dtype | None,
+    options: Options,
+    activation: ActivationSpec | None,
+) -> MXFP8Spec:
+    name = host.name
+    return MXFP8Spec(
+        source=name(source),
         element=name(options.dtype),
         rowwise=options.rowwise,
         columnwise=options.columnwise,
         scaling=options.scaling,
         blocked=options.blocked,
-        grouped=offs is not None,
+        grouped=grouped,
         row_scale=name(row_scale),
         noop=name(noop),
         activation=activation,
     )
-    op = "group_quantize" if activation is None else "grouped_activation_quantize"
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
 
 
 def build(arch: str, spec: MXFP8Spec) -> Callable:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import backends
@@ -79,22 +81,35 @@ def _plan(
     noop: Tensor | None,
     options: Options,
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    assert options.dtype is not None
-    spec = FP8Spec(
-        source=name(x.dtype),
+    arch = backends.device_arch(x.device)
+    given = (offs is not None, scale is not None)
+    spec = _spec(x.dtype, *given, host.dtype(row_scale), host.dtype(noop), options)
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    source: torch.dtype,
+    grouped: bool,
+    given: bool,
+    row_scale: torch.dtype | None,
+    noop: torch.dtype | None,
+    options: Options,
+) -> FP8Spec:
+    name = host.name
+    return FP8Spec(
+        source=name(source),
         element=name(options.dtype),
         rowwise=options.rowwise,
         columnwise=options.columnwise,
         blocks=None if options.format == "fp8_tensor" else "2d" if options.block_2d else "1d",
         power_of_two=bool(options.power_of_two),
         eps=struct.unpack("<i", struct.pack("<f", options.eps))[0],
-        grouped=offs is not None,
-        given=scale is not None,
+        grouped=grouped,
+        given=given,
         row_scale=name(row_scale),
         noop=name(noop),
     )
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
 
 
 def build(arch: str, spec: FP8Spec) -> Callable:

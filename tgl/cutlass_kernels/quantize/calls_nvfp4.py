@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,21 +76,36 @@ def prepare(
 def _plan(
     x: Tensor, offs: Tensor | None, row_scale: Tensor | None, rng: Tensor | None, noop: Tensor | None, options: Options
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    spec = NVFP4Spec(
-        source=name(x.dtype),
+    arch = backends.device_arch(x.device)
+    given = (offs is not None, rng is not None)
+    spec = _spec(arch, x.dtype, *given, host.dtype(row_scale), host.dtype(noop), options)
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    arch: str,
+    source: torch.dtype,
+    grouped: bool,
+    stochastic: bool,
+    row_scale: torch.dtype | None,
+    noop: torch.dtype | None,
+    options: Options,
+) -> NVFP4Spec:
+    name = host.name
+    return NVFP4Spec(
+        source=name(source),
         rowwise=options.rowwise,
         columnwise=options.columnwise,
         blocks_2d=options.block_2d,
         blocked=options.blocked,
-        grouped=offs is not None,
+        grouped=grouped,
         rht=options.rht,
-        stochastic=rng is not None,
+        stochastic=stochastic,
         converts=arch == "sm_100",
         row_scale=name(row_scale),
         noop=name(noop),
     )
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
 
 
 def build(arch: str, spec: NVFP4Spec) -> Callable:

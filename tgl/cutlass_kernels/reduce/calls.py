@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import host
+from .. import host, plans
 
 LOAD_BYTES = 16
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +60,25 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
         return
     plan = _dbias_plan(dy, _vector(dy), None, None)
     host.call(plan, dy, offs, out, None, None, None)
+
+
+def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
+    """``grouped_dbias`` if it can serve the call, else why not; one look-up for a call like one before."""
+    shape, strides = dy.shape, dy.stride()
+    key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, shape[1], strides)
+    plan = plans.known(key, shape[0], dy.data_ptr())
+    if plan is not None and out.numel():
+        host.call(plan, dy, offs, out, None, None, None)
+        return None
+    reason = grouped_dbias_supports(dy, offs, out=out)
+    if reason is None:
+        grouped_dbias(dy, offs, out=out)
+        if out.numel() and shape[0] and not dy.data_ptr() % host.ALIGNMENT:
+            plans.remember(key, (strides,), _dbias_plan(dy, _vector(dy), None, None))
+    return reason
+
+
+ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {grouped_dbias: attempt_grouped_dbias}
 
 
 def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
