@@ -1,4 +1,8 @@
-"""From quantised operands to a launch; see ``launch`` for how plans are found."""
+"""From quantised operands to a launch; see ``plans`` for how a call finds its kernel.
+
+``operands`` are those of the ops in their order: ``a, a_scale, b, b_scale, offs, a_amax, b_amax``, and of
+``grouped_gemm_scaled`` also ``bias, bias_scale``.
+"""
 
 from __future__ import annotations
 
@@ -61,96 +65,46 @@ def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor) -> str 
     return None
 
 
-def _place_reason(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> str | None:
-    return (
-        matrices_reason(a=a, b=b, out=out) or address_reason("a_scale", a_scale) or address_reason("b_scale", b_scale)
-    )
-
-
-def supports_copies_of(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *_: Any,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    **__: Any,
-) -> str | None:
+def supports_copies_of(*operands: Any, format: str, scale_layout: str, out: Tensor, **_: Any) -> str | None:
     """Why neither op below can serve a call, wherever copies of its tensors lie, or None."""
-    return _call_reason(format, scale_layout, a, out)
+    return _call_reason(format, scale_layout, operands[0], out)
 
 
-def supports(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *_: Any,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    **__: Any,
-) -> str | None:
+def supports(*operands: Any, format: str, scale_layout: str, out: Tensor, **_: Any) -> str | None:
     """Why neither op below can serve a call where its tensors lie, or None."""
-    return _call_reason(format, scale_layout, a, out) or _place_reason(a, a_scale, b, b_scale, out)
+    a, a_scale, b, b_scale, *_others = operands
+    return (
+        _call_reason(format, scale_layout, a, out)
+        or matrices_reason(a=a, b=b, out=out)
+        or address_reason("a_scale", a_scale)
+        or address_reason("b_scale", b_scale)
+    )
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
 def grouped_gemm_scaled(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    format: str,
-    b_direction: str,
-    scale_layout: str,
-    out: Tensor,
-    zero_tail: bool,
+    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
 ) -> None:
     """``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
     if out.numel() == 0:
         return
-    if b.shape[0] == 0:
+    if operands[2].shape[0] == 0:
         if zero_tail:
             out.zero_()
         return
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    plan = _gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail)
-    plan.run(*operands, out, bias, bias_scale)
+    _gemm_plan(operands, format, b_direction, out, zero_tail).run(*operands[:7], out, *operands[7:])
 
 
-def grouped_gemm_scaled_wgrad(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    *,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    accumulate: bool,
-) -> None:
+def grouped_gemm_scaled_wgrad(*operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool) -> None:
     """``out[g] = a[rows of g]^T @ b[rows of g]``, or the same added to ``out``."""
     if out.numel() == 0:
         return
-    if a.numel() == 0:
+    if operands[0].numel() == 0:
         if not accumulate:
             out.zero_()
         return
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
     _wgrad_plan(operands, format, out, accumulate).run(*operands, out, None, None)
 
 
@@ -174,8 +128,7 @@ def attempt_grouped_gemm_scaled(
     if reason is None:
         grouped_gemm_scaled(*operands, **options, out=out, zero_tail=zero_tail)
         if out.numel() and shape[0]:
-            plan = _gemm_plan(operands[:7], bias, bias_scale, format, b_direction, out, zero_tail)
-            plans.remember(key, strides, plan)
+            plans.remember(key, strides, _gemm_plan(operands, format, b_direction, out, zero_tail))
     return reason
 
 
@@ -260,16 +213,8 @@ def tiling_reason(form: OperandFormat, kind: str, tiling: GemmConfig) -> str | N
     return reason
 
 
-def _gemm_plan(
-    operands: tuple,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    format: str,
-    b_direction: str,
-    out: Tensor,
-    zero_tail: bool,
-) -> Plan:
-    a, b = operands[0], operands[2]
+def _gemm_plan(operands: tuple, format: str, b_direction: str, out: Tensor, zero_tail: bool) -> Plan:
+    a, _, b, *_, bias, bias_scale = operands
     form = FORMATS[format]
     depth = a.shape[1] * (2 if a.dtype == torch.uint8 else 1)
     rows = power_of_two(a.shape[0] // b.shape[0])
@@ -363,27 +308,13 @@ def _scratch(like: Tensor, amax: Tensor | None, format: str, scale_layout: str, 
 
 
 def prepare_grouped_gemm_scaled(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    format: str,
-    b_direction: str,
-    scale_layout: str,
-    out: Tensor,
-    zero_tail: bool,
+    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
 ) -> None:
     """Compile and load what ``grouped_gemm_scaled`` with these arguments needs, by a launch on a scratch problem."""
+    a, _, b, _, _, a_amax, b_amax, bias, bias_scale = operands
     if out.numel() == 0 or b.shape[0] == 0:
         return
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    plan = _gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail)
+    plan = _gemm_plan(operands, format, b_direction, out, zero_tail)
     x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, False, False)
     w, w_scale, w_amax = _scratch(b, b_amax, format, scale_layout, b_direction == "columnwise", True)
     plan.run(
@@ -395,23 +326,13 @@ def prepare_grouped_gemm_scaled(
 
 
 def prepare_grouped_gemm_scaled_wgrad(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    *,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    accumulate: bool,
+    *operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool
 ) -> None:
     """Compile and load what ``grouped_gemm_scaled_wgrad`` with these arguments needs, by a launch on a scratch one."""
+    a, _, b, _, _, a_amax, b_amax = operands
     if out.numel() == 0 or a.numel() == 0:
         return
-    plan = _wgrad_plan((a, a_scale, b, b_scale, offs, a_amax, b_amax), format, out, accumulate)
+    plan = _wgrad_plan(operands, format, out, accumulate)
     x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, True, False)
     y, y_scale, y_amax = _scratch(b, b_amax, format, scale_layout, True, False)
     plan.run(
