@@ -150,13 +150,6 @@ def attempt_grouped_gemm_wgrad_accumulate(a: Tensor, b: Tensor, offs: Tensor, *,
     return _attempt_wgrad(a, b, offs, out=out, accumulate=True)
 
 
-ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {
-    grouped_gemm: attempt_grouped_gemm,
-    grouped_gemm_wgrad: attempt_grouped_gemm_wgrad,
-    grouped_gemm_wgrad_accumulate: attempt_grouped_gemm_wgrad_accumulate,
-}
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 

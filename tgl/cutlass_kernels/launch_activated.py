@@ -164,6 +164,3 @@ def build(key: PlanKey) -> Callable:
         strided(key.spec.probs),
         cutlass.Int32(1),
     )
-
-
-ATTEMPTS = {grouped_gemm_activation: attempt_grouped_gemm_activation}

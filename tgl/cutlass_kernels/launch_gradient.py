@@ -192,6 +192,3 @@ def build(key: GradientPlanKey) -> Callable:
         None if key.probs is None else matrix("float32", pitch=4, align=4),
         cutlass.Int32(1),
     )
-
-
-ATTEMPTS = {grouped_gemm_dactivation: attempt_grouped_gemm_dactivation}

@@ -161,12 +161,6 @@ def _tokens(data: Tensor, features: int) -> int:
     return data.numel() // (features or 1) * (2 if data.dtype == torch.uint8 else 1)
 
 
-ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {
-    grouped_gemm_scaled: attempt_grouped_gemm_scaled,
-    grouped_gemm_scaled_wgrad: attempt_grouped_gemm_scaled_wgrad,
-}
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 

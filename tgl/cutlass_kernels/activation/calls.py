@@ -107,12 +107,6 @@ def attempt_grouped_activation_backward(
     return reason
 
 
-ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {
-    grouped_activation: attempt_grouped_activation,
-    grouped_activation_backward: attempt_grouped_activation_backward,
-}
-
-
 def prepare_grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """Compile and load what ``grouped_activation`` with these arguments needs."""
     if out.numel():

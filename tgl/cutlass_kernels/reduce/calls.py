@@ -78,9 +78,6 @@ def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | Non
     return reason
 
 
-ATTEMPTS: dict[Callable[..., None], Callable[..., str | None]] = {grouped_dbias: attempt_grouped_dbias}
-
-
 def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """Compile and load what ``grouped_dbias`` with these arguments needs, by a launch on a scratch problem."""
     if out.numel() == 0 or dy.shape[0] == 0:
