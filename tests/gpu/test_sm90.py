@@ -348,7 +348,7 @@ def test_two_streams_at_once():
 
 def test_capture_wants_a_compiled_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_plans", {})
-    monkeypatch.setattr(launch, "_by_shape", {})
+    monkeypatch.setattr(plans, "by_shape", {})
     before = cache._directory
     cache.set_directory(tmp_path)
     try:
