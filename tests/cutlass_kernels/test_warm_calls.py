@@ -27,7 +27,9 @@ OPS = [
         "grouped_gemm_scaled_wgrad",
     )
 ]
-CHECKS = [(op, name) for op in OPS for name in ("_checked", "_checked_backward") if hasattr(op, name)]
+CHECKS = [
+    (op, name) for op in OPS for name in ("_checked", "_checked_backward", "_checked_accumulate") if hasattr(op, name)
+]
 LAUNCHES = (launch, launch_activated, launch_gradient, launch_scaled, activations, reductions, quantizers)
 
 
@@ -227,7 +229,7 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
         if hasattr(module, function):
             monkeypatch.setattr(module, function, None)
     monkeypatch.setattr(host, "packages_reason", None)
-    if "out" not in options and not name.endswith("_"):
+    if "out" not in options:
         monkeypatch.setattr(tgl.meta.scaled, "_data", None)
     assert outcome(launched, name, args, options) == expected
 

@@ -51,6 +51,14 @@ def test_all_else_is(check):
             assert check.calls == count
 
 
+def test_a_check_without_a_result():
+    calls = []
+    check = remembered(lambda x: calls.append(x))
+    for _ in range(2):
+        assert check(torch.zeros(2)) is None
+    assert len(calls) == 1
+
+
 def test_what_raises_raises_again(check):
     for _ in range(2):
         with pytest.raises(ValueError, match="three rows"):

@@ -21,6 +21,7 @@ _ARGS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor
 _OPTIONS = 'str format, str scale_layout="compact"'
 
 _checked = remembered(scaled.grouped_gemm_scaled_wgrad)
+_checked_accumulate = remembered(scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -80,9 +81,7 @@ def _kernel_accumulate(
     overwrite: bool = False,
 ) -> None:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    scaled.grouped_gemm_scaled_wgrad_accumulate_(
-        a, a_scale, b, b_scale, offs, main_grad, a_amax, b_amax, format=format, scale_layout=scale_layout
-    )
+    _checked_accumulate(*operands[:5], main_grad, a_amax, b_amax, format=format, scale_layout=scale_layout)
     memory.writable(ACCUMULATE, "main_grad", main_grad, **dict(zip(scaled.GEMM_OPERANDS, operands)))
     _run(ACCUMULATE, operands, format, scale_layout, main_grad, accumulate=not overwrite)
 
