@@ -54,10 +54,12 @@ def _in_turn(sizes: list[int], h: Tensor) -> list[_Groups]:
     return turns
 
 
-def _prefers_batches(h: Tensor, sizes: list[int], depth: int) -> bool:
-    """Whether small groups gain more by being multiplied in one batch."""
-    gained = _LOCALITY * h.numel()
-    return _batched_cpu.saves_rows(h, sizes, depth, h.shape[1], more_than=gained)
+def _prefers_batches(h: Tensor, sizes: tuple[int, ...], depth: int) -> bool:
+    """Whether small groups gain more by being multiplied in batches."""
+    if h.dtype != torch.bfloat16:
+        return False
+    saved, _ = _batched_cpu.plan(sizes, *sorted((depth, h.shape[1])))
+    return saved > _LOCALITY * h.numel()
 
 
 def supports_forward(
