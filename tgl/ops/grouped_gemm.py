@@ -82,7 +82,7 @@ def _produce(
     zero_tail: bool,
 ) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
-    rows, columns = spec.shape
+    rows, columns = a.shape[0], b.shape[2]
     ways = _gemm_cpu.ways(a, b, columns, spec.dtype, bias, bias_scale is not None)
     work = _gemm_cpu.work(offs, rows, b.shape[1], columns, ways)
     if _gemm_cpu.in_aten(ways, work, a, b):

@@ -66,9 +66,9 @@ def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
 
 def _produce(spec: specs.TensorSpec, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
-    _, columns, b_columns = spec.shape
-    ways = _gemm_cpu.ways(a, b, b_columns, spec.dtype, None, False)
-    work = _gemm_cpu.work(offs, a.shape[0], columns, b_columns, ways)
+    rows, columns = a.shape
+    ways = _gemm_cpu.ways(a, b, b.shape[1], spec.dtype, None, False)
+    work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)
     if _gemm_cpu.in_aten(ways, work, a, b):
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
