@@ -3,8 +3,7 @@
 ATen's ``grouped_mm`` is the same ``mm`` per group as our loop, at a third of what a turn costs in Python. It takes
 fewer layouts, trusts ``offs``, leaves the tail uninitialised and pads the rows of some results.
 
-What is decided here is remembered: between the products of a layer an op finds the caches of the processor cold, and
-asking a dozen functions anew would cost a tenth of a small layer.
+What is decided here is remembered, for the reason given in ``meta/remembered.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..meta.remember import by_metadata
+from ..meta.remembered import remembered
 from . import _batched_cpu
 from ._segments import native_matmul, sizes_of
 
@@ -38,14 +37,16 @@ class Ways(NamedTuple):
     aten: bool
 
 
-@by_metadata
-def ways(a: Tensor, b: Tensor, columns: int, dtype: torch.dtype, bias: Tensor | None, scaled: bool) -> Ways:
+@remembered
+def ways(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, columns: int, dtype: torch.dtype, scaled: bool = False
+) -> Ways:
     """The ways to form a product with that many columns in ``dtype``.
 
     Args:
         a, b: the operands of ``grouped_mm`` or their transposes; ``a`` has the rows that are grouped.
+        bias: added to the result, times a scale per row if ``scaled``.
         columns, dtype: of the result.
-        bias: added to it, times a scale per row if ``scaled``.
     """
     direct = dtype == a.dtype and native_matmul(a) and not scaled and (bias is None or bias.dtype == dtype)
     if not direct:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from ..meta.remember import by_metadata
+from ..meta.remembered import remembered
 from . import _batched_cpu, _gemm_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import below_autograd
@@ -20,16 +20,7 @@ _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@by_metadata
-def _spec(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> specs.TensorSpec:
-    return specs.grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
+_spec = remembered(specs.grouped_gemm)
 
 
 def _kernel(
@@ -41,7 +32,7 @@ def _kernel(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    spec = _spec(a, b, offs, bias, bias_scale, out_dtype)
+    spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     debug.check_offs(NAME, offs, a.shape[0])
     return backends.produce(NAME, a.device, spec, a, b, offs, bias, bias_scale, zero_tail=True)
 
@@ -66,7 +57,7 @@ def _loop(
     zero_tail: bool,
 ) -> None:
     """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
-    ways = _gemm_cpu.ways(a, b, out.shape[1], out.dtype, bias, bias_scale is not None)
+    ways = _gemm_cpu.ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
     work = _gemm_cpu.work(offs, a.shape[0], b.shape[1], b.shape[2], ways)
     _products(a, b, ways, work, bias, bias_scale, out, zero_tail)
 
@@ -83,7 +74,7 @@ def _produce(
 ) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     rows, columns = a.shape[0], b.shape[2]
-    ways = _gemm_cpu.ways(a, b, columns, spec.dtype, bias, bias_scale is not None)
+    ways = _gemm_cpu.ways(a, b, bias, columns=columns, dtype=spec.dtype, scaled=bias_scale is not None)
     work = _gemm_cpu.work(offs, rows, b.shape[1], columns, ways)
     if _gemm_cpu.in_aten(ways, work, a, b):
         out = torch.nn.functional.grouped_mm(a, b, offs=offs)

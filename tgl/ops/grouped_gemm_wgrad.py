@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from ..meta.remember import by_metadata
+from ..meta.remembered import remembered
 from . import _batched_cpu, _gemm_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import below_autograd, segment_sizes
@@ -22,15 +22,13 @@ ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@by_metadata
-def _spec(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None, alignment: int | None) -> specs.TensorSpec:
-    return specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+_spec = remembered(specs.grouped_gemm_wgrad)
 
 
 def _kernel(
     a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
 ) -> Tensor:
-    spec = _spec(a, b, offs, out_dtype, alignment)
+    spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
     debug.check_offs(NAME, offs, a.shape[0])
     if alignment is None:
         return backends.produce(NAME, a.device, spec, a, b, offs)
@@ -60,14 +58,14 @@ def _parts(a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor) -> zip:
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
-    ways = _gemm_cpu.ways(a, b, b.shape[1], out.dtype, None, False)
+    ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=out.dtype)
     _products(a, b, ways, _gemm_cpu.work(offs, a.shape[0], a.shape[1], b.shape[1], ways), out)
 
 
 def _produce(spec: specs.TensorSpec, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     rows, columns = a.shape
-    ways = _gemm_cpu.ways(a, b, b.shape[1], spec.dtype, None, False)
+    ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=spec.dtype)
     work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)
     if _gemm_cpu.in_aten(ways, work, a, b):
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
