@@ -10,11 +10,12 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from ..schedule import ceil_div
-from ..varlen.groups import group_range
+from ..varlen.groups import clamp, group_range
 
 ROWS = 128
 LANES = 32
 BLOCKS = 2048  # with fewer, blocks walk over fewer tiles of columns
+AHEAD = 4  # ends of a lane that are loaded before the first is looked at
 
 
 class RowTile(NamedTuple):
@@ -60,12 +61,14 @@ def group_of_unit(offs: cute.Tensor, rows: Int32, unit: Int32) -> Int32:
     lane = cute.arch.lane_idx()
     # How many groups, the tail included, begin at this unit or before: one less than the group after the one sought.
     before = Int32(0)
-    for first in cutlass.range(0, groups, LANES, unroll=4):
-        begins = Boolean(False)
-        if first + lane < groups:
-            _, end = group_range(offs, rows, first + lane, False)
-            begins = end // ROWS + first + lane + 1 <= unit
-        before += cute.arch.popc(cute.arch.vote_ballot_sync(begins))
+    for first in cutlass.range(0, groups, AHEAD * LANES, unroll=1):
+        ahead = [cutlass.min(first + i * LANES + lane, groups - 1) for i in range(AHEAD)]
+        found = [(group, offs[cutlass.max(group - 1, 0)], offs[group]) for group in ahead]
+        for i in cutlass.range_constexpr(AHEAD):
+            group, start, end = found[i]
+            start = cutlass.select_(group > 0, clamp(start, Int32(0), rows), Int32(0))
+            begins = (clamp(end, start, rows) >> 7) + group + 1 <= unit and first + i * LANES + lane < groups
+            before += cute.arch.popc(cute.arch.vote_ballot_sync(begins))
     return before
 
 
