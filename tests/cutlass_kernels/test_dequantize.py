@@ -227,7 +227,7 @@ KERNELS = {
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch, left_out", [("sm_90", ("float32", "transposed")), ("sm_100", ("rows",))])
 def test_machine_code(arch, left_out):
-    """Nothing in local memory, registers for two or three blocks, stores of 16 bytes, no product fused with a sum."""
+    """Nothing in local memory, registers for two to four blocks, stores of 16 bytes, no product fused with a sum."""
     fused = {}
     for name, spec in KERNELS.items():
         if name in left_out:
@@ -236,7 +236,7 @@ def test_machine_code(arch, left_out):
             artifacts = calls.build(arch, spec).artifacts
         report = sass.inspect(artifacts.CUBIN)
         assert report.spills == report.frame == 0, name
-        assert report.registers <= (128 if spec.rht else 80), name
+        assert report.registers <= (128 if spec.rht else 80 if spec.out == "float32" else 64), name
         assert re.search(r"st\.global\.(v4\.b32|v2\.b64)", artifacts.PTX), name
         fused[name] = report.count("FFMA")
     quotients = fused.pop("rows of FP4")  # of a group's scale: their expansion fuses

@@ -6,6 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ..elements import TYPES
+from ..pointers import aligned
 from .lanes import NAN, as_float
 
 FP4 = "float4_e2m1"
@@ -27,7 +28,7 @@ def atom_row(y: Any) -> Any:
 
 def load_bytes(pointer: Any, held: Any, width: int) -> None:
     """``width`` bytes from memory on as many bytes to registers."""
-    memory = cute.make_tensor(pointer.align(width), cute.make_layout(width))
+    memory = cute.make_tensor(aligned(pointer, width), cute.make_layout(width))
     cute.autovec_copy(memory, held)
 
 

@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ..elements import TYPES
+from ..pointers import aligned
 from ..schedule import ceil_div
 from .decode import (
     FP4,
@@ -30,7 +31,6 @@ from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, ti
 BAND = 32  # rows that share an MXFP8 scale
 ATOM, ATOM_COLUMNS = 512, 4
 BATCH = 32  # elements of a lane that are loaded before the first is stored
-CHUNK = 2  # tiles of columns a block walks over, at most
 ACROSS = {"mxfp8": 32, "nvfp4": 16}  # columns that share a rowwise scale
 
 
@@ -44,7 +44,8 @@ class DequantizeRows:
         self.lanes = COLUMNS // self.vector  # that hold a row of a tile
         self.height = WARPS * LANES // self.lanes  # rows that the block holds at once
         self.batch = min(BATCH // self.vector, 16)  # rows
-        self.blocks_per_sm = 4 if self.vector == 8 and not spec.columnwise else 3  # as registers suffice for
+        # A lane's rows of a batch are neighbours, of one band, or as far apart as the block reaches.
+        self.step = 1 if spec.columnwise else self.height
         self.fp4 = spec.element == FP4
         self.bytes = self.vector // 2 if self.fp4 else self.vector
 
@@ -69,12 +70,12 @@ class DequantizeRows:
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
-        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK)
-        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
+        grid = launch_grid(out, COLUMNS, offs, matrix_rows)
+        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.blocks_per_sm,
+            min_blocks_per_mp=3 if self.spec.columnwise or self.vector < 8 else 4,  # as registers suffice for
             preferred_smem_carveout=8,  # in %; the rest is cache
         )
 
@@ -88,13 +89,12 @@ class DequantizeRows:
         out: cute.Tensor,
         matrix_rows: Int32,
         across: Int32,
-        chunk: Int32,
     ):
-        """One tile of rows, a chunk of its tiles of columns."""
+        """One tile."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        chunks = ceil_div(across, chunk)
-        unit = block // chunks
+        unit = block // across
+        k = block - unit * across
         if cutlass.const_expr(self.spec.grouped):
             group = group_of_unit(offs, Int32(out.shape[0]), unit)
             tile = group_tile(offs, Int32(out.shape[0]), unit, group)
@@ -102,20 +102,16 @@ class DequantizeRows:
         else:
             tile, units = matrix_tile(matrix_rows, unit), ceil_div(matrix_rows, ROWS)
             group = unit // units
-        first = (block - unit * chunks) * chunk
-        last = cutlass.min(first + chunk, across) - 1
         if tile.tail:
-            for k in cutlass.range(first, last + 1, unroll=1):
-                self.clear(out, tile, k, thread)
+            self.clear(out, tile, k, thread)
         elif tile.count > 0:
             whole = Float32(1.0)
             if cutlass.const_expr(self.spec.format == "nvfp4"):
                 whole = decoding_scale(amax[group])
             elif cutlass.const_expr(self.spec.format == "fp8_tensor"):
                 whole = scale[group]
-            for k in cutlass.range(first, last + 1, unroll=1):
-                for start in cutlass.range(0, ROWS, self.height * self.batch, unroll=1):
-                    self.decode(data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread)
+            for start in cutlass.range(0, ROWS, self.height * self.batch, unroll=1):
+                self.decode(data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread)
 
     @cute.jit
     def corner(self, k, thread):
@@ -137,13 +133,15 @@ class DequantizeRows:
     def store(self, out, row, column, values):
         """A vector of a row to memory."""
         width = self.vector * self.out.width // 8
-        pointer = element_pointer(out, row, column).align(width)
+        pointer = aligned(element_pointer(out, row, column), width)
         cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(self.vector)))
 
     @cute.jit
     def decode(self, data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread):
         """A batch of a lane's rows of a tile; rows and columns that do not exist read others again."""
         row, column = self.corner(k, thread)
+        if cutlass.const_expr(self.spec.columnwise):
+            row *= self.batch
         row += start
         there = column < out.shape[1]
         column = cutlass.min(column, out.shape[1] - self.vector)
@@ -151,17 +149,17 @@ class DequantizeRows:
         if cutlass.const_expr(self.bytes < 4):
             held.fill(0)
         for i in cutlass.range_constexpr(self.batch):
-            at = tile.first + cutlass.min(row + self.height * i, tile.count - 1)
+            at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
             part = cute.make_tensor(held[None, i].iterator, cute.make_layout(self.bytes))
             load_bytes(element_pointer(data, at, column * self.bytes // self.vector), part, self.bytes)
         bands: Any = None
         if cutlass.const_expr(self.spec.columnwise):
-            bands = self.scales_of_columns(scale, out, matrix_rows, tile, unit, units, k, column, start)
+            bands = self.scales_of_columns(scale, out, matrix_rows, tile, unit, units, k, column, row // BAND)
         factors = cute.make_rmem_tensor(self.batch, Float32)
         factors.fill(whole)
         if cutlass.const_expr(not self.spec.columnwise):
             for i in cutlass.range_constexpr(self.batch):
-                at = cutlass.min(row + self.height * i, tile.count - 1)
+                at = cutlass.min(row + self.step * i, tile.count - 1)
                 factors[i] = self.scale_of_row(scale, whole, out, tile, unit, k, at, column)
         quantized = cute.make_rmem_tensor(self.vector, self.out)
         for i in cutlass.range_constexpr(self.batch):
@@ -171,12 +169,12 @@ class DequantizeRows:
             else:
                 values = self.fp8(held[None, i])
             if cutlass.const_expr(self.spec.columnwise):
-                values = values * bands[None, self.height * i // BAND].load()
+                values = values * bands.load()
             else:
                 values = values * factors[i]
             quantized.store(values.to(self.out))
-            if there and row + self.height * i < tile.count:
-                self.store(out, tile.first + row + self.height * i, column, quantized)
+            if there and row + self.step * i < tile.count:
+                self.store(out, tile.first + row + self.step * i, column, quantized)
 
     def fp8(self, held):
         """The first elements of ``held`` as float32; conversions take four."""
@@ -209,30 +207,23 @@ class DequantizeRows:
         return e8m0_value(Int32(byte))
 
     @cute.jit
-    def scales_of_columns(self, scale, out, matrix_rows, tile, unit, units, k, column, start):
-        """What a lane's columns are multiplied by, in each band of 32 rows of a batch."""
-        many = self.height * self.batch // BAND
-        first = start // BAND
-        found = cute.make_rmem_tensor((self.vector, many), Float32)
+    def scales_of_columns(self, scale, out, matrix_rows, tile, unit, units, k, column, band):
+        """What a lane's columns are multiplied by in a band of 32 rows."""
+        found = cute.make_rmem_tensor(self.vector, Float32)
         if cutlass.const_expr(self.spec.blocked):
             atom = Int64(k) * units + unit
             if cutlass.const_expr(not self.spec.grouped):
                 across = ceil_div(Int32(out.shape[1]), COLUMNS)
                 atom = (Int64(unit // units) * across + k) * units + unit % units
             for j in cutlass.range_constexpr(self.vector):
-                y = (column + j) & (COLUMNS - 1)
-                held = cute.make_rmem_tensor(many, Uint8)
-                load_bytes(scale.iterator + (atom * ATOM + (atom_row(y) + first)), held, many)
-                for band in cutlass.range_constexpr(many):
-                    found[j, band] = e8m0_value(Int32(held[band]))
+                found[j] = e8m0_value(Int32(scale[atom * ATOM + (atom_row((column + j) & (COLUMNS - 1)) + band)]))
         else:
             row = unit * (ROWS // BAND)
             if cutlass.const_expr(not self.spec.grouped):
                 row = unit // units * ceil_div(matrix_rows, BAND) + unit % units * (ROWS // BAND)
-            for band in cutlass.range_constexpr(many):
-                held = cute.make_rmem_tensor(self.vector, Uint8)
-                at = row + cutlass.min(first + band, (tile.count - 1) // BAND)
-                load_bytes(element_pointer(scale, at, column), held, self.vector)
-                for j in cutlass.range_constexpr(self.vector):
-                    found[j, band] = e8m0_value(Int32(held[j]))
+            held = cute.make_rmem_tensor(self.vector, Uint8)
+            at = row + cutlass.min(band, (tile.count - 1) // BAND)
+            load_bytes(element_pointer(scale, at, column), held, self.vector)
+            for j in cutlass.range_constexpr(self.vector):
+                found[j] = e8m0_value(Int32(held[j]))
         return found

@@ -3,7 +3,8 @@
 A block of 8 warps takes 128 rows of one group and walks over tiles of 64 columns of the result. A lane holds runs of 16
 rows of two columns; a run is 16 bytes of FP8, or one block and one run of the Hadamard transform of NVFP4. They are
 turned in shared memory, two columns at a time, where the pieces of 16 bytes of a row change places by the run they are
-in, so that lanes meet in no bank.
+in, so that lanes meet in no bank. As soon as a lane has turned its runs it loads those of the next tile; tiles take
+turns in two buffers, so that a block meets once per tile.
 """
 
 import cutlass
@@ -11,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
 from ..elements import TYPES
+from ..pointers import aligned
 from ..schedule import ceil_div
 from .decode import (
     FP4,
@@ -34,7 +36,8 @@ RUNS = ROWS // RUN
 THREADS = WARPS * LANES
 PIECE = 16  # bytes
 SQUARE = 128
-CHUNK = 4  # tiles of columns a block walks over, at most
+TURNS = 2  # rows of a lane on their way from shared memory
+CHUNK = {"nvfp4": 4, "fp8_tensor": 2, "fp8_block": 2}  # tiles of columns a block walks over, at most
 UNITS = {"nvfp4": 64, "fp8_tensor": 32, "fp8_block": 32}  # of the placement of the data
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the Hadamard transform
 
@@ -49,6 +52,8 @@ class DequantizeTransposed:
         self.bytes = RUN // 2 if self.fp4 else RUN  # of a run
         self.elements = PIECE * 8 // self.out.width  # of a piece of the result
         self.pieces = COLUMNS // self.elements
+        # As registers suffice for, and shared memory.
+        self.blocks = 2 if spec.rht else 3 if spec.square or self.out.width == 32 else 4
 
     @cute.jit
     def __call__(
@@ -71,13 +76,13 @@ class DequantizeTransposed:
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
-        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK)
+        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK[self.spec.format])
         self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=2 if self.spec.rht else 3,  # as registers suffice for
-            preferred_smem_carveout=25 if self.out.width == 16 else 50,
+            min_blocks_per_mp=self.blocks,
+            preferred_smem_carveout=60,
         )
 
     @cute.kernel
@@ -97,7 +102,7 @@ class DequantizeTransposed:
         thread, _, _ = cute.arch.thread_idx()
         chunks = ceil_div(across, chunk)
         unit = block // chunks
-        turned = SmemAllocator().allocate_tensor(self.out, cute.make_layout(ROWS * COLUMNS), byte_alignment=128)
+        turned = SmemAllocator().allocate_tensor(self.out, cute.make_layout(2 * ROWS * COLUMNS), byte_alignment=128)
         if cutlass.const_expr(self.spec.grouped):
             rows = Int32(out.shape[0])
             group = group_of_unit(offs, rows, unit)
@@ -113,25 +118,32 @@ class DequantizeTransposed:
             if cutlass.const_expr(self.spec.format != "fp8_block"):  # noqa: SIM102 (one is known while tracing)
                 if not tile.tail:
                     whole = self.scale_of_group(scale, amax, place.group)
-            for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
-                if k > first:
+            last = cutlass.min(first + chunk, across)
+            if tile.tail:
+                for k in cutlass.range(first, last, unroll=1):
+                    self.clear(out, tile, k, thread)
+            else:
+                held = cute.make_rmem_tensor((self.bytes, 2), Uint8)
+                factors = cute.make_rmem_tensor(2, Float32)
+                if cutlass.const_expr(not self.spec.grouped):
+                    held.fill(0)
+                where = (data, scale, whole, out, offs, matrix_rows, tile, place, unit, units, thread)
+                self.load(held, factors, first, *where)
+                for k in cutlass.range(first, last, unroll=1):
+                    buffer = turned.iterator + (k - first & 1) * ROWS * COLUMNS
+                    self.decode(held, factors, buffer, thread)
+                    if k + 1 < last:
+                        self.load(held, factors, k + 1, *where)
                     cute.arch.sync_threads()
-                if not tile.tail:
-                    self.decode(data, scale, whole, out, offs, matrix_rows, turned, tile, place, unit, units, k, thread)
-                cute.arch.sync_threads()
-                self.store_tile(out, turned, tile, k, thread)
+                    self.store_tile(out, buffer, tile, k, thread)
 
     # --- from memory -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def decode(self, data, scale, whole, out, offs, matrix_rows, turned, tile, place, unit, units, k, thread):
-        """A lane's runs of a tile, of two columns, to shared memory; what does not exist is other runs again."""
+    def load(self, held, factors, k, data, scale, whole, out, offs, matrix_rows, tile, place, unit, units, thread):
+        """A lane's runs of a tile, of two columns, on their way; what does not exist is other runs again."""
         number, left = thread & (RUNS - 1), (thread >> 3) * 2
         run = cutlass.min(number, (tile.count - 1) >> 4)
-        held = cute.make_rmem_tensor((self.bytes, 2), Uint8)
-        factors = cute.make_rmem_tensor(2, Float32)
-        if cutlass.const_expr(not self.spec.grouped):
-            held.fill(0)
         for i in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.spec.vector > 1):
                 column = cutlass.min(k * COLUMNS + left, out.shape[1] - 2) + i
@@ -143,6 +155,11 @@ class DequantizeTransposed:
             start = (place.first + run * RUN) * self.bytes // RUN
             self.load_run(element_pointer(data, row, start), held[None, i], tile.count - run * RUN)
             factors[i] = self.scale_of_run(scale, whole, out, offs, matrix_rows, place, unit, units, row, column, run)
+
+    @cute.jit
+    def decode(self, held, factors, buffer, thread):
+        """A lane's runs to shared memory."""
+        number, left = thread & (RUNS - 1), (thread >> 3) * 2
         pairs = cute.make_rmem_tensor((2, RUN), Float32)
         for i in cutlass.range_constexpr(2):
             if cutlass.const_expr(self.fp4):
@@ -162,7 +179,7 @@ class DequantizeTransposed:
         rounded.store(pairs.load().to(self.out))
         start = self.piece(number * RUN, number, left >> self.elements.bit_length() - 1) + (left & self.elements - 1)
         for j in cutlass.range_constexpr(RUN):
-            pointer = (turned.iterator + (start + j * COLUMNS)).align(self.out.width // 4)
+            pointer = aligned(buffer + (start + j * COLUMNS), self.out.width // 4)
             cute.autovec_copy(rounded[None, j], cute.make_tensor(pointer, cute.make_layout(2)))
 
     @cute.jit
@@ -202,7 +219,7 @@ class DequantizeTransposed:
             return whole
         if cutlass.const_expr(spec.format == "fp8_block"):
             if cutlass.const_expr(spec.square):
-                return scale[unit // units * ceil_div(Int32(out.shape[1]), SQUARE) + column // SQUARE, unit % units]
+                return scale[unit // units * ceil_div(Int32(out.shape[1]), SQUARE) + (column >> 7), unit % units]
             return scale[unit, column]
         block = place.first // RUN + number
         if cutlass.const_expr(spec.blocked):
@@ -229,23 +246,42 @@ class DequantizeTransposed:
         return row * COLUMNS + (number ^ run) * self.elements
 
     @cute.jit
-    def store_tile(self, out, turned, tile, k, thread):
-        """The rows of a tile that there are to memory, zeros in the tail; a row by neighbouring lanes."""
+    def store_tile(self, out, buffer, tile, k, thread):
+        """The rows of a tile that there are to memory; a row by neighbouring lanes."""
         vector = self.spec.vector
         height = THREADS // self.pieces
-        part = cute.make_rmem_tensor(self.elements, self.out)
-        part.fill(0)
-        for turn in cutlass.range_constexpr(ROWS // height):
-            row = thread // self.pieces + turn * height
-            number = thread % self.pieces
-            if row < tile.count:
-                if not tile.tail:
-                    pointer = (turned.iterator + self.piece(row, row // RUN, number)).align(PIECE)
-                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(self.elements)), part)
-                for i in cutlass.range_constexpr(self.elements // vector):
-                    column = k * COLUMNS + number * self.elements + i * vector
-                    if column < out.shape[1]:
-                        some = cute.make_tensor(part.iterator + i * vector, cute.make_layout(vector))
-                        where = element_pointer(out, tile.first + row, column)
-                        where = where.align(vector * self.out.width // 8)
-                        cute.autovec_copy(some, cute.make_tensor(where, cute.make_layout(vector)))
+        turns = ROWS // height
+        row, number = thread // self.pieces, thread % self.pieces
+        parts = cute.make_rmem_tensor((self.elements, TURNS), self.out)
+        for first in cutlass.range_constexpr(0, turns, TURNS):
+            for turn in cutlass.range_constexpr(TURNS):
+                at = row + (first + turn) * height
+                pointer = aligned(buffer + self.piece(at, at // RUN, number), PIECE)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(self.elements)), parts[None, turn])
+            for i in cutlass.range_constexpr(self.elements // vector):
+                column = k * COLUMNS + number * self.elements + i * vector
+                if column < out.shape[1]:
+                    start = element_pointer(out, tile.first + row, column)
+                    for turn in cutlass.range_constexpr(TURNS):
+                        if row + (first + turn) * height < tile.count:
+                            some = cute.make_tensor(parts[None, turn].iterator + i * vector, cute.make_layout(vector))
+                            self.store(start + Int64(out.stride[0]) * ((first + turn) * height), some)
+
+    @cute.jit
+    def clear(self, out, tile, k, thread):
+        """Zeros to a tile of the tail."""
+        vector = self.spec.vector
+        height = THREADS // self.pieces
+        zeros = cute.make_rmem_tensor(vector, self.out)
+        zeros.fill(0)
+        for row in cutlass.range(thread // self.pieces, tile.count, height, unroll=1):
+            for i in cutlass.range_constexpr(self.elements // vector):
+                column = k * COLUMNS + thread % self.pieces * self.elements + i * vector
+                if column < out.shape[1]:
+                    self.store(element_pointer(out, tile.first + row, column), zeros)
+
+    @cute.jit
+    def store(self, pointer, values):
+        """A vector of a row to memory."""
+        pointer = aligned(pointer, self.spec.vector * self.out.width // 8)
+        cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(self.spec.vector)))
