@@ -79,14 +79,17 @@ def test_groups_of_several_spans(sizes):
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
-@pytest.mark.parametrize("columns", [768, 2048, 8192, 16384])
-def test_every_cut(monkeypatch, columns):
-    """What a matrix of so many columns is cut into, on fewer of them."""
-    cut = calls._cut(columns, 8)
-    monkeypatch.setattr(calls, "_cut", lambda *_: cut)
-    sizes = [3, 200, 0, 1, 5, 0, 400, 0]
+@pytest.mark.parametrize(
+    ("columns", "sizes"),
+    [(72, [3, 200, 0, 1, 5, 0, 400, 0]), (72, [9, 591]), (1032, [3, 70, 0, 33])],
+    ids=["ragged", "long", "wide"],
+)
+def test_many_tiles(monkeypatch, columns, sizes):
+    """Groups of as many tiles as a lane loads at a time and more, with few lanes across and with many."""
+    monkeypatch.setattr(calls, "ROWS", 32)
     offs = torch.tensor(sizes).cumsum(0).int()
-    dy = integers(sum(sizes) + 1, 136, dtype=torch.bfloat16)
+    dy = integers(sum(sizes) + 1, columns, dtype=torch.bfloat16)
+    assert calls._tiles(*dy.shape, 8) == sum(sizes) // 32 + 1
     dy[sum(sizes) :] = float("nan")
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
@@ -152,11 +155,14 @@ def test_offsets(dtype):
         assert buffer[0] == buffer[-1] == -7
 
 
-def test_one_launch_each(machine):
-    dy = integers(2 * LONG, 24, dtype=torch.bfloat16)
-    calls.grouped_dbias(dy, torch.tensor([2 * LONG]).int(), out=torch.empty(1, 24))
+@pytest.mark.parametrize(("rows", "launches"), [(calls.ROWS, 1), (calls.ROWS + 1, 2)])
+def test_launches(machine, rows, launches):
+    """The second is for groups of several tiles."""
+    dy = integers(rows, 24, dtype=torch.bfloat16)
+    calls.grouped_dbias(dy, torch.tensor([rows]).int(), out=torch.empty(1, 24))
+    assert len(machine.launches) == launches
     calls.splits_to_offsets(torch.ones(40, dtype=torch.int64), out=torch.empty(40, dtype=torch.int32))
-    assert len(machine.launches) == 2
+    assert len(machine.launches) == launches + 1
 
 
 def test_a_plan_is_of_one_architecture(monkeypatch):

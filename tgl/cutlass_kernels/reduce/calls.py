@@ -12,17 +12,10 @@ from ... import backends
 from .. import host, plans
 
 LOAD_BYTES = 16
+BLOCKS = 264  # of a bias sum: two for each multiprocessor of an H200
+ROWS = 256  # of a tile, at least
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-
-
-class Cut(NamedTuple):
-    """How many pieces a bias sum is cut into; see ``dbias.GroupedDbias``."""
-
-    across: int
-    warps: int
-    cluster: int
-    refill: bool = False
 
 
 class ReduceKey(NamedTuple):
@@ -33,7 +26,7 @@ class ReduceKey(NamedTuple):
     emulated: bool
     element: str
     vector: int
-    cut: Cut | None = None
+    across: int = 0
     bias: str | None = None
     bias_scale: str | None = None
 
@@ -58,23 +51,26 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     if dy.shape[0] == 0:
         out.zero_()
         return
-    plan = _dbias_plan(dy, _vector(dy), None, None)
-    host.call(plan, dy, offs, out, None, None, None)
+    vector = _vector(dy)
+    plan = _dbias_plan(dy, vector, None, None)
+    host.call(plan, dy, offs, out, _workspace(dy, vector), None, None, None)
 
 
 def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """``grouped_dbias`` if it can serve the call, else why not; one look-up for a call like one before."""
     shape, strides = dy.shape, dy.stride()
     key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, shape[1], strides)
-    plan = plans.known(key, shape[0], dy.data_ptr())
-    if plan is not None and out.numel():
-        host.call(plan, dy, offs, out, None, None, None)
+    found = plans.known(key, shape[0], dy.data_ptr())
+    if found is not None and out.numel():
+        plan, vector = found
+        host.call(plan, dy, offs, out, _workspace(dy, vector), None, None, None)
         return None
     reason = grouped_dbias_supports(dy, offs, out=out)
     if reason is None:
         grouped_dbias(dy, offs, out=out)
         if out.numel() and shape[0] and not dy.data_ptr() % host.ALIGNMENT:
-            plans.remember(key, (strides,), _dbias_plan(dy, _vector(dy), None, None))
+            vector = _vector(dy)
+            plans.remember(key, (strides,), (_dbias_plan(dy, vector, None, None), vector))
     return reason
 
 
@@ -86,7 +82,7 @@ def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=out.dtype, device=dy.device)
     plan = _dbias_plan(dy, vector, None, None)
-    host.call(plan, dy.new_zeros(1, vector), offs, result, None, None, None)
+    host.call(plan, dy.new_zeros(1, vector), offs, result, result.new_empty(2, vector), None, None, None)
 
 
 def grouped_dbias_dscales_supports(
@@ -104,8 +100,9 @@ def grouped_dbias_dscales(
         dbias.zero_()
         dscales.zero_()
         return
-    plan = _dbias_plan(dy, min(_vector(dy), _vector(bias)), bias, bias_scale)
-    host.call(plan, dy, offs, dbias, bias, bias_scale, dscales)
+    vector = min(_vector(dy), _vector(bias))
+    plan = _dbias_plan(dy, vector, bias, bias_scale)
+    host.call(plan, dy, offs, dbias, _workspace(dy, vector), bias, bias_scale, dscales)
 
 
 def prepare_grouped_dbias_dscales(
@@ -119,17 +116,19 @@ def prepare_grouped_dbias_dscales(
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
     result = torch.zeros(1, vector, dtype=dbias.dtype, device=dy.device)
     row, one = dy.new_zeros(1, vector), bias_scale.new_zeros(1)
-    host.call(plan, row, offs, result, bias.new_zeros(1, vector), one, dscales.new_zeros(1))
+    host.call(
+        plan, row, offs, result, result.new_empty(2, vector), bias.new_zeros(1, vector), one, dscales.new_zeros(1)
+    )
 
 
 def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
     dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
-    cut = _cut(dy.shape[1], vector)
-    key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, cut)
+    across = _across(dy.shape[1], vector)
+    key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, across)
     plan = _plans.get(key)
     if plan is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        plan = _plans[key] = _make(op, dy, vector, cut, *map(host.name, dtypes))
+        plan = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
     return plan
 
 
@@ -158,7 +157,7 @@ def _offsets_plan(m_splits: Tensor) -> Callable:
     key = ("splits_to_offsets", backends.device_arch(m_splits.device), m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, None, host.name(m_splits.dtype))
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, 0, host.name(m_splits.dtype))
     return plan
 
 
@@ -172,27 +171,29 @@ def _vector(dy: Tensor) -> int:
     return vector
 
 
-def _cut(columns: int, vector: int) -> Cut:
-    """How to cut a matrix of ``columns``, as measured on an H200 (``benchmarks/NOTES.md``).
+def _across(columns: int, vector: int) -> int:
+    """Lanes side by side on a row, as measured on an H200 (``benchmarks/NOTES.md``): fewer for few columns."""
+    return 16 if columns >= 128 * vector else 8
 
-    About 1800 warps keep its memory busy. They come from small clusters where there are many strips, since the blocks
-    of a cluster wait for each other. Where strips are so few that no multiprocessor gets two blocks, registers for more
-    loads are free; elsewhere they would cost a second wave of blocks.
-    """
-    strips = columns // (8 * vector)
-    if strips >= 160:
-        return Cut(across=16, warps=8, cluster=2)
-    if strips >= 80:
-        return Cut(across=8, warps=8, cluster=2)
-    if strips >= 24:
-        return Cut(across=8, warps=8, cluster=8)
-    return Cut(across=8, warps=16, cluster=8, refill=True)
+
+def _tiles(rows: int, columns: int, vector: int) -> int:
+    """Into how many tiles rows are cut, for as many blocks as multiprocessors hold."""
+    strips = -(-columns // (_across(columns, vector) * vector))
+    return max(min(BLOCKS // strips, -(-rows // ROWS)), 1)
+
+
+def _workspace(dy: Tensor, vector: int) -> Tensor:
+    """Room for the sums of groups that lie in several tiles: two for each tile."""
+    rows, columns = dy.shape
+    return torch.empty(2 * _tiles(rows, columns, vector), columns, dtype=torch.float32, device=dy.device)
 
 
 def _make(
-    op: str, first: Tensor, vector: int, cut: Cut | None, element: Any, bias: Any = None, bias_scale: Any = None
+    op: str, first: Tensor, vector: int, across: int, element: Any, bias: Any = None, bias_scale: Any = None
 ) -> Callable:
-    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, vector, cut, bias, bias_scale)
+    key = ReduceKey(
+        op, backends.device_arch(first.device), not first.is_cuda, element, vector, across, bias, bias_scale
+    )
     return host.compiled(op, key, first, lambda: build(key))
 
 
@@ -211,7 +212,6 @@ def build(key: ReduceKey) -> Callable:
     if key.op == "splits_to_offsets":
         sizes = make_fake_tensor(TYPES[key.element], (groups,), (cute.sym_int64(),))
         return compiled(key.arch, SplitsToOffsets(), sizes, ends)
-    assert key.cut is not None
     vector = key.vector
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
 
@@ -221,10 +221,11 @@ def build(key: ReduceKey) -> Callable:
         return make_fake_tensor(element, (height, columns), strides, assumed_align=vector * element.width // 8)
 
     out = make_fake_compact_tensor(TYPES["float32"], (groups, columns), stride_order=(1, 0))
+    partial = make_fake_compact_tensor(TYPES["float32"], (cute.sym_int32(), columns), stride_order=(1, 0))
     bias = scale = dscales = None
     if key.bias is not None and key.bias_scale is not None:
         bias = matrix(TYPES[key.bias], groups)
         scale = make_fake_tensor(TYPES[key.bias_scale], (rows,), (cute.sym_int64(),))
         dscales = make_fake_compact_tensor(TYPES["float32"], (rows,))
     dy = matrix(TYPES[key.element], rows)
-    return compiled(key.arch, GroupedDbias(vector, *key.cut), dy, ends, out, bias, scale, dscales)
+    return compiled(key.arch, GroupedDbias(vector, key.across), dy, ends, out, partial, bias, scale, dscales)

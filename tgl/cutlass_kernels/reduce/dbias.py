@@ -1,11 +1,12 @@
-"""Bias gradient: the sum of the rows of every group, in one launch, in a fixed order.
+"""Bias gradient: the sum of the rows of every group, in a fixed order.
 
-The matrix is cut into strips of columns, one per cluster of blocks, and the rows, whatever their groups, into as many
-equal spans as a cluster has warps. So every warp streams the same number of bytes for any routing. A warp adds up its
+The matrix is cut into strips of columns, and the rows, whatever their groups, into tiles, one per block, of as many
+equal spans as a block has warps. So every warp streams the same number of bytes for any routing. A warp adds up its
 rows as they come and, where a group ends, writes the sum: to the output if the group lies within its span, else to
-shared memory. After one barrier of the cluster, the warp in whose span such a group began adds the sums of the spans
-after it, in order, through distributed shared memory. Neither a workspace nor atomics are needed, and which warp adds
-which row depends on shapes and offsets alone, so the bits are the same in every run.
+shared memory. After a barrier, the warp in whose span such a group began adds the sums of the spans after it, in order;
+if the group does not lie within the tile, the sum goes to a workspace, and a second kernel, which waits for the first
+to end, adds the sums of the tiles of such groups, in order. No atomics are needed, and which warp adds which row
+depends on shapes and offsets alone, so the bits are the same in every run.
 
 =================  =================================================================================================
 lanes of a warp    role
@@ -26,21 +27,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from ..pointers import aligned
 from ..schedule.deal import lowest_bit
 from ..varlen.groups import clamp, group_range
 
 LANES = 32
-BATCH = 8  # loads of a lane in flight
+WARPS = 8
+BATCH = 8  # loads of a lane in flight; a register is loaded again as soon as its rows are added
+COLUMNS = 256  # of a block that adds up tiles
+AHEAD = 16  # sums of tiles that a lane loads before it adds the first
 HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end behind it
 NO_END = (1 << 31) - 1
-
-
-@cute.jit
-def load_remote(pointer: cute.Pointer) -> Float32:
-    """A float32 of the shared memory of another block of the cluster."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[pointer.toint()]
-    )
 
 
 @cute.jit
@@ -103,6 +100,13 @@ def count_ended(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
     return ended
 
 
+@cute.jit
+def share_of(offs: cute.Tensor, rows: Int32, spans: Int32) -> tuple[Int32, Int32]:
+    """The rows of all groups, and those of one of as many equal spans."""
+    total = clamp(offs[cute.size(offs) - 1], Int32(0), rows)
+    return total, cutlass.max(cute.ceil_div(total, spans), Int32(1))
+
+
 class GroupedDbias:
     """``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
 
@@ -112,17 +116,12 @@ class GroupedDbias:
         vector: elements per load: the largest power of two up to 16 bytes that divides N, the row pitch and the
             alignment of the data; 1 takes any strides.
         across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
-        warps: of a block.
-        cluster: blocks that share the rows of a strip, up to 8.
-        refill: whether a register is loaded again as soon as its rows are added, not all of a batch together: more
-            loads in flight, for twice the registers.
     """
 
-    def __init__(self, vector: int, across: int, warps: int, cluster: int, refill: bool = False):
-        self.vector, self.across, self.warps, self.cluster, self.refill = vector, across, warps, cluster, refill
+    def __init__(self, vector: int, across: int):
+        self.vector, self.across = vector, across
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
-        self.spans = cluster * warps
 
     @cute.jit
     def __call__(
@@ -130,6 +129,7 @@ class GroupedDbias:
         dy: cute.Tensor,
         offs: cute.Tensor,
         out: cute.Tensor,
+        partial: cute.Tensor,
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
         dscales: cute.Tensor | None,
@@ -141,56 +141,94 @@ class GroupedDbias:
             dy: ``[T, N]``, float32, bfloat16 or float16.
             offs: int32 ``[G]``, cumulative ends; G > 0.
             out: float32 ``[G, N]``; N > 0. Empty groups come out as zeros.
+            partial: float32 ``[2 tiles, N]``, a workspace; rows are cut into so many tiles.
             bias: ``[G, N]``, loaded like ``dy``; None without scales.
             bias_scale: ``[T]`` or None.
             dscales: float32 ``[T]`` or None.
             stream: CUDA stream.
         """
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
-        self.kernel(dy, offs, out, bias, bias_scale, dscales).launch(
-            grid=(strips * self.cluster, 1, 1),
-            block=(self.warps * LANES, 1, 1),
-            cluster=(self.cluster, 1, 1),
+        columns = cute.ceil_div(cute.size(out, mode=[1]), COLUMNS)
+        tiles = partial.shape[0] // 2
+        self.sum_tiles(dy, offs, out, partial, bias, bias_scale, dscales, strips).launch(
+            grid=(strips * tiles, 1, 1),
+            block=(WARPS * LANES, 1, 1),
             stream=stream,
+            min_blocks_per_mp=2,  # as registers suffice for
+            preferred_smem_carveout=15,  # in %; the rest is cache
         )
+        if tiles > 1:
+            self.add_tiles(offs, out, partial, Int32(dy.shape[0])).launch(
+                grid=(tiles - 1, columns, 1), block=(COLUMNS, 1, 1), stream=stream, use_pdl=True
+            )
 
     @cute.kernel
-    def kernel(
+    def sum_tiles(
         self,
         dy: cute.Tensor,
         offs: cute.Tensor,
         out: cute.Tensor,
+        partial: cute.Tensor,
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
         dscales: cute.Tensor | None,
+        strips: Int32,
     ):
-        """Device code: every warp its span, then the groups of several spans; then the rows by warps."""
+        """Every warp its span, then the groups of several spans; then the rows by warps."""
+        # Blocks of the second kernel look for their groups wherever one of these has ended.
+        cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        span = cute.arch.block_idx_in_cluster() * self.warps + warp
-        first_column = block // self.cluster * self.columns
-        groups = cute.size(offs)
-        total = clamp(offs[groups - 1], Int32(0), Int32(dy.shape[0]))
-        share = cutlass.max(cute.ceil_div(total, self.spans), Int32(1))
+        tile = block // strips  # neighbours read neighbouring columns
+        first_column = (block - tile * strips) * self.columns
+        spans = partial.shape[0] // 2 * WARPS
+        span = tile * WARPS + warp
+        total, share = share_of(offs, Int32(dy.shape[0]), spans)
         low = cutlass.min(span * share, total)
         high = cutlass.min(low + share, total)
-        sums = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((self.columns, 2, self.warps)), byte_alignment=128
-        )
-        group, end = Int32(0), Int32(0)
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((self.columns, 2, WARPS)), byte_alignment=128)
+        group, end, before = Int32(0), Int32(0), Int32(0)
         if low < high:
-            group, end = self.sum_span(dy, bias_scale, offs, out, sums, total, first_column, low, high, warp)
-        cute.arch.cluster_arrive(aligned=True)
-        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, span)
-        cute.arch.cluster_wait()
+            group, end, before = self.sum_span(dy, bias_scale, offs, out, sums, total, first_column, low, high, warp)
+        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, span, spans)
+        cute.arch.sync_threads()
         if end > high:
-            self.add_spans(out, sums, group, first_column, span, (end - 1) // share, warp)
+            last = (end - 1) // share - tile * WARPS  # the warp in whose span, or behind this tile, the group ends
+            if last < WARPS:
+                self.add_spans(sums, TAIL, out, group, first_column, warp, last)
+            else:
+                self.add_spans(sums, TAIL, partial, 2 * tile + TAIL, first_column, warp, last)
+        if warp == 0 and before > low:
+            self.add_spans(sums, HEAD, partial, 2 * tile + HEAD, first_column, warp, (before - 1) // share - span)
         if cutlass.const_expr(bias is not None):
-            self.multiply_rows(dy, offs, bias, dscales, block * self.warps + warp, blocks * self.warps)
-        # A block's shared memory must outlive its peers' reads.
-        cute.arch.cluster_arrive(aligned=True)
-        cute.arch.cluster_wait()
+            self.multiply_rows(dy, offs, bias, dscales, block * WARPS + warp, blocks * WARPS)
+
+    @cute.kernel
+    def add_tiles(self, offs: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, rows: Int32):
+        """The group that begins in a tile, the block's, and ends behind it; a lane has a column."""
+        tile, part, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        total, share = share_of(offs, rows, partial.shape[0] // 2 * WARPS)
+        share *= WARPS
+        low = tile * share
+        high = low + share
+        group, begin, last = Int32(0), Int32(0), Int32(0)
+        if high < total:
+            _, group, end = seek(ends_from(offs, total, count_ended(offs, total, high)), offs, total, high)
+            if group > 0:
+                begin = clamp(offs[group - 1], Int32(0), total)
+            last = (end - 1) // share
+        cute.arch.griddepcontrol_wait()  # all of them: nothing may follow that finds the first kernel at work
+        column = part * COLUMNS + thread
+        if high < total and begin >= low and begin < high and column < out.shape[1]:
+            value = partial[2 * tile + TAIL, column]
+            for first in cutlass.range(tile + 1, last + 1, AHEAD, unroll=1):
+                held = [partial[2 * cutlass.min(first + i, last) + HEAD, column] for i in range(AHEAD)]
+                for i in cutlass.range_constexpr(AHEAD):
+                    if first + i <= last:
+                        value += held[i]
+            out[group, column] = value
 
     @cute.jit
     def sum_span(
@@ -205,11 +243,12 @@ class GroupedDbias:
         low: Int32,
         high: Int32,
         warp: Int32,
-    ) -> tuple[Int32, Int32]:
+    ) -> tuple[Int32, Int32, Int32]:
         """Sum rows ``[low, high)`` of one strip.
 
         Returns:
             A group that begins here and ends behind ``high``, and that end; if there is none, an end up to ``high``.
+            The end of the group that began before ``low``; if there is none, ``low``.
         """
         lane = cute.arch.lane_idx()
         # Lanes beyond the last column read it again: what they add up is not written.
@@ -223,26 +262,25 @@ class GroupedDbias:
 
         ends, group, end = Ends(Int32(0), Int32(0)), Int32(0), Int32(0)
         whole = cutlass.Boolean(False)  # whether the group begins in this span
+        before = low
         at = low  # rows before are in `acc` or written
         base = low
-        if cutlass.const_expr(self.refill):
-            self.load_rows(dy, bias_scale, low, high, column, parts, weights)
+        self.load_rows(dy, bias_scale, low, high, column, parts, weights)
         while base < high:
             row = base + lane // self.across
             stop = base + BATCH * self.down
-            if cutlass.const_expr(not self.refill):
-                self.load_rows(dy, bias_scale, base, high, column, parts, weights)
             if base == low:  # while the first rows are on their way
                 ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
                 begin = Int32(0)
                 if group > 0:
                     begin = clamp(offs[group - 1], Int32(0), total)
                 whole = begin >= low
+                if not whole:
+                    before = end
             if stop <= high and stop < end:
                 for i in cutlass.range_constexpr(BATCH):
                     self.add(acc, parts, weights, i)
-                    if cutlass.const_expr(self.refill):
-                        self.load_row(dy, bias_scale, row + (BATCH + i) * self.down, high, column, parts, weights, i)
+                    self.load_row(dy, bias_scale, row + (BATCH + i) * self.down, high, column, parts, weights, i)
             else:
                 limit = cutlass.min(stop, high)
                 more = at < limit
@@ -259,9 +297,8 @@ class GroupedDbias:
                         more = at < limit
                         if at < high:
                             ends, group, end = seek(ends, offs, total, at)
-                if cutlass.const_expr(self.refill):  # noqa: SIM102 - decided while tracing
-                    if stop < high:
-                        self.load_rows(dy, bias_scale, stop, high, column, parts, weights)
+                if stop < high:
+                    self.load_rows(dy, bias_scale, stop, high, column, parts, weights)
             base = stop
             at = cutlass.max(at, cutlass.min(base, high))
         if end > high:
@@ -271,7 +308,7 @@ class GroupedDbias:
             self.write(acc, out, sums[None, side, warp], group, first_column, cutlass.Boolean(False))
             if not whole:
                 end = high  # it is the warp's where the group began
-        return group, end
+        return group, end, before
 
     @cute.jit
     def load_rows(
@@ -331,38 +368,40 @@ class GroupedDbias:
             if whole:
                 if first_column + offset < out.shape[1]:
                     sink = out.iterator + (Int64(group) * out.stride[0] + first_column + offset)
-                    cute.autovec_copy(total, cute.make_tensor(sink.align(width), cute.make_layout(self.vector)))
+                    cute.autovec_copy(total, cute.make_tensor(aligned(sink, width), cute.make_layout(self.vector)))
             else:
                 sink = held.iterator + offset
-                cute.autovec_copy(total, cute.make_tensor(sink.align(width), cute.make_layout(self.vector)))
+                cute.autovec_copy(total, cute.make_tensor(aligned(sink, width), cute.make_layout(self.vector)))
 
     @cute.jit
     def add_spans(
         self,
-        out: cute.Tensor,
         sums: cute.Tensor,
-        group: Int32,
+        side: cutlass.Constexpr,
+        sink: cute.Tensor,
+        row: Int32,
         first_column: Int32,
-        span: Int32,
-        last: Int32,
         warp: Int32,
+        last: Int32,
     ):
-        """Add up a group that begins in ``span`` and ends in ``last``, behind it."""
+        """Add up what warps from ``warp`` to ``last`` hold of a group, and write it to a row of ``sink``."""
         for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
             offset = cute.arch.lane_idx() + i * LANES
-            if offset < self.columns and first_column + offset < out.shape[1]:
-                total = sums[offset, TAIL, warp]
-                for other in cutlass.range(span + 1, last + 1, unroll=8):
-                    held = sums.iterator + (other % self.warps * 2 + HEAD) * self.columns + offset
-                    total += load_remote(cute.arch.map_dsmem_ptr(held, other // self.warps))
-                out[group, first_column + offset] = total
+            if offset < self.columns and first_column + offset < sink.shape[1]:
+                total = sums[offset, side, warp]
+                for other in cutlass.range_constexpr(1, WARPS):
+                    if other > warp and other <= last:
+                        total += sums[offset, HEAD, other]
+                sink[row, first_column + offset] = total
 
     @cute.jit
-    def clear_empty(self, offs: cute.Tensor, out: cute.Tensor, rows: Int32, first_column: Int32, span: Int32):
-        """Set the strip's sums of empty groups to zero; the warps of a cluster share the groups."""
+    def clear_empty(
+        self, offs: cute.Tensor, out: cute.Tensor, rows: Int32, first_column: Int32, span: Int32, spans: Int32
+    ):
+        """Set the strip's sums of empty groups to zero; its warps share the groups."""
         lane = cute.arch.lane_idx()
         groups = cute.size(offs)
-        for first in cutlass.range(span * LANES, groups, self.spans * LANES, unroll=1):
+        for first in cutlass.range(span * LANES, groups, spans * LANES, unroll=1):
             start, end = group_range(offs, rows, first + lane, False)
             empty = cute.arch.vote_ballot_sync(start >= end and first + lane < groups)
             while empty != 0:
@@ -413,4 +452,4 @@ class GroupedDbias:
         offset = Int64(row) * matrix.stride[0] + Int64(column) * matrix.stride[1]
         source = matrix.iterator + offset
         width = self.vector * matrix.element_type.width // 8
-        cute.autovec_copy(cute.make_tensor(source.align(width), cute.make_layout(self.vector)), fragment)
+        cute.autovec_copy(cute.make_tensor(aligned(source, width), cute.make_layout(self.vector)), fragment)
