@@ -37,17 +37,23 @@ def piece_stores(
 
 
 @cute.jit
-def send_piece(gemm: cutlass.Constexpr, tma: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor):
-    """Store what the lanes of a warp have written, and wait until the next buffer is free."""
+def send_piece(gemm: cutlass.Constexpr, *copies):
+    """Store what the lanes of a warp have written to a buffer, and wait until the next buffer is free.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        copies: ``(map, from, to)`` of each store.
+    """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone
-    # would never end.
-    if cutlass.const_expr(gemm.spec.reduces):
-        cute.copy(tma, source, sink)
-    else:
-        with cute.arch.elect_one():
+    for tma, source, sink in copies:
+        # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone
+        # would never end.
+        if cutlass.const_expr(gemm.spec.reduces):
             cute.copy(tma, source, sink)
+        else:
+            with cute.arch.elect_one():
+                cute.copy(tma, source, sink)
     with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)

@@ -15,6 +15,7 @@ from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output,
 from ...varlen.policy import Problem
 from .activate import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, piece_stores, send_piece
+from .quantize import clear_gaps, clear_scales
 
 THREADS = 128
 BARRIER = 1  # named barrier of the epilogue warps
@@ -50,7 +51,7 @@ def store_tiles(
         gemm: the ``GroupedGemm``.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
-        second: (map, coordinate tensor of the map) of the activation's output, or of None.
+        second: (map, coordinate tensor of the map) of the activation's output, ``Quantized``, or None.
         out_values: the output in global memory if it is read, else None.
         vectors, args: bias and row scale in shared and in global memory.
         results: pipeline from the MMA warp.
@@ -86,6 +87,8 @@ def store_tiles(
     if cutlass.const_expr(spec.bias_scale):
         scale_part = thread_load.partition_D(cute.flat_divide(vectors.bias_scale, gemm.epi_tile))
 
+    if cutlass.const_expr(spec.quantized is not None):
+        clear_gaps(second, problem, THREADS // 32)
     made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cute.size(accumulators, mode=[3]))
     buffer = Int32(0)
     search = policy.start(problem, True)
@@ -139,6 +142,8 @@ def store_tiles(
                 elif product:
                     with cute.arch.elect_one():
                         results.consumer_release(made)
+                    if cutlass.const_expr(spec.quantized is not None):
+                        clear_scales(gemm, sinks[-1])
             elif stores:
                 for piece in cutlass.range_constexpr(pieces):
                     if product:
@@ -167,7 +172,7 @@ def store_tiles(
                     if cutlass.const_expr(gemm.out_element is not Float32):
                         rounded.store(acc.load().to(gemm.out_element))
                     cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
-                    send_piece(gemm, out_map, store_from[None, buffer], store_to[None, 0, piece])
+                    send_piece(gemm, (out_map, store_from[None, buffer], store_to[None, 0, piece]))
                     buffer = (buffer + 1) % gemm.epi_stages
             elif product:
                 with cute.arch.elect_one():

@@ -1,0 +1,235 @@
+"""From tensors to a launch of a scaled GEMM whose activation leaves quantised; the counterpart of ``launch_scaled``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..meta.quantized import Components, Options
+from . import host, launch, launch_scaled
+from .activation.spec import spec_of
+from .config import VARLEN_M, GemmConfig
+from .epilogue.spec import EpilogueSpec
+from .gemm.scaling import ATOM_ROWS, MXFP8
+from .host import ALIGNMENT, GPU_ARCH
+from .launch import Plan
+from .quantize import plans
+from .quantize.spec import MXFP8Spec
+
+if TYPE_CHECKING:
+    from ..ops.grouped_activation import Params
+
+
+class QuantizingPlanKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    a_element: str
+    b_element: str
+    b_rows_first: bool
+    spec: EpilogueSpec
+    config: GemmConfig
+
+
+_plans: dict[tuple, Plan] = {}
+_NO_EPILOGUE = {
+    "nvfp4": "the scales of nvfp4 follow from the largest magnitude of a whole group, which no tile of it knows",
+    "fp8_tensor": "the scale of fp8_tensor is one of a whole group, whose largest magnitude no tile of it knows",
+}
+
+
+def supports(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *_: Any,
+    b_direction: str,
+    params: Params,
+    options: Options,
+    h: Tensor,
+    out: Components,
+) -> str | None:
+    """Why ``grouped_gemm_scaled_activation_quantize`` below cannot serve a call, or None."""
+    if options.format != "mxfp8":
+        return _NO_EPILOGUE.get(options.format, f"takes mxfp8, got {options.format}")
+    layout = options.scale_layout
+    reason = launch_scaled.supports(a, a_scale, b, b_scale, format="mxfp8", scale_layout=layout, out=h)
+    if reason is not None:
+        return reason
+    if h.dtype == torch.float32:
+        return f"writes bfloat16 or float16, not {h.dtype}"
+    columns = h.shape[1] // 2 if params.gated else h.shape[1]
+    if columns % ALIGNMENT:
+        return f"needs I to be a multiple of {ALIGNMENT}, got {columns}"
+    if params.gated and not params.interleaved and columns % ATOM_ROWS:
+        return f"needs I to be a multiple of {ATOM_ROWS} when halves stand side by side, whose scales share atoms, got {columns}"
+    for name, t in zip(Components._fields, out):
+        reason = launch_scaled.scale_reason(name, t)
+        if reason is not None:
+            return reason
+    return None
+
+
+def grouped_gemm_scaled_activation_quantize(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    b_direction: str,
+    params: Params,
+    options: Options,
+    h: Tensor,
+    out: Components,
+) -> None:
+    """``h``, and the components of its activation, in one launch."""
+    if h.numel() == 0 or b.shape[0] == 0:
+        for t in (h, *out):
+            t.zero_()
+        return
+    plan = _plan(a, b, bias, probs, b_direction, params, options, h)
+    plan.run(a, a_scale, b, b_scale, offs, h, bias, probs, *_components(options, out))
+
+
+def prepare_grouped_gemm_scaled_activation_quantize(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    b_direction: str,
+    params: Params,
+    options: Options,
+    h: Tensor,
+    out: Components,
+) -> None:
+    """Compile and load what the same call without ``prepare_`` needs, by a launch on a scratch problem."""
+    if h.numel() == 0 or b.shape[0] == 0:
+        return
+    plan = _plan(a, b, bias, probs, b_direction, params, options, h)
+    side = ATOM_ROWS
+    width = 2 * side if params.gated else side
+    x, x_scale, _ = launch_scaled.scratch(a, None, "mxfp8", options.scale_layout, False)
+    w = b.new_zeros((1, width, side) if b_direction == "rowwise" else (1, side, width))
+    codes, blocks = torch.zeros(side, side, dtype=options.dtype, device=a.device), x_scale.new_zeros(4 * side)
+    plan.run(
+        *(x, x_scale, w, b_scale.new_zeros(1, 4 * width), torch.zeros(1, dtype=torch.int32, device=a.device)),
+        h.new_zeros(side, width),
+        None if bias is None else bias.new_zeros(1, width),
+        None if probs is None else probs.new_zeros(side),
+        *_components(options, out._replace(data=codes, scale=blocks, columnwise_data=codes, columnwise_scale=blocks)),
+    )
+
+
+def _components(options: Options, out: Components) -> tuple[Tensor | None, ...]:
+    row = (out.data, out.scale) if options.rowwise else (None, None)
+    column = (out.columnwise_data, out.columnwise_scale) if options.columnwise else (None, None)
+    return *row, *column
+
+
+def choose(arch: str, params: Params, columns: int, depth: int, rows: int) -> GemmConfig:
+    """The tiling of ``launch_scaled``, but at least as wide as makes whole atoms of the result's scales."""
+    tiling = launch_scaled.choose(arch, VARLEN_M, MXFP8, columns, depth, rows)
+    return replace(tiling, tile_n=2 * ATOM_ROWS) if params.gated else tiling
+
+
+def _plan(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    b_direction: str,
+    params: Params,
+    options: Options,
+    h: Tensor,
+) -> Plan:
+    arch = backends.device_arch(a.device)
+    rows = launch._power_of_two(a.shape[0] // b.shape[0])
+    tiling = choose(arch, params, h.shape[1], a.shape[1], rows)
+    dtypes = (a.dtype, b.dtype, h.dtype, bias.dtype if bias is not None else None)
+    factor = probs.dtype if probs is not None else None
+    known = (arch, a.device, *dtypes, factor, b_direction, params, options, tiling)
+    plan = _plans.get(known)
+    if plan is None:
+        name = host.name
+        quantized = MXFP8Spec(
+            source=name(h.dtype),
+            element=name(options.dtype),
+            rowwise=options.rowwise,
+            columnwise=options.columnwise,
+            scaling=options.scaling,
+            blocked=True,
+            grouped=True,
+        )
+        spec = EpilogueSpec(
+            name(h.dtype), name(bias), tail=True, activation=spec_of(params), probs=name(probs), quantized=quantized
+        )
+        rows_first = b_direction == "rowwise"
+        key = QuantizingPlanKey(arch, not a.is_cuda, name(a.dtype), name(b.dtype), rows_first, spec, tiling)
+        function = host.compiled("grouped_gemm_scaled_activation_quantize", key, a, lambda: build(key))
+        plan = _plans[known] = Plan(function, launch._clusters(a.device, tiling.ctas))
+    return plan
+
+
+def build(key: QuantizingPlanKey) -> Callable:
+    """Compile the kernel for ``key``. Needs no GPU."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from .gemm.sm100.scaled import QuantizingGroupedGemm
+
+    spec = key.spec
+    assert spec.quantized is not None
+
+    def stack(name: str) -> Any:
+        """Matrices, contiguous along the last dimension, all else on 16 bytes."""
+        element = plans.element(name)
+        strides = (*(cute.sym_int64(divisibility=ALIGNMENT * 8 // element.width) for _ in range(2)), 1)
+        return make_fake_tensor(element, tuple(cute.sym_int32() for _ in range(3)), strides, assumed_align=ALIGNMENT)
+
+    def bias() -> Any:
+        if spec.bias is None:
+            return None
+        sizes, strides = (tuple(kind() for _ in range(2)) for kind in (cute.sym_int32, cute.sym_int64))
+        return make_fake_tensor(plans.element(spec.bias), sizes, strides)
+
+    def direction(present: bool) -> tuple:
+        codes = spec.quantized.element  # type: ignore[union-attr]
+        return (plans.matrix(codes), plans.vector("uint8", ALIGNMENT)) if present else (None, None)
+
+    elements = (plans.element(name) for name in (key.a_element, key.b_element, spec.quantized.element))
+    return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
+        QuantizingGroupedGemm(key.config, spec, *elements, MXFP8, key.b_rows_first),
+        plans.matrix(key.a_element),
+        plans.vector("uint8", ALIGNMENT),
+        stack(key.b_element),
+        plans.matrix("uint8"),
+        plans.strided("int32"),
+        plans.matrix(spec.out),
+        bias(),
+        plans.strided(spec.probs),
+        *direction(spec.quantized.rowwise),
+        *direction(spec.quantized.columnwise),
+        cutlass.Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
