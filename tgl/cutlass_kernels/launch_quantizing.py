@@ -69,7 +69,7 @@ def supports(
     if columns % ALIGNMENT:
         return f"needs I to be a multiple of {ALIGNMENT}, got {columns}"
     if params.gated and not params.interleaved and columns % ATOM_ROWS:
-        return f"needs I to be a multiple of {ATOM_ROWS} when halves stand side by side, whose scales share atoms, got {columns}"
+        return f"needs I to be a multiple of {ATOM_ROWS} unless halves alternate, since scales come so, got {columns}"
     for name, t in zip(Components._fields, out):
         reason = launch_scaled.scale_reason(name, t)
         if reason is not None:
@@ -133,7 +133,7 @@ def prepare_grouped_gemm_scaled_activation_quantize(
     codes, blocks = torch.zeros(side, side, dtype=options.dtype, device=a.device), x_scale.new_zeros(4 * side)
     plan.run(
         *(x, x_scale, w, b_scale.new_zeros(1, 4 * width), torch.zeros(1, dtype=torch.int32, device=a.device)),
-        h.new_zeros(side, width),
+        torch.zeros(side, width, dtype=h.dtype, device=a.device),
         None if bias is None else bias.new_zeros(1, width),
         None if probs is None else probs.new_zeros(side),
         *_components(options, out._replace(data=codes, scale=blocks, columnwise_data=codes, columnwise_scale=blocks)),
