@@ -214,12 +214,12 @@ def build(key: QuantizingPlanKey) -> Callable:
         return make_fake_tensor(plans.element(spec.bias), sizes, strides)
 
     def direction(present: bool) -> tuple:
-        codes = spec.quantized.element  # type: ignore[union-attr]
-        return (plans.matrix(codes), plans.vector("uint8", ALIGNMENT)) if present else (None, None)
+        element = spec.quantized.element  # type: ignore[union-attr]
+        return (plans.matrix(element), plans.vector("uint8", ALIGNMENT)) if present else (None, None)
 
-    elements = (plans.element(name) for name in (key.a_element, key.b_element, spec.quantized.element))
+    a, b, codes = (plans.element(name) for name in (key.a_element, key.b_element, spec.quantized.element))
     return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
-        QuantizingGroupedGemm(key.config, spec, *elements, MXFP8, key.b_rows_first),
+        QuantizingGroupedGemm(key.config, spec, a, b, codes, MXFP8, key.b_rows_first),
         plans.matrix(key.a_element),
         plans.vector("uint8", ALIGNMENT),
         stack(key.b_element),

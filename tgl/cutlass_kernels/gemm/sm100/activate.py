@@ -15,7 +15,7 @@ from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import add_bias
 from ...schedule import Tile
 from .pieces import piece_stores, send_piece
-from .quantize import quantized_sinks, store_quantized
+from .quantize import Quantized, quantized_sinks, store_quantized
 
 
 class Views(NamedTuple):
@@ -50,8 +50,8 @@ def activated_sinks(
     if spec.quantized is None:
         second_map, coords = second
         matrices.append((second_map, gemm.policy.rows(coords, tile), column, columns))
-    sinks = tuple((tma, *piece_stores(tma, buffers, t, warp, (row, c), piece, n)) for tma, t, c, n in matrices)
-    if spec.quantized is not None:
+    sinks: tuple = tuple((tma, *piece_stores(tma, buffers, t, warp, (row, c), piece, n)) for tma, t, c, n in matrices)
+    if isinstance(second, Quantized):
         sinks += (quantized_sinks(gemm, second, tile, buffers, warp, (row, column)),)
     return sinks
 
@@ -122,6 +122,7 @@ def store_activated(
 
 def activate_row(spec: EpilogueSpec, rounded: Any, factor: Any, result: cute.Tensor) -> None:
     """The activation of a thread's columns of both halves, or of columns that alternate, rounded into ``result``."""
+    assert spec.activation is not None
     values = cute.make_rmem_tensor(result.shape, Float32)
     wide = tuple(widened(half) for half in rounded)
     fast, count = result.element_type.width == 16, cute.size(values)

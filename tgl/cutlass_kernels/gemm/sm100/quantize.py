@@ -69,16 +69,17 @@ def codes_layout(gemm: Any) -> cute.ComposedLayout:
 def quantized_outputs(gemm: Any, store: Any, components: tuple, problem: Problem) -> Quantized:
     """The components in memory: data, scale, and both of the columnwise direction."""
     data, scale, columnwise_data, columnwise_scale = components
-    maps: list[Any] = []
-    for matrix in (data, columnwise_data):
-        made: Any = (None, None)
-        if matrix is not None:
-            ragged = ragged_tensor(matrix, 0)
-            made = cpasync.make_tiled_tma_atom(store, ragged, codes_layout(gemm), (WARP_ROWS, COLUMNS))
-        maps.extend(made)
+    row, column = (_codes_map(gemm, store, matrix) for matrix in (data, columnwise_data))
     columns = (data if data is not None else columnwise_data).shape[1]
     units = tiles_at_most(problem.rows, Int32(cute.size(problem.offs))) - 1
-    return Quantized(*maps, scale, columnwise_scale, Int32(columns), units)
+    return Quantized(row[0], row[1], column[0], column[1], scale, columnwise_scale, Int32(columns), units)
+
+
+def _codes_map(gemm: Any, store: Any, matrix: cute.Tensor | None) -> tuple[Any, Any]:
+    """A map that stores codes, and its coordinates."""
+    if matrix is None:
+        return None, None
+    return cpasync.make_tiled_tma_atom(store, ragged_tensor(matrix, 0), codes_layout(gemm), (WARP_ROWS, COLUMNS))
 
 
 def quantized_sinks(
@@ -92,24 +93,27 @@ def quantized_sinks(
     """
     row, column = corner
     codes = warp_codes(gemm, buffers)[None, None, None, None, warp]
-    ends: list[Any] = []
-    for direction, (tma, coords) in enumerate((outputs[:2], outputs[2:4])):
-        end: Any = None
-        if tma is not None:
-            target = cute.domain_offset(corner, gemm.policy.rows(coords, tile))
-            matrix = cute.local_tile(target, (WARP_ROWS, gemm.result_columns), (0, 0))
-            end = cpasync.tma_partition(
-                tma,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(codes[None, None, direction, None], 0, 2),
-                cute.group_modes(cute.flat_divide(matrix, (WARP_ROWS, COLUMNS)), 0, 2),
-            )
-        ends.append(end)
+
+    def ends(direction: int, tma: Any, coords: Any) -> Any:
+        """``(from [box, buffer], to [box, 1, piece])`` of the stores of a direction."""
+        if tma is None:
+            return None
+        target = cute.domain_offset(corner, gemm.policy.rows(coords, tile))
+        matrix = cute.local_tile(target, (WARP_ROWS, gemm.result_columns), (0, 0))
+        return cpasync.tma_partition(
+            tma,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(codes[None, None, direction, None], 0, 2),
+            cute.group_modes(cute.flat_divide(matrix, (WARP_ROWS, COLUMNS)), 0, 2),
+        )
+
+    rows = ends(0, outputs.row_map, outputs.row_coords)
+    columns = ends(1, outputs.column_map, outputs.column_coords)
     first = row - warp * WARP_ROWS  # of the CTA's rows
     unit = tile.start // ATOM_ROWS + tile.group + first // ATOM_ROWS
     unit = cutlass.select_(first < tile.length, unit, Int32(-1))
-    return Sinks(outputs, *ends, codes, warp, column, row + cute.arch.lane_idx() < tile.length, unit)
+    return Sinks(outputs, rows, columns, codes, warp, column, row + cute.arch.lane_idx() < tile.length, unit)
 
 
 def warp_codes(gemm: Any, buffers: cute.Tensor) -> cute.Tensor:
