@@ -29,6 +29,13 @@ def test_quantisation_moves_what_it_must(economy, columnwise):
     assert 1 <= counts["moved"] / counts["minimum"] <= 1.05
 
 
+def test_a_gemm_that_quantises_its_activation_does_not_read_it_back(economy):
+    """It stores both halves of 16 bits, and codes and scales of both directions."""
+    one, two = economy.activated((256, 128), 128, 256).values()
+    assert 1 <= one / (4 + 2 + 2 / 32) <= 1.05
+    assert two - one >= 4
+
+
 @pytest.mark.parametrize(("format", "bytes_"), [("mxfp8", 1 + 1 / 32), ("nvfp4", 1 / 2 + 1 / 16)])
 def test_a_tile_loads_its_operands_and_scales_once(economy, format, bytes_):
     depth = 512
