@@ -97,6 +97,21 @@ def test_one_launch_with_the_bytes_of_two(params):
     assert not h[140:].any()
 
 
+def test_a_layer_does_not_read_its_first_product_back():
+    """Both weights and the input quantised, and two GEMMs: five launches, with the bits of six."""
+    torch.manual_seed(0)
+    recipe = tgl.recipes.MXFP8BlockScaling()
+    mlp = tgl.GroupedMLP(3, 64, 128, bias=True, recipe=recipe, params_dtype=BF16).requires_grad_(False)
+    x, offs, probs = torch.randn(150, 64).bfloat16(), torch.tensor([7, 7, 140], dtype=torch.int32), torch.rand(150)
+    with emulator.emulate("sm_100a", detect_races=False) as machine:
+        y = mlp.forward_offsets(x, offs, probs)
+        assert len(machine.launches) == 5
+        hidden = mlp.fc1.forward_offsets(x, offs)
+        apart = mlp.fc2.forward_activated(hidden, offs, probs, {"kind": "swiglu"})
+        assert len(machine.launches) == 11
+    assert same(y, apart)
+
+
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     given = operands()
     with emulator.emulate("sm_100a", detect_races=False) as machine:

@@ -96,15 +96,22 @@ def _steps(
     )
 
 
-def _two_ops(*args: Any, h: Tensor, **keywords: Any) -> None:
+def _two_ops(a: Tensor, *args: Any, **keywords: Any) -> None:
     """The product, then the activation of what it was rounded to, quantised; each by what serves its op."""
-    for op, given, options in _steps(*args, h=h, **keywords):
-        backends.run(op, h.device, *given, **options)
+    for op, given, options in _steps(a, *args, **keywords):
+        backends.run(op, a.device, *given, **options)
 
 
-def _prepare_two_ops(*args: Any, h: Tensor, **keywords: Any) -> None:
-    for op, given, options in _steps(*args, h=h, **keywords):
-        backends.prepare(op, h.device, *given, **options)
+def _supports(a: Tensor, *args: Any, **keywords: Any) -> backends.Reason:
+    """Why there are no two ops for a call, or None."""
+    steps = _steps(a, *args, **keywords)
+    reasons = (backends.reason_against(op, a.device, *given, **options) for op, given, options in steps)
+    return next(filter(None, reasons), None)
+
+
+def _prepare_two_ops(a: Tensor, *args: Any, **keywords: Any) -> None:
+    for op, given, options in _steps(a, *args, **keywords):
+        backends.prepare(op, a.device, *given, **options)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -131,6 +138,7 @@ for _device in ("cpu", "cuda"):
             "GEMM, then activation and quantise",
             _device,
             _two_ops,
+            _supports,
             priority=-10,
             note="two ops; see `explain` of each",
             prepare=_prepare_two_ops,
