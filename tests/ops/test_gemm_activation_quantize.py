@@ -1,10 +1,13 @@
 """``grouped_gemm_scaled_activation_quantize`` is the bytes of ``grouped_gemm_scaled``, activation and quantise."""
 
+import functools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
+from tgl import backends
 from tgl.testing import ROUTINGS
 
 FORMATS = {
@@ -112,6 +115,22 @@ def test_explain_names_what_runs():
     operands, *_ = inputs(ROUTINGS["ragged_tail"], "mxfp8", "swiglu")
     report = str(tgl.explain("grouped_gemm_scaled_activation_quantize", **operands, format="mxfp8"))
     assert "runs GEMM, then activation and quantise" in report
+
+
+def test_warming_up_two_ops_prepares_all_that_they_are_made_of():
+    seen, added = [], []
+    for op in ("grouped_gemm_scaled", "grouped_activation", "group_quantize"):
+        prepare = functools.partial(lambda name, *_, **__: seen.append(name), op)
+        made = backends.Implementation(op, "prepared", "cpu", lambda *_, **__: None, priority=99, prepare=prepare)
+        added.append(backends.add(made))
+    try:
+        operands, bias, probs = inputs(ROUTINGS["ragged_tail"], "fp8_block", "swiglu")
+        call = {**operands, "bias": bias, "probs": probs, "format": "fp8_block"}
+        tgl.warmup("grouped_gemm_scaled_activation_quantize", **call)
+    finally:
+        for made in added:
+            backends.remove(made)
+    assert seen == ["grouped_gemm_scaled", "grouped_activation", "group_quantize"]
 
 
 def cut(t):

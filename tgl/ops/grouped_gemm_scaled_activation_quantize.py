@@ -109,8 +109,9 @@ def _supports(a: Tensor, *args: Any, **keywords: Any) -> backends.Reason:
     return next(filter(None, reasons), None)
 
 
-def _prepare_two_ops(a: Tensor, *args: Any, **keywords: Any) -> None:
-    for op, given, options in _steps(a, *args, **keywords):
+def _prepare_two_ops(a: Tensor, *args: Any, h: Tensor, **keywords: Any) -> None:
+    h = torch.empty_like(h, device=a.device)  # a stand-in so far, but an operand of the second op
+    for op, given, options in _steps(a, *args, h=h, **keywords):
         backends.prepare(op, a.device, *given, **options)
 
 
