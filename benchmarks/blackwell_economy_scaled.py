@@ -7,10 +7,10 @@ as many CTAs, and both results are checked to be exact. Counts are per output ti
 ``ratio`` is ours divided by theirs: below 1 we need less. Ours has NVFP4's factor per group in its epilogue, theirs has
 not. Without the package (``pip install quack-kernels``) only our counts are shown.
 
-``group_quantize`` moves at least 3.03 bytes per element of 16 bits in one direction and 4.06 in both: the element, its
-codes, and a byte of scale per 32. ``moved`` is what is loaded of x and stored, padding of scales included, for even
-groups only, since the emulator counts instructions and not the lanes that a partial tile leaves out. Offsets, which
-every block reads again and finds in L1, are counted apart, all lanes of them.
+``group_quantize`` moves at least x, of 16 bits, once, or twice where the scale of a group follows from its largest
+value, and codes and scales once: the ``minimum``, in bytes per element. ``moved`` is what is loaded of x and stored,
+padding included, for even groups, of which every lane loads all it can. ``narrow`` are the bytes of offsets, maxima and
+factors, which every block reads again and finds in L1 or L2.
 
 ``grouped_gemm_scaled_activation_quantize`` does not read the product back: 4 bytes per element of a SwiGLU of 16-bit
 halves. Its bytes, per element of the result and without the operands of the MMAs, stand beside those of the GEMM and
@@ -20,8 +20,8 @@ the kernel that quantises after it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from tests.emulator.third_party import quack_gemm as driver
 
 TILES = ((128, 128), (256, 128), (256, 256))  # of an MMA; 256 rows by two CTAs
 UNIT_AMAX = 6.0 * 448.0  # NVFP4: the amax whose factor is 1
-MINIMUM = {True: 4.0 + 2 / 32, False: 3.0 + 1 / 32}  # bytes per element, columnwise too or not
+WIDE_LOADS = "ld.global.v4.b32"  # of x: 16 bytes a lane
 
 
 class Format(NamedTuple):
@@ -57,6 +57,29 @@ class Format(NamedTuple):
 GEMMS = {
     "mxfp8": Format("mxfp8_e4m3", 32, torch.float8_e8m0fnu, "float8_e4m3fn"),
     "nvfp4": Format("nvfp4", 16, torch.float8_e4m3fn, "uint8"),
+}
+
+
+class Cast(NamedTuple):
+    """A quantisation, and the bytes per element that it cannot do without: x of 16 bits, codes and scales.
+
+    Attributes:
+        options: of ``group_quantize``.
+        reads: how often x is read: twice if a group's scale follows from its largest value.
+        written: bytes of an element and its part of a scale, in one direction.
+    """
+
+    options: dict[str, Any]
+    reads: int
+    written: float
+
+
+CASTS = {
+    "mxfp8": Cast(dict(format="mxfp8", scale_layout="blocked"), 1, 1 + 1 / 32),
+    "nvfp4": Cast(dict(format="nvfp4", scale_layout="blocked"), 2, 1 / 2 + 1 / 16),
+    "fp8_tensor": Cast(dict(format="fp8_tensor"), 2, 1),
+    "fp8_tensor, delayed": Cast(dict(format="fp8_tensor"), 1, 1),
+    "fp8_block": Cast(dict(format="fp8_block"), 1, 1 + 4 / 128),
 }
 
 
@@ -133,33 +156,26 @@ def measure(run: Any, p: Problem, tile: tuple[int, int]) -> dict[str, float]:
     return counts(record, tiles)
 
 
-def bytes_of(record: LaunchRecord, pattern: str) -> int:
-    """Bytes of a launch's accesses to global memory whose name matches, every lane counted."""
-    total = 0
-    for name, count in record.instructions.items():
-        if found := re.fullmatch(rf"({pattern})\.global\S*?(?:\.v(\d))?\.[a-z](\d+)", name):
-            total += count * 32 * int(found[2] or 1) * int(found[3]) // 8
-    return total
-
-
-def quantised(columnwise: bool, sizes: tuple[int, ...], columns: int) -> dict[str, float]:
-    """Bytes per element that ``group_quantize`` moves to MXFP8."""
+def quantised(name: str, columnwise: bool, sizes: tuple[int, ...], columns: int) -> dict[str, float]:
+    """Bytes per element that ``group_quantize`` moves."""
     torch.manual_seed(0)
     x = torch.randn(sum(sizes), columns).bfloat16()
     offs = torch.tensor(sizes).cumsum(0).int()
+    cast = CASTS[name]
+    scale = torch.ones(len(sizes)) if name == "fp8_tensor, delayed" else None
     with emulate("sm_100a", detect_races=False) as machine:
-        tgl.group_quantize(x, offs, format="mxfp8", scale_layout="blocked", columnwise=columnwise)
-        (record,) = machine.launches
-    narrow = {name: n for name, n in record.instructions.items() if name.startswith("ld.global") and ".v" not in name}
-    offsets = sum(narrow.values()) * 32 * 4
-    loads, stores = bytes_of(record, "ld") - offsets, bytes_of(record, "st")
-    moved = (loads + stores + sum(record.tma_bytes.values())) / x.numel()
-    return {"moved": moved, "minimum": MINIMUM[columnwise], "offsets": offsets / x.numel()}
+        tgl.group_quantize(x, offs, scale, columnwise=columnwise, **cast.options)
+    loads = sum(n for r in machine.launches for name, n in r.instructions.items() if name.startswith(WIDE_LOADS))
+    narrow = sum(r.global_bytes["load"] for r in machine.launches) - loads * 32 * 16
+    stores = sum(r.global_bytes["store"] for r in machine.launches)
+    moved = loads * 32 * 16 + stores
+    minimum = 2 * cast.reads + (1 + columnwise) * cast.written
+    return {"moved": moved / x.numel(), "minimum": minimum, "narrow": narrow / x.numel()}
 
 
 def traffic(record: LaunchRecord) -> float:
-    """Bytes between a launch and global memory without what TMA loads, every lane counted."""
-    return bytes_of(record, "ld") + bytes_of(record, "st") + record.tma_bytes["store"]
+    """Bytes between a launch and global memory without what TMA loads."""
+    return sum(record.global_bytes.values()) + record.tma_bytes["store"]
 
 
 def activated(sizes: tuple[int, ...], depth: int, columns: int) -> dict[str, float]:
@@ -204,17 +220,17 @@ def main() -> None:
         except ImportError as error:
             print(f"without {who}: {error}")
         if who == "tgl":
-            print(f"{'quantise':>12} {'moved':>8} {'minimum':>8} {'ratio':>6} {'offsets':>8}")
-            for columnwise in (True, False):
-                bytes_ = quantised(columnwise, ROUTINGS["even"], columns)
-                name = "mxfp8 both" if columnwise else "mxfp8 rows"
+            print(f"{'quantise':>25} {'moved':>8} {'minimum':>8} {'ratio':>6} {'narrow':>8}")
+            for format, columnwise in itertools.product(CASTS, (True, False)):
+                bytes_ = quantised(format, columnwise, ROUTINGS["even"], columns)
+                name = f"{format}, {'both' if columnwise else 'rows'}"
                 rows.append({"quantise": name, **bytes_})
-                moved, least, offsets = bytes_.values()
-                print(f"{name:>12} {moved:8.3f} {least:8.3f} {moved / least:6.3f} {offsets:8.3f}")
+                moved, least, narrow = bytes_.values()
+                print(f"{name:>25} {moved:8.3f} {least:8.3f} {moved / least:6.3f} {narrow:8.3f}")
             bytes_ = activated(ROUTINGS["even"], depth, columns)
             rows.append({"activated": "mxfp8 both", **bytes_})
             one, two = bytes_.values()
-            print(f"{'activated':>12} {'by two':>8} {'ratio':>6}\n{one:12.3f} {two:8.3f} {one / two:6.3f}")
+            print(f"{'activated':>25} {'by two':>8} {'ratio':>6}\n{one:25.3f} {two:8.3f} {one / two:6.3f}")
     print(f"{'format':>6} {'tile':>12} {'routing':>8} {'per tile':>20} {'tgl':>10} {'quack':>10} {'ratio':>6}")
     for format, tile, routing in cases:
         ours, theirs = found["tgl", format, tile, routing], found.get(("quack", format, tile, routing))

@@ -201,3 +201,21 @@ def test_a_shuffle_from_an_inactive_lane():
     body += "  shfl.sync.idx.b32 %r5, %r0, 20, 31, 255;\nOUT:\n"
     with pytest.raises(SyncError, match="inactive lane"):
         run(body)
+
+
+def test_bytes_of_plain_loads_and_stores_are_those_of_the_lanes_that_take_part():
+    """16 bytes of 5 lanes, 4 of 3 lanes, and 8 at one address of all."""
+    tensor = torch.arange(256, dtype=torch.int32)
+    body = """
+  mul.wide.u32 %rd1, %r0, 16;
+  add.s64 %rd1, %rd0, %rd1;
+  setp.lt.u32 %p1, %r0, 5;
+  setp.lt.u32 %p2, %r0, 3;
+  @%p1 ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%rd1];
+  @%p2 st.global.b32 [%rd1], %r4;
+  ld.global.b64 %rd2, [%rd0];
+  st.global.b64 [%rd0], %rd2;
+"""
+    with emulate("sm_90a") as m:
+        record = m.launch_ptx(module(body, 1), (tensor,))
+    assert record.global_bytes == {"load": 5 * 16 + 8, "store": 3 * 4 + 8}

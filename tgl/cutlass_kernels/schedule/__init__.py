@@ -4,7 +4,7 @@ from .deal import BYTES as DEAL_BYTES
 from .deal import allocate_deal, deal_tiles, dealt
 from .order import BYTES as ORDER_BYTES
 from .order import allocate_order, sort_groups, visited
-from .raster import ceil_div, decode
+from .raster import ceil_div, decode, quotient
 from .search import GroupSearch, Tile, exact_tile, find_tile, start_search
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "decode",
     "exact_tile",
     "find_tile",
+    "quotient",
     "sort_groups",
     "start_search",
     "visited",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
+from cutlass import Int32, Uint32
 
 Int = Any  # int or cutlass.Int32
 
@@ -19,9 +20,20 @@ def larger(x: Int, y: Int) -> Int:
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else cutlass.max(x, y)
 
 
+def quotient(x: Int, y: Int) -> Int:
+    """``x // y`` for ``x >= 0`` and ``y > 0``, of Python or of 32 bits.
+
+    Unsigned on the device: rounding a signed quotient down takes six instructions more, and a shift will not do for a
+    power of two.
+    """
+    if isinstance(x, int) and isinstance(y, int):
+        return x // y
+    return Int32(Uint32(x) // Uint32(y))
+
+
 def ceil_div(x: Int, y: Int) -> Int:
-    """``x / y`` rounded up, for ``x >= 0``."""
-    return (x + y - 1) // y
+    """``x / y`` rounded up, for ``x >= 0`` and ``y > 0``, of Python or of 32 bits."""
+    return quotient(x + y - 1, y)
 
 
 def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]:
@@ -32,8 +44,11 @@ def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]
     high as what is left.
     """
     if isinstance(band, int) and band == 1:
-        return index // tiles_n, index % tiles_n
-    above = index // (band * tiles_n) * band
-    rest = index - above * tiles_n
+        m = quotient(index, tiles_n)
+        return m, index - m * tiles_n
+    of_band = band * tiles_n
+    bands = quotient(index, of_band)
+    rest, above = index - bands * of_band, bands * band
     height = smaller(tiles_m - above, band)
-    return above + rest % height, rest // height
+    n = quotient(rest, height)
+    return above + rest - n * height, n

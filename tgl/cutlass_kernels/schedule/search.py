@@ -1,9 +1,9 @@
 """Which tile of which group a linear tile index is, found on the device without any table in memory.
 
-Every warp that needs a tile looks for it itself: the lanes hold 32 consecutive groups, their row ranges and an
-inclusive prefix sum of their tiles, so a tile costs one ballot and four shuffles, and the offsets are read once per
-32 groups. There is no scheduler warp, no shared memory and no barrier, hence nothing to synchronise; in exchange the
-roles of a CTA repeat the same few dozen instructions per tile.
+Every warp that needs a tile looks for it itself: the lanes hold 32 consecutive groups, their row ranges and a prefix
+sum of their tiles, so a tile costs one ballot and three shuffles, and the offsets are read once per 32 groups. There is
+no scheduler warp, no shared memory and no barrier, hence nothing to synchronise; in exchange the roles of a CTA repeat
+the same two dozen instructions per tile.
 """
 
 from typing import NamedTuple
@@ -13,9 +13,10 @@ from cutlass import Boolean, Int32, cute
 
 from ..varlen.groups import group_range
 from .order import visited
-from .raster import ceil_div, decode
+from .raster import ceil_div, decode, quotient
 
 LANES = 32
+NO_EDGE = (1 << 31) - 1
 
 
 class Tile(NamedTuple):
@@ -34,37 +35,50 @@ class Tile(NamedTuple):
 
 
 class GroupSearch(NamedTuple):
-    """Where a warp's search stands. ``first`` and ``before`` are uniform, the others differ from lane to lane.
+    """Where a warp's search stands. The first three are uniform, the others differ from lane to lane.
 
     =============  =====================================================
     ``first``      first of the 32 groups the lanes hold
-    ``before``     tiles of all groups before ``first``
-    ``upto``       tiles of the held groups up to and with this lane's
+    ``limit``      tiles of all groups up to and with the last one held
+    ``edge``       the same if more groups follow, else no index at all
+    ``before``     tiles of all groups before this lane's
     ``start``      first row of this lane's group
     ``length``     rows of this lane's group
     =============  =====================================================
     """
 
     first: Int32
+    limit: Int32
+    edge: Int32
     before: Int32
-    upto: Int32
     start: Int32
     length: Int32
 
 
 @cute.jit
 def _hold(
-    offs: cute.Tensor, rows: Int32, first: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr, tail: cutlass.Constexpr
-) -> tuple[Int32, Int32, Int32]:
-    """``upto``, ``start`` and ``length`` for the 32 groups from ``first`` on."""
+    offs: cute.Tensor,
+    rows: Int32,
+    first: Int32,
+    before: Int32,
+    tiles_n: Int32,
+    tile_m: cutlass.Constexpr,
+    tail: cutlass.Constexpr,
+) -> GroupSearch:
+    """A search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
     lane = cute.arch.lane_idx()
     start, end = group_range(offs, rows, first + lane, tail)
-    upto = ceil_div(end - start, tile_m) * tiles_n
+    tiles = ceil_div(end - start, tile_m) * tiles_n
+    upto = tiles
     for i in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(upto, 1 << i)
         if lane >= (1 << i):
             upto = upto + below
-    return upto, start, end - start
+    upto += before
+    limit = edge = cute.arch.shuffle_sync(upto, LANES - 1)
+    if first + LANES >= cute.size(offs) + (1 if cutlass.const_expr(tail) else 0):
+        edge = Int32(NO_EDGE)
+    return GroupSearch(first, limit, edge, upto - tiles, start, end - start)
 
 
 @cute.jit
@@ -80,8 +94,7 @@ def start_search(
         tile_m: rows of a tile.
         tail: whether the rows past the last group are a group of their own, number G.
     """
-    upto, start, length = _hold(offs, rows, Int32(0), tiles_n, tile_m, tail)
-    return GroupSearch(Int32(0), Int32(0), upto, start, length)
+    return _hold(offs, rows, Int32(0), Int32(0), tiles_n, tile_m, tail)
 
 
 @cute.jit
@@ -99,26 +112,16 @@ def find_tile(
 
     A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
     """
-    first, before, upto, start, length = search
-    groups = Int32(cute.size(offs)) + (1 if cutlass.const_expr(tail) else 0)
-    held = cute.arch.shuffle_sync(upto, LANES - 1)
-    beyond = index >= before + held and first + LANES < groups
-    while beyond:
-        first += LANES
-        before += held
-        upto, start, length = _hold(offs, rows, first, tiles_n, tile_m, tail)
-        held = cute.arch.shuffle_sync(upto, LANES - 1)
-        beyond = index >= before + held and first + LANES < groups
-    inside = index - before
-    lane = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= inside))
-    source = cutlass.min(lane, LANES - 1)
-    group_start = cute.arch.shuffle_sync(start, source)
+    while index >= search.edge:
+        search = _hold(offs, rows, search.first + LANES, search.limit, tiles_n, tile_m, tail)
+    first, limit, _, before, start, length = search
+    # Of groups that begin with the same tile all but the last are empty.
+    source = cute.arch.popc(cute.arch.vote_ballot_sync(before <= index)) - 1
     group_length = cute.arch.shuffle_sync(length, source)
-    tiles_m = ceil_div(group_length, tile_m)
-    inside = inside - (cute.arch.shuffle_sync(upto, source) - tiles_m * tiles_n)
-    m, n = decode(inside, tiles_m, tiles_n, band)
-    tile = Tile(lane < LANES, first + source, m, n, group_start, group_length)
-    return GroupSearch(first, before, upto, start, length), tile
+    inside = index - cute.arch.shuffle_sync(before, source)
+    m, n = decode(inside, ceil_div(group_length, tile_m), tiles_n, band)
+    tile = Tile(index < limit, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
+    return search, tile
 
 
 @cute.jit
@@ -136,7 +139,7 @@ def exact_tile(
     ``order`` says which group comes when; None means as they come.
     """
     per_group = tiles_m * tiles_n
-    place = index // per_group
+    place = quotient(index, per_group)
     groups = Int32(cute.size(offs))
     group = place
     if cutlass.const_expr(order is not None):

@@ -10,7 +10,7 @@ from typing import Any
 from cutlass import Int32, cute
 
 from ..gemm.scaling import ATOM_COLUMNS, ATOM_ROWS, OperandFormat
-from ..schedule import Tile, ceil_div
+from ..schedule import Tile, ceil_div, quotient
 from .gated import GatedVarlenM
 from .policy import Problem, VarlenK, VarlenM
 
@@ -45,7 +45,7 @@ class ScaledVarlenM(VarlenM):
 
     def a_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map."""
-        return cute.domain_offset(((tile.start // ATOM_ROWS + tile.group) * ATOM_ROWS, 0), scales)
+        return cute.domain_offset(((quotient(tile.start, ATOM_ROWS) + tile.group) * ATOM_ROWS, 0), scales)
 
     def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[columns, depth]``."""
@@ -96,7 +96,7 @@ class ScaledVarlenK(VarlenK):
         return a, b
 
     def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:
-        return cute.domain_offset((0, (tile.start // self.form.unit + tile.group) * self.form.unit), tensor)
+        return cute.domain_offset((0, (quotient(tile.start, self.form.unit) + tile.group) * self.form.unit), tensor)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""

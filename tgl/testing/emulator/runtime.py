@@ -25,9 +25,10 @@ from .quiet import no_garbage_collection, single_threaded_blas
 class LaunchRecord:
     """What one emulated launch did.
 
-    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce); ``bank_conflicts`` the shared-memory
-    passes beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists
-    instructions the translation refused and the launch did not reach, with their PTX line.
+    ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce), ``global_bytes`` those of plain loads
+    and stores, of the lanes that take part (once if all have one address); ``bank_conflicts`` the shared-memory passes
+    beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
+    the translation refused and the launch did not reach, with their PTX line.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class LaunchRecord:
     shared_bytes: int
     instructions: Counter[str] = field(default_factory=Counter)
     tma_bytes: dict[str, int] = field(default_factory=dict)
+    global_bytes: dict[str, int] = field(default_factory=dict)
     mma_count: int = 0
     mma_flops: int = 0
     barriers: int = 0
@@ -253,6 +255,7 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
         "store": stat["tma_store_bytes"] + stat["bulk_store_bytes"],
         "reduce": stat["tma_reduce_bytes"],
     }
+    record.global_bytes = {"load": stat["global_load_bytes"], "store": stat["global_store_bytes"]}
     record.mma_count, record.mma_flops = stat["mma"], stat["mma_flops"]
     record.barriers = stat["barriers"] + stat["cluster_barriers"]
     record.bank_conflicts = stat["bank_conflicts"]

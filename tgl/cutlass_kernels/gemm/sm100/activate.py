@@ -62,7 +62,6 @@ def store_activated(
     views: Views,
     sinks: Any,
     factor: Any,
-    product: cutlass.Boolean,
     results: pipeline.PipelineUmmaAsync,
     made: pipeline.PipelineState,
     buffer: Int32,
@@ -74,7 +73,6 @@ def store_activated(
         views: the thread's.
         sinks: see ``activated_sinks``.
         factor: the row's probability, or None.
-        product: whether the tile belongs to a group; the tail is zero.
         results, made: the pipeline from the MMA warp and where it stands; the accumulator is given back.
         buffer: to begin with.
     """
@@ -84,22 +82,17 @@ def store_activated(
     rounded = tuple(cute.make_rmem_tensor(shape, gemm.out_element) for _ in range(halves))
     result = cute.make_rmem_tensor(shape, gemm.out_element)
     for piece in cutlass.range_constexpr(pieces):
-        if product:
-            for half in cutlass.range_constexpr(halves):
-                at = 2 * piece + half if spec.alternates else half * pieces + piece
-                cute.copy(views.load, views.accumulators[None, None, None, 0, at, made.index], views.acc)
-                cute.arch.fence_view_async_tmem_load()
-                if cutlass.const_expr(at == halves * pieces - 1):
-                    with cute.arch.elect_one():
-                        results.consumer_release(made)
-                if cutlass.const_expr(spec.bias):
-                    add_bias(views.acc, views.bias[None, None, None, 0, at], None)
-                rounded[half].store(views.acc.load().to(gemm.out_element))
-            activate_row(spec, rounded, factor, result)
-        else:
-            for half in cutlass.range_constexpr(halves):
-                rounded[half].fill(0.0)
-            result.fill(0.0)
+        for half in cutlass.range_constexpr(halves):
+            at = 2 * piece + half if spec.alternates else half * pieces + piece
+            cute.copy(views.load, views.accumulators[None, None, None, 0, at, made.index], views.acc)
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(at == halves * pieces - 1):
+                with cute.arch.elect_one():
+                    results.consumer_release(made)
+            if cutlass.const_expr(spec.bias):
+                add_bias(views.acc, views.bias[None, None, None, 0, at], None)
+            rounded[half].store(views.acc.load().to(gemm.out_element))
+        activate_row(spec, rounded, factor, result)
         for part in cutlass.range_constexpr(halves):
             tma, source, sink = sinks[part % (len(sinks) - 1)]
             registers, place = rounded[part], piece
@@ -111,7 +104,7 @@ def store_activated(
             send_piece(gemm, (tma, source[None, buffer], sink[None, 0, place]))
             buffer = (buffer + 1) % gemm.epi_stages
         if cutlass.const_expr(spec.quantized is not None):
-            store_quantized(gemm, sinks[-1], result, product, piece, buffer)
+            store_quantized(gemm, sinks[-1], result, piece, buffer)
         else:
             tma, source, sink = sinks[-1]
             cute.copy(views.write, views.write.retile(result), views.buffers[None, None, None, buffer])

@@ -59,12 +59,20 @@ def _maps(outputs: tuple | None) -> list[cute.CopyAtom]:
     return [part for part in outputs or () if isinstance(part, cute.CopyAtom)]
 
 
+def turns(pieces: int, room: int) -> int:
+    """How many buffers the pieces of a tile take turns in: if possible so many that every tile begins with the first.
+
+    Then a piece's buffer is known while the kernel is compiled, and addresses in it need no arithmetic.
+    """
+    return max((n for n in range(2, room + 1) if pieces % n == 0), default=room)
+
+
 class GroupedGemm:
     """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on.
 
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
-        buffers: how many epilogue tiles are staged; None: as many as there is room for, up to four.
+        buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``turns``.
     """
 
     gradient: ActivationSpec | None = None
@@ -106,7 +114,7 @@ class GroupedGemm:
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
         self.stages = (SMEM_BYTES["sm_100"] - fixed - (self.buffers or 2) * epi_stage) // stage
         room = (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage
-        self.epi_stages = self.buffers or min(4, room)
+        self.epi_stages = self.buffers or turns(config.tile_n // self.epi_tile[1], min(4, room))
         self.stage_bytes = stage * config.ctas
         self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
@@ -228,9 +236,10 @@ class GroupedGemm:
     def scale_maps(self, tiled_mma: cute.TiledMma, load, cluster_vmnk, a_scale: cute.Tensor, b_scale: cute.Tensor):
         """(map, coordinates, shared memory layout) of the scales of A and of B, and the MMA that partitions B's.
 
-        Each CTA of a pair loads the scales of its rows of A and of all of B.
+        Both CTAs of a pair need the scales of all of B: each loads half of every box and sends it to both.
         """
-        vector = self.form.vector
+        vector, ctas = self.form.vector, self.config.ctas
+        shared = load if ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp(self.cta_group)
         single = self.tiled_mma(OperandMajorMode.K, OperandMajorMode.K, tcgen05.CtaGroup.ONE, self.scale_tiler[:2])
         a_smem = blockscaled_layout.make_smem_layout_sfa(tiled_mma, self.tiler, vector, self.stages)
         b_smem = blockscaled_layout.make_smem_layout_sfb(tiled_mma, self.tiler, vector, self.stages)
@@ -245,12 +254,12 @@ class GroupedGemm:
             internal_type=cutlass.Int16,
         )
         b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
-            load,
+            shared,
             b_scale,
             cute.slice_(b_smem, (None, None, None, 0)),
             (self.scale_tiler[0], *self.b_tile) if self.spec.gated else self.scale_tiler,
             single,
-            (1, 1, 1, 1),
+            (1, ctas, 1, 1),
             internal_type=cutlass.Int16,
         )
         return (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), single
@@ -346,6 +355,7 @@ class GroupedGemm:
                 scale_loads,
                 loads,
                 problem,
+                rank,
                 first,
                 step,
             )

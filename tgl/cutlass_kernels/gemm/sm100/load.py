@@ -10,11 +10,14 @@ from ...schedule import ceil_div
 from ...varlen.policy import Problem
 
 
-def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition):
-    """(shared memory, global memory) of one operand's copies: the tile ``at`` of ``tensor``, by stages and by k."""
+def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, index: Int32 | int = 0, parts: int = 1):
+    """(shared memory, global memory) of one operand's copies: the tile ``at`` of ``tensor``, by stages and by k.
+
+    Of what ``parts`` CTAs load for each other, those of the one with this ``index``.
+    """
     tma, _, buffers = source
     part = cute.group_modes(partition(cute.local_tile(tensor, tile, (at, None))), 0, 3)
-    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 3), part)
+    return cpasync.tma_partition(tma, index, cute.make_layout(parts), cute.group_modes(buffers, 0, 3), part)
 
 
 @cute.jit
@@ -26,6 +29,7 @@ def load_tiles(
     scales: Any,
     loads: pipeline.PipelineTmaUmma,
     problem: Problem,
+    rank: Int32,
     first: Int32,
     step: Int32,
 ):
@@ -37,8 +41,9 @@ def load_tiles(
         a, b: (map, coordinate tensor of the map, buffers ``[..., stages]``).
         scales: the same of their scales and the thread's part of the MMA that partitions those of B, or None.
         loads: pipeline to the MMA warp.
+        rank: this CTA's part of the tile.
     """
-    policy = gemm.policy
+    policy, ctas = gemm.policy, gemm.config.ctas
     tile_m, _, tile_k = gemm.tiler
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
     search = policy.start(problem)
@@ -51,7 +56,7 @@ def load_tiles(
             wide = policy.a_scale(a_scale[1], tile)
             sa_to, sa_from = _partition(a_scale, wide, (tile_m, tile_k), tile.m, thread_mma.partition_A)
             wide = policy.b_scale(b_scale[1], tile)
-            sb_to, sb_from = _partition(b_scale, wide, gemm.b_tile, tile.n, single.partition_B)
+            sb_to, sb_from = _partition(b_scale, wide, gemm.b_tile, tile.n, single.partition_B, rank, ctas)
             sa_to, sa_from = cute.filter_zeros(sa_to), cute.filter_zeros(sa_from)
             sb_to, sb_from = cute.filter_zeros(sb_to), cute.filter_zeros(sb_from)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
@@ -61,7 +66,8 @@ def load_tiles(
             cute.copy(b[0], b_from[None, k], b_to[None, state.index], tma_bar_ptr=barrier)
             if cutlass.const_expr(scales is not None):
                 cute.copy(scales[0][0], sa_from[None, k], sa_to[None, state.index], tma_bar_ptr=barrier)
-                cute.copy(scales[1][0], sb_from[None, k], sb_to[None, state.index], tma_bar_ptr=barrier)
+                both = {} if ctas == 1 else {"mcast_mask": cutlass.Int16((1 << ctas) - 1)}
+                cute.copy(scales[1][0], sb_from[None, k], sb_to[None, state.index], tma_bar_ptr=barrier, **both)
             state.advance()
         first += step
         search, tile = policy.find(search, first, problem)

@@ -131,47 +131,45 @@ def store_quantized(
     gemm: cutlass.Constexpr,
     sinks: Sinks,
     result: cute.Tensor,
-    product: Boolean,
     piece: cutlass.Constexpr,
     buffer: Int32,
 ):
-    """Quantise and store a warp's rows of a piece; zeros if it is one of the tail.
+    """Quantise and store a warp's rows of a piece.
 
     Args:
         gemm: the ``GroupedGemm``.
         sinks: where to.
         result: the thread's 64 columns of the activation.
-        product: whether the tile belongs to a group.
         piece: which.
         buffer: whose turn it is.
     """
     spec, lane = gemm.spec.quantized, cute.arch.lane_idx()
     codes = sinks.codes[None, None, None, buffer]
-    if product:
-        words = magnitudes(result, sinks.inside)
-        row_bytes = (Int32(0), Int32(0))
-        column_bytes = (Int32(0), Int32(0))
-        wide = widened(result)
-        if cutlass.const_expr(spec.rowwise):
-            row_bytes = scale_bytes(spec, row_maxima(spec, words))
-            inverses = [as_float(inverse_scale(byte)) for byte in row_bytes]
-            write_codes(gemm, wide, [inverses[i // BLOCK] for i in range(COLUMNS)], codes[None, None, 0], lane)
-        if cutlass.const_expr(spec.columnwise):
-            column_bytes = scale_bytes(spec, column_maxima(spec, words, lane))
-            inverses = shared_inverses(column_bytes)
-            write_codes(gemm, wide, inverses, codes[None, None, 1], lane)
-        put_scales(gemm, sinks, piece, row_bytes, column_bytes)
-    else:
-        zeros = cute.make_rmem_tensor(COLUMNS, Float32)
-        zeros.fill(0.0)
-        for direction in cutlass.range_constexpr(DIRECTIONS):
-            write_codes(gemm, zeros, None, codes[None, None, direction], lane)
-    copies = [
-        (tma, ends[0][None, buffer], ends[1][None, 0, piece])
-        for tma, ends in ((sinks.outputs.row_map, sinks.rows), (sinks.outputs.column_map, sinks.columns))
-        if tma is not None
-    ]
-    send_piece(gemm, *copies)
+    words = magnitudes(result, sinks.inside)
+    row_bytes = (Int32(0), Int32(0))
+    column_bytes = (Int32(0), Int32(0))
+    wide = widened(result)
+    if cutlass.const_expr(spec.rowwise):
+        row_bytes = scale_bytes(spec, row_maxima(spec, words))
+        inverses = [as_float(inverse_scale(byte)) for byte in row_bytes]
+        write_codes(gemm, wide, [inverses[i // BLOCK] for i in range(COLUMNS)], codes[None, None, 0], lane)
+    if cutlass.const_expr(spec.columnwise):
+        column_bytes = scale_bytes(spec, column_maxima(spec, words, lane))
+        inverses = shared_inverses(column_bytes)
+        write_codes(gemm, wide, inverses, codes[None, None, 1], lane)
+    put_scales(gemm, sinks, piece, row_bytes, column_bytes)
+    send_piece(gemm, *[(tma, source[None, buffer], to[None, 0, piece]) for tma, source, to in code_stores(sinks)])
+
+
+def code_stores(sinks: Sinks) -> list[tuple]:
+    """``(map, from, to)`` of each direction; what is stored fills a warp's part of a buffer."""
+    directions = ((sinks.outputs.row_map, sinks.rows), (sinks.outputs.column_map, sinks.columns))
+    return [(tma, *ends) for tma, ends in directions if tma is not None]
+
+
+def all_stores(sinks: tuple) -> tuple:
+    """``(map, from, to)`` of every matrix among the sinks of a tile."""
+    return (*sinks[:-1], *code_stores(sinks[-1])) if isinstance(sinks[-1], Sinks) else sinks
 
 
 def magnitudes(result: cute.Tensor, inside: Boolean) -> list[Int32]:
@@ -209,13 +207,13 @@ def shared_inverses(column_bytes: tuple[Int32, ...]) -> list[Float32]:
     return [as_float(bits) for pair in pairs for bits in (pair << 16, pair & -65536)]
 
 
-def write_codes(gemm: Any, wide: cute.Tensor, inverses: list[Float32] | None, codes: cute.Tensor, lane: Int32) -> None:
+def write_codes(gemm: Any, wide: cute.Tensor, inverses: list[Float32], codes: cute.Tensor, lane: Int32) -> None:
     """A thread's values times inverse scales, rounded to ``codes [32, 64]`` in shared memory."""
     for chunk in range(COLUMNS // CHUNK):
         scaled = cute.make_rmem_tensor(CHUNK, Float32)
         for i in range(CHUNK):
             at = chunk * CHUNK + i
-            scaled[i] = wide[at] if inverses is None else wide[at] * inverses[at]
+            scaled[i] = wide[at] * inverses[at]
         rounded = cute.make_rmem_tensor(CHUNK, gemm.codes)
         rounded.store(scaled.load().to(gemm.codes))
         place = cute.local_tile(codes, (1, CHUNK), (lane, chunk))

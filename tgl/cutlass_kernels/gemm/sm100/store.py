@@ -15,7 +15,7 @@ from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output,
 from ...varlen.policy import Problem
 from .activate import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, piece_stores, send_piece
-from .quantize import clear_gaps, clear_scales
+from .quantize import all_stores, clear_gaps, clear_scales
 
 THREADS = 128
 BARRIER = 1  # named barrier of the epilogue warps
@@ -45,7 +45,7 @@ def store_tiles(
 
     A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, and lanes of a warp wait for each
     other once per piece: then all have written it, and the one that stores has waited for the store that used the next
-    piece's buffer. A warp whose rows are all outside the output stores nothing but the zeros of scales that belong there.
+    piece's buffer. A warp whose rows are all outside the output stores nothing, or zero scales if any belong there.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -91,62 +91,42 @@ def store_tiles(
         clear_gaps(second, problem, THREADS // 32)
     made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cute.size(accumulators, mode=[3]))
     buffer = Int32(0)
+    factor, factor_group = Float32(1), Int32(-1)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     while tile.valid:
-        product = policy.is_product(tile, problem)
-        wanted = True
-        if cutlass.const_expr(spec.accumulate):
-            wanted = product
-        if wanted:
-            row = tile.m * config.tile_m + rank * config.cta_m
-            column = tile.n * config.tile_n
+        row = tile.m * config.tile_m + rank * config.cta_m
+        column = tile.n * config.tile_n
+        target = policy.out(out_coords, tile)
+        # The map alone would drop rows that lie outside; those of a whole warp need not be made.
+        height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
+        stores = row + warp * WARP_ROWS < height
+        corner = row + warp * WARP_ROWS, column
+        if cutlass.const_expr(spec.activation is not None):
+            sinks = activated_sinks(gemm, (out_map, target), second, tile, out_buffers, warp, corner)
+        else:
+            stores_of = piece_stores(out_map, out_buffers, target, warp, corner, epi_n, config.tile_n)
+            sinks = ((out_map, *stores_of),)
+        if policy.is_product(tile, problem):
             if cutlass.const_expr(spec.vectors):
                 _meet()  # all have read the vectors of the tile before
-                if product:
-                    load_vectors(
-                        spec,
-                        vectors,
-                        args,
-                        tile.group,
-                        tile.start + row,
-                        tile.start + tile.length,
-                        column,
-                        thread,
-                        THREADS,
-                    )
+                end = tile.start + tile.length
+                load_vectors(spec, vectors, args, tile.group, tile.start + row, end, column, thread, THREADS)
                 _meet()
-            factor = Float32(1)
-            if cutlass.const_expr(spec.alpha):  # noqa: SIM102
-                if product:
-                    factor = alpha(spec, args, tile.group)
-            target = policy.out(out_coords, tile)
-            # The map alone would drop rows that lie outside; those of a whole warp need not be made.
-            height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
-            stores = row + warp * WARP_ROWS < height
-            corner = row + warp * WARP_ROWS, column
-            sinks: Any = None
-            if cutlass.const_expr(spec.activation is not None):
-                sinks = activated_sinks(gemm, (out_map, target), second, tile, out_buffers, warp, corner)
-            else:
-                store_from, store_to = piece_stores(out_map, out_buffers, target, warp, corner, epi_n, config.tile_n)
-            if product:
-                results.consumer_wait(made)
-            if cutlass.const_expr(spec.activation is not None):
-                views = Views(tiled_load, acc_part, acc, bias_part, tiled_write, write_part)
-                probability: Any = None
-                if cutlass.const_expr(spec.probs):
-                    probability = vectors.probs[thread, 0]
-                if stores:
-                    buffer = store_activated(gemm, views, sinks, probability, product, results, made, buffer)
-                elif product:
-                    with cute.arch.elect_one():
-                        results.consumer_release(made)
-                    if cutlass.const_expr(spec.quantized is not None):
-                        clear_scales(gemm, sinks[-1])
-            elif stores:
-                for piece in cutlass.range_constexpr(pieces):
-                    if product:
+            if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
+                if tile.group != factor_group:
+                    factor, factor_group = alpha(spec, args, tile.group), tile.group
+            results.consumer_wait(made)
+            if stores:
+                if cutlass.const_expr(spec.activation is not None):
+                    views = Views(tiled_load, acc_part, acc, bias_part, tiled_write, write_part)
+                    probability: Any = None
+                    if cutlass.const_expr(spec.probs):
+                        probability = vectors.probs[thread, 0]
+                    buffer = store_activated(gemm, views, sinks, probability, results, made, buffer)
+                else:
+                    _, store_from, store_to = sinks[0]
+                    for piece in cutlass.range_constexpr(pieces):
                         cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
                         cute.arch.fence_view_async_tmem_load()
                         if cutlass.const_expr(piece == pieces - 1):
@@ -167,19 +147,49 @@ def store_tiles(
                             add_output(
                                 acc, values[None, None, None, 0, piece], coords[None, None, None, 0, piece], limit
                             )
-                    else:
-                        acc.fill(0.0)
-                    if cutlass.const_expr(gemm.out_element is not Float32):
-                        rounded.store(acc.load().to(gemm.out_element))
-                    cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
-                    send_piece(gemm, (out_map, store_from[None, buffer], store_to[None, 0, piece]))
-                    buffer = (buffer + 1) % gemm.epi_stages
-            elif product:
+                        if cutlass.const_expr(gemm.out_element is not Float32):
+                            rounded.store(acc.load().to(gemm.out_element))
+                        cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
+                        send_piece(gemm, (out_map, store_from[None, buffer], store_to[None, 0, piece]))
+                        buffer = (buffer + 1) % gemm.epi_stages
+            else:
                 with cute.arch.elect_one():
                     results.consumer_release(made)
-            if product:
-                made.advance()
+                if cutlass.const_expr(spec.quantized is not None):
+                    clear_scales(gemm, sinks[-1])
+            made.advance()
+        elif cutlass.const_expr(not spec.accumulate):  # noqa: SIM102 - decided while tracing
+            if stores:
+                rounded.fill(0.0)
+                buffer = clear_tile(gemm, tiled_write, write_from, write_part, all_stores(sinks), buffer)
         first += step
         search, tile = policy.find(search, first, problem, True)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def clear_tile(
+    gemm: cutlass.Constexpr,
+    write: cute.TiledCopy,
+    zeros: cute.Tensor,
+    buffers: cute.Tensor,
+    sinks: Any,
+    buffer: Int32,
+) -> Int32:
+    """Store zeros where one warp's rows of a tile go; returns whose turn of the buffers comes after it.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        write: to shared memory.
+        zeros: registers of a piece.
+        buffers: the thread's part of them, ``[..., buffer]``.
+        sinks: ``(map, from [box, buffer], to [box, 1, piece])`` of every output.
+        buffer: to begin with.
+    """
+    for tma, source, sink in sinks:
+        for piece in cutlass.range_constexpr(cute.size(sink, mode=[2])):
+            cute.copy(write, zeros, buffers[None, None, None, buffer])
+            send_piece(gemm, (tma, source[None, buffer], sink[None, 0, piece]))
+            buffer = (buffer + 1) % gemm.epi_stages
+    return buffer

@@ -73,6 +73,7 @@ class MemoryWarp(WarpCore):
                 self.fail(f"misaligned {space} load of {width} bytes at {addr:#x}")
             if space == "global" or space == "const":
                 r = self.launch.find(addr, width, self)
+                self.launch.stat[f"{space}_load_bytes"] += width
                 o = addr - r.base
                 u: Any = r.u8[o : o + width].tobytes()
                 return tuple([int.from_bytes(u[j : j + size], "little") for j in range(0, width, size)])
@@ -93,6 +94,7 @@ class MemoryWarp(WarpCore):
             r = self.launch.find(lo, width, self)
             if hi > r.end:
                 return self._ld_split(space, addr, size, n, m, order)
+            self.launch.stat[f"{space}_load_bytes"] += width * len(act)
             index = (addr - np.uint64(r.base)).astype(np.int64) // size
             view = r.v[size]
         else:
@@ -170,6 +172,7 @@ class MemoryWarp(WarpCore):
                 data += (v & N.MASK[8 * size]).to_bytes(size, "little")
             if space == "global":
                 r = self.launch.find(addr, width, self)
+                self.launch.stat["global_store_bytes"] += width
                 r.u8[addr - r.base : addr - r.base + width] = np.frombuffer(data, np.uint8)
                 return None
             cta = self.target_cta(addr)
@@ -191,6 +194,7 @@ class MemoryWarp(WarpCore):
             r = self.launch.find(lo, width, self)
             if hi > r.end:
                 return self._st_split(space, addr, size, vals, m, order)
+            self.launch.stat["global_store_bytes"] += width * len(act)
             index = (act - np.uint64(r.base)).astype(np.int64) // size
             view = r.v[size]
         else:
