@@ -128,7 +128,7 @@ def prepare_grouped_gemm_scaled_activation_quantize(
     plan = _plan(a, b, bias, probs, b_direction, params, options, h)
     side = ATOM_ROWS
     width = 2 * side if params.gated else side
-    x, x_scale, _ = launch_scaled.scratch(a, None, "mxfp8", options.scale_layout, False)
+    x, x_scale, _ = launch_scaled._scratch(a, None, "mxfp8", options.scale_layout, False, False)
     w = b.new_zeros((1, width, side) if b_direction == "rowwise" else (1, side, width))
     codes, blocks = torch.zeros(side, side, dtype=options.dtype, device=a.device), x_scale.new_zeros(4 * side)
     plan.run(
