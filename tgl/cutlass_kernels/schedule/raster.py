@@ -32,8 +32,8 @@ def quotient(x: Int, y: Int) -> Int:
 
 
 def ceil_div(x: Int, y: Int) -> Int:
-    """``x / y`` rounded up, for ``x >= 0`` and ``y > 0``, of Python or of 32 bits."""
-    return quotient(x + y - 1, y)
+    """``x / y`` rounded up, for ``x >= 0``."""
+    return (x + y - 1) // y
 
 
 def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]:

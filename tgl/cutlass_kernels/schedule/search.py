@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, cute
 
 from ..varlen.groups import group_range
 from .order import visited
-from .raster import ceil_div, decode, quotient
+from .raster import decode, quotient
 
 LANES = 32
 NO_EDGE = (1 << 31) - 1
@@ -55,6 +55,11 @@ class GroupSearch(NamedTuple):
     length: Int32
 
 
+def _tiles(rows: Int32, tile_m: int) -> Int32:
+    """Tiles down ``rows`` rows."""
+    return quotient(rows + tile_m - 1, tile_m)
+
+
 @cute.jit
 def _hold(
     offs: cute.Tensor,
@@ -68,7 +73,7 @@ def _hold(
     """A search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
     lane = cute.arch.lane_idx()
     start, end = group_range(offs, rows, first + lane, tail)
-    tiles = ceil_div(end - start, tile_m) * tiles_n
+    tiles = _tiles(end - start, tile_m) * tiles_n
     upto = tiles
     for i in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(upto, 1 << i)
@@ -119,7 +124,7 @@ def find_tile(
     source = cute.arch.popc(cute.arch.vote_ballot_sync(before <= index)) - 1
     group_length = cute.arch.shuffle_sync(length, source)
     inside = index - cute.arch.shuffle_sync(before, source)
-    m, n = decode(inside, ceil_div(group_length, tile_m), tiles_n, band)
+    m, n = decode(inside, _tiles(group_length, tile_m), tiles_n, band)
     tile = Tile(index < limit, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
     return search, tile
 
