@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import launch, plans
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.testing.emulator import LaunchRecord, emulate
@@ -48,7 +48,7 @@ def their_kernel() -> type | None:
 
 
 def run_ours(config: GemmConfig, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> None:
-    key = launch.PlanKey(VARLEN_M, "sm_100", True, "bfloat16", 1, EpilogueSpec("bfloat16"), config)
+    key = plans.PlanKey(VARLEN_M, "sm_100", True, "bfloat16", 1, EpilogueSpec("bfloat16"), config)
     launch.build(key)(a, b, offs, out, None, None, CTAS // config.ctas)
 
 

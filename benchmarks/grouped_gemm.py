@@ -32,7 +32,7 @@ from torch import Tensor
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import config, launch
+from tgl.cutlass_kernels import config, plans
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 
 L2_BYTES = 256 << 20
@@ -279,12 +279,12 @@ def tiling(chosen: GemmConfig | None) -> Iterator[None]:
     before = config.choose
     if chosen is not None:
         config.choose = lambda *_: chosen  # type: ignore[assignment]
-    launch._by_shape.clear()
+    plans.by_shape.clear()
     try:
         yield
     finally:
         config.choose = before
-        launch._by_shape.clear()
+        plans.by_shape.clear()
 
 
 def arms_of(problem: Problem, wanted: list[str]) -> dict[str, Callable[[], None]]:

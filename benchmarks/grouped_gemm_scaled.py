@@ -30,7 +30,7 @@ from grouped_gemm import QUICK, ROUTINGS, SHAPES, Shape, captured, measure, rela
 from torch import Tensor
 
 import tgl
-from tgl.cutlass_kernels import launch_scaled
+from tgl.cutlass_kernels import launch_scaled, plans
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm import scaling
 from tgl.meta import placement
@@ -264,9 +264,11 @@ def run_case(name: str, op: str, routing: str, args: argparse.Namespace) -> dict
         for chosen in tilings(format, kind) if args.sweep else ():
             arm = f"{format} {named(chosen)}"
             launch_scaled.choose = lambda *_, chosen=chosen: chosen
+            plans.by_shape.clear()
             attempt(arm, lambda f=format: problem.scaled(f))
             check(arm, format)
         launch_scaled.choose = choose
+        plans.by_shape.clear()
         for operand in problem.operands[format]:
             operand.values = None
     if not args.sweep:

@@ -17,38 +17,132 @@ import argparse
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import host, launch
+from tgl.cutlass_kernels import host
 
-_TGL = torch.ops.tgl
-T, G, K, N = 4, 2, 8, 8
-OPS = ("grouped_gemm", "grouped_gemm_wgrad", "grouped_dbias", "grouped_activation")
-KERNELS = ("grouped_gemm", "grouped_gemm_wgrad")
-STUBBED = (*OPS, "grouped_activation_backward")
+T, G, K, N = 4, 2, 64, 64
+FP8 = torch.float8_e4m3fn
 
-BODIES: dict[str, Callable] = {
-    "grouped_gemm": lambda a, b, offs, *_, **__: a.new_empty((a.shape[0], b.shape[2])),
-    "grouped_gemm_wgrad": lambda a, b, offs, **_: a.new_empty((offs.shape[0], a.shape[1], b.shape[1])),
-    "grouped_dbias": lambda dy, offs: dy.new_empty((offs.shape[0], dy.shape[1])),
-    "grouped_activation": lambda x, *_, **__: x.new_empty((x.shape[0], x.shape[1] // 2)),
-    "grouped_activation_backward": lambda dy, x, *_, **__: (x.new_empty(x.shape), x.new_empty(0)),
+
+class Case(NamedTuple):
+    """One op, and its bare counterpart.
+
+    Attributes:
+        shapes: of the operands before ``offs``; vectors are factors, in float32.
+        body: allocates the results.
+        formula: the bare op's, of the gradients of its operands: ``formula(bare, saved, *gradients)``.
+        options: keyword arguments.
+        dtype: of the operands, where it is the op's own.
+        after: shapes of the operands that follow ``offs``.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    body: Callable[..., Any]
+    formula: Callable[..., tuple] | None = None
+    options: Mapping[str, Any] = types.MappingProxyType({})
+    dtype: torch.dtype | None = None
+    after: tuple[tuple[int, ...], ...] = ()
+
+    def operands(self, dtype: torch.dtype) -> list[Tensor]:
+        """Tensors of a call."""
+
+        def make(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn(shape).to(torch.float32 if len(shape) == 1 else self.dtype or dtype)
+
+        return [*map(make, self.shapes), torch.tensor([2, 4], dtype=torch.int32), *map(make, self.after)]
+
+
+def _components(x: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    scales, nothing = x.new_empty(512 * G, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
+    sides = [t for _ in range(2) for t in (torch.empty_like(x, dtype=FP8), torch.empty_like(scales), nothing.clone())]
+    return [*sides, nothing]
+
+
+def _gemm(bare: Any, saved: tuple, dy: Tensor) -> tuple:
+    a, b, offs = saved
+    return bare.grouped_gemm.default(dy, b.transpose(1, 2), offs), bare.grouped_gemm_wgrad.default(a, dy, offs)
+
+
+def _wgrad(bare: Any, saved: tuple, dw: Tensor) -> tuple:
+    a, b, offs = saved
+    return bare.grouped_gemm.default(b, dw.transpose(1, 2), offs), bare.grouped_gemm.default(a, dw, offs)
+
+
+def _dbias(bare: Any, saved: tuple, g: Tensor) -> tuple:
+    dy, offs = saved
+    return (bare.grouped_gemm.default(g.new_ones(dy.shape[0], 1), g[:, None, :], offs),)
+
+
+def _activation(bare: Any, saved: tuple, dy: Tensor) -> tuple:
+    x, offs = saved
+    return (bare.grouped_activation_backward.default(dy, x, offs, dy[:, 0])[0],)
+
+
+def _gemm_activation(bare: Any, saved: tuple, dy: Tensor, dh: Tensor) -> tuple:
+    through = bare.grouped_activation_backward.default(dy, dh, saved[2], dy[:, 0])[0]
+    return _gemm(bare, saved, through)
+
+
+CASES: dict[str, Case] = {
+    "grouped_gemm": Case(
+        ((T, K), (G, K, N)), lambda a, b, offs, *_, **__: a.new_empty((a.shape[0], b.shape[2])), _gemm
+    ),
+    "grouped_gemm_wgrad": Case(
+        ((T, K), (T, N)), lambda a, b, offs, **_: a.new_empty((offs.shape[0], a.shape[1], b.shape[1])), _wgrad
+    ),
+    "grouped_dbias": Case(((T, N),), lambda dy, offs: dy.new_empty((offs.shape[0], dy.shape[1])), _dbias),
+    "grouped_activation": Case(
+        ((T, 2 * N),), lambda x, *_, **__: x.new_empty((x.shape[0], x.shape[1] // 2)), _activation, after=((T,),)
+    ),
+    "grouped_activation_backward": Case(
+        ((T, N), (T, 2 * N)),
+        lambda dy, x, offs, probs, **_: (x.new_empty(x.shape), torch.empty_like(probs)),
+        after=((T,),),
+    ),
+    "grouped_gemm_activation": Case(
+        ((T, K), (G, K, 2 * N)),
+        lambda a, b, *_, **__: (a.new_empty((a.shape[0], b.shape[2] // 2)), a.new_empty((a.shape[0], b.shape[2]))),
+        _gemm_activation,
+        after=((G, 2 * N), (T,)),
+    ),
+    "grouped_gemm_dactivation": Case(
+        ((T, K), (G, K, N), (T, 2 * N)),
+        lambda dy, b, h, offs, probs, **_: (h.new_empty(h.shape), torch.empty_like(probs)),
+        after=((T,),),
+    ),
+    "grouped_gemm_scaled": Case(
+        ((T, K), (G,), (G, N, K), (G,)),
+        lambda a, a_scale, b, *_, **__: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+        options={"format": "fp8_tensor"},
+        dtype=FP8,
+    ),
+    "grouped_gemm_scaled_wgrad": Case(
+        ((K, 64), (G,), (N, 64), (G,)),
+        lambda a, a_scale, b, b_scale, offs, *_, **__: a.new_empty(
+            (offs.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16
+        ),
+        options={"format": "fp8_tensor"},
+        dtype=FP8,
+    ),
+    "group_quantize": Case(((T, K),), _components, options={"format": "mxfp8", "scale_layout": "blocked"}),
 }
 
 
 def define_plain_ops(namespace: str) -> torch.library.Library:
     """The ops once more in a namespace of their own: same signatures, nothing inside."""
     library = torch.library.Library(namespace, "DEF")
-    for name in STUBBED:
+    for name, case in CASES.items():
         signature = str(getattr(torch.ops.tgl, name).default._schema).partition("(")[2]
         library.define(f"{name}({signature}")
-        library.impl(name, BODIES[name], "CPU")
+        library.impl(name, case.body, "CPU")
     return library
 
 
@@ -57,29 +151,21 @@ def define_bare_ops(namespace: str) -> torch.library.Library:
     library = define_plain_ops(namespace)
     bare = getattr(torch.ops, namespace)
 
-    def save(ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Any = None) -> None:
-        ctx.save_for_backward(*inputs[:3])
+    def register(name: str, formula: Callable[..., tuple], tensors: int) -> None:
+        def save(ctx: Any, inputs: tuple, output: Any, keyword_only_inputs: Any = None) -> None:
+            ctx.save_for_backward(*inputs[:tensors])
 
-    def gemm(ctx: Any, dy: Tensor) -> tuple:
-        a, b, offs = ctx.saved_tensors
-        da = bare.grouped_gemm.default(dy, b.transpose(1, 2), offs)
-        return da, bare.grouped_gemm_wgrad.default(a, dy, offs), None, None, None
+        def backward(ctx: Any, *gradients: Tensor) -> tuple:
+            found = formula(bare, ctx.saved_tensors, *gradients)
+            return (*found, *[None] * (arguments - len(found)))
 
-    def wgrad(ctx: Any, dw: Tensor) -> tuple:
-        a, b, offs = ctx.saved_tensors
-        da = bare.grouped_gemm.default(b, dw.transpose(1, 2), offs)
-        return da, bare.grouped_gemm.default(a, dw, offs), None
+        schema = getattr(bare, name).default._schema
+        arguments = sum(not a.kwarg_only for a in schema.arguments)
+        torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=save, lib=library)
 
-    def dbias(ctx: Any, g: Tensor) -> tuple:
-        dy, offs = ctx.saved_tensors
-        return bare.grouped_gemm.default(g.new_ones(dy.shape[0], 1), g[:, None, :], offs), None
-
-    def activation(ctx: Any, dy: Tensor) -> tuple:
-        x, offs, _ = ctx.saved_tensors
-        return bare.grouped_activation_backward.default(dy, x, offs)[0], None, None
-
-    for name, formula in zip(OPS, (gemm, wgrad, dbias, activation)):
-        torch.library.register_autograd(f"{namespace}::{name}", formula, setup_context=save, lib=library)
+    for name, case in CASES.items():
+        if case.formula is not None:
+            register(name, case.formula, len(case.shapes) + 1)
     return library
 
 
@@ -90,7 +176,7 @@ def no_arithmetic() -> Iterator[None]:
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
-    added = [tgl.register_implementation(op, "nothing", device="cpu", priority=1000)(nothing) for op in STUBBED]
+    added = [tgl.register_implementation(op, "nothing", device="cpu", priority=1000)(nothing) for op in CASES]
     try:
         yield
     finally:
@@ -100,47 +186,42 @@ def no_arithmetic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_launch() -> Iterator[None]:
-    """Serve the GEMMs with the kernels for Hopper, compiled to a function that does nothing."""
+    """Serve the ops with the kernels for Hopper, compiled to a function that does nothing."""
 
     def nothing(*args: Any) -> None:
         pass
 
-    originals = launch._make, host.packages_reason
-    launch._make, host.packages_reason = lambda *_: launch.Plan(nothing, 1), lambda: None
+    originals = host.compiled, host.packages_reason
+    host.compiled, host.packages_reason = lambda *_: nothing, lambda: None
     try:
         with backends.emulated_device("sm_90"):
             yield
     finally:
-        launch._make, host.packages_reason = originals
+        host.compiled, host.packages_reason = originals
 
 
-def operands(name: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:
-    """The tensors of one call, and how many of them are differentiable (they come first)."""
-    offs = torch.tensor([2, 4], dtype=torch.int32)
-    shapes = {
-        "grouped_gemm": ((T, K), (G, K, N)),
-        "grouped_gemm_wgrad": ((T, K), (T, N)),
-        "grouped_dbias": ((T, N),),
-        "grouped_activation": ((T, 2 * N),),
-    }[name]
-    return [*(torch.randn(shape).to(dtype) for shape in shapes), offs], len(shapes)
-
-
-def cases(name: str, dtype: torch.dtype) -> dict[str, Callable[[Callable], Callable[[], Any]]]:
-    """Title of each column, and what makes the timed function from an op."""
-    tensors, count = operands(name, dtype)
-    leaves = [t.requires_grad_() for t in operands(name, dtype)[0][:count]]
-    with_grad = [*leaves, *tensors[count:]]
+def calls(case: Case, dtype: torch.dtype) -> dict[str, Callable[[Callable], Callable[[], Any]]]:
+    """Title of each line, and what makes the timed function from an op."""
+    tensors, options = case.operands(dtype), case.options
 
     def no_grad(op: Callable) -> Callable[[], Any]:
-        return lambda: op(*tensors)
+        return lambda: op(*tensors, **options)
+
+    if case.formula is None:
+        return {"no grad": no_grad}
+    leaves = [t.requires_grad_() for t in case.operands(dtype)[: len(case.shapes)]]
+    with_grad = [*leaves, *tensors[len(leaves) :]]
 
     def forward(op: Callable) -> Callable[[], Any]:
-        return lambda: op(*with_grad)
+        return lambda: op(*with_grad, **options)
 
     def both(op: Callable) -> Callable[[], Any]:
-        cotangent = torch.ones_like(op(*with_grad))
-        return lambda: torch.autograd.grad(op(*with_grad), leaves, cotangent)
+        def results() -> tuple[Tensor, ...]:
+            output = op(*with_grad, **options)
+            return output if isinstance(output, tuple) else (output,)
+
+        cotangents = [torch.ones_like(t) for t in results()]
+        return lambda: torch.autograd.grad(results(), leaves, cotangents)
 
     return {"no grad": no_grad, "forward with grad": forward, "forward + backward": both}
 
@@ -165,33 +246,33 @@ def measure(functions: list[Callable[[], Any]], rounds: int, calls: int) -> list
 
 
 def measure_op(name: str, serves: str, dtype: torch.dtype, options: argparse.Namespace) -> None:
-    """Measure and print the three lines of one op."""
-    plain, bare, ours = (getattr(ops, name).default for ops in (torch.ops.tgl_plain, torch.ops.tgl_bare, _TGL))
-    for title, make in cases(name, dtype).items():
+    """Measure and print the lines of one op."""
+    namespaces = torch.ops.tgl_plain, torch.ops.tgl_bare, torch.ops.tgl
+    plain, bare, ours = (getattr(ops, name).default for ops in namespaces)
+    for title, make in calls(CASES[name], dtype).items():
         inference = title == "no grad"
         with torch.set_grad_enabled(not inference):
-            contenders = [make(op) for op in ((plain, bare, ours) if inference else (bare, ours))]
-            *first, reference, own = measure(contenders, options.rounds, options.calls)
+            *first, reference, own = measure(
+                [make(op) for op in ((plain, bare, ours) if inference else (bare, ours))], options.rounds, options.calls
+            )
         least, ratio = (f"{first[0]:6.1f}", f"{own / first[0]:9.2f}") if first else ("", "")
         times = f"{least:6} {reference:6.1f} {own:6.1f} {ratio:9} {own / reference:8.2f}"
-        print(f"{name:19} {serves:8} {title:19} {times}", flush=True)
+        print(f"{name:27} {serves:8} {title:19} {times}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2500, help="rounds of each cell")
     parser.add_argument("--calls", type=int, default=4, help="calls of each round")
+    parser.add_argument("--ops", nargs="*", default=list(CASES), choices=list(CASES), help="those to measure")
     options = parser.parse_args()
     torch.set_num_threads(1)
     libraries = define_plain_ops("tgl_plain"), define_bare_ops("tgl_bare")
     print(f"{options.rounds * options.calls} calls per figure, microseconds per call")
-    print(f"{'op':19} {'serves':8} {'':19} {'plain':>6} {'bare':>6} {'tgl':>6} {'tgl/plain':>9} {'tgl/bare':>8}")
-    for serves, context, names, dtype in (
-        ("nothing", no_arithmetic, OPS, torch.float32),
-        ("kernel", no_launch, KERNELS, torch.bfloat16),
-    ):
+    print(f"{'op':27} {'serves':8} {'':19} {'plain':>6} {'bare':>6} {'tgl':>6} {'tgl/plain':>9} {'tgl/bare':>8}")
+    for serves, context, dtype in (("nothing", no_arithmetic, torch.float32), ("kernel", no_launch, torch.bfloat16)):
         with context():
-            for name in names:
+            for name in options.ops:
                 measure_op(name, serves, dtype, options)
     for library in libraries:
         library._destroy()

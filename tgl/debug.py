@@ -31,6 +31,11 @@ def debug_checks() -> Iterator[None]:
         _depth -= 1
 
 
+def checking() -> bool:
+    """Whether ``check_offs`` would look at anything."""
+    return _depth > 0
+
+
 def check_offs(op: str, offs: Tensor, rows: int) -> None:
     """Raise ``ValueError`` for the first bad entry of ``offs`` if inside ``debug_checks()``; free otherwise."""
     if _depth == 0:

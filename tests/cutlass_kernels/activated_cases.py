@@ -8,7 +8,7 @@ import torch
 
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, integers, stored
 from tgl import backends
-from tgl.cutlass_kernels import host, launch
+from tgl.cutlass_kernels import host, launch_activated, plans
 from tgl.cutlass_kernels.activation.spec import spec_of
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
@@ -42,9 +42,9 @@ def kernel(arch: str, case: Case):
     name = host.name
     activation = spec_of(case.params)
     spec = EpilogueSpec(name(case.out), name(case.bias), tail=True, activation=activation, probs=name(case.probs))
-    key = launch.PlanKey(VARLEN_M, arch, True, name(case.dtype), 2 if case.b_row_major else 1, spec, case.config)
+    key = plans.PlanKey(VARLEN_M, arch, True, name(case.dtype), 2 if case.b_row_major else 1, spec, case.config)
     if key not in _compiled:
-        _compiled[key] = launch.build(key)
+        _compiled[key] = launch_activated.build(key)
     return _compiled[key]
 
 

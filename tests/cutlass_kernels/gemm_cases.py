@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tgl import backends
-from tgl.cutlass_kernels import host, launch
+from tgl.cutlass_kernels import host, launch, plans
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.testing import emulator
@@ -78,7 +78,7 @@ def kernel(arch: str, kind: str, case: Case):
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, case.zero_tail and kind == VARLEN_M
     )
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
-    key = launch.PlanKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config)
+    key = plans.PlanKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config)
     if key not in _compiled:
         _compiled[key] = launch.build(key)
     return _compiled[key]

@@ -10,8 +10,10 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
 from tgl import backends
+from tgl.cutlass_kernels import plans
 from tgl.cutlass_kernels.activation import calls
-from tgl.cutlass_kernels.quantize import calls_fp8, plans
+from tgl.cutlass_kernels.quantize import calls_fp8
+from tgl.cutlass_kernels.quantize import plans as quantizers
 from tgl.meta.quantized import Options
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
@@ -106,7 +108,8 @@ def check(dy, x, offs, probs, params, got):
 def _forget_kernels():
     yield
     calls._plans.clear()
-    plans._plans.clear()
+    quantizers._plans.clear()
+    plans.by_shape.clear()
 
 
 CASES = [("sm_90a", name, dtype, F32) for name in KINDS for dtype in (BF16, F32)]
@@ -218,8 +221,9 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
     """Of a format that no kernel makes in the same pass."""
     x, offs = torch.randn(40, 48).bfloat16(), torch.tensor([3, 3, 36], dtype=torch.int32)
     expected = tgl.grouped_activation_quantize(x, offs, format="fp8_block", kind="srelu")
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(quantizers, "_plans", {})
     monkeypatch.setattr(calls, "_plans", {})
+    monkeypatch.setattr(plans, "by_shape", {})
     with emulator.emulate("sm_90a") as machine:
         explanation = tgl.warmup("grouped_activation_quantize", x, offs, format="fp8_block", kind="srelu")
         assert explanation.chosen.name == "activation, then quantise"
@@ -241,7 +245,7 @@ def test_machine_code(arch, params):
     with emulator.emulate(arch):
         run(dy, x, offs, probs, params)
         tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked", **params._asdict())
-    compiled = [*calls._plans.values(), *plans._plans.values()]
+    compiled = [*calls._plans.values(), *quantizers._plans.values()]
     for plan in compiled:
         report = sass.inspect(plan.artifacts.CUBIN)
         assert report.spills == report.frame == 0

@@ -8,7 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels.gemm_cases import integers
-from tgl.cutlass_kernels import config, launch
+from tgl.cutlass_kernels import config, launch, plans
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.testing.emulator import emulate
@@ -21,9 +21,9 @@ WIDE, NARROW = GemmConfig(128, 128), GemmConfig(128, 64)
 def machine(monkeypatch):
     monkeypatch.setattr(config, "tuned", {})
     with emulate("sm_100a", detect_races=False) as machine:
-        launch._by_shape.clear()
+        plans.by_shape.clear()
         yield machine
-        launch._by_shape.clear()
+        plans.by_shape.clear()
 
 
 def operands(sizes=(3, 0, 130, 1), columns=40):
@@ -32,7 +32,7 @@ def operands(sizes=(3, 0, 130, 1), columns=40):
 
 
 def tilings_in_use():
-    return {key[1] for key, plan in launch._plans.items() if plan in launch._by_shape.values()}
+    return {key[1] for key, plan in launch._plans.items() if plan in plans.by_shape.values()}
 
 
 @pytest.mark.parametrize("order", [(WIDE, NARROW), (NARROW, WIDE)], ids=["best last", "best first"])

@@ -12,10 +12,11 @@ pytest.importorskip("tvm_ffi")
 from tgl.cutlass_kernels import cache, launch
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.plans import PlanKey
 from tgl.testing.emulator import active, emulate
 from tgl.testing.emulator.arguments import as_cuda
 
-KEY = launch.PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
+KEY = PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.activated_cases import Case, run
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import launch_activated
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig, choose, tuned
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
@@ -108,7 +108,7 @@ def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     with emulator.emulate("sm_90a") as machine:
         tgl.warmup("grouped_gemm_activation", a, b, offs, bias, probs)
         assert len(machine.launches) == 1
-        monkeypatch.setattr(launch, "build", None)
+        monkeypatch.setattr(launch_activated, "build", None)
         for rows in (40, 33):  # as many per group, to a power of two
             tgl.grouped_gemm_activation(a[:rows], b, offs, bias, probs[:rows])
         assert len(machine.launches) == 3

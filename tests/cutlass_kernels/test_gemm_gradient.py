@@ -17,6 +17,7 @@ from tgl.cutlass_kernels import host, launch_gradient
 from tgl.cutlass_kernels.activation import calls
 from tgl.cutlass_kernels.activation.spec import spec_of
 from tgl.cutlass_kernels.config import SMEM_BYTES, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.plans import by_shape
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -239,6 +240,7 @@ def machine():
     with emulator.emulate("sm_90a", detect_races=False) as machine:
         yield machine
     launch_gradient._plans.clear()
+    by_shape.clear()
 
 
 @pytest.mark.parametrize("columns", [40, 136], ids=["one tile", "two tiles"])

@@ -11,7 +11,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, run
 from tgl import backends
-from tgl.cutlass_kernels import host, launch_scaled
+from tgl.cutlass_kernels import host, launch_scaled, plans
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.gemm.scaling import FORMATS
 from tgl.testing import emulator
@@ -147,6 +147,7 @@ def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
         ("grouped_gemm_scaled_wgrad_accumulate_", (*columns[:5], main_grad, *columns[5:]), options),
     )
     monkeypatch.setattr(launch_scaled, "_plans", {})
+    monkeypatch.setattr(plans, "by_shape", {})
     with emulator.emulate(host.GPU_ARCH[arch], detect_races=False):
         for op, args, keywords in calls:
             before = [t.clone() for t in args if t is not None]

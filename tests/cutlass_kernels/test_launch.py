@@ -13,7 +13,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, Case, framed, integers, kernel, stored
 from tgl import backends
-from tgl.cutlass_kernels import launch
+from tgl.cutlass_kernels import launch, plans
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.testing.emulator import emulate
 
@@ -78,12 +78,12 @@ def test_accumulate_leaves_empty_groups_and_the_other_bytes_alone(machine, out):
 
 def test_routing_and_token_counts_compile_nothing(machine, monkeypatch):
     tgl.grouped_gemm(*operands([3, 4, 5]))
-    plans = dict(launch._plans)
+    known = dict(launch._plans)
     monkeypatch.setattr(launch, "build", None)
     for sizes in ([0, 0, 1], [60, 1, 5], [9, 0, 2, 3, 130]):
         a, b, offs = operands(sizes, tail=3)
         assert torch.equal(tgl.grouped_gemm(a, b, offs)[offs[-1] :], torch.zeros(3, 40, dtype=BF16))
-    assert launch._plans == plans
+    assert launch._plans == known
 
 
 def test_a_warm_call_is_one_look_up(machine, monkeypatch):
@@ -135,7 +135,7 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
     dy = integers(a.shape[0], 24, dtype=F16)
     main_grad = torch.full((4, 72, 24), CANARY)
     launch._plans.clear()
-    launch._by_shape.clear()
+    plans.by_shape.clear()
     assert tgl.warmup(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
     tgl.warmup("grouped_gemm_wgrad", a, dy, offs)
     tgl.warmup("grouped_gemm_wgrad_accumulate_", a, dy, offs, main_grad)

@@ -7,7 +7,12 @@
 ``epilogue``          what happens to an accumulator on its way to memory
 ``gemm``              mainloops, one folder per architecture
 ``reduce``            bias gradient and group offsets
-``cache``, ``launch``  compiled kernels: kept in memory and on disk, found again, called
+``quantize``          to quantised formats and back
+``activation``        the expert's nonlinearity, forward and backward
+``launch`` ...        from the tensors of a call to a launch, one module per family of GEMMs
+``requirements``      what those ask of operands
+``plans``, ``cache``  compiled kernels: kept in memory and on disk, found again
+``compiling``         how they come to be
 ====================  ==========================================================================
 
 Nothing here is imported before the first call on a CUDA device: importing ``cutlass`` takes seconds.

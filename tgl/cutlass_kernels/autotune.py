@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from . import config, launch
+from . import config, launch, plans
 from .config import VARLEN_K, VARLEN_M, GemmConfig
+from .plans import power_of_two
 
 _RUN: dict[str, Callable[..., None]] = {
     "grouped_gemm": launch.grouped_gemm,
@@ -79,14 +80,14 @@ def autotune(
             if reason is not None:
                 raise ValueError(f"`tilings` must exist, but {tiling}: {reason}")
             config.tuned[key] = tiling
-            launch._by_shape.clear()
+            plans.by_shape.clear()
             found[tiling] = measure(lambda: run(*operands, **{**options, "out": out}))
     finally:
         config.tuned.pop(key, None)
         best = min(found, key=lambda tiling: found[tiling]) if found else before
         if best is not None:
             config.tuned[key] = best
-        launch._by_shape.clear()
+        plans.by_shape.clear()
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -94,6 +95,6 @@ def _problem(kind: str, a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, in
     """Columns, depth and rows as ``config.choose`` gets them."""
     if kind == VARLEN_M:
         groups, depth, columns = b.shape
-        return columns, depth, launch._power_of_two(a.shape[0] // groups)
+        return columns, depth, power_of_two(a.shape[0] // groups)
     groups, rows, columns = out.shape
-    return columns, launch._power_of_two(a.shape[0] // groups), rows
+    return columns, power_of_two(a.shape[0] // groups), rows

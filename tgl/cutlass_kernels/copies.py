@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from . import host, launch, launch_scaled
+from . import host
+from .requirements import address_reason, dense_reason, matrix_reason
 
 
 def _reachable(name: str, t: Tensor, any_major: bool = False) -> bool:
-    return launch._matrix_reason(name, t) is None and (any_major or t.stride(-1) == 1)
+    return matrix_reason(name, t) is None and (any_major or t.stride(-1) == 1)
 
 
 def _room(t: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def _room(t: Tensor) -> Tensor:
 
 def supports(a: Tensor, b: Tensor, *rest: Any, out: Tensor, **options: Any) -> str | None:
     """Why an op between copies cannot serve a call, or None."""
-    reason = launch.common_reason(a, out)
+    reason = dense_reason(a, out)
     if reason is None and b.dim() == 3 and a.shape[1] == 0:
         return "does not take K = 0"
     return reason
@@ -76,10 +77,10 @@ def prepare_between_copies(prepare: Callable[..., None]) -> Callable[..., None]:
 
 def _within_reach(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
     """The operands, or copies of those that a kernel cannot read where they lie."""
-    a = a if launch_scaled.matrix_reason("a", a) is None else _room(a).copy_(a)
-    b = b if launch_scaled.matrix_reason("b", b) is None else _room(b).copy_(b)
-    a_scale = a_scale if launch_scaled.scale_reason("a_scale", a_scale) is None else a_scale.clone()
-    b_scale = b_scale if launch_scaled.scale_reason("b_scale", b_scale) is None else b_scale.clone()
+    a = a if matrix_reason("a", a) is None else _room(a).copy_(a)
+    b = b if matrix_reason("b", b) is None else _room(b).copy_(b)
+    a_scale = a_scale if address_reason("a_scale", a_scale) is None else a_scale.clone()
+    b_scale = b_scale if address_reason("b_scale", b_scale) is None else b_scale.clone()
     return a, a_scale, b, b_scale
 
 
@@ -88,7 +89,7 @@ def between_copies_scaled(run: Callable[..., None]) -> Callable[..., None]:
 
     def call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any, out: Tensor, **options: Any) -> None:
         operands = _within_reach(a, a_scale, b, b_scale)
-        if launch_scaled.matrix_reason("out", out) is None:
+        if matrix_reason("out", out) is None:
             run(*operands, *rest, out=out, **options)
             return
         result = _room(out)

@@ -33,12 +33,16 @@ def address(t: Tensor) -> int:
     return 0 if isinstance(t, FakeTensor) else t.data_ptr()
 
 
+def dtype(t: Tensor | None) -> torch.dtype | None:
+    """Its dtype; None for None."""
+    return None if t is None else t.dtype
+
+
 def name(value: Tensor | torch.dtype | None) -> Any:
     """The dtype as ``torch`` names it, for a key; None for None."""
     if value is None:
         return None
-    dtype = value.dtype if isinstance(value, Tensor) else value
-    return str(dtype).removeprefix("torch.")
+    return str(value.dtype if isinstance(value, Tensor) else value).removeprefix("torch.")
 
 
 def compiled(op: str, key: Hashable, first: Tensor, build: Callable[[], Callable]) -> Callable:
@@ -57,10 +61,11 @@ def compiled(op: str, key: Hashable, first: Tensor, build: Callable[[], Callable
     return cache.fetch(key, build)
 
 
-def call(function: Callable, first: Tensor, *rest: Any) -> None:
-    """Launch on the device of ``first``."""
+def call(function: Callable, *arguments: Any) -> None:
+    """Launch on the device of the first argument, a tensor."""
+    first: Tensor = arguments[0]
     if first.is_cuda and first.device.index != torch.cuda.current_device():
         with torch.cuda.device(first.device):
-            function(first, *rest)
+            function(*arguments)
     else:
-        function(first, *rest)
+        function(*arguments)

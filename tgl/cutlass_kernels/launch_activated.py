@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from . import config, host, launch
+from . import config, host, launch, plans
 from .activation.spec import spec_of
 from .config import VARLEN_M
 from .epilogue.spec import EpilogueSpec
-from .host import ALIGNMENT, MAX_ROWS
-from .launch import Plan
+from .host import ALIGNMENT
+from .plans import Plan, PlanKey, power_of_two, scratch
+from .requirements import matrix_reason, unit_dimension
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
+
+OP = "grouped_gemm_activation"
 
 _plans: dict[tuple, Plan] = {}
 
@@ -45,7 +49,7 @@ def grouped_gemm_activation_supports(
     half = b.shape[2] // 2 * b.element_size()
     if params.gated and across and half % ALIGNMENT:
         return f"needs halves of `b` on {ALIGNMENT} bytes, got {half} bytes from one to the other"
-    return None
+    return matrix_reason("y", y)
 
 
 def grouped_gemm_activation(
@@ -81,20 +85,19 @@ def attempt_grouped_gemm_activation(
     h: Tensor,
 ) -> str | None:
     """``grouped_gemm_activation`` if it can serve the call, else why not; one look-up for a call like one before."""
-    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), h.stride())
-    dtypes = (a.dtype, h.dtype, bias.dtype if bias is not None else None, probs.dtype if probs is not None else None)
-    rows_class = (rows // (shape[0] or 1)).bit_length()
-    key = (backends.emulated_arch, a.device, dtypes, params, shape, strides, rows_class)
-    plan = launch._by_shape.get(key)
-    addresses = a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()
-    if plan is not None and 0 < rows <= MAX_ROWS and not addresses % ALIGNMENT:
+    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), h.stride(), y.stride())
+    dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+    size = plans.rows_class(rows, shape[0])
+    key = (OP, backends.emulated_arch, a.device, dtypes, params, shape, strides, size)
+    plan = plans.known(key, rows, a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr())
+    if plan is not None:
         plan.run(a, b, offs, h, y, bias, probs)
         return None
     reason = grouped_gemm_activation_supports(a, b, offs, bias, probs, params=params, y=y, h=h)
     if reason is None:
         grouped_gemm_activation(a, b, offs, bias, probs, params=params, y=y, h=h)
         if h.numel() and shape[0]:
-            launch._remember(key, strides, _plan(a, b, bias, probs, params, h))
+            plans.remember(key, strides, _plan(a, b, bias, probs, params, h))
     return reason
 
 
@@ -118,23 +121,46 @@ def prepare_grouped_gemm_activation(
     row = bias.new_zeros(1, width) if bias is not None else None
     factor = probs.new_zeros(8) if probs is not None else None
     plan = _plan(a, b, bias, probs, params, h)
-    plan.run(launch._scratch(a, 8, 8), launch._scratch(b, 1, 8, width), ends, *results, row, factor)
+    plan.run(scratch(a, 8, 8), scratch(b, 1, 8, width), ends, *results, row, factor)
 
 
 def _plan(a: Tensor, b: Tensor, bias: Tensor | None, probs: Tensor | None, params: Params, h: Tensor) -> Plan:
     groups, depth, columns = b.shape
     arch = backends.device_arch(a.device)
-    dtypes = (a.dtype, h.dtype, bias.dtype if bias is not None else None, probs.dtype if probs is not None else None)
-    rows = launch._power_of_two(a.shape[0] // groups)
+    dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+    rows = power_of_two(a.shape[0] // groups)
     tiling = config.choose(arch, VARLEN_M, columns, depth, rows, halves=params.gated)
     key = (arch, a.device, dtypes, b.stride(2) == 1, params, tiling)
     plan = _plans.get(key)
     if plan is None:
         names = host.name(h.dtype), host.name(bias), host.name(probs)
         spec = EpilogueSpec(names[0], names[1], tail=True, activation=spec_of(params), probs=names[2])
-        unit = 2 if b.stride(2) == 1 else 1
-        plan = _plans[key] = launch._make("grouped_gemm_activation", VARLEN_M, a, unit, spec, tiling)
+        unit = unit_dimension(b.stride())
+        made = PlanKey(VARLEN_M, arch, not a.is_cuda, host.name(a.dtype), unit, spec, tiling)
+        plan = _plans[key] = plans.make(OP, made, a, build, tiling)
     return plan
 
 
-ATTEMPTS = {grouped_gemm_activation: attempt_grouped_gemm_activation}
+def build(key: PlanKey) -> Callable:
+    """Compile the kernel for ``key``. Needs no GPU."""
+    import cutlass
+
+    from .compiling import compiled, matrix, strided
+    from .elements import TYPES
+
+    if key.arch == "sm_100":
+        from .gemm.sm100.kernel import ActivatedGroupedGemm
+    else:
+        from .gemm.sm90.kernel import ActivatedGroupedGemm  # type: ignore[assignment]
+    return compiled(
+        key.arch,
+        ActivatedGroupedGemm(key.kind, key.config, key.spec, TYPES[key.element]),
+        matrix(key.element),
+        matrix(key.element, 3, unit=key.b_unit),
+        strided("int32"),
+        matrix(key.spec.out),
+        matrix(key.spec.out),
+        strided(key.spec.bias, 2),
+        strided(key.spec.probs),
+        cutlass.Int32(1),
+    )

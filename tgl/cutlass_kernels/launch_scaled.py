@@ -1,4 +1,8 @@
-"""From quantised operands to a launch; see ``launch`` for how plans are found."""
+"""From quantised operands to a launch; see ``plans`` for how a call finds its kernel.
+
+``operands`` are those of the ops in their order: ``a, a_scale, b, b_scale, offs, a_amax, b_amax``, and of
+``grouped_gemm_scaled`` also ``bias, bias_scale``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from torch import Tensor
 from .. import backends
 from ..meta.placement import ceil_div
 from ..meta.quantized import Options, component_specs
-from . import host, launch
+from . import host, plans
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
 from .gemm.scaling import FORMATS, OperandFormat
-from .host import ALIGNMENT, GPU_ARCH, MAX_ROWS
-from .launch import Plan
+from .host import MAX_ROWS
+from .plans import Plan, power_of_two
+from .requirements import address_reason, matrices_reason
 
 
 class ScaledPlanKey(NamedTuple):
@@ -60,111 +65,100 @@ def _call_reason(format: str, scale_layout: str, a: Tensor, out: Tensor) -> str 
     return None
 
 
-def matrix_reason(name: str, t: Tensor) -> str | None:
-    """Why a tensor map cannot describe data or output ``t``."""
-    return launch._matrix_reason(name, t) if t.numel() else None
-
-
-def scale_reason(name: str, t: Tensor) -> str | None:
-    """Why scales cannot be loaded from where they lie."""
-    return f"needs `{name}` aligned to {ALIGNMENT} bytes" if t.numel() and host.address(t) % ALIGNMENT else None
-
-
-def _place_reason(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> str | None:
-    return (
-        matrix_reason("a", a)
-        or matrix_reason("b", b)
-        or matrix_reason("out", out)
-        or scale_reason("a_scale", a_scale)
-        or scale_reason("b_scale", b_scale)
-    )
-
-
-def supports_copies_of(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *_: Any,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    **__: Any,
-) -> str | None:
+def supports_copies_of(*operands: Any, format: str, scale_layout: str, out: Tensor, **_: Any) -> str | None:
     """Why neither op below can serve a call, wherever copies of its tensors lie, or None."""
-    return _call_reason(format, scale_layout, a, out)
+    return _call_reason(format, scale_layout, operands[0], out)
 
 
-def supports(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *_: Any,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    **__: Any,
-) -> str | None:
+def supports(*operands: Any, format: str, scale_layout: str, out: Tensor, **_: Any) -> str | None:
     """Why neither op below can serve a call where its tensors lie, or None."""
-    return _call_reason(format, scale_layout, a, out) or _place_reason(a, a_scale, b, b_scale, out)
+    a, a_scale, b, b_scale, *_others = operands
+    return (
+        _call_reason(format, scale_layout, a, out)
+        or matrices_reason(a=a, b=b, out=out)
+        or address_reason("a_scale", a_scale)
+        or address_reason("b_scale", b_scale)
+    )
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
 def grouped_gemm_scaled(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    format: str,
-    b_direction: str,
-    scale_layout: str,
-    out: Tensor,
-    zero_tail: bool,
+    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
 ) -> None:
     """``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
     if out.numel() == 0:
         return
-    if b.shape[0] == 0:
+    if operands[2].shape[0] == 0:
         if zero_tail:
             out.zero_()
         return
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    plan = _gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail)
-    plan.run(*operands, out, bias, bias_scale)
+    _gemm_plan(operands, format, b_direction, out, zero_tail).run(*operands[:7], out, *operands[7:])
 
 
-def grouped_gemm_scaled_wgrad(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    *,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    accumulate: bool,
-) -> None:
+def grouped_gemm_scaled_wgrad(*operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool) -> None:
     """``out[g] = a[rows of g]^T @ b[rows of g]``, or the same added to ``out``."""
     if out.numel() == 0:
         return
-    if a.numel() == 0:
+    if operands[0].numel() == 0:
         if not accumulate:
             out.zero_()
         return
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
     _wgrad_plan(operands, format, out, accumulate).run(*operands, out, None, None)
+
+
+def attempt_grouped_gemm_scaled(
+    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
+) -> str | None:
+    """``grouped_gemm_scaled`` if it can serve the call, else why not; one look-up for a call like one before."""
+    a, a_scale, b, b_scale, *_, bias, bias_scale = operands
+    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), out.stride())
+    vectors = (bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+    dtypes, size = (a.dtype, b.dtype, out.dtype, *vectors), plans.rows_class(rows, shape[0])
+    meant = (format, b_direction, scale_layout, zero_tail)
+    key = ("grouped_gemm_scaled", backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
+    addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
+    plan = plans.known(key, rows, addresses)
+    if plan is not None:
+        plan.run(*operands[:7], out, bias, bias_scale)
+        return None
+    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    reason = supports(*operands, **options, out=out)
+    if reason is None:
+        grouped_gemm_scaled(*operands, **options, out=out, zero_tail=zero_tail)
+        if out.numel() and shape[0]:
+            plans.remember(key, strides, _gemm_plan(operands, format, b_direction, out, zero_tail))
+    return reason
+
+
+def attempt_grouped_gemm_scaled_wgrad(
+    *operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool
+) -> str | None:
+    """``grouped_gemm_scaled_wgrad`` likewise."""
+    a, a_scale, b, b_scale, *_ = operands
+    shape, strides = out.shape, (out.stride(), a.stride()[1:], b.stride()[1:])
+    tokens = _tokens(a, shape[1])
+    dtypes, size = (a.dtype, b.dtype, out.dtype), plans.rows_class(tokens, shape[0])
+    meant = (format, scale_layout, accumulate)
+    key = ("grouped_gemm_scaled_wgrad", backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
+    addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
+    # The pitch of columnwise data may be that of its tokens, so it is no part of the key; its elements are bytes.
+    plan = plans.known(key, tokens, addresses | a.stride(0) | b.stride(0))
+    if plan is not None:
+        plan.run(*operands, out, None, None)
+        return None
+    reason = supports(*operands, format=format, scale_layout=scale_layout, out=out)
+    if reason is None:
+        grouped_gemm_scaled_wgrad(*operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
+        if out.numel() and a.numel():
+            plans.remember(key, strides, _wgrad_plan(operands, format, out, accumulate))
+    return reason
+
+
+def _tokens(data: Tensor, features: int) -> int:
+    """How many tokens columnwise ``data`` has room for."""
+    return data.numel() // (features or 1) * (2 if data.dtype == torch.uint8 else 1)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -213,19 +207,11 @@ def tiling_reason(form: OperandFormat, kind: str, tiling: GemmConfig) -> str | N
     return reason
 
 
-def _gemm_plan(
-    operands: tuple,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    format: str,
-    b_direction: str,
-    out: Tensor,
-    zero_tail: bool,
-) -> Plan:
-    a, b = operands[0], operands[2]
+def _gemm_plan(operands: tuple, format: str, b_direction: str, out: Tensor, zero_tail: bool) -> Plan:
+    a, _, b, *_, bias, bias_scale = operands
     form = FORMATS[format]
     depth = a.shape[1] * (2 if a.dtype == torch.uint8 else 1)
-    rows = launch._power_of_two(a.shape[0] // b.shape[0])
+    rows = power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(backends.device_arch(a.device), VARLEN_M, form, out.shape[1], depth, rows)
     rows_first = b_direction == "rowwise" or form.placed
     dtypes = (host.name(out.dtype), host.name(bias), host.name(bias_scale))
@@ -237,9 +223,8 @@ def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> 
     a, b = operands[0], operands[2]
     form = FORMATS[format]
     groups, rows, columns = out.shape
-    tokens = a.numel() // rows * (2 if a.dtype == torch.uint8 else 1)
     arch = backends.device_arch(a.device)
-    tiling = choose(arch, VARLEN_K, form, columns, launch._power_of_two(tokens // groups), rows)
+    tiling = choose(arch, VARLEN_K, form, columns, power_of_two(_tokens(a, rows) // groups), rows)
     spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate, alpha=form.alpha)
     return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
 
@@ -253,78 +238,45 @@ def _plan(
     if plan is None:
         elements = (host.name(a.dtype), host.name(b.dtype))
         key = ScaledPlanKey(kind, arch, not a.is_cuda, format, *elements, rows_first, spec, tiling)
-        function = host.compiled(op, key, a, lambda: build(key))
-        plan = _plans[known] = Plan(function, launch._clusters(a.device, tiling.ctas))
+        plan = _plans[known] = plans.make(op, key, a, build, tiling)
     return plan
 
 
 def build(key: ScaledPlanKey) -> Callable:
     """Compile the kernel for ``key``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+    from .compiling import compiled, matrix, strided
+    from .elements import TYPES
     from .gemm.sm90.scaled import ScaledGroupedGemm as Sm90
     from .gemm.sm100.scaled import ScaledGroupedGemm as Sm100
-
-    # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
-    elements = {
-        "float8_e4m3fn": cutlass.Float8E4M3FN,
-        "float8_e5m2": cutlass.Float8E5M2,
-        "uint8": cutlass.Float4E2M1FN,
-    }
-    crossing = {**elements, "uint8": cutlass.Uint8}
-    plain = {
-        "bfloat16": cutlass.BFloat16,
-        "float16": cutlass.Float16,
-        "float32": cutlass.Float32,
-        "int32": cutlass.Int32,
-    }
-
-    def matrix(element: Any, dims: int) -> Any:
-        """Contiguous along the last dimension, all else on 16 bytes."""
-        step = ALIGNMENT * 8 // element.width
-        strides = (*(cute.sym_int64(divisibility=step) for _ in range(dims - 1)), 1)
-        return make_fake_tensor(element, _sizes(dims), strides, assumed_align=ALIGNMENT)
-
-    def vector(dtype: str | None, dims: int) -> Any:
-        """A tensor that is read element by element, in any layout."""
-        if dtype is None:
-            return None
-        return make_fake_tensor(plain[dtype], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
-
-    def blocks(dims: int) -> Any:
-        """Float32 scales, contiguous."""
-        strides = (*(cute.sym_int64() for _ in range(dims - 1)), 1)
-        return make_fake_tensor(cutlass.Float32, _sizes(dims), strides, assumed_align=ALIGNMENT)
-
-    def _sizes(dims: int) -> tuple:
-        return tuple(cute.sym_int32() for _ in range(dims))
 
     form, spec = FORMATS[key.format], key.spec
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
     if form.block:
-        scales = [blocks(dims) for dims in (2, b_dims)]
+        scales = [matrix("float32", dims, pitch=4) for dims in (2, b_dims)]
+    elif form.vector:
+        scales = [matrix("uint8", dims) for dims in (1, b_dims - 1)]
     else:
-        scales = [matrix(cutlass.Uint8, dims) if form.vector else vector("float32", 1) for dims in (1, b_dims - 1)]
-    if key.kind != VARLEN_M and form.vector:
-        scales[1] = matrix(cutlass.Uint8, 1)
-    amax = [vector("float32", 1) if spec.alpha == "amax" else None for _ in range(2)]
-    traits = (key.kind, key.config, spec, elements[key.a_element], elements[key.b_element], form)
-    gemm = Sm90(*traits) if key.arch == "sm_90" else Sm100(*traits, key.b_rows_first)
-    return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
-        gemm,
-        matrix(crossing[key.a_element], 2),
+        scales = [strided("float32") for _ in range(2)]
+    amax = "float32" if spec.alpha == "amax" else None
+    # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
+    a_type, b_type = (cutlass.Float4E2M1FN if e == "uint8" else TYPES[e] for e in (key.a_element, key.b_element))
+    traits = (key.kind, key.config, spec, a_type, b_type, form)
+    return compiled(
+        key.arch,
+        Sm90(*traits) if key.arch == "sm_90" else Sm100(*traits, key.b_rows_first),
+        matrix(key.a_element),
         scales[0],
-        matrix(crossing[key.b_element], b_dims),
+        matrix(key.b_element, b_dims),
         scales[1],
-        vector("int32", 1),
-        *amax,
-        matrix(plain[spec.out], out_dims),
-        vector(spec.bias, 2),
-        vector(spec.bias_scale, 1),
+        strided("int32"),
+        strided(amax),
+        strided(amax),
+        matrix(spec.out, out_dims),
+        strided(spec.bias, 2),
+        strided(spec.bias_scale),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
@@ -350,27 +302,13 @@ def _scratch(like: Tensor, amax: Tensor | None, format: str, scale_layout: str, 
 
 
 def prepare_grouped_gemm_scaled(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    format: str,
-    b_direction: str,
-    scale_layout: str,
-    out: Tensor,
-    zero_tail: bool,
+    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
 ) -> None:
     """Compile and load what ``grouped_gemm_scaled`` with these arguments needs, by a launch on a scratch problem."""
+    a, _, b, _, _, a_amax, b_amax, bias, bias_scale = operands
     if out.numel() == 0 or b.shape[0] == 0:
         return
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    plan = _gemm_plan(operands, bias, bias_scale, format, b_direction, out, zero_tail)
+    plan = _gemm_plan(operands, format, b_direction, out, zero_tail)
     x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, False, False)
     w, w_scale, w_amax = _scratch(b, b_amax, format, scale_layout, b_direction == "columnwise", True)
     plan.run(
@@ -382,23 +320,13 @@ def prepare_grouped_gemm_scaled(
 
 
 def prepare_grouped_gemm_scaled_wgrad(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    *,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    accumulate: bool,
+    *operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool
 ) -> None:
     """Compile and load what ``grouped_gemm_scaled_wgrad`` with these arguments needs, by a launch on a scratch one."""
+    a, _, b, _, _, a_amax, b_amax = operands
     if out.numel() == 0 or a.numel() == 0:
         return
-    plan = _wgrad_plan((a, a_scale, b, b_scale, offs, a_amax, b_amax), format, out, accumulate)
+    plan = _wgrad_plan(operands, format, out, accumulate)
     x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, True, False)
     y, y_scale, y_amax = _scratch(b, b_amax, format, scale_layout, True, False)
     plan.run(

@@ -32,7 +32,6 @@ from .grouped_gemm_wgrad import NAME as WGRAD
 from .splits_to_offsets import NAME as OFFSETS
 
 ARCHS = frozenset(host.GPU_ARCH)
-ATTEMPTS: dict[Callable[..., None], Callable[..., backends.Reason]] = {**launch.ATTEMPTS, **launch_activated.ATTEMPTS}
 
 
 class Kernel(NamedTuple):
@@ -42,6 +41,7 @@ class Kernel(NamedTuple):
     run: Callable[..., None]
     supports: Callable[..., backends.Reason]
     prepare: Callable[..., None] | None = None
+    attempt: Callable[..., backends.Reason] | None = None
     archs: frozenset[str] = ARCHS
     note: str = "one launch, groups read on the device"
 
@@ -49,10 +49,34 @@ class Kernel(NamedTuple):
 _prepare_accumulate = functools.partial(launch.prepare_grouped_gemm_wgrad, accumulate=True)
 
 IN_PLACE = (
-    Kernel(GEMM, launch.grouped_gemm, launch.grouped_gemm_supports, launch.prepare_grouped_gemm),
-    Kernel(WGRAD, launch.grouped_gemm_wgrad, launch.grouped_gemm_wgrad_supports, launch.prepare_grouped_gemm_wgrad),
-    Kernel(ACCUMULATE, launch.grouped_gemm_wgrad_accumulate, launch.grouped_gemm_wgrad_supports, _prepare_accumulate),
-    Kernel(DBIAS, calls.grouped_dbias, calls.grouped_dbias_supports, calls.prepare_grouped_dbias),
+    Kernel(
+        GEMM,
+        launch.grouped_gemm,
+        launch.grouped_gemm_supports,
+        launch.prepare_grouped_gemm,
+        launch.attempt_grouped_gemm,
+    ),
+    Kernel(
+        WGRAD,
+        launch.grouped_gemm_wgrad,
+        launch.grouped_gemm_wgrad_supports,
+        launch.prepare_grouped_gemm_wgrad,
+        launch.attempt_grouped_gemm_wgrad,
+    ),
+    Kernel(
+        ACCUMULATE,
+        launch.grouped_gemm_wgrad_accumulate,
+        launch.grouped_gemm_wgrad_supports,
+        _prepare_accumulate,
+        launch.attempt_grouped_gemm_wgrad_accumulate,
+    ),
+    Kernel(
+        DBIAS,
+        calls.grouped_dbias,
+        calls.grouped_dbias_supports,
+        calls.prepare_grouped_dbias,
+        calls.attempt_grouped_dbias,
+    ),
     Kernel(
         DBIAS_DSCALES,
         calls.grouped_dbias_dscales,
@@ -64,24 +88,28 @@ IN_PLACE = (
         activations.grouped_activation,
         activations.grouped_activation_supports,
         activations.prepare_grouped_activation,
+        activations.attempt_grouped_activation,
     ),
     Kernel(
         ACTIVATION_BACKWARD,
         activations.grouped_activation_backward,
         activations.grouped_activation_backward_supports,
         activations.prepare_grouped_activation_backward,
+        activations.attempt_grouped_activation_backward,
     ),
     Kernel(
         GEMM_ACTIVATION,
         launch_activated.grouped_gemm_activation,
         launch_activated.grouped_gemm_activation_supports,
         launch_activated.prepare_grouped_gemm_activation,
+        launch_activated.attempt_grouped_gemm_activation,
     ),
     Kernel(
         DACTIVATION,
         launch_gradient.grouped_gemm_dactivation,
         launch_gradient.grouped_gemm_dactivation_supports,
         launch_gradient.prepare_grouped_gemm_dactivation,
+        launch_gradient.attempt_grouped_gemm_dactivation,
         note="one launch and, for dprobs, a sum over tiles; groups read on the device",
     ),
     Kernel(OFFSETS, calls.splits_to_offsets, calls.splits_to_offsets_supports, calls.prepare_splits_to_offsets),
@@ -90,6 +118,7 @@ IN_PLACE = (
         launch_scaled.grouped_gemm_scaled,
         launch_scaled.supports,
         launch_scaled.prepare_grouped_gemm_scaled,
+        launch_scaled.attempt_grouped_gemm_scaled,
     ),
     *(
         Kernel(
@@ -97,6 +126,7 @@ IN_PLACE = (
             launch_scaled.grouped_gemm_scaled_wgrad,
             launch_scaled.supports,
             launch_scaled.prepare_grouped_gemm_scaled_wgrad,
+            launch_scaled.attempt_grouped_gemm_scaled_wgrad,
         )
         for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
     ),
@@ -176,6 +206,6 @@ for _name, _priority, _kernels in (
                 note=_kernel.note,
                 emulable=True,
                 prepare=_kernel.prepare,
-                attempt=ATTEMPTS.get(_kernel.run),
+                attempt=_kernel.attempt,
             )
         )

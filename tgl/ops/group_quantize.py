@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory, quantized
 from ..meta.quantized import OUT_NAMES, Components, Options
+from ..meta.remembered import remembered
 from . import _quantize_cpu
 from ._library import define
 from ._quantize_cpu import QUANTIZE
@@ -23,6 +24,8 @@ _OPTIONS = (
     "bool rht=False, bool dbias=False"
 )
 _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg", OUT_NAMES))
+
+_checked = remembered(quantized.group_quantize)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -41,7 +44,7 @@ def _kernel(
     **keywords: Any,
 ) -> Components:
     options = _resolved(**keywords)
-    out = quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).empty()
+    out = _checked(x, offs, scale, row_scale, rng, options=options).empty()
     _run(x, offs, scale, row_scale, rng, None, options, out)
     return out
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import specs
+from ..meta.remembered import remembered
 from . import _activation_cpu
 from ._library import Formula, define
 
@@ -86,12 +87,15 @@ class Params(NamedTuple):
         return second if self.kind == "swiglu" else second * (g <= self.limit)
 
 
+_checked = remembered(specs.grouped_activation)
+_checked_backward = remembered(specs.grouped_activation_backward)
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def _kernel(x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any) -> Tensor:
     parsed = Params(**params)
-    out = specs.grouped_activation(x, offs, probs, kind=parsed.kind).empty()
+    out = _checked(x, offs, probs, kind=parsed.kind).empty()
     debug.check_offs(NAME, offs, x.shape[0])
     backends.run(NAME, x.device, x, offs, probs, params=parsed, out=out)
     return out
@@ -101,7 +105,7 @@ def _kernel_backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
-    dx, dprobs = (s.empty() for s in specs.grouped_activation_backward(dy, x, offs, probs, kind=parsed.kind))
+    dx, dprobs = (s.empty() for s in _checked_backward(dy, x, offs, probs, kind=parsed.kind))
     debug.check_offs(BACKWARD, offs, x.shape[0])
     backends.run(BACKWARD, x.device, dy, x, offs, probs, params=parsed, dx=dx, dprobs=dprobs)
     return dx, dprobs

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import specs
+from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
 from .grouped_activation import NAME as ACTIVATION
 from .grouped_activation import SCHEMA, Params
@@ -16,6 +17,8 @@ from .grouped_gemm import NAME as GEMM
 
 NAME = "grouped_gemm_activation"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None"
+
+_checked = remembered(specs.grouped_gemm_activation)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -31,8 +34,7 @@ def _kernel(
     **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
-    results = specs.grouped_gemm_activation(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype)
-    y, h = (spec.empty() for spec in results)
+    y, h = (s.empty() for s in _checked(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype))
     debug.check_offs(NAME, offs, a.shape[0])
     backends.run(NAME, a.device, a, b, offs, bias, probs, params=parsed, y=y, h=h)
     return y, h

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import specs
+from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
 from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
 from .grouped_activation import SCHEMA, Params, second_order
 from .grouped_gemm import NAME as GEMM
 
 NAME = "grouped_gemm_dactivation"
+
+_checked = remembered(specs.grouped_gemm_dactivation)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -27,7 +30,7 @@ def _kernel(
     dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
-    dh, dprobs = (s.empty() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, kind=parsed.kind))
+    dh, dprobs = (s.empty() for s in _checked(dy, b, h, offs, probs, kind=parsed.kind))
     debug.check_offs(NAME, offs, dy.shape[0])
     backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs)
     return dh, dprobs

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, scaled
+from ..meta.remembered import remembered
 from . import _scaled_cpu
 from ._library import autocast_nothing, define
 
@@ -19,6 +20,8 @@ _ARGS = (
 )
 _OPTIONS = 'str format, str b_direction="rowwise", str scale_layout="compact"'
 ADVICE = "GroupedLinear(recipe=...) is the layer that gradients pass through; or use torch.no_grad()"
+
+_checked = remembered(scaled.grouped_gemm_scaled)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -41,7 +44,7 @@ def _kernel(
 ) -> Tensor:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
-    out = scaled.grouped_gemm_scaled(*operands, **options, out_dtype=out_dtype).empty()
+    out = _checked(*operands, **options, out_dtype=out_dtype).empty()
     debug.check_offs(NAME, offs, a.shape[0])
     backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=True)
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, scaled
+from ..meta.remembered import remembered
 from . import _scaled_cpu
 from ._library import autocast_nothing, define
 from .allocate_wgrad import aligned
@@ -18,6 +19,9 @@ NAME = "grouped_gemm_scaled_wgrad"
 ACCUMULATE = "grouped_gemm_scaled_wgrad_accumulate_"
 _ARGS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor? a_amax=None, Tensor? b_amax=None"
 _OPTIONS = 'str format, str scale_layout="compact"'
+
+_checked = remembered(scaled.grouped_gemm_scaled_wgrad)
+_checked_accumulate = remembered(scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -37,9 +41,7 @@ def _kernel(
     alignment: int | None = None,
 ) -> Tensor:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    spec = scaled.grouped_gemm_scaled_wgrad(
-        *operands, format=format, scale_layout=scale_layout, out_dtype=out_dtype, alignment=alignment
-    )
+    spec = _checked(*operands, format=format, scale_layout=scale_layout, out_dtype=out_dtype, alignment=alignment)
     out = spec.empty() if alignment is None else aligned(spec, alignment)
     _run(NAME, operands, format, scale_layout, out, accumulate=False)
     return out
@@ -79,15 +81,14 @@ def _kernel_accumulate(
     overwrite: bool = False,
 ) -> None:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    scaled.grouped_gemm_scaled_wgrad_accumulate_(
-        a, a_scale, b, b_scale, offs, main_grad, a_amax, b_amax, format=format, scale_layout=scale_layout
-    )
+    _checked_accumulate(*operands[:5], main_grad, a_amax, b_amax, format=format, scale_layout=scale_layout)
     memory.writable(ACCUMULATE, "main_grad", main_grad, **dict(zip(scaled.GEMM_OPERANDS, operands)))
     _run(ACCUMULATE, operands, format, scale_layout, main_grad, accumulate=not overwrite)
 
 
 def _run(op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool) -> None:
-    debug.check_offs(op, operands[4], int(scaled.most_tokens(operands[0], out.shape[0], format)))
+    if debug.checking():
+        debug.check_offs(op, operands[4], int(scaled.most_tokens(operands[0], out.shape[0], format)))
     device = operands[0].device
     backends.run(op, device, *operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
 

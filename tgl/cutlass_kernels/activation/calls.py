@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import host
+from .. import host, plans
 from .spec import ActivationSpec, spec_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,47 @@ def grouped_activation_backward(
     host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
 
 
+def attempt_grouped_activation(
+    x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor
+) -> str | None:
+    """``grouped_activation`` if it can serve the call, else why not; one look-up for a call like one before."""
+    shape, strides = x.shape, (x.stride(), out.stride())
+    dtypes = (x.dtype, probs is None or probs.dtype)
+    key = ("grouped_activation", backends.emulated_arch, x.device, dtypes, params, shape[1], strides)
+    addresses = x.data_ptr() | out.data_ptr()
+    plan = plans.known(key, shape[0], addresses)
+    if plan is not None:
+        host.call(plan, x, offs, probs, out)
+        return None
+    reason = grouped_activation_supports(x, offs, probs, params=params, out=out)
+    if reason is None:
+        grouped_activation(x, offs, probs, params=params, out=out)
+        if out.numel() and not addresses % host.ALIGNMENT:
+            plans.remember(key, strides, _plan("grouped_activation", spec_of(params), probs, x, out))
+    return reason
+
+
+def attempt_grouped_activation_backward(
+    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
+) -> str | None:
+    """``grouped_activation_backward`` likewise."""
+    shape, strides = x.shape, (dy.stride(), x.stride(), dx.stride())
+    dtypes = (x.dtype, probs is None or probs.dtype)
+    key = ("grouped_activation_backward", backends.emulated_arch, x.device, dtypes, params, shape[1], strides)
+    addresses = dy.data_ptr() | x.data_ptr() | dx.data_ptr()
+    plan = plans.known(key, shape[0], addresses)
+    if plan is not None:
+        host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
+        return None
+    reason = grouped_activation_backward_supports(dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
+    if reason is None:
+        grouped_activation_backward(dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
+        if dy.numel() and not addresses % host.ALIGNMENT:
+            plan = _plan("grouped_activation_backward", spec_of(params), probs, dy, x, dx)
+            plans.remember(key, strides, plan)
+    return reason
+
+
 def prepare_grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """Compile and load what ``grouped_activation`` with these arguments needs."""
     if out.numel():
@@ -108,31 +149,20 @@ def build(
     op: str, arch: str, emulated: bool, spec: ActivationSpec, vector: int, element: str, probs: str | None
 ) -> Callable:
     """Compile a kernel. Needs no GPU."""
-    import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
+    from ..compiling import compiled, matrix, strided
+    from ..compiling import vector as vector_of
+    from ..elements import TYPES
     from .kernel import GroupedActivation, GroupedActivationBackward
 
-    types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
-    dtype = types[element]
-
-    def matrix(count: int) -> Any:
+    def rows(count: int) -> Any:
         """Accessed by ``count`` elements of a row."""
-        columns, pitch = cute.sym_int32(divisibility=count), cute.sym_int64(divisibility=count)
-        align = min(count * dtype.width // 8, host.ALIGNMENT)
-        return make_fake_tensor(dtype, (cute.sym_int32(), columns), (pitch, 1), assumed_align=align)
+        width = count * TYPES[element].width // 8
+        return matrix(element, pitch=width, columns=count, align=min(width, host.ALIGNMENT))
 
-    def vector_of(element: Any, stride: Any) -> Any:
-        return make_fake_tensor(element, (cute.sym_int32(),), (stride,))
-
-    narrow, wide = matrix(vector), matrix(vector * (2 if spec.interleaved else 1))
-    offs = vector_of(cutlass.Int32, cute.sym_int64())
-    factors = None if probs is None else vector_of(types[probs], cute.sym_int64())
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compile_ = cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)]
+    narrow, wide = rows(vector), rows(vector * (2 if spec.interleaved else 1))
+    offs, factors = strided("int32"), strided(probs)
     if op == "grouped_activation":
-        return compile_(GroupedActivation(spec, vector), wide, offs, factors, narrow, stream)
-    dx = matrix(vector * (2 if spec.interleaved else 1))
-    dprobs = None if probs is None else vector_of(cutlass.Float32, 1)
-    return compile_(GroupedActivationBackward(spec, vector), narrow, wide, offs, factors, dx, dprobs, stream)
+        return compiled(arch, GroupedActivation(spec, vector), wide, offs, factors, narrow)
+    dx = rows(vector * (2 if spec.interleaved else 1))
+    dprobs = None if probs is None else vector_of("float32")
+    return compiled(arch, GroupedActivationBackward(spec, vector), narrow, wide, offs, factors, dx, dprobs)

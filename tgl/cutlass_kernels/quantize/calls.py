@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ... import backends
@@ -188,48 +190,58 @@ def _plan(
     options: Options,
     activation: ActivationSpec | None = None,
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    assert options.dtype is not None
-    spec = MXFP8Spec(
-        source=name(x.dtype),
+    arch = backends.device_arch(x.device)
+    spec = _spec(x.dtype, offs is not None, host.dtype(row_scale), host.dtype(noop), options, activation)
+    op = "group_quantize" if activation is None else "grouped_activation_quantize"
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    source: torch.dtype,
+    grouped: bool,
+    row_scale: torch.dtype | None,
+    noop: torch.dtype | None,
+    options: Options,
+    activation: ActivationSpec | None,
+) -> MXFP8Spec:
+    name = host.name
+    return MXFP8Spec(
+        source=name(source),
         element=name(options.dtype),
         rowwise=options.rowwise,
         columnwise=options.columnwise,
         scaling=options.scaling,
         blocked=options.blocked,
-        grouped=offs is not None,
+        grouped=grouped,
         row_scale=name(row_scale),
         noop=name(noop),
         activation=activation,
     )
-    op = "group_quantize" if activation is None else "grouped_activation_quantize"
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
 
 
 def build(arch: str, spec: MXFP8Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .activated import ActivateQuantizeMXFP8
     from .mxfp8 import QuantizeMXFP8
 
     def side(present: bool) -> tuple[Any, Any]:
         if not present:
             return None, None
-        return plans.matrix(spec.element, VECTOR), plans.vector("uint8", 16) if spec.blocked else plans.matrix(
-            "uint8", 1
-        )
+        scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
+        return matrix(spec.element, pitch=VECTOR), scales
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
-        plans.matrix(spec.source),
-        plans.vector("int32") if spec.grouped else None,
-        plans.strided(spec.row_scale),
-        plans.strided(spec.noop),
+        matrix(spec.source),
+        vector("int32") if spec.grouped else None,
+        strided(spec.row_scale),
+        strided(spec.noop),
         *side(spec.rowwise),
         *side(spec.columnwise),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

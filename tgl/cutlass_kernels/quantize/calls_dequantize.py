@@ -88,30 +88,29 @@ def _plan(data: Tensor, offs: Tensor | None, options: DequantizeOptions, out: Te
 def build(arch: str, spec: DequantizeSpec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, vector
     from .decode import FP4
     from .dequantize import DequantizeRows
     from .dequantize_transposed import DequantizeTransposed
 
     def scales() -> Any:
         if spec.format == "fp8_tensor":
-            return plans.vector("float32")
+            return vector("float32")
         if spec.format == "fp8_block":
-            return plans.matrix("float32", 4)
+            return matrix("float32", pitch=4)
         if spec.blocked:
-            return plans.vector("uint8", host.ALIGNMENT)
-        return plans.matrix("uint8", spec.vector if spec.columnwise and not spec.run else 1)
+            return vector("uint8", host.ALIGNMENT)
+        return matrix("uint8", pitch=spec.vector if spec.columnwise and not spec.run else 1)
 
     pitch = spec.run or (spec.vector // 2 if spec.element == FP4 else spec.vector)
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         (DequantizeTransposed if spec.run else DequantizeRows)(spec),
-        plans.matrix("uint8", pitch),
+        matrix("uint8", pitch=pitch),
         scales(),
-        plans.vector("int32") if spec.grouped else None,
-        plans.vector("float32") if spec.format == "nvfp4" else None,
-        plans.matrix(spec.out, spec.vector * (4 if spec.out == "float32" else 2)),
+        vector("int32") if spec.grouped else None,
+        vector("float32") if spec.format == "nvfp4" else None,
+        matrix(spec.out, pitch=spec.vector * (4 if spec.out == "float32" else 2)),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import backends
@@ -79,48 +81,60 @@ def _plan(
     noop: Tensor | None,
     options: Options,
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    assert options.dtype is not None
-    spec = FP8Spec(
-        source=name(x.dtype),
+    arch = backends.device_arch(x.device)
+    given = (offs is not None, scale is not None)
+    spec = _spec(x.dtype, *given, host.dtype(row_scale), host.dtype(noop), options)
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    source: torch.dtype,
+    grouped: bool,
+    given: bool,
+    row_scale: torch.dtype | None,
+    noop: torch.dtype | None,
+    options: Options,
+) -> FP8Spec:
+    name = host.name
+    return FP8Spec(
+        source=name(source),
         element=name(options.dtype),
         rowwise=options.rowwise,
         columnwise=options.columnwise,
         blocks=None if options.format == "fp8_tensor" else "2d" if options.block_2d else "1d",
         power_of_two=bool(options.power_of_two),
         eps=struct.unpack("<i", struct.pack("<f", options.eps))[0],
-        grouped=offs is not None,
-        given=scale is not None,
+        grouped=grouped,
+        given=given,
         row_scale=name(row_scale),
         noop=name(noop),
     )
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
 
 
 def build(arch: str, spec: FP8Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .fp8 import QuantizeFP8
 
     def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
         if not present:
             return None, None, None
         if spec.blocks is None:
-            return plans.matrix(spec.element, pitch), plans.vector("float32"), plans.vector("int32")
-        return plans.matrix(spec.element, pitch), plans.matrix("float32", 4), None
+            return matrix(spec.element, pitch=pitch), vector("float32"), vector("int32")
+        return matrix(spec.element, pitch=pitch), matrix("float32", pitch=4), None
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         QuantizeFP8(spec),
-        plans.matrix(spec.source),
-        plans.vector("int32") if spec.grouped else None,
-        plans.vector("float32") if spec.given else None,
-        plans.strided(spec.row_scale),
-        plans.strided(spec.noop),
+        matrix(spec.source),
+        vector("int32") if spec.grouped else None,
+        vector("float32") if spec.given else None,
+        strided(spec.row_scale),
+        strided(spec.noop),
         *side(spec.rowwise, 8),
         *side(spec.columnwise, 16),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,46 +76,60 @@ def prepare(
 def _plan(
     x: Tensor, offs: Tensor | None, row_scale: Tensor | None, rng: Tensor | None, noop: Tensor | None, options: Options
 ) -> Callable:
-    arch, name = backends.device_arch(x.device), host.name
-    spec = NVFP4Spec(
-        source=name(x.dtype),
+    arch = backends.device_arch(x.device)
+    given = (offs is not None, rng is not None)
+    spec = _spec(arch, x.dtype, *given, host.dtype(row_scale), host.dtype(noop), options)
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    arch: str,
+    source: torch.dtype,
+    grouped: bool,
+    stochastic: bool,
+    row_scale: torch.dtype | None,
+    noop: torch.dtype | None,
+    options: Options,
+) -> NVFP4Spec:
+    name = host.name
+    return NVFP4Spec(
+        source=name(source),
         rowwise=options.rowwise,
         columnwise=options.columnwise,
         blocks_2d=options.block_2d,
         blocked=options.blocked,
-        grouped=offs is not None,
+        grouped=grouped,
         rht=options.rht,
-        stochastic=rng is not None,
+        stochastic=stochastic,
         converts=arch == "sm_100",
         row_scale=name(row_scale),
         noop=name(noop),
     )
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
 
 
 def build(arch: str, spec: NVFP4Spec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .nvfp4 import QuantizeNVFP4
 
     def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
         if not present:
             return None, None, None
-        scales = plans.vector("uint8", 16) if spec.blocked else plans.matrix("uint8", 1)
-        return plans.matrix("uint8", pitch), scales, plans.vector("float32")
+        scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
+        return matrix("uint8", pitch=pitch), scales, vector("float32")
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         QuantizeNVFP4(spec),
-        plans.matrix(spec.source),
-        plans.vector("int32") if spec.grouped else None,
-        plans.strided(spec.row_scale),
-        plans.vector("int32") if spec.stochastic else None,
-        plans.strided(spec.noop),
+        matrix(spec.source),
+        vector("int32") if spec.grouped else None,
+        strided(spec.row_scale),
+        vector("int32") if spec.stochastic else None,
+        strided(spec.noop),
         *side(spec.rowwise, 4),
         *side(spec.columnwise, 16),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -5,7 +5,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from .lanes import NAN, TYPES, as_float
+from ..elements import TYPES
+from .lanes import NAN, as_float
 
 FP4 = "float4_e2m1"
 LARGEST = 3.4028234663852886e38
@@ -33,7 +34,7 @@ def load_bytes(pointer: Any, held: Any, width: int) -> None:
 @cute.jit
 def fp8_values(held: cute.Tensor, element: cutlass.Constexpr):
     """FP8 bytes in registers as float32."""
-    return cute.recast_tensor(held, getattr(cutlass, TYPES[element])).load().to(Float32)
+    return cute.recast_tensor(held, TYPES[element]).load().to(Float32)
 
 
 @cute.jit

@@ -10,6 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .decode import (
     FP4,
@@ -22,26 +23,15 @@ from .decode import (
     fp8_values,
     load_bytes,
 )
-from .lanes import COLUMNS, LANES, TYPES, WARPS
+from .lanes import COLUMNS, LANES, WARPS
 from .spec import DequantizeSpec
-from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BAND = 32  # rows that share an MXFP8 scale
 ATOM, ATOM_COLUMNS = 512, 4
 BATCH = 32  # elements of a lane that are loaded before the first is stored
 CHUNK = 2  # tiles of columns a block walks over, at most
-BLOCKS = 2048  # with fewer, blocks walk over one tile
 ACROSS = {"mxfp8": 32, "nvfp4": 16}  # columns that share a rowwise scale
-
-
-def grid(spec: DequantizeSpec, rows: Any, offs: Any, matrix_rows: Any, across: Any, most: int) -> tuple[Any, Any]:
-    """Tiles of 128 rows, and how many of their ``across`` tiles of columns, at ``most``, a block walks over."""
-    if cutlass.const_expr(spec.grouped):
-        units = tiles_at_most(rows, Int32(cute.size(offs)))
-    else:
-        units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), most).to(Int32)
-    return units, chunk
 
 
 class DequantizeRows:
@@ -49,7 +39,7 @@ class DequantizeRows:
 
     def __init__(self, spec: DequantizeSpec):
         self.spec = spec
-        self.out = getattr(cutlass, TYPES[spec.out])
+        self.out = TYPES[spec.out]
         self.vector = spec.vector
         self.lanes = COLUMNS // self.vector  # that hold a row of a tile
         self.height = WARPS * LANES // self.lanes  # rows that the block holds at once
@@ -79,10 +69,9 @@ class DequantizeRows:
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
-        across = ceil_div(Int32(out.shape[1]), COLUMNS)
-        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across, CHUNK)
-        self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1),
+        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK)
+        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
+            grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .decode import (
     FP4,
@@ -22,10 +23,10 @@ from .decode import (
     load_bytes,
     product,
 )
-from .dequantize import ATOM, ATOM_COLUMNS, grid
-from .lanes import LANES, TYPES, WARPS
+from .dequantize import ATOM, ATOM_COLUMNS
+from .lanes import LANES, WARPS
 from .spec import DequantizeSpec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
 COLUMNS = 64
 RUN = 16
@@ -43,7 +44,7 @@ class DequantizeTransposed:
 
     def __init__(self, spec: DequantizeSpec):
         self.spec = spec
-        self.out = getattr(cutlass, TYPES[spec.out])
+        self.out = TYPES[spec.out]
         self.fp4 = spec.element == FP4
         self.bytes = RUN // 2 if self.fp4 else RUN  # of a run
         self.elements = PIECE * 8 // self.out.width  # of a piece of the result
@@ -70,10 +71,9 @@ class DequantizeTransposed:
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
-        across = ceil_div(Int32(out.shape[1]), COLUMNS)
-        units, chunk = grid(self.spec, Int32(out.shape[0]), offs, matrix_rows, across, CHUNK)
-        self.kernel(data, scale, offs, amax, out, matrix_rows, across, chunk).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1),
+        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK)
+        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
+            grid=grid.shape,
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=2 if self.spec.rht else 3,  # as registers suffice for

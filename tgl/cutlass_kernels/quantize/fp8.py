@@ -23,6 +23,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .lanes import (
     COLUMNS,
@@ -30,7 +31,6 @@ from .lanes import (
     LANES,
     NAN,
     STEPS,
-    TYPES,
     VECTOR,
     WARPS,
     BandValues,
@@ -39,7 +39,7 @@ from .lanes import (
 )
 from .maxima import raise_maximum
 from .spec import FP8Spec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
 UNIT = 32  # of the placement of transposed data
 PIECE = 16
@@ -88,7 +88,7 @@ class QuantizeFP8(BandValues):
     def __init__(self, spec: FP8Spec):
         super().__init__(spec.source)
         self.spec = spec
-        self.element = getattr(cutlass, TYPES[spec.element])
+        self.element = TYPES[spec.element]
         divides = spec.blocks is not None and not spec.power_of_two
         self.blocks_per_sm = (
             2 if divides or not self.packed else 3 if spec.rowwise and spec.columnwise else 4
@@ -128,17 +128,12 @@ class QuantizeFP8(BandValues):
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
             stream: CUDA stream.
         """
-        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
-        if cutlass.const_expr(self.spec.grouped):
-            units = tiles_at_most(rows, Int32(cute.size(offs)))
-        else:
-            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-        across = ceil_div(columns, COLUMNS)
+        grid = launch_grid(x, COLUMNS, offs, matrix_rows)
         self.kernel(
             x, offs, given, row_scale, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
-            matrix_rows, across,
+            matrix_rows, grid.across,
         ).launch(
-            grid=(units * across, 1, 1),
+            grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,

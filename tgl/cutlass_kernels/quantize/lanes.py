@@ -5,6 +5,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Uint16, cute
 
+from ..elements import TYPES
 from .tiles import ROWS
 
 LANES = 32
@@ -18,16 +19,6 @@ MAGNITUDES = 0x7FFF7FFF  # of two 16-bit values
 INFINITY = 0x7F800000
 NAN = 0x7FC00000
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632  # of two words, by prmt
-TYPES = {
-    "float8_e4m3fn": "Float8E4M3FN",
-    "float8_e5m2": "Float8E5M2",
-    "float32": "Float32",
-    "bfloat16": "BFloat16",
-    "float16": "Float16",
-    "int32": "Int32",
-    "uint8": "Uint8",
-    "bool": "Uint8",
-}
 
 
 def reinterpret(value: Any, kind: Any) -> Any:
@@ -68,7 +59,7 @@ class LaneValues:
     """
 
     def __init__(self, source: str, step: int):
-        self.source = getattr(cutlass, TYPES[source])
+        self.source = TYPES[source]
         self.packed = self.source.width == 16
         self.step = step
 

@@ -3,15 +3,14 @@
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
 from ..schedule import ceil_div
 from .fp4 import hadamard
 from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARPS, BandValues, as_bits
-from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile
 
 CHUNK = 8  # tiles of columns a block looks in, at most
-BLOCKS = 2048  # with fewer blocks, each takes fewer tiles
 
 
 @cute.jit
@@ -55,15 +54,9 @@ class GroupMaxima(BandValues):
         stream,
     ):
         """Launch; ``amax`` and ``columnwise_amax``, bits of float32, are zero before. The others as in the kernel."""
-        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
-        if cutlass.const_expr(self.grouped):
-            units = tiles_at_most(rows, Int32(cute.size(offs)))
-        else:
-            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-        across = ceil_div(columns, COLUMNS)
-        chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
-        self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, across, chunk).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1),
+        grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK)
+        self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk).launch(
+            grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,

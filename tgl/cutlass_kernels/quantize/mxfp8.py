@@ -22,6 +22,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
 from cutlass.memory import SmemAllocator
 
+from ..elements import TYPES
 from ..schedule import ceil_div
 from .lanes import (
     COLUMNS,
@@ -29,7 +30,6 @@ from .lanes import (
     LANES,
     NAN,
     STEPS,
-    TYPES,
     UPPER_HALVES,
     VECTOR,
     WARPS,
@@ -39,14 +39,13 @@ from .lanes import (
     halves,
 )
 from .spec import MXFP8Spec
-from .tiles import ROWS, group_of_unit, group_tile, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BLOCK = 32
 ATOM = 512
 # Measured on an H200 over five shapes: chunks of 2 beat 4 and 8, and 1 where there are many groups to search; with four
 # blocks of both directions on a multiprocessor registers do not suffice.
 CHUNK = 2  # tiles of columns a block walks over, at most
-BLOCKS = 2048  # with fewer, blocks walk over one tile
 
 MANTISSA = 0x7FFFFF
 HALF_OF_FIRST = 0x400000  # 2^-127
@@ -88,7 +87,7 @@ class QuantizeMXFP8(LaneValues):
     def __init__(self, spec: MXFP8Spec):
         super().__init__(spec.source, step=4)
         self.spec = spec
-        self.element = getattr(cutlass, TYPES[spec.element])
+        self.element = TYPES[spec.element]
         self.blocks_per_sm = 4 - (spec.rowwise and spec.columnwise) - (not self.packed)
 
     @cute.jit
@@ -117,22 +116,17 @@ class QuantizeMXFP8(LaneValues):
             scale, columnwise_scale: bytes, contiguous.
             stream: CUDA stream.
         """
-        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
-        if cutlass.const_expr(self.spec.grouped):
-            units = tiles_at_most(rows, Int32(cute.size(offs)))
-        else:
-            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-        across = ceil_div(columns, COLUMNS)
-        chunk = cutlass.min(cutlass.max(cutlass.Int64(units) * across // BLOCKS, 1), CHUNK).to(Int32)
+        grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK)
         self.kernel(
-            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale, matrix_rows, across, chunk
+            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale,
+            matrix_rows, grid.across, grid.chunk,
         ).launch(
-            grid=(units * ceil_div(across, chunk), 1, 1),
+            grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=8,  # in %; the rest is cache
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(

@@ -31,7 +31,7 @@ from . import fp4
 from .fp4 import BLOCK, SCALES
 from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues
 from .spec import NVFP4Spec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
 UNIT = 64  # of the placement of columnwise data
 ATOM = 512
@@ -88,17 +88,12 @@ class QuantizeNVFP4(BandValues):
             columnwise_amax: float32 ``[G]``, those of what columnwise data is made from.
             stream: CUDA stream.
         """
-        rows, columns = Int32(x.shape[0]), Int32(x.shape[1])
-        if cutlass.const_expr(self.spec.grouped):
-            units = tiles_at_most(rows, Int32(cute.size(offs)))
-        else:
-            units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
-        across = ceil_div(columns, COLUMNS)
+        grid = launch_grid(x, COLUMNS, offs, matrix_rows)
         self.kernel(
             x, offs, row_scale, rng, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
-            matrix_rows, across,
+            matrix_rows, grid.across,
         ).launch(
-            grid=(units * across, 1, 1),
+            grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,

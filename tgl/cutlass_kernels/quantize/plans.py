@@ -1,9 +1,8 @@
-"""Compiled quantisation kernels, and the stand-ins for tensors they are compiled with."""
+"""Compiled quantisation kernels, found again by what they are made for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Options
 from .. import host
-from ..host import ALIGNMENT
 
 _plans: dict[Hashable, Callable] = {}
 
@@ -63,12 +61,12 @@ def build_maxima(
 ) -> Callable:
     """Compile it. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
 
+    from ..compiling import compiled, matrix, strided, vector
     from .maxima import GroupMaxima
 
-    return cute.compile[cute.GPUArch(host.GPU_ARCH[arch]), cute.EnableTVMFFI(True)](
+    return compiled(
+        arch,
         GroupMaxima(source, grouped, finite, rht),
         matrix(source),
         vector("int32") if grouped else None,
@@ -77,40 +75,4 @@ def build_maxima(
         vector("int32") if rowwise else None,
         vector("int32") if columnwise else None,
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-
-
-def element(name: str) -> Any:
-    """The kernel's type of a dtype."""
-    import cutlass
-
-    from .lanes import TYPES
-
-    return {n: getattr(cutlass, kind) for n, kind in TYPES.items()}[name]
-
-
-def matrix(name: str, pitch: int = ALIGNMENT) -> Any:
-    """A matrix whose rows lie on ``pitch`` bytes."""
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    kind = element(name)
-    strides = (cute.sym_int64(divisibility=max(pitch * 8 // kind.width, 1)), 1)
-    return make_fake_tensor(kind, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=ALIGNMENT)
-
-
-def vector(name: str, align: int = 4) -> Any:
-    """A contiguous vector."""
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(element(name), (cute.sym_int32(),), (1,), assumed_align=align)
-
-
-def strided(name: str | None) -> Any:
-    """A vector of any stride; None for None."""
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return None if name is None else make_fake_tensor(element(name), (cute.sym_int32(),), (cute.sym_int64(),))

@@ -7,13 +7,14 @@ more group, so with ``ceil(T / 128) + G`` tiles every row is in one, and so is e
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from ..schedule import ceil_div
 from ..varlen.groups import group_range
 
 ROWS = 128
 LANES = 32
+BLOCKS = 2048  # with fewer, blocks walk over fewer tiles of columns
 
 
 class RowTile(NamedTuple):
@@ -27,6 +28,29 @@ class RowTile(NamedTuple):
 def tiles_at_most(rows: Int32, groups: Int32) -> Int32:
     """How many tiles cover ``rows`` rows in ``groups`` groups."""
     return ceil_div(rows, ROWS) + groups
+
+
+class Grid(NamedTuple):
+    """Blocks that each walk over ``chunk`` of the ``across`` tiles of columns of a tile of rows."""
+
+    shape: tuple[Int32, int, int]
+    across: Int32
+    chunk: Int32
+
+
+def launch_grid(matrix: cute.Tensor, columns: int, offs: cute.Tensor | None, matrix_rows: Int32, most: int = 1) -> Grid:
+    """The blocks for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` side by side to a block.
+
+    Args:
+        matrix: ``[T, K]``, or stacked matrices of ``matrix_rows`` rows each if ``offs`` is None.
+    """
+    rows, across = Int32(matrix.shape[0]), ceil_div(Int32(matrix.shape[1]), columns)
+    if offs is None:
+        units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
+    else:
+        units = tiles_at_most(rows, Int32(cute.size(offs)))
+    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), most).to(Int32)
+    return Grid((units * ceil_div(across, chunk), 1, 1), across, chunk)
 
 
 @cute.jit

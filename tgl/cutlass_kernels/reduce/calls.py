@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import host
+from .. import host, plans
 
 LOAD_BYTES = 16
-ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
-INTEGERS = {
-    torch.int32: "Int32",
-    torch.int64: "Int64",
-    torch.int16: "Int16",
-    torch.int8: "Int8",
-    torch.uint8: "Uint8",
-}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class Cut(NamedTuple):
@@ -52,7 +46,7 @@ def grouped_dbias_supports(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | No
     reason = host.packages_reason()
     if reason is not None:
         return reason
-    if dy.dtype not in ELEMENTS:
+    if dy.dtype not in FLOATS:
         return f"takes float32, bfloat16 and float16, got {dy.dtype}"
     return None
 
@@ -66,6 +60,22 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
         return
     plan = _dbias_plan(dy, _vector(dy), None, None)
     host.call(plan, dy, offs, out, None, None, None)
+
+
+def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
+    """``grouped_dbias`` if it can serve the call, else why not; one look-up for a call like one before."""
+    shape, strides = dy.shape, dy.stride()
+    key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, shape[1], strides)
+    plan = plans.known(key, shape[0], dy.data_ptr())
+    if plan is not None and out.numel():
+        host.call(plan, dy, offs, out, None, None, None)
+        return None
+    reason = grouped_dbias_supports(dy, offs, out=out)
+    if reason is None:
+        grouped_dbias(dy, offs, out=out)
+        if out.numel() and shape[0] and not dy.data_ptr() % host.ALIGNMENT:
+            plans.remember(key, (strides,), _dbias_plan(dy, _vector(dy), None, None))
+    return reason
 
 
 def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
@@ -119,7 +129,7 @@ def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor
     plan = _plans.get(key)
     if plan is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        plan = _plans[key] = _make(op, dy, vector, cut, *(ELEMENTS[d] if d is not None else None for d in dtypes))
+        plan = _plans[key] = _make(op, dy, vector, cut, *map(host.name, dtypes))
     return plan
 
 
@@ -148,7 +158,7 @@ def _offsets_plan(m_splits: Tensor) -> Callable:
     key = ("splits_to_offsets", backends.device_arch(m_splits.device), m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, None, INTEGERS[m_splits.dtype])
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, None, host.name(m_splits.dtype))
     return plan
 
 
@@ -188,21 +198,19 @@ def _make(
 
 def build(key: ReduceKey) -> Callable:
     """Compile the kernel for ``key``. Needs no GPU."""
-    import cutlass
     from cutlass import cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+    from ..compiling import compiled
+    from ..elements import TYPES
     from .dbias import GroupedDbias
     from .offsets import SplitsToOffsets
 
-    element = getattr(cutlass, key.element)
     groups = cute.sym_int32()
-    ends = make_fake_compact_tensor(cutlass.Int32, (groups,))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compile_ = cute.compile[cute.GPUArch(host.GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)]
+    ends = make_fake_compact_tensor(TYPES["int32"], (groups,))
     if key.op == "splits_to_offsets":
-        sizes = make_fake_tensor(element, (groups,), (cute.sym_int64(),))
-        return compile_(SplitsToOffsets(), sizes, ends, stream)
+        sizes = make_fake_tensor(TYPES[key.element], (groups,), (cute.sym_int64(),))
+        return compiled(key.arch, SplitsToOffsets(), sizes, ends)
     assert key.cut is not None
     vector = key.vector
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
@@ -212,10 +220,11 @@ def build(key: ReduceKey) -> Callable:
         strides = (cute.sym_int64(divisibility=vector), 1) if vector > 1 else (cute.sym_int64(), cute.sym_int64())
         return make_fake_tensor(element, (height, columns), strides, assumed_align=vector * element.width // 8)
 
-    out = make_fake_compact_tensor(cutlass.Float32, (groups, columns), stride_order=(1, 0))
+    out = make_fake_compact_tensor(TYPES["float32"], (groups, columns), stride_order=(1, 0))
     bias = scale = dscales = None
     if key.bias is not None and key.bias_scale is not None:
-        bias = matrix(getattr(cutlass, key.bias), groups)
-        scale = make_fake_tensor(getattr(cutlass, key.bias_scale), (rows,), (cute.sym_int64(),))
-        dscales = make_fake_compact_tensor(cutlass.Float32, (rows,))
-    return compile_(GroupedDbias(vector, *key.cut), matrix(element, rows), ends, out, bias, scale, dscales, stream)
+        bias = matrix(TYPES[key.bias], groups)
+        scale = make_fake_tensor(TYPES[key.bias_scale], (rows,), (cute.sym_int64(),))
+        dscales = make_fake_compact_tensor(TYPES["float32"], (rows,))
+    dy = matrix(TYPES[key.element], rows)
+    return compiled(key.arch, GroupedDbias(vector, *key.cut), dy, ends, out, bias, scale, dscales)

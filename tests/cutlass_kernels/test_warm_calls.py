@@ -1,0 +1,242 @@
+"""What is remembered of calls changes nothing but their price: not which kernel runs, on what, nor what is refused."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels import host, launch, launch_activated, launch_gradient, launch_scaled, plans
+from tgl.cutlass_kernels.activation import calls as activations
+from tgl.cutlass_kernels.quantize import plans as quantizers
+from tgl.cutlass_kernels.reduce import calls as reductions
+
+BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
+
+OPS = [
+    importlib.import_module(f"tgl.ops.{name}")
+    for name in (
+        "group_quantize",
+        "grouped_activation",
+        "grouped_gemm_activation",
+        "grouped_gemm_dactivation",
+        "grouped_gemm_scaled",
+        "grouped_gemm_scaled_wgrad",
+    )
+]
+CHECKS = [
+    (op, name) for op in OPS for name in ("_checked", "_checked_backward", "_checked_accumulate") if hasattr(op, name)
+]
+LAUNCHES = (launch, launch_activated, launch_gradient, launch_scaled, activations, reductions, quantizers)
+
+
+def rows(*shape, dtype=BF16):
+    return torch.randint(-1, 2, shape).to(dtype)
+
+
+def bases(groups=G, depth=K, columns=N, dtype=BF16):
+    """Calls that a kernel serves: operands and options."""
+    offs = torch.arange(1, groups + 1, dtype=torch.int32) * 2
+    ones, probs, bias = torch.ones(groups), torch.ones(T), rows(groups, columns, dtype=dtype)
+    a, dy, w = rows(T, depth, dtype=dtype), rows(T, columns, dtype=dtype), rows(groups, depth, columns, dtype=dtype)
+    wide, wide_bias = rows(T, 2 * columns, dtype=dtype), rows(groups, 2 * columns, dtype=dtype)
+    fp8, fp8_w = rows(T, depth, dtype=F8), rows(groups, columns, depth, dtype=F8)
+    turned = [rows(n, 32 * (groups + 1), dtype=F8) for n in (depth, columns)]
+    swiglu, tensor = {"kind": "swiglu"}, {"format": "fp8_tensor"}
+    y, dw = dy.clone(), torch.zeros(groups, depth, columns)
+    return {
+        "grouped_gemm": ((a, w, offs, bias, probs), {}),
+        "grouped_gemm.out": ((a, w, offs, bias, probs), {"out": y}),
+        "grouped_gemm_wgrad": ((a, dy, offs), {}),
+        "grouped_gemm_wgrad.out": ((a, dy, offs), {"out": dw}),
+        "grouped_gemm_wgrad_accumulate_": ((a, dy, offs, dw), {}),
+        "grouped_dbias": ((dy.repeat(1, 24), offs), {}),
+        "grouped_activation": ((wide, offs, probs), swiglu),
+        "grouped_activation_backward": ((dy, wide, offs, probs), swiglu),
+        "grouped_gemm_activation": ((a, w.repeat(1, 1, 2), offs, wide_bias, probs), swiglu),
+        "grouped_gemm_dactivation": ((a, w, wide, offs, probs), swiglu),
+        "grouped_gemm_scaled": ((fp8, ones, fp8_w, ones.clone(), offs), tensor),
+        "grouped_gemm_scaled.out": ((fp8, ones, fp8_w, ones.clone(), offs), {**tensor, "out": y}),
+        "grouped_gemm_scaled_wgrad": ((turned[0], ones, turned[1], ones.clone(), offs), tensor),
+        "grouped_gemm_scaled_wgrad.out": ((turned[0], ones, turned[1], ones.clone(), offs), {**tensor, "out": dw}),
+        "grouped_gemm_scaled_wgrad_accumulate_": ((turned[0], ones, turned[1], ones.clone(), offs, dw), tensor),
+        "group_quantize": ((a, offs), {"format": "mxfp8", "scale_layout": "blocked"}),
+    }
+
+
+def overload(name):
+    packet, _, kind = name.partition(".")
+    return getattr(getattr(torch.ops.tgl, packet), kind or "default")
+
+
+OPTIONS = {
+    "out_dtype": F32,
+    "kind": "srelu",
+    "interleaved": True,
+    "format": "fp8_block",
+    "scale_layout": "compact",
+    "columnwise": False,
+}
+
+
+def strided_like(t, *strides):
+    """``t`` with other strides."""
+    size = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides))
+    return torch.zeros(size, dtype=t.dtype).as_strided(t.shape, strides).copy_(t)
+
+
+def variants(t):
+    """The same tensor told apart by everything that decides what may run."""
+    shifted = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    yield "misaligned", shifted.copy_(t)
+    if t.dim() > 1:
+        inner = t.shape[-1]
+        for name, pitch in (("padded", inner + 16), ("odd pitch", inner + 1)):
+            yield name, strided_like(t, *([t.shape[1] * pitch] if t.dim() == 3 else []), pitch, 1)
+        yield "other major", t.mT.contiguous().mT
+        yield "expanded rows", t[:1].expand(t.shape)
+        yield "narrower", t[..., : inner // 2].contiguous()
+        yield "one column less", t[..., :-1].contiguous()
+    else:
+        yield "strided", strided_like(t, 2)
+    yield "one less", t[:-1].clone()
+    yield "nothing", t[:0].clone()
+    yield "many", torch.cat([t] * 40)
+    yield "another dimension", t[None].clone()
+    for dtype in (F16, F32, torch.float64, torch.int64, torch.float8_e5m2):
+        if dtype is not t.dtype:
+            yield str(dtype), t.float().to(dtype)
+    if t.dtype in (BF16, F32):
+        yield "requires grad", t.clone().requires_grad_()
+    yield "on meta", t.to("meta")
+
+
+def halved(t):
+    """The left half of the columns, where their number follows from N."""
+    return t[..., : t.shape[-1] // 2] if t.dim() > 1 and t.shape[-1] % N == 0 and t.dtype != F8 else t
+
+
+def changes(name):
+    """Calls like the base but for one argument, or for what all arguments have in common."""
+    args, options = bases()[name]
+    schema = overload(name)._schema.arguments
+    for i, t in enumerate(args):
+        for what, variant in variants(t):
+            yield f"argument {i}: {what}", name, (*args[:i], variant, *args[i + 1 :]), options
+        if schema[i].type.kind() == "OptionalType":
+            yield f"argument {i}: None", name, (*args[:i], None, *args[i + 1 :]), options
+    if "out" in options:
+        for what, variant in variants(options["out"]):
+            yield f"out: {what}", name, args, {**options, "out": variant}
+    for count in (0, 1, 5, 300):
+        sized = [torch.cat([t] * 50)[:count] if t.shape[0] == T else t for t in args]
+        out = {"out": options["out"][:1].repeat(count, 1)} if "out" in options and len(options["out"]) == T else {}
+        yield f"{count} rows", name, tuple(sized), {**options, **out}
+    for option, value in OPTIONS.items():
+        if option in {a.name for a in schema}:
+            yield f"{option}={value}", name, args, {**options, option: value}
+    for sizes in ({"groups": 3}, {"depth": 128}, {"columns": 64}, {"depth": N, "columns": K}, {"dtype": F16}):
+        yield str(sizes), name, *bases(**sizes)[name]
+    left = {k: halved(t) if isinstance(t, torch.Tensor) else t for k, t in options.items()}
+    yield "half of the columns", name, tuple(map(halved, args)), left
+    block_scales = (torch.ones(T, 1), torch.ones(G, 1, 1))
+    if name.startswith("grouped_gemm_scaled"):
+        a, _, b, *rest = args
+        block_scales = (torch.ones(1, K), torch.ones(1, N)) if "wgrad" in name else block_scales
+        yield "blocks", name, (a, block_scales[0], b, block_scales[1], *rest[1:]), {**options, "format": "fp8_block"}
+    for other in bases():
+        if other.startswith(name.partition(".")[0]) and other != name:
+            yield other, other, *bases()[other]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Every launch, by op, kernel and what the tensors look like; nothing is compiled."""
+    seen = []
+
+    def describe(t):
+        return (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) if isinstance(t, torch.Tensor) else t
+
+    def compiled(op, key, first, build):
+        return lambda *args: seen.append((op, key, *map(describe, args)))
+
+    monkeypatch.setattr(host, "packages_reason", lambda: None)
+    monkeypatch.setattr(host, "compiled", compiled)
+    for module in LAUNCHES:
+        monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(plans, "by_shape", {})
+    with backends.emulated_device("sm_90"):
+        yield seen
+
+
+def outcome(launched, name, args, options):
+    """What is launched and made, or what is raised."""
+    launched.clear()
+    try:
+        made = overload(name)(*args, **options)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        return type(error), str(error)
+    made = made if isinstance(made, (tuple, list)) else [made]
+    return list(launched), [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in made if t is not None]
+
+
+class Forgetful(dict):
+    def __setitem__(self, key, value):
+        pass
+
+
+@pytest.fixture
+def cold(launched, monkeypatch):
+    """``outcome`` when nothing is remembered."""
+
+    def run(*call):
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "by_shape", Forgetful())
+            for op, check in CHECKS:
+                patch.setattr(op, check, getattr(op, check).__wrapped__)
+            return outcome(launched, *call)
+
+    return run
+
+
+@pytest.mark.parametrize("name", list(bases()))
+def test_a_call_like_one_before_is_served_like_one_that_is_not(launched, cold, name):
+    base = (name, *bases()[name])
+    refused = served = 0
+    for what, *change in changes(name):
+        expected = {"base": cold(*base), "change": cold(*change)}
+        for first, second in (("base", "change"), ("change", "base")):
+            plans.by_shape.clear()
+            for turn in (first, second, first, second):
+                got = outcome(launched, *(base if turn == "base" else change))
+                assert got == expected[turn], f"{what}: {turn} after {first}"
+        refused += isinstance(expected["change"][0], type)
+        served += bool(expected["change"][0]) and not isinstance(expected["change"][0], type)
+    assert refused > 10
+    assert served > 5
+
+
+@pytest.mark.parametrize("name", [n for n in bases() if n != "group_quantize"])
+def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
+    """No kernel is looked for again, nor are operands looked at one by one where that takes long."""
+    args, options = bases()[name]
+    expected = outcome(launched, name, args, options)
+    assert len(expected[0]) == 1
+    for module, function in itertools.product(LAUNCHES, ("_plan", "_gemm_plan", "_wgrad_plan", "_dbias_plan")):
+        if hasattr(module, function):
+            monkeypatch.setattr(module, function, None)
+    monkeypatch.setattr(host, "packages_reason", None)
+    if "out" not in options:
+        monkeypatch.setattr(tgl.meta.scaled, "_data", None)
+    assert outcome(launched, name, args, options) == expected
+
+
+@pytest.mark.parametrize("name", list(bases()))
+def test_every_architecture_has_its_own(launched, name):
+    for arch in ("sm_90", "sm_100", "sm_90"):
+        with backends.emulated_device(arch):
+            (op, key, *_), *_ = outcome(launched, name, *bases()[name])[0]
+        assert arch in map(str, key), op

@@ -1,0 +1,73 @@
+"""What counts as the same call, and how many are kept."""
+
+import pytest
+import torch
+
+from tgl.meta import remembered as module
+from tgl.meta.remembered import remembered
+
+
+@pytest.fixture
+def check():
+    """A check that counts its calls and refuses three rows."""
+
+    @remembered
+    def check(x, y=None, *, option="first"):
+        check.calls += 1
+        if x.shape[0] == 3:
+            raise ValueError("three rows")
+        return x.shape, option
+
+    check.calls = 0
+    return check
+
+
+def test_values_and_addresses_are_not_looked_at(check):
+    for x in (torch.zeros(2, 4), torch.ones(2, 4), torch.zeros(9)[1:].view(2, 4), torch.zeros(2, 4).requires_grad_()):
+        assert check(x) == ((2, 4), "first")
+    assert check.calls == 1
+
+
+def test_all_else_is(check):
+    x, y = torch.zeros(4, 4), torch.zeros(4)
+    calls = (
+        ((x,), {}),
+        ((x, None), {}),
+        ((x, y), {}),
+        ((x, y), {"option": "first"}),
+        ((x, y), {"option": "second"}),
+        ((x[:2], y), {}),
+        ((x.t(), y), {}),
+        ((x[:, :2], y), {}),
+        ((x.half(), y), {}),
+        ((x, y.half()), {}),
+        ((x, y[::2]), {}),
+        ((x, y[:2]), {}),
+        ((x.to("meta"), y), {}),
+    )
+    for count, (args, options) in enumerate(calls, 1):
+        for _ in range(2):
+            assert check(*args, **options)[0] == args[0].shape
+            assert check.calls == count
+
+
+def test_a_check_without_a_result():
+    calls = []
+    check = remembered(lambda x: calls.append(x))
+    for _ in range(2):
+        assert check(torch.zeros(2)) is None
+    assert len(calls) == 1
+
+
+def test_what_raises_raises_again(check):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="three rows"):
+            check(torch.zeros(3))
+    assert check.calls == 2
+
+
+def test_it_forgets_before_it_grows_for_ever(check, monkeypatch):
+    monkeypatch.setattr(module, "LIMIT", 4)
+    for rows in (5, 6, 7, 8, 9, 9, 5):
+        check(torch.zeros(rows, 1))
+    assert check.calls == 6

@@ -1,0 +1,39 @@
+"""Checks that need not be made again for a call like one before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Spec = TypeVar("Spec")
+_NEVER = object()
+LIMIT = 1024  # calls remembered per check; sizes of a training run are few, and a new number of tokens makes a new call
+
+
+def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
+    """``check``, which maps tensors and options to output specs, at the price of a look-up for what it has passed.
+
+    For real tensors alone: sizes of traced ones are symbols. What raises is not remembered.
+
+    Args:
+        check: takes tensors or None by position and what can be hashed by keyword; looks at the tensors' shapes,
+            strides, dtypes and devices and at nothing else.
+    """
+    passed: dict[tuple, Any] = {}
+
+    @functools.wraps(check)
+    def once(*tensors: Tensor | None, **options: Any) -> Spec:
+        seen = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        key = (*seen, *options, *options.values())
+        spec = passed.get(key, _NEVER)  # one step, as another thread may be clearing
+        if spec is _NEVER:
+            spec = check(*tensors, **options)
+            if len(passed) >= LIMIT:
+                passed.clear()
+            passed[key] = spec
+        return spec
+
+    return once
