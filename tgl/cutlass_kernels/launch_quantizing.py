@@ -11,15 +11,15 @@ from torch import Tensor
 
 from .. import backends
 from ..meta.quantized import Components, Options
-from . import host, launch, launch_scaled
+from . import host, launch_scaled, plans
 from .activation.spec import spec_of
 from .config import VARLEN_M, GemmConfig
 from .epilogue.spec import EpilogueSpec
 from .gemm.scaling import ATOM_ROWS, MXFP8
-from .host import ALIGNMENT, GPU_ARCH
-from .launch import Plan
-from .quantize import plans
+from .host import ALIGNMENT
+from .plans import Plan, power_of_two
 from .quantize.spec import MXFP8Spec
+from .requirements import address_reason
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
@@ -37,6 +37,7 @@ class QuantizingPlanKey(NamedTuple):
     config: GemmConfig
 
 
+OP = "grouped_gemm_scaled_activation_quantize"
 _plans: dict[tuple, Plan] = {}
 _NO_EPILOGUE = {
     "nvfp4": "the scales of nvfp4 follow from the largest magnitude of a whole group, which no tile of it knows",
@@ -71,7 +72,7 @@ def supports(
     if params.gated and not params.interleaved and columns % ATOM_ROWS:
         return f"needs I to be a multiple of {ATOM_ROWS} unless halves alternate, since scales come so, got {columns}"
     for name, t in zip(Components._fields, out):
-        reason = launch_scaled.scale_reason(name, t)
+        reason = address_reason(name, t)
         if reason is not None:
             return reason
     return None
@@ -163,7 +164,7 @@ def _plan(
     h: Tensor,
 ) -> Plan:
     arch = backends.device_arch(a.device)
-    rows = launch._power_of_two(a.shape[0] // b.shape[0])
+    rows = power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(arch, params, h.shape[1], a.shape[1], rows)
     dtypes = (a.dtype, b.dtype, h.dtype, bias.dtype if bias is not None else None)
     factor = probs.dtype if probs is not None else None
@@ -185,51 +186,37 @@ def _plan(
         )
         rows_first = b_direction == "rowwise"
         key = QuantizingPlanKey(arch, not a.is_cuda, name(a.dtype), name(b.dtype), rows_first, spec, tiling)
-        function = host.compiled("grouped_gemm_scaled_activation_quantize", key, a, lambda: build(key))
-        plan = _plans[known] = Plan(function, launch._clusters(a.device, tiling.ctas))
+        plan = _plans[known] = plans.make(OP, key, a, build, tiling)
     return plan
 
 
 def build(key: QuantizingPlanKey) -> Callable:
     """Compile the kernel for ``key``. Needs no GPU."""
     import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+    from .compiling import compiled, matrix, strided, vector
+    from .elements import TYPES
     from .gemm.sm100.scaled import QuantizingGroupedGemm
 
-    spec = key.spec
-    assert spec.quantized is not None
-
-    def stack(name: str) -> Any:
-        """Matrices, contiguous along the last dimension, all else on 16 bytes."""
-        element = plans.element(name)
-        strides = (*(cute.sym_int64(divisibility=ALIGNMENT * 8 // element.width) for _ in range(2)), 1)
-        return make_fake_tensor(element, tuple(cute.sym_int32() for _ in range(3)), strides, assumed_align=ALIGNMENT)
-
-    def bias() -> Any:
-        if spec.bias is None:
-            return None
-        sizes, strides = (tuple(kind() for _ in range(2)) for kind in (cute.sym_int32, cute.sym_int64))
-        return make_fake_tensor(plans.element(spec.bias), sizes, strides)
+    spec, quantized = key.spec, key.spec.quantized
+    assert quantized is not None
 
     def direction(present: bool) -> tuple:
-        element = spec.quantized.element  # type: ignore[union-attr]
-        return (plans.matrix(element), plans.vector("uint8", ALIGNMENT)) if present else (None, None)
+        return (matrix(quantized.element), vector("uint8", ALIGNMENT)) if present else (None, None)
 
-    a, b, codes = (plans.element(name) for name in (key.a_element, key.b_element, spec.quantized.element))
-    return cute.compile[cute.GPUArch(GPU_ARCH[key.arch]), cute.EnableTVMFFI(True)](
+    a, b, codes = (TYPES[name] for name in (key.a_element, key.b_element, quantized.element))
+    return compiled(
+        key.arch,
         QuantizingGroupedGemm(key.config, spec, a, b, codes, MXFP8, key.b_rows_first),
-        plans.matrix(key.a_element),
-        plans.vector("uint8", ALIGNMENT),
-        stack(key.b_element),
-        plans.matrix("uint8"),
-        plans.strided("int32"),
-        plans.matrix(spec.out),
-        bias(),
-        plans.strided(spec.probs),
-        *direction(spec.quantized.rowwise),
-        *direction(spec.quantized.columnwise),
+        matrix(key.a_element),
+        vector("uint8", ALIGNMENT),
+        matrix(key.b_element, 3),
+        matrix("uint8"),
+        strided("int32"),
+        matrix(spec.out),
+        strided(spec.bias, 2),
+        strided(spec.probs),
+        *direction(quantized.rowwise),
+        *direction(quantized.columnwise),
         cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )
