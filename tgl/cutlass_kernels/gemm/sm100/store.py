@@ -45,7 +45,7 @@ def store_tiles(
 
     A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, and lanes of a warp wait for each
     other once per piece: then all have written it, and the one that stores has waited for the store that used the next
-    piece's buffer. A warp whose rows are all outside the output stores nothing but the zeros of scales that belong there.
+    piece's buffer. A warp whose rows are all outside the output stores nothing, or zero scales if any belong there.
 
     Args:
         gemm: the ``GroupedGemm``.
