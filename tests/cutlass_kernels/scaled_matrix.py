@@ -52,7 +52,7 @@ USUAL = {
     for kind in (VARLEN_M, VARLEN_K)
 }
 """Those that are chosen for few and for many rows."""
-USUAL[QUANTIZING] = _quantizing((128, 256), (256, 256))
+USUAL[QUANTIZING] = _quantizing((128, 256), (256, 256), (256, 128))
 
 ACTIVATIONS = {
     "swiglu": Params(),
@@ -93,8 +93,8 @@ MMA = {
 def allowed(choice: dict) -> bool:
     """Whether such a kernel exists: NVFP4 has one element type, and data stored by place has its rows first."""
     _, name, tiling = choice["tiling"]
-    if "activation" in choice:  # a tile has whole atoms of the result's scales
-        return choice["activation"] == "srelu" or tiling.tile_n == 256
+    if "activation" in choice:  # halves side by side need a whole atom of scales each
+        return choice["activation"] in ("alternating", "srelu") or tiling.tile_n == 256
     by_place = FORMATS[name].placed and not choice.get("b_rowwise", True)
     return not ((choice.get("bias_scale") and not choice["bias"]) or (name == "nvfp4" and choice["mixed"]) or by_place)
 

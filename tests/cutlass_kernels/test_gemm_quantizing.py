@@ -25,7 +25,9 @@ SRELU = Params("srelu")
 CASES = {
     "swiglu": Case(128, 256, RAGGED, bias=BF16),
     "swiglu, pair": Case(256, 256, (5, 0, 257, 1, 384), columns=256, bias=F32, tail=300),
-    "alternating": Case(128, 256, RAGGED, ALTERNATING, columns=80, tail=200),
+    "alternating": Case(128, 128, RAGGED, ALTERNATING, columns=176, tail=200),
+    "alternating, few columns": Case(128, 128, (5, 0, 130, 1), ALTERNATING, columns=48),
+    "alternating, wide": Case(128, 256, RAGGED, ALTERNATING, columns=80, tail=200),
     "alternating, pair, columnwise weights": Case(
         256, 256, (130, 0, 0, 3), ALTERNATING, columns=144, direction="columnwise", out=F16, probs=F16
     ),
@@ -36,7 +38,7 @@ CASES = {
     "srelu, wide pair": Case(256, 256, (300, 0, 1), SRELU, columns=336, probs=BF16, b_dtype=E5M2),
     "all empty": Case(128, 256, (0, 0, 0), tail=140, bias=BF16),
 }
-USUAL = ("swiglu", "swiglu, pair", "alternating", "srelu, rows alone", "all empty")
+USUAL = ("swiglu", "swiglu, pair", "alternating", "alternating, few columns", "srelu, rows alone", "all empty")
 
 
 @pytest.mark.parametrize("name", USUAL)

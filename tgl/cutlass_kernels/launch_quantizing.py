@@ -148,9 +148,9 @@ def _components(options: Options, out: Components) -> tuple[Tensor | None, ...]:
 
 
 def choose(arch: str, params: Params, columns: int, depth: int, rows: int) -> GemmConfig:
-    """The tiling of ``launch_scaled``, but at least as wide as makes whole atoms of the result's scales."""
+    """The tiling of ``launch_scaled``; halves side by side need a whole atom of scales each."""
     tiling = launch_scaled.choose(arch, VARLEN_M, MXFP8, columns, depth, rows)
-    return replace(tiling, tile_n=2 * ATOM_ROWS) if params.gated else tiling
+    return replace(tiling, tile_n=2 * ATOM_ROWS) if params.gated and not params.interleaved else tiling
 
 
 def _plan(

@@ -5,8 +5,8 @@ of a thread are a block along the row, and a column of the warp is a block along
 exchange maxima until each has those of two columns of 64, make two scales and tell the others. The elements of a piece
 fill one buffer: half of it rows, half of it columns.
 
-A tile has whole atoms of scales, as wide as high, of which a warp writes the bytes of its rows and its blocks: see
-``varlen.scaled`` for where. Places that no tile has are cleared before the first tile.
+A tile has whole atoms of scales, as wide as high, or halves, of which a warp writes the bytes of its rows and its
+blocks: see ``varlen.scaled`` for where. Places that no tile has are cleared before the first tile.
 """
 
 from typing import Any, NamedTuple
@@ -225,24 +225,47 @@ def put_scales(gemm: cutlass.Constexpr, sinks: Sinks, piece: cutlass.Constexpr, 
     """A thread's scales of a piece to memory, zero for columns that do not exist: of its row and of two columns."""
     spec, outputs, lane = gemm.spec.quantized, sinks.outputs, cute.arch.lane_idx()
     column = sinks.column + piece * COLUMNS
-    atom, within = column // ATOM_ROWS, piece * COLUMNS % ATOM_ROWS
-    if sinks.unit >= 0 and atom * ATOM_ROWS < outputs.columns:
-        if cutlass.const_expr(spec.rowwise):
-            across = ceil_div(outputs.columns, ATOM_ROWS)
-            pair = Int32(0)
-            for i in cutlass.range_constexpr(2):
-                if column + i * BLOCK < outputs.columns:
-                    pair = pair | (row_bytes[i] << (8 * i))
-            at = (Int64(sinks.unit) * across + atom) * ATOM + lane * 16 + sinks.warp * 4 + within // BLOCK
-            pointer = cute.recast_ptr((outputs.scale.iterator + at).align(2), dtype=Uint16)
-            cute.make_tensor(pointer, cute.make_layout(1))[0] = Uint16(pair)
-        if cutlass.const_expr(spec.columnwise):
-            first = (Int64(atom) * outputs.units + sinks.unit) * ATOM
-            for i in cutlass.range_constexpr(2):
-                byte, y = Int32(0), within + 2 * lane + i
-                if column + 2 * lane + i < outputs.columns:
-                    byte = column_bytes[i]
-                outputs.columnwise_scale[first + (y % 32 * 16 + y // 32 * 4 + sinks.warp)] = Uint8(byte)
+    if sinks.unit >= 0 and column // ATOM_ROWS * ATOM_ROWS < outputs.columns:
+        pair = Int32(0)
+        for i in cutlass.range_constexpr(2):
+            if column + i * BLOCK < outputs.columns:
+                pair = pair | (row_bytes[i] << (8 * i))
+        low, high = column_bytes
+        if column + 2 * lane >= outputs.columns:
+            low = Int32(0)
+        if column + 2 * lane + 1 >= outputs.columns:
+            high = Int32(0)
+        put_bytes(spec, outputs, sinks.unit, sinks.warp, column, pair, low, high)
+        if cutlass.const_expr(gemm.result_columns % ATOM_ROWS != 0):  # noqa: SIM102 - decided while tracing
+            # The other half of the last atom is one that no tile has.
+            if column % ATOM_ROWS == 0 and column + COLUMNS >= outputs.columns:
+                zero = Int32(0)
+                put_bytes(spec, outputs, sinks.unit, sinks.warp, column + COLUMNS, zero, zero, zero)
+
+
+@cute.jit
+def put_bytes(
+    spec: cutlass.Constexpr,
+    outputs: Quantized,
+    unit: Int32,
+    warp: Int32,
+    column: Int32,
+    pair: Int32,
+    low: Int32,
+    high: Int32,
+):
+    """A thread's scales of 64 columns from ``column`` on: two of its row, and those of two columns."""
+    lane, atom, within = cute.arch.lane_idx(), column // ATOM_ROWS, column % ATOM_ROWS
+    if cutlass.const_expr(spec.rowwise):
+        across = ceil_div(outputs.columns, ATOM_ROWS)
+        at = (Int64(unit) * across + atom) * ATOM + lane * 16 + warp * 4 + within // BLOCK
+        pointer = cute.recast_ptr((outputs.scale.iterator + at).align(2), dtype=Uint16)
+        cute.make_tensor(pointer, cute.make_layout(1))[0] = Uint16(pair)
+    if cutlass.const_expr(spec.columnwise):
+        first = (Int64(atom) * outputs.units + unit) * ATOM
+        for i in cutlass.range_constexpr(2):
+            y = within + 2 * lane + i
+            outputs.columnwise_scale[first + (y % 32 * 16 + y // 32 * 4 + warp)] = Uint8((low, high)[i])
 
 
 @cute.jit
