@@ -87,6 +87,15 @@ def test_exact(kind, case):
     run(kind, case)
 
 
+@pytest.mark.parametrize("name", ["mxfp8, pair", "mxfp8, wide pair, columnwise", "nvfp4, columnwise weights, pair"])
+def test_a_pair_loads_the_scales_of_b_once(name):
+    case = GEMM[name]
+    form, record = FORMATS[case.format], run(VARLEN_M, case)
+    stage = (case.tile_m + case.tile_n) * 128 + form.scale_bytes(case.tile_m) + form.scale_bytes(case.tile_n)
+    tiles = sum(-(-size // case.tile_m) for size in case.sizes) * -(-case.columns // case.tile_n)
+    assert record.tma_bytes["load"] == tiles * -(-case.depth // form.tile_k) * stage
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, case", KINDS, ids=NAMES)
 def test_exact_under_many_schedules(kind, case):
