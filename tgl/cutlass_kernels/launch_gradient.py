@@ -94,11 +94,13 @@ def _run(
     if probs is None:
         plan.run(dy, b, offs, dh, h, None, None)
         return
-    tiles = ceil_div(b.shape[2], plan.tile_n)
-    sums = dprobs.unsqueeze(0) if tiles == 1 else dprobs.new_empty(tiles, dprobs.shape[0])
+    columns = b.shape[2]
+    if columns <= plan.tile_n:
+        plan.run(dy, b, offs, dh, h, probs, dprobs.unsqueeze(0))
+        return
+    sums = dprobs.new_empty(ceil_div(columns, plan.tile_n), dprobs.shape[0])
     plan.run(dy, b, offs, dh, h, probs, sums)
-    if tiles > 1:
-        torch.sum(sums, 0, out=dprobs)
+    torch.sum(sums, 0, out=dprobs)
 
 
 def attempt_grouped_gemm_dactivation(

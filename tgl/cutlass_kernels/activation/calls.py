@@ -149,20 +149,19 @@ def build(
     op: str, arch: str, emulated: bool, spec: ActivationSpec, vector: int, element: str, probs: str | None
 ) -> Callable:
     """Compile a kernel. Needs no GPU."""
-    from ..compiling import compiled, matrix, strided
-    from ..compiling import vector as vector_of
+    from .. import compiling
     from ..elements import TYPES
     from .kernel import GroupedActivation, GroupedActivationBackward
 
     def rows(count: int) -> Any:
         """Accessed by ``count`` elements of a row."""
         width = count * TYPES[element].width // 8
-        return matrix(element, pitch=width, columns=count, align=min(width, host.ALIGNMENT))
+        return compiling.matrix(element, pitch=width, columns=count, align=min(width, host.ALIGNMENT))
 
     narrow, wide = rows(vector), rows(vector * (2 if spec.interleaved else 1))
-    offs, factors = strided("int32"), strided(probs)
+    offs, factors = compiling.strided("int32"), compiling.strided(probs)
     if op == "grouped_activation":
-        return compiled(arch, GroupedActivation(spec, vector), wide, offs, factors, narrow)
+        return compiling.compiled(arch, GroupedActivation(spec, vector), wide, offs, factors, narrow)
     dx = rows(vector * (2 if spec.interleaved else 1))
-    dprobs = None if probs is None else vector_of("float32")
-    return compiled(arch, GroupedActivationBackward(spec, vector), narrow, wide, offs, factors, dx, dprobs)
+    dprobs = None if probs is None else compiling.vector("float32")
+    return compiling.compiled(arch, GroupedActivationBackward(spec, vector), narrow, wide, offs, factors, dx, dprobs)
