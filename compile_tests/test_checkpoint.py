@@ -62,6 +62,7 @@ WITHOUT = {
     "grouped_activation_backward": 1,
 }
 WITH = {**WITHOUT, "grouped_gemm": 2 + 2}
+ACTIVATION = {"grouped_activation", "grouped_activation_backward"}  # in a graph for a CPU they are expressions of aten
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["nothing saved", "save list"])
@@ -76,7 +77,8 @@ def test_calls_in_the_compiled_graphs(mlp: tgl.GroupedMLP, x: Tensor, save: bool
     captured = Captured()
     step = torch.compile(checkpointed(mlp, save), backend=captured, fullgraph=True)
     step(x, torch.rand(9, requires_grad=True)).sum().backward()
-    assert captured.tgl_calls() == (WITH if save else WITHOUT)
+    expected = WITH if save else WITHOUT
+    assert captured.tgl_calls() == {name: count for name, count in expected.items() if name not in ACTIVATION}
     assert graph_breaks() == 0
 
 
@@ -124,7 +126,8 @@ def test_bytes_saved(backend: str | None) -> None:
         return lambda x: mlp.forward_offsets(x, OFFS).sin()
 
     whole, thrifty = tgl.GroupedMLP(G, K, N), tgl.GroupedMLP(G, K, N, recompute_activation=True)
-    assert saved(whole, experts(whole)) == 4 * 9 * (K + 2 * N + N + K)
+    mask = 9 if backend else 0  # of the routed rows, a byte each: the activation is expressions of aten in the graph
+    assert saved(whole, experts(whole)) == 4 * 9 * (K + 2 * N + N + K) + mask
     assert saved(thrifty, experts(thrifty)) == 4 * 9 * (K + 2 * N + K)
     region = experts(whole)
     assert saved(whole, lambda x: checkpoint(region, x, use_reentrant=False)) == 4 * 9 * K

@@ -142,14 +142,24 @@ forward
   splits_to_offsets: i32[3] = tgl.splits_to_offsets(primals_2)
   transpose: f32[3, 8, 8] = aten.transpose.int(primals_3, 1, 2)
   grouped_gemm: f32[6, 8] = tgl.grouped_gemm(primals_1, transpose, splits_to_offsets, primals_4)
-  grouped_activation: f32[6, 4] = tgl.grouped_activation(grouped_gemm, splits_to_offsets, primals_5)
+  slice_1: f32[6, 4] = aten.slice.Tensor(grouped_gemm, 1, 0, 4)
+  slice_2: f32[6, 4] = aten.slice.Tensor(grouped_gemm, 1, 4, 9223372036854775807)
+  silu: f32[6, 4] = aten.silu(slice_1)
+  mul: f32[6, 4] = aten.mul.Tensor(silu, slice_2)
+  unsqueeze: f32[6, 1] = aten.unsqueeze(primals_5, 1)
+  mul_1: f32[6, 4] = aten.mul.Tensor(mul, unsqueeze)
+  select: i32[] = aten.select.int(splits_to_offsets, 0, -1)
+  arange: i64[6] = aten.arange(6, device=cpu, pin_memory=False)
+  lt: b8[6] = aten.lt.Tensor(arange, select)
+  unsqueeze_1: b8[6, 1] = aten.unsqueeze(lt, 1)
+  scalar_tensor: f32[] = aten.scalar_tensor(0, dtype=torch.float32, layout=torch.strided, device=cpu)
+  where: f32[6, 4] = aten.where.self(unsqueeze_1, mul_1, scalar_tensor)
   transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_6, 1, 2)
-  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(grouped_activation, transpose_1, splits_to_offsets, primals_7,
-      primals_5)
-  return [grouped_gemm_1, primals_1, primals_5, primals_7, splits_to_offsets, transpose, grouped_gemm,
-      grouped_activation, transpose_1]
+  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(where, transpose_1, splits_to_offsets, primals_7, primals_5)
+  return [grouped_gemm_1, primals_1, primals_5, primals_7, splits_to_offsets, transpose, grouped_gemm, where,
+      transpose_1]
 backward
-  grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(tangents_1, grouped_activation, splits_to_offsets)
+  grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(tangents_1, where, splits_to_offsets)
   transpose_2: f32[3, 4, 8] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
   transpose_3: f32[3, 8, 4] = aten.transpose.int(transpose_1, 1, 2)
   grouped_gemm_2: f32[6, 4] = tgl.grouped_gemm(tangents_1, transpose_3, splits_to_offsets)
@@ -157,25 +167,48 @@ backward
   getitem: f32[3, 8] = getitem(grouped_dbias_dscales, 0)
   getitem_1: f32[6] = getitem(grouped_dbias_dscales, 1)
   transpose_4: f32[3, 8, 4] = aten.transpose.int(transpose_2, 1, 2)
-  grouped_activation_backward = tgl.grouped_activation_backward(grouped_gemm_2, grouped_gemm,
-      splits_to_offsets, primals_5)
-  getitem_2: f32[6, 8] = getitem(grouped_activation_backward, 0)
-  getitem_3: f32[6] = getitem(grouped_activation_backward, 1)
-  add: f32[6] = aten.add.Tensor(getitem_1, getitem_3)
-  grouped_gemm_wgrad_1: f32[3, 8, 8] = tgl.grouped_gemm_wgrad(getitem_2, primals_1, splits_to_offsets)
+  select_1: i32[] = aten.select.int(splits_to_offsets, 0, -1)
+  arange_1: i64[6] = aten.arange(6, device=cpu, pin_memory=False)
+  lt_1: b8[6] = aten.lt.Tensor(arange_1, select_1)
+  unsqueeze_2: b8[6, 1] = aten.unsqueeze(lt_1, 1)
+  slice_3: f32[6, 4] = aten.slice.Tensor(grouped_gemm, 1, 0, 4)
+  slice_4: f32[6, 4] = aten.slice.Tensor(grouped_gemm, 1, 4, 9223372036854775807)
+  sigmoid: f32[6, 4] = aten.sigmoid(slice_3)
+  mul_2: f32[6, 4] = aten.mul.Tensor(slice_3, sigmoid)
+  rsub: f32[6, 4] = aten.rsub.Scalar(sigmoid, 1)
+  mul_3: f32[6, 4] = aten.mul.Tensor(mul_2, rsub)
+  add: f32[6, 4] = aten.add.Tensor(sigmoid, mul_3)
+  mul_4: f32[6, 4] = aten.mul.Tensor(mul_2, slice_4)
+  select_2: b8[6] = aten.select.int(unsqueeze_2, 1, 0)
+  mul_5: f32[6, 4] = aten.mul.Tensor(grouped_gemm_2, mul_4)
+  sum_1: f32[6] = aten.sum.dim_IntList(mul_5, [1])
+  scalar_tensor_1: f32[] = aten.scalar_tensor(0, dtype=torch.float32, layout=torch.strided, device=cpu)
+  where_1: f32[6] = aten.where.self(select_2, sum_1, scalar_tensor_1)
+  unsqueeze_3: f32[6, 1] = aten.unsqueeze(primals_5, 1)
+  mul_6: f32[6, 4] = aten.mul.Tensor(grouped_gemm_2, unsqueeze_3)
+  mul_7: f32[6, 4] = aten.mul.Tensor(mul_6, add)
+  mul_8: f32[6, 4] = aten.mul.Tensor(mul_7, slice_4)
+  scalar_tensor_2: f32[] = aten.scalar_tensor(0, dtype=torch.float32, layout=torch.strided, device=cpu)
+  where_2: f32[6, 4] = aten.where.self(unsqueeze_2, mul_8, scalar_tensor_2)
+  mul_9: f32[6, 4] = aten.mul.Tensor(mul_6, mul_2)
+  scalar_tensor_3: f32[] = aten.scalar_tensor(0, dtype=torch.float32, layout=torch.strided, device=cpu)
+  where_3: f32[6, 4] = aten.where.self(unsqueeze_2, mul_9, scalar_tensor_3)
+  cat: f32[6, 8] = aten.cat([where_2, where_3], 1)
+  add_1: f32[6] = aten.add.Tensor(getitem_1, where_1)
+  grouped_gemm_wgrad_1: f32[3, 8, 8] = tgl.grouped_gemm_wgrad(cat, primals_1, splits_to_offsets)
   transpose_5: f32[3, 8, 8] = aten.transpose.int(grouped_gemm_wgrad_1, 1, 2)
   transpose_6: f32[3, 8, 8] = aten.transpose.int(transpose, 1, 2)
-  grouped_gemm_3: f32[6, 8] = tgl.grouped_gemm(getitem_2, transpose_6, splits_to_offsets)
-  grouped_dbias: f32[3, 8] = tgl.grouped_dbias(getitem_2, splits_to_offsets)
+  grouped_gemm_3: f32[6, 8] = tgl.grouped_gemm(cat, transpose_6, splits_to_offsets)
+  grouped_dbias: f32[3, 8] = tgl.grouped_dbias(cat, splits_to_offsets)
   transpose_7: f32[3, 8, 8] = aten.transpose.int(transpose_5, 1, 2)
-  return [grouped_gemm_3, None, transpose_7, grouped_dbias, add, transpose_4, getitem]""",
+  return [grouped_gemm_3, None, transpose_7, grouped_dbias, add_1, transpose_4, getitem]""",
     )
 
 
 def test_grouped_mlp_with_frozen_weights() -> None:
     layer = tgl.GroupedMLP(G, K, N).requires_grad_(False)
     captured = capture(layer, leaf(torch.randn(T, K)), torch.tensor([2, 0, 3]), torch.rand(T))
-    assert captured.tgl_calls("backward") == {"grouped_gemm": 2, "grouped_activation_backward": 1}
+    assert captured.tgl_calls("backward") == {"grouped_gemm": 2}
 
 
 def test_grouped_mlp_whose_input_needs_no_gradient() -> None:
@@ -183,7 +216,6 @@ def test_grouped_mlp_whose_input_needs_no_gradient() -> None:
     assert captured.tgl_calls("backward") == {
         "grouped_gemm": 1,  # through FC2 only
         "grouped_gemm_wgrad": 2,
-        "grouped_activation_backward": 1,
     }
 
 
@@ -194,12 +226,10 @@ def test_whole_layer() -> None:
         """\
 forward
   grouped_gemm: f32[10, 8] = tgl.grouped_gemm
-  grouped_activation: f32[10, 4] = tgl.grouped_activation
   grouped_gemm_1: f32[10, 8] = tgl.grouped_gemm
 backward
   grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad
   grouped_gemm_2: f32[10, 4] = tgl.grouped_gemm
-  grouped_activation_backward = tgl.grouped_activation_backward
   grouped_gemm_wgrad_1: f32[3, 8, 8] = tgl.grouped_gemm_wgrad
   grouped_gemm_3: f32[10, 8] = tgl.grouped_gemm""",
     )
@@ -209,4 +239,4 @@ def test_whole_layer_with_frozen_experts() -> None:
     layer = ExpertLayer(bias=True)
     layer.experts.requires_grad_(False)
     captured = capture(layer, leaf(torch.randn(5, 8)))
-    assert captured.tgl_calls("backward") == {"grouped_gemm": 2, "grouped_activation_backward": 1}
+    assert captured.tgl_calls("backward") == {"grouped_gemm": 2}

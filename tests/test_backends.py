@@ -44,7 +44,7 @@ def test_cpu():
     assert not explanation.syncs
     title, runs, *_ = str(explanation).splitlines()
     assert title == "tgl::grouped_gemm on cpu (cpu)"
-    assert runs.startswith("  runs loop of mm (small bfloat16 groups in one batch; the loop of torch.nn.functional.")
+    assert runs.startswith("  runs loop of mm (small bfloat16 groups in batches; the loop of torch.nn.functional.")
 
 
 PACKET = torch.ops.tgl.grouped_gemm

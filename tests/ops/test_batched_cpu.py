@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tgl
-from tgl.ops import _batched_cpu
+from tgl.ops import _batched_cpu, _gemm_cpu
 from tgl.ops._segments import native_matmul
 
 pytestmark = pytest.mark.skipif(not native_matmul(torch.empty(0, dtype=torch.bfloat16)), reason="no bfloat16 GEMM here")
@@ -21,6 +21,7 @@ ROUTINGS = {
     "one large": ONE_LARGE,
     "large and empty": (0, *ONE_LARGE, 0),
     "a batch of empty ones": (*(0,) * 30, *BALANCED),
+    "graded": tuple(2 + g // 2 for g in range(100)),
 }
 TAIL = 7
 
@@ -28,14 +29,20 @@ TAIL = 7
 @pytest.fixture
 def batches(monkeypatch):
     """The choices that are made."""
-    made, choose = [], _batched_cpu.choose
-    monkeypatch.setattr(_batched_cpu, "choose", lambda *args: made.append(choose(*args)) or made[-1])
+    made, work = [], _gemm_cpu.work
+
+    def recorded(*args):
+        made.append(work(*args).batches)
+        return work(*args)
+
+    monkeypatch.setattr(_gemm_cpu, "work", recorded)
     return made
 
 
 def loop(monkeypatch, call):
+    work = _gemm_cpu.work
     with monkeypatch.context() as patch:
-        patch.setattr(_batched_cpu, "choose", lambda *args: [])
+        patch.setattr(_gemm_cpu, "work", lambda *args: work(*args)._replace(batches=()))
         return call()
 
 
@@ -170,7 +177,11 @@ def test_only_bfloat16_in_rows_is_batched(batches):
     tgl.grouped_gemm(a, matrices, offs, integers(len(BALANCED), N).float())
     tgl.grouped_gemm(a, matrices, offs, integers(len(BALANCED), N), integers(a.shape[0]))
     tgl.grouped_gemm_wgrad(a, b.t().contiguous().t(), offs)
-    assert not batches
+    assert len(batches) == 6
+    assert not any(batches)
+
+
+GRADED = tuple(4 + g // 2 for g in range(120))  # 4 to 63 rows
 
 
 @pytest.mark.parametrize(
@@ -179,6 +190,7 @@ def test_only_bfloat16_in_rows_is_batched(batches):
         (BALANCED, 128, 128, len(BALANCED)),
         (WITH_EMPTY, 128, 128, len(WITH_EMPTY)),  # the empty ones too: then no matrix is copied
         (ONE_LARGE, 128, 128, 2 * len(BALANCED)),  # the large one would pad all others
+        (GRADED, 64, 128, len(GRADED)),
         (BALANCED, 0, 128, 0),
         (BALANCED, 1024, 2048, 0),  # set-up is nothing next to the products
         ((64,) * 8, 1024, 2048, 0),
@@ -187,8 +199,19 @@ def test_only_bfloat16_in_rows_is_batched(batches):
         ((), 128, 128, 0),
     ],
 )
-def test_choice(sizes, k, n, count):
-    groups = _batched_cpu.choose([*sizes, TAIL], k, n)
-    assert len(groups) == count
-    assert groups == sorted(groups)
+def test_plan(sizes, k, n, count):
+    saved, batches = _batched_cpu.plan((*sizes, TAIL), k, n)
+    groups = [g for batch in batches for g in batch]
+    assert len(groups) == len(set(groups)) == count
+    assert (saved > 0) == (count > 0)
+    assert all(list(batch) == sorted(batch) for batch in batches)
     assert all(sizes[g] <= 100 for g in groups)
+
+
+def test_groups_of_about_one_size_go_together():
+    """Padding all to the largest would cost more than the loop saves."""
+    _, batches = _batched_cpu.plan((*GRADED, TAIL), 64, 128)
+    assert len(batches) > 1
+    for batch in batches:
+        heights = [GRADED[g] for g in batch]
+        assert sum(max(heights) - height for height in heights) * 64 * 128 < _batched_cpu._BATCH

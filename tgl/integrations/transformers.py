@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..meta.specs import accumulator
+from ..nn._activation import activate
 from ..nn.routing import combine, dispatch, dispatch_both, route
-from ..ops import grouped_activation, grouped_gemm
+from ..ops import grouped_gemm
 
 NAME = "tgl"
 
@@ -69,7 +70,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     rows = _linear(flags, rows, up, up_bias, routing.offs)
     fused = activation(experts)
     if fused is not None:
-        rows = grouped_activation(rows, routing.offs, probs, **fused.parameters(experts))
+        rows = activate(rows, routing.offs, probs, **fused.parameters(experts))
     else:
         rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
         rows = rows * probs[:, None] if probs is not None else rows

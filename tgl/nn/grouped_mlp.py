@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from .. import backends, offload
 from ..meta.specs import ACTIVATIONS, GATED
-from ..ops.grouped_activation import grouped_activation
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import DelayedScaling, Recipe
+from ._activation import activate
 from ._buffers import check_buffer, check_disjoint
 from ._scaled_gemms import ScaledGemms
 from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
@@ -165,7 +165,7 @@ class GroupedMLP(nn.Module):
                 out=out,
                 prepared=prepared,
             )
-        hidden = grouped_activation(hidden, offs, probs, kind=self.activation, interleaved=self.interleaved)
+        hidden = activate(hidden, offs, probs, **activation)
         return self.fc2.forward_offsets(hidden, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out)
 
     def _is_one_op(self, device: torch.device) -> bool:

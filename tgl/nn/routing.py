@@ -59,6 +59,8 @@ def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
     """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
     if top_k == 1:
         return rows.index_select(0, position)
+    if torch.compiler.is_compiling():  # the compiler makes one loop of them
+        return rows.index_select(0, position).unflatten(0, (-1, top_k)).sum(1)
     # One pass over the rows, where a gather and a sum would write and read another [T, H].
     starts = torch.arange(0, position.shape[0], top_k, device=position.device)
     return torch.embedding_bag(rows, position, starts, mode=0)[0]

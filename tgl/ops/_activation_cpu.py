@@ -24,11 +24,10 @@ _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
-class Steps:
-    """Cuts rows into steps and lends buffers of one step's size, in the accumulator's dtype.
+class _Steps:
+    """Cuts ``most`` rows into steps and lends buffers of one step's size, in the accumulator's dtype.
 
-    One object may serve several calls, each of at most ``most`` rows; ``x`` and ``width`` are like what goes into the
-    activation and the number of columns that come out of it.
+    ``x`` is what goes into the activation, ``width`` the number of columns that come out of it.
     """
 
     def __init__(self, x: Tensor, width: int, most: int, params: Params, *, backward: bool = False) -> None:
@@ -86,12 +85,12 @@ def _routed_rows(x: Tensor, offs: Tensor) -> int:
     return min(max([0, *offs.tolist()]), x.shape[0])
 
 
-def column(probs: Tensor | None) -> Tensor | None:
+def _column(probs: Tensor | None) -> Tensor | None:
     """``[T, 1]``."""
     return None if probs is None else probs[:, None]
 
 
-def _clamped_gate(steps: Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def _clamped_gate(steps: _Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """``z`` and ``A(g)``, the second in ``a``, which may be ``g`` itself; ``A'(g) = silu'(z)`` below the limit."""
     z = steps.room("z", g.shape[0])
     torch.clamp(g, max=steps.params.limit, out=a)
@@ -100,24 +99,17 @@ def _clamped_gate(steps: Steps, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return z, a
 
 
-def _clamped_linear(steps: Steps, u: Tensor) -> Tensor:
+def _clamped_linear(steps: _Steps, u: Tensor) -> Tensor:
     limit, offset = steps.params.limit, steps.params.offset
     return torch.clamp(u, -limit, limit, out=steps.room("s", u.shape[0])).add_(offset)
 
 
 def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """``out = probs A(g) L(u)`` and a zero tail."""
-    routed = _routed_rows(x, offs)
-    forward_rows(Steps(x, out.shape[1], routed, params), x, column(probs), routed, out=out)
-    if routed < out.shape[0]:
-        out[routed:].zero_()
-
-
-def forward_rows(steps: Steps, x: Tensor, probs: Tensor | None, rows: int, *, out: Tensor) -> None:
-    """The same for the first ``rows`` rows; ``probs [T, 1]``."""
-    params, wide = steps.params, steps.in_place
-    for part_x, p, part in zip(steps.cut(x, rows), steps.cut(probs, rows), steps.cut(out, rows)):
-        if wide:
+    rows = _routed_rows(x, offs)
+    steps, column = _Steps(x, out.shape[1], rows, params), _column(probs)
+    for part_x, p, part in zip(steps.cut(x, rows), steps.cut(column, rows), steps.cut(out, rows)):
+        if steps.in_place:
             y = part
             g, u = params.halves(part_x)
         else:
@@ -132,38 +124,21 @@ def forward_rows(steps: Steps, x: Tensor, probs: Tensor | None, rows: int, *, ou
             y.mul_(_clamped_linear(steps, u))
         if p is not None:
             y.mul_(p)
-        if not wide:
+        if not steps.in_place:
             part.copy_(y)
+    if rows < out.shape[0]:
+        out[rows:].zero_()
 
 
 def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
-    routed = _routed_rows(x, offs)
-    steps, sums = Steps(x, dy.shape[1], routed, params, backward=True), dprobs if probs is not None else None
-    backward_rows(steps, dy, x, column(probs), routed, dx=dx, dprobs=sums)
-    if routed < dx.shape[0]:
-        dx[routed:].zero_()
-        dprobs[routed:].zero_()
-
-
-def backward_rows(
-    steps: Steps,
-    dy: Tensor,
-    x: Tensor,
-    probs: Tensor | None,
-    rows: int,
-    *,
-    dx: Tensor,
-    dprobs: Tensor | None,
-    y: Tensor | None = None,
-) -> None:
-    """The same for the first ``rows`` rows; ``probs [T, 1]``; ``y`` takes the bits of the forward, if given."""
-    params, in_place = steps.params, steps.in_place
-    for part_x, d, p, part, dp, part_y in zip(*(steps.cut(t, rows) for t in (x, dy, probs, dx, dprobs, y))):
+    rows = _routed_rows(x, offs)
+    steps, sums = _Steps(x, dy.shape[1], rows, params, backward=True), dprobs if probs is not None else None
+    for part_x, d, p, part, dp in zip(*(steps.cut(t, rows) for t in (x, dy, _column(probs), dx, sums))):
         a = steps.room("a", d.shape[0])
-        if in_place:
+        if steps.in_place:
             result = part
             g, u = params.halves(part_x)
             w, du = params.halves(part)
@@ -182,8 +157,6 @@ def backward_rows(
             z, _ = _clamped_gate(steps, g, a)
             inside = u.abs() <= params.limit
             linear = _clamped_linear(steps, u)
-        if part_y is not None:
-            _value(steps, a, linear, p, part_y)
         torch.mul(d, a if linear is None else linear, out=w)
         if du is not None:
             torch.mul(d, a, out=du)
@@ -199,15 +172,8 @@ def backward_rows(
             _silu_backward_out(w, z, grad_input=dg)
         if p is not None:
             result.mul_(p)
-        if not in_place:
+        if not steps.in_place:
             steps.narrowed(result, part)
-
-
-def _value(steps: Steps, a: Tensor, linear: Tensor | None, p: Tensor | None, out: Tensor) -> None:
-    """``out = p A L`` from ``A`` and ``L`` (``A`` again where there is no linear half), in the order of the forward."""
-    value = out if out.dtype == a.dtype else steps.room("y", a.shape[0])
-    torch.mul(a, a if linear is None else linear, out=value)
-    if p is not None:
-        value.mul_(p)
-    if value is not out:
-        out.copy_(value)
+    if rows < dx.shape[0]:
+        dx[rows:].zero_()
+        dprobs[rows:].zero_()

@@ -121,6 +121,8 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
             output = kernel(*args, **kwargs)
         else:
             output = _below_autograd(op, keyset, args, kwargs)
+        if not written:
+            return output
         # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
         given = {**dict(zip(names, args)), **kwargs}
         # An inference tensor has none.

@@ -85,7 +85,7 @@ def _place(g: int, start: int, u: int) -> int:
     return (start // u + g) * u
 
 
-def rows(data: Tensor, scale: Tensor, sizes: list[int], form: Format, scale_layout: str) -> Tensor:
+def rows(data: Tensor, scale: Tensor, sizes: tuple[int, ...], form: Format, scale_layout: str) -> Tensor:
     """Rowwise tokens as float32 ``[routed, K]``, without the factor of their group."""
     values = elements(data[: sum(sizes[:-1])])
     if form.block == 0 or not values.numel():
@@ -99,7 +99,7 @@ def rows(data: Tensor, scale: Tensor, sizes: list[int], form: Format, scale_layo
     return values.mul_(_spread(scales(scale, form), form.block, 1, values.shape[1]))
 
 
-def _coordinates(sizes: list[int], u: int) -> Tensor:
+def _coordinates(sizes: tuple[int, ...], u: int) -> Tensor:
     """int64 ``[routed]``: the coordinate of every token."""
     runs, start = [], 0
     for g, size in enumerate(sizes[:-1]):

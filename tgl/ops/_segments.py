@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def segment_sizes(offs: Tensor, rows: int) -> list[int]:
+def segment_sizes(offs: Tensor, rows: int) -> tuple[int, ...]:
     """Sizes of the G groups and, last, of the tail; they always add up to ``rows``.
 
     Reads ``offs`` on the host. Ends outside ``[0, rows]`` are clamped and a descending end makes an empty group, so
     that bad offsets give wrong numbers but never an access out of bounds.
     """
-    ends = [*offs.tolist(), rows]
-    sizes = [ends[0], *map(int.__sub__, ends[1:], ends)]
+    return sizes_of(offs.tolist(), rows)
+
+
+def sizes_of(ends: Sequence[int], rows: int) -> tuple[int, ...]:
+    """The same for the values of ``offs``."""
+    ends = (*ends, rows)
+    sizes = (ends[0], *map(int.__sub__, ends[1:], ends))
     if min(sizes) >= 0:
         return sizes
-    sizes, previous = [], 0
+    clamped, previous = [], 0
     for end in ends[:-1]:
         end = min(max(end, previous), rows)
-        sizes.append(end - previous)
+        clamped.append(end - previous)
         previous = end
-    sizes.append(rows - previous)
-    return sizes
+    return (*clamped, rows - previous)
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd

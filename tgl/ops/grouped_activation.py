@@ -66,15 +66,16 @@ class Params(NamedTuple):
         if u is None:
             a = torch.relu(g)
             return a * a, 2 * a, None, None
-        alpha, inside, slope = 1.0, None, None
-        if self.kind == "clamped_qgeglu":
-            alpha, inside, g = self.alpha, g <= self.limit, g.clamp(max=self.limit)
-            slope = (u.abs() <= self.limit).to(u.dtype)
-            u = u.clamp(-self.limit, self.limit) + self.offset
-        s = torch.sigmoid(alpha * g)
+        if self.kind == "swiglu":
+            s = torch.sigmoid(g)
+            a = g * s
+            return a, s + a * (1 - s), u, None
+        inside, g = g <= self.limit, g.clamp(max=self.limit)
+        slope = (u.abs() <= self.limit).to(u.dtype)
+        s = torch.sigmoid(self.alpha * g)
         a = g * s
-        a1 = s + alpha * a * (1 - s)  # (x s(alpha x))' = s + alpha x s (1 - s)
-        return a, a1 if inside is None else a1 * inside, u, slope
+        a1 = (s + self.alpha * a * (1 - s)) * inside  # (x s(alpha x))' = s + alpha x s (1 - s)
+        return a, a1, u.clamp(-self.limit, self.limit) + self.offset, slope
 
     def curvature(self, g: Tensor) -> Tensor:
         """``A''``."""

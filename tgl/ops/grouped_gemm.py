@@ -9,14 +9,18 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from . import _aten_cpu, _batched_cpu
+from ..meta.remembered import remembered
+from . import _batched_cpu, _gemm_cpu
 from ._library import Formula, autocast_operand, define
-from ._segments import below_autograd, native_matmul, segment_sizes
+from ._segments import below_autograd
 
 NAME = "grouped_gemm"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None"
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+_spec = remembered(specs.grouped_gemm)
 
 
 def _kernel(
@@ -28,7 +32,7 @@ def _kernel(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    spec = specs.grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
+    spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     debug.check_offs(NAME, offs, a.shape[0])
     return backends.produce(NAME, a.device, spec, a, b, offs, bias, bias_scale, zero_tail=True)
 
@@ -52,15 +56,10 @@ def _loop(
     out: Tensor,
     zero_tail: bool,
 ) -> None:
-    """One matrix product per group (small ones in one batch), fp32 accumulation, one rounding."""
-    sizes, direct = segment_sizes(offs, a.shape[0]), _direct(a, bias, bias_scale, out.dtype)
-    batch = _batched_cpu.choose_rows(a, sizes, *b.shape[1:]) if direct else []
-    _products(a, b, sizes, batch, bias, bias_scale, out, zero_tail)
-
-
-def _direct(a: Tensor, bias: Tensor | None, bias_scale: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether torch.mm or torch.addmm of the operands as they are computes a group, rounding once."""
-    return dtype == a.dtype and native_matmul(a) and bias_scale is None and (bias is None or bias.dtype == dtype)
+    """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
+    ways = _gemm_cpu.ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
+    work = _gemm_cpu.work(offs, a.shape[0], b.shape[1], b.shape[2], ways)
+    _products(a, b, ways, work, bias, bias_scale, out, zero_tail)
 
 
 def _produce(
@@ -74,29 +73,31 @@ def _produce(
     zero_tail: bool,
 ) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
-    sizes, direct = segment_sizes(offs, a.shape[0]), _direct(a, bias, bias_scale, spec.dtype)
-    batch = _batched_cpu.choose_rows(a, sizes, *b.shape[1:]) if direct else []
-    if direct and not batch and bias is None and _aten_cpu.serves(a, b, b.shape[2], offs, sizes):
+    rows, columns = a.shape[0], b.shape[2]
+    ways = _gemm_cpu.ways(a, b, bias, columns=columns, dtype=spec.dtype, scaled=bias_scale is not None)
+    work = _gemm_cpu.work(offs, rows, b.shape[1], columns, ways)
+    if _gemm_cpu.in_aten(ways, work, a, b):
         out = torch.nn.functional.grouped_mm(a, b, offs=offs)
-        if zero_tail and sizes[-1]:
-            out[out.shape[0] - sizes[-1] :].zero_()
+        if zero_tail and work.sizes[-1]:
+            out[rows - work.sizes[-1] :].zero_()
         return out
     out = spec.empty()
-    _products(a, b, sizes, batch, bias, bias_scale, out, zero_tail)
+    _products(a, b, ways, work, bias, bias_scale, out, zero_tail)
     return out
 
 
 def _products(
     a: Tensor,
     b: Tensor,
-    sizes: list[int],
-    batch: list[int],
+    ways: _gemm_cpu.Ways,
+    work: _gemm_cpu.Work,
     bias: Tensor | None,
     bias_scale: Tensor | None,
     out: Tensor,
     zero_tail: bool,
 ) -> None:
-    done = _batched_cpu.gemm(a, b, sizes, batch, bias, out) if batch else set()
+    sizes = work.sizes
+    done = _batched_cpu.gemm(a, b, sizes, work.batches, bias, out) if work.batches else set()
     if zero_tail and sizes[-1]:
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == b.shape[0]:
@@ -104,7 +105,7 @@ def _products(
     with below_autograd():
         *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
         *out_parts, _ = torch.split_with_sizes(out, sizes)
-        if not _direct(a, bias, bias_scale, out.dtype):
+        if not ways.direct:
             _loop_widened(a_parts, b, sizes, bias, bias_scale, out_parts)
         elif bias is None:
             for g, (x, w, y) in enumerate(zip(a_parts, b.unbind(), out_parts)):
@@ -119,7 +120,7 @@ def _products(
 def _loop_widened(
     a_parts: list[Tensor],
     b: Tensor,
-    sizes: list[int],
+    sizes: tuple[int, ...],
     bias: Tensor | None,
     bias_scale: Tensor | None,
     out_parts: list[Tensor],
@@ -284,7 +285,7 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_aten_cpu.NOTE))
+backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_gemm_cpu.NOTE))
 backends.add(
     backends.Implementation(
         NAME, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note="reads offs on the host; one GEMM per group"

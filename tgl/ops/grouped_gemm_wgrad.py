@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from . import _aten_cpu, _batched_cpu
+from ..meta.remembered import remembered
+from . import _batched_cpu, _gemm_cpu
 from ._library import Formula, autocast_operand, define
-from ._segments import below_autograd, native_matmul, segment_sizes
+from ._segments import below_autograd, segment_sizes
 from .allocate_wgrad import aligned
 from .grouped_gemm import aten_operand_reason
 
@@ -21,10 +22,13 @@ ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+_spec = remembered(specs.grouped_gemm_wgrad)
+
+
 def _kernel(
     a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
 ) -> Tensor:
-    spec = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+    spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
     debug.check_offs(NAME, offs, a.shape[0])
     if alignment is None:
         return backends.produce(NAME, a.device, spec, a, b, offs)
@@ -47,31 +51,32 @@ def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *,
     backends.run(NAME if overwrite else ACCUMULATE, a.device, a, b, offs, out=main_grad)
 
 
-def _parts(a: Tensor, b: Tensor, sizes: list[int], out: Tensor) -> zip:
+def _parts(a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor) -> zip:
     """Size, rows of ``a`` transposed, rows of ``b`` and slot of every group."""
     return zip(sizes, torch.split_with_sizes(a.t(), sizes, 1), torch.split_with_sizes(b, sizes), out.unbind())
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """One matrix product per group (small ones in one batch); an empty group's slot is zeroed."""
-    sizes, direct = segment_sizes(offs, a.shape[0]), out.dtype == a.dtype and native_matmul(a)
-    _products(a, b, sizes, direct, _batched_cpu.choose_wgrad(a, b, sizes) if direct else [], out)
+    """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
+    ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=out.dtype)
+    _products(a, b, ways, _gemm_cpu.work(offs, a.shape[0], a.shape[1], b.shape[1], ways), out)
 
 
 def _produce(spec: specs.TensorSpec, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
-    sizes, direct = segment_sizes(offs, a.shape[0]), spec.dtype == a.dtype and native_matmul(a)
-    batch = _batched_cpu.choose_wgrad(a, b, sizes) if direct else []
-    if direct and not batch and _aten_cpu.serves(a, b, b.shape[1], offs, sizes):
+    rows, columns = a.shape
+    ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=spec.dtype)
+    work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)
+    if _gemm_cpu.in_aten(ways, work, a, b):
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
-    _products(a, b, sizes, direct, batch, out)
+    _products(a, b, ways, work, out)
     return out
 
 
-def _products(a: Tensor, b: Tensor, sizes: list[int], direct: bool, batch: list[int], out: Tensor) -> None:
-    acc = specs.accumulator(a.dtype)
-    done = _batched_cpu.wgrad(a, b, sizes, batch, out) if batch else set()
+def _products(a: Tensor, b: Tensor, ways: _gemm_cpu.Ways, work: _gemm_cpu.Work, out: Tensor) -> None:
+    acc, sizes = specs.accumulator(a.dtype), work.sizes
+    done = _batched_cpu.wgrad(a, b, sizes, work.batches, out) if work.batches else set()
     if len(done) == out.shape[0]:
         return
     with below_autograd():
@@ -80,7 +85,7 @@ def _products(a: Tensor, b: Tensor, sizes: list[int], direct: bool, batch: list[
                 slot.zero_()
             elif g in done:
                 continue
-            elif direct:
+            elif ways.direct:
                 torch.mm(xt, y, out=slot)
             else:
                 slot.copy_(torch.mm(xt.to(acc), y.to(acc)))
@@ -184,7 +189,7 @@ def _call_accumulate(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(ACCUMULATE, _call_accumulate)
-backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_aten_cpu.NOTE))
+backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_gemm_cpu.NOTE))
 backends.add(backends.Implementation(ACCUMULATE, "loop of mm", "cpu", _loop_accumulate))
 for _name, _run in ((NAME, _loop), (ACCUMULATE, _loop_accumulate)):
     backends.add(

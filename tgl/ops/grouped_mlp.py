@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import mlp as specs
-from . import _mlp, _mlp_cpu
+from . import _mlp
 from ._library import Formula, autocast_operand, define
 from .grouped_activation import SCHEMA, Params
 
@@ -239,13 +239,9 @@ def _call_backward(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(BACKWARD, _call_backward)
-for _name, _in_turn, _supports, _composition in (
-    (NAME, _mlp_cpu.forward, _mlp_cpu.supports_forward, _mlp.forward),
-    (BACKWARD, _mlp_cpu.backward, _mlp_cpu.supports_backward, _mlp.backward),
-):
-    _note = "the implementations of the ops it is made of, see their own reports"
-    backends.add(backends.Implementation(_name, "a few groups at a time", "cpu", _in_turn, _supports))
-    backends.add(backends.Implementation(_name, "composition", "cpu", _composition, priority=-10, note=_note))
+_note = "the implementations of the ops it is made of, see their own reports"
+for _name, _composition in ((NAME, _mlp.forward), (BACKWARD, _mlp.backward)):
+    backends.add(backends.Implementation(_name, "composition", "cpu", _composition, note=_note))
     backends.add(backends.Implementation(_name, "composition", "cuda", _composition, emulable=True, note=_note))
 
 

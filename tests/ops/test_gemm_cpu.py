@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tgl
-from tgl.ops import _batched_cpu
+from tgl.ops import _gemm_cpu
 
 K, N, TAIL = 24, 40, 7
 ROUTINGS = {
@@ -19,7 +19,8 @@ ROUTINGS = {
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request, monkeypatch):
-    monkeypatch.setattr(_batched_cpu, "choose", lambda *args: [])
+    work = _gemm_cpu.work
+    monkeypatch.setattr(_gemm_cpu, "work", lambda *args: work(*args)._replace(batches=()))
     return request.param
 
 
@@ -140,3 +141,24 @@ def test_what_needs_another_rounding_stays_with_the_loop(calls):
         assert torch.equal(tgl.grouped_gemm_wgrad(a, dy, offs, out_dtype=out_dtype), dw.to(out_dtype))
     assert torch.equal(tgl.grouped_gemm(a.double(), b.double(), offs), y.double())
     assert not calls
+
+
+def test_what_is_remembered_serves_like_calls_alone(calls, dtype):
+    """Between calls that the loop of ATen takes, one that differs in a single thing that it does not take."""
+    a, b, dy, offs = problem((5, 1, 30, 0, 4), dtype)
+    a, dy = a.nan_to_num(), dy.nan_to_num()
+    y, dw = exact(a, b, dy, offs)
+    expected = {
+        "values of offs": (offs.flip(0).contiguous(), None),
+        "alignment": (offs, (shifted(a), b)),
+        "strides": (offs, (a[:1].expand(a.shape), b)),
+    }
+    for turn, (other, operands) in enumerate(expected.values(), 1):
+        assert torch.equal(tgl.grouped_gemm(a, b, offs), y)
+        assert torch.equal(tgl.grouped_gemm_wgrad(a, dy, offs), dw)
+        tgl.grouped_gemm(*(operands or (a, b)), other)
+        assert len(calls) == 2 * turn
+    with pytest.raises(TypeError, match="`b` must be"):
+        tgl.grouped_gemm(a, b.double(), offs)
+    with pytest.raises(ValueError, match="`offs` must be"):
+        tgl.grouped_gemm(a, b, offs[:-1])

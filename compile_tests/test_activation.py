@@ -1,0 +1,88 @@
+"""Between two layers of a graph for a CPU the activation is expressions of aten: the values and gradients of the op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _compiling import Captured, ends, leaf
+
+import tgl
+from tgl.nn._activation import activate
+
+T, I = 11, 6
+OFFS = ends(2, 0, 6)  # three rows of tail
+KINDS: dict[str, dict[str, Any]] = {
+    "swiglu": {"kind": "swiglu"},
+    "interleaved": {"kind": "swiglu", "interleaved": True},
+    "clamped_qgeglu": {"kind": "clamped_qgeglu", "limit": 1.0, "alpha": 1.5, "offset": 0.5},
+    "srelu": {"kind": "srelu"},
+}
+
+
+def arguments(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """Rows, probabilities and the gradient of the result, with NaN in the tail of all."""
+    width = I if kind == "srelu" else 2 * I
+    x, dy = torch.randn(T, width, dtype=dtype), torch.randn(T, I, dtype=dtype)
+    probs = torch.rand(T, dtype=probs_dtype) if probs_dtype else None
+    for t in (x, dy, probs):
+        if t is not None:
+            t[int(OFFS[-1]) :] = torch.nan
+    return leaf(x), leaf(probs) if probs is not None else None, dy
+
+
+@pytest.mark.parametrize("dtype, probs_dtype", [(torch.float32, None), (torch.float32, torch.float32)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None) -> None:
+    check(kind, dtype, probs_dtype, "aot_eager")
+
+
+@pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_and_gradients_by_inductor(probs_dtype: torch.dtype) -> None:
+    check("swiglu", torch.bfloat16, probs_dtype, "inductor")
+
+
+def check(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None, backend: str) -> None:
+    x, probs, dy = arguments(kind, dtype, probs_dtype)
+    inputs = [t for t in (x, probs) if t is not None]
+    results = []
+    for function in (tgl.grouped_activation, torch.compile(activate, backend=backend, fullgraph=True)):
+        y = function(x, OFFS, probs, **KINDS[kind])
+        results.append((y, *torch.autograd.grad(y, inputs, dy)))
+    for theirs, mine in zip(*results):
+        torch.testing.assert_close(mine, theirs)
+        assert (mine[int(OFFS[-1]) :] == 0).all()
+        assert mine.dtype == theirs.dtype
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    x, probs, dy = arguments("swiglu", torch.float32, torch.float32)
+    step = torch.compile(activate, backend="aot_eager", fullgraph=True)
+    step(x.detach(), OFFS, probs, kind="swiglu").backward(dy)
+    assert x.grad is None
+    assert probs.grad is not None
+    step(x, OFFS, probs.detach(), kind="swiglu").backward(dy)
+    assert x.grad is not None
+
+
+def test_no_groups() -> None:
+    step = torch.compile(activate, backend="aot_eager", fullgraph=True)
+    y = step(leaf(torch.randn(T, 2 * I)), torch.empty(0, dtype=torch.int32), None, kind="swiglu")
+    assert torch.equal(y, torch.zeros(T, I))
+
+
+def test_the_op_stays_in_eager_and_in_an_export() -> None:
+    """An exported graph may run elsewhere."""
+    x, _, _ = arguments("swiglu", torch.float32, None)
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return activate(x, offs, None, kind="swiglu")
+
+    exported = torch.export.export(Layer(), (x, OFFS), strict=True)
+    assert torch.ops.tgl.grouped_activation.default in [node.target for node in exported.graph.nodes]
+    captured = Captured()
+    torch.compile(Layer(), backend=captured, fullgraph=True)(x, OFFS).sum().backward()
+    assert captured.tgl_calls() == {}
+    assert torch.equal(activate(x, OFFS, None, kind="swiglu"), tgl.grouped_activation(x, OFFS))

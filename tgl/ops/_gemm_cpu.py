@@ -1,0 +1,103 @@
+"""How a CPU forms the products of groups: in batches, in ATen's loop, or in ours.
+
+ATen's ``grouped_mm`` is the same ``mm`` per group as our loop, at a third of what a turn costs in Python. It takes
+fewer layouts, trusts ``offs``, leaves the tail uninitialised and pads the rows of some results.
+
+What is decided here is remembered, for the reason given in ``meta/remembered.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..meta.remembered import remembered
+from . import _batched_cpu
+from ._segments import native_matmul, sizes_of
+
+NOTE = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
+_ALIGNMENT = 16  # bytes
+
+
+class Ways(NamedTuple):
+    """What the metadata of operands permit.
+
+    Attributes:
+        direct: torch.mm or torch.addmm of the operands as they are computes a group and rounds once.
+        batches: the groups may be put into batches.
+        aten: ATen's loop takes them, if they are aligned and in order.
+    """
+
+    direct: bool
+    batches: bool
+    aten: bool
+
+
+@remembered
+def ways(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, columns: int, dtype: torch.dtype, scaled: bool = False
+) -> Ways:
+    """The ways to form a product with that many columns in ``dtype``.
+
+    Args:
+        a, b: the operands of ``grouped_mm`` or their transposes; ``a`` has the rows that are grouped.
+        bias: added to the result, times a scale per row if ``scaled``.
+        columns, dtype: of the result.
+    """
+    direct = dtype == a.dtype and native_matmul(a) and not scaled and (bias is None or bias.dtype == dtype)
+    if not direct:
+        return Ways(False, False, False)
+    by_rows = a.stride(1) == 1 and (b.ndim == 3 or b.stride(1) == 1)
+    batches = a.dtype == torch.bfloat16 and a.device.type == "cpu" and by_rows
+    whole_units = columns * a.dtype.itemsize % _ALIGNMENT == 0
+    takes = bias is None and a.dtype in (torch.float32, torch.bfloat16) and whole_units and _regular(a) and _regular(b)
+    return Ways(True, batches, takes)
+
+
+def _regular(t: Tensor) -> bool:
+    """Not empty, row- or column-major without overlap, every row and matrix on 16 bytes if the first one is."""
+    if not t.numel():
+        return False
+    *outer, row, column = t.stride()
+    rows, columns = t.shape[-2:]
+    pitch, width = (row, columns) if column == 1 else (column, rows)
+    if (column != 1 and row != 1) or pitch < width:
+        return False
+    step = _ALIGNMENT // t.element_size()
+    return not pitch % step and not any(stride % step for stride in outer)
+
+
+class Work(NamedTuple):
+    """What the values of ``offs`` ask for.
+
+    Attributes:
+        sizes: of the groups and, last, of the tail.
+        batches: groups that are better taken together, see ``_batched_cpu``.
+        in_order: ``offs`` neither descends nor leaves the rows.
+    """
+
+    sizes: tuple[int, ...]
+    batches: _batched_cpu.Batches
+    in_order: bool
+
+
+def work(offs: Tensor, rows: int, k: int, n: int, ways: Ways) -> Work:
+    """For products with matrices ``k`` x ``n`` or the other way round. Reads ``offs`` on the host."""
+    return _work(tuple(offs.tolist()), rows, min(k, n), max(k, n), ways.batches)
+
+
+@functools.lru_cache(maxsize=64)  # the products of a layer, forward and backward, ask alike
+def _work(ends: tuple[int, ...], rows: int, k: int, n: int, may_batch: bool) -> Work:
+    sizes = sizes_of(ends, rows)
+    batches = _batched_cpu.plan(sizes, k, n)[1] if may_batch else ()
+    # Clamped or emptied sizes are not the differences of the ends.
+    return Work(sizes, batches, tuple(accumulate(sizes[:-1])) == ends)
+
+
+def in_aten(ways: Ways, work: Work, a: Tensor, b: Tensor) -> bool:
+    """Whether ATen's loop is the way: the results of ours but for the tail."""
+    return ways.aten and work.in_order and not work.batches and not (a.data_ptr() | b.data_ptr()) % _ALIGNMENT
