@@ -9,8 +9,6 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from tgl.testing.emulator import LaunchRecord
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -25,8 +23,15 @@ def economy():
 
 @pytest.mark.parametrize("columnwise", [True, False])
 def test_quantisation_moves_what_it_must(economy, columnwise):
-    counts = economy.quantised(columnwise, (256, 256), 256)
+    counts = economy.quantised("mxfp8", columnwise, (256, 256), 256)
     assert 1 <= counts["moved"] / counts["minimum"] <= 1.05
+
+
+def test_a_gemm_that_quantises_its_activation_does_not_read_it_back(economy):
+    """It stores both halves of 16 bits, and codes and scales of both directions."""
+    one, two = economy.activated((256, 128), 128, 256).values()
+    assert 1 <= one / (4 + 2 + 2 / 32) <= 1.05
+    assert two - one >= 4
 
 
 @pytest.mark.parametrize(("format", "bytes_"), [("mxfp8", 1 + 1 / 32), ("nvfp4", 1 / 2 + 1 / 16)])
@@ -35,10 +40,3 @@ def test_a_tile_loads_its_operands_and_scales_once(economy, format, bytes_):
     counts = economy.measure(economy.run_ours, economy.problem(format, (128, 256), depth, 256), (128, 128))
     assert counts["TMA load bytes"] == (128 + 128) * depth * bytes_
     assert counts["MMAs"] == depth // (32 if format == "mxfp8" else 64)
-
-
-def test_bytes_are_those_of_all_lanes(economy):
-    instructions = {"ld.global.v4.b32": 2, "ld.global.b32": 1, "st.global.v4.b16": 3, "ld.shared.b32": 9}
-    record = LaunchRecord("k", "sm_100a", (1, 1, 1), (32, 1, 1), (1, 1, 1), 0, instructions)
-    assert economy.bytes_of(record, "ld") == 32 * (2 * 16 + 4)
-    assert economy.bytes_of(record, "st") == 32 * 3 * 8

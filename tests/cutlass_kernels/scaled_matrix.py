@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 
-from tests.cutlass_kernels import sass
+import torch
+
+from tests.cutlass_kernels import quantizing_cases, sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, Row, threads
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.cutlass_kernels.launch_quantizing import QuantizingPlanKey
 from tgl.cutlass_kernels.launch_scaled import ScaledPlanKey, choose, tiling_reason
+from tgl.ops.grouped_activation import Params
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 YES_NO = (True, False)
+QUANTIZING = "quantizing"  # varlen_m with an activation that leaves quantised
 
 
 def _tilings(kind: str) -> list[tuple[str, str, GemmConfig]]:
@@ -30,7 +35,13 @@ def _tilings(kind: str) -> list[tuple[str, str, GemmConfig]]:
     return found
 
 
+def _quantizing(*sizes: tuple[int, int]) -> list[tuple[str, str, GemmConfig]]:
+    depth = FORMATS["mxfp8"].tile_k
+    return [("sm_100", "mxfp8", GemmConfig(m, n, depth, two_cta=m == 256)) for m, n in sizes]
+
+
 TILINGS = {kind: _tilings(kind) for kind in (VARLEN_M, VARLEN_K)}
+TILINGS[QUANTIZING] = _quantizing((128, 128), (256, 128), (128, 256), (256, 256))
 USUAL = {
     kind: [
         (arch, name, tiling)
@@ -41,6 +52,14 @@ USUAL = {
     for kind in (VARLEN_M, VARLEN_K)
 }
 """Those that are chosen for few and for many rows."""
+USUAL[QUANTIZING] = _quantizing((128, 256), (256, 256), (256, 128))
+
+ACTIVATIONS = {
+    "swiglu": Params(),
+    "alternating": Params("clamped_qgeglu", interleaved=True),
+    "clamped": Params("clamped_qgeglu"),
+    "srelu": Params("srelu"),
+}
 
 PARTS = {
     VARLEN_M: {
@@ -52,6 +71,14 @@ PARTS = {
         "zero_tail": YES_NO,
     },
     VARLEN_K: {"out": ("bfloat16", "float32"), "mixed": YES_NO, "accumulate": YES_NO},
+    QUANTIZING: {
+        "out": ("bfloat16", "float16"),
+        "activation": tuple(ACTIVATIONS),
+        "directions": ("both", "rows", "columns"),
+        "scaling": ("rceil", "floor", "even"),
+        "vectors": YES_NO,
+        "b_rowwise": YES_NO,
+    },
 }
 MMA = {
     ("sm_90", "fp8_tensor"): ("QGMMA", r"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b}"),
@@ -65,14 +92,30 @@ MMA = {
 
 def allowed(choice: dict) -> bool:
     """Whether such a kernel exists: NVFP4 has one element type, and data stored by place has its rows first."""
-    _, name, _ = choice["tiling"]
+    _, name, tiling = choice["tiling"]
+    if "activation" in choice:  # halves side by side need a whole atom of scales each
+        return choice["activation"] in ("alternating", "srelu") or tiling.tile_n == 256
     by_place = FORMATS[name].placed and not choice.get("b_rowwise", True)
     return not ((choice.get("bias_scale") and not choice["bias"]) or (name == "nvfp4" and choice["mixed"]) or by_place)
 
 
-def key(kind: str, choice: dict) -> ScaledPlanKey:
+def key(kind: str, choice: dict) -> ScaledPlanKey | QuantizingPlanKey:
     """What a kernel is compiled from."""
     arch, name, tiling = choice["tiling"]
+    if kind == QUANTIZING:
+        vectors = torch.float32 if choice["vectors"] else None
+        case = quantizing_cases.Case(
+            *(tiling.tile_m, tiling.tile_n, (), ACTIVATIONS[choice["activation"]]),
+            out=getattr(torch, choice["out"]),
+            bias=vectors,
+            probs=vectors,
+            direction="rowwise" if choice["b_rowwise"] else "columnwise",
+            rowwise=choice["directions"] != "columns",
+            columnwise=choice["directions"] != "rows",
+            dtype=getattr(torch, E5M2 if choice["scaling"] == "floor" else E4M3),
+            scaling=choice["scaling"],
+        )
+        return quantizing_cases.key(case)
     form = FORMATS[name]
     a, b = ("uint8", "uint8") if name == "nvfp4" else (E4M3, E5M2 if choice["mixed"] else E4M3)
     rows = kind == VARLEN_M

@@ -229,3 +229,28 @@ def test_close_to_float32_and_the_same_bits(format):
     for _ in range(20):
         assert torch.equal(tgl.grouped_gemm_scaled(*here, **layout(format), out_dtype=F32), got)
     assert ((got.cpu() - wanted).norm() / wanted.norm()).item() < 2.0**-10
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("sizes", [ROUTINGS["edges"], ROUTINGS["even"], ROUTINGS["all empty"]], ids=str)
+@pytest.mark.parametrize("format", HERE)
+def test_a_product_with_its_activation_quantised_is_the_bytes_of_two_ops(format, sizes, interleaved):
+    torch.manual_seed(0)
+    op = tgl.grouped_gemm_scaled_activation_quantize
+    gemm = Gemm(format, sizes, columns=512)
+    here = [t.to(DEVICE) if t is not None else None for t in gemm.operands]
+    rows, offs = here[0].shape[0], here[4]
+    probs = torch.rand(rows, device=DEVICE)
+    probs[sum(sizes) :] = float("nan")
+    here = (*here, torch.randn(len(sizes), 512, device=DEVICE), probs)
+    options = {**gemm.options, "interleaved": interleaved}
+    explained = str(tgl.warmup(op, *here, **options))
+    assert ("runs tgl kernel" if format == "mxfp8" else "runs GEMM, then activation and quantise") in explained
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h, made = op(*here, **options)
+    graph.replay()
+    wanted_h = tgl.grouped_gemm_scaled(*here[:8], **gemm.options)
+    wanted = tgl.grouped_activation_quantize(wanted_h, offs, probs, interleaved=interleaved, **layout(format))
+    for got, two in zip((h, *made), (wanted_h, *wanted)):
+        assert torch.equal(got.view(torch.uint8), two.view(torch.uint8))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
 from tests import scaled_oracle
@@ -196,6 +197,33 @@ def test_the_mlp_is_its_two_layers(recipe, activation):
         inputs.append((y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in network.parameters())))
     assert equal(*inputs)
     assert equal(mlp.buffers(), apart.buffers())
+
+
+def test_the_mlp_quantises_its_activation_along_the_tokens_if_a_weight_gradient_will_read_it():
+    found = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.tgl.grouped_gemm_scaled_activation_quantize.default:
+                found.append(kwargs.get("columnwise", True))
+            return op(*args, **(kwargs or {}))
+
+    def columnwise(**options):
+        mlp, _ = layers(MXFP8BlockScaling(), tgl.GroupedMLP, **options)
+        with Watch():
+            mlp(tokens().requires_grad_(), SIZES)
+        return found.pop()
+
+    assert columnwise()
+    assert not columnwise(recompute_activation=True)
+    assert not columnwise(save_original_input=True)
+    with torch.no_grad():
+        assert not columnwise()
+    mlp, _ = layers(MXFP8BlockScaling(), tgl.GroupedMLP)
+    mlp.fc2.weight.requires_grad_(False)
+    with Watch():
+        mlp(tokens(), SIZES).sum().backward()
+    assert found == [False]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=ids)

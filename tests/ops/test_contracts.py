@@ -10,6 +10,7 @@ ON_THEIR_OWN = {  # and where they are under test
     "after",  # tests/test_offload.py
     "allocate_wgrad",  # below
     "grouped_activation_quantize",  # test_activation_quantize.py: the bytes of two ops that are here
+    "grouped_gemm_scaled_activation_quantize",  # test_gemm_activation_quantize.py, likewise
     "offload",  # tests/test_offload.py
     "reload",
     "scale_from_layout",  # quantize/test_scale_layout.py

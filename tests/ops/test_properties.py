@@ -68,6 +68,11 @@ def test_flops_of_the_expert_layer():
     assert count(lambda: mlp(x, torch.tensor([2, 0, 5]))) == 2 * T * K * 2 * N + 2 * T * N * K
 
 
+def test_flops_of_an_mlp_with_a_recipe():
+    mlp, x = tgl.GroupedMLP(G, K, N, recipe=tgl.recipes.MXFP8BlockScaling()), torch.randn(T, K)
+    assert count(lambda: mlp(x, torch.tensor([2, 0, 5]))) == 2 * T * K * 2 * N + 2 * T * N * K
+
+
 def test_flops_of_an_mlp_are_those_of_the_gemms_it_needs():
     x, offs = torch.randn(T, K, requires_grad=True), OFFS
     w1, w2 = torch.randn(G, K, 2 * N, requires_grad=True), torch.randn(G, N, K, requires_grad=True)
@@ -87,6 +92,7 @@ def test_save_list_holds_overloads():
         ops.grouped_gemm,
         ops.grouped_gemm_activation,
         ops.grouped_gemm_scaled,
+        ops.grouped_gemm_scaled_activation_quantize,
         ops.grouped_mlp,
         ops.offload,
     ]

@@ -22,7 +22,7 @@ from .quantized import (
     known_format,
     known_layout,
 )
-from .specs import Dim, TensorSpec, grouped_activation, packed_slots
+from .specs import ACTIVATIONS, GATED, Dim, TensorSpec, accumulator, grouped_activation, packed_slots
 
 DIRECTIONS = ("rowwise", "columnwise")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,18 +101,26 @@ def grouped_activation_quantize(
     x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, *, kind: str, options: Options
 ) -> ComponentSpecs:
     """``[T, 2 I]`` (gated) or ``[T, I]`` to the components of ``[T, I]``; ``options`` resolved."""
-    op, form = "grouped_activation_quantize", options.description
-    shape, dtype, device, _ = grouped_activation(x, offs, probs, kind=kind)
+    op = "grouped_activation_quantize"
+    shape, dtype, *_ = grouped_activation(x, offs, probs, kind=kind)
     checks.require(dtype in SOURCES, op, "x", "float32, bfloat16 or float16", dtype, TypeError)
+    return _activated(op, "x", x, shape, offs.shape[0], scale, options)
+
+
+def _activated(
+    op: str, argument: str, source: Tensor, shape: tuple[Dim, ...], groups: Dim, scale: Tensor | None, options: Options
+) -> ComponentSpecs:
+    """Checks of what quantises an activation of ``shape``; ``source`` is the argument that says how wide it is."""
+    form = options.description
     if form.per_byte == 2 and (even := shape[1] % 2 == 0) is not True:
-        checks.require(even, op, "x", "such that I is even (two elements share a byte)", x.shape)
+        checks.require(even, op, argument, "such that I is even (two elements share a byte)", source.shape)
     if scale is not None:
         checks.require("scale" in form.options, op, "scale", f"None for {form.name}", "a tensor")
-        checks.shape(op, "scale", scale, (offs.shape[0],), "[G]")
+        checks.shape(op, "scale", scale, (groups,), "[G]")
         checks.either_dtype(op, "scale", scale, torch.float32)
-        checks.same_device(op, "scale", scale, "x", device)
+        checks.same_device(op, "scale", scale, argument, source.device)
         checks.contiguous(op, "scale", scale)
-    return component_specs(options, shape, offs.shape[0], device, grouped=True)
+    return component_specs(options, shape, groups, source.device, grouped=True)
 
 
 def grouped_gemm_scaled(
@@ -130,9 +138,9 @@ def grouped_gemm_scaled(
     b_direction: str = "rowwise",
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
+    op: str = "grouped_gemm_scaled",
 ) -> TensorSpec:
     """Rowwise tokens ``[T, K]`` times weights ``[G, N, K]`` (rowwise) or ``[G, K, N]`` (columnwise) -> ``[T, N]``."""
-    op = "grouped_gemm_scaled"
     form = _format(op, format, scale_layout)
     known = f"one of {', '.join(DIRECTIONS)}"
     checks.require(b_direction in DIRECTIONS, op, "b_direction", known, repr(b_direction))
@@ -169,6 +177,44 @@ def grouped_gemm_scaled(
         checks.either_dtype(op, "bias_scale", bias_scale, *OUT_DTYPES)
         checks.same_device(op, "bias_scale", bias_scale, "a", a.device)
     return TensorSpec((rows, width), dtype, a.device)
+
+
+def grouped_gemm_scaled_activation_quantize(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    b_direction: str,
+    kind: str,
+    options: Options,
+    out_dtype: torch.dtype | None,
+) -> tuple[TensorSpec, ComponentSpecs]:
+    """``h [T, 2 I]`` (gated) or ``[T, I]``, and the components of ``[T, I]``.
+
+    ``options`` are resolved; their format and layout of scales are those of the operands too.
+    """
+    op = "grouped_gemm_scaled_activation_quantize"
+    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    names = {"format": options.format, "scale_layout": options.scale_layout, "b_direction": b_direction}
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias)
+    h = grouped_gemm_scaled(*operands, **names, out_dtype=out_dtype, op=op)  # type: ignore[arg-type]
+    rows, width = h.shape
+    if kind in GATED:
+        if (even := width % 2 == 0) is not True:
+            checks.require(even, op, "b", "such that N = 2 I is even", b.shape)
+        width = width // 2
+    if probs is not None:
+        checks.shape(op, "probs", probs, (rows,), "[T]")
+        checks.either_dtype(op, "probs", probs, h.dtype, accumulator(h.dtype))
+        checks.same_device(op, "probs", probs, "a", a.device)
+    return h, _activated(op, "b", b, (rows, width), offs.shape[0], scale, options)
 
 
 def grouped_gemm_scaled_out(*operands: Tensor | None, out: Tensor, **options: str) -> None:

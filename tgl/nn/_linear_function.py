@@ -36,6 +36,8 @@ class Call(NamedTuple):
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
         save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
+        prepared: the input prepared for the forward, if it is already.
+        made: what ``fprop`` returns, if something else has made it.
     """
 
     gemms: Gemms
@@ -52,6 +54,8 @@ class Call(NamedTuple):
     overwrite_main_grad: bool = False
     stash: Stash | None = None
     save_original_input: bool = False
+    prepared: Operands | None = None
+    made: tuple[Tensor, Operand] | None = None
 
     def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
         """The layer's input, prepared."""
@@ -64,7 +68,11 @@ def fprop(
     call: Call, x: Tensor, probs: Tensor | None, bias_scale: Tensor | None, *, wgrad: bool = False
 ) -> tuple[Tensor, Operand]:
     """The result ``[T, N]``, and what the weight gradient will read if ``wgrad``."""
-    prepared = call.input(x, call.offs, probs, fprop=True, wgrad=wgrad)
+    if call.made is not None:
+        return call.made
+    prepared = call.prepared
+    if prepared is None:
+        prepared = call.input(x, call.offs, probs, fprop=True, wgrad=wgrad)
     scale = probs if call.scaled_by_probs else bias_scale
     y = call.gemms.fprop(
         prepared.fprop, call.weight.fprop, call.offs, call.bias, scale, out_dtype=call.out_dtype, out=call.out
@@ -105,10 +113,17 @@ class LinearFunction(torch.autograd.Function):
         bias = call.bias if bias_scale is not None or call.scaled_by_probs else None
         save(ctx, (*wgrad_operand, *kept.values()), (call.offs, bias, *call.weight.dgrad))
         ctx.kept = tuple(kept)
-        ctx.call = call._replace(offs=None, weight=None, bias=None, out=None)  # type: ignore[arg-type]
+        ctx.call = call._replace(
+            offs=None,  # type: ignore[arg-type]
+            weight=None,  # type: ignore[arg-type]
+            bias=None,
+            out=None,
+            prepared=None,
+            made=None,
+        )
         ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
         ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
-        return y if call.out is None else y.detach()
+        return y if call.out is None and call.made is None else y.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

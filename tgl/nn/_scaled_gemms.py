@@ -15,6 +15,7 @@ from ..ops import (
     grouped_activation_quantize,
     grouped_dbias,
     grouped_gemm_scaled,
+    grouped_gemm_scaled_activation_quantize,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_scaled_wgrad_accumulate_,
 )
@@ -108,12 +109,45 @@ class ScaledGemms(nn.Module):
     def activated_input(
         self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
     ) -> Operands:
-        options = {k: v for k, v in self.specs.input.options(wgrad).items() if k != "block_2d"}
+        options = self._activated_options(wgrad)
         made = grouped_activation_quantize(
             h, offs, probs, self._scale("input"), rowwise=fprop, columnwise=wgrad, **options, **activation
         )
         self._remember("input", made)
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
+
+    @property
+    def fuses_product(self) -> bool:
+        """Whether ``activated_product`` is better than ``fprop`` of the layer before and ``activated_input``."""
+        return self.format == "mxfp8"
+
+    def activated_product(
+        self,
+        x: Operand,
+        w: Operand,
+        offs: Tensor,
+        bias: Tensor | None,
+        probs: Tensor | None,
+        activation: dict[str, Any],
+        *,
+        out_dtype: torch.dtype,
+        wgrad: bool,
+    ) -> tuple[Tensor, Operands]:
+        """``h``, what ``fprop`` of the layer before is, and ``activated_input`` of it, by one op."""
+        h, made = grouped_gemm_scaled_activation_quantize(
+            **_pair(x, w),
+            offs=offs,
+            bias=bias,
+            probs=probs,
+            columnwise=wgrad,
+            out_dtype=out_dtype,
+            **self._activated_options(wgrad),
+            **activation,
+        )
+        return h, _forward_operands(made, self.format, True, wgrad=wgrad)
+
+    def _activated_options(self, wgrad: bool) -> dict[str, Any]:
+        return {k: v for k, v in self.specs.input.options(wgrad).items() if k != "block_2d"}
 
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""

@@ -18,7 +18,7 @@ from ..recipes import Recipe
 from ._buffers import check_buffer, check_disjoint
 from ._delayed import Delayed, Pending, add_to
 from ._errors import explain_to_dynamo, fail
-from ._gemms import Gemms
+from ._gemms import Gemms, Operands
 from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
 from ._parameters import GroupedParameters
 from ._scaled_gemms import ScaledGemms, gemms_for
@@ -202,9 +202,8 @@ class GroupedLinear(GroupedParameters):
             rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
             y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
         else:
-            y = self._forward_function(
-                inp, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out
-            )
+            call, rows = self._call(inp, offs, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out)
+            y = self._apply_function(call, rows, None, bias_scale)
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
     def forward_activated(
@@ -217,28 +216,67 @@ class GroupedLinear(GroupedParameters):
         recompute: bool = False,
         is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
+        prepared: Operands | None = None,
     ) -> Tensor:
         """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
 
         ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the
-        activation again.
+        activation again. ``prepared`` is the activation ready for the GEMMs, by ``forward_quantizing``.
         """
-        return self._forward_function(
+        call, rows = self._call(
             hidden,
             offs,
-            None,
             is_first_microbatch=is_first_microbatch,
             out=out,
             probs=probs,
             activation=activation,
             recompute=recompute,
         )
+        return self._apply_function(call._replace(prepared=prepared), rows, probs, None)
 
-    def _forward_function(
+    def forward_quantizing(
         self,
         inp: Tensor,
         offs: Tensor,
-        bias_scale: Tensor | None,
+        probs: Tensor | None,
+        activation: dict[str, Any],
+        following: GroupedLinear,
+        *,
+        recompute: bool = False,
+        is_first_microbatch: bool | Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> tuple[Tensor, Operands]:
+        """The layer, and what ``following.forward_activated`` takes as ``prepared``, by the op that makes both.
+
+        Both layers have a recipe that ``fuses_product``; ``recompute`` is what ``following`` will be given.
+        """
+        call, rows = self._call(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
+        gemms = following.gemms
+        assert isinstance(gemms, ScaledGemms)
+        wgrad = self._needs_wgrad() and not call.save_original_input
+        following_wgrad = following._needs_wgrad() and not (following.save_original_input or recompute)
+        with torch.no_grad():
+            x = call.input(rows, offs, None, fprop=True, wgrad=wgrad)
+            y, prepared = gemms.activated_product(
+                x.fprop,
+                call.weight.fprop,
+                offs,
+                call.bias,
+                probs,
+                activation,
+                out_dtype=call.out_dtype,
+                wgrad=following_wgrad,
+            )
+        y = self._apply_function(call._replace(made=(y, x.wgrad)), rows, None, None)
+        return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features), prepared
+
+    def _needs_wgrad(self) -> bool:
+        return torch.is_grad_enabled() and any(w.requires_grad for w in self.group_parameters("weight"))
+
+    def _call(
+        self,
+        inp: Tensor,
+        offs: Tensor,
         *,
         is_first_microbatch: bool | Tensor | None,
         out: Tensor | None = None,
@@ -246,8 +284,8 @@ class GroupedLinear(GroupedParameters):
         probs: Tensor | None = None,
         activation: dict[str, Any] | None = None,
         recompute: bool = False,
-    ) -> Tensor:
-        weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
+    ) -> tuple[Call, Tensor]:
+        """What a call is made of, and the input as a matrix."""
         weight, bias = self.packed("weight"), self.packed("bias")
         assert weight is not None
         rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
@@ -258,9 +296,8 @@ class GroupedLinear(GroupedParameters):
         if out is not None or dgrad_out is not None:
             out, dgrad_out = self._checked_buffers(inp, out, dgrad_out, rows, out_dtype)
 
-        grad = torch.is_grad_enabled()
-        needs_wgrad = grad and any(w.requires_grad for w in weights)
-        needs_dgrad = grad and (rows.requires_grad or (probs is not None and probs.requires_grad))
+        needs_wgrad = self._needs_wgrad()
+        needs_dgrad = torch.is_grad_enabled() and (rows.requires_grad or (probs is not None and probs.requires_grad))
         main_grad = stash = None
         if needs_wgrad and self.fuse_wgrad_accumulation and not self.delay_wgrad_compute:
             main_grad = self.packed_main_grad()
@@ -290,6 +327,11 @@ class GroupedLinear(GroupedParameters):
             stash=stash,
             save_original_input=self.save_original_input or recompute,
         )
+        return call, rows
+
+    def _apply_function(self, call: Call, rows: Tensor, probs: Tensor | None, bias_scale: Tensor | None) -> Tensor:
+        weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
+        grad = torch.is_grad_enabled()
         if not grad or not any(t is not None and t.requires_grad for t in (rows, probs, bias_scale, *weights, *biases)):
             return fprop(call, rows, probs, bias_scale)[0]
         return LinearFunction.apply(call, len(weights), rows, probs, bias_scale, *weights, *biases)

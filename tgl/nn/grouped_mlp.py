@@ -14,6 +14,7 @@ from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import DelayedScaling, Recipe
 from ._activation import activate
 from ._buffers import check_buffer, check_disjoint
+from ._scaled_gemms import ScaledGemms
 from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
 
 
@@ -137,9 +138,22 @@ class GroupedMLP(nn.Module):
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         if out is None and dgrad_out is None and self._is_one_op(inp.device):
             return self._forward_one_op(inp, offs, probs)
-        hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
-        bias_scale = probs if self.fc2.has_bias else None
         activation = {"kind": self.activation, "interleaved": self.interleaved}
+        prepared = None
+        if isinstance(self.fc2.gemms, ScaledGemms) and self.fc2.gemms.fuses_product:
+            hidden, prepared = self.fc1.forward_quantizing(
+                inp,
+                offs,
+                probs,
+                activation,
+                self.fc2,
+                recompute=self.recompute_activation,
+                is_first_microbatch=is_first_microbatch,
+                dgrad_out=dgrad_out,
+            )
+        else:
+            hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
+        bias_scale = probs if self.fc2.has_bias else None
         if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
             return self.fc2.forward_activated(
                 hidden,
@@ -149,6 +163,7 @@ class GroupedMLP(nn.Module):
                 recompute=self.recompute_activation,
                 is_first_microbatch=is_first_microbatch,
                 out=out,
+                prepared=prepared,
             )
         hidden = activate(hidden, offs, probs, **activation)
         return self.fc2.forward_offsets(hidden, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out)

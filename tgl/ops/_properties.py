@@ -13,6 +13,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm_activation,
     grouped_gemm_dactivation,
     grouped_gemm_scaled,
+    grouped_gemm_scaled_activation_quantize,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_wgrad,
     grouped_mlp,
@@ -25,6 +26,7 @@ SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
     _ops.grouped_gemm_activation.default,
     _ops.grouped_gemm_scaled.default,
+    _ops.grouped_gemm_scaled_activation_quantize.default,
     _ops.grouped_mlp.default,
     _ops.offload.default,
 ]
@@ -70,7 +72,7 @@ def grouped_mlp_backward_flop(
     return first * (dx + dw1) + second * (dw2 + (dx or dw1 or dprobs or dbias1))
 
 
-@register_flop_formula([_ops.grouped_gemm_scaled])
+@register_flop_formula([_ops.grouped_gemm_scaled, _ops.grouped_gemm_scaled_activation_quantize])
 def grouped_gemm_scaled_flop(
     a_shape: list[int],
     a_scale_shape: list[int],

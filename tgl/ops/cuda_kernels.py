@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import backends
-from ..cutlass_kernels import copies, host, launch, launch_activated, launch_gradient, launch_scaled
+from ..cutlass_kernels import copies, host, launch, launch_activated, launch_gradient, launch_quantizing, launch_scaled
 from ..cutlass_kernels.activation import calls as activations
+from ..cutlass_kernels.gemm.scaling import MXFP8
 from ..cutlass_kernels.quantize import calls as quantizers
 from ..cutlass_kernels.quantize import calls_dequantize as dequantizers
 from ..cutlass_kernels.reduce import calls
@@ -23,6 +24,7 @@ from .grouped_gemm import NAME as GEMM
 from .grouped_gemm_activation import NAME as GEMM_ACTIVATION
 from .grouped_gemm_dactivation import NAME as DACTIVATION
 from .grouped_gemm_scaled import NAME as SCALED_GEMM
+from .grouped_gemm_scaled_activation_quantize import NAME as SCALED_ACTIVATION_QUANTIZE
 from .grouped_gemm_scaled_wgrad import ACCUMULATE as SCALED_ACCUMULATE
 from .grouped_gemm_scaled_wgrad import NAME as SCALED_WGRAD
 from .grouped_gemm_wgrad import ACCUMULATE
@@ -127,6 +129,13 @@ IN_PLACE = (
             launch_scaled.attempt_grouped_gemm_scaled_wgrad,
         )
         for op in (SCALED_WGRAD, SCALED_ACCUMULATE)
+    ),
+    Kernel(
+        SCALED_ACTIVATION_QUANTIZE,
+        launch_quantizing.grouped_gemm_scaled_activation_quantize,
+        launch_quantizing.supports,
+        launch_quantizing.prepare_grouped_gemm_scaled_activation_quantize,
+        archs=frozenset(MXFP8.archs),
     ),
     Kernel(
         QUANTIZE,

@@ -6,8 +6,9 @@ which of them a kernel has and is a part of its key; ``EpilogueArgs`` carries th
 
 Extensions have one place each. A factor is a step beside ``add_bias``: a field of the spec, an operand if it has one,
 and the arithmetic on the chunk's registers. A second output, such as an activation, is a second tensor map, whose chunk
-is staged and stored after the first. Scales of an operand are loaded by another map into the same stage of the
-mainloop's ring and bounded by the same policy as the operand; the epilogue does not see them.
+is staged and stored after the first; one that leaves quantised has a map per direction and writes its scales. Scales of
+an operand are loaded by another map into the same stage of the mainloop's ring and bounded by the same policy as the
+operand; the epilogue does not see them.
 """
 
 from .spec import EpilogueSpec

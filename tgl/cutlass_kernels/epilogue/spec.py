@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..activation.spec import ActivationSpec
+from ..quantize.spec import MXFP8Spec
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class EpilogueSpec:
         tail: whether rows past the last group are set to zero (``varlen_m``).
         alpha: what ``alpha[g]`` is: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
             product of the decode scales that follow from their amax (NVFP4); None: 1.
-        activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none. A
-            tile of a gated kind holds as many columns of the gate as of the linear half, the gate's first.
+        activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none.
         probs: dtype of ``probs [T]``, or None.
+        quantized: how ``y`` is quantised, which then leaves as components and not otherwise; None: as it is.
     """
 
     out: str
@@ -32,6 +33,7 @@ class EpilogueSpec:
     alpha: str | None = None
     activation: ActivationSpec | None = None
     probs: str | None = None
+    quantized: MXFP8Spec | None = None
 
     @property
     def vectors(self) -> bool:
@@ -40,8 +42,16 @@ class EpilogueSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether a tile holds columns of two halves."""
-        return self.activation is not None and self.activation.gated
+        """Whether a tile holds as many columns of the gate as, behind them, of the linear half.
+
+        With block scales of B, whose rows no map tells apart by turns, halves that alternate are left as they are.
+        """
+        return self.activation is not None and self.activation.gated and not self.alternates
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the columns of a tile are gate and linear half in turns."""
+        return self.quantized is not None and self.activation is not None and self.activation.interleaved
 
     @property
     def reduces(self) -> bool:

@@ -126,9 +126,9 @@ class LaneValues:
         ]
         return packed, [(word,) for word in columns]
 
-    def shared_maximum(self, pairs, lane, upper: int, lower: int):
-        """The maxima over four lanes, which differ in two bits, of the pair with the number that these bits form."""
-        for bit in (upper, lower):
+    def shared_maximum(self, pairs, lane, *bits: int):
+        """The maxima over lanes that differ in some bits, of the pair with the number that a lane's bits form."""
+        for bit in bits:
             there = (lane & bit) != 0
             middle = len(pairs) // 2
             met = []

@@ -11,6 +11,7 @@ from cutlass import Int32, cute
 
 from ..gemm.scaling import ATOM_COLUMNS, ATOM_ROWS, OperandFormat
 from ..schedule import Tile, ceil_div, quotient
+from .gated import GatedVarlenM
 from .policy import Problem, VarlenK, VarlenM
 
 
@@ -49,6 +50,19 @@ class ScaledVarlenM(VarlenM):
     def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[columns, depth]``."""
         return scales[None, None, tile.group]
+
+
+class GatedScaledVarlenM(ScaledVarlenM, GatedVarlenM):
+    """``ScaledVarlenM`` on halves side by side: the linear half's scales must begin with an atom of their own."""
+
+    def scale_views(self, a: cute.Tensor, b: cute.Tensor, problem: Problem) -> tuple[cute.Tensor, cute.Tensor]:
+        """Scales of A and B as ``[rows, depth]`` and ``[(columns, half), depth, group]``."""
+        a, b = super().scale_views(a, b, problem)
+        (atom, down), *shape = b.shape
+        (inner, step), *stride = b.stride
+        half = down // 2
+        layout = cute.make_layout((((atom, half), 2), *shape), stride=(((inner, step), half * step), *stride))
+        return a, cute.make_tensor(b.iterator, layout)
 
 
 class ScaledVarlenK(VarlenK):

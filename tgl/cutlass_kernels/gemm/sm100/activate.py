@@ -1,7 +1,8 @@
 """The epilogue of a tile whose activation is a second output: both rounded, staged and stored piece by piece.
 
-A thread has a row: the gate of a result and, half a tile further, its linear half. They are rounded first, and the
-activation is one of what they were rounded to. The pieces of both outputs go through the same buffers in turns.
+A thread has a row: the gate of a result and, half a tile or one column further, its linear half. They are rounded
+first, and the activation is one of what they were rounded to. The pieces of both outputs go through the same buffers in
+turns; see ``quantize`` for an activation that leaves as components.
 """
 
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 
 from ...activation.curves import activate, widened
-from ...activation.spec import ActivationSpec
+from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import add_bias
 from ...schedule import Tile
 from .pieces import piece_stores, send_piece
+from .quantize import Quantized, quantized_sinks, store_quantized
 
 
 class Views(NamedTuple):
@@ -34,20 +36,24 @@ def activated_sinks(
 
     Args:
         out: map and coordinates of the matrix.
-        second: map and coordinate tensor.
+        second: map and coordinate tensor, or ``Quantized``; then the last are ``quantized_sinks``.
         corner: row and column of the warp's first element in ``out``.
     """
     spec, (row, column) = gemm.spec, corner
     piece, columns = gemm.epi_tile[1], gemm.config.tile_n
     out_map, target = out
-    second_map, coords = second
-    matrices = [(out_map, target, column, columns), (second_map, gemm.policy.rows(coords, tile), column, columns)]
-    if spec.gated:
+    matrices = [(out_map, target, column, columns)]
+    if spec.activation.gated:
         column, columns = column // 2, columns // 2
-        matrices[1] = (*matrices[1][:2], column, columns)
         if not spec.activation.interleaved:
-            matrices[:1] = [(out_map, target[None, None, half], column, columns) for half in range(2)]
-    return tuple((tma, *piece_stores(tma, buffers, t, warp, (row, c), piece, n)) for tma, t, c, n in matrices)
+            matrices = [(out_map, target[None, None, half], column, columns) for half in range(2)]
+    if spec.quantized is None:
+        second_map, coords = second
+        matrices.append((second_map, gemm.policy.rows(coords, tile), column, columns))
+    sinks: tuple = tuple((tma, *piece_stores(tma, buffers, t, warp, (row, c), piece, n)) for tma, t, c, n in matrices)
+    if isinstance(second, Quantized):
+        sinks += (quantized_sinks(gemm, second, tile, buffers, warp, (row, column)),)
+    return sinks
 
 
 @cute.jit
@@ -70,14 +76,14 @@ def store_activated(
         results, made: the pipeline from the MMA warp and where it stands; the accumulator is given back.
         buffer: to begin with.
     """
-    spec, halves = gemm.spec, 2 if gemm.spec.gated else 1
+    spec, halves = gemm.spec, 2 if gemm.spec.activation.gated else 1
     pieces = gemm.config.tile_n // halves // gemm.epi_tile[1]
     shape = views.acc.shape
     rounded = tuple(cute.make_rmem_tensor(shape, gemm.out_element) for _ in range(halves))
     result = cute.make_rmem_tensor(shape, gemm.out_element)
     for piece in cutlass.range_constexpr(pieces):
         for half in cutlass.range_constexpr(halves):
-            at = half * pieces + piece
+            at = 2 * piece + half if spec.alternates else half * pieces + piece
             cute.copy(views.load, views.accumulators[None, None, None, 0, at, made.index], views.acc)
             cute.arch.fence_view_async_tmem_load()
             if cutlass.const_expr(at == halves * pieces - 1):
@@ -86,29 +92,39 @@ def store_activated(
             if cutlass.const_expr(spec.bias):
                 add_bias(views.acc, views.bias[None, None, None, 0, at], None)
             rounded[half].store(views.acc.load().to(gemm.out_element))
-        activate_row(spec.activation, rounded, factor, result)
+        activate_row(spec, rounded, factor, result)
         for part in cutlass.range_constexpr(halves):
             tma, source, sink = sinks[part % (len(sinks) - 1)]
             registers, place = rounded[part], piece
             if cutlass.const_expr(spec.gated and spec.activation.interleaved):
-                registers, place = alternating(rounded[0], rounded[1], part), 2 * piece + part
+                registers = alternating(rounded[0], rounded[1], part)
+            if cutlass.const_expr(halves == 2 and spec.activation.interleaved):
+                place = 2 * piece + part
             cute.copy(views.write, views.write.retile(registers), views.buffers[None, None, None, buffer])
-            send_piece(gemm, tma, source[None, buffer], sink[None, 0, place])
+            send_piece(gemm, (tma, source[None, buffer], sink[None, 0, place]))
             buffer = (buffer + 1) % gemm.epi_stages
-        tma, source, sink = sinks[-1]
-        cute.copy(views.write, views.write.retile(result), views.buffers[None, None, None, buffer])
-        send_piece(gemm, tma, source[None, buffer], sink[None, 0, piece])
+        if cutlass.const_expr(spec.quantized is not None):
+            store_quantized(gemm, sinks[-1], result, piece, buffer)
+        else:
+            tma, source, sink = sinks[-1]
+            cute.copy(views.write, views.write.retile(result), views.buffers[None, None, None, buffer])
+            send_piece(gemm, (tma, source[None, buffer], sink[None, 0, piece]))
         buffer = (buffer + 1) % gemm.epi_stages
     return buffer
 
 
-def activate_row(spec: ActivationSpec, rounded: Any, factor: Any, result: cute.Tensor) -> None:
-    """The activation of a thread's columns of both halves, rounded into ``result``."""
+def activate_row(spec: EpilogueSpec, rounded: Any, factor: Any, result: cute.Tensor) -> None:
+    """The activation of a thread's columns of both halves, or of columns that alternate, rounded into ``result``."""
+    assert spec.activation is not None
     values = cute.make_rmem_tensor(result.shape, Float32)
     wide = tuple(widened(half) for half in rounded)
-    fast = result.element_type.width == 16
-    for i in range(cute.size(values)):
-        value = activate(spec, wide[0][i], wide[1][i] if spec.gated else None, fast)
+    fast, count = result.element_type.width == 16, cute.size(values)
+    for i in range(count):
+        gate, linear = wide[0][i], wide[1][i] if spec.gated else None
+        if spec.alternates:
+            source, at = wide[2 * i // count], 2 * i % count
+            gate, linear = source[at], source[at + 1]
+        value = activate(spec.activation, gate, linear, fast)
         values[i] = value if factor is None else value * factor
     result.store(values.load().to(result.element_type))
 

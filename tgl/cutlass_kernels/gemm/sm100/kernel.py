@@ -54,6 +54,11 @@ def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
     return OperandMajorMode.K if contiguous else OperandMajorMode.MN
 
 
+def _maps(outputs: tuple | None) -> list[cute.CopyAtom]:
+    """The tensor maps among what the epilogue stores to."""
+    return [part for part in outputs or () if isinstance(part, cute.CopyAtom)]
+
+
 def turns(pieces: int, room: int) -> int:
     """How many buffers the pieces of a tile take turns in: if possible so many that every tile begins with the first.
 
@@ -146,14 +151,14 @@ class GroupedGemm:
         args: EpilogueArgs,
         clusters: Int32,
         stream,
-        second: cute.Tensor | None = None,
+        second=None,
         extra=None,
     ):
         """Make the maps and launch.
 
         Args:
             scales: those of A and B in global memory, or None.
-            second: the activation's output, or None.
+            second: what the activation goes to, see the method of this name; or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
         """
         config = self.config
@@ -188,12 +193,9 @@ class GroupedGemm:
             store = cpasync.CopyBulkTensorTileS2GOp()
         piece = (WARP_ROWS, self.epi_tile[1])
         out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), piece)
-        second_map: Any = None
-        second_coords: Any = None
+        outputs: Any = None
         if cutlass.const_expr(second is not None):
-            second_map, second_coords = cpasync.make_tiled_tma_atom(
-                store, ragged_tensor(second, 0), self.warp_layout(), piece
-            )
+            outputs = self.second(second, store, problem)
         hidden: Any = None
         if cutlass.const_expr(self.gradient is not None):
             hidden = self.hidden(*extra)
@@ -205,7 +207,7 @@ class GroupedGemm:
             (b_map, b_coords, b_smem),
             scale_operands,
             (out_map, out_coords, out_smem),
-            (second_map, second_coords),
+            outputs,
             out if cutlass.const_expr(self.spec.reads_output) else None,
             args,
             hidden,
@@ -217,6 +219,11 @@ class GroupedGemm:
             stream=stream,
             min_blocks_per_mp=1,  # shared memory allows no more: registers need not be spared
         )
+
+    def second(self, y: cute.Tensor, store, problem: Problem) -> tuple:
+        """``(map, coordinate tensor of the map)`` of the activation's output."""
+        piece = (WARP_ROWS, self.epi_tile[1])
+        return cpasync.make_tiled_tma_atom(store, ragged_tensor(y, 0), self.warp_layout(), piece)
 
     def tiled_mma(self, a_major, b_major, cta_group, tile: tuple[int, int]) -> cute.TiledMma:
         """The MMA for operands of these majors."""
@@ -250,7 +257,7 @@ class GroupedGemm:
             shared,
             b_scale,
             cute.slice_(b_smem, (None, None, None, 0)),
-            self.scale_tiler,
+            (self.scale_tiler[0], *self.b_tile) if self.spec.gated else self.scale_tiler,
             single,
             (1, ctas, 1, 1),
             internal_type=cutlass.Int16,
@@ -277,14 +284,12 @@ class GroupedGemm:
         a_map, a_coords, a_smem = a
         b_map, b_coords, b_smem = b
         out_map, out_coords, out_smem = out
-        second_map, _ = second
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         if warp == LOAD_WARP:
-            for tma in (a_map, b_map, out_map, second_map):
-                if cutlass.const_expr(tma is not None):
-                    cpasync.prefetch_descriptor(tma)
+            for tma in (a_map, b_map, out_map, *_maps(second)):
+                cpasync.prefetch_descriptor(tma)
 
         allocator = memory.SmemAllocator()
         full = allocator.allocate_array(Int64, 2 * self.stages)

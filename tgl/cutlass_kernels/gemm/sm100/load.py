@@ -44,7 +44,7 @@ def load_tiles(
         rank: this CTA's part of the tile.
     """
     policy, ctas = gemm.policy, gemm.config.ctas
-    tile_m, tile_n, tile_k = gemm.tiler
+    tile_m, _, tile_k = gemm.tiler
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
@@ -56,7 +56,7 @@ def load_tiles(
             wide = policy.a_scale(a_scale[1], tile)
             sa_to, sa_from = _partition(a_scale, wide, (tile_m, tile_k), tile.m, thread_mma.partition_A)
             wide = policy.b_scale(b_scale[1], tile)
-            sb_to, sb_from = _partition(b_scale, wide, (tile_n, tile_k), tile.n, single.partition_B, rank, ctas)
+            sb_to, sb_from = _partition(b_scale, wide, gemm.b_tile, tile.n, single.partition_B, rank, ctas)
             sa_to, sa_from = cute.filter_zeros(sa_to), cute.filter_zeros(sa_from)
             sb_to, sb_from = cute.filter_zeros(sb_to), cute.filter_zeros(sb_from)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):

@@ -37,11 +37,15 @@ def piece_stores(
 
 
 @cute.jit
-def send_piece(gemm: cutlass.Constexpr, tma: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor):
-    """Store what the lanes of a warp have written; when they have met, the next buffer is free as well.
+def send_piece(gemm: cutlass.Constexpr, *copies):
+    """Store what the lanes of a warp have written to a buffer; when they have met, the next buffer is free as well.
 
     The lane that stores waits before they meet and not after its store, which so reads shared memory while the next
     piece is made; the others have nothing to wait for.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        copies: ``(map, from, to)`` of each store.
     """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
@@ -49,10 +53,12 @@ def send_piece(gemm: cutlass.Constexpr, tma: cute.CopyAtom, source: cute.Tensor,
     # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone
     # would never end. It is always the same lane that is elected.
     if cutlass.const_expr(gemm.spec.reduces):
-        cute.copy(tma, source, sink)
+        for tma, source, sink in copies:
+            cute.copy(tma, source, sink)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_commit_group()
     else:
         with cute.arch.elect_one():
-            cute.copy(tma, source, sink)
+            for tma, source, sink in copies:
+                cute.copy(tma, source, sink)
             cute.arch.cp_async_bulk_commit_group()

@@ -1,16 +1,16 @@
 """The grouped GEMM of ``kernel`` on quantised operands: the same warps, pipelines and epilogue."""
 
-from typing import Any
-
 import cutlass
 from cutlass import Int32, cute
 
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
-from ...varlen.scaled import ScaledVarlenK, ScaledVarlenM
+from ...varlen.policy import Problem
+from ...varlen.scaled import GatedScaledVarlenM, ScaledVarlenK, ScaledVarlenM
 from ..scaling import OperandFormat
 from .kernel import GroupedGemm
+from .quantize import Quantized, quantized_outputs
 
 
 def _elements(tensor: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tensor:
@@ -60,16 +60,68 @@ class ScaledGroupedGemm(GroupedGemm):
         stream,
     ):
         """Launch. Operands are components as ``group_quantize`` makes them, block scales in the blocked layout."""
-        a, b = _elements(a, self.a_element), _elements(b, self.b_element)
-        if cutlass.const_expr(self.kind == VARLEN_M and self.b_rows_first):
-            b = _exchanged(b, [0, 2, 1])
-        if cutlass.const_expr(self.kind != VARLEN_M and self.form.placed):
-            a, b = _exchanged(a, [1, 0]), _exchanged(b, [1, 0])
-        scales: Any = None
-        if cutlass.const_expr(self.form.vector):
-            scale = getattr(cutlass, self.form.scale)
-            scales = (_elements(a_scale, scale), _elements(b_scale, scale))
-            factors = (a_amax, b_amax)
-        else:
-            factors = (a_scale, b_scale)
+        a, b, scales = self.operands(a, a_scale, b, b_scale)
+        factors = (a_amax, b_amax) if cutlass.const_expr(self.form.vector) else (a_scale, b_scale)
         self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream)
+
+    def operands(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor) -> tuple:
+        """A, B and both block scales, None without, as a policy takes them."""
+        a, b = _elements(a, self.a_element), _elements(b, self.b_element)
+        if self.kind == VARLEN_M and self.b_rows_first:
+            b = _exchanged(b, [0, 2, 1])
+        if self.kind != VARLEN_M and self.form.placed:
+            a, b = _exchanged(a, [1, 0]), _exchanged(b, [1, 0])
+        if not self.form.vector:
+            return a, b, None
+        scale = getattr(cutlass, self.form.scale)
+        return a, b, (_elements(a_scale, scale), _elements(b_scale, scale))
+
+
+class QuantizingGroupedGemm(ScaledGroupedGemm):
+    """A kernel with an activation that leaves quantised, as operand of the next GEMM; see ``quantize``."""
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        spec: EpilogueSpec,
+        a_element: type[cutlass.Numeric],
+        b_element: type[cutlass.Numeric],
+        codes: type[cutlass.Numeric],
+        form: OperandFormat,
+        b_rows_first: bool,
+    ):
+        super().__init__(VARLEN_M, config, spec, a_element, b_element, form, b_rows_first)
+        assert spec.activation is not None
+        self.codes = codes
+        self.result_columns = config.tile_n // (2 if spec.activation.gated else 1)
+        if spec.gated:
+            tiles = (config.tile_m, config.tile_n, config.band)
+            self.policy = GatedScaledVarlenM(*tiles, spec.tail, False, form=form)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        offs: cute.Tensor,
+        h: cute.Tensor,
+        bias: cute.Tensor | None,
+        probs: cute.Tensor | None,
+        data: cute.Tensor | None,
+        scale: cute.Tensor | None,
+        columnwise_data: cute.Tensor | None,
+        columnwise_scale: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch. Tensors are those of the op; both of a direction are None if it is not wanted."""
+        a, b, scales = self.operands(a, a_scale, b, b_scale)
+        args = EpilogueArgs(bias, None, probs=probs)
+        components = (data, scale, columnwise_data, columnwise_scale)
+        self.start(a, b, scales, offs, h, args, clusters, stream, components)
+
+    def second(self, components: tuple, store, problem: Problem) -> Quantized:
+        """The components in memory."""
+        return quantized_outputs(self, store, components, problem)

@@ -15,6 +15,7 @@ from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output,
 from ...varlen.policy import Problem
 from .activate import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, piece_stores, send_piece
+from .quantize import all_stores, clear_gaps, clear_scales
 
 THREADS = 128
 BARRIER = 1  # named barrier of the epilogue warps
@@ -44,13 +45,13 @@ def store_tiles(
 
     A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, and lanes of a warp wait for each
     other once per piece: then all have written it, and the one that stores has waited for the store that used the next
-    piece's buffer. A warp whose rows are all outside the output stores nothing.
+    piece's buffer. A warp whose rows are all outside the output stores nothing, or zero scales if any belong there.
 
     Args:
         gemm: the ``GroupedGemm``.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
-        second: (map, coordinate tensor of the map) of the activation's output, or of None.
+        second: (map, coordinate tensor of the map) of the activation's output, ``Quantized``, or None.
         out_values: the output in global memory if it is read, else None.
         vectors, args: bias and row scale in shared and in global memory.
         results: pipeline from the MMA warp.
@@ -86,6 +87,8 @@ def store_tiles(
     if cutlass.const_expr(spec.bias_scale):
         scale_part = thread_load.partition_D(cute.flat_divide(vectors.bias_scale, gemm.epi_tile))
 
+    if cutlass.const_expr(spec.quantized is not None):
+        clear_gaps(second, problem, THREADS // 32)
     made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cute.size(accumulators, mode=[3]))
     buffer = Int32(0)
     factor, factor_group = Float32(1), Int32(-1)
@@ -147,16 +150,18 @@ def store_tiles(
                         if cutlass.const_expr(gemm.out_element is not Float32):
                             rounded.store(acc.load().to(gemm.out_element))
                         cute.copy(tiled_write, write_from, write_part[None, None, None, buffer])
-                        send_piece(gemm, out_map, store_from[None, buffer], store_to[None, 0, piece])
+                        send_piece(gemm, (out_map, store_from[None, buffer], store_to[None, 0, piece]))
                         buffer = (buffer + 1) % gemm.epi_stages
             else:
                 with cute.arch.elect_one():
                     results.consumer_release(made)
+                if cutlass.const_expr(spec.quantized is not None):
+                    clear_scales(gemm, sinks[-1])
             made.advance()
         elif cutlass.const_expr(not spec.accumulate):  # noqa: SIM102 - decided while tracing
             if stores:
                 rounded.fill(0.0)
-                buffer = clear_tile(gemm, tiled_write, write_from, write_part, sinks, buffer)
+                buffer = clear_tile(gemm, tiled_write, write_from, write_part, all_stores(sinks), buffer)
         first += step
         search, tile = policy.find(search, first, problem, True)
     with cute.arch.elect_one():
@@ -185,6 +190,6 @@ def clear_tile(
     for tma, source, sink in sinks:
         for piece in cutlass.range_constexpr(cute.size(sink, mode=[2])):
             cute.copy(write, zeros, buffers[None, None, None, buffer])
-            send_piece(gemm, tma, source[None, buffer], sink[None, 0, piece])
+            send_piece(gemm, (tma, source[None, buffer], sink[None, 0, piece]))
             buffer = (buffer + 1) % gemm.epi_stages
     return buffer

@@ -1,0 +1,137 @@
+"""One scaled GEMM whose activation leaves quantised, compiled for a given tiling and run on the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import tgl
+from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
+from tests.cutlass_kernels.scaled_cases import exact
+from tests.cutlass_kernels.test_quantize import framed as framed_components
+from tgl import backends
+from tgl.cutlass_kernels import host, launch_quantizing
+from tgl.cutlass_kernels.activation.spec import spec_of
+from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.quantize.spec import MXFP8Spec
+from tgl.ops.grouped_activation import Params
+from tgl.testing import emulator
+
+NAMES = {"format": "mxfp8", "scale_layout": "blocked"}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SWIGLU = Params()
+_compiled: dict = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and the sizes it is run on. ``sizes`` are the groups' rows, then ``tail`` rows that hold NaN."""
+
+    tile_m: int
+    tile_n: int
+    sizes: tuple[int, ...]
+    params: Params = SWIGLU
+    tail: int = 9
+    depth: int = 160
+    columns: int = 128  # of the activation
+    out: torch.dtype = torch.bfloat16
+    bias: torch.dtype | None = None
+    probs: torch.dtype | None = torch.float32
+    direction: str = "rowwise"  # of the weights
+    rowwise: bool = True
+    columnwise: bool = True
+    dtype: torch.dtype = E4M3
+    b_dtype: torch.dtype = E4M3
+    scaling: str = "rceil"
+    offs: tuple[int, ...] | None = None  # other than the sizes say
+
+    @property
+    def config(self) -> GemmConfig:
+        return GemmConfig(self.tile_m, self.tile_n, 128, two_cta=self.tile_m == 256)
+
+    @property
+    def quantizing(self) -> dict:
+        """Options of ``group_quantize``."""
+        directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        return {**NAMES, **directions, "dtype": self.dtype, "scaling": self.scaling}
+
+
+def key(case: Case) -> launch_quantizing.QuantizingPlanKey:
+    """What the kernel is compiled from."""
+    name, element = host.name, host.name(case.dtype)
+    quantized = MXFP8Spec(name(case.out), element, case.rowwise, case.columnwise, case.scaling, True, True)
+    spec = EpilogueSpec(
+        name(case.out),
+        name(case.bias),
+        tail=True,
+        activation=spec_of(case.params),
+        probs=name(case.probs),
+        quantized=quantized,
+    )
+    elements = name(E4M3), name(case.b_dtype)
+    return launch_quantizing.QuantizingPlanKey(
+        "sm_100", True, *elements, case.direction == "rowwise", spec, case.config
+    )
+
+
+def kernel(case: Case):
+    """The compiled kernel; compiled once per process. Only inside ``emulate``."""
+    made = key(case)
+    if made not in _compiled:
+        _compiled[made] = launch_quantizing.build(made)
+    return _compiled[made]
+
+
+def run(case: Case, seeds=(0,)) -> emulator.LaunchRecord:
+    """Run ``case`` under every seed, between canaries.
+
+    ``h`` must be the CPU's, and the components the CPU's of what the activation kernel makes of that ``h``.
+    """
+    torch.manual_seed(sum(case.sizes))
+    groups, routed = len(case.sizes), sum(case.sizes)
+    rows, width = routed + case.tail, case.columns * (2 if case.params.gated else 1)
+    ends = torch.tensor(case.sizes).cumsum(0).int()
+    x = exact(rows, case.depth)
+    probs = torch.rand(rows).to(case.probs) if case.probs else None
+    x[routed:] = float("nan")
+    if probs is not None:
+        probs[routed:] = float("nan")
+    bias = torch.randint(-3, 4, (groups, width)).to(case.bias) if case.bias else None
+    across = case.direction == "columnwise"
+    w = exact(groups, *((case.depth, width) if across else (width, case.depth)))
+    a, a_scale = tgl.group_quantize(x, ends, **NAMES)[:2]
+    b, b_scale = tgl.group_quantize(w, None, **NAMES, dtype=case.b_dtype)[3 if across else 0 :][:2]
+    a[routed:].view(torch.uint8).fill_(0x7F)
+    product = {**NAMES, "b_direction": case.direction, "out_dtype": case.out}
+    wanted_h = tgl.grouped_gemm_scaled(a, a_scale, b, b_scale, ends, bias=bias, **product)
+    y = torch.empty(rows, case.columns, dtype=case.out)
+    with emulator.emulate("sm_100a"):
+        backends.run("grouped_activation", y.device, wanted_h, ends, probs, params=case.params, out=y)
+    wanted = tgl.group_quantize(y, ends, **case.quantizing)
+    frame, h = framed(rows, width, dtype=case.out)
+    buffers, out = framed_components(wanted)
+    row = (out.data, out.scale) if case.rowwise else (None, None)
+    column = (out.columnwise_data, out.columnwise_scale) if case.columnwise else (None, None)
+    offs = ends if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
+    with emulator.emulate("sm_100a") as machine, backends.emulated_device("sm_100"):
+        function, first = kernel(case), None
+        for seed in seeds:
+            frame.fill_(CANARY)
+            for buffer in buffers:
+                buffer.fill_(0xA5)
+            machine.seed = seed
+            function(a, a_scale, b, b_scale, offs, h, bias, probs, *row, *column, CLUSTERS)
+            if case.offs is None:
+                assert torch.equal(h, wanted_h), f"seed {seed}: {(h != wanted_h).nonzero()[:3].tolist()} of h"
+                for name, ours, theirs in zip(wanted._fields, out, wanted):
+                    differs = ours.view(torch.uint8) != theirs.view(torch.uint8)
+                    assert not differs.any(), f"seed {seed}: {differs.nonzero()[:3].tolist()} of {name}"
+            made = [t.contiguous().view(torch.uint8).clone() for t in (h, *buffers)]
+            first = first or made
+            assert all(torch.equal(*pair) for pair in zip(made, first))
+            assert all((b[:64] == 0xA5).all() and (b[-64:] == 0xA5).all() for b in buffers)
+            h.fill_(CANARY)
+            assert (frame == CANARY).all(), f"seed {seed}: written around h"
+        return machine.launches[-1]

@@ -1,0 +1,219 @@
+"""``tgl::grouped_gemm_scaled_activation_quantize``: an expert up to the operand of its second GEMM, quantised."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import scaled
+from ..meta.quantized import Components, ComponentSpecs, Options
+from ..meta.specs import TensorSpec
+from ._library import autocast_nothing, define
+from .grouped_activation import SCHEMA, Params
+from .grouped_activation_quantize import NAME as ACTIVATION_QUANTIZE
+from .grouped_gemm_scaled import ADVICE
+from .grouped_gemm_scaled import NAME as GEMM
+
+NAME = "grouped_gemm_scaled_activation_quantize"
+_ARGS = (
+    "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor? a_amax=None, Tensor? b_amax=None, "
+    "Tensor? bias=None, Tensor? probs=None, Tensor? scale=None"
+)
+_OPTIONS = (
+    'str format, str b_direction="rowwise", bool rowwise=True, bool columnwise=True, ScalarType? dtype=None, '
+    'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool rht=False, '
+    f"{SCHEMA}, ScalarType? out_dtype=None"
+)
+
+
+class Arguments(NamedTuple):
+    """The positional arguments; the first eight are those of the GEMM."""
+
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor
+    a_amax: Tensor | None = None
+    b_amax: Tensor | None = None
+    bias: Tensor | None = None
+    probs: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class Call(NamedTuple):
+    """A checked call: what implementations get, but for the destinations, and the specs of these."""
+
+    arguments: Arguments
+    options: dict[str, Any]
+    h: TensorSpec
+    out: ComponentSpecs
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _parse(*args: Any, b_direction: str = "rowwise", out_dtype: torch.dtype | None = None, **keywords: Any) -> Call:
+    arguments = Arguments(*args, **{name: keywords.pop(name) for name in Arguments._fields if name in keywords})
+    params = Params(**{name: keywords.pop(name) for name in Params._fields if name in keywords})
+    options = Options(**keywords).resolved(NAME)
+    h, out = scaled.grouped_gemm_scaled_activation_quantize(
+        *arguments, b_direction=b_direction, kind=params.kind, options=options, out_dtype=out_dtype
+    )
+    return Call(arguments, {"b_direction": b_direction, "params": params, "options": options}, h, out)
+
+
+def _kernel(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
+    call = _parse(*args, **keywords)
+    a, offs = call.arguments.a, call.arguments.offs
+    h, out = call.h.empty(), call.out.empty()
+    debug.check_offs(NAME, offs, a.shape[0])
+    backends.run(NAME, a.device, *call.arguments, **call.options, h=h, out=out)
+    return h, *out[:-1]
+
+
+def _fake(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
+    call = _parse(*args, **keywords)
+    return call.h.empty(), *call.out.empty()[:-1]
+
+
+def _steps(
+    *args: Any, b_direction: str, params: Params, options: Options, h: Tensor, out: Components
+) -> tuple[tuple[str, tuple, dict[str, Any]], ...]:
+    """The two ops: name, arguments and keywords of each."""
+    given = Arguments(*args)
+    names = {"format": options.format, "b_direction": b_direction, "scale_layout": options.scale_layout}
+    return (
+        (GEMM, (*given[:8], None), {**names, "out": h, "zero_tail": True}),
+        (
+            ACTIVATION_QUANTIZE,
+            (h, given.offs, given.probs, given.scale),
+            {"params": params, "options": options, "out": out},
+        ),
+    )
+
+
+def _two_ops(a: Tensor, *args: Any, **keywords: Any) -> None:
+    """The product, then the activation of what it was rounded to, quantised; each by what serves its op."""
+    for op, given, options in _steps(a, *args, **keywords):
+        backends.run(op, a.device, *given, **options)
+
+
+def _supports(a: Tensor, *args: Any, **keywords: Any) -> backends.Reason:
+    """Why there are no two ops for a call, or None."""
+    steps = _steps(a, *args, **keywords)
+    reasons = (backends.reason_against(op, a.device, *given, **options) for op, given, options in steps)
+    return next(filter(None, reasons), None)
+
+
+def _prepare_two_ops(a: Tensor, *args: Any, h: Tensor, **keywords: Any) -> None:
+    h = torch.empty_like(h, device=a.device)  # a stand-in so far, but an operand of the second op
+    for op, given, options in _steps(a, *args, h=h, **keywords):
+        backends.prepare(op, a.device, *given, **options)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}({_ARGS}, *, {_OPTIONS}) -> (Tensor h, {', '.join(f'Tensor {name}' for name in Components._fields[:-1])})",
+    _kernel,
+    _fake,
+    no_derivative=ADVICE,
+    autocast=autocast_nothing,
+)
+
+
+def _call(*args: Any, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+    call = _parse(*args, **keywords)
+    return call.arguments.a.device, call.arguments, {**call.options, "h": call.h.meta(), "out": call.out.meta()}
+
+
+backends.describe_op(NAME, _call)
+for _device in ("cpu", "cuda"):
+    backends.add(
+        backends.Implementation(
+            NAME,
+            "GEMM, then activation and quantise",
+            _device,
+            _two_ops,
+            _supports,
+            priority=-10,
+            note="two ops; see `explain` of each",
+            prepare=_prepare_two_ops,
+        )
+    )
+
+
+def grouped_gemm_scaled_activation_quantize(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    rowwise: bool = True,
+    columnwise: bool = True,
+    dtype: torch.dtype | None = None,
+    scaling: str = "rceil",
+    scale_layout: str = "compact",
+    power_of_two: bool | None = None,
+    eps: float | None = None,
+    rht: bool = False,
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    offset: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Components]:
+    """Multiply quantised rows by their group's quantised matrix, apply the expert's activation, and quantise that.
+
+    The same bytes as ``h = grouped_gemm_scaled(a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, ...)`` and then
+    ``grouped_activation_quantize(h, offs, probs, scale, ...)``, as one op, so that a kernel need not read ``h`` back
+    from memory. Not differentiable; ``GroupedMLP(recipe=...)`` is.
+
+    Args:
+        a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, b_direction, out_dtype: see ``grouped_gemm_scaled``; N is
+            ``2 I`` for the gated kinds and ``I`` for ``"srelu"``, columns as ``grouped_activation`` takes those of
+            ``x``.
+        probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
+        scale, rowwise, columnwise, dtype, scaling, power_of_two, eps, rht: see ``group_quantize``.
+        format, scale_layout: of the operands and of the result.
+
+    Returns:
+        ``h [T, 2 I]`` (``"srelu"``: ``[T, I]``), which the activation's backward needs, and ``Components`` of
+        ``[T, I]``; ``dbias`` is empty. Rows past ``offs[-1]`` are zero in both and never read.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    options: dict[str, Any] = {
+        "format": format,
+        "b_direction": b_direction,
+        "rowwise": rowwise,
+        "columnwise": columnwise,
+        "dtype": dtype,
+        "scaling": scaling,
+        "scale_layout": scale_layout,
+        "power_of_two": power_of_two,
+        "rht": rht,
+        "kind": kind,
+        "interleaved": interleaved,
+        "out_dtype": out_dtype,
+    }
+    # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
+    constants = {"eps": eps, "limit": limit, "alpha": alpha, "offset": offset}
+    options |= {name: value for name, value in constants.items() if value is not None}
+    h, *parts = _op(a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale, **options)
+    return h, Components._make((*parts, a.new_empty(0, dtype=torch.float32)))
