@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..meta import specs
+from ._scratch import Scratch
 
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_SCRATCH = 1 << 17  # elements in all the buffers of SwiGLU: few calls per layer, yet in the cache and small beside it
+_ELEMENTS = 1 << 19  # in all the buffers of SwiGLU together: few calls per layer, yet near the processor
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
@@ -35,9 +36,8 @@ class _Steps:
         wide = x.dtype == self.dtype
         self.in_place = wide and not (backward and params.gated and params.interleaved)
         columns = width if wide else x.shape[1] + 3 * width if backward else x.shape[1]
-        self.rows = max(1, min(most, _SCRATCH // max(columns, 1)))
-        self.buffers: dict[str, Tensor] = {}
-        self.halves: tuple[Tensor, ...] = ()
+        self.rows = max(1, min(most, _ELEMENTS // max(columns, 1)))
+        self.scratch = Scratch()
 
     def cut(self, t: Tensor | None, rows: int) -> Iterable[Any]:
         """The parts of the first ``rows`` rows of ``t``, step by step; None for every step if there is no ``t``."""
@@ -49,11 +49,8 @@ class _Steps:
         return torch.split_with_sizes(t, [self.rows] * full + [rest, t.shape[0] - rows])[: full + (rest > 0)]
 
     def room(self, name: str, rows: int, halves: int = 1) -> Tensor:
-        """The first ``rows`` of the buffer called ``name``; its contents last until the end of the step."""
-        if name not in self.buffers:
-            self.buffers[name] = torch.empty(self.rows, halves * self.width, dtype=self.dtype)
-        buffer = self.buffers[name]
-        return buffer if rows == self.rows else buffer[:rows]
+        """A buffer of that many rows; its contents last until the end of the step."""
+        return self.scratch.room(name, rows, halves * self.width, dtype=self.dtype)
 
     def widened(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """A buffer with the values of ``x``, its gate and its linear half, which stand side by side."""
@@ -61,9 +58,7 @@ class _Steps:
             buffer = self.room("x", x.shape[0]).copy_(x)
             return buffer, buffer, None
         buffer = self.room("x", x.shape[0], 2)
-        if not self.halves or self.halves[0].shape[0] != x.shape[0]:
-            self.halves = torch.split_with_sizes(buffer, [self.width, self.width], 1)
-        g, u = self.halves
+        g, u = torch.split_with_sizes(buffer, [self.width, self.width], 1)
         if self.params.interleaved:
             g.copy_(x[:, 0::2])
             u.copy_(x[:, 1::2])
@@ -126,6 +121,7 @@ def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, ou
             y.mul_(p)
         if not steps.in_place:
             part.copy_(y)
+    steps.scratch.keep()
     if rows < out.shape[0]:
         out[rows:].zero_()
 
@@ -174,6 +170,7 @@ def backward(
             result.mul_(p)
         if not steps.in_place:
             steps.narrowed(result, part)
+    steps.scratch.keep()
     if rows < dx.shape[0]:
         dx[rows:].zero_()
         dprobs[rows:].zero_()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._scratch import Scratch
 from .._segments import segment_sizes
-from ._rows import Rows, Scratch, steps
+from ._rows import Rows, steps
 
 
 def dbias(x: Tensor, offs: Tensor, row_scale: Tensor | None, *, out: Tensor) -> None:

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ._rows import Scratch
+from .._scratch import Scratch
 
 
 def table(dtype: torch.dtype) -> Tensor:

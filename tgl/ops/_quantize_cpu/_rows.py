@@ -1,20 +1,19 @@
-"""Groups as the CPU sees them, rows of ``x`` as float32, and the buffers that steps of work share."""
+"""Groups as the CPU sees them, rows of ``x`` as float32, and steps of work."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .._scratch import Scratch
+
 _STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
 _BUFFERS = 2
-_KEPT = 1 << 23  # bytes
 _WINDOW = 1 << 13  # rows whose groups are looked up at once
 
 
@@ -47,46 +46,6 @@ def aligned_steps(stop: int, width: int, unit: int, buffers: int = _BUFFERS) -> 
             yield first, last
         else:
             yield from steps(first, last, width, 1, buffers)
-
-
-class _Kept(threading.local):
-    """What a thread keeps between calls."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-
-_kept = _Kept()
-
-
-class Scratch:
-    """Lends buffers by name; the contents of one last until its name is asked for again.
-
-    New memory costs more than the arithmetic it serves: the first touch of a page takes as long as quantising half of
-    one. So a thread keeps what it used for the next call, if that is little.
-    """
-
-    def __init__(self) -> None:
-        self._buffers, _kept.buffers = _kept.buffers, {}
-        self._lent: dict[str, Tensor] = {}
-
-    def keep(self) -> None:
-        """Leave the buffers to the next call; nothing may use them any more."""
-        if sum(buffer.nbytes for buffer in self._buffers.values()) <= _KEPT:
-            _kept.buffers = self._buffers
-
-    def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised contiguous tensor; while it is in use a name always has the same dtype."""
-        lent = self._lent.get(name)
-        if lent is not None and lent.shape == shape:
-            return lent
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
-            with torch.inference_mode(False):  # the next call may be outside of it
-                buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device="cpu")
-        lent = self._lent[name] = (buffer[:size] if buffer.numel() > size else buffer).view(shape)
-        return lent
 
 
 class Groups:

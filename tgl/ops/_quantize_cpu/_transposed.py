@@ -8,7 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ._rows import Groups, Scratch, steps
+from .._scratch import Scratch
+from ._rows import Groups, steps
 
 ROWS = 512  # of a step, at least: what is written are runs of so many bytes
 _SPARSE = 8  # places per row up to which gaps are written as well

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ...meta.formats import ELEMENTS
 from ...meta.quantized import Components, DequantizeOptions, Options
+from .._scratch import Scratch
 from ._blocks import Pieces, along_rows, clear_tail, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
-from ._rows import Groups, Rows, Scratch, int32, step_of, steps
+from ._rows import Groups, Rows, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 from ._transposed import ROWS, Transposed
 

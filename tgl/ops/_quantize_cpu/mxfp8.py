@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import Components, DequantizeOptions, Options
+from .._scratch import Scratch
 from ._blocks import Pieces, clear_tail, columnwise, magnitude, rowwise
 from ._decode import cast_saturates, fp8_values, multiply_blocks, power_of_two, table
-from ._rows import Groups, Rows, Scratch, int32, steps
+from ._rows import Groups, Rows, int32, steps
 from ._scales import BlockScales, RowScales
 
 BLOCK = 32

@@ -1,0 +1,26 @@
+"""The CPU's activation: its steps through buffers are not seen in the results."""
+
+import pytest
+import torch
+
+import tgl
+from tgl.ops import _activation_cpu
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_change_no_bit(monkeypatch, kind, interleaved, dtype):
+    """Rows are taken in steps through buffers that every step, and the next call, uses again."""
+    x, dy, probs = torch.randn(41, 24).to(dtype), torch.randn(41, 24).to(dtype), torch.rand(41)
+    dy = dy if kind == "srelu" else dy[:, :12].contiguous()
+    offs, options = torch.tensor([5, 38], dtype=torch.int32), {"kind": kind, "interleaved": interleaved}
+
+    def results():
+        y = tgl.grouped_activation(x, offs, probs, **options)
+        return y, *torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs, **options)
+
+    whole = results()
+    for elements in (1, 300, 1000):  # one row and more at a time, and a rest
+        monkeypatch.setattr(_activation_cpu, "_ELEMENTS", elements)
+        assert all(map(torch.equal, results(), whole))

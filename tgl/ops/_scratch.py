@@ -1,0 +1,51 @@
+"""Buffers that the steps of a CPU implementation share, and that a thread keeps for the next call."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+_KEPT = 1 << 23  # bytes
+
+
+class _Kept(threading.local):
+    """What a thread keeps between calls."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+
+_kept = _Kept()
+
+
+class Scratch:
+    """Lends buffers by name; the contents of one last until its name is asked for again.
+
+    New memory costs more than the arithmetic it serves: the first touch of a page takes as long as quantising half of
+    one. So a thread keeps what it used for the next call, if that is little.
+    """
+
+    def __init__(self) -> None:
+        self._buffers, _kept.buffers = _kept.buffers, {}
+        self._lent: dict[str, Tensor] = {}
+
+    def keep(self) -> None:
+        """Leave the buffers to the next call; nothing may use them any more."""
+        if sum(buffer.nbytes for buffer in self._buffers.values()) <= _KEPT:
+            _kept.buffers = self._buffers
+
+    def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised contiguous tensor; while it is in use a name always has the same dtype."""
+        lent = self._lent.get(name)
+        if lent is not None and lent.shape == shape:
+            return lent
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            with torch.inference_mode(False):  # the next call may be outside of it
+                buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device="cpu")
+        lent = self._lent[name] = (buffer[:size] if buffer.numel() > size else buffer).view(shape)
+        return lent
