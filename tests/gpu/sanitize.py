@@ -29,6 +29,7 @@ from tgl.cutlass_kernels import config, plans
 from tgl.cutlass_kernels.config import GemmConfig
 
 SIZES = (130, 0, 3, 65)
+MANY = (700, 0, 3, 330)  # rows enough for a group in several tiles of a reduction
 TAIL, DEPTH, COLUMNS = 5, 136, 264
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -37,8 +38,8 @@ def integers(*shape: int) -> torch.Tensor:
     return torch.randint(-1, 2, shape).to(BF16)
 
 
-def groups(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return t[: sum(SIZES)].double().split(SIZES)
+def groups(t: torch.Tensor, sizes: tuple[int, ...] = SIZES) -> tuple[torch.Tensor, ...]:
+    return t[: sum(sizes)].double().split(sizes)
 
 
 def gemms(tiling: GemmConfig) -> None:
@@ -61,13 +62,13 @@ def gemms(tiling: GemmConfig) -> None:
 
 
 def reductions() -> None:
-    """Offsets and sums of rows, in clusters of both sizes."""
-    sizes = torch.tensor(SIZES)
+    """Offsets and sums of rows, of few columns and of many."""
+    sizes = torch.tensor(MANY)
     offs = tgl.splits_to_offsets(sizes.cuda())
     assert torch.equal(offs.cpu(), sizes.cumsum(0).int())
     for columns in (768, 8192):
-        dy = integers(sum(SIZES) + TAIL, columns)
-        wanted = torch.stack([part.sum(0) for part in groups(dy)])
+        dy = integers(sum(MANY) + TAIL, columns)
+        wanted = torch.stack([part.sum(0) for part in groups(dy, MANY)])
         assert torch.equal(tgl.grouped_dbias(dy.cuda(), offs).cpu().double(), wanted)
 
 
