@@ -9,7 +9,8 @@ import torch
 from _compiling import Captured, ends, leaf
 
 import tgl
-from tgl.nn._activation import activate
+from tgl.nn._activation import _constants, activate
+from tgl.ops.grouped_activation import Params
 
 T, I = 11, 6
 OFFS = ends(2, 0, 6)  # three rows of tail
@@ -86,3 +87,7 @@ def test_the_op_stays_in_eager_and_in_an_export() -> None:
     torch.compile(Layer(), backend=captured, fullgraph=True)(x, OFFS).sum().backward()
     assert captured.tgl_calls() == {}
     assert torch.equal(activate(x, OFFS, None, kind="swiglu"), tgl.grouped_activation(x, OFFS))
+
+
+def test_constants_are_those_of_the_op() -> None:
+    assert _constants("srelu") == Params("srelu")

@@ -68,7 +68,7 @@ def test_gradients_and_bytes(backend: str, where: str, recompute: bool) -> None:
     assert graph_breaks() == 0
     for mine, uncompiled, without in zip(results, expected, plain):
         torch.testing.assert_close(mine, uncompiled)
-        assert torch.equal(mine, without) or backend == "inductor"
+        torch.testing.assert_close(mine, without)  # not bit by bit: where nothing is moved the activation is no op
 
 
 def capture(function: Callable, x: Tensor, context: Callable = nullcontext) -> Captured:

@@ -17,8 +17,20 @@ def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -
     On a CPU the op is a sequence of aten calls, which the compiler's one loop outdoes; on a GPU it is a kernel.
     """
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.device.type == "cpu":
-        return _Expressions.apply(x, offs, probs, *Params(**activation))
+        return _Expressions.apply(x, offs, probs, *_constants(**activation))
     return grouped_activation(x, offs, probs, **activation)
+
+
+def _constants(
+    kind: str,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    offset: float | None = None,
+) -> Params:
+    """All fields given: of float defaults Dynamo would make symbols, and compile twice under dynamic=True."""
+    limit, alpha = 7.0 if limit is None else limit, 1.702 if alpha is None else alpha
+    return Params(kind, interleaved, limit, alpha, 1.0 if offset is None else offset)
 
 
 class _Expressions(torch.autograd.Function):

@@ -212,6 +212,6 @@ def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
     return t.to(dtype)
 
 
-def autocast_nothing(dtype: torch.dtype, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+def autocast_nothing(autocast_dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """The rule of an op that is given its dtypes: its kernel alone must not see autocast, which would cast a matmul."""
     return args, kwargs

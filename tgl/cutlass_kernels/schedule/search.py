@@ -35,12 +35,12 @@ class Tile(NamedTuple):
 
 
 class GroupSearch(NamedTuple):
-    """Where a warp's search stands. The first three are uniform, the others differ from lane to lane.
+    """Where a warp's search stands. The first two are uniform, the others differ from lane to lane.
 
     =============  =====================================================
     ``first``      first of the 32 groups the lanes hold
-    ``limit``      tiles of all groups up to and with the last one held
-    ``edge``       the same if more groups follow, else no index at all
+    ``edge``       tiles of all groups up to and with the last one held,
+                   if more groups follow, else no index at all
     ``before``     tiles of all groups before this lane's
     ``start``      first row of this lane's group
     ``length``     rows of this lane's group
@@ -48,7 +48,6 @@ class GroupSearch(NamedTuple):
     """
 
     first: Int32
-    limit: Int32
     edge: Int32
     before: Int32
     start: Int32
@@ -80,10 +79,10 @@ def _hold(
         if lane >= (1 << i):
             upto = upto + below
     upto += before
-    limit = edge = cute.arch.shuffle_sync(upto, LANES - 1)
+    edge = cute.arch.shuffle_sync(upto, LANES - 1)
     if first + LANES >= cute.size(offs) + (1 if cutlass.const_expr(tail) else 0):
         edge = Int32(NO_EDGE)
-    return GroupSearch(first, limit, edge, upto - tiles, start, end - start)
+    return GroupSearch(first, edge, upto - tiles, start, end - start)
 
 
 @cute.jit
@@ -118,14 +117,17 @@ def find_tile(
     A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
     """
     while index >= search.edge:
-        search = _hold(offs, rows, search.first + LANES, search.limit, tiles_n, tile_m, tail)
-    first, limit, _, before, start, length = search
+        search = _hold(offs, rows, search.first + LANES, search.edge, tiles_n, tile_m, tail)
+    first, _, before, start, length = search
     # Of groups that begin with the same tile all but the last are empty.
     source = cute.arch.popc(cute.arch.vote_ballot_sync(before <= index)) - 1
     group_length = cute.arch.shuffle_sync(length, source)
     inside = index - cute.arch.shuffle_sync(before, source)
-    m, n = decode(inside, _tiles(group_length, tile_m), tiles_n, band)
-    tile = Tile(index < limit, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
+    tiles_m = _tiles(group_length, tile_m)
+    m, n = decode(inside, tiles_m, tiles_n, band)
+    # Past the last tile the last lane's group is found, which has fewer.
+    exists = inside < tiles_m * tiles_n
+    tile = Tile(exists, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
     return search, tile
 
 
