@@ -177,7 +177,7 @@ def outcome(launched, name, args, options):
     launched.clear()
     try:
         made = overload(name)(*args, **options)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return type(error), str(error)
     made = made if isinstance(made, (tuple, list)) else [made]
     return list(launched), [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in made if t is not None]

@@ -1,4 +1,7 @@
-"""From tensors to a launch of a scaled GEMM whose activation leaves quantised; the counterpart of ``launch_scaled``."""
+"""From tensors to a launch of a scaled GEMM whose activation leaves quantised; the counterpart of ``launch_scaled``.
+
+``operands`` are those of the op in their order: ``a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale``.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +48,12 @@ _NO_EPILOGUE = {
 }
 
 
-def supports(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *_: Any,
-    b_direction: str,
-    params: Params,
-    options: Options,
-    h: Tensor,
-    out: Components,
-) -> str | None:
+def supports(*operands: Any, params: Params, options: Options, h: Tensor, out: Components, **_: Any) -> str | None:
     """Why ``grouped_gemm_scaled_activation_quantize`` below cannot serve a call, or None."""
     if options.format != "mxfp8":
         return _NO_EPILOGUE.get(options.format, f"takes mxfp8, got {options.format}")
     layout = options.scale_layout
-    reason = launch_scaled.supports(a, a_scale, b, b_scale, format="mxfp8", scale_layout=layout, out=h)
+    reason = launch_scaled.supports(*operands, format="mxfp8", scale_layout=layout, out=h)
     if reason is not None:
         return reason
     if h.dtype == torch.float32:
@@ -79,57 +71,28 @@ def supports(
 
 
 def grouped_gemm_scaled_activation_quantize(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    scale: Tensor | None,
-    *,
-    b_direction: str,
-    params: Params,
-    options: Options,
-    h: Tensor,
-    out: Components,
+    *operands: Any, b_direction: str, params: Params, options: Options, h: Tensor, out: Components
 ) -> None:
     """``h``, and the components of its activation, in one launch."""
-    if h.numel() == 0 or b.shape[0] == 0:
+    if h.numel() == 0 or operands[2].shape[0] == 0:
         for t in (h, *out):
             t.zero_()
         return
-    plan = _plan(a, b, bias, probs, b_direction, params, options, h)
-    plan.run(a, a_scale, b, b_scale, offs, h, bias, probs, *_components(options, out))
+    plan = _plan(operands, b_direction, params, options, h)
+    plan.run(*operands[:5], h, *operands[7:9], *_components(options, out))
 
 
 def prepare_grouped_gemm_scaled_activation_quantize(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    scale: Tensor | None,
-    *,
-    b_direction: str,
-    params: Params,
-    options: Options,
-    h: Tensor,
-    out: Components,
+    *operands: Any, b_direction: str, params: Params, options: Options, h: Tensor, out: Components
 ) -> None:
     """Compile and load what the same call without ``prepare_`` needs, by a launch on a scratch problem."""
+    a, _, b, b_scale, _, _, _, bias, probs, _ = operands
     if h.numel() == 0 or b.shape[0] == 0:
         return
-    plan = _plan(a, b, bias, probs, b_direction, params, options, h)
+    plan = _plan(operands, b_direction, params, options, h)
     side = ATOM_ROWS
     width = 2 * side if params.gated else side
-    x, x_scale, _ = launch_scaled._scratch(a, None, "mxfp8", options.scale_layout, False, False)
+    x, x_scale, _ = launch_scaled.scratch_square(a, None, "mxfp8", options.scale_layout, False, False)
     w = b.new_zeros((1, width, side) if b_direction == "rowwise" else (1, side, width))
     codes, blocks = torch.zeros(side, side, dtype=options.dtype, device=a.device), x_scale.new_zeros(4 * side)
     plan.run(
@@ -153,22 +116,13 @@ def choose(arch: str, params: Params, columns: int, depth: int, rows: int) -> Ge
     return replace(tiling, tile_n=2 * ATOM_ROWS) if params.gated and not params.interleaved else tiling
 
 
-def _plan(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    b_direction: str,
-    params: Params,
-    options: Options,
-    h: Tensor,
-) -> Plan:
+def _plan(operands: tuple, b_direction: str, params: Params, options: Options, h: Tensor) -> Plan:
+    a, _, b, *_, bias, probs, _ = operands
     arch = backends.device_arch(a.device)
     rows = power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(arch, params, h.shape[1], a.shape[1], rows)
-    dtypes = (a.dtype, b.dtype, h.dtype, bias.dtype if bias is not None else None)
-    factor = probs.dtype if probs is not None else None
-    known = (arch, a.device, *dtypes, factor, b_direction, params, options, tiling)
+    dtypes = (a.dtype, b.dtype, h.dtype, host.dtype(bias), host.dtype(probs))
+    known = (arch, a.device, dtypes, b_direction, params, options, tiling)
     plan = _plans.get(known)
     if plan is None:
         name = host.name

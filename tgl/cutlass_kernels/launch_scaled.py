@@ -285,7 +285,9 @@ def build(key: ScaledPlanKey) -> Callable:
 _SIDE = 128  # of a scratch problem: a whole block of every format
 
 
-def _scratch(like: Tensor, amax: Tensor | None, format: str, scale_layout: str, columnwise: bool, weights: bool) -> Any:
+def scratch_square(
+    like: Tensor, amax: Tensor | None, format: str, scale_layout: str, columnwise: bool, weights: bool
+) -> Any:
     """Data, scale and amax of a square of zeros, as rows of one group or as one matrix."""
     options = Options(
         format,
@@ -309,8 +311,8 @@ def prepare_grouped_gemm_scaled(
     if out.numel() == 0 or b.shape[0] == 0:
         return
     plan = _gemm_plan(operands, format, b_direction, out, zero_tail)
-    x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, False, False)
-    w, w_scale, w_amax = _scratch(b, b_amax, format, scale_layout, b_direction == "columnwise", True)
+    x, x_scale, x_amax = scratch_square(a, a_amax, format, scale_layout, False, False)
+    w, w_scale, w_amax = scratch_square(b, b_amax, format, scale_layout, b_direction == "columnwise", True)
     plan.run(
         *(x, x_scale, w, w_scale, torch.zeros(1, dtype=torch.int32, device=a.device), x_amax, w_amax),
         torch.zeros(_SIDE, _SIDE, dtype=out.dtype, device=a.device),
@@ -327,8 +329,8 @@ def prepare_grouped_gemm_scaled_wgrad(
     if out.numel() == 0 or a.numel() == 0:
         return
     plan = _wgrad_plan(operands, format, out, accumulate)
-    x, x_scale, x_amax = _scratch(a, a_amax, format, scale_layout, True, False)
-    y, y_scale, y_amax = _scratch(b, b_amax, format, scale_layout, True, False)
+    x, x_scale, x_amax = scratch_square(a, a_amax, format, scale_layout, True, False)
+    y, y_scale, y_amax = scratch_square(b, b_amax, format, scale_layout, True, False)
     plan.run(
         *(x, x_scale, y, y_scale, torch.zeros(1, dtype=torch.int32, device=a.device), x_amax, y_amax),
         torch.zeros(1, _SIDE, _SIDE, dtype=out.dtype, device=a.device),

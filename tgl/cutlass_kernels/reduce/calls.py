@@ -122,7 +122,7 @@ def prepare_grouped_dbias_dscales(
 
 
 def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
-    dtypes = (dy.dtype, bias.dtype if bias is not None else None, bias_scale.dtype if bias_scale is not None else None)
+    dtypes = (dy.dtype, host.dtype(bias), host.dtype(bias_scale))
     across = _across(dy.shape[1], vector)
     key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, across)
     plan = _plans.get(key)
