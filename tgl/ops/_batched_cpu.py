@@ -25,7 +25,6 @@ _LOOP = 12_000_000  # a loop over what is left, in Python rather than in ATen
 Batches = tuple[tuple[int, ...], ...]
 
 
-@functools.lru_cache(maxsize=64)  # the products of a layer, forward and backward, ask alike
 def plan(sizes: tuple[int, ...], k: int, n: int) -> tuple[int, Batches]:
     """What batches save, and the groups that take less time in them, for products with matrices ``k`` x ``n``; k <= n.
 
@@ -100,7 +99,7 @@ class _Places(NamedTuple):
         return t.index_select(0, self.source).view(len(self.groups), self.height, t.shape[1])
 
 
-@functools.lru_cache(maxsize=16)  # likewise; some 17 bytes per place
+@functools.lru_cache(maxsize=16)  # the products of a layer ask alike; some 17 bytes per place
 def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _Places:
     index = torch.tensor(groups)
     ends = torch.tensor(list(accumulate(sizes))).index_select(0, index)[:, None]
