@@ -35,7 +35,7 @@ class _Steps:
         self.params, self.width, self.dtype = params, width, specs.accumulator(x.dtype)
         wide = x.dtype == self.dtype
         self.in_place = wide and not (backward and params.gated and params.interleaved)
-        columns = width if wide else x.shape[1] + 3 * width if backward else x.shape[1]
+        columns = width if wide else x.shape[1] + 2 * width if backward else x.shape[1]
         self.rows = max(1, min(most, _ELEMENTS // max(columns, 1)))
         self.scratch = Scratch()
 
@@ -137,13 +137,13 @@ def backward(
         if steps.in_place:
             result = part
             g, u = params.halves(part_x)
-            w, du = params.halves(part)
-            dg = w
+            dg, du = params.halves(part)
+            w = dg
         else:
-            # The gradients take the place of what they are computed from.
+            # Everything takes the place of what it is computed from, so that a step has more rows.
             result, g, u = steps.widened(part_x)
-            d = steps.room("d", d.shape[0]).copy_(d)
-            dg, du, w = g, u, g if u is None else steps.room("w", d.shape[0])
+            w = d = steps.room("d", d.shape[0]).copy_(d)
+            dg, du = g, a
         z, linear, inside = g, u, None
         if u is None:
             torch.clamp(g, min=0, out=a)
@@ -153,23 +153,29 @@ def backward(
             z, _ = _clamped_gate(steps, g, a)
             inside = u.abs() <= params.limit
             linear = _clamped_linear(steps, u)
-        torch.mul(d, a if linear is None else linear, out=w)
-        if du is not None:
+        if u is None:
+            torch.mul(d, a, out=w)
+            if dp is not None:
+                torch.sum(a.mul_(w), 1, out=dp)
+            torch.mul(w, 2, out=dg)
+        else:
             torch.mul(d, a, out=du)
+            torch.mul(d, linear, out=w)
+            if dp is not None:
+                torch.sum(torch.mul(du, linear, out=a if steps.in_place else linear), 1, out=dp)
             if inside is not None:
                 du.mul_(inside)
-        if dp is not None:
-            torch.sum(a.mul_(w), 1, out=dp)
-        if u is None:
-            w.mul_(2)
-        else:
-            if params.kind != "swiglu":
                 w.mul_(g <= params.limit)
             _silu_backward_out(w, z, grad_input=dg)
+        if steps.in_place:
+            if p is not None:
+                result.mul_(p)
+            continue
         if p is not None:
-            result.mul_(p)
-        if not steps.in_place:
-            steps.narrowed(result, part)
+            dg.mul_(p)
+        if u is not None:
+            torch.mul(du, p, out=u) if p is not None else u.copy_(du)
+        steps.narrowed(result, part)
     steps.scratch.keep()
     if rows < dx.shape[0]:
         dx[rows:].zero_()
