@@ -8,7 +8,7 @@ prints those words; nothing is chosen silently and no environment variable is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,7 @@ class Implementation:
         name: what ``explain`` calls it.
         device: device type, ``"cpu"``, ``"cuda"``, ...
         run: called with the op's positional arguments and the destination keywords of the op (see
-            ``docs/extending.md``).
+            ``docs/extending.md``). None for one that only produces.
         supports: called like ``run``; returns None if it can serve the call, else the reason why not.
         archs: CUDA architectures such as ``"sm_90"``; None means any.
         priority: higher is asked first; the built-in implementations use 0 and below.
@@ -47,14 +47,15 @@ class Implementation:
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
         attempt: ``supports`` and ``run`` in one call, for those that would look up the same thing twice: runs and
             returns None, or returns the reason why not and has written nothing. Not together with ``syncs``.
-        produce: for one that serves every call: called like ``run``, but with the output's spec instead of the output,
-            which it returns.
+        produce: for one that serves every call and makes the outputs itself: called with their specs (see ``produce``
+            of this module), a list of the positional arguments, which it may empty to give memory back early, and the
+            keywords of ``run`` but for destinations; returns the outputs.
     """
 
     op: str
     name: str
     device: str
-    run: Callable[..., None] = field(repr=False)
+    run: Callable[..., None] | None = field(repr=False)
     supports: Callable[..., Reason] | None = field(default=None, repr=False)
     archs: frozenset[str] | None = None
     priority: int = 0
@@ -63,7 +64,7 @@ class Implementation:
     emulable: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     attempt: Callable[..., Reason] | None = field(default=None, repr=False)
-    produce: Callable[..., torch.Tensor] | None = field(default=None, repr=False)
+    produce: Callable[..., Any] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -73,7 +74,7 @@ class Implementation:
                 return f"built for {', '.join(sorted(self.archs))}, this device is {arch}"
         return None
 
-    def reason_against(self, device: torch.device, args: tuple, kwargs: dict) -> Reason:
+    def reason_against(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
         """None if this implementation, which runs on ``device``, can serve the call, else why not."""
         if self.syncs and _capturing(device):
             return "reads offs on the host, which CUDA graph capture forbids"
@@ -209,33 +210,55 @@ def register_implementation(
     return decorate
 
 
-def produce(op: str, device: torch.device, spec: TensorSpec, *args: Any, **options: Any) -> torch.Tensor:
-    """The output of ``op``, by the first implementation of ``op`` that can serve the call."""
+def produce(op: str, device: torch.device, specs: Any, operands: list, **options: Any) -> Any:
+    """The outputs of ``op``, by the first implementation of ``op`` that can serve the call.
+
+    Args:
+        op, device: whose implementation.
+        specs: the output's spec, or of several outputs a dict from the names of destinations to specs, or to None where
+            an output is not wanted.
+        operands: the op's positional arguments, which are not the caller's any more.
+        options: keywords of the op.
+
+    Returns:
+        The output, or a dict of them.
+    """
     able = _on_device.get((op, device)) or _find_on_device(op, device)
     if able and able[0].produce is not None:
-        return able[0].produce(spec, *args, **options)
-    options["out"] = out = spec.empty()
-    _serve(able, op, device, args, options)
-    return out
+        return able[0].produce(specs, operands, **options)
+    one = isinstance(specs, TensorSpec)
+    made = {name: spec and spec.empty() for name, spec in ({"out": specs} if one else specs).items()}
+    for implementation in able:
+        if implementation.produce is not None:
+            return implementation.produce(specs, operands, **options)
+        if _serves(implementation, device, operands, options | made):
+            return made["out"] if one else made
+    raise _nobody(op, device, operands, options | made)
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
-    _serve(_on_device.get((op, device)) or _find_on_device(op, device), op, device, args, kwargs)
-
-
-def _serve(able: tuple[Implementation, ...], op: str, device: torch.device, args: tuple, kwargs: dict) -> None:
-    for implementation in able:
-        if implementation.attempt is not None:
-            if implementation.attempt(*args, **kwargs) is None:
-                return
-        elif implementation.reason_against(device, args, kwargs) is None:
-            implementation.run(*args, **kwargs)
+    for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
+        if _serves(implementation, device, args, kwargs):
             return
+    raise _nobody(op, device, args, kwargs)
+
+
+def _serves(implementation: Implementation, device: torch.device, args: Sequence, kwargs: dict) -> bool:
+    """Whether ``implementation`` can serve the call; then it has."""
+    if implementation.attempt is not None:
+        return implementation.attempt(*args, **kwargs) is None
+    if implementation.run is None or implementation.reason_against(device, args, kwargs) is not None:
+        return False
+    implementation.run(*args, **kwargs)
+    return True
+
+
+def _nobody(op: str, device: torch.device, args: Sequence, kwargs: dict) -> RuntimeError:
     explanation = _explain(op, device, args, kwargs)
     if _capturing(device):
-        raise GraphCaptureError(f"tgl::{op} cannot be captured in a CUDA graph:\n{explanation}")
-    raise NoImplementationError(str(explanation))
+        return GraphCaptureError(f"tgl::{op} cannot be captured in a CUDA graph:\n{explanation}")
+    return NoImplementationError(str(explanation))
 
 
 def reason_against(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Reason:
@@ -288,7 +311,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _explain(op: str, device: torch.device, args: tuple, kwargs: dict) -> Explanation:
+def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Explanation:
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):

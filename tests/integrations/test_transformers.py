@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tgl import backends
 from tgl.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers")
@@ -144,6 +145,26 @@ def exact(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> li
     x, index, weights, dy = data
     data64 = (x.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_(), dy.double())
     return run(wide, "eager", data64)
+
+
+@pytest.mark.parametrize("cls", [cls for cls, fused in CASES.items() if fused and cls is not MuseSparkExperts])
+def test_one_op_where_kernels_span_its_parts(cls: type[nn.Module]) -> None:
+    """On a device that stands for a GPU: the same bits by one op."""
+    experts, data = make(cls), inputs()
+    parts = run(experts, "tgl", data)
+    with backends.emulated_device("an arch without kernels"):
+        x, index, weights, dy = data
+        out = experts(x, index, weights)
+        nodes, found = [out.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            found.add(type(node).__name__)
+            nodes += [n for n, _ in node.next_functions if n is not None]
+        assert "tgl_grouped_mlpBackward" in found
+        assert "tgl_grouped_gemmBackward" not in found
+        whole = run(experts, "tgl", data)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)
 
 
 @BY_CLASS

@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
 from tgl.testing import ROUTINGS, GroupSizes, sample_inputs
@@ -164,3 +166,44 @@ def test_bad_input(argument, change, message):
     arguments[argument] = change(arguments[argument])
     with pytest.raises((ValueError, TypeError), match=f"tgl::grouped_mlp: {message}"):
         tgl.grouped_mlp(**arguments)
+
+
+def test_the_backward_gives_back_what_it_does_not_need():
+    """By the last product, which makes dx, neither h nor the activation's result are held."""
+    x, w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (2, 4, 8), (2, 4, 4)))
+    y, *between = torch.ops.tgl.grouped_mlp(x, w1, w2, torch.tensor([2, 6], dtype=torch.int32))
+    stores = [StorageWeakRef(t.untyped_storage()) for t in between]
+    del between
+    assert not any(store.expired() for store in stores)
+    gone = []
+
+    def spy(a, b, offs, bias, bias_scale, *, out, zero_tail):
+        gone.append(all(store.expired() for store in stores))
+        out.zero_()
+
+    mine = tgl.register_implementation("grouped_gemm", "spy", device="cpu")(spy)
+    try:
+        y.sum().backward()
+    finally:
+        tgl.backends.remove(mine)
+    assert gone == [False, True]  # the gradient of the activation's result, then that of x
+
+
+def test_modes_and_autocast_see_the_backward():
+    x, w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (2, 4, 8), (2, 4, 4)))
+    offs = torch.tensor([2, 6], dtype=torch.int32)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    names = []
+    expected = torch.autograd.grad(tgl.grouped_mlp(x, w1, w2, offs).sum(), (x, w1, w2))
+    y = tgl.grouped_mlp(x, w1, w2, offs).sum()
+    with Seen():
+        assert same(torch.autograd.grad(y, (x, w1, w2)), expected)
+    assert "tgl.grouped_mlp_backward.default" in names
+    y = tgl.grouped_mlp(x, w1, w2, offs).sum()
+    with torch.autocast("cpu", torch.bfloat16):  # what was not cast in the forward is not cast in the backward
+        assert same(torch.autograd.grad(y, (x, w1, w2)), expected)

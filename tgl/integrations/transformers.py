@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..meta.specs import accumulator
-from ..nn._activation import activate
+from ..nn._activation import activate, is_one_op
 from ..nn.routing import combine, dispatch, dispatch_both, route
-from ..ops import grouped_gemm
+from ..ops import grouped_gemm, grouped_mlp
 
 NAME = "tgl"
 
@@ -59,22 +59,29 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     flags: Any = experts
     routing = route(top_k_index, flags.num_experts)
     up, up_bias = (flags.gate_up_proj, "gate_up_proj_bias") if flags.has_gate else (flags.up_proj, "up_proj_bias")
+    down = flags.down_proj
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
     early = not flags.has_post_expert_norm
     hidden, probs = hidden_states.to(up.dtype), None
     if early:
-        rows, probs = dispatch_both(hidden, top_k_weights.to(accumulator(up.dtype)), routing)
+        probs = top_k_weights if top_k_weights.dtype == up.dtype else top_k_weights.to(accumulator(up.dtype))
+        rows, probs = dispatch_both(hidden, probs, routing)
     else:
         rows = dispatch(hidden, routing)
-    rows = _linear(flags, rows, up, up_bias, routing.offs)
     fused = activation(experts)
+    if early and fused is not None and up.dtype == down.dtype and is_one_op(up.device, up, down):
+        biases = (getattr(flags, up_bias), flags.down_proj_bias) if flags.has_bias else (None, None)
+        matrices = (_matrices(flags, up), _matrices(flags, down))
+        answers = grouped_mlp(rows, *matrices, routing.offs, probs, *biases, **fused.parameters(experts))
+        return combine(answers, routing).to(hidden_states.dtype)
+    rows = _linear(flags, rows, up, up_bias, routing.offs)
     if fused is not None:
         rows = activate(rows, routing.offs, probs, **fused.parameters(experts))
     else:
         rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
         rows = rows * probs[:, None] if probs is not None else rows
-    rows = _linear(flags, rows, flags.down_proj, "down_proj_bias", routing.offs, probs)
+    rows = _linear(flags, rows, down, "down_proj_bias", routing.offs, probs)
     if early:
         return combine(rows, routing).to(hidden_states.dtype)
     weights = top_k_weights.masked_fill(top_k_index >= flags.num_experts, 0)
@@ -84,9 +91,13 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
 def _linear(
     flags: Any, rows: Tensor, weight: Tensor, bias_name: str, offs: Tensor, probs: Tensor | None = None
 ) -> Tensor:
-    matrices = weight if flags.is_transposed else weight.transpose(1, 2)
     bias = getattr(flags, bias_name) if flags.has_bias else None
-    return grouped_gemm(rows.to(weight.dtype), matrices, offs, bias, probs if bias is not None else None)
+    scale = probs if bias is not None else None
+    return grouped_gemm(rows.to(weight.dtype), _matrices(flags, weight), offs, bias, scale)
+
+
+def _matrices(flags: Any, weight: Tensor) -> Tensor:
+    return weight if flags.is_transposed else weight.transpose(1, 2)
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import backends, offload
+from .. import offload
 from ..meta.specs import ACTIVATIONS, GATED
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import DelayedScaling, Recipe
-from ._activation import activate
+from ._activation import activate, is_one_op
 from ._buffers import check_buffer, check_disjoint
 from ._scaled_gemms import ScaledGemms
 from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
@@ -169,16 +169,9 @@ class GroupedMLP(nn.Module):
         return self.fc2.forward_offsets(hidden, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out)
 
     def _is_one_op(self, device: torch.device) -> bool:
-        """Whether to run ``tgl.grouped_mlp``: on GPUs, where kernels span its parts, if nothing stands between these.
-
-        Sharded weights are placed part by part.
-        """
         layers = (self.fc1, self.fc2)
-        return (
-            (device.type == "cuda" or backends.emulated_arch is not None)
-            and not offload.in_graph()
-            and all(type(layer) is GroupedLinear and layer.plain for layer in layers)
-            and all(type(layer.weight) in (Tensor, nn.Parameter) for layer in layers)
+        return all(type(layer) is GroupedLinear and layer.plain for layer in layers) and is_one_op(
+            device, self.fc1.weight, self.fc2.weight
         )
 
     def _forward_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
@@ -194,7 +187,7 @@ class GroupedMLP(nn.Module):
             self.fc2.bias,
             kind=self.activation,
             interleaved=self.interleaved,
-            recompute=True if self.recompute_activation else None,
+            recompute=self.recompute_activation,
         )
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 

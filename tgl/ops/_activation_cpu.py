@@ -126,6 +126,49 @@ def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, ou
         out[rows:].zero_()
 
 
+def _gradients(
+    steps: _Steps,
+    d: Tensor,
+    g: Tensor,
+    u: Tensor | None,
+    dprobs: Tensor | None,
+    *,
+    a: Tensor,
+    w: Tensor,
+    du: Tensor | None,
+    dg: Tensor,
+) -> None:
+    """``dg = d A'(g) L(u)``, ``du = d A(g) L'(u)`` and ``dprobs``, of one step.
+
+    ``a`` and ``w`` are for what lies between. ``du`` may be ``a``, ``w`` may be ``d`` or ``dg``, ``dg`` may be ``g``; and
+    unless the step works in place, ``u`` is overwritten.
+    """
+    limit = steps.params.limit
+    if u is None or du is None:
+        torch.clamp(g, min=0, out=a)
+        torch.mul(d, a, out=w)
+        if dprobs is not None:
+            torch.sum(a.mul_(w), 1, out=dprobs)
+        torch.mul(w, 2, out=dg)
+        return
+    clamped = steps.params.kind != "swiglu"
+    if clamped:
+        z, _ = _clamped_gate(steps, g, a)
+        linear = _clamped_linear(steps, u)
+    else:
+        z, linear = g, u
+        _silu_out(g, out=a)
+    torch.mul(d, a, out=du)
+    torch.mul(d, linear, out=w)
+    inside = u.abs() <= limit if clamped else None
+    if dprobs is not None:
+        torch.sum(torch.mul(du, linear, out=a if steps.in_place else linear), 1, out=dprobs)
+    if inside is not None:
+        du.mul_(inside)
+        w.mul_(g <= limit)
+    _silu_backward_out(w, z, grad_input=dg)
+
+
 def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
@@ -135,47 +178,21 @@ def backward(
     for part_x, d, p, part, dp in zip(*(steps.cut(t, rows) for t in (x, dy, _column(probs), dx, sums))):
         a = steps.room("a", d.shape[0])
         if steps.in_place:
-            result = part
             g, u = params.halves(part_x)
             dg, du = params.halves(part)
-            w = dg
-        else:
-            # Everything takes the place of what it is computed from, so that a step has more rows.
-            result, g, u = steps.widened(part_x)
-            w = d = steps.room("d", d.shape[0]).copy_(d)
-            dg, du = g, a
-        z, linear, inside = g, u, None
-        if u is None:
-            torch.clamp(g, min=0, out=a)
-        elif params.kind == "swiglu":
-            _silu_out(g, out=a)
-        else:
-            z, _ = _clamped_gate(steps, g, a)
-            inside = u.abs() <= params.limit
-            linear = _clamped_linear(steps, u)
-        if u is None:
-            torch.mul(d, a, out=w)
-            if dp is not None:
-                torch.sum(a.mul_(w), 1, out=dp)
-            torch.mul(w, 2, out=dg)
-        else:
-            torch.mul(d, a, out=du)
-            torch.mul(d, linear, out=w)
-            if dp is not None:
-                torch.sum(torch.mul(du, linear, out=a if steps.in_place else linear), 1, out=dp)
-            if inside is not None:
-                du.mul_(inside)
-                w.mul_(g <= params.limit)
-            _silu_backward_out(w, z, grad_input=dg)
-        if steps.in_place:
+            _gradients(steps, d, g, u, dp, a=a, w=dg, du=du, dg=dg)
             if p is not None:
-                result.mul_(p)
+                part.mul_(p)
             continue
+        # Everything takes the place of what it is computed from, so that a step has more rows.
+        buffer, g, u = steps.widened(part_x)
+        d = steps.room("d", d.shape[0]).copy_(d)
+        _gradients(steps, d, g, u, dp, a=a, w=d, du=a, dg=g)
         if p is not None:
-            dg.mul_(p)
+            g.mul_(p)
         if u is not None:
-            torch.mul(du, p, out=u) if p is not None else u.copy_(du)
-        steps.narrowed(result, part)
+            u.copy_(a) if p is None else torch.mul(a, p, out=u)
+        steps.narrowed(buffer, part)
     steps.scratch.keep()
     if rows < dx.shape[0]:
         dx[rows:].zero_()

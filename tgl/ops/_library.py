@@ -21,6 +21,8 @@ LIB = torch.library.Library("tgl", "DEF")
 
 # The dispatch keys (as ``raw_repr``) of calls on ordinary tensors of one device, with no mode or transform active.
 _PLAIN: set[int] = set()
+# Those of ordinary tensors themselves.
+_ORDINARY: set[int] = set()
 
 
 class Formula(NamedTuple):
@@ -71,6 +73,7 @@ def define(
         key = torch._C._dispatch_key_for_device(device_type)
         LIB.impl(op, kernel, key)
         _PLAIN.add(_keys(key, f"Autograd{key}").raw_repr())
+        _ORDINARY.add(_keys(key, f"Autograd{key}", "ADInplaceOrView", f"Autocast{key}").raw_repr())
 
     backends.on_device(serve)
     if op._schema.is_mutable or no_derivative:
@@ -81,6 +84,19 @@ def define(
         for device_type in ("cpu", "cuda"):
             LIB.impl(op, _autocast(op, autocast, device_type), f"Autocast{device_type.upper()}")
     return op
+
+
+def unobserved(t: Tensor) -> bool:
+    """Whether nothing but the kernel would see a call of an op below autograd: no mode, transform, subclass, autocast.
+
+    For a backward, which then may call the kernel itself.
+    """
+    return (
+        torch._C._dispatch_keys(t).raw_repr() in _ORDINARY
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled(t.device.type)
+    )
 
 
 def _keys(*names: str) -> Any:

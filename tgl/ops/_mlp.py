@@ -10,90 +10,73 @@ from torch import Tensor
 from .. import backends
 from ..meta import specs
 from ..meta.mlp import by_columns
+from ..meta.specs import TensorSpec
 
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
+Specs = dict[str, TensorSpec | None]
+Tensors = dict[str, Tensor | None]
 
-def forward(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    *,
-    params: Params,
-    y: Tensor,
-    h: Tensor,
-    act: Tensor | None,
-) -> None:
-    """``h = x w1 + bias1``, ``act = probs A(h)`` (if None, not kept), ``y = act w2 + probs bias2``."""
-    if act is None:
-        act = h.new_empty(h.shape[0], w2.shape[1])
-    backends.run("grouped_gemm_activation", x.device, x, w1, offs, bias1, probs, params=params, y=act, h=h)
+
+def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
+    """``h = x w1 + bias1``, ``act = probs A(h)`` (not kept without a spec), ``y = act w2 + probs bias2``."""
+    x, w1, w2, offs, probs, bias1, bias2 = operands
+    rows, device = x.shape[0], x.device
+    between = {"y": TensorSpec((rows, w2.shape[1]), x.dtype, device), "h": made["h"]}
+    first = backends.produce("grouped_gemm_activation", device, between, [x, w1, offs, bias1, probs], params=params)
     scale = probs if bias2 is not None else None
-    backends.run("grouped_gemm", x.device, act, w2, offs, bias2, scale, out=y, zero_tail=True)
+    y = backends.produce("grouped_gemm", device, made["y"], [first["y"], w2, offs, bias2, scale], zero_tail=True)
+    return {"y": y, "h": first["h"], "act": None if made["act"] is None else first["y"]}
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
-    offs: Tensor,
-    h: Tensor,
-    act: Tensor | None,
-    probs: Tensor | None,
-    bias2: Tensor | None,
-    *,
-    params: Params,
-    dx: Tensor | None,
-    dw1: Tensor | None,
-    dw2: Tensor | None,
-    dprobs: Tensor | None,
-    dbias1: Tensor | None,
-    dbias2: Tensor | None,
-) -> None:
-    """The gradients that have a destination."""
-    device = dy.device
-    if dw2 is not None:
+def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
+    """The gradients that have a spec. What is not needed any more gives its memory to what follows."""
+    dy, x, w1, w2, offs, h, act, probs, bias2 = operands
+    operands.clear()
+    device, acc = dy.device, specs.accumulator(dy.dtype)
+    grads: Tensors = dict.fromkeys(made)
+    if made["dw2"] is not None:
         if act is None:
             act = h.new_empty(h.shape[0], w2.shape[1])
             backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
-        _wgrad(act, dy, offs, w2, dw2)
+        grads["dw2"] = _wgrad(act, dy, offs, w2)
     del act
     scaled = None
-    if bias2 is not None and probs is not None and (dbias2 is not None or dprobs is not None):
-        acc = specs.accumulator(dy.dtype)
+    if bias2 is not None and probs is not None and (made["dbias2"] is not None or made["dprobs"] is not None):
         scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
-        sums = torch.empty(bias2.shape, dtype=acc, device=device) if dbias2 is None else dbias2
+        sums = torch.empty(bias2.shape, dtype=acc, device=device)
         backends.run("grouped_dbias_dscales", device, dy, bias2, probs, offs, dbias=sums, dscales=scaled)
-    elif dbias2 is not None:
-        backends.run("grouped_dbias", device, dy, offs, out=dbias2)
-    if dx is None and dw1 is None and dprobs is None and dbias1 is None:
-        return
+        grads["dbias2"] = sums if made["dbias2"] is not None else None
+    elif made["dbias2"] is not None:
+        grads["dbias2"] = made["dbias2"].empty()
+        backends.run("grouped_dbias", device, dy, offs, out=grads["dbias2"])
+    if all(made[name] is None for name in ("dx", "dw1", "dprobs", "dbias1")):
+        return grads
 
     dh = torch.empty(h.shape, dtype=h.dtype, device=device)
-    sums = torch.empty(h.shape[0] if probs is not None else 0, dtype=specs.accumulator(h.dtype), device=device)
-    w2 = w2.transpose(1, 2)
-    backends.run("grouped_gemm_dactivation", device, dy, w2, h, offs, probs, params=params, dh=dh, dprobs=sums)
-    if dprobs is not None:
-        dprobs.copy_(sums)
-        if scaled is not None:
-            dprobs.add_(scaled.to(dprobs.dtype))
-    if dbias1 is not None:
-        backends.run("grouped_dbias", device, dh, offs, out=dbias1)
-    if dw1 is not None and x is not None:
-        _wgrad(x, dh, offs, w1, dw1)
-    if dx is not None:
-        backends.run("grouped_gemm", device, dh, w1.transpose(1, 2), offs, None, None, out=dx, zero_tail=True)
+    sums = torch.empty(h.shape[0] if probs is not None else 0, dtype=acc, device=device)
+    back = w2.transpose(1, 2)
+    backends.run("grouped_gemm_dactivation", device, dy, back, h, offs, probs, params=params, dh=dh, dprobs=sums)
+    del h, dy
+    if made["dprobs"] is not None:
+        dprobs = sums.to(made["dprobs"].dtype)
+        grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
+    if made["dbias1"] is not None:
+        grads["dbias1"] = made["dbias1"].empty()
+        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
+    if made["dw1"] is not None:
+        grads["dw1"] = _wgrad(x, dh, offs, w1)
+    del x
+    if made["dx"] is not None:
+        given = [dh, w1.transpose(1, 2), offs, None, None]
+        grads["dx"] = backends.produce("grouped_gemm", device, made["dx"], given, zero_tail=True)
+    return grads
 
 
-def _wgrad(a: Tensor, b: Tensor, offs: Tensor, w: Tensor, out: Tensor) -> None:
-    """``out[g] = a^T b``, in the memory order of ``w``."""
+def _wgrad(a: Tensor, b: Tensor, offs: Tensor, w: Tensor) -> Tensor:
+    """``a^T b`` of every group, in the memory order of ``w``."""
     if by_columns(w):
-        backends.run("grouped_gemm_wgrad", a.device, b, a, offs, out=out.transpose(1, 2))
-    else:
-        backends.run("grouped_gemm_wgrad", a.device, a, b, offs, out=out)
+        return _wgrad(b, a, offs, w.transpose(1, 2)).transpose(1, 2)
+    spec = TensorSpec(tuple(w.shape), w.dtype, w.device)
+    return backends.produce("grouped_gemm_wgrad", a.device, spec, [a, b, offs])

@@ -34,7 +34,7 @@ def _kernel(
 ) -> Tensor:
     spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     debug.check_offs(NAME, offs, a.shape[0])
-    return backends.produce(NAME, a.device, spec, a, b, offs, bias, bias_scale, zero_tail=True)
+    return backends.produce(NAME, a.device, spec, [a, b, offs, bias, bias_scale], zero_tail=True)
 
 
 def _kernel_out(
@@ -62,17 +62,9 @@ def _loop(
     _products(a, b, ways, work, bias, bias_scale, out, zero_tail)
 
 
-def _produce(
-    spec: specs.TensorSpec,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    zero_tail: bool,
-) -> Tensor:
+def _produce(spec: specs.TensorSpec, operands: list, *, zero_tail: bool) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
+    a, b, offs, bias, bias_scale = operands
     rows, columns = a.shape[0], b.shape[2]
     ways = _gemm_cpu.ways(a, b, bias, columns=columns, dtype=spec.dtype, scaled=bias_scale is not None)
     work = _gemm_cpu.work(offs, rows, b.shape[1], columns, ways)

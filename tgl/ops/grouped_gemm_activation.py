@@ -34,26 +34,19 @@ def _kernel(
     **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
-    y, h = (s.empty() for s in _checked(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype))
+    y, h = _checked(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype)
     debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, a, b, offs, bias, probs, params=parsed, y=y, h=h)
-    return y, h
+    made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed)
+    return made["y"], made["h"]
 
 
-def _two_ops(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    *,
-    params: Params,
-    y: Tensor,
-    h: Tensor,
-) -> None:
+def _two_ops(made: dict[str, specs.TensorSpec], operands: list, *, params: Params) -> dict[str, Tensor]:
     """The product, then the activation of what it was rounded to, each by what serves its op on the device."""
-    backends.run(GEMM, a.device, a, b, offs, bias, None, out=h, zero_tail=True)
+    a, b, offs, bias, probs = operands
+    h = backends.produce(GEMM, a.device, made["h"], [a, b, offs, bias, None], zero_tail=True)
+    y = made["y"].empty()
     backends.run(ACTIVATION, a.device, h, offs, probs, params=params, out=y)
+    return {"y": y, "h": h}
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -168,7 +161,13 @@ backends.describe_op(NAME, _call)
 for _device in ("cpu", "cuda"):
     backends.add(
         backends.Implementation(
-            NAME, "GEMM, then activation", _device, _two_ops, priority=-10, note="two ops; see `explain` of each"
+            NAME,
+            "GEMM, then activation",
+            _device,
+            None,
+            priority=-10,
+            note="two ops; see `explain` of each",
+            produce=_two_ops,
         )
     )
 

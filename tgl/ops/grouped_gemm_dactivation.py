@@ -49,7 +49,7 @@ def _two_ops(
 ) -> None:
     """The product rounded to the dtype of ``h``, then the activation's backward, each by what serves its op."""
     spec = specs.TensorSpec((dy.shape[0], b.shape[2]), h.dtype, h.device)
-    da = backends.produce(GEMM, dy.device, spec, dy, b, offs, None, None, zero_tail=False)
+    da = backends.produce(GEMM, dy.device, spec, [dy, b, offs, None, None], zero_tail=False)
     backends.run(ACTIVATION_BACKWARD, h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
 
 

@@ -31,7 +31,7 @@ def _kernel(
     spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
     debug.check_offs(NAME, offs, a.shape[0])
     if alignment is None:
-        return backends.produce(NAME, a.device, spec, a, b, offs)
+        return backends.produce(NAME, a.device, spec, [a, b, offs])
     out = aligned(spec, alignment)
     backends.run(NAME, a.device, a, b, offs, out=out)
     return out
@@ -62,8 +62,9 @@ def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     _products(a, b, ways, _gemm_cpu.work(offs, a.shape[0], a.shape[1], b.shape[1], ways), out)
 
 
-def _produce(spec: specs.TensorSpec, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def _produce(spec: specs.TensorSpec, operands: list) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
+    a, b, offs = operands
     rows, columns = a.shape
     ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=spec.dtype)
     work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import mlp as specs
+from ..meta.remembered import remembered
+from ..meta.specs import TensorSpec
 from . import _mlp
-from ._library import Formula, autocast_operand, define
+from ._library import Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 
 NAME = "grouped_mlp"
 BACKWARD = "grouped_mlp_backward"
+
+_checked = remembered(specs.grouped_mlp)
+_checked_backward = remembered(specs.grouped_mlp_backward)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -33,12 +38,11 @@ def _kernel(
     **params: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = Params(**params)
-    made = specs.grouped_mlp(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, recompute=recompute)
+    spec = _checked(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, recompute=recompute)
     debug.check_offs(NAME, offs, x.shape[0])
-    y, h, act = (spec.empty() for spec in made)
-    kept = None if recompute else act
-    backends.run(NAME, x.device, x, w1, w2, offs, probs, bias1, bias2, params=parsed, y=y, h=h, act=kept)
-    return y, h, act
+    wanted = {"y": spec[0], "h": spec[1], "act": None if recompute else spec[2]}
+    made = backends.produce(NAME, x.device, wanted, [x, w1, w2, offs, probs, bias1, bias2], params=parsed)
+    return made["y"], made["h"], spec[2].empty() if recompute else made["act"]
 
 
 def _kernel_backward(
@@ -55,22 +59,23 @@ def _kernel_backward(
     output_mask: Sequence[bool],
     **params: Any,
 ) -> tuple[Tensor, ...]:
-    parsed = Params(**params)
-    made = specs.grouped_mlp_backward(
-        dy, x, w1, w2, offs, h, act, probs, bias2, output_mask=output_mask, kind=parsed.kind
-    )
-    debug.check_offs(BACKWARD, offs, dy.shape[0])
-    grads = tuple(spec.empty() for spec in made)
-    args = (dy, x, w1, w2, offs, h, act, probs, bias2)
-    backends.run(BACKWARD, dy.device, *args, params=parsed, **_destinations(grads, output_mask))
-    return grads
+    return _gradients([dy, x, w1, w2, offs, h, act, probs, bias2], output_mask, params)
 
 
 _GRADIENTS = ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")
 
 
-def _destinations(grads: Sequence[Tensor], mask: Sequence[bool]) -> dict[str, Tensor | None]:
-    return {name: t if want else None for name, t, want in zip(_GRADIENTS, grads, mask)}
+def _gradients(operands: list, mask: Sequence[bool], params: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The backward's results; ``operands`` may be empty afterwards."""
+    parsed, device, offs = Params(**params), operands[0].device, operands[4]
+    made = _checked_backward(*operands, output_mask=tuple(mask), kind=parsed.kind)
+    debug.check_offs(BACKWARD, offs, operands[0].shape[0])
+    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, params=parsed)
+    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_GRADIENTS, made))
+
+
+def _wanted(made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
+    return {name: spec if want else None for name, spec, want in zip(_GRADIENTS, made, mask)}
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -107,13 +112,16 @@ def _backward(
 
     As one op; where a second order may follow, or comes, as the differentiable ones that it is made of.
     """
-    x, w1, w2, offs, h, act, probs, bias2 = ctx.saved_tensors
     mask = [needs[i] for i in (0, 1, 2, 4, 5, 6)]
     if dy is None or dh is not None or dact is not None or torch.is_grad_enabled():
         grads = _composed(ctx, mask, dy, dh, dact)
+    elif unobserved(dy):
+        # Past the dispatcher, which would hold all operands to the end: with these the layer's peak is a third higher.
+        operands = [dy, *ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()
+        grads = _gradients(operands, mask, ctx.params)
     else:
-        given = (x, w1, w2, offs, h, act, probs, bias2)
-        grads = torch.ops.tgl.grouped_mlp_backward(dy, *given, output_mask=mask, **ctx.params)
+        grads = _op_backward(dy, *ctx.saved_tensors, output_mask=mask, **ctx.params)
     dx, dw1, dw2, dprobs, dbias1, dbias2 = (g if want else None for g, want in zip(grads, mask))
     biases = (None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes))
     return dx, dw1, dw2, None, dprobs, *biases
@@ -233,7 +241,7 @@ def _call_backward(
     parsed = Params(**params)
     args = (dy, x, w1, w2, offs, h, act, probs, bias2)
     made = specs.grouped_mlp_backward(*args, output_mask=output_mask, kind=parsed.kind)
-    destinations = _destinations([spec.meta() for spec in made], output_mask)
+    destinations = {name: spec and spec.meta() for name, spec in _wanted(made, output_mask).items()}
     return dy.device, args, {"params": parsed, **destinations}
 
 
@@ -241,8 +249,12 @@ backends.describe_op(NAME, _call)
 backends.describe_op(BACKWARD, _call_backward)
 _note = "the implementations of the ops it is made of, see their own reports"
 for _name, _composition in ((NAME, _mlp.forward), (BACKWARD, _mlp.backward)):
-    backends.add(backends.Implementation(_name, "composition", "cpu", _composition, note=_note))
-    backends.add(backends.Implementation(_name, "composition", "cuda", _composition, emulable=True, note=_note))
+    for _device in ("cpu", "cuda"):
+        backends.add(
+            backends.Implementation(
+                _name, "composition", _device, None, emulable=_device == "cuda", note=_note, produce=_composition
+            )
+        )
 
 
 def grouped_mlp(
@@ -259,7 +271,7 @@ def grouped_mlp(
     limit: float | None = None,
     alpha: float | None = None,
     offset: float | None = None,
-    recompute: bool | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Run the experts' MLPs: ``grouped_gemm``, ``grouped_activation`` and ``grouped_gemm`` as one op.
 
@@ -276,7 +288,7 @@ def grouped_mlp(
         probs: ``[T]``, dtype of ``x`` or float32: multiplies the expert's answer.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
         kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
-        recompute: form ``a`` again in the backward instead of keeping it. Default: on a CPU, where that costs less.
+        recompute: form ``a`` again in the backward instead of keeping it.
 
     Returns:
         ``[T, O]`` in the dtype of ``x``.
@@ -288,7 +300,5 @@ def grouped_mlp(
     """
     constants = {"limit": limit, "alpha": alpha, "offset": offset}  # None: see ``grouped_activation``
     given: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}
-    if recompute is None:
-        recompute = x.device.type == "cpu"
     given |= {"kind": kind, "interleaved": interleaved, "recompute": recompute}
     return _op(x, w1, w2, offs, probs, bias1, bias2, **given)[0]
