@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def arguments(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Rows, probabilities and the gradient of the result, tails as grouped products leave them, NaN in that of probs."""
+    """Rows, probabilities and the gradient of the result: tails as products leave them, but NaN in that of probs."""
     width = I if kind == "srelu" else 2 * I
     x, dy = torch.randn(T, width, dtype=dtype), torch.randn(T, I, dtype=dtype)
     probs = torch.rand(T, dtype=probs_dtype) if probs_dtype else None

@@ -8,9 +8,21 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .specs import TensorSpec
+
 Spec = TypeVar("Spec")
 _NEVER = object()
 LIMIT = 1024  # calls remembered per check; sizes of a training run are few, and a new number of tokens makes a new call
+
+
+class RememberedSpec(TensorSpec):
+    """A spec with room for what implementations derive from the metadata of the same operands.
+
+    Attributes:
+        kept: by a name of theirs.
+    """
+
+    kept: dict[str, Any]
 
 
 def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
@@ -27,11 +39,16 @@ def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
 
     @functools.wraps(check)
     def once(*tensors: Tensor | None, **options: Any) -> Spec:
-        seen = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        key = (*seen, *options, *options.values())
+        seen: list = [*options.items()]
+        for t in tensors:  # a comprehension would be one more call
+            seen.append(t if t is None else (t.shape, t.stride(), t.dtype, t.device))
+        key = tuple(seen)
         spec = passed.get(key, _NEVER)  # one step, as another thread may be clearing
         if spec is _NEVER:
             spec = check(*tensors, **options)
+            if isinstance(spec, TensorSpec):
+                spec = RememberedSpec(*spec)
+                spec.kept = {}
             if len(passed) >= LIMIT:
                 passed.clear()
             passed[key] = spec

@@ -140,8 +140,8 @@ def _gradients(
 ) -> None:
     """``dg = d A'(g) L(u)``, ``du = d A(g) L'(u)`` and ``dprobs``, of one step.
 
-    ``a`` and ``w`` are for what lies between. ``du`` may be ``a``, ``w`` may be ``d`` or ``dg``, ``dg`` may be ``g``; and
-    unless the step works in place, ``u`` is overwritten.
+    ``a`` and ``w`` are for what lies between. ``du`` may be ``a``, ``w`` may be ``d`` or ``dg``, ``dg`` may be ``g``.
+    Unless the step works in place, ``u`` is overwritten.
     """
     limit = steps.params.limit
     if u is None or du is None:

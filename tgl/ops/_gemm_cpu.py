@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..meta.remembered import remembered
+from ..meta.remembered import RememberedSpec, remembered
+from ..meta.specs import TensorSpec
 from . import _batched_cpu
 from ._segments import native_matmul, sizes_of
 
@@ -58,6 +59,16 @@ def ways(
     return Ways(True, batches, takes)
 
 
+def ways_to(spec: TensorSpec, a: Tensor, b: Tensor, bias: Tensor | None = None, *, scaled: bool = False) -> Ways:
+    """``ways`` to produce what ``spec`` describes; kept there if it is remembered."""
+    if not isinstance(spec, RememberedSpec):
+        return ways(a, b, bias, columns=spec.shape[-1], dtype=spec.dtype, scaled=scaled)
+    found = spec.kept.get("ways")
+    if found is None:
+        found = spec.kept["ways"] = ways(a, b, bias, columns=spec.shape[-1], dtype=spec.dtype, scaled=scaled)
+    return found
+
+
 def _regular(t: Tensor) -> bool:
     """Not empty, row- or column-major without overlap, every row and matrix on 16 bytes if the first one is."""
     if not t.numel():
@@ -77,27 +88,29 @@ class Work(NamedTuple):
     Attributes:
         sizes: of the groups and, last, of the tail.
         batches: groups that are better taken together, see ``_batched_cpu``.
-        in_order: ``offs`` neither descends nor leaves the rows.
+        in_aten: ATen's loop does it, if the operands are aligned: ``offs`` neither descends nor leaves the rows, and
+            there is nothing to be batched. The results are those of our loop but for the tail.
     """
 
     sizes: tuple[int, ...]
     batches: _batched_cpu.Batches
-    in_order: bool
+    in_aten: bool
 
 
 def work(offs: Tensor, rows: int, k: int, n: int, ways: Ways) -> Work:
     """For products with matrices ``k`` x ``n`` or the other way round. Reads ``offs`` on the host."""
-    return _work(tuple(offs.tolist()), rows, min(k, n), max(k, n), ways.batches)
+    return _work(tuple(offs.tolist()), rows, min(k, n), max(k, n), ways)
 
 
 @functools.lru_cache(maxsize=64)  # the products of a layer, forward and backward, ask alike
-def _work(ends: tuple[int, ...], rows: int, k: int, n: int, may_batch: bool) -> Work:
+def _work(ends: tuple[int, ...], rows: int, k: int, n: int, ways: Ways) -> Work:
     sizes = sizes_of(ends, rows)
-    batches = _batched_cpu.plan(sizes, k, n)[1] if may_batch else ()
+    batches = _batched_cpu.plan(sizes, k, n)[1] if ways.batches else ()
     # Clamped or emptied sizes are not the differences of the ends.
-    return Work(sizes, batches, tuple(accumulate(sizes[:-1])) == ends)
+    in_order = tuple(accumulate(sizes[:-1])) == ends
+    return Work(sizes, batches, ways.aten and in_order and not batches)
 
 
-def in_aten(ways: Ways, work: Work, a: Tensor, b: Tensor) -> bool:
-    """Whether ATen's loop is the way: the results of ours but for the tail."""
-    return ways.aten and work.in_order and not work.batches and not (a.data_ptr() | b.data_ptr()) % _ALIGNMENT
+def aligned(a: Tensor, b: Tensor) -> bool:
+    """Whether ATen's loop takes the operands' addresses."""
+    return not (a.data_ptr() | b.data_ptr()) % _ALIGNMENT

@@ -66,9 +66,9 @@ def _produce(spec: specs.TensorSpec, operands: list, *, zero_tail: bool) -> Tens
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     a, b, offs, bias, bias_scale = operands
     rows, columns = a.shape[0], b.shape[2]
-    ways = _gemm_cpu.ways(a, b, bias, columns=columns, dtype=spec.dtype, scaled=bias_scale is not None)
+    ways = _gemm_cpu.ways_to(spec, a, b, bias, scaled=bias_scale is not None)
     work = _gemm_cpu.work(offs, rows, b.shape[1], columns, ways)
-    if _gemm_cpu.in_aten(ways, work, a, b):
+    if work.in_aten and _gemm_cpu.aligned(a, b):
         out = torch.nn.functional.grouped_mm(a, b, offs=offs)
         if zero_tail and work.sizes[-1]:
             out[rows - work.sizes[-1] :].zero_()

@@ -66,9 +66,9 @@ def _produce(spec: specs.TensorSpec, operands: list) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     a, b, offs = operands
     rows, columns = a.shape
-    ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=spec.dtype)
+    ways = _gemm_cpu.ways_to(spec, a, b)
     work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)
-    if _gemm_cpu.in_aten(ways, work, a, b):
+    if work.in_aten and _gemm_cpu.aligned(a, b):
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
     _products(a, b, ways, work, out)
