@@ -18,6 +18,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -120,9 +121,11 @@ class Activation(NamedTuple):
 
     def parameters(self, experts: nn.Module) -> dict[str, Any]:
         """Keyword arguments of ``grouped_activation`` for one module."""
-        constants = {"limit": self.limit, "alpha": self.alpha, "offset": self.offset}
-        values = {k: float(getattr(experts, v) if isinstance(v, str) else v) for k, v in constants.items()}
-        return {"kind": self.kind, "interleaved": self.interleaved, **values}
+        given: dict[str, Any] = {"kind": self.kind, "interleaved": self.interleaved}
+        if self.kind == "clamped_qgeglu":
+            for name, value in (("limit", self.limit), ("alpha", self.alpha), ("offset", self.offset)):
+                given[name] = float(getattr(experts, value) if isinstance(value, str) else value)
+        return given
 
 
 _OSS = Activation("clamped_qgeglu", limit="limit", alpha="alpha")
@@ -143,7 +146,7 @@ _KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
 def activation(experts: nn.Module) -> Activation | None:
     """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
     act_fn = getattr(experts, "act_fn", None)
-    function = act_fn if inspect.isfunction(act_fn) or inspect.isbuiltin(act_fn) else type(act_fn)
+    function = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
     return _activation(type(experts), bool(experts.has_gate), function)
 
 

@@ -175,7 +175,8 @@ def backward(
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
     rows = _routed_rows(x, offs)
     steps, sums = _Steps(x, dy.shape[1], rows, params, backward=True), dprobs if probs is not None else None
-    for part_x, d, p, part, dp in zip(*(steps.cut(t, rows) for t in (x, dy, _column(probs), dx, sums))):
+    columns = steps.cut(_column(probs), rows), steps.cut(sums, rows)
+    for part_x, d, part, p, dp in zip(steps.cut(x, rows), steps.cut(dy, rows), steps.cut(dx, rows), *columns):
         a = steps.room("a", d.shape[0])
         if steps.in_place:
             g, u = params.halves(part_x)

@@ -21,7 +21,7 @@ from . import _batched_cpu
 from ._segments import native_matmul, sizes_of
 
 NOTE = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
-_ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # bytes, of what ATen's loop takes
 
 
 class Ways(NamedTuple):
@@ -54,7 +54,7 @@ def ways(
         return Ways(False, False, False)
     by_rows = a.stride(1) == 1 and (b.ndim == 3 or b.stride(1) == 1)
     batches = a.dtype == torch.bfloat16 and a.device.type == "cpu" and by_rows
-    whole_units = columns * a.dtype.itemsize % _ALIGNMENT == 0
+    whole_units = columns * a.dtype.itemsize % ALIGNMENT == 0
     takes = bias is None and a.dtype in (torch.float32, torch.bfloat16) and whole_units and _regular(a) and _regular(b)
     return Ways(True, batches, takes)
 
@@ -78,7 +78,7 @@ def _regular(t: Tensor) -> bool:
     pitch, width = (row, columns) if column == 1 else (column, rows)
     if (column != 1 and row != 1) or pitch < width:
         return False
-    step = _ALIGNMENT // t.element_size()
+    step = ALIGNMENT // t.element_size()
     return not pitch % step and not any(stride % step for stride in outer)
 
 
@@ -88,7 +88,7 @@ class Work(NamedTuple):
     Attributes:
         sizes: of the groups and, last, of the tail.
         batches: groups that are better taken together, see ``_batched_cpu``.
-        in_aten: ATen's loop does it, if the operands are aligned: ``offs`` neither descends nor leaves the rows, and
+        in_aten: ATen's loop does it, given aligned operands: ``offs`` neither descends nor leaves the rows, and
             there is nothing to be batched. The results are those of our loop but for the tail.
     """
 
@@ -109,8 +109,3 @@ def _work(ends: tuple[int, ...], rows: int, k: int, n: int, ways: Ways) -> Work:
     # Clamped or emptied sizes are not the differences of the ends.
     in_order = tuple(accumulate(sizes[:-1])) == ends
     return Work(sizes, batches, ways.aten and in_order and not batches)
-
-
-def aligned(a: Tensor, b: Tensor) -> bool:
-    """Whether ATen's loop takes the operands' addresses."""
-    return not (a.data_ptr() | b.data_ptr()) % _ALIGNMENT

@@ -31,10 +31,11 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers, _kept.buffers = _kept.buffers, {}
         self._lent: dict[str, Tensor] = {}
+        self._grown = False
 
     def keep(self) -> None:
         """Leave the buffers to the next call; nothing may use them any more."""
-        if sum(buffer.nbytes for buffer in self._buffers.values()) <= _KEPT:
+        if not self._grown or sum(buffer.nbytes for buffer in self._buffers.values()) <= _KEPT:
             _kept.buffers = self._buffers
 
     def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -45,6 +46,7 @@ class Scratch:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            self._grown = True
             with torch.inference_mode(False):  # the next call may be outside of it
                 buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device="cpu")
         lent = self._lent[name] = (buffer[:size] if buffer.numel() > size else buffer).view(shape)

@@ -68,7 +68,7 @@ def _produce(spec: specs.TensorSpec, operands: list) -> Tensor:
     rows, columns = a.shape
     ways = _gemm_cpu.ways_to(spec, a, b)
     work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)
-    if work.in_aten and _gemm_cpu.aligned(a, b):
+    if work.in_aten and not (a.data_ptr() | b.data_ptr()) % _gemm_cpu.ALIGNMENT:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
     _products(a, b, ways, work, out)
