@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_depth = 0
+active = 0  # contexts that are open
 
 
 @contextmanager
@@ -23,22 +23,17 @@ def debug_checks() -> Iterator[None]:
     """
     if torch.compiler.is_compiling():  # traced, the two assignments would cancel out before the graph runs
         torch._dynamo.graph_break("tgl.debug_checks() goes around the call of a compiled function, not inside it")
-    global _depth
-    _depth += 1
+    global active
+    active += 1
     try:
         yield
     finally:
-        _depth -= 1
-
-
-def checking() -> bool:
-    """Whether ``check_offs`` would look at anything."""
-    return _depth > 0
+        active -= 1
 
 
 def check_offs(op: str, offs: Tensor, rows: int) -> None:
     """Raise ``ValueError`` for the first bad entry of ``offs`` if inside ``debug_checks()``; free otherwise."""
-    if _depth == 0:
+    if not active:
         return
     previous = 0
     for group, end in enumerate(offs.tolist()):
@@ -52,7 +47,7 @@ def check_offs(op: str, offs: Tensor, rows: int) -> None:
 
 def check_splits(op: str, splits: Tensor) -> None:
     """Raise ``ValueError`` for the first negative split if inside ``debug_checks()``; free otherwise."""
-    if _depth == 0:
+    if not active:
         return
     for group, size in enumerate(splits.tolist()):
         if size < 0:

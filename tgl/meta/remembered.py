@@ -16,13 +16,9 @@ LIMIT = 1024  # calls remembered per check; sizes of a training run are few, and
 
 
 class RememberedSpec(TensorSpec):
-    """A spec with room for what implementations derive from the metadata of the same operands.
+    """A spec that is the same object for all calls alike, with room for what follows from their metadata."""
 
-    Attributes:
-        kept: by a name of theirs.
-    """
-
-    kept: dict[str, Any]
+    kept: Any = None  # type: ignore[assignment]
 
 
 def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
@@ -48,7 +44,6 @@ def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
             spec = check(*tensors, **options)
             if isinstance(spec, TensorSpec):
                 spec = RememberedSpec(*spec)
-                spec.kept = {}
             if len(passed) >= LIMIT:
                 passed.clear()
             passed[key] = spec

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     stride: tuple[Dim, ...] | None = None
+
+    @property
+    def kept(self) -> Any:
+        """What an implementation derived from the metadata of the same operands; see ``remembered``."""
+        return None
 
     def empty(self) -> Tensor:
         """Allocate it, uninitialised."""

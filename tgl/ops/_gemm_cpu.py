@@ -60,12 +60,10 @@ def ways(
 
 
 def ways_to(spec: TensorSpec, a: Tensor, b: Tensor, bias: Tensor | None = None, *, scaled: bool = False) -> Ways:
-    """``ways`` to produce what ``spec`` describes; kept there if it is remembered."""
-    if not isinstance(spec, RememberedSpec):
-        return ways(a, b, bias, columns=spec.shape[-1], dtype=spec.dtype, scaled=scaled)
-    found = spec.kept.get("ways")
-    if found is None:
-        found = spec.kept["ways"] = ways(a, b, bias, columns=spec.shape[-1], dtype=spec.dtype, scaled=scaled)
+    """``ways`` to produce what ``spec`` describes; the next time they are in ``spec.kept``, if it is remembered."""
+    found = ways(a, b, bias, columns=spec.shape[-1], dtype=spec.dtype, scaled=scaled)
+    if isinstance(spec, RememberedSpec):
+        spec.kept = found
     return found
 
 
@@ -97,15 +95,11 @@ class Work(NamedTuple):
     in_aten: bool
 
 
-def work(offs: Tensor, rows: int, k: int, n: int, ways: Ways) -> Work:
-    """For products with matrices ``k`` x ``n`` or the other way round. Reads ``offs`` on the host."""
-    return _work(tuple(offs.tolist()), rows, min(k, n), max(k, n), ways)
-
-
-@functools.lru_cache(maxsize=64)  # the products of a layer, forward and backward, ask alike
-def _work(ends: tuple[int, ...], rows: int, k: int, n: int, ways: Ways) -> Work:
+@functools.lru_cache(maxsize=64)  # the products of a layer ask alike
+def work(ends: tuple[int, ...], rows: int, k: int, n: int, ways: Ways) -> Work:
+    """For products with matrices ``k`` x ``n`` or the other way round; ``ends`` is what ``offs`` holds."""
     sizes = sizes_of(ends, rows)
-    batches = _batched_cpu.plan(sizes, k, n)[1] if ways.batches else ()
+    batches = _batched_cpu.plan(sizes, min(k, n), max(k, n))[1] if ways.batches else ()
     # Clamped or emptied sizes are not the differences of the ends.
     in_order = tuple(accumulate(sizes[:-1])) == ends
     return Work(sizes, batches, ways.aten and in_order and not batches)

@@ -87,7 +87,7 @@ def _kernel_accumulate(
 
 
 def _run(op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool) -> None:
-    if debug.checking():
+    if debug.active:
         debug.check_offs(op, operands[4], int(scaled.most_tokens(operands[0], out.shape[0], format)))
     device = operands[0].device
     backends.run(op, device, *operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)

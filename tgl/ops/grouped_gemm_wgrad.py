@@ -29,7 +29,8 @@ def _kernel(
     a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
 ) -> Tensor:
     spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
-    debug.check_offs(NAME, offs, a.shape[0])
+    if debug.active:
+        debug.check_offs(NAME, offs, a.shape[0])
     if alignment is None:
         return backends.produce(NAME, a.device, spec, [a, b, offs])
     out = aligned(spec, alignment)
@@ -59,15 +60,16 @@ def _parts(a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor) -> zip:
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
     ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=out.dtype)
-    _products(a, b, ways, _gemm_cpu.work(offs, a.shape[0], a.shape[1], b.shape[1], ways), out)
+    work = _gemm_cpu.work(tuple(offs.tolist()), a.shape[0], a.shape[1], b.shape[1], ways)
+    _products(a, b, ways, work, out)
 
 
 def _produce(spec: specs.TensorSpec, operands: list) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     a, b, offs = operands
     rows, columns = a.shape
-    ways = _gemm_cpu.ways_to(spec, a, b)
-    work = _gemm_cpu.work(offs, rows, columns, b.shape[1], ways)
+    ways = spec.kept or _gemm_cpu.ways_to(spec, a, b)
+    work = _gemm_cpu.work(tuple(offs.tolist()), rows, columns, b.shape[1], ways)
     if work.in_aten and not (a.data_ptr() | b.data_ptr()) % _gemm_cpu.ALIGNMENT:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
