@@ -46,6 +46,7 @@ CASES = {
     "div": ("div.u32 %r5, 1000, %r0;", lambda i: 1000 // i if i else M32),
     "rem": ("rem.s32 %r5, %r0, 7;", lambda i: i % 7),
     "min of signed": ("sub.s32 %r4, %r0, 16; min.s32 %r5, %r4, 3;", lambda i: min(i - 16, 3)),
+    "least, not negative": ("sub.s32 %r4, %r0, 5; min.relu.s32 %r5, %r4, 9;", lambda i: max(min(i - 5, 9), 0)),
     "max of halves": ("max.u16x2 %r5, 0xFFFF0007, %r0;", lambda i: 0xFFFF0000 | max(i, 7)),
     "min of signed halves": ("sub.s32 %r4, 7, %r0; min.s16x2 %r5, %r4, 0x1FFFF;", lambda i:
                              (0 if i <= 7 else 0xFFFF0000) | (0xFFFF if i <= 7 else (7 - i) & 0xFFFF)),

@@ -50,6 +50,8 @@ def _integer(name: str, ty: str, v: list[str], ops: list, g, ins: Insn) -> str:
     extra = mods - {"lo", "hi", "wide"}
     if extra == {"sat"} and ty == "s32" and name == "add":
         return f"addsat({v[0]}, {v[1]})"
+    if extra == {"relu"} and ty == "s32" and name in ("min", "max"):
+        return f"iminmax(iminmax({v[0]}, {v[1]}, 32, True, {name == 'max'}), 0, 32, True, True)"
     if extra:
         raise UnsupportedError(f"modifier .{sorted(extra)[0]} of {ins.op}")
     if name in ("add", "sub"):
