@@ -81,7 +81,7 @@ def group_quantize(
         reductions.grouped_dbias(x, offs, out=out.dbias)
     if options.format == "nvfp4":  # its maxima of no values are zero, and to be written
         calls_nvfp4.run(x, offs, row_scale, rng, noop, options, out)
-    elif x.shape[-1] == 0 or (offs is None and x.numel() == 0):
+    elif x.shape[-1] == 0 or (x.numel() == 0 and (offs is None or offs.shape[0] == 0)):
         return
     elif options.format != "mxfp8":
         calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
