@@ -182,7 +182,7 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts)
     with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
         kernel = calls_nvfp4.build(arch, spec)
-        maxima = plans.build_maxima(arch, source, True, None, None, True, True, True, rht)
+        maxima = plans.build_maxima(arch, source, True, None, None, True, True, rht)
     for made in (kernel, maxima):
         report = sass.inspect(made.artifacts.CUBIN)
         assert report.spills == 0

@@ -141,3 +141,20 @@ def test_one_graph_for_any_routing(name):
         graph.replay()
         torch.cuda.synchronize()
         assert not differing(out, tgl.group_quantize(x.cpu(), offs.cpu(), **options))
+
+
+def test_two_streams_at_once():
+    """Scales per group wait for other blocks of their launch: with those of another launch between them, too."""
+    sizes = (700, 0, 2900, 1, 3000)
+    inputs = [rows(sizes, 2048).to(DEVICE) for _ in range(2)]
+    expected = [tgl.group_quantize(x, ends(sizes), format="fp8_tensor") for x in inputs]
+    out = [Components(*(torch.empty_like(t) for t in e)) for e in expected]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for x, o, stream in zip(inputs, out, streams):
+            with torch.cuda.stream(stream):
+                tgl.group_quantize(x, ends(sizes), format="fp8_tensor", out=o)
+    torch.cuda.synchronize()
+    for o, e in zip(out, expected):
+        assert not differing(o, [t.cpu().view(torch.uint8) for t in e])

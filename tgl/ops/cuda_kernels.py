@@ -142,7 +142,7 @@ IN_PLACE = (
         quantizers.group_quantize,
         quantizers.group_quantize_supports,
         quantizers.prepare_group_quantize,
-        note="one pass over x, one more for maxima of groups; groups read on the device",
+        note="one look at x, two for scales per group; groups read on the device",
     ),
     Kernel(
         DEQUANTIZE,

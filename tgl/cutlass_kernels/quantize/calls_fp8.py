@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Components, Options
 from .. import host
-from . import plans
+from . import plans, windows
 from .spec import FP8Spec
 
 
@@ -35,28 +35,30 @@ def run(
     options: Options,
     out: Components,
 ) -> None:
-    """Write the components of ``x``, ``dbias`` excepted: one launch; of ``fp8_tensor`` one more, after a clear."""
+    """Write the components of ``x``, ``dbias`` excepted: one launch, of ``fp8_tensor`` after a small one or a clear."""
     columns, rows = x.shape[-1], x.shape[1] if offs is None else 0
     source = x if x.dim() == 2 else x.view(-1, columns)
-    maxima: tuple[Tensor | None, Tensor | None] = (None, None)
-    if options.format == "fp8_tensor":
-        maxima = (
-            plans.cleared(out.amax, noop) if options.rowwise else None,
-            plans.cleared(out.columnwise_amax, noop) if options.columnwise else None,
-        )
-        if scale is None and source.shape[0]:
-            plan = plans.maxima(x, offs, row_scale, noop, options)
-            host.call(plan, source, offs, row_scale, plans.flag(noop), *maxima, rows)
+    whole = options.format == "fp8_tensor"
 
     def matrix(t: Tensor) -> Tensor:
         return t if t.dim() < 3 else t.view(-1, t.shape[-1])
 
-    row = (matrix(out.data), matrix(out.scale), maxima[0]) if options.rowwise else (None, None, None)
-    column: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    def maxima(amax: Tensor) -> Tensor | None:
+        return None if not whole else amax.view(torch.int32) if scale is None else plans.cleared(amax, noop)
+
+    row: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    column = row
+    if options.rowwise:
+        row = (matrix(out.data), matrix(out.scale), maxima(out.amax))
     if options.columnwise:
-        column = (matrix(out.columnwise_data), matrix(out.columnwise_scale), maxima[1])
-    plan = _plan(x, offs, scale, row_scale, noop, options)
-    host.call(plan, source, offs, scale, row_scale, plans.flag(noop), *row, *column, rows)
+        column = (matrix(out.columnwise_data), matrix(out.columnwise_scale), maxima(out.columnwise_amax))
+    plan, flag = _plan(x, offs, scale, row_scale, noop, options), plans.flag(noop)
+    if whole and scale is None:
+        shared = torch.empty(windows.words_shared(x, offs), dtype=torch.int32, device=x.device)
+        count = plans.multiprocessors(x.device)
+        host.call(plan, source, offs, row_scale, flag, *row, *column, shared, rows, count)
+    else:
+        host.call(plan, source, offs, scale, row_scale, flag, *row, *column, rows)
 
 
 def prepare(
@@ -68,8 +70,6 @@ def prepare(
     options: Options,
 ) -> None:
     """Compile and load what ``run`` with these arguments needs."""
-    if options.format == "fp8_tensor" and scale is None:
-        plans.maxima(x, offs, row_scale, noop, options)
     _plan(x, offs, scale, row_scale, noop, options)
 
 
@@ -118,6 +118,7 @@ def build(arch: str, spec: FP8Spec) -> Callable:
 
     from ..compiling import compiled, matrix, strided, vector
     from .fp8 import QuantizeFP8
+    from .fp8_groups import QuantizeFP8Groups
 
     def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
         if not present:
@@ -126,15 +127,12 @@ def build(arch: str, spec: FP8Spec) -> Callable:
             return matrix(spec.element, pitch=pitch), vector("float32"), vector("int32")
         return matrix(spec.element, pitch=pitch), matrix("float32", pitch=4), None
 
-    return compiled(
-        arch,
-        QuantizeFP8(spec),
-        matrix(spec.source),
-        vector("int32") if spec.grouped else None,
-        vector("float32") if spec.given else None,
-        strided(spec.row_scale),
-        strided(spec.noop),
-        *side(spec.rowwise, 8),
-        *side(spec.columnwise, 16),
-        cutlass.Int32(1),
-    )
+    source, offs = matrix(spec.source), vector("int32") if spec.grouped else None
+    factors = (strided(spec.row_scale), strided(spec.noop))
+    sides = (*side(spec.rowwise, 8), *side(spec.columnwise, 16))
+    rows = cutlass.Int32(1)
+    if spec.blocks is None and not spec.given:
+        shared, count = vector("int32"), cutlass.Int32(1)
+        return compiled(arch, QuantizeFP8Groups(spec), source, offs, *factors, *sides, shared, rows, count)
+    given = vector("float32") if spec.given else None
+    return compiled(arch, QuantizeFP8(spec), source, offs, given, *factors, *sides, rows)

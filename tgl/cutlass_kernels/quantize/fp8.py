@@ -14,7 +14,7 @@ Row maxima meet by shuffles, column maxima through shared memory. A lane's eight
 transposed tile, which is put together in shared memory and stored in 16-byte pieces; those of a row are turned by the
 column they belong to, so that lanes meet few others in a bank.
 
-Scales per group need the group's largest magnitude first: ``maxima``.
+Scales per group are given here; where they follow from the group's largest magnitude, see ``fp8_groups``.
 """
 
 from typing import Any
@@ -36,6 +36,7 @@ from .lanes import (
     BandValues,
     as_bits,
     as_float,
+    copy_pieces,
 )
 from .maxima import raise_maximum
 from .spec import FP8Spec
@@ -83,7 +84,9 @@ def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]
 
 
 class QuantizeFP8(BandValues):
-    """The kernel for one ``FP8Spec``."""
+    """The kernel for one ``FP8Spec`` with blocks or given scales."""
+
+    policy: Any = None  # what L2 does with codes; see ``copy_pieces``
 
     def __init__(self, spec: FP8Spec):
         super().__init__(spec.source)
@@ -122,7 +125,7 @@ class QuantizeFP8(BandValues):
             noop: one element; if not zero, nothing is written.
             data: ``[rows, K]``; None without the direction, as all of its components.
             scale: float32 ``[rows, blocks]``, or ``[G]`` of whole groups.
-            amax: int32 ``[G]``, bits of the largest magnitudes, of whole groups: read, with ``given`` raised instead.
+            amax: int32 ``[G]``, bits of the largest magnitudes, of whole groups, which are raised.
             columnwise_data: ``[K, Tp]``, of matrices ``[G K, N]``, N a multiple of 16.
             columnwise_scale, columnwise_amax: like the others; by blocks ``[Tp / 128, K]``, of matrices
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
@@ -145,7 +148,7 @@ class QuantizeFP8(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        given: cute.Tensor | None,
+        given: Any,
         row_scale: cute.Tensor | None,
         noop: Any,
         data: cute.Tensor | None,
@@ -182,7 +185,8 @@ class QuantizeFP8(BandValues):
             whole_scale = Float32(1.0)
             if cutlass.const_expr(spec.blocks is None):  # noqa: SIM102 (one is known while tracing, the other is not)
                 if not tile.tail:
-                    whole_scale, whole_inverse = self.scale_of_group(given, amax, columnwise_amax, place.group)
+                    whole_scale = given[place.group]
+                    whole_inverse = Float32(1.0) / whole_scale
                     if place.leads and k == 0 and thread == 0:
                         if cutlass.const_expr(spec.rowwise):
                             scale[place.group] = whole_inverse
@@ -217,24 +221,14 @@ class QuantizeFP8(BandValues):
                         scale[unit, k] = whole_inverse
                     if cutlass.const_expr(spec.columnwise):
                         columnwise_scale[unit // units * across + k, unit % units] = whole_inverse
-            elif cutlass.const_expr(spec.given):  # noqa: SIM102
-                if not tile.tail:
-                    raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
+            elif not tile.tail:
+                raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
             self.store_elements(values, row_factors, column_factors, x, data, turned, tile, k, thread)
             if cutlass.const_expr(spec.columnwise):
                 cute.arch.sync_threads()
                 self.store_turned(turned, columnwise_data, x, place, k, thread)
 
     # --- scales ------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def scale_of_group(self, given, amax, columnwise_amax, group):
-        """Scale and inverse of a group: as given, or from its largest magnitude."""
-        if cutlass.const_expr(self.spec.given):
-            value = given[group]
-            return value, Float32(1.0) / value
-        held = amax if cutlass.const_expr(amax is not None) else columnwise_amax
-        return block_scale(held[group], self.spec)
 
     @cute.jit
     def scale_rows(self, pairs, row_factors, scale, x, tile, k, thread):
@@ -315,7 +309,7 @@ class QuantizeFP8(BandValues):
                 for i in cutlass.range_constexpr(QUAD):
                     quantized.store((wide[None, i].load() * row_factors[first + i]).to(self.element))
                     if first + i < rows:
-                        self.copy_row(start + pitch * (first + i), quantized, False)
+                        self.copy_row(start + pitch * (first + i), quantized, False, self.policy)
             if cutlass.const_expr(self.spec.columnwise):
                 for j in cutlass.range_constexpr(VECTOR):
                     four = cute.make_rmem_tensor(QUAD, self.element)
@@ -349,4 +343,4 @@ class QuantizeFP8(BandValues):
                 if cutlass.const_expr(not self.spec.grouped):
                     row = place.group * x.shape[1] + at
                 where = self.address(columnwise_data, row, place.first + number * PIECE).align(PIECE)
-                cute.autovec_copy(part, cute.make_tensor(where, cute.make_layout(PIECE)))
+                copy_pieces(cute.make_tensor(where, cute.make_layout(PIECE)), part, False, self.policy)

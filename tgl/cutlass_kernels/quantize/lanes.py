@@ -73,18 +73,18 @@ class LaneValues:
         return not tile.tail and tile.count == ROWS and (k + 1) * COLUMNS <= x.shape[1]
 
     @cute.jit
-    def load_tile(self, x, values, tile, k, thread):
+    def load_tile(self, x, values, tile, k, thread, policy=None):
         """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
         row, column = self.corner(k, thread)
         if self.whole(x, tile, k):
             start = self.address(x, tile.first + row, column)
             for i in cutlass.range_constexpr(STEPS):
-                self.copy_row(start + cutlass.Int64(x.stride[0]) * (self.step * i), values[None, i], True)
+                self.copy_row(start + cutlass.Int64(x.stride[0]) * (self.step * i), values[None, i], True, policy)
         elif tile.count > 0 and not tile.tail:
             column = cutlass.min(column, x.shape[1] - VECTOR)
             for i in cutlass.range_constexpr(STEPS):
                 at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
-                self.copy_row(self.address(x, at, column), values[None, i], True)
+                self.copy_row(self.address(x, at, column), values[None, i], True, policy)
 
     @cute.jit
     def clear_outside(self, x, values, tile, k, thread):
@@ -176,14 +176,31 @@ class LaneValues:
         return tensor.iterator + (cutlass.Int64(row) * tensor.stride[0] + column)
 
     @cute.jit
-    def copy_row(self, pointer, part, load: cutlass.Constexpr):
-        """``VECTOR`` elements of a row, to or from registers."""
+    def copy_row(self, pointer, part, load: cutlass.Constexpr, policy=None):
+        """``VECTOR`` elements of a row, to or from registers; ``policy`` as in ``copy_pieces``."""
         width = min(VECTOR * part.element_type.width // 8, 16)
-        memory = cute.make_tensor(pointer.align(width), cute.make_layout(VECTOR))
+        copy_pieces(cute.make_tensor(pointer.align(width), cute.make_layout(VECTOR)), part, load, policy)
+
+
+@cute.jit
+def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
+    """Neighbouring elements to or from registers; ``policy``: what L2 does with them, 64 bits, None for the usual."""
+    if cutlass.const_expr(policy is None):
         if cutlass.const_expr(load):
             cute.autovec_copy(memory, part)
         else:
             cute.autovec_copy(part, memory)
+    else:
+        element = part.element_type
+        count = min(cute.size(part), 128 // element.width)
+        pieces = cute.make_layout((count, cute.size(part) // count))
+        operation = cute.nvgpu.CopyG2ROp() if cutlass.const_expr(load) else cute.nvgpu.CopyR2GOp()
+        atom = cute.make_copy_atom(operation, element, num_bits_per_copy=count * element.width)
+        outside, inside = cute.composition(memory, pieces), cute.composition(part, pieces)
+        if cutlass.const_expr(load):
+            cute.copy(atom, outside, inside, cache_policy=policy)
+        else:
+            cute.copy(atom, inside, outside, cache_policy=policy)
 
 
 class BandValues(LaneValues):

@@ -1,4 +1,4 @@
-"""The largest magnitude of every group, for scales per group: atomics, which give the same maximum in any order."""
+"""The largest finite magnitude of every group, for NVFP4: atomics, which give the same maximum in any order."""
 
 from typing import Any
 
@@ -31,13 +31,12 @@ class GroupMaxima(BandValues):
     Args:
         source: dtype of x, as ``torch`` names it.
         grouped: whether x is rows in groups rather than matrices.
-        finite: whether Inf and NaN are left out.
         rht: whether the columnwise maxima are those after the Hadamard transform.
     """
 
-    def __init__(self, source: str, grouped: bool, finite: bool = False, rht: bool = False):
+    def __init__(self, source: str, grouped: bool, rht: bool = False):
         super().__init__(source)
-        self.grouped, self.finite = grouped, finite
+        self.grouped = grouped
         self.transformed = BandValues("bfloat16") if rht else None
         self.blocks_per_sm = 3 - rht - (not self.packed)  # as registers suffice for
 
@@ -114,11 +113,10 @@ class GroupMaxima(BandValues):
 
     @cute.jit
     def maximum(self, values, transformed: cutlass.Constexpr):
-        """The largest magnitude of a lane's values."""
+        """The largest finite magnitude of a lane's values."""
         seen = self.reader(transformed).lane_maximum(values)
-        if cutlass.const_expr(self.finite):  # noqa: SIM102 (one is known while tracing, the other is not)
-            if seen >= INFINITY:
-                seen = finite_maximum(values)
+        if seen >= INFINITY:
+            seen = finite_maximum(values)
         return seen
 
     def reader(self, transformed: bool) -> BandValues:

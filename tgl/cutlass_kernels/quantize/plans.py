@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Options
 from .. import host
+
+EMULATED_MULTIPROCESSORS = 2
 
 _plans: dict[Hashable, Callable] = {}
 
@@ -20,6 +23,14 @@ def fetch(key: Hashable, x: Tensor, build: Callable[[], Callable], op: str = "gr
     if plan is None:
         plan = _plans[key] = host.compiled(op, key, x, build)
     return plan
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has."""
+    if device.type != "cuda":
+        return EMULATED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def flag(noop: Tensor | None) -> Tensor | None:
@@ -39,11 +50,11 @@ def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
 
 
 def maxima(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
-    """The kernel that finds the groups' largest magnitudes, of NVFP4 of what is finite."""
+    """The kernel that finds the groups' largest finite magnitudes."""
     arch, name = backends.device_arch(x.device), host.name
     made = (
-        *(name(x.dtype), offs is not None, name(row_scale), name(noop), options.rowwise, options.columnwise),
-        *(options.format == "nvfp4", options.rht),
+        *(name(x.dtype), offs is not None, name(row_scale), name(noop)),
+        *(options.rowwise, options.columnwise, options.rht),
     )
     return fetch((arch, not x.is_cuda, "group maxima", *made), x, lambda: build_maxima(arch, *made))
 
@@ -56,7 +67,6 @@ def build_maxima(
     noop: str | None,
     rowwise: bool,
     columnwise: bool,
-    finite: bool,
     rht: bool,
 ) -> Callable:
     """Compile it. Needs no GPU."""
@@ -67,7 +77,7 @@ def build_maxima(
 
     return compiled(
         arch,
-        GroupMaxima(source, grouped, finite, rht),
+        GroupMaxima(source, grouped, rht),
         matrix(source),
         vector("int32") if grouped else None,
         strided(row_scale),

@@ -1,0 +1,199 @@
+"""FP8 quantisation with a scale per group from its largest magnitude: x is read twice, the second time from L2 at best.
+
+A block goes through tickets of ``stages``. Warps, lanes and values are as in ``fp8``; the last warp draws the next
+ticket while x is on its way.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass.memory import SmemAllocator
+
+from . import stages
+from .fp8 import UNIT, QuantizeFP8, block_scale
+from .lanes import COLUMNS, INFINITY, LANES, NAN, STEPS, VECTOR, WARPS
+from .spec import FP8Spec
+from .stages import LOOK, NOTHING, TICKETS, Prepare, Tiles
+from .tiles import ROWS, RowTile, group_place, launch_grid, matrix_place
+
+# What L2 does with a line: keep it among the last, or let it go first.
+KEEP, LET_GO = 0x14F0000000000000, 0x12F0000000000000
+
+
+class Components(NamedTuple):
+    """Both directions of what is written, None without the direction."""
+
+    data: cute.Tensor | None
+    scale: Any
+    amax: Any
+    columnwise_data: cute.Tensor | None
+    columnwise_scale: Any
+    columnwise_amax: Any
+
+
+class QuantizeFP8Groups(QuantizeFP8):
+    """The kernel for one ``FP8Spec`` without blocks and given scales."""
+
+    def __init__(self, spec: FP8Spec):
+        super().__init__(spec)
+        # As registers suffice for; with factors three blocks spill.
+        self.blocks_per_sm = 3 if self.packed and spec.row_scale is None else 2
+
+    @property
+    def policy(self):
+        """Codes are not read again."""
+        return Int64(LET_GO)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        noop: cute.Tensor | None,
+        data: cute.Tensor | None,
+        scale: cute.Tensor | None,
+        amax: cute.Tensor | None,
+        columnwise_data: cute.Tensor | None,
+        columnwise_scale: cute.Tensor | None,
+        columnwise_amax: cute.Tensor | None,
+        shared: cute.Tensor,
+        matrix_rows: Int32,
+        multiprocessors: Int32,
+        stream,
+    ):
+        """Two launches.
+
+        Args:
+            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
+            amax, columnwise_amax: int32 ``[G]``, for the bits of the largest magnitudes.
+            shared: int32, what blocks share; see ``stages`` and ``windows.words_shared``.
+            matrix_rows: N; see ``QuantizeFP8``.
+            multiprocessors: of the device; how many blocks there are follows from it.
+            stream: CUDA stream.
+        """
+        grid = launch_grid(x, COLUMNS, offs, matrix_rows)
+        tiles = Tiles(offs, Int32(x.shape[0]), matrix_rows, grid.across, grid.shape[0])
+        Prepare()(shared, tiles, stream)
+        self.kernel(
+            x, offs, row_scale, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax, shared,
+            matrix_rows, tiles.across, tiles.number,
+        ).launch(
+            grid=(cutlass.min(multiprocessors * self.blocks_per_sm, 2 * tiles.number), 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=40,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        noop: Any,
+        data: cute.Tensor | None,
+        scale: Any,
+        amax: Any,
+        columnwise_data: cute.Tensor | None,
+        columnwise_scale: Any,
+        columnwise_amax: Any,
+        words: cute.Tensor,
+        matrix_rows: Int32,
+        across: Int32,
+        number: Int32,
+    ):
+        """One ticket after another, until there are none."""
+        thread, _, _ = cute.arch.thread_idx()
+        smem = SmemAllocator()
+        turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
+        seen = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
+        known = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
+        notes = smem.allocate_tensor(Int32, cute.make_layout(stages.NOTES), byte_alignment=16)
+        tiles = Tiles(offs, Int32(x.shape[0]), matrix_rows, across, number)
+        shared = stages.shared_at(words.iterator, tiles)
+        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
+        stopped = Boolean(False)
+        if cutlass.const_expr(noop is not None):
+            stopped = noop[0] != noop.element_type(0)
+        if not stopped:
+            slot, group_known = Int32(0), Int32(-1)
+            if thread < LANES:
+                notes[stages.STAGE] = Int32(0)
+                cute.arch.sync_warp()
+                stages.draw_ticket(notes, slot, shared, tiles)
+            cute.arch.sync_threads()
+            work = notes[TICKETS + stages.WORK]
+            while work != NOTHING:
+                at = TICKETS + slot * stages.TICKET
+                index, group = notes[at + stages.TILE], notes[at + stages.GROUP]
+                low, high = notes[at + stages.LOW], notes[at + stages.HIGH]
+                tile = RowTile(notes[at + stages.FIRST], notes[at + stages.COUNT], notes[at + stages.TAIL] != 0)
+                unit = index // across
+                k = index - unit * across
+                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+                self.load_tile(x, values, tile, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO)))
+                slot = 1 - slot
+                if thread >= (WARPS - 1) * LANES:
+                    stages.draw_ticket(notes, slot, shared, tiles)
+                if not self.whole(x, tile, k):
+                    self.clear_outside(x, values, tile, k, thread)
+                if cutlass.const_expr(row_scale is not None):
+                    self.multiply_rows(row_scale, values, tile, thread)
+                if work == LOOK:
+                    self.look(values, seen, shared, index, thread)
+                else:
+                    if group_known != group:
+                        top = stages.largest_of(shared, low, high, thread // LANES)
+                        if thread % LANES == 0:
+                            known[thread // LANES] = top
+                        group_known = group
+                    cute.arch.sync_threads()
+                    self.quantize(
+                        values, largest(known), x, tiles, tile, unit, k, group, index == low, thread, turned, out
+                    )
+                cute.arch.sync_threads()
+                work = notes[TICKETS + slot * stages.TICKET + stages.WORK]
+
+    @cute.jit
+    def look(self, values, seen, shared, index, thread):
+        """Tell the largest magnitude of a tile."""
+        top = cute.arch.warp_redux_sync(self.lane_maximum(values), kind="max")
+        if thread % LANES == 0:
+            seen[thread // LANES] = top
+        cute.arch.sync_threads()
+        if thread == 0:
+            top = largest(seen)
+            if top > INFINITY:
+                top = Int32(NAN)  # every NaN becomes the same one
+            stages.tell(shared, index, top)
+
+    @cute.jit
+    def quantize(self, values, bits, x, tiles, tile, unit, k, group, leads, thread, turned, out):
+        """A tile of a group whose largest magnitude has these bits; what ``leads`` writes what the group has one of."""
+        if cutlass.const_expr(tiles.offs is not None):
+            place = group_place(tiles.offs, tiles.rows, unit, group, UNIT)
+        else:
+            place = matrix_place(tiles.matrix_rows, unit)
+        made, inverse = block_scale(bits, self.spec)
+        if leads and thread == 0 and not tile.tail:
+            if cutlass.const_expr(self.spec.rowwise):
+                out.scale[group], out.amax[group] = inverse, bits
+            if cutlass.const_expr(self.spec.columnwise):
+                out.columnwise_scale[group], out.columnwise_amax[group] = inverse, bits
+        row_factors = cute.make_rmem_tensor(STEPS, Float32)
+        column_factors = cute.make_rmem_tensor(VECTOR, Float32)
+        row_factors.fill(made)
+        column_factors.fill(made)
+        self.store_elements(values, row_factors, column_factors, x, out.data, turned, tile, k, thread)
+        if cutlass.const_expr(self.spec.columnwise):
+            cute.arch.sync_threads()
+            self.store_turned(turned, out.columnwise_data, x, place, k, thread)
+
+
+def largest(parts) -> Int32:
+    """The largest of what the warps found."""
+    return functools.reduce(cutlass.max, [parts[w] for w in range(WARPS)])
