@@ -89,7 +89,7 @@ def test_many_tiles(monkeypatch, columns, sizes):
     monkeypatch.setattr(calls, "ROWS", 32)
     offs = torch.tensor(sizes).cumsum(0).int()
     dy = integers(sum(sizes) + 1, columns, dtype=torch.bfloat16)
-    assert calls._tiles(*dy.shape, 8) == sum(sizes) // 32 + 1
+    assert calls._sum_plan(dy).tiles(len(dy)) == sum(sizes) // 32 + 1
     dy[sum(sizes) :] = float("nan")
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
@@ -165,6 +165,19 @@ def test_launches(machine, rows, launches):
     assert len(machine.launches) == launches + 1
 
 
+@pytest.mark.parametrize("columns", [24, 33])
+def test_warmup_launches_on_tensors_of_its_own(machine, columns):
+    dy, offs, probs = integers(3, columns, dtype=torch.bfloat16), torch.tensor([3]).int(), torch.ones(3)
+    ops = {
+        "grouped_dbias": (dy, offs),
+        "grouped_dbias_dscales": (dy, dy[:1], probs, offs),
+        "splits_to_offsets": (torch.ones(40, dtype=torch.int64),),
+    }
+    for launches, (op, args) in enumerate(ops.items(), 1):
+        assert tgl.warmup(op, *args).chosen.name == "tgl kernel"
+        assert len(machine.launches) == launches
+
+
 def test_a_plan_is_of_one_architecture(monkeypatch):
     made = []
     monkeypatch.setattr(calls, "_plans", {})
@@ -172,7 +185,7 @@ def test_a_plan_is_of_one_architecture(monkeypatch):
     dy = integers(3, 24, dtype=torch.bfloat16)
     for arch in ("sm_90", "sm_100", "sm_90"):
         with backends.emulated_device(arch):
-            calls._dbias_plan(dy, 8, None, None)
+            calls._sum_plan(dy)
             calls._offsets_plan(torch.ones(3, dtype=torch.int64))
     assert sorted(made) == [(op, a) for op in ("grouped_dbias", "splits_to_offsets") for a in ("sm_100", "sm_90")]
 

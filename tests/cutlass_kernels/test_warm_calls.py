@@ -21,6 +21,7 @@ OPS = [
     for name in (
         "group_quantize",
         "grouped_activation",
+        "grouped_dbias",
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
         "grouped_gemm_scaled",
@@ -225,7 +226,7 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     args, options = bases()[name]
     expected = outcome(launched, name, args, options)
     assert len(expected[0]) == 1
-    for module, function in itertools.product(LAUNCHES, ("_plan", "_gemm_plan", "_wgrad_plan", "_dbias_plan")):
+    for module, function in itertools.product(LAUNCHES, ("_plan", "_gemm_plan", "_wgrad_plan", "_sum_plan")):
         if hasattr(module, function):
             monkeypatch.setattr(module, function, None)
     monkeypatch.setattr(host, "packages_reason", None)

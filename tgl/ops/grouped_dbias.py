@@ -9,24 +9,28 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import specs
+from ..meta.remembered import remembered
 from ._library import Formula, define
 from ._segments import segment_sizes
 
 NAME = "grouped_dbias"
 SCALED = "grouped_dbias_dscales"
 
+_checked = remembered(specs.grouped_dbias)
+_checked_scaled = remembered(specs.grouped_dbias_dscales)
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def _kernel(dy: Tensor, offs: Tensor) -> Tensor:
-    out = specs.grouped_dbias(dy, offs).empty()
+    out = _checked(dy, offs).empty()
     debug.check_offs(NAME, offs, dy.shape[0])
     backends.run(NAME, dy.device, dy, offs, out=out)
     return out
 
 
 def _kernel_scaled(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    dbias, dscales = (spec.empty() for spec in specs.grouped_dbias_dscales(dy, bias, bias_scale, offs))
+    dbias, dscales = (spec.empty() for spec in _checked_scaled(dy, bias, bias_scale, offs))
     debug.check_offs(SCALED, offs, dy.shape[0])
     backends.run(SCALED, dy.device, dy, bias, bias_scale, offs, dbias=dbias, dscales=dscales)
     return dbias, dscales

@@ -31,6 +31,31 @@ class ReduceKey(NamedTuple):
     bias_scale: str | None = None
 
 
+class SumPlan(NamedTuple):
+    """A kernel for sums over rows, and into how many tiles it cuts them at most."""
+
+    kernel: Callable
+    most_tiles: int
+
+    def tiles(self, rows: int) -> int:
+        """As many tiles as multiprocessors hold blocks, but none of few rows."""
+        return max(min(self.most_tiles, -(-rows // ROWS)), 1)
+
+    def run(
+        self,
+        dy: Tensor,
+        offs: Tensor,
+        dbias: Tensor,
+        bias: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+        dscales: Tensor | None = None,
+    ) -> None:
+        """Launch, with room for the sums of groups that lie in several tiles: two for each tile."""
+        rows, columns = dy.shape
+        partial = dbias.new_empty(2 * self.tiles(rows), columns)
+        host.call(self.kernel, dy, offs, dbias, partial, bias, bias_scale, dscales)
+
+
 _plans: dict[tuple, Callable] = {}
 
 
@@ -51,26 +76,22 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     if dy.shape[0] == 0:
         out.zero_()
         return
-    vector = _vector(dy)
-    plan = _dbias_plan(dy, vector, None, None)
-    host.call(plan, dy, offs, out, _workspace(dy, vector), None, None, None)
+    _sum_plan(dy).run(dy, offs, out)
 
 
 def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """``grouped_dbias`` if it can serve the call, else why not; one look-up for a call like one before."""
     shape, strides = dy.shape, dy.stride()
     key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, shape[1], strides)
-    found = plans.known(key, shape[0], dy.data_ptr())
-    if found is not None and out.numel():
-        plan, vector = found
-        host.call(plan, dy, offs, out, _workspace(dy, vector), None, None, None)
+    plan = plans.known(key, shape[0], dy.data_ptr())
+    if plan is not None and out.numel():
+        plan.run(dy, offs, out)
         return None
     reason = grouped_dbias_supports(dy, offs, out=out)
     if reason is None:
         grouped_dbias(dy, offs, out=out)
         if out.numel() and shape[0] and not dy.data_ptr() % host.ALIGNMENT:
-            vector = _vector(dy)
-            plans.remember(key, (strides,), (_dbias_plan(dy, vector, None, None), vector))
+            plans.remember(key, (strides,), _sum_plan(dy))
     return reason
 
 
@@ -78,11 +99,9 @@ def prepare_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """Compile and load what ``grouped_dbias`` with these arguments needs, by a launch on a scratch problem."""
     if out.numel() == 0 or dy.shape[0] == 0:
         return
-    vector = _vector(dy)
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
-    result = torch.zeros(1, vector, dtype=out.dtype, device=dy.device)
-    plan = _dbias_plan(dy, vector, None, None)
-    host.call(plan, dy.new_zeros(1, vector), offs, result, result.new_empty(2, vector), None, None, None)
+    result = torch.zeros(1, LOAD_BYTES, dtype=out.dtype, device=dy.device)
+    _sum_plan(dy).run(dy.new_zeros(1, LOAD_BYTES), offs, result)  # columns that every kernel can load
 
 
 def grouped_dbias_dscales_supports(
@@ -100,9 +119,7 @@ def grouped_dbias_dscales(
         dbias.zero_()
         dscales.zero_()
         return
-    vector = min(_vector(dy), _vector(bias))
-    plan = _dbias_plan(dy, vector, bias, bias_scale)
-    host.call(plan, dy, offs, dbias, _workspace(dy, vector), bias, bias_scale, dscales)
+    _sum_plan(dy, bias, bias_scale).run(dy, offs, dbias, bias, bias_scale, dscales)
 
 
 def prepare_grouped_dbias_dscales(
@@ -111,25 +128,24 @@ def prepare_grouped_dbias_dscales(
     """Compile and load what ``grouped_dbias_dscales`` with these arguments needs, by a launch on a scratch problem."""
     if dbias.numel() == 0 or dy.shape[0] == 0:
         return
-    vector = min(_vector(dy), _vector(bias))
-    plan = _dbias_plan(dy, vector, bias, bias_scale)
     offs = torch.zeros(1, dtype=torch.int32, device=dy.device)
-    result = torch.zeros(1, vector, dtype=dbias.dtype, device=dy.device)
-    row, one = dy.new_zeros(1, vector), bias_scale.new_zeros(1)
-    host.call(
-        plan, row, offs, result, result.new_empty(2, vector), bias.new_zeros(1, vector), one, dscales.new_zeros(1)
-    )
+    result = torch.zeros(1, LOAD_BYTES, dtype=dbias.dtype, device=dy.device)
+    dots = torch.zeros(1, dtype=dscales.dtype, device=dy.device)
+    row, factor = bias.new_zeros(1, LOAD_BYTES), bias_scale.new_zeros(1)
+    _sum_plan(dy, bias, bias_scale).run(dy.new_zeros(1, LOAD_BYTES), offs, result, row, factor, dots)
 
 
-def _dbias_plan(dy: Tensor, vector: int, bias: Tensor | None, bias_scale: Tensor | None) -> Callable:
+def _sum_plan(dy: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None) -> SumPlan:
+    columns = dy.shape[1]
+    vector = _vector(dy) if bias is None else min(_vector(dy), _vector(bias))
+    across = _across(columns, vector)
     dtypes = (dy.dtype, host.dtype(bias), host.dtype(bias_scale))
-    across = _across(dy.shape[1], vector)
     key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, across)
-    plan = _plans.get(key)
-    if plan is None:
+    kernel = _plans.get(key)
+    if kernel is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        plan = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
-    return plan
+        kernel = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
+    return SumPlan(kernel, BLOCKS // -(-columns // (across * vector)))
 
 
 def splits_to_offsets_supports(m_splits: Tensor, *, out: Tensor) -> str | None:
@@ -150,7 +166,8 @@ def splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
 def prepare_splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
     """Compile and load what ``splits_to_offsets`` with these arguments needs, by a launch on a scratch problem."""
     if out.numel():
-        host.call(_offsets_plan(m_splits), m_splits.new_zeros(1), out.new_zeros(1))
+        size = m_splits.new_zeros(1)
+        host.call(_offsets_plan(m_splits), size, torch.zeros(1, dtype=out.dtype, device=size.device))
 
 
 def _offsets_plan(m_splits: Tensor) -> Callable:
@@ -174,18 +191,6 @@ def _vector(dy: Tensor) -> int:
 def _across(columns: int, vector: int) -> int:
     """Lanes side by side on a row, as measured on an H200 (``benchmarks/NOTES.md``): fewer for few columns."""
     return 16 if columns >= 128 * vector else 8
-
-
-def _tiles(rows: int, columns: int, vector: int) -> int:
-    """Into how many tiles rows are cut, for as many blocks as multiprocessors hold."""
-    strips = -(-columns // (_across(columns, vector) * vector))
-    return max(min(BLOCKS // strips, -(-rows // ROWS)), 1)
-
-
-def _workspace(dy: Tensor, vector: int) -> Tensor:
-    """Room for the sums of groups that lie in several tiles: two for each tile."""
-    rows, columns = dy.shape
-    return torch.empty(2 * _tiles(rows, columns, vector), columns, dtype=torch.float32, device=dy.device)
 
 
 def _make(
