@@ -61,11 +61,15 @@ def compiled(op: str, key: Hashable, first: Tensor, build: Callable[[], Callable
     return cache.fetch(key, build)
 
 
-def call(function: Callable, *arguments: Any) -> None:
-    """Launch on the device of the first argument, a tensor."""
-    first: Tensor = arguments[0]
-    if first.is_cuda and first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            function(*arguments)
-    else:
-        function(*arguments)
+def launcher(function: Callable, *last: Any) -> Callable[..., None]:
+    """Calls the compiled ``function``, with ``last`` behind the arguments, on the device of the first, a tensor."""
+
+    def launch(*arguments: Any) -> None:
+        first: Tensor = arguments[0]
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                function(*arguments, *last)
+        else:
+            function(*arguments, *last)
+
+    return launch

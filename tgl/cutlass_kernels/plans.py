@@ -35,15 +35,10 @@ class PlanKey(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A compiled kernel, how many of its clusters to start, and the columns of a tile."""
+    """What launches a compiled kernel, and the columns of its tile."""
 
-    call: Callable
-    clusters: int
+    run: Callable[..., None]
     tile_n: int
-
-    def run(self, *arguments: Any) -> None:
-        """Launch on the device of the first argument, a tensor."""
-        host.call(self.call, *arguments, self.clusters)
 
 
 by_shape: dict[tuple, Any] = {}
@@ -76,8 +71,8 @@ def rows_class(rows: int, groups: int) -> int:
 
 def make(op: str, key: Hashable, first: Tensor, build: Callable[[Any], Callable], tiling: GemmConfig) -> Plan:
     """The plan that starts the kernel ``build(key)`` on the device of ``first``, its first argument."""
-    function = host.compiled(op, key, first, lambda: build(key))
-    return Plan(function, _clusters(first.device, tiling.ctas), tiling.tile_n)
+    kernel = host.compiled(op, key, first, lambda: build(key))
+    return Plan(host.launcher(kernel, _clusters(first.device, tiling.ctas)), tiling.tile_n)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None, *, params:
     """``out = probs A(g) L(u)`` and a zero tail."""
     if out.numel():
         plan = _plan("grouped_activation", spec_of(params), probs, x, out)
-        host.call(plan, x, offs, probs, out)
+        plan(x, offs, probs, out)
 
 
 def grouped_activation_backward(
@@ -63,7 +63,7 @@ def grouped_activation_backward(
         dprobs.zero_()
         return
     plan = _plan("grouped_activation_backward", spec_of(params), probs, dy, x, dx)
-    host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
+    plan(dy, x, offs, probs, dx, None if probs is None else dprobs)
 
 
 def attempt_grouped_activation(
@@ -76,7 +76,7 @@ def attempt_grouped_activation(
     addresses = x.data_ptr() | out.data_ptr()
     plan = plans.known(key, shape[0], addresses)
     if plan is not None:
-        host.call(plan, x, offs, probs, out)
+        plan(x, offs, probs, out)
         return None
     reason = grouped_activation_supports(x, offs, probs, params=params, out=out)
     if reason is None:
@@ -96,7 +96,7 @@ def attempt_grouped_activation_backward(
     addresses = dy.data_ptr() | x.data_ptr() | dx.data_ptr()
     plan = plans.known(key, shape[0], addresses)
     if plan is not None:
-        host.call(plan, dy, x, offs, probs, dx, None if probs is None else dprobs)
+        plan(dy, x, offs, probs, dx, None if probs is None else dprobs)
         return None
     reason = grouped_activation_backward_supports(dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
     if reason is None:
@@ -141,7 +141,7 @@ def _plan(op: str, spec: ActivationSpec, probs: Tensor | None, *matrices: Tensor
     key = (op, backends.device_arch(first.device), not first.is_cuda, spec, vector, *dtypes)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = host.compiled(op, key, first, lambda: build(*key))
+        plan = _plans[key] = host.launcher(host.compiled(op, key, first, lambda: build(*key)))
     return plan
 
 

@@ -86,7 +86,7 @@ def group_quantize(
     elif options.format != "mxfp8":
         calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
     else:
-        host.call(_plan(x, offs, row_scale, noop, options), *_arguments(x, offs, row_scale, noop, options, out))
+        _plan(x, offs, row_scale, noop, options)(*_arguments(x, offs, row_scale, noop, options, out))
 
 
 def prepare_group_quantize(
@@ -147,7 +147,7 @@ def grouped_activation_quantize(
     """Write the components of the activation of ``x``, in one launch."""
     spec = spec_of(params)
     if x.shape[1]:
-        host.call(_plan(x, offs, probs, None, options, spec), *_arguments(x, offs, probs, None, options, out))
+        _plan(x, offs, probs, None, options, spec)(*_arguments(x, offs, probs, None, options, out))
 
 
 def prepare_grouped_activation_quantize(

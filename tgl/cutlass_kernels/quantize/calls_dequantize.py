@@ -45,7 +45,7 @@ def group_dequantize(
     elif scales.dim() == 3:
         scales = scales.view(-1, scales.shape[-1])
     result = out if out.dim() == 2 else out.view(-1, out.shape[-1])
-    host.call(plan, elements, scales, offs, amax, result, out.shape[1] if offs is None else 0)
+    plan(elements, scales, offs, amax, result, out.shape[1] if offs is None else 0)
 
 
 def prepare_group_dequantize(

@@ -56,9 +56,9 @@ def run(
     if whole and scale is None:
         shared = torch.empty(windows.words_shared(x, offs), dtype=torch.int32, device=x.device)
         count = plans.multiprocessors(x.device)
-        host.call(plan, source, offs, row_scale, flag, *row, *column, shared, rows, count)
+        plan(source, offs, row_scale, flag, *row, *column, shared, rows, count)
     else:
-        host.call(plan, source, offs, scale, row_scale, flag, *row, *column, rows)
+        plan(source, offs, scale, row_scale, flag, *row, *column, rows)
 
 
 def prepare(

@@ -45,7 +45,7 @@ def run(
     source = x if x.dim() == 2 else x.view(-1, columns)
     if source.shape[0]:
         plan = plans.maxima(x, offs, row_scale, noop, options)
-        host.call(plan, source, offs, row_scale, plans.flag(noop), *amaxes, rows)
+        plan(source, offs, row_scale, plans.flag(noop), *amaxes, rows)
 
     def data(t: Tensor) -> Tensor:
         flat = t.view(torch.uint8) if t.dim() == 2 else t.view(torch.uint8).flatten(0, 1)
@@ -62,7 +62,7 @@ def run(
         column = (data(out.columnwise_data), scales(out.columnwise_scale), out.columnwise_amax)
     words = None if rng is None else rng.contiguous().view(torch.int32)
     plan = _plan(x, offs, row_scale, rng, noop, options)
-    host.call(plan, source, offs, row_scale, words, plans.flag(noop), *row, *column, rows)
+    plan(source, offs, row_scale, words, plans.flag(noop), *row, *column, rows)
 
 
 def prepare(

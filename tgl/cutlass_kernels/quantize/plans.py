@@ -18,10 +18,10 @@ _plans: dict[Hashable, Callable] = {}
 
 
 def fetch(key: Hashable, x: Tensor, build: Callable[[], Callable], op: str = "group_quantize") -> Callable:
-    """The kernel for ``key``, which begins with the architecture; built, or loaded, if it is the first time."""
+    """What launches the kernel for ``key``, which begins with the architecture; built, or loaded, the first time."""
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = host.compiled(op, key, x, build)
+        plan = _plans[key] = host.launcher(host.compiled(op, key, x, build))
     return plan
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta.placement import ceil_div
 from .. import host, plans
 
 LOAD_BYTES = 16
@@ -32,14 +33,14 @@ class ReduceKey(NamedTuple):
 
 
 class SumPlan(NamedTuple):
-    """A kernel for sums over rows, and into how many tiles it cuts them at most."""
+    """What launches a kernel for sums over rows, and into how many tiles it cuts them at most."""
 
-    kernel: Callable
+    launch: Callable[..., None]
     most_tiles: int
 
     def tiles(self, rows: int) -> int:
-        """As many tiles as multiprocessors hold blocks, but none of few rows."""
-        return max(min(self.most_tiles, -(-rows // ROWS)), 1)
+        """As many tiles as multiprocessors hold blocks, but none of few rows; there are some."""
+        return min(self.most_tiles, ceil_div(rows, ROWS))
 
     def run(
         self,
@@ -53,7 +54,7 @@ class SumPlan(NamedTuple):
         """Launch, with room for the sums of groups that lie in several tiles: two for each tile."""
         rows, columns = dy.shape
         partial = dbias.new_empty(2 * self.tiles(rows), columns)
-        host.call(self.kernel, dy, offs, dbias, partial, bias, bias_scale, dscales)
+        self.launch(dy, offs, dbias, partial, bias, bias_scale, dscales)
 
 
 _plans: dict[tuple, Callable] = {}
@@ -141,11 +142,11 @@ def _sum_plan(dy: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None 
     across = _across(columns, vector)
     dtypes = (dy.dtype, host.dtype(bias), host.dtype(bias_scale))
     key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, across)
-    kernel = _plans.get(key)
-    if kernel is None:
+    launch = _plans.get(key)
+    if launch is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        kernel = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
-    return SumPlan(kernel, BLOCKS // -(-columns // (across * vector)))
+        launch = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
+    return SumPlan(launch, max(BLOCKS // ceil_div(columns, across * vector), 1))
 
 
 def splits_to_offsets_supports(m_splits: Tensor, *, out: Tensor) -> str | None:
@@ -160,14 +161,14 @@ def splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
     """``out[g] = m_splits[0] + ... + m_splits[g]``."""
     if out.numel() == 0:
         return
-    host.call(_offsets_plan(m_splits), m_splits, out)
+    _offsets_plan(m_splits)(m_splits, out)
 
 
 def prepare_splits_to_offsets(m_splits: Tensor, *, out: Tensor) -> None:
     """Compile and load what ``splits_to_offsets`` with these arguments needs, by a launch on a scratch problem."""
     if out.numel():
         size = m_splits.new_zeros(1)
-        host.call(_offsets_plan(m_splits), size, torch.zeros(1, dtype=out.dtype, device=size.device))
+        _offsets_plan(m_splits)(size, torch.zeros(1, dtype=out.dtype, device=size.device))
 
 
 def _offsets_plan(m_splits: Tensor) -> Callable:
@@ -199,7 +200,7 @@ def _make(
     key = ReduceKey(
         op, backends.device_arch(first.device), not first.is_cuda, element, vector, across, bias, bias_scale
     )
-    return host.compiled(op, key, first, lambda: build(key))
+    return host.launcher(host.compiled(op, key, first, lambda: build(key)))
 
 
 def build(key: ReduceKey) -> Callable:
