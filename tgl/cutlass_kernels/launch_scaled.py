@@ -109,20 +109,33 @@ def grouped_gemm_scaled_wgrad(*operands: Any, format: str, scale_layout: str, ou
 
 
 def attempt_grouped_gemm_scaled(
-    *operands: Any, format: str, b_direction: str, scale_layout: str, out: Tensor, zero_tail: bool
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    format: str,
+    b_direction: str,
+    scale_layout: str,
+    out: Tensor,
+    zero_tail: bool,
 ) -> str | None:
     """``grouped_gemm_scaled`` if it can serve the call, else why not; one look-up for a call like one before."""
-    a, a_scale, b, b_scale, *_, bias, bias_scale = operands
     rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), out.stride())
-    vectors = (bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
-    dtypes, size = (a.dtype, b.dtype, out.dtype, *vectors), plans.rows_class(rows, shape[0])
-    meant = (format, b_direction, scale_layout, zero_tail)
+    dtypes = (a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+    meant, size = (format, b_direction, scale_layout, zero_tail), plans.rows_class(rows, shape[0])
     key = ("grouped_gemm_scaled", backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
     addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
     plan = plans.known(key, rows, addresses)
     if plan is not None:
-        plan.run(*operands[:7], out, bias, bias_scale)
+        plan.run(a, a_scale, b, b_scale, offs, a_amax, b_amax, out, bias, bias_scale)
         return None
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
     reason = supports(*operands, **options, out=out)
     if reason is None:
@@ -133,21 +146,32 @@ def attempt_grouped_gemm_scaled(
 
 
 def attempt_grouped_gemm_scaled_wgrad(
-    *operands: Any, format: str, scale_layout: str, out: Tensor, accumulate: bool
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    *,
+    format: str,
+    scale_layout: str,
+    out: Tensor,
+    accumulate: bool,
 ) -> str | None:
     """``grouped_gemm_scaled_wgrad`` likewise."""
-    a, a_scale, b, b_scale, *_ = operands
-    shape, strides = out.shape, (out.stride(), a.stride()[1:], b.stride()[1:])
-    tokens = _tokens(a, shape[1])
+    (a_pitch, a_step), (b_pitch, b_step), shape = a.stride(), b.stride(), out.shape
+    strides, tokens = (out.stride(), (a_step, b_step)), _tokens(a, shape[1])
     dtypes, size = (a.dtype, b.dtype, out.dtype), plans.rows_class(tokens, shape[0])
     meant = (format, scale_layout, accumulate)
     key = ("grouped_gemm_scaled_wgrad", backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
     addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
     # The pitch of columnwise data may be that of its tokens, so it is no part of the key; its elements are bytes.
-    plan = plans.known(key, tokens, addresses | a.stride(0) | b.stride(0))
+    plan = plans.known(key, tokens, addresses | a_pitch | b_pitch)
     if plan is not None:
-        plan.run(*operands, out, None, None)
+        plan.run(a, a_scale, b, b_scale, offs, a_amax, b_amax, out, None, None)
         return None
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
     reason = supports(*operands, format=format, scale_layout=scale_layout, out=out)
     if reason is None:
         grouped_gemm_scaled_wgrad(*operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)

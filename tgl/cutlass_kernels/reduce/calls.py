@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from ...meta.placement import ceil_div
 from .. import host, plans
 
 LOAD_BYTES = 16
@@ -40,7 +39,7 @@ class SumPlan(NamedTuple):
 
     def tiles(self, rows: int) -> int:
         """As many tiles as multiprocessors hold blocks, but none of few rows; there are some."""
-        return min(self.most_tiles, ceil_div(rows, ROWS))
+        return min(self.most_tiles, -(-rows // ROWS))
 
     def run(
         self,
@@ -146,7 +145,7 @@ def _sum_plan(dy: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None 
     if launch is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
         launch = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
-    return SumPlan(launch, max(BLOCKS // ceil_div(columns, across * vector), 1))
+    return SumPlan(launch, max(BLOCKS // -(-columns // (across * vector)), 1))
 
 
 def splits_to_offsets_supports(m_splits: Tensor, *, out: Tensor) -> str | None:
