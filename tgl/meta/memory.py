@@ -13,35 +13,39 @@ def writable(op: str, argument: str, out: Tensor, **operands: Tensor | None) -> 
     Raises:
         ValueError: naming ``argument``, before anything is written.
     """
-    address = out.data_ptr()
-    require(
-        address % OUT_ALIGNMENT == 0,
-        op,
-        argument,
-        f"aligned to {OUT_ALIGNMENT} bytes",
-        f"an address {address % OUT_ALIGNMENT} bytes past one",
-    )
+    first, last = _extent(out)
+    if past := first % OUT_ALIGNMENT:
+        require(False, op, argument, f"aligned to {OUT_ALIGNMENT} bytes", f"an address {past} bytes past one")
     for name, operand in operands.items():
         if operand is not None:
-            require(not overlap(out, operand), op, argument, f"disjoint from `{name}`", "overlapping memory")
+            start, end = _extent(operand)
+            if start < last and first < end and not _other_columns(out, operand):
+                require(False, op, argument, f"disjoint from `{name}`", "overlapping memory")
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two strided tensors may share a byte; exact for column slices of one row-major matrix."""
-    if x.numel() == 0 or y.numel() == 0:
-        return False
     (x_first, x_last), (y_first, y_last) = _extent(x), _extent(y)
-    if x_last <= y_first or y_last <= x_first:
-        return False
-    if x.dim() == y.dim() == 2 and x.stride(-1) == y.stride(-1) == 1:
-        pitch = x.stride(0) * x.element_size()
-        if pitch == y.stride(0) * y.element_size() and pitch > 0:
-            distance = (y_first - x_first) % pitch  # from the first column of x to the first column of y
-            return not (distance >= x.shape[1] * x.element_size() and distance + y.shape[1] * y.element_size() <= pitch)
-    return True
+    return x_first < y_last and y_first < x_last and not _other_columns(x, y)
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    """The address of the first byte, and that past the last; both 0 if there is none."""
     start = t.data_ptr()
-    return start, start + (last + 1) * t.element_size()
+    if t.is_contiguous():
+        return start, start + t.nbytes
+    elements = 1
+    for size, stride in zip(t.shape, t.stride()):
+        elements += (size - 1) * stride
+    return start, start + elements * t.element_size()
+
+
+def _other_columns(x: Tensor, y: Tensor) -> bool:
+    """Whether ``x`` and ``y`` are column slices of one row-major matrix that have no column in common."""
+    if not (x.dim() == y.dim() == 2 and x.stride(-1) == y.stride(-1) == 1):
+        return False
+    pitch = x.stride(0) * x.element_size()
+    if pitch <= 0 or pitch != y.stride(0) * y.element_size():
+        return False
+    distance = (y.data_ptr() - x.data_ptr()) % pitch  # from the first column of x to the first column of y
+    return distance >= x.shape[1] * x.element_size() and distance + y.shape[1] * y.element_size() <= pitch
