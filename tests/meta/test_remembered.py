@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tgl.meta import remembered as module
-from tgl.meta.remembered import remembered
+from tgl.meta.remembered import remembered, remembered_out
 
 
 @pytest.fixture
@@ -57,6 +57,17 @@ def test_a_check_without_a_result():
     for _ in range(2):
         assert check(torch.zeros(2)) is None
     assert len(calls) == 1
+
+
+def test_a_destination_counts_like_an_operand():
+    calls = []
+    check = remembered_out(lambda x, *, out, option: calls.append((x.shape, out.shape, option)))
+    x, y = torch.zeros(2), torch.zeros(3)
+    for args in ((x, y, "first"), (y, x, "first"), (x, y, "second"), (x, torch.zeros(4), "first")):
+        for _ in range(2):
+            assert check(args[0], out=args[1].clone(), option=args[2]) is None
+            assert calls[-1] == (args[0].shape, args[1].shape, args[2])
+    assert len(calls) == 4
 
 
 def test_what_raises_raises_again(check):

@@ -50,3 +50,14 @@ def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
         return spec
 
     return once
+
+
+def remembered_out(check: Callable[..., None]) -> Callable[..., None]:
+    """``remembered`` for a check that takes a tensor by the keyword ``out`` too."""
+    once = remembered(lambda out, *tensors, **options: check(*tensors, out=out, **options))
+
+    @functools.wraps(check)
+    def once_out(*tensors: Tensor | None, out: Tensor, **options: Any) -> None:
+        once(out, *tensors, **options)
+
+    return once_out

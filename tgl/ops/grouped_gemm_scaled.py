@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, scaled
-from ..meta.remembered import remembered
+from ..meta.remembered import remembered, remembered_out
 from . import _scaled_cpu
 from ._library import autocast_nothing, define
 
@@ -22,6 +22,7 @@ _OPTIONS = 'str format, str b_direction="rowwise", str scale_layout="compact"'
 ADVICE = "GroupedLinear(recipe=...) is the layer that gradients pass through; or use torch.no_grad()"
 
 _checked = remembered(scaled.grouped_gemm_scaled)
+_checked_out = remembered_out(scaled.grouped_gemm_scaled_out)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ def _kernel_out(
 ) -> None:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
-    scaled.grouped_gemm_scaled_out(*operands, **options, out=out)
+    _checked_out(*operands, **options, out=out)
     memory.writable(NAME, "out", out, **dict(zip(scaled.GEMM_OPERANDS, operands)))
     debug.check_offs(NAME, offs, a.shape[0])
     backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, scaled
-from ..meta.remembered import remembered
+from ..meta.remembered import remembered, remembered_out
 from . import _scaled_cpu
 from ._library import autocast_nothing, define
 from .allocate_wgrad import aligned
@@ -21,6 +21,7 @@ _ARGS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor
 _OPTIONS = 'str format, str scale_layout="compact"'
 
 _checked = remembered(scaled.grouped_gemm_scaled_wgrad)
+_checked_out = remembered_out(scaled.grouped_gemm_scaled_wgrad_out)
 _checked_accumulate = remembered(scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def _kernel_out(
     out: Tensor,
 ) -> None:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    scaled.grouped_gemm_scaled_wgrad_out(*operands, format=format, scale_layout=scale_layout, out=out)
+    _checked_out(*operands, format=format, scale_layout=scale_layout, out=out)
     memory.writable(NAME, "out", out, **dict(zip(scaled.GEMM_OPERANDS, operands)))
     _run(NAME, operands, format, scale_layout, out, accumulate=False)
 
