@@ -22,14 +22,19 @@ OPS = [
         "group_quantize",
         "grouped_activation",
         "grouped_dbias",
+        "grouped_gemm",
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
         "grouped_gemm_scaled",
         "grouped_gemm_scaled_wgrad",
+        "grouped_gemm_wgrad",
     )
 ]
 CHECKS = [
-    (op, name) for op in OPS for name in ("_checked", "_checked_backward", "_checked_accumulate") if hasattr(op, name)
+    (op, name)
+    for op in OPS
+    for name, check in vars(op).items()
+    if name.startswith(("_checked", "_spec")) and hasattr(check, "__wrapped__")
 ]
 LAUNCHES = (launch, launch_activated, launch_gradient, launch_scaled, activations, reductions, quantizers)
 
@@ -222,7 +227,7 @@ def test_a_call_like_one_before_is_served_like_one_that_is_not(launched, cold, n
 
 @pytest.mark.parametrize("name", [n for n in bases() if n != "group_quantize"])
 def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
-    """No kernel is looked for again, nor are operands looked at one by one where that takes long."""
+    """No kernel is looked for again, nor are operands looked at one by one."""
     args, options = bases()[name]
     expected = outcome(launched, name, args, options)
     assert len(expected[0]) == 1
@@ -230,8 +235,8 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
         if hasattr(module, function):
             monkeypatch.setattr(module, function, None)
     monkeypatch.setattr(host, "packages_reason", None)
-    if "out" not in options:
-        monkeypatch.setattr(tgl.meta.scaled, "_data", None)
+    for module, function in ((tgl.meta.scaled, "_data"), (tgl.meta.checks, "dense_matrix")):
+        monkeypatch.setattr(module, function, None)
     assert outcome(launched, name, args, options) == expected
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from ..meta.remembered import remembered
+from ..meta.remembered import remembered, remembered_out
 from . import _batched_cpu, _gemm_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import below_autograd
@@ -21,6 +21,7 @@ _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=
 
 
 _spec = remembered(specs.grouped_gemm)
+_checked_out = remembered_out(specs.grouped_gemm_out)
 
 
 def _kernel(
@@ -41,7 +42,7 @@ def _kernel(
 def _kernel_out(
     a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None, *, out: Tensor
 ) -> None:
-    specs.grouped_gemm_out(a, b, offs, bias, bias_scale, out=out)
+    _checked_out(a, b, offs, bias, bias_scale, out=out)
     memory.writable(NAME, "out", out, a=a, b=b, offs=offs, bias=bias, bias_scale=bias_scale)
     debug.check_offs(NAME, offs, a.shape[0])
     backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=False)

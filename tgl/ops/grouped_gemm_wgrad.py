@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, specs
-from ..meta.remembered import remembered
+from ..meta.remembered import remembered, remembered_out
 from . import _batched_cpu, _gemm_cpu
 from ._library import Formula, autocast_operand, define
 from ._segments import below_autograd, segment_sizes
@@ -23,6 +23,8 @@ ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
 
 
 _spec = remembered(specs.grouped_gemm_wgrad)
+_checked_out = remembered_out(specs.grouped_gemm_wgrad_out)
+_checked_accumulate = remembered(specs.grouped_gemm_wgrad_accumulate_)
 
 
 def _kernel(
@@ -39,14 +41,14 @@ def _kernel(
 
 
 def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    specs.grouped_gemm_wgrad_out(a, b, offs, out=out)
+    _checked_out(a, b, offs, out=out)
     memory.writable(NAME, "out", out, a=a, b=b, offs=offs)
     debug.check_offs(NAME, offs, a.shape[0])
     backends.run(NAME, a.device, a, b, offs, out=out)
 
 
 def _kernel_accumulate(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
-    specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad)
+    _checked_accumulate(a, b, offs, main_grad)
     memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs)
     debug.check_offs(ACCUMULATE, offs, a.shape[0])
     backends.run(NAME if overwrite else ACCUMULATE, a.device, a, b, offs, out=main_grad)
