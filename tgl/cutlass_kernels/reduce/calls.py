@@ -81,16 +81,16 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
 
 def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """``grouped_dbias`` if it can serve the call, else why not; one look-up for a call like one before."""
-    shape, strides = dy.shape, dy.stride()
-    key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, shape[1], strides)
-    plan = plans.known(key, shape[0], dy.data_ptr())
-    if plan is not None and out.numel():
+    rows, strides = dy.shape[0], dy.stride()
+    key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, out.shape, strides)
+    plan = plans.known(key, rows, dy.data_ptr())
+    if plan is not None:
         plan.run(dy, offs, out)
         return None
     reason = grouped_dbias_supports(dy, offs, out=out)
     if reason is None:
         grouped_dbias(dy, offs, out=out)
-        if out.numel() and shape[0] and not dy.data_ptr() % host.ALIGNMENT:
+        if out.numel() and rows and not dy.data_ptr() % host.ALIGNMENT:
             plans.remember(key, (strides,), _sum_plan(dy))
     return reason
 
