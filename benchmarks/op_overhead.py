@@ -27,43 +27,59 @@ from torch import Tensor
 import tgl
 from tgl import backends
 from tgl.cutlass_kernels import host
+from tgl.meta.placement import blocked_size, padded_rows
+from tgl.meta.quantized import ROW_UNIT
 
 T, G, K, N = 4, 2, 64, 64
 FP8 = torch.float8_e4m3fn
+A_SCALES, B_SCALES = (blocked_size(padded_rows(T, G, ROW_UNIT), K // 32),), (G, blocked_size(2 * N, K // 32))  # MXFP8
 
 
 class Case(NamedTuple):
     """One op, and its bare counterpart.
 
     Attributes:
-        shapes: of the operands before ``offs``; vectors are factors, in float32.
+        shapes: of the operands before ``offs``; vectors are factors, in float32. A dtype may stand first.
         body: allocates the results.
         formula: the bare op's, of the gradients of its operands: ``formula(bare, saved, *gradients)``.
         options: keyword arguments.
         dtype: of the operands, where it is the op's own.
-        after: shapes of the operands that follow ``offs``.
+        after: shapes of the operands that follow ``offs``; None for one left out.
+        arch: whose kernels stand for those of a GPU.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[Any, ...], ...]
     body: Callable[..., Any]
     formula: Callable[..., tuple] | None = None
     options: Mapping[str, Any] = types.MappingProxyType({})
     dtype: torch.dtype | None = None
-    after: tuple[tuple[int, ...], ...] = ()
+    after: tuple[tuple[Any, ...] | None, ...] = ()
+    arch: str = "sm_90"
 
-    def operands(self, dtype: torch.dtype) -> list[Tensor]:
+    def operands(self, dtype: torch.dtype) -> list[Any]:
         """Tensors of a call."""
 
-        def make(shape: tuple[int, ...]) -> Tensor:
+        def make(shape: tuple[Any, ...] | None) -> Tensor | None:
+            if shape is None:
+                return None
+            if isinstance(shape[0], torch.dtype):
+                return torch.randn(shape[1:]).to(shape[0])
             return torch.randn(shape).to(torch.float32 if len(shape) == 1 else self.dtype or dtype)
 
         return [*map(make, self.shapes), torch.tensor([2, 4], dtype=torch.int32), *map(make, self.after)]
 
 
-def _components(x: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+def _sides(x: Tensor) -> list[Tensor]:
     scales, nothing = x.new_empty(512 * G, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
-    sides = [t for _ in range(2) for t in (torch.empty_like(x, dtype=FP8), torch.empty_like(scales), nothing.clone())]
-    return [*sides, nothing]
+    return [t for _ in range(2) for t in (torch.empty_like(x, dtype=FP8), torch.empty_like(scales), nothing.clone())]
+
+
+def _components(x: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    return [*_sides(x), x.new_empty(0, dtype=torch.float32)]
+
+
+def _quantized_activation(a: Tensor, a_scale: Tensor, b: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16), *_sides(a)
 
 
 def _gemm(bare: Any, saved: tuple, dy: Tensor) -> tuple:
@@ -132,6 +148,14 @@ CASES: dict[str, Case] = {
         options={"format": "fp8_tensor"},
         dtype=FP8,
     ),
+    "grouped_gemm_scaled_activation_quantize": Case(
+        ((T, K), (torch.uint8, *A_SCALES), (G, 2 * N, K), (torch.uint8, *B_SCALES)),
+        _quantized_activation,
+        options={"format": "mxfp8", "scale_layout": "blocked", "interleaved": True},
+        dtype=FP8,
+        after=(None, None, (torch.bfloat16, G, 2 * N), (T,)),
+        arch="sm_100",
+    ),
     "group_quantize": Case(((T, K),), _components, options={"format": "mxfp8", "scale_layout": "blocked"}),
 }
 
@@ -170,8 +194,8 @@ def define_bare_ops(namespace: str) -> torch.library.Library:
 
 
 @contextlib.contextmanager
-def no_arithmetic() -> Iterator[None]:
-    """Serve every op with an implementation that does nothing, ahead of all others."""
+def no_arithmetic(arch: str) -> Iterator[None]:
+    """Serve every op with an implementation that does nothing, ahead of all others, whatever the architecture."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
@@ -185,8 +209,8 @@ def no_arithmetic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_launch() -> Iterator[None]:
-    """Serve the ops with the kernels for Hopper, compiled to a function that does nothing."""
+def no_launch(arch: str) -> Iterator[None]:
+    """Serve the ops with the kernels for ``arch``, compiled to a function that does nothing."""
 
     def nothing(*args: Any) -> None:
         pass
@@ -194,7 +218,7 @@ def no_launch() -> Iterator[None]:
     originals = host.compiled, host.packages_reason
     host.compiled, host.packages_reason = lambda *_: nothing, lambda: None
     try:
-        with backends.emulated_device("sm_90"):
+        with backends.emulated_device(arch):
             yield
     finally:
         host.compiled, host.packages_reason = originals
@@ -257,7 +281,7 @@ def measure_op(name: str, serves: str, dtype: torch.dtype, options: argparse.Nam
             )
         least, ratio = (f"{first[0]:6.1f}", f"{own / first[0]:9.2f}") if first else ("", "")
         times = f"{least:6} {reference:6.1f} {own:6.1f} {ratio:9} {own / reference:8.2f}"
-        print(f"{name:27} {serves:8} {title:19} {times}", flush=True)
+        print(f"{name:39} {serves:8} {title:19} {times}", flush=True)
 
 
 def main() -> None:
@@ -269,10 +293,10 @@ def main() -> None:
     torch.set_num_threads(1)
     libraries = define_plain_ops("tgl_plain"), define_bare_ops("tgl_bare")
     print(f"{options.rounds * options.calls} calls per figure, microseconds per call")
-    print(f"{'op':27} {'serves':8} {'':19} {'plain':>6} {'bare':>6} {'tgl':>6} {'tgl/plain':>9} {'tgl/bare':>8}")
+    print(f"{'op':39} {'serves':8} {'':19} {'plain':>6} {'bare':>6} {'tgl':>6} {'tgl/plain':>9} {'tgl/bare':>8}")
     for serves, context, dtype in (("nothing", no_arithmetic, torch.float32), ("kernel", no_launch, torch.bfloat16)):
-        with context():
-            for name in options.ops:
+        for name in options.ops:
+            with context(CASES[name].arch):
                 measure_op(name, serves, dtype, options)
     for library in libraries:
         library._destroy()

@@ -8,10 +8,20 @@ import torch
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import host, launch, launch_activated, launch_gradient, launch_scaled, plans
+from tgl.cutlass_kernels import (
+    host,
+    launch,
+    launch_activated,
+    launch_gradient,
+    launch_quantizing,
+    launch_scaled,
+    plans,
+)
 from tgl.cutlass_kernels.activation import calls as activations
 from tgl.cutlass_kernels.quantize import plans as quantizers
 from tgl.cutlass_kernels.reduce import calls as reductions
+from tgl.meta.placement import blocked_size, padded_rows
+from tgl.meta.quantized import ROW_UNIT
 
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
@@ -26,6 +36,7 @@ OPS = [
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
         "grouped_gemm_scaled",
+        "grouped_gemm_scaled_activation_quantize",
         "grouped_gemm_scaled_wgrad",
         "grouped_gemm_wgrad",
     )
@@ -36,7 +47,11 @@ CHECKS = [
     for name, check in vars(op).items()
     if name.startswith(("_checked", "_spec")) and hasattr(check, "__wrapped__")
 ]
-LAUNCHES = (launch, launch_activated, launch_gradient, launch_scaled, activations, reductions, quantizers)
+LAUNCHES = (
+    *(launch, launch_activated, launch_gradient, launch_quantizing, launch_scaled),
+    *(activations, reductions, quantizers),
+)
+SM100_ONLY = "grouped_gemm_scaled_activation_quantize"
 
 
 def rows(*shape, dtype=BF16):
@@ -51,7 +66,10 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
     wide, wide_bias = rows(T, 2 * columns, dtype=dtype), rows(groups, 2 * columns, dtype=dtype)
     fp8, fp8_w = rows(T, depth, dtype=F8), rows(groups, columns, depth, dtype=F8)
     turned = [rows(n, 32 * (groups + 1), dtype=F8) for n in (depth, columns)]
-    swiglu, tensor = {"kind": "swiglu"}, {"format": "fp8_tensor"}
+    swiglu, tensor, mxfp8 = {"kind": "swiglu"}, {"format": "fp8_tensor"}, {"format": "mxfp8", "scale_layout": "blocked"}
+    across = -(-depth // 32)
+    scales = torch.zeros(blocked_size(padded_rows(T, groups, ROW_UNIT), across), dtype=torch.uint8)
+    w_scales = torch.zeros(groups, blocked_size(2 * columns, across), dtype=torch.uint8)
     y, dw = dy.clone(), torch.zeros(groups, depth, columns)
     return {
         "grouped_gemm": ((a, w, offs, bias, probs), {}),
@@ -69,7 +87,11 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "grouped_gemm_scaled_wgrad": ((turned[0], ones, turned[1], ones.clone(), offs), tensor),
         "grouped_gemm_scaled_wgrad.out": ((turned[0], ones, turned[1], ones.clone(), offs), {**tensor, "out": dw}),
         "grouped_gemm_scaled_wgrad_accumulate_": ((turned[0], ones, turned[1], ones.clone(), offs, dw), tensor),
-        "group_quantize": ((a, offs), {"format": "mxfp8", "scale_layout": "blocked"}),
+        SM100_ONLY: (
+            (fp8, scales, fp8_w.repeat(1, 2, 1), w_scales, offs, None, None, wide_bias, probs),
+            {**mxfp8, "interleaved": True},
+        ),
+        "group_quantize": ((a, offs), mxfp8),
     }
 
 
@@ -82,6 +104,9 @@ OPTIONS = {
     "out_dtype": F32,
     "kind": "srelu",
     "interleaved": True,
+    "b_direction": "columnwise",
+    "scaling": "even",
+    "dtype": torch.float8_e5m2,
     "format": "fp8_block",
     "scale_layout": "compact",
     "columnwise": False,
@@ -122,6 +147,8 @@ def variants(t):
 
 def halved(t):
     """The left half of the columns, where their number follows from N."""
+    if t is None:
+        return None
     return t[..., : t.shape[-1] // 2] if t.dim() > 1 and t.shape[-1] % N == 0 and t.dtype != F8 else t
 
 
@@ -130,7 +157,7 @@ def changes(name):
     args, options = bases()[name]
     schema = overload(name)._schema.arguments
     for i, t in enumerate(args):
-        for what, variant in variants(t):
+        for what, variant in variants(t) if t is not None else ():
             yield f"argument {i}: {what}", name, (*args[:i], variant, *args[i + 1 :]), options
         if schema[i].type.kind() == "OptionalType":
             yield f"argument {i}: None", name, (*args[:i], None, *args[i + 1 :]), options
@@ -138,7 +165,7 @@ def changes(name):
         for what, variant in variants(options["out"]):
             yield f"out: {what}", name, args, {**options, "out": variant}
     for count in (0, 1, 5, 300):
-        sized = [torch.cat([t] * 50)[:count] if t.shape[0] == T else t for t in args]
+        sized = [torch.cat([t] * 50)[:count] if t is not None and t.shape[0] == T else t for t in args]
         out = {"out": options["out"][:1].repeat(count, 1)} if "out" in options and len(options["out"]) == T else {}
         yield f"{count} rows", name, tuple(sized), {**options, **out}
     for option, value in OPTIONS.items():
@@ -181,8 +208,10 @@ def launched(monkeypatch):
 def outcome(launched, name, args, options):
     """What is launched and made, or what is raised."""
     launched.clear()
+    arch = "sm_100" if name == SM100_ONLY else backends.emulated_arch
     try:
-        made = overload(name)(*args, **options)
+        with backends.emulated_device(arch):
+            made = overload(name)(*args, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         return type(error), str(error)
     made = made if isinstance(made, (tuple, list)) else [made]
@@ -240,7 +269,7 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     assert outcome(launched, name, args, options) == expected
 
 
-@pytest.mark.parametrize("name", list(bases()))
+@pytest.mark.parametrize("name", [n for n in bases() if n != SM100_ONLY])
 def test_every_architecture_has_its_own(launched, name):
     for arch in ("sm_90", "sm_100", "sm_90"):
         with backends.emulated_device(arch):

@@ -82,6 +82,46 @@ def grouped_gemm_scaled_activation_quantize(
     plan.run(*operands[:5], h, *operands[7:9], *_components(options, out))
 
 
+def attempt_grouped_gemm_scaled_activation_quantize(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    b_direction: str,
+    params: Params,
+    options: Options,
+    h: Tensor,
+    out: Components,
+) -> str | None:
+    """The same if it can serve the call, else why not; one look-up for a call like one before."""
+    rows, shape, strides = a.shape[0], b.shape, (a.stride(), b.stride(), h.stride())
+    dtypes = (a.dtype, b.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+    meant, size = (b_direction, params, options), plans.rows_class(rows, shape[0])
+    key = (OP, backends.emulated_arch, a.device, dtypes, meant, shape, strides, size)
+    addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | h.data_ptr()
+    for t in out:
+        addresses |= t.data_ptr()  # 0 where nothing is written
+    plan = plans.known(key, rows, addresses)
+    if plan is not None:
+        plan.run(a, a_scale, b, b_scale, offs, h, bias, probs, *_components(options, out))
+        return None
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale)
+    reason = supports(*operands, params=params, options=options, h=h, out=out)
+    if reason is None:
+        named: dict[str, Any] = {"b_direction": b_direction, "params": params, "options": options}
+        grouped_gemm_scaled_activation_quantize(*operands, **named, h=h, out=out)
+        if h.numel() and shape[0]:
+            plans.remember(key, strides, _plan(operands, **named, h=h))
+    return reason
+
+
 def prepare_grouped_gemm_scaled_activation_quantize(
     *operands: Any, b_direction: str, params: Params, options: Options, h: Tensor, out: Components
 ) -> None:

@@ -135,6 +135,7 @@ IN_PLACE = (
         launch_quantizing.grouped_gemm_scaled_activation_quantize,
         launch_quantizing.supports,
         launch_quantizing.prepare_grouped_gemm_scaled_activation_quantize,
+        launch_quantizing.attempt_grouped_gemm_scaled_activation_quantize,
         archs=frozenset(MXFP8.archs),
     ),
     Kernel(

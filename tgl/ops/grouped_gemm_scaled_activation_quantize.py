@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import scaled
 from ..meta.quantized import Components, ComponentSpecs, Options
+from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from ._library import autocast_nothing, define
 from .grouped_activation import SCHEMA, Params
@@ -44,40 +46,38 @@ class Arguments(NamedTuple):
     scale: Tensor | None = None
 
 
-class Call(NamedTuple):
-    """A checked call: what implementations get, but for the destinations, and the specs of these."""
-
-    arguments: Arguments
-    options: dict[str, Any]
-    h: TensorSpec
-    out: ComponentSpecs
-
-
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _parse(*args: Any, b_direction: str = "rowwise", out_dtype: torch.dtype | None = None, **keywords: Any) -> Call:
-    arguments = Arguments(*args, **{name: keywords.pop(name) for name in Arguments._fields if name in keywords})
+def _options(*, b_direction: str = "rowwise", **keywords: Any) -> dict[str, Any]:
+    """What implementations get by keyword, but for the destinations."""
     params = Params(**{name: keywords.pop(name) for name in Params._fields if name in keywords})
-    options = Options(**keywords).resolved(NAME)
-    h, out = scaled.grouped_gemm_scaled_activation_quantize(
+    return {"b_direction": b_direction, "params": params, "options": Options(**keywords).resolved(NAME)}
+
+
+def _specs(
+    *arguments: Any, b_direction: str, params: Params, options: Options, out_dtype: torch.dtype | None
+) -> tuple[TensorSpec, ComponentSpecs]:
+    return scaled.grouped_gemm_scaled_activation_quantize(
         *arguments, b_direction=b_direction, kind=params.kind, options=options, out_dtype=out_dtype
     )
-    return Call(arguments, {"b_direction": b_direction, "params": params, "options": options}, h, out)
 
 
-def _kernel(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
-    call = _parse(*args, **keywords)
-    a, offs = call.arguments.a, call.arguments.offs
-    h, out = call.h.empty(), call.out.empty()
-    debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, *call.arguments, **call.options, h=h, out=out)
+_known_options, _checked = functools.lru_cache(maxsize=256)(_options), remembered(_specs)
+
+
+def _kernel(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -> tuple[Tensor, ...]:
+    arguments, options = Arguments(*args), _known_options(**keywords)
+    h_spec, specs = _checked(*arguments, **options, out_dtype=out_dtype)
+    h, out = h_spec.empty(), specs.empty()
+    debug.check_offs(NAME, arguments.offs, h.shape[0])
+    backends.run(NAME, h.device, *arguments, **options, h=h, out=out)
     return h, *out[:-1]
 
 
-def _fake(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
-    call = _parse(*args, **keywords)
-    return call.h.empty(), *call.out.empty()[:-1]
+def _fake(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -> tuple[Tensor, ...]:
+    h, out = _specs(*Arguments(*args), **_options(**keywords), out_dtype=out_dtype)
+    return h.empty(), *out.empty()[:-1]
 
 
 def _steps(
@@ -126,9 +126,13 @@ _op = define(
 )
 
 
-def _call(*args: Any, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
-    call = _parse(*args, **keywords)
-    return call.arguments.a.device, call.arguments, {**call.options, "h": call.h.meta(), "out": call.out.meta()}
+def _call(
+    *args: Any, out_dtype: torch.dtype | None = None, **keywords: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    arguments = Arguments(*args, **{name: keywords.pop(name) for name in Arguments._fields if name in keywords})
+    options = _options(**keywords)
+    h, out = _specs(*arguments, **options, out_dtype=out_dtype)
+    return h.device, arguments, {**options, "h": h.meta(), "out": out.meta()}
 
 
 backends.describe_op(NAME, _call)
