@@ -130,6 +130,51 @@ def check_quantize(format: str) -> None:
                         assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8)), name
 
 
+def check_activation_quantize(format: str, direction: str, kind: str) -> None:
+    """Columns of the weights give columns of the product, and those, in whole pairs, columns of the components."""
+    x, dy, w = components(format)
+    a, b, width = (x.data, x.scale), (w.data, w.scale), N
+    kept = S1
+    if direction == "columnwise":
+        a, b, width = (dy.data, dy.scale), (w.columnwise_data, w.columnwise_scale), K
+        kept = S2 if format == "mxfp8" else S1
+    bias, probs = torch.randn(G, width), torch.rand(T)
+    activation, quantizing = {"kind": kind, "interleaved": True}, {"format": format}
+    operands = (place(a[0], R), place(a[1], R), place(b[0], kept), place(b[1], kept), place(OFFS, R), None, None)
+    with CommDebugMode() as counter:
+        h, made = tgl.grouped_gemm_scaled_activation_quantize(
+            *operands, place(bias, S1), place(probs, R), b_direction=direction, **activation, **quantizing
+        )
+    check(h, tgl.grouped_gemm_scaled(*a, *b, OFFS, None, None, bias, b_direction=direction, **quantizing), S1, counter)
+    wanted = tgl.grouped_activation_quantize(whole(h), OFFS, probs, **activation, **quantizing)
+    for name, mine, theirs in zip(made._fields, made, wanted):
+        if theirs.numel():
+            assert mine.placements[0].is_shard(), name
+            assert mine.shape == theirs.shape, name
+            assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+def check_activation_quantize_of_the_whole() -> None:
+    """Where a shard would need what others hold: halves side by side, half a block, scales of a whole group."""
+    cases = {
+        "mxfp8": ({"interleaved": False}, {}),
+        "fp8_block": ({"interleaved": True}, {"b_direction": "columnwise"}),
+        "fp8_tensor": ({"kind": "srelu"}, {}),
+    }
+    for format, (activation, direction) in cases.items():
+        x, dy, w = components(format)
+        a, b, width = (x.data, x.scale), (w.data, w.scale), N
+        if direction:
+            a, b, width = (dy.data, dy.scale), (w.columnwise_data, w.columnwise_scale), K
+        bias, options = torch.randn(G, width), {"format": format, **activation, **direction}
+        expected = tgl.grouped_gemm_scaled_activation_quantize(*a, *b, OFFS, None, None, bias, **options)
+        operands = (*(place(t, R) for t in (*a, *b, OFFS)), None, None, place(bias, S1))
+        h, made = tgl.grouped_gemm_scaled_activation_quantize(*operands, **options)
+        for mine, theirs in zip((h, *made[:-1]), (expected[0], *expected[1][:-1])):
+            assert mine.placements == (R,)
+            assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8))
+
+
 def check_whole_tensor_scales_are_made_of_the_whole() -> None:
     """Formats with one scale for a group: a shard's amax is not the tensor's, so the shards are gathered."""
     x = torch.randn(T, K, dtype=torch.bfloat16)
@@ -167,6 +212,16 @@ def test_wgrad(ranks, format):
 @pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
 def test_quantize(ranks, format):
     ranks(check_quantize, format)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
+@pytest.mark.parametrize(("direction", "kind"), [("rowwise", "swiglu"), ("rowwise", "srelu"), ("columnwise", "srelu")])
+def test_activation_quantize(ranks, format, direction, kind):
+    ranks(check_activation_quantize, format, direction, kind)
+
+
+def test_activation_quantize_of_the_whole(ranks):
+    ranks(check_activation_quantize_of_the_whole)
 
 
 def test_whole_tensor_scales_are_made_of_the_whole(ranks):

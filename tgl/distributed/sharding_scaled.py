@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..meta.formats import FORMATS, Format
+from ..meta.specs import GATED
 from .sharding_rules import Rule, replicated, rule
 
 _ops = torch.ops.tgl
@@ -33,6 +34,14 @@ def _features(f: Format) -> tuple[Placement, Placement]:
     """Of columnwise rows ``[T, K]``: data and scale sharded in K."""
     data = Shard(0 if f.transposed_columnwise else 1)
     return data, WHOLE if not f.block else Shard(0 if f.name == "nvfp4" else 1)
+
+
+def _results(
+    rows: tuple[Placement, Placement], columns: tuple[Placement, Placement], rowwise: bool, columnwise: bool
+) -> list[Placement]:
+    """Of components but ``dbias``, from those of rowwise and columnwise data and scale; what is empty is replicated."""
+    nothing = WHOLE, WHOLE
+    return [*(rows if rowwise else nothing), WHOLE, *(columns if columnwise else nothing), WHOLE]
 
 
 def _divides(size: int, unit: int, mesh: Any) -> bool:
@@ -88,6 +97,46 @@ def _grouped_gemm_scaled(
     return rules
 
 
+def _grouped_gemm_scaled_activation_quantize(
+    a: Any,
+    a_scale: Any,
+    b: Any,
+    b_scale: Any,
+    offs: Any,
+    a_amax: Any = None,
+    b_amax: Any = None,
+    bias: Any = None,
+    probs: Any = None,
+    scale: Any = None,
+    *,
+    format: str,
+    b_direction: str = "rowwise",
+    rowwise: bool = True,
+    columnwise: bool = True,
+    scale_layout: str = "compact",
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    **_: Any,
+) -> list[Rule]:
+    """Columns of the weights, in whole pairs and of the activation in whole blocks."""
+    f, across = FORMATS[format], b_direction == "columnwise"
+    rules = [replicated(7, a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale)]
+    gated = kind in GATED
+    width = b.shape[2] if across and not f.transposed_columnwise else b.shape[1]
+    whole = not f.has_amax and _divides(width // 2 if gated else width, f.block, a.mesh)
+    if scale_layout == "compact" and whole and (interleaved or not gated):
+        data, b_scales = _matrix(f, across, 2 if across else 1)
+        columns = Shard(1)
+        rules.append(
+            rule(
+                [columns, *_results((columns, columns), _features(f), rowwise, columnwise)],
+                *((a, WHOLE), (a_scale, WHOLE), (b, data), (b_scale, b_scales), (offs, WHOLE)),
+                *((a_amax, WHOLE), (b_amax, WHOLE), (bias, columns), (probs, WHOLE), (scale, WHOLE)),
+            )
+        )
+    return rules
+
+
 def _wgrad(
     a: Any,
     a_scale: Any,
@@ -138,19 +187,14 @@ def _group_quantize(
         columns = _features(f) if offs is not None else _matrix(f, True, dim)
         if offs is None and f.name == "fp8_block" and not block_2d:  # such scales are not transposed, unlike the data
             columns = columns[0], Shard(dim)
-        results = [
-            *(rows if rowwise else (WHOLE, WHOLE)),
-            WHOLE,
-            *(columns if columnwise else (WHOLE, WHOLE)),
-            WHOLE,
-            Shard(1) if dbias else WHOLE,
-        ]
+        results = [*_results(rows, columns, rowwise, columnwise), Shard(1) if dbias else WHOLE]
         rules.append(rule(results, (x, Shard(dim)), (offs, WHOLE), (scale, WHOLE), (row_scale, WHOLE), (rng, WHOLE)))
     return rules
 
 
 RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_scaled.default: _grouped_gemm_scaled,
+    _ops.grouped_gemm_scaled_activation_quantize.default: _grouped_gemm_scaled_activation_quantize,
     _ops.grouped_gemm_scaled_wgrad.default: _wgrad,
     _ops.group_quantize.default: _group_quantize,
 }
