@@ -8,7 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels.gemm_cases import integers
-from tgl.cutlass_kernels import config, launch, plans
+from tgl.cutlass_kernels import config, plans
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.testing.emulator import emulate
@@ -32,7 +32,7 @@ def operands(sizes=(3, 0, 130, 1), columns=40):
 
 
 def tilings_in_use():
-    return {key[1] for key, plan in launch._plans.items() if plan in plans.by_shape.values()}
+    return {key.config for (_, key, _), plan in plans.by_kernel.items() if plan in plans.by_shape.values()}
 
 
 @pytest.mark.parametrize("order", [(WIDE, NARROW), (NARROW, WIDE)], ids=["best last", "best first"])

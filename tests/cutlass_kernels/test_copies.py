@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, integers
 from tests.cutlass_kernels.scaled_cases import exact
-from tgl.cutlass_kernels import launch, launch_scaled
+from tgl.cutlass_kernels import plans
 from tgl.testing.emulator import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -55,10 +55,10 @@ def served(machine, op, *args, **kwargs):
     explanation = tgl.warmup(op, *args, **kwargs)
     assert explanation.chosen.name == "tgl kernel between copies"
     assert not explanation.syncs
-    before, plans = len(machine.launches), (len(launch._plans), len(launch_scaled._plans))
+    before, known = len(machine.launches), len(plans.by_kernel)
     result = op(*args, **kwargs)
     assert len(machine.launches) == before + 1
-    assert (len(launch._plans), len(launch_scaled._plans)) == plans
+    assert len(plans.by_kernel) == known
     return result
 
 

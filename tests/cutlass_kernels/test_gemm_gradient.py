@@ -17,7 +17,7 @@ from tgl.cutlass_kernels import host, launch_gradient
 from tgl.cutlass_kernels.activation import calls
 from tgl.cutlass_kernels.activation.spec import spec_of
 from tgl.cutlass_kernels.config import SMEM_BYTES, VARLEN_M, GemmConfig
-from tgl.cutlass_kernels.plans import by_shape
+from tgl.cutlass_kernels.plans import by_kernel, by_shape
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -239,7 +239,7 @@ def test_bad_offsets_stay_inside(arch):
 def machine():
     with emulator.emulate("sm_90a", detect_races=False) as machine:
         yield machine
-    launch_gradient._plans.clear()
+    by_kernel.clear()
     by_shape.clear()
 
 
@@ -249,7 +249,7 @@ def test_one_launch_per_call(machine, columns):
     case = Case("sm_90", TILES[64, 64], columns=columns)
     dy, b, h, offs, probs = operands(case)
     assert "runs tgl kernel" in str(tgl.warmup("grouped_gemm_dactivation", dy, b, h, offs, probs))
-    plans, before = dict(launch_gradient._plans), len(machine.launches)
+    plans, before = dict(by_kernel), len(machine.launches)
     dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
     assert len(machine.launches) == before + 1
     with backends.emulated_device("no such device"):
@@ -264,7 +264,7 @@ def test_one_launch_per_call(machine, columns):
         dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
         assert dh[offs[-1] :].eq(0).all()
         assert dprobs[offs[-1] :].eq(0).all()
-    assert launch_gradient._plans == plans
+    assert by_kernel == plans
 
 
 def test_empty_problems_launch_nothing(machine):

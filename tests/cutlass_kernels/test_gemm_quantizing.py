@@ -11,7 +11,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.quantizing_cases import E5M2, NAMES, Case, run
 from tgl import backends
-from tgl.cutlass_kernels import launch_quantizing
+from tgl.cutlass_kernels import launch_quantizing, plans
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -117,7 +117,8 @@ def test_a_layer_does_not_read_its_first_product_back():
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     given = operands()
     with emulator.emulate("sm_100a", detect_races=False) as machine:
-        monkeypatch.setattr(launch_quantizing, "_plans", {})
+        monkeypatch.setattr(plans, "by_kernel", {})
+        monkeypatch.setattr(plans, "by_shape", {})
         before = {name: t.clone() for name, t in given.items()}
         assert tgl.warmup(OP, **given, **NAMES).chosen.name == "tgl kernel"
         assert all(same(t, before[name]) for name, t in given.items())

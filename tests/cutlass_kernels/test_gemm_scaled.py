@@ -155,7 +155,7 @@ def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
         ("grouped_gemm_scaled_wgrad", columns, options),
         ("grouped_gemm_scaled_wgrad_accumulate_", (*columns[:5], main_grad, *columns[5:]), options),
     )
-    monkeypatch.setattr(launch_scaled, "_plans", {})
+    monkeypatch.setattr(plans, "by_kernel", {})
     monkeypatch.setattr(plans, "by_shape", {})
     with emulator.emulate(host.GPU_ARCH[arch], detect_races=False):
         for op, args, keywords in calls:

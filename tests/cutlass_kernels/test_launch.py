@@ -78,12 +78,12 @@ def test_accumulate_leaves_empty_groups_and_the_other_bytes_alone(machine, out):
 
 def test_routing_and_token_counts_compile_nothing(machine, monkeypatch):
     tgl.grouped_gemm(*operands([3, 4, 5]))
-    known = dict(launch._plans)
+    known = dict(plans.by_kernel)
     monkeypatch.setattr(launch, "build", None)
     for sizes in ([0, 0, 1], [60, 1, 5], [9, 0, 2, 3, 130]):
         a, b, offs = operands(sizes, tail=3)
         assert torch.equal(tgl.grouped_gemm(a, b, offs)[offs[-1] :], torch.zeros(3, 40, dtype=BF16))
-    assert launch._plans == known
+    assert plans.by_kernel == known
 
 
 def test_a_warm_call_is_one_look_up(machine, monkeypatch):
@@ -134,7 +134,7 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
     a, b, offs = operands([3, 0, 130, 1], columns=24, dtype=F16)
     dy = integers(a.shape[0], 24, dtype=F16)
     main_grad = torch.full((4, 72, 24), CANARY)
-    launch._plans.clear()
+    plans.by_kernel.clear()
     plans.by_shape.clear()
     assert tgl.warmup(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
     tgl.warmup("grouped_gemm_wgrad", a, dy, offs)
@@ -148,9 +148,10 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
 
 def test_a_kernel_missing_during_capture_is_a_named_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=BF16)
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    key = plans.PlanKey(VARLEN_M, "sm_90", False, "bfloat16", 2, None, GemmConfig())
     with pytest.raises(tgl.GraphCaptureError, match=r"call tgl.warmup\('grouped_gemm', ...\)"):
-        launch._make("grouped_gemm", VARLEN_M, on_gpu, 2, None, GemmConfig())
+        plans.fetch("grouped_gemm", key, on_gpu, launch.build)
 
 
 def refusal(op, *args):

@@ -198,9 +198,10 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(host, "packages_reason", lambda: None)
     monkeypatch.setattr(host, "compiled", compiled)
-    for module in LAUNCHES:
+    for module in (activations, reductions, quantizers):
         monkeypatch.setattr(module, "_plans", {})
-    monkeypatch.setattr(plans, "by_shape", {})
+    for known in ("by_kernel", "by_shape"):
+        monkeypatch.setattr(plans, known, {})
     with backends.emulated_device("sm_90"):
         yield seen
 

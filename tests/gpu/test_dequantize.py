@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests.gpu.test_quantize import F16, F32, awkward, differing, rows
 from tests.gpu.test_sm90 import DEVICE, ROUTINGS, ends, integers, served
-from tgl.cutlass_kernels import cache, launch_scaled, plans
+from tgl.cutlass_kernels import cache, plans
 from tgl.cutlass_kernels.quantize import plans as quantizers
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +131,7 @@ def test_scale_layouts_in_a_graph(format, columnwise):
 def test_a_capture_finds_what_was_warmed_up(tmp_path, monkeypatch):
     """Nothing compiled before, in memory or on disk; the warmed-up kernels are launched by the graph alone."""
     monkeypatch.setattr(quantizers, "_plans", {})
-    monkeypatch.setattr(launch_scaled, "_plans", {})
+    monkeypatch.setattr(plans, "by_kernel", {})
     monkeypatch.setattr(plans, "by_shape", {})
     before = cache._directory
     cache.set_directory(tmp_path)

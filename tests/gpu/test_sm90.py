@@ -5,7 +5,7 @@ import torch
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import cache, config, host, launch, plans
+from tgl.cutlass_kernels import cache, config, host, plans
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.reduce import calls
 
@@ -347,7 +347,7 @@ def test_two_streams_at_once():
 
 
 def test_capture_wants_a_compiled_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(plans, "by_kernel", {})
     monkeypatch.setattr(plans, "by_shape", {})
     before = cache._directory
     cache.set_directory(tmp_path)

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from .. import backends
 from . import config, host, plans
-from .config import VARLEN_K, VARLEN_M, GemmConfig
+from .config import VARLEN_K, VARLEN_M
 from .epilogue.spec import EpilogueSpec
 from .plans import Plan, PlanKey, power_of_two, scratch
 from .requirements import dense_reason, matrices_reason, unit_dimension
-
-_plans: dict[tuple, Plan] = {}
 
 # --- what the kernels take --------------------------------------------------------------------------------------------
 
@@ -158,32 +156,19 @@ def _gemm_plan(
 ) -> Plan:
     groups, depth, columns = b.shape
     arch = backends.device_arch(a.device)
-    dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
-    layout = (VARLEN_M, arch, a.device, dtypes, b.stride(2) == 1, zero_tail)
     tiling = config.choose(arch, VARLEN_M, columns, depth, power_of_two(a.shape[0] // groups))
-    plan = _plans.get((layout, tiling))
-    if plan is None:
-        spec = EpilogueSpec(host.name(out.dtype), host.name(bias), host.name(bias_scale), tail=zero_tail)
-        plan = _plans[layout, tiling] = _make("grouped_gemm", VARLEN_M, a, unit_dimension(b.stride()), spec, tiling)
-    return plan
+    spec = EpilogueSpec(host.name(out), host.name(bias), host.name(bias_scale), tail=zero_tail)
+    key = PlanKey(VARLEN_M, arch, not a.is_cuda, host.name(a), unit_dimension(b.stride()), spec, tiling)
+    return plans.fetch("grouped_gemm", key, a, build)
 
 
 def _wgrad_plan(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> Plan:
     groups, rows, columns = out.shape
     arch = backends.device_arch(a.device)
-    layout = (VARLEN_K, arch, a.device, a.dtype, out.dtype, accumulate)
     tiling = config.choose(arch, VARLEN_K, columns, power_of_two(a.shape[0] // groups), rows)
-    plan = _plans.get((layout, tiling))
-    if plan is None:
-        spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate)
-        op = "grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad"
-        plan = _plans[layout, tiling] = _make(op, VARLEN_K, a, 1, spec, tiling)
-    return plan
-
-
-def _make(op: str, kind: str, a: Tensor, b_unit: int, spec: EpilogueSpec, tiling: GemmConfig) -> Plan:
-    key = PlanKey(kind, backends.device_arch(a.device), not a.is_cuda, host.name(a.dtype), b_unit, spec, tiling)
-    return plans.make(op, key, a, build, tiling)
+    spec = EpilogueSpec(host.name(out), accumulate=accumulate)
+    key = PlanKey(VARLEN_K, arch, not a.is_cuda, host.name(a), 1, spec, tiling)
+    return plans.fetch("grouped_gemm_wgrad_accumulate_" if accumulate else "grouped_gemm_wgrad", key, a, build)
 
 
 def build(key: PlanKey) -> Callable:

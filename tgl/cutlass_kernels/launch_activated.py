@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 OP = "grouped_gemm_activation"
 
-_plans: dict[tuple, Plan] = {}
-
 
 def grouped_gemm_activation_supports(
     a: Tensor,
@@ -127,18 +125,11 @@ def prepare_grouped_gemm_activation(
 def _plan(a: Tensor, b: Tensor, bias: Tensor | None, probs: Tensor | None, params: Params, h: Tensor) -> Plan:
     groups, depth, columns = b.shape
     arch = backends.device_arch(a.device)
-    dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
     rows = power_of_two(a.shape[0] // groups)
     tiling = config.choose(arch, VARLEN_M, columns, depth, rows, halves=params.gated)
-    key = (arch, a.device, dtypes, b.stride(2) == 1, params, tiling)
-    plan = _plans.get(key)
-    if plan is None:
-        names = host.name(h.dtype), host.name(bias), host.name(probs)
-        spec = EpilogueSpec(names[0], names[1], tail=True, activation=spec_of(params), probs=names[2])
-        unit = unit_dimension(b.stride())
-        made = PlanKey(VARLEN_M, arch, not a.is_cuda, host.name(a.dtype), unit, spec, tiling)
-        plan = _plans[key] = plans.make(OP, made, a, build, tiling)
-    return plan
+    spec = EpilogueSpec(host.name(h), host.name(bias), tail=True, activation=spec_of(params), probs=host.name(probs))
+    key = PlanKey(VARLEN_M, arch, not a.is_cuda, host.name(a), unit_dimension(b.stride()), spec, tiling)
+    return plans.fetch(OP, key, a, build)
 
 
 def build(key: PlanKey) -> Callable:

@@ -35,9 +35,6 @@ class GradientPlanKey(NamedTuple):
     config: GemmConfig
 
 
-_plans: dict[tuple, Plan] = {}
-
-
 def grouped_gemm_dactivation_supports(
     dy: Tensor,
     b: Tensor,
@@ -158,14 +155,9 @@ def _plan(dy: Tensor, b: Tensor, h: Tensor, probs: Tensor | None, params: Params
     groups, depth, columns = b.shape
     arch = backends.device_arch(dy.device)
     tiling = config.choose(arch, VARLEN_M, columns, depth, power_of_two(dy.shape[0] // groups))
-    activation = spec_of(params)
-    known = (arch, dy.device, dy.dtype, b.stride(2) == 1, activation, host.name(probs), tiling)
-    plan = _plans.get(known)
-    if plan is None:
-        unit = unit_dimension(b.stride())
-        key = GradientPlanKey(arch, not dy.is_cuda, host.name(dy.dtype), unit, activation, host.name(probs), tiling)
-        plan = _plans[known] = plans.make(OP, key, dy, build, tiling)
-    return plan
+    names, unit = (host.name(dy), host.name(probs)), unit_dimension(b.stride())
+    key = GradientPlanKey(arch, not dy.is_cuda, names[0], unit, spec_of(params), names[1], tiling)
+    return plans.fetch(OP, key, dy, build)
 
 
 def build(key: GradientPlanKey) -> Callable:

@@ -41,7 +41,6 @@ class QuantizingPlanKey(NamedTuple):
 
 
 OP = "grouped_gemm_scaled_activation_quantize"
-_plans: dict[tuple, Plan] = {}
 _NO_EPILOGUE = {
     "nvfp4": "the scales of nvfp4 follow from the largest magnitude of a whole group, which no tile of it knows",
     "fp8_tensor": "the scale of fp8_tensor is one of a whole group, whose largest magnitude no tile of it knows",
@@ -161,27 +160,21 @@ def _plan(operands: tuple, b_direction: str, params: Params, options: Options, h
     arch = backends.device_arch(a.device)
     rows = power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(arch, params, h.shape[1], a.shape[1], rows)
-    dtypes = (a.dtype, b.dtype, h.dtype, host.dtype(bias), host.dtype(probs))
-    known = (arch, a.device, dtypes, b_direction, params, options, tiling)
-    plan = _plans.get(known)
-    if plan is None:
-        name = host.name
-        quantized = MXFP8Spec(
-            source=name(h.dtype),
-            element=name(options.dtype),
-            rowwise=options.rowwise,
-            columnwise=options.columnwise,
-            scaling=options.scaling,
-            blocked=True,
-            grouped=True,
-        )
-        spec = EpilogueSpec(
-            name(h.dtype), name(bias), tail=True, activation=spec_of(params), probs=name(probs), quantized=quantized
-        )
-        rows_first = b_direction == "rowwise"
-        key = QuantizingPlanKey(arch, not a.is_cuda, name(a.dtype), name(b.dtype), rows_first, spec, tiling)
-        plan = _plans[known] = plans.make(OP, key, a, build, tiling)
-    return plan
+    name = host.name
+    quantized = MXFP8Spec(
+        source=name(h),
+        element=name(options.dtype),
+        rowwise=options.rowwise,
+        columnwise=options.columnwise,
+        scaling=options.scaling,
+        blocked=True,
+        grouped=True,
+    )
+    spec = EpilogueSpec(
+        name(h), name(bias), tail=True, activation=spec_of(params), probs=name(probs), quantized=quantized
+    )
+    key = QuantizingPlanKey(arch, not a.is_cuda, name(a), name(b), b_direction == "rowwise", spec, tiling)
+    return plans.fetch(OP, key, a, build)
 
 
 def build(key: QuantizingPlanKey) -> Callable:

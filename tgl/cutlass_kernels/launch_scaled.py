@@ -38,8 +38,6 @@ class ScaledPlanKey(NamedTuple):
     config: GemmConfig
 
 
-_plans: dict[tuple, Plan] = {}
-
 # --- what the kernels take --------------------------------------------------------------------------------------------
 
 
@@ -238,8 +236,8 @@ def _gemm_plan(operands: tuple, format: str, b_direction: str, out: Tensor, zero
     rows = power_of_two(a.shape[0] // b.shape[0])
     tiling = choose(backends.device_arch(a.device), VARLEN_M, form, out.shape[1], depth, rows)
     rows_first = b_direction == "rowwise" or form.placed
-    dtypes = (host.name(out.dtype), host.name(bias), host.name(bias_scale))
-    spec = EpilogueSpec(*dtypes, tail=zero_tail, alpha=form.alpha)
+    names = (host.name(out), host.name(bias), host.name(bias_scale))
+    spec = EpilogueSpec(*names, tail=zero_tail, alpha=form.alpha)
     return _plan("grouped_gemm_scaled", VARLEN_M, a, b, format, rows_first, spec, tiling)
 
 
@@ -249,7 +247,7 @@ def _wgrad_plan(operands: tuple, format: str, out: Tensor, accumulate: bool) -> 
     groups, rows, columns = out.shape
     arch = backends.device_arch(a.device)
     tiling = choose(arch, VARLEN_K, form, columns, power_of_two(_tokens(a, rows) // groups), rows)
-    spec = EpilogueSpec(host.name(out.dtype), accumulate=accumulate, alpha=form.alpha)
+    spec = EpilogueSpec(host.name(out), accumulate=accumulate, alpha=form.alpha)
     return _plan("grouped_gemm_scaled_wgrad", VARLEN_K, a, b, format, False, spec, tiling)
 
 
@@ -257,13 +255,8 @@ def _plan(
     op: str, kind: str, a: Tensor, b: Tensor, format: str, rows_first: bool, spec: EpilogueSpec, tiling: GemmConfig
 ) -> Plan:
     arch = backends.device_arch(a.device)
-    known = (kind, arch, a.device, format, a.dtype, b.dtype, rows_first, spec, tiling)
-    plan = _plans.get(known)
-    if plan is None:
-        elements = (host.name(a.dtype), host.name(b.dtype))
-        key = ScaledPlanKey(kind, arch, not a.is_cuda, format, *elements, rows_first, spec, tiling)
-        plan = _plans[known] = plans.make(op, key, a, build, tiling)
-    return plan
+    key = ScaledPlanKey(kind, arch, not a.is_cuda, format, host.name(a), host.name(b), rows_first, spec, tiling)
+    return plans.fetch(op, key, a, build)
 
 
 def build(key: ScaledPlanKey) -> Callable:

@@ -8,7 +8,7 @@ coarse rule (``config.choose``); a model's shapes have few of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,9 @@ class Plan(NamedTuple):
     tile_n: int
 
 
+by_kernel: dict[tuple[str, Any, torch.device], Plan] = {}
+"""All plans of GEMMs, by op, what the kernel depends on, and device."""
+
 by_shape: dict[tuple, Any] = {}
 """What serves calls like one before, by all that is known of a call but token counts and addresses.
 
@@ -69,10 +72,18 @@ def rows_class(rows: int, groups: int) -> int:
     return (rows // (groups or 1)).bit_length()
 
 
-def make(op: str, key: Hashable, first: Tensor, build: Callable[[Any], Callable], tiling: GemmConfig) -> Plan:
-    """The plan that starts the kernel ``build(key)`` on the device of ``first``, its first argument."""
-    kernel = host.compiled(op, key, first, lambda: build(key))
-    return Plan(host.launcher(kernel, _clusters(first.device, tiling.ctas)), tiling.tile_n)
+def fetch(op: str, key: Any, first: Tensor, build: Callable[[Any], Callable]) -> Plan:
+    """The plan that starts the kernel ``build(key)`` on the device of ``first``, its first argument.
+
+    Args:
+        key: what the kernel depends on, its tiling as ``config``; hashable.
+    """
+    plan = by_kernel.get((op, key, first.device))
+    if plan is None:
+        kernel, tiling = host.compiled(op, key, first, lambda: build(key)), key.config
+        plan = Plan(host.launcher(kernel, _clusters(first.device, tiling.ctas)), tiling.tile_n)
+        by_kernel[op, key, first.device] = plan
+    return plan
 
 
 @functools.cache
