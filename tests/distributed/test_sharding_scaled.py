@@ -147,11 +147,16 @@ def check_activation_quantize(format: str, direction: str, kind: str) -> None:
         )
     check(h, tgl.grouped_gemm_scaled(*a, *b, OFFS, None, None, bias, b_direction=direction, **quantizing), S1, counter)
     wanted = tgl.grouped_activation_quantize(whole(h), OFFS, probs, **activation, **quantizing)
-    for name, mine, theirs in zip(made._fields, made, wanted):
+    with CommDebugMode() as counter:
+        apart = tgl.grouped_activation_quantize(h, place(OFFS, R), place(probs, R), **activation, **quantizing)
+    assert counter.get_total_counts() == 0
+    for name, mine, again, theirs in zip(made._fields, made, apart, wanted):
         if theirs.numel():
+            assert mine.placements == again.placements, name
             assert mine.placements[0].is_shard(), name
-            assert mine.shape == theirs.shape, name
+            assert mine.shape == again.shape == theirs.shape, name
             assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8)), name
+            assert torch.equal(whole(again).view(torch.uint8), theirs.view(torch.uint8)), name
 
 
 def check_activation_quantize_of_the_whole() -> None:
@@ -173,6 +178,10 @@ def check_activation_quantize_of_the_whole() -> None:
         for mine, theirs in zip((h, *made[:-1]), (expected[0], *expected[1][:-1])):
             assert mine.placements == (R,)
             assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8))
+        again = tgl.grouped_activation_quantize(place(whole(h), S1), place(OFFS, R), **activation, format=format)
+        for mine, theirs in zip(again[:-1], made[:-1]):
+            assert mine.placements == (R,)
+            assert torch.equal(whole(mine).view(torch.uint8), whole(theirs).view(torch.uint8))
 
 
 def check_whole_tensor_scales_are_made_of_the_whole() -> None:

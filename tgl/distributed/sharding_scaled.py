@@ -49,6 +49,13 @@ def _divides(size: int, unit: int, mesh: Any) -> bool:
     return size % (max(unit, 1) * mesh.size()) == 0
 
 
+def _activation_divides(f: Format, width: int, mesh: Any, *, kind: str, interleaved: bool, scale_layout: str) -> bool:
+    """Whether ranks can share the ``width`` columns that an activation takes: whole pairs, and whole blocks of it."""
+    if scale_layout != "compact" or f.has_amax or (kind in GATED and not interleaved):
+        return False
+    return _divides(width // 2 if kind in GATED else width, f.block, mesh)
+
+
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
@@ -121,10 +128,8 @@ def _grouped_gemm_scaled_activation_quantize(
     """Columns of the weights, in whole pairs and of the activation in whole blocks."""
     f, across = FORMATS[format], b_direction == "columnwise"
     rules = [replicated(7, a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale)]
-    gated = kind in GATED
     width = b.shape[2] if across and not f.transposed_columnwise else b.shape[1]
-    whole = not f.has_amax and _divides(width // 2 if gated else width, f.block, a.mesh)
-    if scale_layout == "compact" and whole and (interleaved or not gated):
+    if _activation_divides(f, width, a.mesh, kind=kind, interleaved=interleaved, scale_layout=scale_layout):
         data, b_scales = _matrix(f, across, 2 if across else 1)
         columns = Shard(1)
         rules.append(
@@ -134,6 +139,28 @@ def _grouped_gemm_scaled_activation_quantize(
                 *((a_amax, WHOLE), (b_amax, WHOLE), (bias, columns), (probs, WHOLE), (scale, WHOLE)),
             )
         )
+    return rules
+
+
+def _grouped_activation_quantize(
+    x: Any,
+    offs: Any,
+    probs: Any = None,
+    scale: Any = None,
+    *,
+    format: str,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    scale_layout: str = "compact",
+    kind: str = "swiglu",
+    interleaved: bool = False,
+    **_: Any,
+) -> list[Rule]:
+    f = FORMATS[format]
+    rules = [replicated(6, x, offs, probs, scale)]
+    if _activation_divides(f, x.shape[1], x.mesh, kind=kind, interleaved=interleaved, scale_layout=scale_layout):
+        results = _results((Shard(1), Shard(1)), _features(f), rowwise, columnwise)
+        rules.append(rule(results, (x, Shard(1)), (offs, WHOLE), (probs, WHOLE), (scale, WHOLE)))
     return rules
 
 
@@ -196,5 +223,6 @@ RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_scaled.default: _grouped_gemm_scaled,
     _ops.grouped_gemm_scaled_activation_quantize.default: _grouped_gemm_scaled_activation_quantize,
     _ops.grouped_gemm_scaled_wgrad.default: _wgrad,
+    _ops.grouped_activation_quantize.default: _grouped_activation_quantize,
     _ops.group_quantize.default: _group_quantize,
 }
