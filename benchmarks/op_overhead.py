@@ -32,6 +32,7 @@ from tgl.meta.quantized import ROW_UNIT
 
 T, G, K, N = 4, 2, 64, 64
 FP8 = torch.float8_e4m3fn
+MXFP8 = {"format": "mxfp8", "scale_layout": "blocked"}
 A_SCALES, B_SCALES = (blocked_size(padded_rows(T, G, ROW_UNIT), K // 32),), (G, blocked_size(2 * N, K // 32))  # MXFP8
 
 
@@ -69,17 +70,20 @@ class Case(NamedTuple):
         return [*map(make, self.shapes), torch.tensor([2, 4], dtype=torch.int32), *map(make, self.after)]
 
 
-def _sides(x: Tensor) -> list[Tensor]:
-    scales, nothing = x.new_empty(512 * G, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
-    return [t for _ in range(2) for t in (torch.empty_like(x, dtype=FP8), torch.empty_like(scales), nothing.clone())]
+def _sides(x: Tensor, columns: int) -> list[Tensor]:
+    """What MXFP8 keeps of as many columns."""
+    data, scales = x.new_empty((x.shape[0], columns), dtype=FP8), x.new_empty(512 * G, dtype=torch.uint8)
+    nothing = x.new_empty(0, dtype=torch.float32)
+    other = (torch.empty_like(data), torch.empty_like(scales), torch.empty_like(nothing))
+    return [data, scales, nothing, *other]
 
 
 def _components(x: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-    return [*_sides(x), x.new_empty(0, dtype=torch.float32)]
+    return [*_sides(x, x.shape[1]), x.new_empty(0, dtype=torch.float32)]
 
 
 def _quantized_activation(a: Tensor, a_scale: Tensor, b: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16), *_sides(a)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16), *_sides(a, b.shape[1] // 2)
 
 
 def _gemm(bare: Any, saved: tuple, dy: Tensor) -> tuple:
@@ -123,6 +127,17 @@ CASES: dict[str, Case] = {
         lambda dy, x, offs, probs, **_: (x.new_empty(x.shape), torch.empty_like(probs)),
         after=((T,),),
     ),
+    "grouped_dbias_dscales": Case(
+        ((T, N), (G, N), (T,)),
+        lambda dy, bias, scale, offs: (
+            dy.new_empty((offs.shape[0], dy.shape[1]), dtype=torch.float32),
+            torch.empty_like(scale),
+        ),
+    ),
+    "grouped_activation_quantize": Case(
+        ((T, 2 * N),), lambda x, *_, **__: _sides(x, x.shape[1] // 2), options=MXFP8, after=((T,),)
+    ),
+    "splits_to_offsets": Case((), lambda m_splits: m_splits.new_empty((m_splits.shape[0],))),
     "grouped_gemm_activation": Case(
         ((T, K), (G, K, 2 * N)),
         lambda a, b, *_, **__: (a.new_empty((a.shape[0], b.shape[2] // 2)), a.new_empty((a.shape[0], b.shape[2]))),
@@ -151,12 +166,18 @@ CASES: dict[str, Case] = {
     "grouped_gemm_scaled_activation_quantize": Case(
         ((T, K), (torch.uint8, *A_SCALES), (G, 2 * N, K), (torch.uint8, *B_SCALES)),
         _quantized_activation,
-        options={"format": "mxfp8", "scale_layout": "blocked", "interleaved": True},
+        options={**MXFP8, "interleaved": True},
         dtype=FP8,
         after=(None, None, (torch.bfloat16, G, 2 * N), (T,)),
         arch="sm_100",
     ),
-    "group_quantize": Case(((T, K),), _components, options={"format": "mxfp8", "scale_layout": "blocked"}),
+    "group_quantize": Case(((T, K),), _components, options=MXFP8),
+    "group_dequantize": Case(
+        ((T, K), (torch.uint8, *A_SCALES)),
+        lambda data, *_, **__: data.new_empty((data.shape[0], data.shape[1]), dtype=torch.bfloat16),
+        options=MXFP8,
+        dtype=FP8,
+    ),
 }
 
 

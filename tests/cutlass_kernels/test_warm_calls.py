@@ -29,8 +29,10 @@ T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
 OPS = [
     importlib.import_module(f"tgl.ops.{name}")
     for name in (
+        "group_dequantize",
         "group_quantize",
         "grouped_activation",
+        "grouped_activation_quantize",
         "grouped_dbias",
         "grouped_gemm",
         "grouped_gemm_activation",
@@ -78,6 +80,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "grouped_gemm_wgrad.out": ((a, dy, offs), {"out": dw}),
         "grouped_gemm_wgrad_accumulate_": ((a, dy, offs, dw), {}),
         "grouped_dbias": ((dy.repeat(1, 24), offs), {}),
+        "grouped_dbias_dscales": ((dy.repeat(1, 24), bias.repeat(1, 24), probs, offs), {}),
         "grouped_activation": ((wide, offs, probs), swiglu),
         "grouped_activation_backward": ((dy, wide, offs, probs), swiglu),
         "grouped_gemm_activation": ((a, w.repeat(1, 1, 2), offs, wide_bias, probs), swiglu),
@@ -91,7 +94,9 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
             (fp8, scales, fp8_w.repeat(1, 2, 1), w_scales, offs, None, None, wide_bias, probs),
             {**mxfp8, "interleaved": True},
         ),
+        "grouped_activation_quantize": ((wide, offs, probs), {**mxfp8, **swiglu}),
         "group_quantize": ((a, offs), mxfp8),
+        "group_dequantize": ((fp8, scales, offs), mxfp8),
     }
 
 
@@ -253,6 +258,19 @@ def test_a_call_like_one_before_is_served_like_one_that_is_not(launched, cold, n
         served += bool(expected["change"][0]) and not isinstance(expected["change"][0], type)
     assert refused > 10
     assert served > 5
+
+
+def test_one_group_of_rows_is_not_one_matrix(launched):
+    data, offs = rows(128, K, dtype=F8), torch.tensor([128], dtype=torch.int32)
+    scale = torch.zeros(blocked_size(128, K // 32), dtype=torch.uint8)
+    keys = []
+    for _ in range(2):
+        for args in ((data, scale, offs), (data[None], scale[None], None)):
+            [(_, key, *_)], _ = outcome(
+                launched, "group_dequantize", args, {"format": "mxfp8", "scale_layout": "blocked"}
+            )
+            keys.append(key)
+    assert keys[0] == keys[2] != keys[1] == keys[3]
 
 
 @pytest.mark.parametrize("name", [n for n in bases() if n != "group_quantize"])

@@ -82,6 +82,7 @@ IN_PLACE = (
         calls.grouped_dbias_dscales,
         calls.grouped_dbias_dscales_supports,
         calls.prepare_grouped_dbias_dscales,
+        calls.attempt_grouped_dbias_dscales,
     ),
     Kernel(
         ACTIVATION,
@@ -150,6 +151,7 @@ IN_PLACE = (
         dequantizers.group_dequantize,
         dequantizers.group_dequantize_supports,
         dequantizers.prepare_group_dequantize,
+        dequantizers.attempt_group_dequantize,
         note="one launch, groups read on the device; components that do not begin on 16 bytes are copied",
     ),
     Kernel(
@@ -157,6 +159,7 @@ IN_PLACE = (
         quantizers.grouped_activation_quantize,
         quantizers.grouped_activation_quantize_supports,
         quantizers.prepare_grouped_activation_quantize,
+        quantizers.attempt_grouped_activation_quantize,
         note="one pass over x, groups read on the device",
     ),
 )

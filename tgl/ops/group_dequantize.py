@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import quantized
 from ..meta.quantized import DequantizeOptions
+from ..meta.remembered import remembered
 from ..meta.specs import Dim, TensorSpec
 from ._library import define
 from ._quantize_cpu import DEQUANTIZE
@@ -17,6 +18,27 @@ from ._quantize_cpu import DEQUANTIZE
 NAME = "group_dequantize"
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+_checked = remembered(quantized.group_dequantize)
+
+
+def _kernel(
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    rows: int | None = None,
+    **keywords: Any,
+) -> Tensor:
+    options = DequantizeOptions(**keywords)
+    out = _checked(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows).empty()
+    if offs is not None:
+        debug.check_offs(NAME, offs, out.shape[0])
+    backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)
+    return out
 
 
 def _spec(
@@ -31,15 +53,6 @@ def _spec(
 ) -> tuple[DequantizeOptions, TensorSpec]:
     options = DequantizeOptions(**keywords)
     return options, quantized.group_dequantize(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows)
-
-
-def _kernel(data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any) -> Tensor:
-    options, spec = _spec(data, scale, offs, amax, **keywords)
-    out = spec.empty()
-    if offs is not None:
-        debug.check_offs(NAME, offs, out.shape[0])
-    backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)
-    return out
 
 
 def _steps_of_aten(

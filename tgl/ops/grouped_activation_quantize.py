@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends, debug
-from ..meta import quantized, scaled, specs
+from ..meta import scaled, specs
 from ..meta.quantized import Components, Options
+from ..meta.remembered import remembered
 from ._library import define
 from .group_quantize import NAME as QUANTIZE
 from .grouped_activation import NAME as ACTIVATION
@@ -25,24 +27,31 @@ _OPTIONS = (
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _parse(
-    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, keywords: dict[str, Any]
-) -> tuple[Params, Options, quantized.ComponentSpecs]:
-    given = {name: keywords[name] for name in Params._fields if name in keywords}
-    params = Params(**given)
-    options = Options(**{name: value for name, value in keywords.items() if name not in given}).resolved(NAME)
-    components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
-    return params, options, components
+def _options(**keywords: Any) -> tuple[Params, Options]:
+    params = Params(**{name: keywords.pop(name) for name in Params._fields if name in keywords})
+    return params, Options(**keywords).resolved(NAME)
+
+
+_known_options = functools.lru_cache(maxsize=256)(_options)
+_checked = remembered(scaled.grouped_activation_quantize)
 
 
 def _kernel(
     x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
-) -> Components:
-    params, options, components = _parse(x, offs, probs, scale, keywords)
-    out = components.empty()
+) -> tuple[Tensor, ...]:
+    params, options = _known_options(**keywords)
+    out = _checked(x, offs, probs, scale, kind=params.kind, options=options).empty()
     debug.check_offs(NAME, offs, x.shape[0])
     backends.run(NAME, x.device, x, offs, probs, scale, params=params, options=options, out=out)
-    return out
+    return tuple(out[:-1])
+
+
+def _fake(
+    x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
+) -> tuple[Tensor, ...]:
+    params, options = _options(**keywords)
+    components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
+    return tuple(components.empty()[:-1])
 
 
 def _two_ops(
@@ -81,8 +90,8 @@ def _prepare_two_ops(
 _op = define(
     f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, Tensor? scale=None, *, {_OPTIONS}, {SCHEMA}) -> "
     f"({', '.join(f'Tensor {name}' for name in Components._fields[:-1])})",
-    lambda *args, **keywords: tuple(_kernel(*args, **keywords))[:-1],
-    lambda x, offs, probs=None, scale=None, **keywords: tuple(_parse(x, offs, probs, scale, keywords)[2].empty())[:-1],
+    _kernel,
+    _fake,
     no_derivative=ADVICE,
 )
 
@@ -90,7 +99,8 @@ _op = define(
 def _call(
     x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    params, options, components = _parse(x, offs, probs, scale, keywords)
+    params, options = _options(**keywords)
+    components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
     return x.device, (x, offs, probs, scale), {"params": params, "options": options, "out": components.meta()}
 
 

@@ -13,6 +13,7 @@ from ... import backends
 from ...meta.quantized import Components, Options
 from .. import host
 from ..activation.spec import ActivationSpec, spec_of
+from ..plans import known, remember
 from ..reduce import calls as reductions
 from . import calls_fp8, calls_nvfp4, plans
 from .spec import MXFP8Spec
@@ -150,6 +151,35 @@ def grouped_activation_quantize(
         _plan(x, offs, probs, None, options, spec)(*_arguments(x, offs, probs, None, options, out))
 
 
+def attempt_grouped_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> str | None:
+    """``grouped_activation_quantize`` if it can serve the call, else why not; one look-up for a call as before."""
+    shape, strides, dtypes = x.shape, x.stride(), (x.dtype, probs is None or probs.dtype)
+    meant = (params, options)
+    key = ("grouped_activation_quantize", backends.emulated_arch, x.device, dtypes, meant, shape[1], strides)
+    addresses = x.data_ptr()
+    for t in out:
+        addresses |= t.data_ptr()  # 0 where nothing is written
+    launch = known(key, shape[0], addresses)
+    if launch is not None:
+        launch(*_arguments(x, offs, probs, None, options, out))
+        return None
+    reason = grouped_activation_quantize_supports(x, offs, probs, scale, params=params, options=options, out=out)
+    if reason is None:
+        grouped_activation_quantize(x, offs, probs, scale, params=params, options=options, out=out)
+        if x.numel():
+            remember(key, (strides,), _plan(x, offs, probs, None, options, spec_of(params)))
+    return reason
+
+
 def prepare_grouped_activation_quantize(
     x: Tensor,
     offs: Tensor,
@@ -175,7 +205,9 @@ def _arguments(
         return t if t.dim() == 2 else t.view(-1, columns)
 
     def scales(t: Tensor) -> Tensor:
-        return t.view(-1) if options.blocked else t if t.dim() == 2 else t.view(-1, t.shape[-1])
+        if offs is not None:
+            return t
+        return t.view(-1) if options.blocked else t.view(-1, t.shape[-1])
 
     row = (data(out.data), scales(out.scale)) if options.rowwise else (None, None)
     column = (data(out.columnwise_data), scales(out.columnwise_scale)) if options.columnwise else (None, None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import DequantizeOptions
 from .. import host
+from ..plans import known, remember
 from . import plans
 from .spec import DequantizeSpec
 
@@ -36,16 +37,40 @@ def group_dequantize(
     if offs is not None and offs.shape[0] == 0:
         out.zero_()
         return
-    plan = _plan(data, offs, options, out)
-    elements, scales = aligned(data).view(torch.uint8), aligned(scale)
-    if elements.dim() == 3:
-        elements = elements.view(-1, elements.shape[-1])
-    if options.blocked:
-        scales = scales.view(-1)
-    elif scales.dim() == 3:
-        scales = scales.view(-1, scales.shape[-1])
-    result = out if out.dim() == 2 else out.view(-1, out.shape[-1])
-    plan(elements, scales, offs, amax, result, out.shape[1] if offs is None else 0)
+    _plan(data, offs, options, out)(*_arguments(aligned(data), aligned(scale), offs, amax, options, out))
+
+
+def attempt_group_dequantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> str | None:
+    """``group_dequantize`` if it can serve the call, else why not; one look-up for a call like one before."""
+    if offs is None:
+        rows, columns = out.shape[0] * out.shape[1], out.shape[2]
+    else:
+        rows, columns = out.shape
+    dtypes, groups = (data.dtype, out.dtype), None if offs is None else offs.shape[0]
+    key = ("group_dequantize", backends.emulated_arch, data.device, dtypes, options, groups, columns, data.shape[-1])
+    launch = known(key, rows, data.data_ptr() | scale.data_ptr())
+    if launch is not None:
+        launch(*_arguments(data, scale, offs, amax, options, out))
+        return None
+    reason = group_dequantize_supports(data, scale, offs, amax, options=options, out=out)
+    if reason is None:
+        group_dequantize(data, scale, offs, amax, options=options, out=out)
+        if out.numel() and (offs is None or offs.shape[0]):
+            remember(key, (), _plan(data, offs, options, out))
+    return reason
+
+
+def _arguments(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, options: DequantizeOptions, out: Tensor
+) -> tuple:
+    elements = data if data.dtype == torch.uint8 else data.view(torch.uint8)
+    if offs is not None:
+        return elements, scale, offs, amax, out, 0
+    scales = scale if scale.dim() == 1 else scale.view(-1) if options.blocked else scale.view(-1, scale.shape[-1])
+    rows = out.view(-1, out.shape[-1])
+    return elements.view(-1, elements.shape[-1]), scales, offs, amax, rows, out.shape[1]
 
 
 def prepare_group_dequantize(

@@ -122,6 +122,25 @@ def grouped_dbias_dscales(
     _sum_plan(dy, bias, bias_scale).run(dy, offs, dbias, bias, bias_scale, dscales)
 
 
+def attempt_grouped_dbias_dscales(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> str | None:
+    """``grouped_dbias_dscales`` likewise."""
+    rows, strides, dtypes = dy.shape[0], (dy.stride(), bias.stride()), (dy.dtype, bias.dtype, bias_scale.dtype)
+    key = ("grouped_dbias_dscales", backends.emulated_arch, dy.device, dtypes, dbias.shape, strides)
+    addresses = dy.data_ptr() | bias.data_ptr()
+    plan = plans.known(key, rows, addresses)
+    if plan is not None:
+        plan.run(dy, offs, dbias, bias, bias_scale, dscales)
+        return None
+    reason = grouped_dbias_dscales_supports(dy, bias, bias_scale, offs, dbias=dbias, dscales=dscales)
+    if reason is None:
+        grouped_dbias_dscales(dy, bias, bias_scale, offs, dbias=dbias, dscales=dscales)
+        if dbias.numel() and rows and not addresses % host.ALIGNMENT:
+            plans.remember(key, strides, _sum_plan(dy, bias, bias_scale))
+    return reason
+
+
 def prepare_grouped_dbias_dscales(
     dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
 ) -> None:
