@@ -10,7 +10,7 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
 from tgl import backends
-from tgl.cutlass_kernels import plans
+from tgl.cutlass_kernels import host, plans
 from tgl.cutlass_kernels.activation import calls
 from tgl.cutlass_kernels.quantize import calls_fp8
 from tgl.cutlass_kernels.quantize import plans as quantizers
@@ -239,15 +239,17 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("params", [KINDS["swiglu"], KINDS["swiglu interleaved"]], ids=["swiglu", "interleaved"])
-def test_machine_code(arch, params):
+def test_machine_code(monkeypatch, arch, params):
     """16-byte loads, all of a batch ahead of the arithmetic; nothing spilled."""
     dy, x, offs, probs = inputs(params, (8,), 0, 264, BF16, F32)
+    compile, compiled = host.compiled, []
+    monkeypatch.setattr(host, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
     with emulator.emulate(arch):
         run(dy, x, offs, probs, params)
         tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked", **params._asdict())
-    compiled = [*calls._plans.values(), *quantizers._plans.values()]
-    for plan in compiled:
-        report = sass.inspect(plan.artifacts.CUBIN)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        report = sass.inspect(kernel.artifacts.CUBIN)
         assert report.spills == report.frame == 0
         assert report.registers <= 128
-        assert "ld.global.v4.b32" in plan.artifacts.PTX
+        assert "ld.global.v4.b32" in kernel.artifacts.PTX
