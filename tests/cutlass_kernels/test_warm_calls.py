@@ -21,7 +21,7 @@ from tgl.cutlass_kernels.activation import calls as activations
 from tgl.cutlass_kernels.quantize import plans as quantizers
 from tgl.cutlass_kernels.reduce import calls as reductions
 from tgl.meta.placement import blocked_size, padded_rows
-from tgl.meta.quantized import ROW_UNIT
+from tgl.meta.quantized import OUT_NAMES, ROW_UNIT, Options, component_specs
 
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
@@ -72,6 +72,8 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
     across = -(-depth // 32)
     scales = torch.zeros(blocked_size(padded_rows(T, groups, ROW_UNIT), across), dtype=torch.uint8)
     w_scales = torch.zeros(groups, blocked_size(2 * columns, across), dtype=torch.uint8)
+    quantized = Options("mxfp8", scale_layout="blocked").resolved("group_quantize")
+    quantized = component_specs(quantized, (T, depth), groups, a.device, grouped=True).empty()
     y, dw = dy.clone(), torch.zeros(groups, depth, columns)
     return {
         "grouped_gemm": ((a, w, offs, bias, probs), {}),
@@ -96,6 +98,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         ),
         "grouped_activation_quantize": ((wide, offs, probs), {**mxfp8, **swiglu}),
         "group_quantize": ((a, offs), mxfp8),
+        "group_quantize.out": ((a, offs), {**mxfp8, **dict(zip(OUT_NAMES, quantized))}),
         "group_dequantize": ((fp8, scales, offs), mxfp8),
     }
 
@@ -273,7 +276,7 @@ def test_one_group_of_rows_is_not_one_matrix(launched):
     assert keys[0] == keys[2] != keys[1] == keys[3]
 
 
-@pytest.mark.parametrize("name", [n for n in bases() if n != "group_quantize"])
+@pytest.mark.parametrize("name", [n for n in bases() if n.partition(".")[0] != "group_quantize"])
 def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     """No kernel is looked for again, nor are operands looked at one by one."""
     args, options = bases()[name]
@@ -286,6 +289,14 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     for module, function in ((tgl.meta.scaled, "_data"), (tgl.meta.checks, "dense_matrix")):
         monkeypatch.setattr(module, function, None)
     assert outcome(launched, name, args, options) == expected
+
+
+def test_buffers_of_components_are_checked_once(launched, monkeypatch):
+    args, options = bases()["group_quantize.out"]
+    expected = outcome(launched, "group_quantize.out", args, options)
+    assert len(expected[0]) == 1
+    monkeypatch.setattr(tgl.meta.quantized, "component_specs", None)
+    assert outcome(launched, "group_quantize.out", args, options) == expected
 
 
 @pytest.mark.parametrize("name", [n for n in bases() if n != SM100_ONLY])

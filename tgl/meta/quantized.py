@@ -276,9 +276,8 @@ def group_quantize_out(
     row_scale: Tensor | None,
     rng: Tensor | None,
     noop: Tensor | None,
-    *,
+    *out: Tensor,
     options: Options,
-    out: Components,
 ) -> None:
     """Checks of ``group_quantize.out``: those of ``group_quantize``, the flag, and buffers that fit."""
     specs = group_quantize(x, offs, scale, row_scale, rng, options=options)

@@ -26,6 +26,7 @@ _OPTIONS = (
 _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg", OUT_NAMES))
 
 _checked = remembered(quantized.group_quantize)
+_checked_out = remembered(quantized.group_quantize_out)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -58,28 +59,15 @@ def _kernel_out(
     noop: Tensor | None = None,
     **keywords: Any,
 ) -> None:
-    out, options = _check_out(x, offs, scale, row_scale, rng, noop, **keywords)
+    out = Components(*(keywords.pop(name) for name in OUT_NAMES))
+    options = _resolved(**keywords)
+    _checked_out(x, offs, scale, row_scale, rng, noop, *out, options=options)
     operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop}
     for name, buffer in zip(OUT_NAMES, out):
         if buffer.numel():
             memory.writable(NAME, name, buffer, **operands)
         operands[name] = buffer
     _run(x, offs, scale, row_scale, rng, noop, options, out)
-
-
-def _check_out(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    rng: Tensor | None = None,
-    noop: Tensor | None = None,
-    **keywords: Any,
-) -> tuple[Components, Options]:
-    out = Components(*(keywords.pop(name) for name in OUT_NAMES))
-    options = Options(**keywords).resolved(NAME)
-    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, options=options, out=out)
-    return out, options
 
 
 def _run(
@@ -131,8 +119,18 @@ def _fake(
     return quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).empty()
 
 
-def _fake_out(*args: Any, **keywords: Any) -> None:
-    _check_out(*args, **keywords)
+def _fake_out(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    rng: Tensor | None = None,
+    noop: Tensor | None = None,
+    **keywords: Any,
+) -> None:
+    out = [keywords.pop(name) for name in OUT_NAMES]
+    options = Options(**keywords).resolved(NAME)
+    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, *out, options=options)
 
 
 _ADVICE = "tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()"
@@ -167,7 +165,7 @@ def _call(
     if out is None:
         out = quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).meta()
     else:
-        quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, options=options, out=out)
+        quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, *out, options=options)
     return x.device, (x, offs, scale, row_scale, rng, noop), {"options": options, "out": out}
 
 
