@@ -120,8 +120,10 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> No
 def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Callable:
     """The Autograd kernel of an op that writes into an argument, or has no derivative by its nature."""
     names = [a.name for a in op._schema.arguments]
-    written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
-    what = f"writes into `{', '.join(written)}` and has no derivative" if written else "has no derivative"
+    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    what = "has no derivative"
+    if written:
+        what = f"writes into `{', '.join(names[i] for i in written)}` and {what}"
     advice = advice or "detach it or use torch.no_grad()"
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,10 +142,9 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
         if not written:
             return output
         # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
-        given = {**dict(zip(names, args)), **kwargs}
+        given = [args[i] if i < len(args) else kwargs[names[i]] for i in written]
         # An inference tensor has none.
-        written_tensors = [t for name in written for t in _tensors(given[name])]
-        torch._C._increment_version([t for t in written_tensors if not t.is_inference()])
+        torch._C._increment_version([t for value in given for t in _tensors(value) if not t.is_inference()])
         return output
 
     return autograd_kernel
