@@ -15,10 +15,12 @@ emulator = pytest.importorskip("tgl.testing.emulator")
 
 ARCHS = ["sm_90a", "sm_100a"]
 LONG = 300  # rows that are cut into many spans
+RING_ROWS = calls.RING_ROWS
 
 
 @pytest.fixture(params=ARCHS, autouse=True)
-def machine(request):
+def machine(request, monkeypatch):
+    monkeypatch.setattr(calls, "RING_ROWS", 1)
     with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
         yield machine
 
@@ -54,7 +56,10 @@ def expected(dy, offs):
     )
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 136), (torch.float16, 33), (torch.float32, 136)])
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [(torch.bfloat16, 136), (torch.bfloat16, 264), (torch.float16, 33), (torch.float32, 136)],
+)
 def test_ragged_groups(dtype, columns):
     sizes = [0, 1, 127, 128, 0, 129, 40, 0]
     offs = torch.tensor(sizes).cumsum(0).int()
@@ -64,28 +69,29 @@ def test_ragged_groups(dtype, columns):
 
 
 LONG_GROUPS = {
-    "long and short": [3, LONG, 0, 2 * LONG, 5],
-    "one": [4 * LONG],
-    "end where spans end": [0, 10, 10, 0, 20, 600, 0],
-    "many in one span": [i % 5 for i in range(100)],
+    "long and short": (256, [3, LONG, 0, 2 * LONG, 5]),
+    "long and short, registers": (72, [3, LONG, 0, 2 * LONG, 5]),
+    "one": (72, [4 * LONG]),
+    "end where spans end": (256, [0, 10, 10, 0, 20, 600, 0]),
+    "many in one span": (256, [i % 5 for i in range(100)]),
 }
 
 
-@pytest.mark.parametrize("sizes", LONG_GROUPS.values(), ids=LONG_GROUPS)
-def test_groups_of_several_spans(sizes):
+@pytest.mark.parametrize(("columns", "sizes"), LONG_GROUPS.values(), ids=LONG_GROUPS)
+def test_groups_of_several_spans(columns, sizes):
     offs = torch.tensor(sizes).cumsum(0).int()
-    dy = integers(sum(sizes) + 1, 72, dtype=torch.bfloat16)
+    dy = integers(sum(sizes) + 1, columns, dtype=torch.bfloat16)
     dy[sum(sizes) :] = float("nan")
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
 @pytest.mark.parametrize(
     ("columns", "sizes"),
-    [(72, [3, 200, 0, 1, 5, 0, 400, 0]), (72, [9, 591]), (1032, [3, 70, 0, 33])],
-    ids=["ragged", "long", "wide"],
+    [(72, [3, 200, 0, 1, 5, 0, 400, 0]), (72, [9, 591]), (264, [300, 4, 296]), (1032, [3, 70, 0, 33])],
+    ids=["ragged", "long", "two", "wide"],
 )
 def test_many_tiles(monkeypatch, columns, sizes):
-    """Groups of as many tiles as a lane loads at a time and more, with few lanes across and with many."""
+    """Groups of few tiles and of so many that they share its columns, with few lanes across and with many."""
     monkeypatch.setattr(calls, "ROWS", 32)
     offs = torch.tensor(sizes).cumsum(0).int()
     dy = integers(sum(sizes) + 1, columns, dtype=torch.bfloat16)
@@ -94,20 +100,30 @@ def test_many_tiles(monkeypatch, columns, sizes):
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
-@pytest.mark.parametrize("layout", ["column-major", "expanded", "sliced", "misaligned"])
+def test_few_rows_and_many_groups():
+    """Most spans have no rows, and a warp looks after several groups."""
+    sizes = [0] * 50 + [1, 0, 2] + [0] * 50 + [1]
+    offs = torch.tensor(sizes).cumsum(0).int()
+    dy = integers(9, 264, dtype=torch.bfloat16)
+    dy[sum(sizes) :] = float("nan")
+    assert torch.equal(dbias(dy, offs), expected(dy, offs))
+
+
+@pytest.mark.parametrize("layout", ["column-major", "expanded", "sliced", "a slice of long rows", "misaligned"])
 def test_any_layout(layout):
     offs = torch.tensor([70, 70, 95]).int()
     dy = {
         "column-major": lambda: integers(24, 95, dtype=torch.bfloat16).t(),
         "expanded": lambda: integers(1, 24, dtype=torch.bfloat16).expand(95, 24),
         "sliced": lambda: integers(95, 50, dtype=torch.float16)[:, :24],
+        "a slice of long rows": lambda: integers(95, 400, dtype=torch.float16)[:, 64:320],
         "misaligned": lambda: integers(95 * 24 + 1, dtype=torch.float16)[1:].view(95, 24),
     }[layout]()
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "columns"), [(("bfloat16", "float32"), 136), (("float32", "bfloat16"), 33)], ids=["wide", "narrow"]
+    ("dtypes", "columns"), [(("bfloat16", "float32"), 264), (("float32", "bfloat16"), 33)], ids=["wide", "narrow"]
 )
 def test_row_scales(dtypes, columns):
     sizes = [0, 1, 127, 0, LONG, 0]
@@ -132,12 +148,13 @@ def test_no_rows_and_many_groups():
     assert dbias(dy, offs).eq(0).all()
 
 
-def test_bad_offsets_stay_within_bounds():
+@pytest.mark.parametrize("columns", [16, 256], ids=["registers", "ring"])
+def test_bad_offsets_stay_within_bounds(columns):
     """Whatever the numbers: it ends, reads and writes nothing outside, and a good routing is summed after it."""
-    dy = integers(640, 16, dtype=torch.bfloat16)
+    dy = integers(640, columns, dtype=torch.bfloat16)
     low, high = -(1 << 31), (1 << 31) - 1
     for ends in ([-5, 10, 3, 1 << 30, low], [high, low, high, 7], [-1, -2, -3, -4], [600, 500, 400, 640], [low, high]):
-        buffer = torch.full((len(ends) + 2, 16), 7.0)
+        buffer = torch.full((len(ends) + 2, columns), 7.0)
         calls.grouped_dbias(dy, torch.tensor(ends).int(), out=buffer[1:-1])
         assert buffer[[0, -1]].eq(7).all()
     offs = torch.tensor([10, 600]).int()
@@ -165,7 +182,7 @@ def test_launches(machine, rows, launches):
     assert len(machine.launches) == launches + 1
 
 
-@pytest.mark.parametrize("columns", [24, 33])
+@pytest.mark.parametrize("columns", [24, 33, 264])
 def test_warmup_launches_on_tensors_of_its_own(machine, columns):
     dy, offs, probs = integers(3, columns, dtype=torch.bfloat16), torch.tensor([3]).int(), torch.ones(3)
     ops = {
@@ -176,6 +193,33 @@ def test_warmup_launches_on_tensors_of_its_own(machine, columns):
     for launches, (op, args) in enumerate(ops.items(), 1):
         assert tgl.warmup(op, *args).chosen.name == "tgl kernel"
         assert len(machine.launches) == launches
+
+
+@pytest.mark.parametrize(
+    ("dy", "cut"),
+    [
+        (torch.empty(1, 768, dtype=torch.bfloat16), (8, 32, 6)),
+        (torch.empty(1, 7168, dtype=torch.bfloat16), (8, 32, 4)),
+        (torch.empty(1, 128), (4, 32, 6)),
+        (torch.empty(1, 264, dtype=torch.bfloat16)[:, :256], (8, 32, 6)),
+        (torch.empty(1, 248, dtype=torch.bfloat16), (8, 8, 0)),
+        (torch.empty(1, 768 + 4, dtype=torch.bfloat16), (4, 16, 0)),
+        (torch.empty(1, 768 + 8, dtype=torch.bfloat16)[:, 4:-4], (4, 16, 0)),
+        (torch.empty(768, 1, dtype=torch.bfloat16).t(), (1, 16, 0)),
+    ],
+)
+def test_only_whole_vectors_go_through_the_ring(dy, cut):
+    assert calls._cut(dy, None) == cut
+    bias = torch.empty(1, dy.shape[1], dtype=torch.bfloat16)
+    assert not calls._cut(dy, bias).slots  # where scales have a gradient
+
+
+@pytest.mark.parametrize("rows", [256, RING_ROWS - 1, RING_ROWS])
+def test_few_rows_go_through_registers(monkeypatch, rows):
+    monkeypatch.setattr(calls, "RING_ROWS", RING_ROWS)
+    dy = torch.empty(rows, 768, dtype=torch.bfloat16)
+    assert calls._cut(dy, None) == ((8, 32, 6) if rows == RING_ROWS else (8, 8, 0))
+    assert (calls._sum_plan(dy).tiles(rows) == 1) == (rows == 256)  # one launch
 
 
 def test_a_plan_is_of_one_architecture(monkeypatch):

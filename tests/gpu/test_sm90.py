@@ -223,7 +223,7 @@ def test_what_no_tensor_map_describes_is_copied():
     "sizes", [*ROUTINGS.values(), (2049, 0, 50_000, 3), (64,) * 64], ids=[*ROUTINGS, "long", "equal"]
 )
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("columns", [264, 33])
+@pytest.mark.parametrize("columns", [264, 136, 33])
 def test_dbias(sizes, dtype, columns):
     dy = integers(sum(sizes) + TAIL, columns, dtype=dtype)
     bias, scale = integers(len(sizes), columns, dtype=F32), integers(len(dy), dtype=dtype)

@@ -12,10 +12,20 @@ from ... import backends
 from .. import host, plans
 
 LOAD_BYTES = 16
-BLOCKS = 264  # of a bias sum: two for each multiprocessor of an H200
+LANES = 32
+MULTIPROCESSORS = 132  # of an H200
 ROWS = 256  # of a tile, at least
+RING_ROWS = 4096  # for a ring, at least: where a warp has a few rows, registers hold them all
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+class Cut(NamedTuple):
+    """How a bias sum's warps read rows: the arguments of ``GroupedDbias``."""
+
+    vector: int
+    across: int
+    slots: int = 0
 
 
 class ReduceKey(NamedTuple):
@@ -25,8 +35,7 @@ class ReduceKey(NamedTuple):
     arch: str
     emulated: bool
     element: str
-    vector: int
-    across: int = 0
+    cut: Cut | None = None
     bias: str | None = None
     bias_scale: str | None = None
 
@@ -82,7 +91,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
 def attempt_grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> str | None:
     """``grouped_dbias`` if it can serve the call, else why not; one look-up for a call like one before."""
     rows, strides = dy.shape[0], dy.stride()
-    key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, out.shape, strides)
+    key = ("grouped_dbias", backends.emulated_arch, dy.device, dy.dtype, out.shape, strides, rows >= RING_ROWS)
     plan = plans.known(key, rows, dy.data_ptr())
     if plan is not None:
         plan.run(dy, offs, out)
@@ -155,16 +164,15 @@ def prepare_grouped_dbias_dscales(
 
 
 def _sum_plan(dy: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None) -> SumPlan:
-    columns = dy.shape[1]
-    vector = _vector(dy) if bias is None else min(_vector(dy), _vector(bias))
-    across = _across(columns, vector)
+    cut = _cut(dy, bias)
     dtypes = (dy.dtype, host.dtype(bias), host.dtype(bias_scale))
-    key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, vector, across)
+    key = ("grouped_dbias", backends.device_arch(dy.device), dy.device, dtypes, cut)
     launch = _plans.get(key)
     if launch is None:
         op = "grouped_dbias" if bias is None else "grouped_dbias_dscales"
-        launch = _plans[key] = _make(op, dy, vector, across, *map(host.name, dtypes))
-    return SumPlan(launch, max(BLOCKS // -(-columns // (across * vector)), 1))
+        launch = _plans[key] = _make(op, dy, cut, *map(host.name, dtypes))
+    strips = -(-dy.shape[1] // (cut.across * cut.vector))
+    return SumPlan(launch, max(MULTIPROCESSORS * (1 if cut.slots else 2) // strips, 1))
 
 
 def splits_to_offsets_supports(m_splits: Tensor, *, out: Tensor) -> str | None:
@@ -193,7 +201,7 @@ def _offsets_plan(m_splits: Tensor) -> Callable:
     key = ("splits_to_offsets", backends.device_arch(m_splits.device), m_splits.device, m_splits.dtype)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make("splits_to_offsets", m_splits, 1, 0, host.name(m_splits.dtype))
+        plan = _plans[key] = _make("splits_to_offsets", m_splits, None, host.name(m_splits.dtype))
     return plan
 
 
@@ -207,17 +215,22 @@ def _vector(dy: Tensor) -> int:
     return vector
 
 
-def _across(columns: int, vector: int) -> int:
-    """Lanes side by side on a row, as measured on an H200 (``benchmarks/NOTES.md``): fewer for few columns."""
-    return 16 if columns >= 128 * vector else 8
+def _cut(dy: Tensor, bias: Tensor | None) -> Cut:
+    """How to read ``dy``, and ``bias`` if there is one, as measured on an H200 (``benchmarks/NOTES.md``).
+
+    The gradient of the scales takes more warps than a ring has room for.
+    """
+    rows, columns = dy.shape
+    vector = _vector(dy)
+    if bias is not None:
+        vector = min(vector, _vector(bias))
+    elif rows >= RING_ROWS and vector * dy.element_size() == LOAD_BYTES and columns >= LANES * vector:
+        return Cut(vector, LANES, 6 if columns <= 8 * LANES * vector else 4)
+    return Cut(vector, 16 if columns >= 128 * vector else 8)
 
 
-def _make(
-    op: str, first: Tensor, vector: int, across: int, element: Any, bias: Any = None, bias_scale: Any = None
-) -> Callable:
-    key = ReduceKey(
-        op, backends.device_arch(first.device), not first.is_cuda, element, vector, across, bias, bias_scale
-    )
+def _make(op: str, first: Tensor, cut: Cut | None, element: Any, bias: Any = None, bias_scale: Any = None) -> Callable:
+    key = ReduceKey(op, backends.device_arch(first.device), not first.is_cuda, element, cut, bias, bias_scale)
     return host.launcher(host.compiled(op, key, first, lambda: build(key)))
 
 
@@ -233,10 +246,10 @@ def build(key: ReduceKey) -> Callable:
 
     groups = cute.sym_int32()
     ends = make_fake_compact_tensor(TYPES["int32"], (groups,))
-    if key.op == "splits_to_offsets":
+    if key.cut is None:
         sizes = make_fake_tensor(TYPES[key.element], (groups,), (cute.sym_int64(),))
         return compiled(key.arch, SplitsToOffsets(), sizes, ends)
-    vector = key.vector
+    vector = key.cut.vector
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
 
     def matrix(element: Any, height: Any) -> Any:
@@ -252,4 +265,4 @@ def build(key: ReduceKey) -> Callable:
         scale = make_fake_tensor(TYPES[key.bias_scale], (rows,), (cute.sym_int64(),))
         dscales = make_fake_compact_tensor(TYPES["float32"], (rows,))
     dy = matrix(TYPES[key.element], rows)
-    return compiled(key.arch, GroupedDbias(vector, key.across), dy, ends, out, partial, bias, scale, dscales)
+    return compiled(key.arch, GroupedDbias(*key.cut), dy, ends, out, partial, bias, scale, dscales)

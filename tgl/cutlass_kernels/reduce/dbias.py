@@ -3,24 +3,29 @@
 The matrix is cut into strips of columns, and the rows, whatever their groups, into tiles, one per block, of as many
 equal spans as a block has warps. So every warp streams the same number of bytes for any routing. A warp adds up its
 rows as they come and, where a group ends, writes the sum: to the output if the group lies within its span, else to
-shared memory. After a barrier, the warp in whose span such a group began adds the sums of the spans after it, in order;
-if the group does not lie within the tile, the sum goes to a workspace, and a second kernel, which waits for the first
-to end, adds the sums of the tiles of such groups, in order. No atomics are needed, and which warp adds which row
-depends on shapes and offsets alone, so the bits are the same in every run.
+shared memory. After a barrier, every thread adds up one column of such groups, span by span; what does not lie within
+the tile goes to a workspace, and a second kernel, which waits for the first to end, adds the sums of the tiles of such
+groups, in order. No atomics are needed, and which warp adds which row depends on shapes and offsets alone, so the bits
+are the same in every run.
 
 =================  =================================================================================================
 lanes of a warp    role
 =================  =================================================================================================
 lane l             columns ``l % across`` (a vector of them) of the strip, rows ``l // across + down i`` of the span
+lane 0             says how much is to come into a slot of the ring; as many lanes as it has rows copy one each
 lanes < across     write a sum, after shuffles across the ``down`` rows
 all 32             hold the ends of 32 groups, so that the next group costs a ballot and a shuffle
 =================  =================================================================================================
+
+Rows of at least 32 vectors of 16 bytes come by bulk copies through a ring in shared memory (``slots``), which leaves
+registers for the second kernel: its blocks wait beside those of the first. Others are loaded into registers, and so are
+those with scales.
 
 With row scales (``bias`` was multiplied by ``bias_scale[t]``) rows are weighted as they are read, and a last pass, one
 warp per row, forms the gradient of the scales: the product of the row with its group's bias.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,83 +33,18 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from ..pointers import aligned
-from ..schedule.deal import lowest_bit
-from ..varlen.groups import clamp, group_range
+from ..varlen.groups import clamp
+from .ring import RingShape
+from .spans import LANES, Found, begin_of, first_behind, first_ends, group_of, seek, span_of, spans_of
 
-LANES = 32
 WARPS = 8
-BATCH = 8  # loads of a lane in flight; a register is loaded again as soon as its rows are added
+BATCH = 8  # loads of a lane in flight, without a ring; a register is loaded again as soon as its rows are added
+SLOT = 4  # rows of a slot of the ring
 COLUMNS = 256  # of a block that adds up tiles
-AHEAD = 16  # sums of tiles that a lane loads before it adds the first
+AHEAD = 8  # sums of tiles that a thread loads before it adds the first
+SPLIT = 8  # tiles that may share the columns of one group, a power of two
 HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end behind it
-NO_END = (1 << 31) - 1
-
-
-@cute.jit
-def group_of(offs: cute.Tensor, row: Int32, rows: Int32) -> Int32:
-    """The group that ``row`` belongs to, the number of groups if none; by bisection."""
-    low, high = Int32(0), Int32(cute.size(offs))
-    while low < high:
-        middle = (low + high) // 2
-        if clamp(offs[middle], Int32(0), rows) > row:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-class Ends(NamedTuple):
-    """A warp's window on the offsets: lane ``i`` holds the end of group ``first + i``, ``NO_END`` if there is none."""
-
-    first: Int32
-    end: Int32
-
-
-@cute.jit
-def ends_from(offs: cute.Tensor, total: Int32, first: Int32) -> Ends:
-    """The window on the groups from ``first`` on; ends are clamped to ``[0, total]``."""
-    group = first + cute.arch.lane_idx()
-    end = Int32(NO_END)
-    if group < cute.size(offs):
-        end = clamp(offs[group], Int32(0), total)
-    return Ends(first, end)
-
-
-@cute.jit
-def seek(ends: Ends, offs: cute.Tensor, total: Int32, row: Int32) -> tuple[Ends, Int32, Int32]:
-    """The first group from the window on that ends behind ``row < total``, and its end.
-
-    There is one, since the last group ends at ``total``, and its end is greater than ``row`` for any offsets.
-    """
-    first, end = ends
-    beyond = cute.arch.vote_ballot_sync(end > row)
-    while beyond == 0:
-        first, end = ends_from(offs, total, first + LANES)
-        beyond = cute.arch.vote_ballot_sync(end > row)
-    lane = lowest_bit(beyond)
-    return Ends(first, end), first + lane, cute.arch.shuffle_sync(end, lane)
-
-
-@cute.jit
-def count_ended(offs: cute.Tensor, total: Int32, row: Int32) -> Int32:
-    """How many groups end up to ``row < total``; four loads of a lane in flight."""
-    last = cute.size(offs) - 1  # ends at `total`, behind `row`: may be looked at again
-    ended = Int32(0)
-    for first in cutlass.range(cute.arch.lane_idx(), cute.size(offs), 4 * LANES, unroll=1):
-        found = [offs[cutlass.min(first + i * LANES, last)] for i in range(4)]
-        for end in found:
-            if clamp(end, Int32(0), total) <= row:
-                ended += 1
-    for i in cutlass.range_constexpr(5):
-        ended += cute.arch.shuffle_sync_bfly(ended, 1 << i)
-    return ended
-
-
-@cute.jit
-def share_of(offs: cute.Tensor, rows: Int32, spans: Int32) -> tuple[Int32, Int32]:
-    """The rows of all groups, and those of one of as many equal spans."""
-    total = clamp(offs[cute.size(offs) - 1], Int32(0), rows)
-    return total, cutlass.max(cute.ceil_div(total, spans), Int32(1))
+NOTHING, ENDS, GOES_ON = -1, 0, 1
 
 
 class GroupedDbias:
@@ -116,12 +56,16 @@ class GroupedDbias:
         vector: elements per load: the largest power of two up to 16 bytes that divides N, the row pitch and the
             alignment of the data; 1 takes any strides.
         across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
+        slots: of a warp's ring in shared memory, 0 for none; with one, a vector has 16 bytes, all lanes are side by
+            side, and there are no scales.
     """
 
-    def __init__(self, vector: int, across: int):
+    def __init__(self, vector: int, across: int, slots: int):
         self.vector, self.across = vector, across
         self.columns = across * vector
         self.down = LANES // across  # rows that a warp reads at a time
+        self.ring: Any = RingShape(slots, SLOT, self.columns, WARPS) if slots else None
+        self.batch = SLOT if slots else BATCH
 
     @cute.jit
     def __call__(
@@ -150,16 +94,21 @@ class GroupedDbias:
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         columns = cute.ceil_div(cute.size(out, mode=[1]), COLUMNS)
         tiles = partial.shape[0] // 2
+        carveout = 100 if self.ring else 15  # in %, the rest is cache; one for both, or the second waits for a change
         self.sum_tiles(dy, offs, out, partial, bias, bias_scale, dscales, strips).launch(
             grid=(strips * tiles, 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=2,  # as registers suffice for
-            preferred_smem_carveout=15,  # in %; the rest is cache
+            min_blocks_per_mp=1 if self.ring else 2,  # as registers suffice for
+            preferred_smem_carveout=carveout,
         )
         if tiles > 1:
             self.add_tiles(offs, out, partial, Int32(dy.shape[0])).launch(
-                grid=(tiles - 1, columns, 1), block=(COLUMNS, 1, 1), stream=stream, use_pdl=True
+                grid=(tiles - 1, columns, 1),
+                block=(COLUMNS, 1, 1),
+                stream=stream,
+                use_pdl=True,
+                preferred_smem_carveout=carveout,
             )
 
     @cute.kernel
@@ -175,60 +124,96 @@ class GroupedDbias:
         strips: Int32,
     ):
         """Every warp its span, then the groups of several spans; then the rows by warps."""
-        # Blocks of the second kernel look for their groups wherever one of these has ended.
+        # Blocks of the second kernel look for their groups wherever there is room beside these.
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = block // strips  # neighbours read neighbouring columns
         first_column = (block - tile * strips) * self.columns
-        spans = partial.shape[0] // 2 * WARPS
-        span = tile * WARPS + warp
-        total, share = share_of(offs, Int32(dy.shape[0]), spans)
-        low = cutlass.min(span * share, total)
-        high = cutlass.min(low + share, total)
-        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((self.columns, 2, WARPS)), byte_alignment=128)
-        group, end, before = Int32(0), Int32(0), Int32(0)
+        count = partial.shape[0] // 2 * WARPS
+        span, rows = tile * WARPS + warp, Int32(dy.shape[0])
+        # First of all, since the total is needed before any row: offsets that are asked for later queue behind rows.
+        found = first_ends(offs)
+        own_empty = self.is_empty(offs, rows, span)
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((self.columns, 2, WARPS)), byte_alignment=128)
+        notes = smem.allocate_tensor(Int32, cute.make_layout((2, WARPS)), byte_alignment=8)
+        ring: Any = None
+        if cutlass.const_expr(self.ring is not None):
+            ring = self.ring.allocate(smem, dy.element_type, warp)
+        spans = spans_of(found.last, rows, count)
+        low, high = begin_of(spans, span), begin_of(spans, span + 1)
+        goes_on, began = Int32(NOTHING), Int32(NOTHING)
         if low < high:
-            group, end, before = self.sum_span(dy, bias_scale, offs, out, sums, total, first_column, low, high, warp)
-        self.clear_empty(offs, out, Int32(dy.shape[0]), first_column, span, spans)
+            goes_on, began = self.sum_span(
+                dy, bias_scale, offs, out, sums, ring, found, spans.total, first_column, low, high, warp
+            )
+        if cute.arch.lane_idx() == 0:
+            notes[HEAD, warp] = goes_on
+            notes[TAIL, warp] = began
+        if own_empty:
+            self.clear(out, span, first_column)
+        for group in cutlass.range(span + count, cute.size(offs), count, unroll=1):
+            if self.is_empty(offs, rows, group):
+                self.clear(out, group, first_column)
         cute.arch.sync_threads()
-        if end > high:
-            last = (end - 1) // share - tile * WARPS  # the warp in whose span, or behind this tile, the group ends
-            if last < WARPS:
-                self.add_spans(sums, TAIL, out, group, first_column, warp, last)
-            else:
-                self.add_spans(sums, TAIL, partial, 2 * tile + TAIL, first_column, warp, last)
-        if warp == 0 and before > low:
-            self.add_spans(sums, HEAD, partial, 2 * tile + HEAD, first_column, warp, (before - 1) // share - span)
+        self.add_spans(sums, notes, out, partial, tile, first_column)
         if cutlass.const_expr(bias is not None):
             self.multiply_rows(dy, offs, bias, dscales, block * WARPS + warp, blocks * WARPS)
 
     @cute.kernel
     def add_tiles(self, offs: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, rows: Int32):
-        """The group that begins in a tile, the block's, and ends behind it; a lane has a column."""
+        """The group that lies on both sides of the tile's end; tiles that share one share its columns too.
+
+        A block has 256 columns, or a half, a quarter or an eighth of them where there are so many tiles. Then as many
+        threads have one column, each adds a run of the tiles' sums, and the runs are added in order.
+        """
         tile, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        total, share = share_of(offs, rows, partial.shape[0] // 2 * WARPS)
-        share *= WARPS
-        low = tile * share
-        high = low + share
-        group, begin, last = Int32(0), Int32(0), Int32(0)
-        if high < total:
-            _, group, end = seek(ends_from(offs, total, count_ended(offs, total, high)), offs, total, high)
-            if group > 0:
-                begin = clamp(offs[group - 1], Int32(0), total)
-            last = (end - 1) // share
+        found = first_ends(offs)
+        spans = spans_of(found.last, rows, partial.shape[0] // 2 * WARPS)
+        high = begin_of(spans, (tile + 1) * WARPS)
+        group, begin, end = Int32(0), high, Int32(0)
+        if high < spans.total:
+            _, group, begin, end = first_behind(offs, found, spans.total, high)
+        first, last, split = Int32(0), Int32(0), Int32(1)
+        if begin < high:
+            first, last = span_of(spans, begin) // WARPS, span_of(spans, end - 1) // WARPS
+            while 2 * split <= last - first and split < SPLIT:
+                split *= 2
+        width = COLUMNS // split
+        run = thread // width
+        column = part * COLUMNS + (tile - first) * width + thread - run * width
+        share = cute.ceil_div(last - first + 1, split)
+        low = run * share
+        stop = cutlass.min(low + share, last - first + 1)
+        if column >= out.shape[1]:
+            stop = low
+        runs = SmemAllocator().allocate_tensor(Float32, cute.make_layout(COLUMNS), byte_alignment=128)
         cute.arch.griddepcontrol_wait()  # all of them: nothing may follow that finds the first kernel at work
-        column = part * COLUMNS + thread
-        if high < total and begin >= low and begin < high and column < out.shape[1]:
-            value = partial[2 * tile + TAIL, column]
-            for first in cutlass.range(tile + 1, last + 1, AHEAD, unroll=1):
-                held = [partial[2 * cutlass.min(first + i, last) + HEAD, column] for i in range(AHEAD)]
-                for i in cutlass.range_constexpr(AHEAD):
-                    if first + i <= last:
-                        value += held[i]
-            out[group, column] = value
+        if begin < high and tile - first < split:
+            value = Float32(0.0)
+            for i in cutlass.range(low, stop, AHEAD, unroll=1):
+                held = []
+                for j in cutlass.range_constexpr(AHEAD):
+                    loaded = Float32(0.0)
+                    if i + j < stop:
+                        side = Int32(HEAD)
+                        if i + j == 0:
+                            side = Int32(TAIL)
+                        loaded = partial[2 * (first + i + j) + side, column]
+                    held.append(loaded)
+                for j in cutlass.range_constexpr(AHEAD):
+                    value += held[j]
+            if split > 1:
+                runs[thread] = value
+                cute.arch.sync_threads()
+                for i in cutlass.range(1, split, unroll=1):
+                    if run == 0:
+                        value += runs[i * width + thread]
+            if run == 0 and column < out.shape[1]:
+                out[group, column] = value
 
     @cute.jit
     def sum_span(
@@ -238,54 +223,64 @@ class GroupedDbias:
         offs: cute.Tensor,
         out: cute.Tensor,
         sums: cute.Tensor,
+        ring: Any,
+        found: Found,
         total: Int32,
         first_column: Int32,
         low: Int32,
         high: Int32,
         warp: Int32,
-    ) -> tuple[Int32, Int32, Int32]:
+    ) -> tuple[Int32, Int32]:
         """Sum rows ``[low, high)`` of one strip.
 
         Returns:
-            A group that begins here and ends behind ``high``, and that end; if there is none, an end up to ``high``.
-            The end of the group that began before ``low``; if there is none, ``low``.
+            What ``sums[HEAD]`` holds: ``NOTHING``, or a group that began before and ``ENDS`` here or ``GOES_ON``.
+            What ``sums[TAIL]`` holds: ``NOTHING``, or the number of a group that begins here and ends behind ``high``.
         """
         lane = cute.arch.lane_idx()
+        step = self.batch * self.down
         # Lanes beyond the last column read it again: what they add up is not written.
         column = cutlass.min(first_column + lane % self.across * self.vector, dy.shape[1] - self.vector)
         acc = cute.make_rmem_tensor(self.vector, Float32)
         acc.fill(0.0)
-        parts = cute.make_rmem_tensor((self.vector, BATCH), dy.element_type)
+        parts = cute.make_rmem_tensor((self.vector, self.batch), dy.element_type)
         weights: Any = None
         if cutlass.const_expr(bias_scale is not None):
-            weights = cute.make_rmem_tensor(BATCH, bias_scale.element_type)
-
-        ends, group, end = Ends(Int32(0), Int32(0)), Int32(0), Int32(0)
-        whole = cutlass.Boolean(False)  # whether the group begins in this span
-        before = low
-        at = low  # rows before are in `acc` or written
-        base = low
+            weights = cute.make_rmem_tensor(self.batch, bias_scale.element_type)
+        if cutlass.const_expr(self.ring is not None):
+            for i in cutlass.range_constexpr(self.ring.slots):
+                self.ring.fill(ring, dy, first_column, low + i * step, high, Int32(i))
         self.load_rows(dy, bias_scale, low, high, column, parts, weights)
+
+        # while the first rows are on their way
+        ends, group, begin, end = first_behind(offs, found, total, low)
+        whole = begin >= low  # whether the group begins in this span
+        goes_on, began = Int32(NOTHING), Int32(NOTHING)
+        if not whole:
+            goes_on = Int32(ENDS)
+        at, base = low, low  # rows before `at` are in `acc` or written
+        slot, turn = Int32(0), Int32(0)
         while base < high:
             row = base + lane // self.across
-            stop = base + BATCH * self.down
-            if base == low:  # while the first rows are on their way
-                ends, group, end = seek(ends_from(offs, total, count_ended(offs, total, low)), offs, total, low)
-                begin = Int32(0)
-                if group > 0:
-                    begin = clamp(offs[group - 1], Int32(0), total)
-                whole = begin >= low
-                if not whole:
-                    before = end
+            stop = base + step
+            if cutlass.const_expr(self.ring is not None):
+                self.ring.wait(ring, slot, turn)
+                for i in cutlass.range_constexpr(self.batch):
+                    self.ring.read(ring, slot, i, column - first_column, parts[None, i])
+                cute.arch.sync_warp()
+                self.ring.fill(ring, dy, first_column, base + self.ring.slots * step, high, slot)
+                slot += 1
+                if slot == self.ring.slots:
+                    slot, turn = Int32(0), turn ^ 1
             if stop <= high and stop < end:
-                for i in cutlass.range_constexpr(BATCH):
+                for i in cutlass.range_constexpr(self.batch):
                     self.add(acc, parts, weights, i)
-                    self.load_row(dy, bias_scale, row + (BATCH + i) * self.down, high, column, parts, weights, i)
+                    self.load_row(dy, bias_scale, row + step + i * self.down, high, column, parts, weights, i)
             else:
                 limit = cutlass.min(stop, high)
                 more = at < limit
                 while more:
-                    for i in cutlass.range_constexpr(BATCH):
+                    for i in cutlass.range_constexpr(self.batch):
                         if row + i * self.down >= at and row + i * self.down < cutlass.min(end, limit):
                             self.add(acc, parts, weights, i)
                     more = end <= limit
@@ -304,11 +299,11 @@ class GroupedDbias:
         if end > high:
             side = Int32(HEAD)
             if whole:
-                side = Int32(TAIL)
+                side, began = Int32(TAIL), group
+            else:
+                goes_on = Int32(GOES_ON)
             self.write(acc, out, sums[None, side, warp], group, first_column, cutlass.Boolean(False))
-            if not whole:
-                end = high  # it is the warp's where the group began
-        return group, end, before
+        return goes_on, began
 
     @cute.jit
     def load_rows(
@@ -322,7 +317,7 @@ class GroupedDbias:
         weights: Any,
     ):
         """A batch of rows from ``base`` on."""
-        for i in cutlass.range_constexpr(BATCH):
+        for i in cutlass.range_constexpr(self.batch):
             row = base + cute.arch.lane_idx() // self.across + i * self.down
             self.load_row(dy, bias_scale, row, high, column, parts, weights, i)
 
@@ -338,9 +333,10 @@ class GroupedDbias:
         weights: Any,
         i: cutlass.Constexpr,
     ):
-        """A lane's ``i``-th row of a batch; one beyond the span reads its last again, and is not added."""
+        """What of a lane's ``i``-th row does not come through the ring; beyond the span its last row, not added."""
         row = cutlass.min(row, high - 1)
-        self.load(dy, row, column, parts[None, i])
+        if cutlass.const_expr(self.ring is None):
+            self.load(dy, row, column, parts[None, i])
         if cutlass.const_expr(weights is not None):
             weights[i] = bias_scale[row]
 
@@ -377,40 +373,59 @@ class GroupedDbias:
     def add_spans(
         self,
         sums: cute.Tensor,
-        side: cutlass.Constexpr,
-        sink: cute.Tensor,
-        row: Int32,
+        notes: cute.Tensor,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        tile: Int32,
         first_column: Int32,
-        warp: Int32,
-        last: Int32,
     ):
-        """Add up what warps from ``warp`` to ``last`` hold of a group, and write it to a row of ``sink``."""
-        for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
-            offset = cute.arch.lane_idx() + i * LANES
-            if offset < self.columns and first_column + offset < sink.shape[1]:
-                total = sums[offset, side, warp]
-                for other in cutlass.range_constexpr(1, WARPS):
-                    if other > warp and other <= last:
-                        total += sums[offset, HEAD, other]
-                sink[row, first_column + offset] = total
+        """Add up what the warps hold of groups of several spans, in order; a thread has a column."""
+        thread, _, _ = cute.arch.thread_idx()
+        column = first_column + thread
+        if thread < self.columns and column < out.shape[1]:
+            held = []  # everything is read before it is needed
+            for warp in cutlass.range_constexpr(WARPS):
+                goes_on, began = notes[HEAD, warp], notes[TAIL, warp]
+                head, tail = Float32(0.0), Float32(0.0)
+                if goes_on != NOTHING:
+                    head = sums[thread, HEAD, warp]
+                if began != NOTHING:
+                    tail = sums[thread, TAIL, warp]
+                held.append((goes_on, began, head, tail))
+            value, group, side = Float32(0.0), Int32(NOTHING), Int32(NOTHING)  # side: where it is kept if it goes on
+            for goes_on, began, head, tail in held:
+                if goes_on != NOTHING:
+                    value += head
+                    if group == NOTHING:
+                        side = Int32(HEAD)
+                    if goes_on == ENDS:
+                        if group == NOTHING:
+                            partial[2 * tile + HEAD, column] = value
+                        else:
+                            out[group, column] = value
+                        side = Int32(NOTHING)
+                if began != NOTHING:
+                    value, group, side = tail, began, Int32(TAIL)
+            if side != NOTHING:
+                partial[2 * tile + side, column] = value
 
     @cute.jit
-    def clear_empty(
-        self, offs: cute.Tensor, out: cute.Tensor, rows: Int32, first_column: Int32, span: Int32, spans: Int32
-    ):
-        """Set the strip's sums of empty groups to zero; its warps share the groups."""
-        lane = cute.arch.lane_idx()
-        groups = cute.size(offs)
-        for first in cutlass.range(span * LANES, groups, spans * LANES, unroll=1):
-            start, end = group_range(offs, rows, first + lane, False)
-            empty = cute.arch.vote_ballot_sync(start >= end and first + lane < groups)
-            while empty != 0:
-                group = first + lowest_bit(empty)
-                empty &= empty - 1
-                for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
-                    offset = lane + i * LANES
-                    if offset < self.columns and first_column + offset < out.shape[1]:
-                        out[group, first_column + offset] = Float32(0.0)
+    def is_empty(self, offs: cute.Tensor, rows: Int32, group: Int32) -> cutlass.Boolean:
+        """Whether there is such a group and it has no rows; two loads at a time."""
+        last = cute.size(offs) - 1
+        begin, end = offs[cutlass.min(cutlass.max(group - 1, 0), last)], offs[cutlass.min(group, last)]
+        begin = clamp(begin, Int32(0), rows)
+        if group == 0:
+            begin = Int32(0)
+        return group <= last and clamp(end, begin, rows) == begin
+
+    @cute.jit
+    def clear(self, out: cute.Tensor, group: Int32, first_column: Int32):
+        """Set the strip's sums of an empty group to zero; one warp calls it."""
+        for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
+            offset = cute.arch.lane_idx() + i * LANES
+            if offset < self.columns and first_column + offset < out.shape[1]:
+                out[group, first_column + offset] = Float32(0.0)
 
     @cute.jit
     def add(self, acc: cute.Tensor, parts: cute.Tensor, weights: Any, i: cutlass.Constexpr):
