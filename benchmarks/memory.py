@@ -4,7 +4,7 @@
 
 Every allocation and release that PyTorch's CPU allocator makes during one step is recorded, and the peak of their
 running sum is printed in MiB: activations, temporaries and gradients, without what is there before: the weights, the
-inputs, oneDNN's primitives, and the buffers of up to 8 MiB (here 2) that a thread of ours keeps between calls.
+inputs, oneDNN's primitives, and the buffers of up to 8 MiB (here 4) that a thread of ours keeps between calls.
 ``ratio`` is ours divided by theirs: at most 1 means not more memory.
 """
 

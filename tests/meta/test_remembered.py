@@ -5,6 +5,7 @@ import torch
 
 from tgl.meta import remembered as module
 from tgl.meta.remembered import remembered, remembered_out
+from tgl.meta.specs import TensorSpec
 
 
 @pytest.fixture
@@ -68,6 +69,29 @@ def test_a_destination_counts_like_an_operand():
             assert check(args[0], out=args[1].clone(), option=args[2]) is None
             assert calls[-1] == (args[0].shape, args[1].shape, args[2])
     assert len(calls) == 4
+
+
+def test_specs_remember():
+    """Each is the same object for calls alike, alone or one of several, and another one for another call."""
+    specs = (
+        TensorSpec((2, 3), torch.float32, torch.device("cpu")),
+        TensorSpec((4, 3), torch.float32, torch.device("cpu")),
+    )
+    for result, parts in ((specs[0], lambda spec: [spec]), (specs, list)):
+        check = remembered(lambda x, result=result: result)
+        first, again, other = (parts(check(torch.zeros(n))) for n in (2, 2, 3))
+        for spec in first:
+            assert spec.kept is None
+            spec.kept, spec.by_rows.kept = "this", "that"
+        assert first == other == parts(result)
+        assert [(spec.kept, spec.by_rows.kept) for spec in again] == [("this", "that")] * len(again)
+        assert [(spec.kept, spec.by_rows.kept) for spec in other] == [(None, None)] * len(other)
+
+
+def test_column_major_matrices_by_rows():
+    t = torch.empty(5, 4, 3).transpose(1, 2)
+    spec = TensorSpec(tuple(t.shape), t.dtype, t.device, t.stride())
+    assert spec.by_rows.empty().transpose(1, 2).stride() == spec.empty().stride() == t.stride()
 
 
 def test_what_raises_raises_again(check):

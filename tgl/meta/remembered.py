@@ -20,6 +20,19 @@ class RememberedSpec(TensorSpec):
 
     kept: Any = None  # type: ignore[assignment]
 
+    @functools.cached_property
+    def by_rows(self) -> RememberedSpec:  # type: ignore[override]
+        return RememberedSpec(*super().by_rows)
+
+
+def _remembering(result: Any) -> Any:
+    """The specs of a check's result as such that remember."""
+    if isinstance(result, TensorSpec):
+        return RememberedSpec(*result)
+    if type(result) is tuple and all(isinstance(spec, TensorSpec) for spec in result):
+        return tuple(map(_remembering, result))
+    return result
+
 
 def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
     """``check``, which maps tensors and options to output specs, at the price of a look-up for what it has passed.
@@ -37,13 +50,18 @@ def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
     def once(*tensors: Tensor | None, **options: Any) -> Spec:
         seen: list = [*options.items()]
         for t in tensors:  # a comprehension would be one more call
-            seen.append(t if t is None else (t.shape, t.stride(), t.dtype, t.device))
+            if t is None:
+                seen.append(None)
+            else:
+                # Flat, for every tuple within the key is one more object to fetch and compare.
+                seen += t.shape
+                seen += t.stride()
+                seen += (t.dtype, t.device)
         key = tuple(seen)
         spec = passed.get(key, _NEVER)  # one step, as another thread may be clearing
         if spec is _NEVER:
             spec = check(*tensors, **options)
-            if isinstance(spec, TensorSpec):
-                spec = RememberedSpec(*spec)
+            spec = _remembering(spec)
             if len(passed) >= LIMIT:
                 passed.clear()
             passed[key] = spec

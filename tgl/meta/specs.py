@@ -33,6 +33,12 @@ class TensorSpec(NamedTuple):
         """What an implementation derived from the metadata of the same operands; see ``remembered``."""
         return None
 
+    @property
+    def by_rows(self) -> TensorSpec:
+        """Of column-major matrices: the transposed, which are row-major."""
+        *outer, rows, columns = self.shape
+        return TensorSpec((*outer, columns, rows), self.dtype, self.device)
+
     def empty(self) -> Tensor:
         """Allocate it, uninitialised."""
         if self.stride is not None:

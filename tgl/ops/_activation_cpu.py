@@ -19,7 +19,7 @@ from ._scratch import Scratch
 if TYPE_CHECKING:
     from .grouped_activation import Params
 
-_ELEMENTS = 1 << 19  # in all the buffers of SwiGLU together: few calls per layer, yet near the processor
+_ELEMENTS = 1 << 20  # in all the buffers of SwiGLU together: few calls per layer, yet near the processor
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input

@@ -25,17 +25,22 @@ ALIGNMENT = 16  # bytes, of what ATen's loop takes
 
 
 class Ways(NamedTuple):
-    """What the metadata of operands permit.
+    """What the metadata of operands permit, and what they say about the product.
 
     Attributes:
+        rows: that are grouped.
+        k, n: sides of a matrix.
         direct: torch.mm or torch.addmm of the operands as they are computes a group and rounds once.
         batches: the groups may be put into batches.
         aten: ATen's loop takes them, if they are aligned and in order.
     """
 
-    direct: bool
-    batches: bool
-    aten: bool
+    rows: int
+    k: int
+    n: int
+    direct: bool = False
+    batches: bool = False
+    aten: bool = False
 
 
 @remembered
@@ -49,14 +54,15 @@ def ways(
         bias: added to the result, times a scale per row if ``scaled``.
         columns, dtype: of the result.
     """
+    rows, k = a.shape
     direct = dtype == a.dtype and native_matmul(a) and not scaled and (bias is None or bias.dtype == dtype)
     if not direct:
-        return Ways(False, False, False)
+        return Ways(rows, k, columns)
     by_rows = a.stride(1) == 1 and (b.ndim == 3 or b.stride(1) == 1)
     batches = a.dtype == torch.bfloat16 and a.device.type == "cpu" and by_rows
     whole_units = columns * a.dtype.itemsize % ALIGNMENT == 0
     takes = bias is None and a.dtype in (torch.float32, torch.bfloat16) and whole_units and _regular(a) and _regular(b)
-    return Ways(True, batches, takes)
+    return Ways(rows, k, columns, True, batches, takes)
 
 
 def ways_to(spec: TensorSpec, a: Tensor, b: Tensor, bias: Tensor | None = None, *, scaled: bool = False) -> Ways:
@@ -96,10 +102,10 @@ class Work(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # the products of a layer ask alike
-def work(ends: tuple[int, ...], rows: int, k: int, n: int, ways: Ways) -> Work:
-    """For products with matrices ``k`` x ``n`` or the other way round; ``ends`` is what ``offs`` holds."""
-    sizes = sizes_of(ends, rows)
-    batches = _batched_cpu.plan(sizes, min(k, n), max(k, n))[1] if ways.batches else ()
+def work(ends: tuple[int, ...], ways: Ways) -> Work:
+    """For what ``offs`` holds."""
+    sizes = sizes_of(ends, ways.rows)
+    batches = _batched_cpu.plan(sizes, min(ways.k, ways.n), max(ways.k, ways.n))[1] if ways.batches else ()
     # Clamped or emptied sizes are not the differences of the ends.
     in_order = tuple(accumulate(sizes[:-1])) == ends
     return Work(sizes, batches, ways.aten and in_order and not batches)

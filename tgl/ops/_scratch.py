@@ -16,6 +16,7 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self.lent: dict[str, Tensor] = {}
 
 
 _kept = _Kept()
@@ -29,25 +30,25 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._buffers, _kept.buffers = _kept.buffers, {}
-        self._lent: dict[str, Tensor] = {}
+        self._buffers, self._lent = _kept.buffers, _kept.lent
+        _kept.buffers, _kept.lent = {}, {}
         self._grown = False
 
     def keep(self) -> None:
         """Leave the buffers to the next call; nothing may use them any more."""
         if not self._grown or sum(buffer.nbytes for buffer in self._buffers.values()) <= _KEPT:
-            _kept.buffers = self._buffers
+            _kept.buffers, _kept.lent = self._buffers, self._lent
 
     def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised contiguous tensor; while it is in use a name always has the same dtype."""
         lent = self._lent.get(name)
-        if lent is not None and lent.shape == shape:
+        if lent is not None and lent.shape == shape and lent.dtype == dtype:
             return lent
         size = math.prod(shape)
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
-            self._grown = True
-            with torch.inference_mode(False):  # the next call may be outside of it
+        with torch.inference_mode(False):  # the next call may be outside of it
+            if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+                self._grown = True
                 buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device="cpu")
-        lent = self._lent[name] = (buffer[:size] if buffer.numel() > size else buffer).view(shape)
+            lent = self._lent[name] = (buffer[:size] if buffer.numel() > size else buffer).view(shape)
         return lent

@@ -60,20 +60,19 @@ def _loop(
 ) -> None:
     """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
     ways = _gemm_cpu.ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
-    work = _gemm_cpu.work(tuple(offs.tolist()), a.shape[0], b.shape[1], b.shape[2], ways)
+    work = _gemm_cpu.work(tuple(offs.tolist()), ways)
     _products(a, b, ways, work, bias, bias_scale, out, zero_tail)
 
 
 def _produce(spec: specs.TensorSpec, operands: list, *, zero_tail: bool) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     a, b, offs, bias, bias_scale = operands
-    rows, (_, depth, columns) = a.shape[0], b.shape
     ways = spec.kept or _gemm_cpu.ways_to(spec, a, b, bias, scaled=bias_scale is not None)
-    work = _gemm_cpu.work(tuple(offs.tolist()), rows, depth, columns, ways)
+    work = _gemm_cpu.work(tuple(offs.tolist()), ways)
     if work.in_aten and not (a.data_ptr() | b.data_ptr()) % _gemm_cpu.ALIGNMENT:
         out = torch.nn.functional.grouped_mm(a, b, offs=offs)
         if zero_tail and work.sizes[-1]:
-            out[rows - work.sizes[-1] :].zero_()
+            out[ways.rows - work.sizes[-1] :].zero_()
         return out
     out = spec.empty()
     _products(a, b, ways, work, bias, bias_scale, out, zero_tail)

@@ -62,16 +62,15 @@ def _parts(a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor) -> zip:
 def _loop(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
     ways = _gemm_cpu.ways(a, b, columns=b.shape[1], dtype=out.dtype)
-    work = _gemm_cpu.work(tuple(offs.tolist()), a.shape[0], a.shape[1], b.shape[1], ways)
+    work = _gemm_cpu.work(tuple(offs.tolist()), ways)
     _products(a, b, ways, work, out)
 
 
 def _produce(spec: specs.TensorSpec, operands: list) -> Tensor:
     """The same, with the loop in ATen where that takes the operands and there is no batch to be made."""
     a, b, offs = operands
-    rows, columns = a.shape
     ways = spec.kept or _gemm_cpu.ways_to(spec, a, b)
-    work = _gemm_cpu.work(tuple(offs.tolist()), rows, columns, b.shape[1], ways)
+    work = _gemm_cpu.work(tuple(offs.tolist()), ways)
     if work.in_aten and not (a.data_ptr() | b.data_ptr()) % _gemm_cpu.ALIGNMENT:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
