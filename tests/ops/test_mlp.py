@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
+from tests.peak_memory import peak_memory
 from tgl.testing import ROUTINGS, GroupSizes, sample_inputs
 from tgl.testing.samples import DTYPES
 
@@ -97,6 +98,23 @@ def test_nothing_is_saved_for_a_frozen_first_weight():
     assert x.data_ptr() not in saved
 
 
+def test_memory():
+    """No more at the peak than its parts need, though the gradient of its result is held to the end of its backward."""
+    groups, rows, width = 16, 500, 64  # the activation is smaller than its weight, so it is what waits
+    x, w1, w2 = torch.randn(rows, width), torch.randn(groups, width, 2 * width), torch.randn(groups, width, width)
+    tensors = [t.requires_grad_() for t in (x, w1, w2)]
+    offs = (torch.arange(groups) + 1).mul(rows // groups).int()
+
+    def step(function):
+        function(*tensors).square().sum().backward()
+        for t in tensors:
+            t.grad = None
+
+    one = peak_memory(lambda: step(lambda *t: tgl.grouped_mlp(*t, offs)))
+    parts = peak_memory(lambda: step(lambda *t: composed(*t, offs, None, None, None)))
+    assert one <= parts + 1024  # of what is a row or less
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
 def test_second_order(kind, recompute):
@@ -168,17 +186,17 @@ def test_bad_input(argument, change, message):
         tgl.grouped_mlp(**arguments)
 
 
-def test_the_backward_gives_back_what_it_does_not_need():
-    """By the last product, which makes dx, neither h nor the activation's result are held."""
-    x, w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (2, 4, 8), (2, 4, 4)))
-    y, *between = torch.ops.tgl.grouped_mlp(x, w1, w2, torch.tensor([2, 6], dtype=torch.int32))
+@pytest.mark.parametrize(("rows", "held"), [(16, [False, False]), (6, [False, True])])
+def test_the_backward_gives_back_what_it_does_not_need(rows, held):
+    """By the product that makes dx h is not held, and the activation's result only if it is smaller than w2."""
+    x, w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((rows, 4), (2, 4, 8), (2, 4, 4)))
+    y, *between = torch.ops.tgl.grouped_mlp(x, w1, w2, torch.tensor([2, rows], dtype=torch.int32))
     stores = [StorageWeakRef(t.untyped_storage()) for t in between]
     del between
-    assert not any(store.expired() for store in stores)
-    gone = []
+    seen = [[not store.expired() for store in stores]]
 
     def spy(a, b, offs, bias, bias_scale, *, out, zero_tail):
-        gone.append(all(store.expired() for store in stores))
+        seen.append([not store.expired() for store in stores])
         out.zero_()
 
     mine = tgl.register_implementation("grouped_gemm", "spy", device="cpu")(spy)
@@ -186,7 +204,9 @@ def test_the_backward_gives_back_what_it_does_not_need():
         y.sum().backward()
     finally:
         tgl.backends.remove(mine)
-    assert gone == [False, True]  # the gradient of the activation's result, then that of x
+    first, _, last = seen  # before, for the gradient of the activation's result, for that of x
+    assert first == [True, True]
+    assert last == held
 
 
 def test_modes_and_autocast_see_the_backward():

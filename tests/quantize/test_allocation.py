@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import tgl
+from tests.peak_memory import peak_memory
 
 K = 1024
 CASES = [
@@ -20,19 +20,6 @@ CASES = [
 ]
 
 
-def peak(call) -> int:
-    """Bytes held at the highest point of a call, over those at its start."""
-    call()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    current = highest = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            highest = max(highest, current)
-    return highest
-
-
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(map(str, list(o.values())[:3])))
 def test_memory_does_not_grow_with_rows(options):
     made = []
@@ -40,7 +27,7 @@ def test_memory_does_not_grow_with_rows(options):
         x = torch.randn(rows, K).bfloat16()
         offs = torch.tensor([rows // 7, rows // 7, rows // 2, rows - 3], dtype=torch.int32)
         out = tgl.group_quantize(x, offs, **options)
-        made.append((peak(lambda: tgl.group_quantize(x, offs, **options, out=out)), sum(t.nbytes for t in out)))  # noqa: B023
+        made.append((peak_memory(lambda: tgl.group_quantize(x, offs, **options, out=out)), sum(t.nbytes for t in out)))  # noqa: B023
     (small, small_out), (large, large_out) = made
     assert large - small < 0.02 * (large_out - small_out)
 
@@ -69,6 +56,6 @@ def test_calls_into_buffers_allocate_next_to_nothing():
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            assert peak(lambda: tgl.group_quantize(x, offs, format=format, out=out)) < 1 << 18  # noqa: B023
+            assert peak_memory(lambda: tgl.group_quantize(x, offs, format=format, out=out)) < 1 << 18  # noqa: B023
         finally:
             torch.set_num_threads(threads)

@@ -13,12 +13,12 @@ from ..ops.grouped_activation import Params, grouped_activation
 
 
 def is_one_op(device: torch.device, *weights: Tensor) -> bool:
-    """Whether to run ``tgl.grouped_mlp``: on GPUs, where kernels span its parts, if nothing stands between these.
+    """Whether to run ``tgl.grouped_mlp``, if nothing stands between its parts: not in a graph compiled for a CPU.
 
-    Sharded weights are placed part by part.
+    There the compiler fuses the activation with its neighbours. Sharded weights are placed part by part.
     """
     return (
-        (device.type == "cuda" or backends.emulated_arch is not None)
+        (device.type == "cuda" or backends.emulated_arch is not None or not torch.compiler.is_compiling())
         and not offload.in_graph()
         and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
     )

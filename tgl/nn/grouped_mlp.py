@@ -21,8 +21,8 @@ from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
 class GroupedMLP(nn.Module):
     """G expert MLPs on G groups of rows: FC1, activation times a probability per row, FC2.
 
-    On a GPU, and without a recipe or another option below that steps in between, that is ``tgl.grouped_mlp``: one op
-    forward and one backward.
+    Without a recipe or another option below that steps in between, that is ``tgl.grouped_mlp``, one op forward and one
+    backward, except in a graph compiled for a CPU: there the compiler fuses the activation with its neighbours.
 
     Args:
         num_gemms: G, the number of experts on this rank.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import backends
 from ..meta import specs
-from ..meta.mlp import by_columns
 from ..meta.specs import TensorSpec
 
 if TYPE_CHECKING:
@@ -36,12 +35,15 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     operands.clear()
     device, acc = dy.device, specs.accumulator(dy.dtype)
     grads: Tensors = dict.fromkeys(made)
-    if made["dw2"] is not None:
+    further = any(made[name] is not None for name in ("dx", "dw1", "dprobs", "dbias1"))
+    # At the peak, dw1's turn, there is either dw2 or what it is made of: the smaller of dw2 and act.
+    last = further and act is not None and act.numel() < w2.numel()
+    if made["dw2"] is not None and not last:
         if act is None:
             act = h.new_empty(h.shape[0], w2.shape[1])
             backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
-        grads["dw2"] = _wgrad(act, dy, offs, w2)
-    del act
+        grads["dw2"] = _wgrad(act, dy, offs, made["dw2"])
+        del act
     scaled = None
     if bias2 is not None and probs is not None and (made["dbias2"] is not None or made["dprobs"] is not None):
         scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
@@ -51,32 +53,36 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     elif made["dbias2"] is not None:
         grads["dbias2"] = made["dbias2"].empty()
         backends.run("grouped_dbias", device, dy, offs, out=grads["dbias2"])
-    if all(made[name] is None for name in ("dx", "dw1", "dprobs", "dbias1")):
+    if not further:
         return grads
 
     dh = torch.empty(h.shape, dtype=h.dtype, device=device)
     sums = torch.empty(h.shape[0] if probs is not None else 0, dtype=acc, device=device)
     back = w2.transpose(1, 2)
     backends.run("grouped_gemm_dactivation", device, dy, back, h, offs, probs, params=params, dh=dh, dprobs=sums)
-    del h, dy
+    del h
     if made["dprobs"] is not None:
         dprobs = sums.to(made["dprobs"].dtype)
         grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
+    del sums
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
         backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
     if made["dw1"] is not None:
-        grads["dw1"] = _wgrad(x, dh, offs, w1)
+        grads["dw1"] = _wgrad(x, dh, offs, made["dw1"])
     del x
     if made["dx"] is not None:
         given = [dh, w1.transpose(1, 2), offs, None, None]
         grads["dx"] = backends.produce("grouped_gemm", device, made["dx"], given, zero_tail=True)
+        del given
+    del dh
+    if made["dw2"] is not None and last:
+        grads["dw2"] = _wgrad(act, dy, offs, made["dw2"])
     return grads
 
 
-def _wgrad(a: Tensor, b: Tensor, offs: Tensor, w: Tensor) -> Tensor:
-    """``a^T b`` of every group, in the memory order of ``w``."""
-    if by_columns(w):
-        return _wgrad(b, a, offs, w.transpose(1, 2)).transpose(1, 2)
-    spec = TensorSpec(tuple(w.shape), w.dtype, w.device)
+def _wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec) -> Tensor:
+    """``a^T b`` of every group, in the memory order of ``spec``."""
+    if spec.stride is not None:
+        return backends.produce("grouped_gemm_wgrad", a.device, spec.by_rows, [b, a, offs]).transpose(1, 2)
     return backends.produce("grouped_gemm_wgrad", a.device, spec, [a, b, offs])
