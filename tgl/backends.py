@@ -134,9 +134,22 @@ def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]
     return able
 
 
+def first(op: str, device: torch.device) -> Implementation | None:
+    """The implementation that is asked first for calls of ``op`` on ``device``."""
+    able = _on_device.get((op, device)) or _find_on_device(op, device)
+    return able[0] if able else None
+
+
+def on_change(hook: Callable[[], None]) -> None:
+    """Call ``hook()`` whenever another implementation may be the first."""
+    _change_hooks.append(hook)
+
+
 def _forget_candidates() -> None:
     global _on_device
     _on_device = {}
+    for hook in _change_hooks:
+        hook()
 
 
 _on_device: dict[tuple[str, torch.device], tuple[Implementation, ...]] = {}
@@ -144,6 +157,7 @@ _table: dict[tuple[str, str], tuple[Implementation, ...]] = {}
 _arguments: dict[str, Callable[..., tuple[torch.device, tuple, dict]]] = {}
 _devices: list[str] = []
 _device_hooks: list[Callable[[str], None]] = []
+_change_hooks: list[Callable[[], None]] = []
 
 
 def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dict]]) -> None:

@@ -162,3 +162,31 @@ def test_what_is_remembered_serves_like_calls_alone(calls, dtype):
         tgl.grouped_gemm(a, b.double(), offs)
     with pytest.raises(ValueError, match="`offs` must be"):
         tgl.grouped_gemm(a, b, offs[:-1])
+
+
+def test_an_implementation_that_comes_later_is_asked_first(calls, dtype):
+    a, b, dy, offs = problem((3, 5, 6), dtype)
+    products = (lambda: tgl.grouped_gemm(a, b, offs)), (lambda: tgl.grouped_gemm_wgrad(a, dy, offs))
+    for turn in (1, 2):
+        for product, expected in zip(products, exact(a, b, dy, offs)):
+            assert torch.equal(product(), expected)
+        assert len(calls) == 2 * turn
+        ones = [
+            tgl.register_implementation(op, "ones", device="cpu")(lambda *_, out, **__: out.fill_(1))
+            for op in ("grouped_gemm", "grouped_gemm_wgrad")
+        ]
+        try:
+            for product in products:
+                assert product().eq(1).all()
+        finally:
+            for implementation in ones:
+                tgl.backends.remove(implementation)
+        assert len(calls) == 2 * turn
+
+
+def test_debug_checks_see_what_is_remembered(calls):
+    a, b, dy, offs = problem((3, 5, 6), torch.float32)
+    for product in (lambda offs: tgl.grouped_gemm(a, b, offs), lambda offs: tgl.grouped_gemm_wgrad(a, dy, offs)):
+        product(offs)
+        with tgl.debug_checks(), pytest.raises(ValueError, match="offs"):
+            product(offs.flip(0).contiguous())

@@ -9,13 +9,15 @@ What is decided here is remembered, for the reason given in ``meta/remembered.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..meta.remembered import RememberedSpec, remembered
+from .. import backends
+from ..meta.remembered import LIMIT, RememberedSpec, remembered
 from ..meta.specs import TensorSpec
 from . import _batched_cpu
 from ._segments import native_matmul, sizes_of
@@ -109,3 +111,48 @@ def work(ends: tuple[int, ...], ways: Ways) -> Work:
     # Clamped or emptied sizes are not the differences of the ends.
     in_order = tuple(accumulate(sizes[:-1])) == ends
     return Work(sizes, batches, ways.aten and in_order and not batches)
+
+
+class Direct:
+    """The calls of an op that ATen's loop may take, from one look-up to that loop.
+
+    The way through checks, registry and implementation, remembered as it is, is three more functions and another
+    look-up: where they find the caches cold, half of what a call spends in Python.
+
+    Args:
+        implementation: whose calls they are; if another one is asked first there are none.
+        check: makes the spec of such a call from ``a``, ``b``, ``offs`` and ``out_dtype``.
+    """
+
+    def __init__(self, implementation: backends.Implementation, check: Callable[..., TensorSpec]) -> None:
+        self._implementation, self._check = implementation, check
+        self._known: dict[tuple, Ways] = {}
+        backends.on_change(self._forget)
+
+    def _forget(self) -> None:
+        self._known = {}
+
+    def work(self, a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None) -> Work | None:
+        """What ``offs`` asks for, if ATen's loop is to do it. Raises what ``check`` does."""
+        key = (
+            *a.shape, *a.stride(), a.dtype, a.device, *b.shape, *b.stride(), b.dtype, b.device,
+            *offs.shape, *offs.stride(), offs.dtype, offs.device, out_dtype,
+        )  # fmt: skip
+        ways = self._known.get(key)
+        if ways is None:
+            ways = self._learn(key, a, b, offs, out_dtype)
+        if not ways.aten or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+            return None
+        found = work(tuple(offs.tolist()), ways)
+        return found if found.in_aten else None
+
+    def _learn(self, key: tuple, a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None) -> Ways:
+        known = self._known  # the dict itself, so that what is overtaken by a change is stored nowhere
+        spec = self._check(a, b, offs, out_dtype=out_dtype)
+        found = ways(a, b, columns=spec.shape[-1], dtype=spec.dtype)
+        if backends.first(self._implementation.op, a.device) is not self._implementation:
+            found = found._replace(aten=False)
+        if len(known) >= LIMIT:
+            known.clear()
+        known[key] = found
+        return found

@@ -33,6 +33,8 @@ def _kernel(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if a.is_cpu and bias is bias_scale is None and not debug.active and (work := _direct.work(a, b, offs, out_dtype)):
+        return _in_aten(a, b, offs, work, zero_tail=True)
     spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     if debug.active:
         debug.check_offs(NAME, offs, a.shape[0])
@@ -70,12 +72,16 @@ def _produce(spec: specs.TensorSpec, operands: list, *, zero_tail: bool) -> Tens
     ways = spec.kept or _gemm_cpu.ways_to(spec, a, b, bias, scaled=bias_scale is not None)
     work = _gemm_cpu.work(tuple(offs.tolist()), ways)
     if work.in_aten and not (a.data_ptr() | b.data_ptr()) % _gemm_cpu.ALIGNMENT:
-        out = torch.nn.functional.grouped_mm(a, b, offs=offs)
-        if zero_tail and work.sizes[-1]:
-            out[ways.rows - work.sizes[-1] :].zero_()
-        return out
+        return _in_aten(a, b, offs, work, zero_tail=zero_tail)
     out = spec.empty()
     _products(a, b, ways, work, bias, bias_scale, out, zero_tail)
+    return out
+
+
+def _in_aten(a: Tensor, b: Tensor, offs: Tensor, work: _gemm_cpu.Work, *, zero_tail: bool) -> Tensor:
+    out = torch.nn.functional.grouped_mm(a, b, offs=offs)
+    if zero_tail and work.sizes[-1]:
+        out[-work.sizes[-1] :].zero_()
     return out
 
 
@@ -278,7 +284,10 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_gemm_cpu.NOTE))
+_direct = _gemm_cpu.Direct(
+    backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_gemm_cpu.NOTE)),
+    specs.grouped_gemm,
+)
 backends.add(
     backends.Implementation(
         NAME, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note="reads offs on the host; one GEMM per group"

@@ -30,6 +30,8 @@ _checked_accumulate = remembered(specs.grouped_gemm_wgrad_accumulate_)
 def _kernel(
     a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
 ) -> Tensor:
+    if a.is_cpu and alignment is None and not debug.active and _direct.work(a, b, offs, out_dtype):
+        return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
     if debug.active:
         debug.check_offs(NAME, offs, a.shape[0])
@@ -193,7 +195,10 @@ def _call_accumulate(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(ACCUMULATE, _call_accumulate)
-backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_gemm_cpu.NOTE))
+_direct = _gemm_cpu.Direct(
+    backends.add(backends.Implementation(NAME, "loop of mm", "cpu", _loop, produce=_produce, note=_gemm_cpu.NOTE)),
+    specs.grouped_gemm_wgrad,
+)
 backends.add(backends.Implementation(ACCUMULATE, "loop of mm", "cpu", _loop_accumulate))
 for _name, _run in ((NAME, _loop), (ACCUMULATE, _loop_accumulate)):
     backends.add(
