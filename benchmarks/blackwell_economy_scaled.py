@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from tests.emulator.third_party import quack_gemm as driver
 
 TILES = ((128, 128), (256, 128), (256, 256))  # of an MMA; 256 rows by two CTAs
 UNIT_AMAX = 6.0 * 448.0  # NVFP4: the amax whose factor is 1
-WIDE_LOADS = "ld.global.v4.b32"  # of x: 16 bytes a lane
+WIDE_LOADS = re.compile(r"ld\.global(\.L2::cache_hint)?\.v4\.b32")  # of x: 16 bytes a lane
 
 
 class Format(NamedTuple):
@@ -165,7 +166,7 @@ def quantised(name: str, columnwise: bool, sizes: tuple[int, ...], columns: int)
     scale = torch.ones(len(sizes)) if name == "fp8_tensor, delayed" else None
     with emulate("sm_100a", detect_races=False) as machine:
         tgl.group_quantize(x, offs, scale, columnwise=columnwise, **cast.options)
-    loads = sum(n for r in machine.launches for name, n in r.instructions.items() if name.startswith(WIDE_LOADS))
+    loads = sum(n for r in machine.launches for name, n in r.instructions.items() if WIDE_LOADS.match(name))
     narrow = sum(r.global_bytes["load"] for r in machine.launches) - loads * 32 * 16
     stores = sum(r.global_bytes["store"] for r in machine.launches)
     moved = loads * 32 * 16 + stores
