@@ -141,7 +141,7 @@ def first(op: str, device: torch.device) -> Implementation | None:
 
 
 def on_change(hook: Callable[[], None]) -> None:
-    """Call ``hook()`` whenever another implementation may be the first."""
+    """Call ``hook()`` whenever another implementation may have become the first."""
     _change_hooks.append(hook)
 
 

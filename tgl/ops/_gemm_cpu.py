@@ -113,9 +113,6 @@ def work(ends: tuple[int, ...], ways: Ways) -> Work:
     return Work(sizes, batches, ways.aten and in_order and not batches)
 
 
-_NONE = Ways(0, 0, 0)
-
-
 class Direct:
     """The calls of an op that ATen's loop may take, from one look-up to that loop.
 
@@ -123,17 +120,21 @@ class Direct:
     look-up: 3 of the 18 us that a call spends in Python where it finds the caches cold.
 
     Args:
-        implementation: whose calls they are; if another one is asked first there are none.
+        implementation: whose calls they are.
         check: makes the spec of such a call from ``a``, ``b``, ``offs`` and ``out_dtype``.
+
+    Attributes:
+        active: whether the implementation is the first to be asked for tensors of a CPU.
     """
 
     def __init__(self, implementation: backends.Implementation, check: Callable[..., TensorSpec]) -> None:
         self._implementation, self._check = implementation, check
         self._known: dict[tuple, Ways] = {}
-        backends.on_change(self._forget)
+        backends.on_change(self._refresh)
+        self._refresh()
 
-    def _forget(self) -> None:
-        self._known = {}
+    def _refresh(self) -> None:
+        self.active = backends.first(self._implementation.op, torch.device("cpu")) is self._implementation
 
     def work(self, a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None) -> Work | None:
         """What ``offs`` asks for, if ATen's loop is to do it. Raises what ``check`` does."""
@@ -141,22 +142,13 @@ class Direct:
             *a.shape, *a.stride(), a.dtype, a.device, *b.shape, *b.stride(), b.dtype, b.device,
             *offs.shape, *offs.stride(), offs.dtype, offs.device, out_dtype,
         )  # fmt: skip
-        ways = self._known.get(key)
-        if ways is None:
-            ways = self._learn(key, a, b, offs, out_dtype)
-        if not ways.aten or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
-            return None
-        found = work(tuple(offs.tolist()), ways)
-        return found if found.in_aten else None
-
-    def _learn(self, key: tuple, a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None) -> Ways:
-        known = self._known  # the dict itself, so that what is overtaken by a change is stored nowhere
-        if backends.first(self._implementation.op, a.device) is self._implementation:
+        found = self._known.get(key)
+        if found is None:
             spec = self._check(a, b, offs, out_dtype=out_dtype)
-            found = ways(a, b, columns=spec.shape[-1], dtype=spec.dtype)
-        else:
-            found = _NONE
-        if len(known) >= LIMIT:
-            known.clear()
-        known[key] = found
-        return found
+            if len(self._known) >= LIMIT:
+                self._known.clear()
+            found = self._known[key] = ways(a, b, columns=spec.shape[-1], dtype=spec.dtype)
+        if not found.aten or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+            return None
+        asked = work(tuple(offs.tolist()), found)
+        return asked if asked.in_aten else None

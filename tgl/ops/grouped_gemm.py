@@ -33,8 +33,10 @@ def _kernel(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if a.is_cpu and bias is bias_scale is None and not debug.active and (work := _direct.work(a, b, offs, out_dtype)):
-        return _in_aten(a, b, offs, work, zero_tail=True)
+    if _direct.active and a.is_cpu and bias is bias_scale is None and not debug.active:
+        work = _direct.work(a, b, offs, out_dtype)
+        if work is not None:
+            return _in_aten(a, b, offs, work, zero_tail=True)
     spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     if debug.active:
         debug.check_offs(NAME, offs, a.shape[0])

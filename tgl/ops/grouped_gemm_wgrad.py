@@ -30,7 +30,7 @@ _checked_accumulate = remembered(specs.grouped_gemm_wgrad_accumulate_)
 def _kernel(
     a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
 ) -> Tensor:
-    if a.is_cpu and alignment is None and not debug.active and _direct.work(a, b, offs, out_dtype):
+    if _direct.active and a.is_cpu and alignment is None and not debug.active and _direct.work(a, b, offs, out_dtype):
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
     if debug.active:
