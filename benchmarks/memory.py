@@ -11,27 +11,19 @@ inputs, oneDNN's primitives, and the buffers of up to 8 MiB (here 4) that a thre
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
+from pathlib import Path
 
 import torch
 from expert_layer import CASES, QUICK, Layer
-from torch.profiler import ProfilerActivity, profile
 
 from tgl.integrations import transformers as integration
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.peak_memory import peak_memory
+
 MIB = 1 << 20
-
-
-def peak(layer: Layer, arm: str) -> int:
-    """Bytes at the highest point of one step, over those at its start."""
-    layer.step(arm)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        layer.step(arm)
-    current = highest = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            highest = max(highest, current)
-    return highest
 
 
 def main() -> None:
@@ -45,7 +37,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for case in QUICK if options.quick else CASES:
             layer = Layer(case, dtype)
-            theirs, ours = peak(layer, "grouped_mm"), peak(layer, "tgl")
+            theirs, ours = (peak_memory(functools.partial(layer.step, arm)) for arm in ("grouped_mm", "tgl"))
             worst = max(worst, ours / theirs)
             name = str(dtype).removeprefix("torch.")
             print(f"{name:9} {case!s:42} {theirs / MIB:9.2f} {ours / MIB:9.2f} {ours / theirs:6.2f}", flush=True)
