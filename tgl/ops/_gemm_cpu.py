@@ -117,7 +117,8 @@ class Direct:
     """The calls of an op that ATen's loop may take, from one look-up to that loop.
 
     The way through checks, registry and implementation, remembered as it is, is three more functions and another
-    look-up: 3 of the 18 us that a call spends in Python where it finds the caches cold.
+    look-up: 3 of the 18 us that a call spends in Python where it finds the caches cold. ``remembered`` in place of the
+    table of its own would be one function more, and gives most of that back.
 
     Args:
         implementation: whose calls they are.
