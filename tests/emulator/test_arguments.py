@@ -80,11 +80,34 @@ def test_nested_tensors_become_cuda_tensors_of_the_same_memory():
     assert pair.second[1] is None
 
 
-def test_storages_are_found_beside_what_a_transform_left():
-    t, left = torch.zeros(100), []
+def _of_a_transform() -> torch.Tensor:
+    left = []
     torch.func.grad(lambda x: (left.append(x), x.sum())[1])(torch.zeros(3))
+    return left[0]
+
+
+def _freed() -> torch.Tensor:
+    t = torch.zeros(3)
+    t.untyped_storage().resize_(0)
+    return t
+
+
+STAND_INS = {
+    "of a transform": _of_a_transform,
+    "functional, as compilers trace": lambda: torch._to_functional_tensor(torch.zeros(3)),
+    "fake": lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(3)),
+    "without bytes": _freed,
+    "of oneDNN's layout": lambda: torch.zeros(3).to_mkldnn(),
+    "sparse": lambda: torch.ones(3).to_sparse(),
+    "meta": lambda: torch.zeros(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_storages_are_found_beside_tensors_without_memory(kind):
+    left, t = STAND_INS[kind](), torch.zeros(100)
     assert storage_spans([t.data_ptr()]) == [(t.data_ptr(), 400)]
-    assert len(left) == 1
+    assert isinstance(left, torch.Tensor)  # alive until here
 
 
 def test_storages_of_addresses():

@@ -62,15 +62,17 @@ def storage_spans(addresses: list[int]) -> list[tuple[int, int]]:
 
     def look(tensors: Iterable[Any]) -> None:
         for t in tensors:
-            if type(t) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(t):
-                continue  # a transform's stand-in, which has no storage, may be alive anywhere in the process
-            if t.device.type == "cpu" and t.layout == torch.strided:
+            if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.device.type != "cpu":
+                continue
+            try:
                 s = t.untyped_storage()
                 start, n = s.data_ptr(), s.nbytes()
-                for a in addresses:
-                    if start <= a < start + n and a not in found:
-                        found[a] = (start, n)
-                        _pointed.append(weakref.ref(t))
+            except RuntimeError:
+                continue  # no memory: of another layout, or a transform's or a compiler's stand-in that is still alive
+            for a in addresses:
+                if start <= a < start + n and a not in found:
+                    found[a] = (start, n)
+                    _pointed.append(weakref.ref(t))
 
     known = [t for t in (r() for r in _pointed) if t is not None]
     _pointed.clear()
