@@ -47,17 +47,20 @@ class Report:
         return self.count("LDL") + self.count("STL")
 
 
-def inspect(cubin: bytes) -> Report:
-    """Read a cubin that holds one kernel."""
+def inspect(cubin: bytes, kernel: str = "") -> Report:
+    """Read a cubin: the most registers and stack and all instructions of the kernels whose names hold ``kernel``."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "kernel.cubin"
         path.write_bytes(cubin)
         text = subprocess.run([nvdisasm(), str(path)], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.\w+)?)[^;]*;", text, re.M)
-    return Report(_attribute(text, "REGCOUNT"), _attribute(text, "FRAME_SIZE"), Counter(names))
+    sections = re.split(r"^//-+ \.text\.(\S+) -+$", text, flags=re.M)
+    code = "\n".join(body for name, body in zip(sections[1::2], sections[2::2]) if kernel in name)
+    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.\w+)?)[^;]*;", code, re.M)
+    return Report(_attribute(text, "REGCOUNT", kernel), _attribute(text, "FRAME_SIZE", kernel), Counter(names))
 
 
-def _attribute(text: str, name: str) -> int:
+def _attribute(text: str, name: str, kernel: str) -> int:
     """The largest value of an attribute that the cubin states per function."""
     blocks = re.findall(rf"EIATTR_{name}\n(.*?)(?=//-----|\n\n)", text, re.S)
-    return max(int(re.findall(r"\.word\s+0x([0-9a-f]+)", block)[-1], 16) for block in blocks)
+    stated = [re.search(r"index@\((\S+)\)\s.*\.word\s+0x([0-9a-f]+)", block, re.S) for block in blocks]
+    return max(int(found[2], 16) for found in stated if found and kernel in found[1])

@@ -19,6 +19,7 @@ from tests.cutlass_kernels.test_quantize import (
     RAGGED,
     awkward,
     check,
+    cost_without_rows,
     framed,
     grouped,
 )
@@ -190,3 +191,7 @@ def test_machine_code(arch, blocks):
     assert report.spills == 0
     assert report.count("F2FP.SATFINITE") == lanes.STEPS * lanes.VECTOR
     assert report.count("CALL") == (0 if blocks else 2)  # quotient and inverse
+
+
+def test_tiles_without_rows_cost_little():
+    assert cost_without_rows(format="fp8_block") < 0.5

@@ -34,18 +34,13 @@ def run(
     options: Options,
     out: Components,
 ) -> None:
-    """Write the components of ``x``, ``dbias`` excepted: two launches, after a clear of the maxima."""
+    """Write the components of ``x``, ``dbias`` excepted."""
     columns, rows = x.shape[-1], x.shape[1] if offs is None else 0
-    amaxes = (
-        plans.cleared(out.amax, noop) if options.rowwise else None,
-        plans.cleared(out.columnwise_amax, noop) if options.columnwise else None,
-    )
-    if columns == 0 or (offs is None and x.numel() == 0):
+    if x.numel() == 0 and (columns == 0 or offs is None or offs.shape[0] == 0):
+        for amax in (out.amax, out.columnwise_amax):
+            plans.cleared(amax, noop)
         return
     source = x if x.dim() == 2 else x.view(-1, columns)
-    if source.shape[0]:
-        plan = plans.maxima(x, offs, row_scale, noop, options)
-        plan(source, offs, row_scale, plans.flag(noop), *amaxes, rows)
 
     def data(t: Tensor) -> Tensor:
         flat = t.view(torch.uint8) if t.dim() == 2 else t.view(torch.uint8).flatten(0, 1)
@@ -69,7 +64,6 @@ def prepare(
     x: Tensor, offs: Tensor | None, row_scale: Tensor | None, rng: Tensor | None, noop: Tensor | None, options: Options
 ) -> None:
     """Compile and load what ``run`` with these arguments needs."""
-    plans.maxima(x, offs, row_scale, noop, options)
     _plan(x, offs, row_scale, rng, noop, options)
 
 

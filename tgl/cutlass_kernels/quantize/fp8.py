@@ -192,41 +192,76 @@ class QuantizeFP8(BandValues):
                             scale[place.group] = whole_inverse
                         if cutlass.const_expr(spec.columnwise):
                             columnwise_scale[place.group] = whole_inverse
-            values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-            self.load_tile(x, values, tile, k, thread)
-            if not self.whole(x, tile, k):
-                self.clear_outside(x, values, tile, k, thread)
-            if cutlass.const_expr(row_scale is not None):
-                self.multiply_rows(row_scale, values, tile, thread)
-            row_factors = cute.make_rmem_tensor(STEPS, Float32)
-            column_factors = cute.make_rmem_tensor(VECTOR, Float32)
-            row_factors.fill(whole_scale)
-            column_factors.fill(whole_scale)
-            if cutlass.const_expr(spec.blocks == "1d"):
-                row_pairs, column_pairs = self.maxima(values)
-                if cutlass.const_expr(spec.rowwise):
-                    self.scale_rows(row_pairs, row_factors, scale, x, tile, k, thread)
-                if cutlass.const_expr(spec.columnwise):
-                    self.scale_columns(
-                        column_pairs, column_factors, maxima, factors, columnwise_scale, x, tile, unit, units, k,
-                        thread,
-                    )  # fmt: skip
-            elif cutlass.const_expr(spec.blocks == "2d"):
-                top = self.tile_maximum(values, maxima, thread)
-                whole_scale, whole_inverse = block_scale(top, spec)
-                row_factors.fill(whole_scale)
-                column_factors.fill(whole_scale)
-                if thread == 0:
-                    if cutlass.const_expr(spec.rowwise):
-                        scale[unit, k] = whole_inverse
-                    if cutlass.const_expr(spec.columnwise):
-                        columnwise_scale[unit // units * across + k, unit % units] = whole_inverse
-            elif not tile.tail:
-                raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
-            self.store_elements(values, row_factors, column_factors, x, data, turned, tile, k, thread)
+            if tile.count > 0 and not tile.tail:
+                self.quantize_tile(
+                    whole_scale, (turned, maxima, factors), x, row_scale, data, scale, amax, columnwise_data,
+                    columnwise_scale, columnwise_amax, tile, place, unit, units, k, across, thread,
+                )  # fmt: skip
+            else:
+                self.clear_tile(x, data, scale, columnwise_data, columnwise_scale, tile, place, unit, units, k, thread)
+
+    @cute.jit
+    def quantize_tile(
+        self, whole_scale, held, x, row_scale, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
+        tile, place, unit, units, k, across, thread,
+    ):  # fmt: skip
+        """A tile that has rows of a group; ``held`` is the shared memory."""
+        spec = self.spec
+        turned, maxima, factors = held
+        values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+        self.load_tile(x, values, tile, k, thread)
+        if not self.whole(x, tile, k):
+            self.clear_outside(x, values, tile, k, thread)
+        if cutlass.const_expr(row_scale is not None):
+            self.multiply_rows(row_scale, values, tile, thread)
+        row_factors = cute.make_rmem_tensor(STEPS, Float32)
+        column_factors = cute.make_rmem_tensor(VECTOR, Float32)
+        row_factors.fill(whole_scale)
+        column_factors.fill(whole_scale)
+        if cutlass.const_expr(spec.blocks == "1d"):
+            row_pairs, column_pairs = self.maxima(values)
+            if cutlass.const_expr(spec.rowwise):
+                self.scale_rows(row_pairs, row_factors, scale, x, tile, k, thread)
             if cutlass.const_expr(spec.columnwise):
-                cute.arch.sync_threads()
-                self.store_turned(turned, columnwise_data, x, place, k, thread)
+                self.scale_columns(
+                    column_pairs, column_factors, maxima, factors, columnwise_scale, x, unit, units, k, thread
+                )
+        elif cutlass.const_expr(spec.blocks == "2d"):
+            top = self.tile_maximum(values, maxima, thread)
+            made, inverse = block_scale(top, spec)
+            row_factors.fill(made)
+            column_factors.fill(made)
+            if thread == 0:
+                if cutlass.const_expr(spec.rowwise):
+                    scale[unit, k] = inverse
+                if cutlass.const_expr(spec.columnwise):
+                    columnwise_scale[unit // units * across + k, unit % units] = inverse
+        else:
+            raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
+        self.store_elements(values, row_factors, column_factors, x, data, turned, tile, k, thread)
+        if cutlass.const_expr(spec.columnwise):
+            cute.arch.sync_threads()
+            self.store_turned(turned, columnwise_data, x, place, k, thread)
+
+    @cute.jit
+    def clear_tile(self, x, data, scale, columnwise_data, columnwise_scale, tile, place, unit, units, k, thread):
+        """Zeros for a tile that has no row of a group; it may have rows past all groups."""
+        if cutlass.const_expr(self.spec.rowwise):  # noqa: SIM102 (one is known while tracing, the other is not)
+            if tile.count > 0:
+                top, column = self.corner(k, thread)
+                nothing = cute.make_rmem_tensor(VECTOR, self.element)
+                cute.recast_tensor(nothing, Int32).fill(0)
+                for i in cutlass.range_constexpr(STEPS):
+                    if top + i < tile.count and column < x.shape[1]:
+                        self.copy_row(self.address(data, tile.first + top + i, column), nothing, False, self.policy)
+                if cutlass.const_expr(self.spec.blocks == "1d"):  # noqa: SIM102
+                    if thread < tile.count:
+                        scale[tile.first + thread, k] = Float32(0.0)
+        if cutlass.const_expr(self.spec.columnwise):
+            if cutlass.const_expr(self.spec.blocks == "1d"):  # noqa: SIM102
+                if thread < COLUMNS and unit < units and k * COLUMNS + thread < x.shape[1]:
+                    columnwise_scale[unit, k * COLUMNS + thread] = Float32(0.0)
+            self.store_turned(None, columnwise_data, x, place, k, thread)
 
     # --- scales ------------------------------------------------------------------------------------------------------
 
@@ -243,15 +278,13 @@ class QuantizeFP8(BandValues):
         for i in cutlass.range_constexpr(2):
             made, inverse = block_scale(met[i], self.spec)
             mine = row + 2 * (lane // 4 % 4) + i
-            if tile.tail:
-                inverse = Float32(0.0)
             if lane % 4 == 0 and mine < tile.count:
                 scale[tile.first + mine, k] = inverse
             for maker in cutlass.range_constexpr(4):
                 row_factors[2 * maker + i] = cute.arch.shuffle_sync(made, lane // 16 * 16 + 4 * maker)
 
     @cute.jit
-    def scale_columns(self, pairs, column_factors, maxima, factors, columnwise_scale, x, tile, unit, units, k, thread):
+    def scale_columns(self, pairs, column_factors, maxima, factors, columnwise_scale, x, unit, units, k, thread):
         """The scales of a lane's columns: its warp's maxima to ``maxima``, all warps' to scales in ``factors``."""
         warp, lane = thread // LANES, thread % LANES
         four = self.shared_halves(pairs, lane, 16)
@@ -264,13 +297,11 @@ class QuantizeFP8(BandValues):
                 top = cutlass.max(top, maxima[thread, w])
             made, inverse = block_scale(top, self.spec)
             factors[thread] = made
-            row, wanted = unit, unit < units
-            if cutlass.const_expr(not self.spec.grouped):
-                wanted = Boolean(True)
-            if tile.tail or tile.count <= 0:
-                inverse = Float32(0.0)
-            if wanted and k * COLUMNS + thread < x.shape[1]:
-                columnwise_scale[row, k * COLUMNS + thread] = inverse
+            wanted = k * COLUMNS + thread < x.shape[1]
+            if cutlass.const_expr(self.spec.grouped):
+                wanted = wanted and unit < units
+            if wanted:
+                columnwise_scale[unit, k * COLUMNS + thread] = inverse
         cute.arch.sync_threads()
         for j in cutlass.range_constexpr(VECTOR):
             column_factors[j] = factors[lane % 16 * VECTOR + j]
@@ -330,15 +361,18 @@ class QuantizeFP8(BandValues):
 
     @cute.jit
     def store_turned(self, turned, columnwise_data, x, place, k, thread):
-        """The transposed tile to memory, a column by eight neighbouring lanes."""
+        """The transposed tile to memory, zeros if it is None, a column by eight neighbouring lanes."""
         number = thread % 8
         part = cute.make_rmem_tensor(PIECE, Uint8)
+        if cutlass.const_expr(turned is None):
+            part.fill(0)
         for turn in cutlass.range_constexpr(COLUMNS // (WARPS * LANES // 8)):
             column = thread // 8 + turn * (WARPS * LANES // 8)
             at = k * COLUMNS + column
             if number * PIECE < place.places and at < x.shape[1]:
-                pointer = (turned.iterator + self.piece(column, number)).align(PIECE)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(PIECE)), part)
+                if cutlass.const_expr(turned is not None):
+                    pointer = (turned.iterator + self.piece(column, number)).align(PIECE)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(PIECE)), part)
                 row = at
                 if cutlass.const_expr(not self.spec.grouped):
                     row = place.group * x.shape[1] + at

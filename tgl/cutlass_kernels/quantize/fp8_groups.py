@@ -85,6 +85,7 @@ class QuantizeFP8Groups(QuantizeFP8):
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
+            use_pdl=True,
             preferred_smem_carveout=40,
         )  # fmt: skip
 
@@ -107,6 +108,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         number: Int32,
     ):
         """One ticket after another, until there are none."""
+        cute.arch.griddepcontrol_wait()  # for the beginnings
         thread, _, _ = cute.arch.thread_idx()
         smem = SmemAllocator()
         turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)

@@ -73,6 +73,12 @@ class LaneValues:
         return not tile.tail and tile.count == ROWS and (k + 1) * COLUMNS <= x.shape[1]
 
     @cute.jit
+    def has_rows(self, tile, thread):
+        """Whether there is a group's row in a warp's part of a tile."""
+        top, _ = self.corner(Int32(0), thread // LANES * LANES)
+        return top < tile.count and not tile.tail
+
+    @cute.jit
     def load_tile(self, x, values, tile, k, thread, policy=None):
         """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
         row, column = self.corner(k, thread)

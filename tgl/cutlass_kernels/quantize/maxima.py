@@ -11,6 +11,8 @@ from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARP
 from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile
 
 CHUNK = 8  # tiles of columns a block looks in, at most
+CARVEOUT = 40  # in %, the rest is cache; that of the kernel which follows, or it waits for a change
+CLEARED = 256  # words that a block clears
 
 
 @cute.jit
@@ -26,7 +28,9 @@ def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
 
 
 class GroupMaxima(BandValues):
-    """The kernel for one source.
+    """The kernel for one source, and one before it that clears what it raises.
+
+    Each begins while the one before it ends (programmatic dependent launch), and writes when that has ended.
 
     Args:
         source: dtype of x, as ``torch`` names it.
@@ -52,15 +56,37 @@ class GroupMaxima(BandValues):
         matrix_rows: Int32,
         stream,
     ):
-        """Launch; ``amax`` and ``columnwise_amax``, bits of float32, are zero before. The others as in the kernel."""
+        """Two launches; ``amax`` and ``columnwise_amax`` are bits of float32, the others as in ``QuantizeNVFP4``."""
+        raised = [t for t in (amax, columnwise_amax) if t is not None]
+        self.clear(noop, raised).launch(
+            grid=(cutlass.max(ceil_div(Int32(cute.size(raised[0])), CLEARED), 1), 1, 1),
+            block=(CLEARED, 1, 1),
+            stream=stream,
+            preferred_smem_carveout=CARVEOUT,
+        )
         grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK)
         self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
-            preferred_smem_carveout=8,  # in %; the rest is cache
+            use_pdl=True,
+            preferred_smem_carveout=CARVEOUT,
         )
+
+    @cute.kernel
+    def clear(self, noop: Any, raised: list[cute.Tensor]):
+        """Zeros, if anything is to be written."""
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        at = block * CLEARED + thread
+        wanted = at < cute.size(raised[0])
+        if cutlass.const_expr(noop is not None):
+            wanted = wanted and noop[0] == noop.element_type(0)
+        if wanted:
+            for held in raised:
+                held[at] = Int32(0)
 
     @cute.kernel
     def kernel(
@@ -76,6 +102,7 @@ class GroupMaxima(BandValues):
         chunk: Int32,
     ):
         """One tile of rows, a chunk of its tiles of columns."""
+        cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunks = ceil_div(across, chunk)
@@ -104,12 +131,15 @@ class GroupMaxima(BandValues):
                 if cutlass.const_expr(self.transformed is not None):
                     turned = hadamard(values, thread % LANES)
                     columnwise_seen = cutlass.max(columnwise_seen, self.maximum(turned, True))
+            cute.arch.griddepcontrol_wait()
             if cutlass.const_expr(self.transformed is None):
                 raise_maximum(seen, amax, columnwise_amax, group)
             else:
                 raise_maximum(columnwise_seen, None, columnwise_amax, group)
                 if cutlass.const_expr(amax is not None):
                     raise_maximum(seen, amax, None, group)
+        else:
+            cute.arch.griddepcontrol_wait()  # here too: nothing may follow that finds the kernel before at work
 
     @cute.jit
     def maximum(self, values, transformed: cutlass.Constexpr):

@@ -1,5 +1,7 @@
 """NVFP4 quantisation in both directions in one pass over x, after one that finds the groups' largest magnitudes.
 
+The first tiles of the second pass are on their way while the first one ends (programmatic dependent launch).
+
 A block of 8 warps takes a tile: 128 rows of one group and 128 columns, in either direction eight blocks of 16 deep, two
 atoms of 512 bytes of scales. It takes no second one: there are no registers left for what a loop keeps.
 
@@ -30,6 +32,7 @@ from ..schedule import ceil_div
 from . import fp4
 from .fp4 import BLOCK, SCALES
 from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues
+from .maxima import CARVEOUT, GroupMaxima
 from .spec import NVFP4Spec
 from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
@@ -50,6 +53,7 @@ class QuantizeNVFP4(BandValues):
         super().__init__(spec.source)
         self.spec = spec
         self.transformed = BandValues("bfloat16")
+        self.find_maxima = GroupMaxima(spec.source, spec.grouped, spec.rht)
         self.tables = 2 if spec.rht and spec.rowwise else 1
         # As registers suffice for.
         self.blocks_per_sm = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
@@ -71,7 +75,7 @@ class QuantizeNVFP4(BandValues):
         matrix_rows: Int32,
         stream,
     ):
-        """Launch.
+        """Launch: a clear of the maxima, their search, the elements.
 
         Args:
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; rows on 16 bytes, K a
@@ -82,12 +86,14 @@ class QuantizeNVFP4(BandValues):
             noop: one element; if not zero, nothing is written.
             data: bytes ``[rows, K / 2]``; None without the direction, as all of its components.
             scale: bytes, ``[rows, ceil(K / 16)]`` or blocked.
-            amax: float32 ``[G]``, the largest finite magnitudes.
+            amax: float32 ``[G]``, for the largest finite magnitudes.
             columnwise_data: bytes ``[K, Tp / 2]``, of matrices ``[G K, N / 2]``, N a multiple of 32.
             columnwise_scale: bytes, ``[K, Tp / 16]``, of matrices ``[G K, ceil(N / 16)]``, or blocked.
-            columnwise_amax: float32 ``[G]``, those of what columnwise data is made from.
+            columnwise_amax: float32 ``[G]``, for those of what columnwise data is made from.
             stream: CUDA stream.
         """
+        bits = [None if t is None else cute.recast_tensor(t, Int32) for t in (amax, columnwise_amax)]
+        self.find_maxima(x, offs, row_scale, noop, *bits, matrix_rows, stream)
         grid = launch_grid(x, COLUMNS, offs, matrix_rows)
         self.kernel(
             x, offs, row_scale, rng, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
@@ -97,7 +103,8 @@ class QuantizeNVFP4(BandValues):
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
-            preferred_smem_carveout=40,  # in %; the rest is cache
+            use_pdl=True,
+            preferred_smem_carveout=CARVEOUT,
         )  # fmt: skip
 
     @cute.kernel
@@ -140,6 +147,7 @@ class QuantizeNVFP4(BandValues):
                 tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
             values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
             self.load_tile(x, values, tile, k, thread)
+            cute.arch.griddepcontrol_wait()
             row_table, column_table = tables[None, 0], tables[None, self.tables - 1]
             row_factor, column_factor = Float32(1.0), Float32(1.0)
             if cutlass.const_expr(spec.rowwise):
@@ -149,27 +157,13 @@ class QuantizeNVFP4(BandValues):
             else:
                 column_factor = row_factor
             cute.arch.sync_threads()
-            if not self.whole(x, tile, k):
-                self.clear_outside(x, values, tile, k, thread)
-            if cutlass.const_expr(row_scale is not None):
-                self.multiply_rows(row_scale, values, tile, thread)
-            lane = thread % LANES
-            rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
-            row_scales: Any = None
-            column_scales: Any = None  # made before elements, if they can: maxima take more registers
-            if cutlass.const_expr(spec.rowwise):
-                row_scales = self.scale_rows(rows_of, row_factor, scales[None, None, 0], tile, k, thread)
-            if cutlass.const_expr(columns_of is not None):
-                column_scales = self.scale_columns(columns_of, column_factor, scales[None, None, 1], x, k, thread)
-            if cutlass.const_expr(spec.rowwise):
-                self.quantize_rows(values, row_scales, row_table, x, rng, data, tile, k, thread)
-            if cutlass.const_expr(spec.columnwise):
-                taken = values
-                if cutlass.const_expr(spec.rht):
-                    taken = fp4.hadamard(values, lane)
-                    _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
-                    column_scales = self.scale_columns(columns_of, column_factor, scales[None, None, 1], x, k, thread)
-                self.quantize_columns(taken, column_scales, column_table, turned, x, rng, place, matrix_rows, k, thread)
+            if self.has_rows(tile, thread):
+                self.quantize_warp(
+                    values, (row_factor, column_factor), (row_table, column_table), scales, turned,
+                    x, row_scale, rng, data, tile, place, matrix_rows, k, thread,
+                )  # fmt: skip
+            else:
+                self.clear_warp(scales, turned, x, data, tile, k, thread)
             cute.arch.sync_threads()
             if cutlass.const_expr(spec.rowwise):
                 self.store_row_scales(scales[None, None, 0], scale, offs, x, tile, unit, k, thread)
@@ -178,6 +172,51 @@ class QuantizeNVFP4(BandValues):
                     scales[None, None, 1], columnwise_scale, offs, x, place, matrix_rows, k, across, thread
                 )
                 self.store_turned(turned, columnwise_data, x, place, k, thread)
+        else:
+            cute.arch.griddepcontrol_wait()  # here too: nothing may follow that finds the kernel before at work
+
+    @cute.jit
+    def quantize_warp(
+        self, values, factors, tables, scales, turned, x, row_scale, rng, data, tile, place, matrix_rows, k, thread
+    ):
+        """A warp's part: elements of rows to memory, the others and scales to shared memory."""
+        spec, lane = self.spec, thread % LANES
+        if not self.whole(x, tile, k):
+            self.clear_outside(x, values, tile, k, thread)
+        if cutlass.const_expr(row_scale is not None):
+            self.multiply_rows(row_scale, values, tile, thread)
+        rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
+        row_scales: Any = None
+        column_scales: Any = None  # made before elements, if they can: maxima take more registers
+        if cutlass.const_expr(spec.rowwise):
+            row_scales = self.scale_rows(rows_of, factors[0], scales[None, None, 0], tile, k, thread)
+        if cutlass.const_expr(columns_of is not None):
+            column_scales = self.scale_columns(columns_of, factors[1], scales[None, None, 1], x, k, thread)
+        if cutlass.const_expr(spec.rowwise):
+            self.quantize_rows(values, row_scales, tables[0], x, rng, data, tile, k, thread)
+        if cutlass.const_expr(spec.columnwise):
+            taken = values
+            if cutlass.const_expr(spec.rht):
+                taken = fp4.hadamard(values, lane)
+                _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
+                column_scales = self.scale_columns(columns_of, factors[1], scales[None, None, 1], x, k, thread)
+            self.quantize_columns(taken, column_scales, tables[1], turned, x, rng, place, matrix_rows, k, thread)
+
+    @cute.jit
+    def clear_warp(self, scales, turned, x, data, tile, k, thread):
+        """Zeros for that of a warp which has no row of a group."""
+        lane = thread % LANES
+        top, column = self.corner(k, thread)
+        if cutlass.const_expr(self.spec.rowwise):
+            self.store_word(scales[None, None, 0], row_scales_at(top, lane), Int32(0))
+            start, rows = self.rows_of(x, data, tile, top, column)
+            for i in cutlass.range_constexpr(STEPS):
+                if i < rows:
+                    self.store_row(start, data, i, Int32(0))
+        if cutlass.const_expr(self.spec.columnwise):
+            self.store_word(scales[None, None, 1], column_scales_at(top, lane), Int32(0))
+            for j in cutlass.range_constexpr(VECTOR):
+                self.store_word(turned, turned_at(top, j, lane), Int32(0))
 
     # --- scales ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +249,7 @@ class QuantizeNVFP4(BandValues):
         lane = thread % LANES
         top, _ = self.corner(k, thread)
         word, words, coarse = self.make_bytes(maxima, factor, lane, 1, tile.count - top - lane % 2 * WORD)
-        self.store_word(held, lane % 16 // 2 * ROWS + top + lane % 2 * WORD, word)
+        self.store_word(held, row_scales_at(top, lane), word)
         return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
 
     def scale_columns(self, maxima, factor, held, x, k, thread):
@@ -218,7 +257,7 @@ class QuantizeNVFP4(BandValues):
         lane = thread % LANES
         top, column = self.corner(k, thread)
         word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column)
-        self.store_word(held, top // BLOCK * ROWS + column - k * COLUMNS + lane // 16 * WORD, word)
+        self.store_word(held, column_scales_at(top, lane), word)
         return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
 
     def make_bytes(self, maxima, factor, lane, bit: int, there: Int32):
@@ -315,18 +354,24 @@ class QuantizeNVFP4(BandValues):
     @cute.jit
     def store_rows(self, values, words, table, x, rng, data, tile, top, column, clamped: cutlass.Constexpr):
         """Elements of a lane's rows to memory."""
-        rows = tile.count - top
-        if column >= x.shape[1]:
-            rows = Int32(0)
+        start, rows = self.rows_of(x, data, tile, top, column)
         factors = self.multipliers(words, table)
         blocks = ceil_div(Int32(x.shape[1]), BLOCK)
-        start = data.iterator + (Int64(tile.first + top) * data.stride[0] + column // 2)
         for i in cutlass.range_constexpr(STEPS):
             block = Int64(tile.first + top + i) * blocks + column // BLOCK
             word = self.elements(fp4.row_of(values, i), factors[i], rng, block, column // VECTOR % 2, 0, clamped)
             if i < rows:
-                pointer = (start + Int64(data.stride[0]) * i).align(WORD)
-                cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
+                self.store_row(start, data, i, word)
+
+    def rows_of(self, x, data, tile, top, column):
+        """Where the elements of a lane's rows begin, and how many rows there are."""
+        start = data.iterator + (Int64(tile.first + top) * data.stride[0] + column // 2)
+        return start, cutlass.select_(column < x.shape[1], tile.count - top, Int32(0))
+
+    def store_row(self, start, data, i: int, word: Int32):
+        """Elements of row ``i`` of a lane's to memory."""
+        pointer = (start + Int64(data.stride[0]) * i).align(WORD)
+        cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
 
     @cute.jit
     def quantize_columns(self, values, scales, table, part, x, rng, place, matrix_rows, k, thread):
@@ -352,7 +397,7 @@ class QuantizeNVFP4(BandValues):
         factors = self.multipliers(words, table)
         for j in cutlass.range_constexpr(VECTOR):
             word = self.elements(fp4.column_of(values, j), factors[j], rng, block + j, lane // 16, 1, clamped)
-            self.store_word(part, lane % 16 * GROUP_BYTES + j * COLUMN_BYTES + top // 2, word)
+            self.store_word(part, turned_at(top, j, lane), word)
 
     def elements(self, values, factor, rng, block, half, stream: int, clamped: bool):
         """A word of eight elements, half a block."""
@@ -383,6 +428,24 @@ class QuantizeNVFP4(BandValues):
                     row = place.group * x.shape[1] + at
                 where = self.address(columnwise_data, row, place.first // 2 + number * PIECE).align(PIECE)
                 cute.autovec_copy(piece, cute.make_tensor(where, cute.make_layout(PIECE)))
+
+
+# --- where a lane's words lie in shared memory, ``top`` being its first row in the tile -------------------------------
+
+
+def row_scales_at(top, lane):
+    """Scales of four of its rows."""
+    return lane % 16 // 2 * ROWS + top + lane % 2 * WORD
+
+
+def column_scales_at(top, lane):
+    """Scales of four of its columns."""
+    return top // BLOCK * ROWS + lane % 16 * VECTOR + lane // 16 * WORD
+
+
+def turned_at(top, j, lane):
+    """Elements of its column ``j``."""
+    return lane % 16 * GROUP_BYTES + j * COLUMN_BYTES + top // 2
 
 
 def word_of(word: Int32):

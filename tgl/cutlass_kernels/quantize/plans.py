@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from ... import backends
-from ...meta.quantized import Options
 from .. import host
 
 EMULATED_MULTIPROCESSORS = 2
@@ -47,42 +45,3 @@ def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
     else:
         amax.masked_fill_(noop == 0, 0.0)
     return amax.view(torch.int32)
-
-
-def maxima(x: Tensor, offs: Tensor | None, row_scale: Tensor | None, noop: Tensor | None, options: Options) -> Callable:
-    """The kernel that finds the groups' largest finite magnitudes."""
-    arch, name = backends.device_arch(x.device), host.name
-    made = (
-        *(name(x.dtype), offs is not None, name(row_scale), name(noop)),
-        *(options.rowwise, options.columnwise, options.rht),
-    )
-    return fetch((arch, not x.is_cuda, "group maxima", *made), x, lambda: build_maxima(arch, *made))
-
-
-def build_maxima(
-    arch: str,
-    source: str,
-    grouped: bool,
-    row_scale: str | None,
-    noop: str | None,
-    rowwise: bool,
-    columnwise: bool,
-    rht: bool,
-) -> Callable:
-    """Compile it. Needs no GPU."""
-    import cutlass
-
-    from ..compiling import compiled, matrix, strided, vector
-    from .maxima import GroupMaxima
-
-    return compiled(
-        arch,
-        GroupMaxima(source, grouped, rht),
-        matrix(source),
-        vector("int32") if grouped else None,
-        strided(row_scale),
-        strided(noop),
-        vector("int32") if rowwise else None,
-        vector("int32") if columnwise else None,
-        cutlass.Int32(1),
-    )

@@ -90,6 +90,7 @@ class Prepare:
             grid=(ceil_div(cutlass.max(tiles.windows, tiles.units), WARPS), 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
+            preferred_smem_carveout=40,  # as the other launch, or that waits for a change
         )
 
     @cute.kernel
@@ -103,6 +104,7 @@ class Prepare:
         number: Int32,
     ):
         """One window and one row of tiles per warp; zeros by all threads together."""
+        cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
