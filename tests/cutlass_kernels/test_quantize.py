@@ -194,3 +194,8 @@ def test_machine_code(arch, source, rowwise, columnwise, registers):
     assert report.registers <= registers
     assert report.count("F2FP.SATFINITE") == (rowwise + columnwise) * lanes.STEPS * lanes.VECTOR // 2
     assert report.count("LDG") >= lanes.STEPS
+
+
+@pytest.mark.parametrize("layout", ["blocked", "compact"])
+def test_tiles_without_rows_cost_little(layout):
+    assert cost_without_rows(format="mxfp8", scale_layout=layout) < 0.5

@@ -162,17 +162,23 @@ class QuantizeMXFP8(LaneValues):
                 units = ceil_div(matrix_rows, ROWS)
             first = (block - unit * chunks) * chunk
             last = cutlass.min(first + chunk, across) - 1
-            for k in cutlass.range(first, last + 1, unroll=1):
-                held = atoms[None, None, None, k % 2]
-                values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.read_tile(x, row_scale, values, tile, k, thread)
-                row_word, column_word = self.make_scales(
-                    values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
-                )
-                self.store_elements(values, row_word, column_word, x, data, columnwise_data, tile, k, thread)
-                if cutlass.const_expr(self.spec.blocked):
-                    cute.arch.sync_threads()
-                    self.store_atoms(held, scale, columnwise_scale, unit, units, k, across, thread)
+            if tile.count > 0 and not tile.tail:
+                for k in cutlass.range(first, last + 1, unroll=1):
+                    held = atoms[None, None, None, k % 2]
+                    values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+                    self.read_tile(x, row_scale, values, tile, k, thread)
+                    row_word, column_word = self.make_scales(
+                        values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
+                    )
+                    self.store_elements(values, row_word, column_word, x, data, columnwise_data, tile, k, thread)
+                    if cutlass.const_expr(self.spec.blocked):
+                        cute.arch.sync_threads()
+                        self.store_atoms(held, scale, columnwise_scale, unit, units, k, across, thread)
+            elif cutlass.const_expr(self.spec.grouped):
+                for k in cutlass.range(first, last + 1, unroll=1):
+                    self.clear_tile(
+                        x, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread
+                    )
 
     @cute.jit
     def corner(self, k, thread):
@@ -307,3 +313,39 @@ class QuantizeMXFP8(LaneValues):
         """Bytes ``16 y`` on of an atom."""
         pointer = (scales.iterator + (atom * ATOM + y * 16)).align(16)
         cute.autovec_copy(part, cute.make_tensor(pointer, cute.make_layout((2, 2, 4))))
+
+    # --- where there is no row of a group ------------------------------------------------------------------------
+
+    @cute.jit
+    def clear_tile(self, x, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread):
+        """Zeros for a tile that has no row of a group; it may have rows past all groups."""
+        if tile.count > 0:
+            top, column = self.corner(k, thread)
+            nothing = cute.make_rmem_tensor(VECTOR, self.element)
+            cute.recast_tensor(nothing, Int32).fill(0)
+            for to in (data, columnwise_data):
+                if cutlass.const_expr(to is not None):
+                    for i in cutlass.range_constexpr(STEPS):
+                        if top + 4 * i < tile.count and column < x.shape[1]:
+                            self.copy_row(self.address(to, tile.first + top + 4 * i, column), nothing, False)
+        for side, scales in enumerate((scale, columnwise_scale)):
+            if cutlass.const_expr(scales is not None):
+                if cutlass.const_expr(self.spec.blocked):
+                    if unit < units and thread // 32 == side:
+                        part = cute.make_rmem_tensor((2, 2, 4), Uint8)
+                        part.fill(0)
+                        at = cutlass.Int64(k) * units + unit if side else cutlass.Int64(unit) * across + k
+                        self.store_atom(scales, at, thread % 32, part)
+                else:
+                    self.clear_scales(scales, x, tile, unit, units, k, thread, side)
+
+    @cute.jit
+    def clear_scales(self, scales, x, tile, unit, units, k, thread, side: cutlass.Constexpr):
+        """Zeros for compact scales of such a tile, by rows (``side`` 0) or by columns: two of 512 for a thread."""
+        for i in cutlass.range_constexpr(2):
+            at, block = thread % ROWS, thread // ROWS * 2 + i
+            if cutlass.const_expr(side == 0):
+                if at < tile.count and k * COLUMNS + block * BLOCK < x.shape[1]:
+                    scales[tile.first + at, k * (COLUMNS // BLOCK) + block] = Uint8(0)
+            elif unit < units and k * COLUMNS + at < x.shape[1]:
+                scales[unit * (ROWS // BLOCK) + block, k * COLUMNS + at] = Uint8(0)
