@@ -180,16 +180,17 @@ def test_bad_offsets_stop_nobody():
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("blocks", ["1d", "2d", None])
-def test_machine_code(arch, blocks):
-    """Three blocks fit a multiprocessor, nothing divides but by a group's maximum, nothing is in local memory."""
-    spec = FP8Spec("bfloat16", "float8_e4m3fn", True, True, blocks, blocks is not None, 0, blocks != "2d")
+def test_machine_code(arch, blocks, directions):
+    """Registers for four or three blocks, nothing divides but by a group's maximum, nothing is in local memory."""
+    spec = FP8Spec("bfloat16", "float8_e4m3fn", *directions, blocks, blocks is not None, 0, blocks != "2d")
     with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
         kernel = calls_fp8.build(arch, spec)
-    report = sass.inspect(kernel.artifacts.CUBIN)
-    assert report.registers <= 80
+    report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeFP8")
+    assert report.registers <= (80 if all(directions) or blocks is None else 64)
     assert report.spills == 0
-    assert report.count("F2FP.SATFINITE") == lanes.STEPS * lanes.VECTOR
+    assert report.count("F2FP.SATFINITE") == sum(directions) * lanes.STEPS * lanes.VECTOR // 2
     assert report.count("CALL") == (0 if blocks else 2)  # quotient and inverse
 
 

@@ -160,6 +160,13 @@ class QuantizeFP8Groups(QuantizeFP8):
                 cute.arch.sync_threads()
                 work = notes[TICKETS + slot * stages.TICKET + stages.WORK]
 
+    def column_of(self, values, j: int):
+        """As there; one by one, as widened together they spill."""
+        wide = cute.make_rmem_tensor(STEPS, Float32)
+        for i in range(STEPS):
+            wide[i] = values[j, i].to(Float32)
+        return wide.load()
+
     @cute.jit
     def look(self, values, seen, shared, index, thread):
         """Tell the largest magnitude of a tile."""
@@ -190,8 +197,10 @@ class QuantizeFP8Groups(QuantizeFP8):
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(made)
         column_factors.fill(made)
-        self.store_elements(values, row_factors, column_factors, x, out.data, turned, tile, k, thread)
+        if cutlass.const_expr(self.spec.rowwise):
+            self.store_rows(values, row_factors, x, out.data, tile, k, thread)
         if cutlass.const_expr(self.spec.columnwise):
+            self.turn_columns(values, column_factors, turned, thread)
             cute.arch.sync_threads()
             self.store_turned(turned, out.columnwise_data, x, place, k, thread)
 
