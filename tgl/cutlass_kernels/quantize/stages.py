@@ -201,6 +201,7 @@ def draw_ticket(notes: cute.Tensor, slot: Int32, shared: Shared, tiles: Tiles):
             work, tile = Int32(LOOK), begins + nth
         word = shared.table[tile // tiles.across * windows.ROW + cutlass.min(lane, ROW - 1)]
     at = TICKETS + slot * TICKET
+    cute.arch.sync_warp()  # all lanes have read the stage
     if lane < ROW:
         notes[at + GROUP + lane] = word
     if lane == 0:
