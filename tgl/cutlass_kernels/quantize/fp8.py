@@ -17,7 +17,7 @@ column they belong to, so that lanes meet few others in a bank.
 Scales per group are given here; where they follow from the group's largest magnitude, see ``fp8_groups``.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
@@ -40,7 +40,18 @@ from .lanes import (
 )
 from .maxima import raise_maximum
 from .spec import FP8Spec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
+from .tiles import (
+    ROWS,
+    Place,
+    RowTile,
+    group_of_unit,
+    group_place,
+    group_tile,
+    launch_grid,
+    matrix_place,
+    matrix_tile,
+    tiles_at_most,
+)
 
 UNIT = 32  # of the placement of transposed data
 PIECE = 16
@@ -80,6 +91,28 @@ def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]
     if amax >= INFINITY:
         quotient = as_float(Int32(NAN))
     return as_float(scale), quotient
+
+
+class Components(NamedTuple):
+    """Both directions of what is written, None without the direction."""
+
+    data: cute.Tensor | None
+    scale: Any
+    amax: Any
+    columnwise_data: cute.Tensor | None
+    columnwise_scale: Any
+    columnwise_amax: Any
+
+
+class Spot(NamedTuple):
+    """A tile: its rows, its place in transposed data, its number down and how many there are, and those across."""
+
+    tile: RowTile
+    place: Place
+    unit: Int32
+    units: Int32
+    k: Int32
+    across: Int32
 
 
 class QuantizeFP8(BandValues):
@@ -168,6 +201,7 @@ class QuantizeFP8(BandValues):
         turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
         maxima = smem.allocate_tensor(Int32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=128)
         factors = smem.allocate_tensor(Float32, cute.make_layout(COLUMNS), byte_alignment=128)
+        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
         stopped = Boolean(False)
         if cutlass.const_expr(noop is not None):
             stopped = noop[0] != noop.element_type(0)
@@ -190,22 +224,18 @@ class QuantizeFP8(BandValues):
                             scale[place.group] = whole_inverse
                         if cutlass.const_expr(spec.columnwise):
                             columnwise_scale[place.group] = whole_inverse
+            spot = Spot(tile, place, unit, units, k, across)
             if tile.count > 0 and not tile.tail:
-                self.quantize_tile(
-                    whole_scale, (turned, maxima, factors), x, row_scale, data, scale, amax, columnwise_data,
-                    columnwise_scale, columnwise_amax, tile, place, unit, units, k, across, thread,
-                )  # fmt: skip
+                self.quantize_tile(whole_scale, (turned, maxima, factors), x, row_scale, out, spot, thread)
             else:
-                self.clear_tile(x, data, scale, columnwise_data, columnwise_scale, tile, place, unit, units, k, thread)
+                self.clear_tile(x, out, spot, thread)
 
     @cute.jit
-    def quantize_tile(
-        self, whole_scale, held, x, row_scale, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
-        tile, place, unit, units, k, across, thread,
-    ):  # fmt: skip
+    def quantize_tile(self, whole_scale, held, x, row_scale, out, spot, thread):
         """A tile that has rows of a group; ``held`` is the shared memory."""
         spec = self.spec
         turned, maxima, factors = held
+        tile, place, unit, units, k, across = spot
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
         self.load_tile(x, values, tile, k, thread)
         if not self.whole(x, tile, k):
@@ -221,7 +251,7 @@ class QuantizeFP8(BandValues):
             if cutlass.const_expr(spec.columnwise):
                 self.share_columns(column_pairs, maxima, thread)
             if cutlass.const_expr(spec.rowwise):
-                self.scale_rows(row_pairs, row_factors, scale, x, tile, k, thread)
+                self.scale_rows(row_pairs, row_factors, out.scale, x, tile, k, thread)
         elif cutlass.const_expr(spec.blocks == "2d"):
             top = self.tile_maximum(values, maxima, thread)
             made, inverse = block_scale(top, spec)
@@ -229,23 +259,24 @@ class QuantizeFP8(BandValues):
             column_factors.fill(made)
             if thread == 0:
                 if cutlass.const_expr(spec.rowwise):
-                    scale[unit, k] = inverse
+                    out.scale[unit, k] = inverse
                 if cutlass.const_expr(spec.columnwise):
-                    columnwise_scale[unit // units * across + k, unit % units] = inverse
+                    out.columnwise_scale[unit // units * across + k, unit % units] = inverse
         else:
-            raise_maximum(self.lane_maximum(values), amax, columnwise_amax, place.group)
+            raise_maximum(self.lane_maximum(values), out.amax, out.columnwise_amax, place.group)
         if cutlass.const_expr(spec.rowwise):
-            self.store_rows(values, row_factors, x, data, tile, k, thread)
+            self.store_rows(values, row_factors, x, out.data, tile, k, thread)
         if cutlass.const_expr(spec.columnwise):
             if cutlass.const_expr(spec.blocks == "1d"):
-                self.scale_columns(column_factors, maxima, factors, columnwise_scale, x, unit, units, k, thread)
+                self.scale_columns(column_factors, maxima, factors, out.columnwise_scale, x, unit, units, k, thread)
             self.turn_columns(values, column_factors, turned, thread)
             cute.arch.sync_threads()
-            self.store_turned(turned, columnwise_data, x, place, k, thread)
+            self.store_turned(turned, out.columnwise_data, x, place, k, thread)
 
     @cute.jit
-    def clear_tile(self, x, data, scale, columnwise_data, columnwise_scale, tile, place, unit, units, k, thread):
+    def clear_tile(self, x, out, spot, thread):
         """Zeros for a tile that has no row of a group; it may have rows past all groups."""
+        tile, place, unit, units, k, _ = spot
         if cutlass.const_expr(self.spec.rowwise):  # noqa: SIM102 (one is known while tracing, the other is not)
             if tile.count > 0:
                 top, column = self.corner(k, thread)
@@ -253,15 +284,15 @@ class QuantizeFP8(BandValues):
                 cute.recast_tensor(nothing, Int32).fill(0)
                 for i in cutlass.range_constexpr(STEPS):
                     if top + i < tile.count and column < x.shape[1]:
-                        self.copy_row(self.address(data, tile.first + top + i, column), nothing, False, self.policy)
+                        self.copy_row(self.address(out.data, tile.first + top + i, column), nothing, False, self.policy)
                 if cutlass.const_expr(self.spec.blocks == "1d"):  # noqa: SIM102
                     if thread < tile.count:
-                        scale[tile.first + thread, k] = Float32(0.0)
+                        out.scale[tile.first + thread, k] = Float32(0.0)
         if cutlass.const_expr(self.spec.columnwise):
             if cutlass.const_expr(self.spec.blocks == "1d"):  # noqa: SIM102
                 if thread < COLUMNS and unit < units and k * COLUMNS + thread < x.shape[1]:
-                    columnwise_scale[unit, k * COLUMNS + thread] = Float32(0.0)
-            self.store_turned(None, columnwise_data, x, place, k, thread)
+                    out.columnwise_scale[unit, k * COLUMNS + thread] = Float32(0.0)
+            self.store_turned(None, out.columnwise_data, x, place, k, thread)
 
     # --- scales ------------------------------------------------------------------------------------------------------
 

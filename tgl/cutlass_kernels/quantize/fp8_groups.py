@@ -5,14 +5,14 @@ ticket while x is on its way.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
 from . import stages
-from .fp8 import UNIT, QuantizeFP8, block_scale
+from .fp8 import UNIT, Components, QuantizeFP8, block_scale
 from .lanes import COLUMNS, INFINITY, LANES, NAN, STEPS, VECTOR, WARPS
 from .spec import FP8Spec
 from .stages import LOOK, NOTHING, TICKETS, Prepare, Tiles
@@ -20,17 +20,6 @@ from .tiles import ROWS, RowTile, group_place, launch_grid, matrix_place
 
 # What L2 does with a line: keep it among the last, or let it go first.
 KEEP, LET_GO = 0x14F0000000000000, 0x12F0000000000000
-
-
-class Components(NamedTuple):
-    """Both directions of what is written, None without the direction."""
-
-    data: cute.Tensor | None
-    scale: Any
-    amax: Any
-    columnwise_data: cute.Tensor | None
-    columnwise_scale: Any
-    columnwise_amax: Any
 
 
 class QuantizeFP8Groups(QuantizeFP8):
