@@ -86,7 +86,7 @@ class Operand:
         spread = spread.repeat_interleave(high, -2) if self.square else spread
         data = cast(x.float() / spread)
         self.values = data.float() * spread
-        return data, scale
+        return data, scale if self.square else scale.t().contiguous().t()  # by columns, as ``group_quantize`` makes it
 
     def _columnwise(self, offs: Tensor) -> tuple[Tensor, Tensor]:
         x, (rows, features), groups = self.source, self.source.shape, offs.shape[0]

@@ -73,7 +73,7 @@ def check(options: dict[str, Any]) -> None:
     expected = tgl.group_quantize(x, offs, **options)
     got = tgl.group_quantize(x.cuda(), offs.cuda(), **placed(options))
     for name, ours, theirs in zip(Components._fields, got, expected):
-        if not torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)):
+        if not torch.equal(ours.cpu().contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
             raise AssertionError(f"{options}: {name} differs from that of the CPU")
 
 

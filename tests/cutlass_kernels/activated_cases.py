@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, integers, stored
+from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import host, launch_activated, plans
 from tgl.cutlass_kernels.activation.spec import spec_of
@@ -94,4 +95,4 @@ def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
 
 
 def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    return same_bytes(x, y)

@@ -9,6 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
+from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import host, plans
 from tgl.cutlass_kernels.activation import calls
@@ -213,7 +214,7 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
         backends.run("grouped_activation_quantize", x.device, x, offs, probs, None, **call)
         assert len(machine.launches) == 1
     for field, a, b in zip(wanted._fields, out, wanted):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+        assert same_bytes(a, b), field
     assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
 
 
@@ -233,7 +234,7 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
         got = tgl.grouped_activation_quantize(x, offs, format="fp8_block", kind="srelu")
         assert len(machine.launches) == before + 2
     for ours, theirs in zip(got, expected):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert same_bytes(ours, theirs)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

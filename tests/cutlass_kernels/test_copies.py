@@ -9,6 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, integers
 from tests.cutlass_kernels.scaled_cases import exact
+from tests.memory import like, raw
 from tgl.cutlass_kernels import plans
 from tgl.testing.emulator import emulate
 
@@ -138,8 +139,8 @@ SCALED = {
 
 def moved(t):
     """The same bytes, at an address that is no multiple of 16."""
-    room = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-    room.view(torch.uint8).copy_(t.view(torch.uint8))
+    room = like(torch.empty(t.numel() + 1, dtype=t.dtype)[1:], t)
+    raw(room).copy_(raw(t))
     return room
 
 

@@ -1,7 +1,8 @@
 """Dequantising kernels on the emulator: the numbers of the CPU implementation to the bit, canaries intact."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, CANARY, E5M2, F16, F32, MANY, MARGIN, RAGGED, awkward, grouped
+from tests.memory import like, raw, same_bytes
 from tgl.cutlass_kernels import host
 from tgl.cutlass_kernels.quantize import calls as quantizers
 from tgl.cutlass_kernels.quantize import calls_dequantize as calls
@@ -38,6 +40,14 @@ class Operand:
         )
 
 
+def spoil_tail(data, scale, offs, rows):
+    """NaN, whatever the dtype, past the groups of what is stored by rows."""
+    for t in (data, scale):
+        if t.dim() == 2 and t.shape[0] == rows:
+            tail = t[offs[-1] if len(offs) else 0 :]
+            tail.fill_(math.nan) if t.dtype == torch.float32 else tail.view(torch.uint8).fill_(0xFF)
+
+
 def operand(x, offs, format, columnwise=False, dtype=None, **options):
     """Components of ``x``, with bad bytes in the tail where it is stored."""
     q = tgl.group_quantize(
@@ -45,9 +55,7 @@ def operand(x, offs, format, columnwise=False, dtype=None, **options):
     )
     data, scale, amax = q[3:6] if columnwise else q[:3]
     if offs is not None:
-        for t in (data, scale):
-            if t.dim() == 2 and t.shape[0] == x.shape[0]:
-                t.view(torch.uint8)[offs[-1] if len(offs) else 0 :] = 0xFF
+        spoil_tail(data, scale, offs, x.shape[0])
     options |= {"format": format, "columnwise": columnwise}
     return Operand(data, scale, offs, amax if format == "nvfp4" else None, None if offs is None else len(x), options)
 
@@ -160,9 +168,18 @@ def test_bad_offsets_stay_inside(name):
 
 
 def misaligned(t):
-    moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-    moved.view(torch.uint8).copy_(t.view(torch.uint8))
+    moved = like(torch.empty(t.numel() + 1, dtype=t.dtype)[1:], t)
+    raw(moved).copy_(raw(t))
     return moved
+
+
+def test_scales_of_rows_are_read_as_they_lie():
+    q = operand(*grouped((3, 0, 140), 9, 272, BF16), "fp8_block")
+    gaps = torch.stack([q.scale, q.scale], -1)[..., 1]
+    with emulator.emulate("sm_90a") as machine:
+        values, *others = (replace(q, scale=scale).values() for scale in (q.scale, q.scale.contiguous(), gaps))
+        assert len(machine.launches) == 3
+    assert all(same(values, other) for other in others)
 
 
 def test_the_op_runs_it_and_copies_what_is_misaligned():
@@ -199,8 +216,7 @@ REQUANTIZED = {
 def test_requantize_is_two_kernels_in_turn(options, monkeypatch):
     x, offs = grouped((3, 0, 140), 9, 40, BF16)
     q = tgl.group_quantize(x, offs, columnwise=False, **options)
-    if q.data.shape[0] == q.scale.shape[0]:
-        q.scale.view(torch.uint8)[offs[-1] :] = 0xFF
+    spoil_tail(q.data, q.scale, offs, x.shape[0])
     expected = tgl.group_requantize(q.data, q.scale, offs, **options)
     with emulator.emulate("sm_90a") as machine:
         assert "through float32" in str(tgl.warmup("group_requantize", q.data, q.scale, offs, **options))
@@ -210,7 +226,7 @@ def test_requantize_is_two_kernels_in_turn(options, monkeypatch):
         got = tgl.group_requantize(q.data, q.scale, offs, **options)
         assert len(machine.launches) == (3 if options["format"] == "fp8_tensor" else 2)
     for ours, theirs in zip(got, expected):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert same_bytes(ours, theirs)
 
 
 E4M3, FP4 = "float8_e4m3fn", "float4_e2m1"

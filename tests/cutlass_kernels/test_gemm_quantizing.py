@@ -10,6 +10,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels.quantizing_cases import E5M2, NAMES, Case, run
+from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import launch_quantizing, plans
 from tgl.ops.grouped_activation import Params
@@ -78,7 +79,7 @@ def two_ops(given, params, **quantizing):
 
 
 def same(x, y):
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    return same_bytes(x, y)
 
 
 @pytest.mark.parametrize("params", [Params(), ALTERNATING], ids=["halves", "alternating"])

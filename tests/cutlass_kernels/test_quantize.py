@@ -8,6 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels import sass
+from tests.memory import like, raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import host
 from tgl.cutlass_kernels.quantize import calls, lanes
@@ -41,7 +42,7 @@ def framed(components: Components) -> tuple[list[torch.Tensor], Components]:
     for t in components:
         buffer = torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8)
         buffers.append(buffer)
-        views.append(buffer[MARGIN:-MARGIN].view(t.dtype).view(t.shape))
+        views.append(like(buffer[MARGIN:-MARGIN].view(t.dtype), t))
     return buffers, Components(*views)
 
 
@@ -58,7 +59,7 @@ def check(x, offs, arch="sm_100a", seeds=(0,), **options):
             tgl.group_quantize(x, offs, **extra, **options, out=out)
             assert len(machine.launches) > before
             for name, ours, theirs in zip(Components._fields, out, expected):
-                differ = (ours.view(torch.uint8) != theirs.view(torch.uint8)).sum()
+                differ = (raw(ours) != raw(theirs)).sum()
                 assert differ == 0, f"{name}: {differ} bytes differ"
             for buffer in buffers:
                 assert (buffer[:MARGIN] == CANARY).all()
@@ -129,7 +130,7 @@ def test_row_scale():
         ours = tgl.group_quantize(x, offs, row_scale=factors, format="mxfp8")
         assert len(machine.launches) == 1
     for a, b in zip(ours, expected):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        assert same_bytes(a, b)
 
 
 def test_hopper_and_many_schedules():
@@ -175,7 +176,7 @@ def test_dbias_goes_along():
         ours = tgl.group_quantize(x, offs, format="mxfp8", dbias=True)
         assert len(machine.launches) == 3  # two of the sums
     assert torch.equal(ours.dbias, expected.dbias)
-    assert torch.equal(ours.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert same_bytes(ours.data, expected.data)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tgl
 import tgl.distributed
+from tests.memory import same_bytes
 
 T, G, K, N = 160, 3, 256, 512
 OFFS = torch.tensor([40, 40, 129], dtype=torch.int32)
@@ -127,7 +128,7 @@ def check_quantize(format: str) -> None:
                     if theirs.numel():
                         assert mine.placements[0].is_shard(), name
                         assert mine.shape == theirs.shape, name
-                        assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8)), name
+                        assert same_bytes(whole(mine), theirs), name
 
 
 def check_activation_quantize(format: str, direction: str, kind: str) -> None:
@@ -155,8 +156,8 @@ def check_activation_quantize(format: str, direction: str, kind: str) -> None:
             assert mine.placements == again.placements, name
             assert mine.placements[0].is_shard(), name
             assert mine.shape == again.shape == theirs.shape, name
-            assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8)), name
-            assert torch.equal(whole(again).view(torch.uint8), theirs.view(torch.uint8)), name
+            assert same_bytes(whole(mine), theirs), name
+            assert same_bytes(whole(again), theirs), name
 
 
 def check_activation_quantize_of_the_whole() -> None:
@@ -177,11 +178,11 @@ def check_activation_quantize_of_the_whole() -> None:
         h, made = tgl.grouped_gemm_scaled_activation_quantize(*operands, **options)
         for mine, theirs in zip((h, *made[:-1]), (expected[0], *expected[1][:-1])):
             assert mine.placements == (R,)
-            assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8))
+            assert same_bytes(whole(mine), theirs)
         again = tgl.grouped_activation_quantize(place(whole(h), S1), place(OFFS, R), **activation, format=format)
         for mine, theirs in zip(again[:-1], made[:-1]):
             assert mine.placements == (R,)
-            assert torch.equal(whole(mine).view(torch.uint8), whole(theirs).view(torch.uint8))
+            assert same_bytes(whole(mine), whole(theirs))
 
 
 def check_whole_tensor_scales_are_made_of_the_whole() -> None:
@@ -190,7 +191,7 @@ def check_whole_tensor_scales_are_made_of_the_whole() -> None:
     for format in ("fp8_tensor", "nvfp4"):
         actual = tgl.group_quantize(place(x, S1), place(OFFS, R), format=format)
         for mine, theirs in zip(actual, tgl.group_quantize(x, OFFS, format=format)):
-            assert torch.equal(whole(mine).view(torch.uint8), theirs.view(torch.uint8))
+            assert same_bytes(whole(mine), theirs)
 
 
 def check_what_does_not_divide() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tgl
+from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import host
 
@@ -106,10 +107,10 @@ def test_quantised_are_the_bytes_of_the_two_ops(sizes, options, dtype, layout, w
     ours = served("grouped_activation_quantize", x, offs, probs, **options, **quantising)
     y = tgl.grouped_activation(x, offs, probs, **options)
     for name, a, b in zip(ours._fields, ours, tgl.group_quantize(y, offs, **quantising)):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+        assert same_bytes(a, b), name
     cpu = tgl.group_quantize(y.cpu(), offs.cpu(), **quantising)
     for name, a, b in zip(ours._fields, ours, cpu):
-        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)), name
+        assert same_bytes(a.cpu(), b), name
 
 
 def test_one_graph_for_every_routing():
@@ -134,5 +135,5 @@ def test_one_graph_for_every_routing():
             result.view(torch.uint8).fill_(0x7F)
         graph.replay()
         for got, whole in zip(results, wanted):
-            assert torch.equal(got[:end].view(torch.uint8), whole[:end].view(torch.uint8)), end
+            assert same_bytes(got[:end], whole[:end]), end
             assert got[end:].view(torch.uint8).eq(0).all(), end

@@ -5,6 +5,7 @@ import torch
 
 import tgl
 from tests.gpu.test_sm90 import DEVICE, ROUTINGS, TAIL, ends, served
+from tests.memory import raw
 from tgl.meta.quantized import Components
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ def rows(sizes, columns, dtype=BF16):
 def differing(ours, theirs):
     """How many bytes of each component differ."""
     pairs = zip(Components._fields, ours, theirs)
-    counts = {name: (a.cpu().view(torch.uint8) != b.view(torch.uint8)).sum().item() for name, a, b in pairs}
+    counts = {name: (raw(a.cpu()) != raw(b)).sum().item() for name, a, b in pairs}
     return {name: count for name, count in counts.items() if count}
 
 

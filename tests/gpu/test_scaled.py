@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tgl
+from tests.memory import like, raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import launch_scaled, plans
 from tgl.cutlass_kernels.config import GemmConfig
@@ -125,8 +126,8 @@ def test_epilogues(format):
 
 
 def misaligned(t):
-    room = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape)
-    room.view(torch.uint8).copy_(t.view(torch.uint8))
+    room = like(torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:], t)
+    raw(room).copy_(raw(t))
     return room
 
 
@@ -206,7 +207,7 @@ def test_one_graph_for_every_routing(format):
         offs.copy_(new[0])
         for to, source in zip((x, dy, w), new[1:]):
             for t, s in zip(to, source):
-                t.view(torch.uint8).copy_(s.view(torch.uint8))
+                raw(t).copy_(raw(s))
         for result in results:
             result.fill_(float("nan"))
         graph.replay()
@@ -253,4 +254,4 @@ def test_a_product_with_its_activation_quantised_is_the_bytes_of_two_ops(format,
     wanted_h = tgl.grouped_gemm_scaled(*here[:8], **gemm.options)
     wanted = tgl.grouped_activation_quantize(wanted_h, offs, probs, interleaved=interleaved, **layout(format))
     for got, two in zip((h, *made), (wanted_h, *wanted)):
-        assert torch.equal(got.view(torch.uint8), two.view(torch.uint8))
+        assert same_bytes(got, two)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
 from tests import scaled_oracle
+from tests.memory import same_bytes
 from tgl.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -102,7 +103,7 @@ def decibels(got, want):
 
 
 def equal(got, want):
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
+    return all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

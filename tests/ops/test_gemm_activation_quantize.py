@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
+from tests.memory import same_bytes
 from tgl import backends
 from tgl.testing import ROUTINGS
 
@@ -51,7 +52,7 @@ def inputs(routing, form, kind, layout="compact", columnwise=False):
 
 def same(got, wanted):
     assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in wanted]
-    return [torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(got, wanted)]
+    return [same_bytes(x, y) for x, y in zip(got, wanted)]
 
 
 def apart(operands, bias, probs, options, quantizing, scale=None):

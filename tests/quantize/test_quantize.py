@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tgl
+from tests.memory import raw, same_bytes
 from tests.quantize.comparing import ELEMENTS, spread
 from tests.quantize.reference import blocked_offset
 from tgl.ops._quantize_cpu import _rows
@@ -19,14 +20,12 @@ CALLS = [(f, {}) for f in FORMATS] + [("mxfp8", {"scale_layout": "blocked", "dbi
 
 
 def same(one, other):
-    return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in zip(one, other)
-    )
+    return all(same_bytes(a, b) for a, b in zip(one, other))
 
 
 def garbage(components):
     for t in components:
-        t.view(torch.uint8).fill_(0x5B)
+        raw(t).fill_(0x5B)
     return components
 
 
@@ -54,6 +53,38 @@ def test_noop_writes_nothing(format, options, flag):
     assert same(out, before)
     tgl.group_quantize(x, OFFS, noop=torch.zeros_like(flag), format=format, **options, out=out)
     assert same(out, tgl.group_quantize(x, OFFS, format=format, **options))
+
+
+# --- float32 scales of rows -------------------------------------------------------------------------------------------
+
+
+def test_scales_of_rows_lie_by_columns():
+    made = tgl.group_quantize(spread(R.rows, 300), OFFS, format="fp8_block")
+    assert made.scale.shape == (R.rows, 3)
+    assert made.scale.stride() == (1, R.rows)
+
+
+@pytest.mark.parametrize("lying", [torch.Tensor.contiguous, lambda t: torch.stack([t, t], -1)[..., 1]])
+def test_scales_of_rows_are_read_as_they_lie(lying):
+    made = tgl.group_quantize(spread(R.rows, 300), OFFS, format="fp8_block")
+    weight = tgl.group_quantize(spread(len(OFFS), 40, 300), None, format="fp8_block", block_2d=True)
+    for call in (
+        lambda scale: tgl.group_dequantize(made.data, scale, OFFS, format="fp8_block"),
+        lambda scale: tgl.group_requantize(made.data, scale, OFFS, format="fp8_block")[0],
+        lambda scale: tgl.grouped_gemm_scaled(made.data, scale, weight.data, weight.scale, OFFS, format="fp8_block"),
+    ):
+        assert same_bytes(call(lying(made.scale)), call(made.scale))
+
+
+def test_scales_of_rows_are_written_by_columns_alone():
+    x = spread(R.rows, 300)
+    out = tgl.group_quantize(x, OFFS, format="fp8_block")
+    out = garbage(out._replace(scale=out.scale.contiguous()))
+    before = [t.clone() for t in out]
+    message = rf"`out_scale` must be of strides \(1, {R.rows}\), as `scale` comes out, but got strides \(3, 1\)"
+    with pytest.raises(ValueError, match=message):
+        tgl.group_quantize(x, OFFS, format="fp8_block", out=out)
+    assert same(out, before)
 
 
 # --- row_scale and dbias ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import torch
 
 import tgl
+from tests.memory import same_bytes
 from tgl.tensor import GroupedTensor
 
 CASES = {
@@ -44,11 +45,7 @@ def assert_same_bytes(actual, expected) -> None:
             assert_same_bytes(getattr(actual, name), part)
         return
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(_bytes(actual), _bytes(expected))
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().reshape(-1).view(torch.uint8)
+    assert same_bytes(actual, expected)
 
 
 def shares_memory(view: torch.Tensor, whole: torch.Tensor) -> bool:

@@ -271,7 +271,8 @@ def build(key: ScaledPlanKey) -> Callable:
     form, spec = FORMATS[key.format], key.spec
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
     if form.block:
-        scales = [matrix("float32", dims, pitch=4) for dims in (2, b_dims)]
+        rows = strided("float32", 2) if key.kind == VARLEN_M else matrix("float32", pitch=4)
+        scales = [rows, matrix("float32", b_dims, pitch=4)]
     elif form.vector:
         scales = [matrix("uint8", dims) for dims in (1, b_dims - 1)]
     else:

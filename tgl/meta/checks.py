@@ -78,6 +78,14 @@ def contiguous(op: str, argument: str, t: Tensor) -> None:
         require(False, op, argument, "contiguous", f"strides {t.stride()}")
 
 
+def strides(op: str, argument: str, t: Tensor, expected: tuple, why: str) -> None:
+    """``t`` has the strides ``expected`` wherever they mean something; left to the real call as in ``contiguous``."""
+    if any(isinstance(s, SymInt) for s in (*t.shape, *t.stride())) or not t.numel():
+        return
+    if any(size > 1 and have != want for size, have, want in zip(t.shape, t.stride(), expected)):
+        require(False, op, argument, f"of strides {tuple(expected)}, {why}", f"strides {t.stride()}")
+
+
 def floating(op: str, argument: str, t: Tensor) -> None:
     """``t`` is one of the floating dtypes that the dense ops compute in."""
     if t.dtype not in FLOATS:

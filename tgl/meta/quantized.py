@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,13 +158,14 @@ def component_specs(
     make = _grouped_shapes if grouped else _matrix_shapes
     data, scale, columnwise_data, columnwise_scale = make(options, shape, groups)
 
-    def spec(present: bool, size: tuple[Dim, ...], dtype: torch.dtype) -> TensorSpec:
-        return TensorSpec(size if present else (0,), dtype, device)
+    def spec(present: bool, size: tuple[Dim, ...], dtype: torch.dtype, stride: Any = None) -> TensorSpec:
+        return TensorSpec(size, dtype, device, stride) if present else TensorSpec((0,), dtype, device)
 
     rowwise, columnwise = options.rowwise, options.columnwise
+    stride = (1, shape[0]) if scales_by_columns(f.name, grouped=grouped) else None
     return ComponentSpecs(
         data=spec(rowwise, data, options.dtype),
-        scale=spec(rowwise, scale, f.scale_dtype),
+        scale=spec(rowwise, scale, f.scale_dtype, stride),
         amax=spec(rowwise and f.has_amax, (groups,), torch.float32),
         columnwise_data=spec(columnwise, columnwise_data, options.dtype),
         columnwise_scale=spec(columnwise, columnwise_scale, f.scale_dtype),
@@ -207,6 +208,14 @@ def _matrix_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Sh
         return data, (groups, down, across), columnwise_data, (groups, across, down)
     columnwise_scale = (groups, k, down) if _scales_transposed(f) else (groups, down, k)
     return data, (groups, n, across), columnwise_data, columnwise_scale
+
+
+def scales_by_columns(format: str, *, grouped: bool) -> bool:
+    """Whether rowwise scales lie by columns, ``[T, blocks]`` of strides ``(1, T)``: float32 ones of rows in groups.
+
+    A tile of 128 rows then has them in 512 bytes side by side; by rows they are four bytes in 128 places.
+    """
+    return grouped and format == "fp8_block"
 
 
 def _scales_transposed(f: Format) -> bool:
@@ -288,17 +297,20 @@ def group_quantize_out(
         checks.same_device(_OP, "noop", noop, "x", x.device)
     for name, spec, buffer in zip(OUT_NAMES, specs, out):
         _component(_OP, name, buffer, spec, f"{options.scale_layout} {options.format}", "x")
+        if spec.stride is not None:
+            checks.strides(_OP, name, buffer, spec.stride, "as `scale` comes out")
 
 
 def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
-    """``t`` is as ``spec`` says; ``what`` names layout and format."""
+    """``t`` is as ``spec`` says, or anyhow laid out if that is not contiguous; ``what`` names layout and format."""
     sizes = [have == want for have, want in zip(t.shape, spec.shape)] if t.dim() == len(spec.shape) else [False]
     for same in sizes:
         if same is not True:
             checks.require(same, op, argument, lambda: f"{tuple(spec.shape)}, the shape of {what}", t.shape)
     checks.either_dtype(op, argument, t, spec.dtype)
     checks.same_device(op, argument, t, reference, spec.device)
-    checks.contiguous(op, argument, t)
+    if spec.stride is None:
+        checks.contiguous(op, argument, t)
 
 
 OUT_NAMES = tuple(f"out_{name}" if name in ("scale", "dbias") else name for name in Components._fields)

@@ -143,7 +143,11 @@ def scales(
 
     compact = component("compact")
     found = Scales(layout, f, columnwise, block_2d, tuple(shape), groups, compact, compact)
-    other = component("blocked") if layout == "blocked" else compact._replace(shape=_shape(found, offs is not None))
+    other = (
+        component("blocked")
+        if layout == "blocked"
+        else compact._replace(shape=_shape(found, offs is not None), stride=None)
+    )
     found = found._replace(other=other)
     expected = compact if given == "compact" else other
     checks.either_dtype(op, "scale", scale, f.scale_dtype)

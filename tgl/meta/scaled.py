@@ -21,6 +21,7 @@ from .quantized import (
     known_data,
     known_format,
     known_layout,
+    scales_by_columns,
 )
 from .specs import ACTIVATIONS, GATED, Dim, TensorSpec, accumulator, grouped_activation, packed_slots
 
@@ -44,13 +45,24 @@ def _data(op: str, argument: str, t: Tensor, form: Format, dims: int, letters: s
 
 
 def _scale(
-    op: str, argument: str, t: Tensor, form: Format, expected: tuple, letters: str, device: torch.device, reference: str
+    op: str,
+    argument: str,
+    t: Tensor,
+    form: Format,
+    expected: tuple,
+    letters: str,
+    device: torch.device,
+    reference: str,
+    *,
+    anyhow: bool = False,
 ) -> None:
+    """``t`` has that shape, and is contiguous unless it may be laid out ``anyhow``."""
     if t.dtype != form.scale_dtype:
         checks.require(False, op, argument, f"{form.scale_dtype} for {form.name}", t.dtype, TypeError)
     checks.shape(op, argument, t, expected, letters)
     checks.same_device(op, argument, t, reference, device)
-    checks.contiguous(op, argument, t)
+    if not anyhow:
+        checks.contiguous(op, argument, t)
 
 
 def _amax(op: str, argument: str, t: Tensor | None, form: Format, groups: Dim, device: torch.device) -> None:
@@ -156,7 +168,8 @@ def grouped_gemm_scaled(
     checks.offsets(op, offs, groups, "a", a.device)
     block = form.block
     letters = _letters(form, f"[T, ceil(K/{block})]", "each group from a multiple of 128 rows", scale_layout)
-    _scale(op, "a_scale", a_scale, form, _rows_scale(form, scale_layout, rows, depth, groups), letters, a.device, "a")
+    expected, anyhow = _rows_scale(form, scale_layout, rows, depth, groups), scales_by_columns(format, grouped=True)
+    _scale(op, "a_scale", a_scale, form, expected, letters, a.device, "a", anyhow=anyhow)
     if form.name == "fp8_block":
         letters = "[G, ceil(N/128), ceil(K/128)]"
     else:

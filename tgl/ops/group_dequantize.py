@@ -106,7 +106,7 @@ def group_dequantize(
 
     Args:
         data: ``data`` or ``columnwise_data``.
-        scale: the scales beside it.
+        scale: the scales beside it; rowwise ones of fp8_block rows in any layout.
         offs: int32 ``[G]``, cumulative group ends; None for matrices ``[G, N, K]``.
         amax: the amax beside it; for nvfp4 only.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.

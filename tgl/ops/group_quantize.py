@@ -238,7 +238,9 @@ def group_quantize(
     on its own: the shapes are those of N rows without padding, with G in front. ``scale_layout="blocked"`` (mxfp8,
     nvfp4) lays one-byte scales out for tensor cores, as a vector (matrices: one each) of tiles of 128 rows x 4 scales,
     512 bytes each; rowwise scales of row t are in row p, its place among ``Tp(128)``, columnwise ones of column k in
-    row k. What the format or the call does not have is an empty tensor of shape ``[0]``.
+    row k. Rowwise fp8_block scales of rows lie by columns, strides ``(1, T)``, as ``torch._scaled_mm`` wants those of
+    blocks of 1 x 128; everything else is contiguous. What the format or the call does not have is an empty tensor of
+    shape ``[0]``.
 
     No derivative: ``tgl.quantize`` makes a GroupedTensor through which gradients pass straight.
 
@@ -263,7 +265,8 @@ def group_quantize(
         rht: transform columnwise nvfp4 data.
         dbias: also return float32 sums over the rows of each group, of what is quantised.
         out: components to write into, tails and padding included (they belong to the quantised operand): those of the
-            same call without ``out``, contiguous, 16-byte aligned, sharing no memory with each other or an argument.
+            same call without ``out``, with its strides, 16-byte aligned, sharing no memory with each other or an
+            argument.
 
     Returns:
         ``Components``; ``out`` itself if given.

@@ -158,7 +158,8 @@ def grouped_gemm_scaled(
     Args:
         a: ``[T, K]`` float8_e4m3fn or float8_e5m2, or for NVFP4 ``[T, K/2]`` uint8.
         a_scale: its scales: MXFP8 ``[T, ceil(K/32)]`` and NVFP4 ``[T, ceil(K/16)]`` uint8, or blocked; FP8 tensor-wise
-            ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32.
+            ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32, in any layout (fastest by columns, as
+            ``group_quantize`` makes them).
         b: with ``b_direction="rowwise"`` the data ``[G, N, K]`` of a weight (NVFP4 ``[G, N, K/2]``); ``"columnwise"``
             its columnwise data, for a product over what were the weight's rows: here ``K`` is the weight's first
             dimension and ``N`` its second. ``[G, N, K]`` again (transposed data) but for MXFP8: ``[G, K, N]``. The

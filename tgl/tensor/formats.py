@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..meta import checks
 from ..meta.checks import OUT_ALIGNMENT
-from ..meta.quantized import SOURCES, Options, component_specs
+from ..meta.quantized import SOURCES, Options, component_specs, scales_by_columns
 from ..meta.specs import Dim, TensorSpec
 from ..ops.group_dequantize import group_dequantize
 from ..ops.group_quantize import group_quantize
@@ -111,9 +111,10 @@ class QuantizedGroupedTensor(GroupedTensor):
         checks.require(present, "dequantize", "columnwise", f"{not columnwise}: no {direction} components", columnwise)
         data, scale, amax = c[3:6] if columnwise else c[:3]
         transposed = columnwise and o.description.transposed_columnwise
+        anyhow = not columnwise and scales_by_columns(o.format, grouped=self.offs is not None)
         values = group_dequantize(
             data.contiguous(),
-            scale.contiguous(),
+            scale if anyhow else scale.contiguous(),
             self.offs,
             amax if o.format == "nvfp4" else None,
             format=o.format,
@@ -128,7 +129,8 @@ class QuantizedGroupedTensor(GroupedTensor):
 
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         for name, part in self.parts().items():
-            if not part.is_contiguous():
+            anyhow = name == "rowwise_scale" and scales_by_columns(self.format, grouped=offs is not None)
+            if not part.is_contiguous() and not anyhow:
                 must = "made of contiguous components (what split() gives of rows can only be read)"
                 checks.require(False, "quantize_", "self", must, f"{name} with strides {part.stride()}")
         x = x[None] if self._one else x

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..meta import placement
 from ..meta.formats import E4M3, E5M2, FORMATS, Format
-from ..meta.quantized import ROW_UNIT
+from ..meta.quantized import ROW_UNIT, scales_by_columns
 from ..meta.specs import Dim
 from .samples import NAN, ROUTINGS, GroupSizes, SampleInput, Signature, lay_out
 
@@ -193,6 +193,8 @@ class QuantizedSample(SampleInput):
         scale, amax = self._group_factors(name)
         if scale is None:
             scale = self._powers(name, (rows, placement.ceil_div(width, form.block)))
+            if scales_by_columns(form.name, grouped=True):
+                scale = scale.t().contiguous().t()
         self._spoil(data, scale if form.block else None, tail)
         if self.options["scale_layout"] == "blocked":
             offs = self.routing.ends()

@@ -114,7 +114,7 @@ def build(arch: str, spec: DequantizeSpec) -> Callable:
     """Compile the kernel for ``spec``. Needs no GPU."""
     import cutlass
 
-    from ..compiling import compiled, matrix, vector
+    from ..compiling import compiled, matrix, strided, vector
     from .decode import FP4
     from .dequantize import DequantizeRows
     from .dequantize_transposed import DequantizeTransposed
@@ -123,7 +123,7 @@ def build(arch: str, spec: DequantizeSpec) -> Callable:
         if spec.format == "fp8_tensor":
             return vector("float32")
         if spec.format == "fp8_block":
-            return matrix("float32", pitch=4)
+            return strided("float32", 2) if spec.grouped and not spec.columnwise else matrix("float32", pitch=4)
         if spec.blocked:
             return vector("uint8", host.ALIGNMENT)
         return matrix("uint8", pitch=spec.vector if spec.columnwise and not spec.run else 1)

@@ -120,16 +120,16 @@ def build(arch: str, spec: FP8Spec) -> Callable:
     from .fp8 import QuantizeFP8
     from .fp8_groups import QuantizeFP8Groups
 
-    def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
+    def side(present: bool, pitch: int, *, by_columns: bool = False) -> tuple[Any, Any, Any]:
         if not present:
             return None, None, None
         if spec.blocks is None:
             return matrix(spec.element, pitch=pitch), vector("float32"), vector("int32")
-        return matrix(spec.element, pitch=pitch), matrix("float32", pitch=4), None
+        return matrix(spec.element, pitch=pitch), matrix("float32", unit=0 if by_columns else -1, pitch=4), None
 
     source, offs = matrix(spec.source), vector("int32") if spec.grouped else None
     factors = (strided(spec.row_scale), strided(spec.noop))
-    sides = (*side(spec.rowwise, 8), *side(spec.columnwise, 16))
+    sides = (*side(spec.rowwise, 8, by_columns=spec.blocks == "1d" and spec.grouped), *side(spec.columnwise, 16))
     rows = cutlass.Int32(1)
     if spec.blocks is None and not spec.given:
         shared, count = vector("int32"), cutlass.Int32(1)

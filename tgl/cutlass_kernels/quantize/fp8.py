@@ -306,13 +306,16 @@ class QuantizeFP8(BandValues):
         for i in cutlass.range_constexpr(2):
             for bit in (2, 1):
                 met[i] = cutlass.max(met[i], cute.arch.shuffle_sync_bfly(met[i], bit))
+        stored = Float32(0.0)
         for i in cutlass.range_constexpr(2):
             made, inverse = block_scale(met[i], self.spec)
-            mine = row + 2 * (lane // 4 % 4) + i
-            if lane % 4 == 0 and mine < tile.count:
-                scale[tile.first + mine, k] = inverse
+            if lane % 4 == i:
+                stored = inverse
             for maker in cutlass.range_constexpr(4):
                 row_factors[2 * maker + i] = cute.arch.shuffle_sync(made, lane // 16 * 16 + 4 * maker)
+        mine = row + 2 * (lane // 4 % 4) + lane % 4
+        if lane % 4 < 2 and mine < tile.count:
+            scale[tile.first + mine, k] = stored
 
     @cute.jit
     def share_columns(self, pairs, maxima, thread):
