@@ -150,6 +150,16 @@ def test_what_no_tensor_map_describes_is_copied(format):
     Wgrad(format, ROUTINGS["edges"], rows=328, columns=262).check()
 
 
+@pytest.mark.skipif("fp8_block" not in HERE, reason="needs a device with GEMMs on blocks of 128")
+def test_torch_takes_blocks_as_they_are():
+    torch.manual_seed(0)
+    gemm = Gemm("fp8_block", (384,), depth=512, columns=640)
+    a, a_scale, b, b_scale, offs, *_ = (None if t is None else t.to(DEVICE) for t in gemm.operands)
+    a, a_scale = a[:384], a_scale[:384].t().contiguous().t()  # without the tail, which torch would multiply
+    y = torch._scaled_mm(a, b[0].t(), scale_a=a_scale, scale_b=b_scale[0].t(), out_dtype=BF16)
+    assert torch.equal(y, tgl.grouped_gemm_scaled(a, a_scale, b, b_scale, offs, format="fp8_block"))
+
+
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("format", HERE)
 def test_wgrad(sizes, format):
