@@ -4,8 +4,9 @@
 
 Arms: ``tgl``; ``eager`` and ``compiled``, SwiGLU written with torch operators, as it is and through torch.compile, on
 the same tensors without groups or tail; ``copy``, torch's kernel for a change of sign, of as many bytes as the op must
-move. The quantised form has ``apart`` (tgl's activation, then tgl's quantisation) for its rivals. Every arm is a
-captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are compared.
+move. Quantised forms (``fp8_tensor`` by given scales) have ``apart`` (tgl's activation, then tgl's quantisation) for
+their rivals. Every arm is a captured graph, 256 MB are written before each replay, arms take turns in rotating order,
+and medians are compared.
 
 Nothing is timed before tgl's result agrees with float64. Results: a table of ratios of times (above 1: tgl is faster;
 for ``copy`` the fraction of its bandwidth that tgl reaches), and ``--out FILE`` as JSON.
@@ -30,7 +31,12 @@ DTYPE = torch.bfloat16
 GROUPS = 16
 SHAPES = {"mixtral": (16384, 14336), "qwen3": (65536, 768), "deepseek": (65536, 2048), "small": (4096, 2048)}
 QUICK = ("qwen3", "deepseek", "small")
-OPS = ("forward", "forward interleaved", "backward", "backward probs", "mxfp8")
+QUANTIZED: dict[str, dict[str, str]] = {
+    "mxfp8": {"format": "mxfp8", "scale_layout": "blocked"},
+    "fp8_block": {"format": "fp8_block"},
+    "fp8_tensor": {"format": "fp8_tensor"},
+}
+OPS = ("forward", "forward interleaved", "backward", "backward probs", *QUANTIZED)
 ARMS = ("copy", "eager", "compiled", "apart")
 
 
@@ -58,8 +64,9 @@ class Problem:
         self.probs = torch.rand(rows, device="cuda") if op.endswith("probs") else None
         weights = torch.arange(GROUPS, dtype=torch.float64).add(1).cumsum(0)
         self.offs = (weights / weights[-1] * rows).to("cuda", torch.int32)
-        if op == "mxfp8":
-            self.bytes = self.x.nbytes + 2 * rows * columns * (32 + 1) // 32
+        self.scale = torch.full((GROUPS,), 16.0, device="cuda") if op == "fp8_tensor" else None
+        if op in QUANTIZED:
+            self.bytes = self.x.nbytes + sum(t.nbytes for t in self.tgl())  # type: ignore[attr-defined]
         elif op.startswith("backward"):
             self.bytes = 2 * self.x.nbytes + self.dy.nbytes
         else:
@@ -68,8 +75,8 @@ class Problem:
         self.target = torch.empty_like(self.source)
 
     def tgl(self) -> object:
-        if self.op == "mxfp8":
-            return tgl.grouped_activation_quantize(self.x, self.offs, format="mxfp8", scale_layout="blocked")
+        if self.op in QUANTIZED:
+            return tgl.grouped_activation_quantize(self.x, self.offs, None, self.scale, **QUANTIZED[self.op])
         if self.op.startswith("backward"):
             return torch.ops.tgl.grouped_activation_backward(self.dy, self.x, self.offs, self.probs)
         return tgl.grouped_activation(self.x, self.offs, interleaved=self.op.endswith("interleaved"))
@@ -85,17 +92,19 @@ class Problem:
         elif self.op == "backward":
             arms["eager"] = lambda: swiglu_backward(self.dy, self.x)
             arms["compiled"] = lambda: compiled_backward(self.dy, self.x)
-        elif self.op == "mxfp8":
-            arms["apart"] = lambda: tgl.group_quantize(
-                tgl.grouped_activation(self.x, self.offs), self.offs, format="mxfp8", scale_layout="blocked"
-            )
+        elif self.op in QUANTIZED:
+            arms["apart"] = self.apart
         return arms
+
+    def apart(self) -> object:
+        y = tgl.grouped_activation(self.x, self.offs)
+        return tgl.group_quantize(y, self.offs, self.scale, **QUANTIZED[self.op])
 
     def wrong(self, got: object) -> str | None:
         """What is wrong with tgl's result on the first rows, or None."""
-        if self.op == "mxfp8":
-            pairs = zip(got, self.arms()["apart"]())  # type: ignore[call-overload]
-            same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        if self.op in QUANTIZED:
+            pairs = zip(got, self.apart())  # type: ignore[call-overload]
+            same = all(torch.equal(a.float(), b.float()) for a, b in pairs)
             return None if same else "not the bytes of the two ops"
         x = self.x[:256].double()
         if self.op.endswith("interleaved"):

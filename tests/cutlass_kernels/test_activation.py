@@ -190,28 +190,38 @@ def test_what_it_does_not_take_is_said():
         assert "multiple of 8" in str(tgl.explain("grouped_activation_quantize", narrow, offs, format="mxfp8"))
 
 
+BLOCKED, COMPACT = {"format": "mxfp8", "scale_layout": "blocked"}, {"format": "mxfp8"}
+
+
 @pytest.mark.parametrize(
-    ("arch", "name", "dtype", "probs", "layout"),
+    ("arch", "name", "dtype", "probs", "options"),
     [
-        ("sm_90a", "swiglu", BF16, F32, "blocked"),
-        ("sm_90a", "swiglu interleaved", F16, None, "compact"),
-        ("sm_100a", "clamped", F32, F32, "blocked"),
-        ("sm_100a", "clamped interleaved", BF16, BF16, "compact"),
-        ("sm_90a", "srelu", BF16, F32, "blocked"),
+        ("sm_90a", "swiglu", BF16, F32, BLOCKED),
+        ("sm_90a", "swiglu interleaved", F16, None, COMPACT),
+        ("sm_100a", "clamped", F32, F32, BLOCKED),
+        ("sm_100a", "clamped interleaved", BF16, BF16, COMPACT),
+        ("sm_90a", "srelu", BF16, F32, BLOCKED),
+        ("sm_90a", "swiglu", BF16, F32, {"format": "fp8_block"}),
+        ("sm_90a", "swiglu", BF16, None, {"format": "fp8_block", "columnwise": False}),
+        ("sm_100a", "clamped interleaved", F16, F16, {"format": "fp8_block", "power_of_two": False}),
+        ("sm_90a", "srelu", F32, None, {"format": "fp8_block", "rowwise": False, "dtype": torch.float8_e5m2}),
+        ("sm_90a", "swiglu", BF16, F32, {"format": "fp8_tensor"}),
+        ("sm_100a", "swiglu interleaved", BF16, None, {"format": "fp8_tensor", "rowwise": False}),
     ],
+    ids=str,
 )
-def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
+def test_quantised_in_the_same_pass(arch, name, dtype, probs, options):
     """The bytes of the activation kernel's rows quantised on the CPU, in one launch, in the middle of canaries."""
     params = KINDS[name]
     _, x, offs, probs = inputs(params, (5, 0, 130, 1), 40, 136, dtype, probs)
-    options = {"format": "mxfp8", "scale_layout": layout}
+    scale = torch.tensor([1.0, 2.0, 0.25, 700.0]) if options["format"] == "fp8_tensor" else None
     with emulator.emulate(arch):
         y = tgl.grouped_activation(x, offs, probs, **params._asdict())
-    wanted = tgl.group_quantize(y, offs, **options)
+    wanted = tgl.group_quantize(y, offs, scale, **options)
     buffers, out = framed(wanted)
     call = {"params": params, "options": Options(**options).resolved("group_quantize"), "out": out}
     with emulator.emulate(arch, seed=1) as machine:
-        backends.run("grouped_activation_quantize", x.device, x, offs, probs, None, **call)
+        backends.run("grouped_activation_quantize", x.device, x, offs, probs, scale, **call)
         assert len(machine.launches) == 1
     for field, a, b in zip(wanted._fields, out, wanted):
         assert same_bytes(a, b), field
@@ -219,20 +229,22 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, layout):
 
 
 def test_warming_up_two_ops_compiles_both(monkeypatch):
-    """Of a format that no kernel makes in the same pass."""
+    """Of a format that no kernel makes in the same pass: its scales follow from the largest of a group."""
     x, offs = torch.randn(40, 48).bfloat16(), torch.tensor([3, 3, 36], dtype=torch.int32)
-    expected = tgl.grouped_activation_quantize(x, offs, format="fp8_block", kind="srelu")
+    options = {"format": "fp8_tensor", "kind": "srelu"}
+    expected = tgl.grouped_activation_quantize(x, offs, **options)
     monkeypatch.setattr(quantizers, "_plans", {})
     monkeypatch.setattr(calls, "_plans", {})
     monkeypatch.setattr(plans, "by_shape", {})
     with emulator.emulate("sm_90a") as machine:
-        explanation = tgl.warmup("grouped_activation_quantize", x, offs, format="fp8_block", kind="srelu")
+        explanation = tgl.warmup("grouped_activation_quantize", x, offs, **options)
         assert explanation.chosen.name == "activation, then quantise"
+        assert "does not take fp8_tensor without `scale`" in str(explanation)
         monkeypatch.setattr(calls, "build", None)
         monkeypatch.setattr(calls_fp8, "build", None)
         before = len(machine.launches)
-        got = tgl.grouped_activation_quantize(x, offs, format="fp8_block", kind="srelu")
-        assert len(machine.launches) == before + 2
+        got = tgl.grouped_activation_quantize(x, offs, **options)
+        assert len(machine.launches) == before + 3
     for ours, theirs in zip(got, expected):
         assert same_bytes(ours, theirs)
 
@@ -247,8 +259,10 @@ def test_machine_code(monkeypatch, arch, params):
     monkeypatch.setattr(host, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
     with emulator.emulate(arch):
         run(dy, x, offs, probs, params)
-        tgl.grouped_activation_quantize(x, offs, probs, format="mxfp8", scale_layout="blocked", **params._asdict())
-    assert len(compiled) == 3
+        for options in ({"format": "mxfp8", "scale_layout": "blocked"}, {"format": "fp8_block"}):
+            tgl.grouped_activation_quantize(x, offs, probs, **options, **params._asdict())
+        tgl.grouped_activation_quantize(x, offs, probs, torch.ones(1), format="fp8_tensor", **params._asdict())
+    assert len(compiled) == 5
     for kernel in compiled:
         report = sass.inspect(kernel.artifacts.CUBIN)
         assert report.spills == report.frame == 0

@@ -99,16 +99,26 @@ def test_as_on_the_cpu(sizes, options, dtype, columns, with_probs):
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
-    ("dtype", "layout", "with_probs"), [(BF16, "blocked", True), (BF16, "compact", False), (F32, "blocked", True)]
+    ("dtype", "quantising", "with_probs"),
+    [
+        (BF16, {"format": "mxfp8", "scale_layout": "blocked"}, True),
+        (BF16, {"format": "mxfp8"}, False),
+        (F32, {"format": "mxfp8", "scale_layout": "blocked"}, True),
+        (BF16, {"format": "fp8_block"}, True),
+        (F32, {"format": "fp8_block", "power_of_two": False}, False),
+        (BF16, {"format": "fp8_block", "columnwise": False}, False),
+        (BF16, {"format": "fp8_tensor"}, True),
+    ],
+    ids=str,
 )
-def test_quantised_are_the_bytes_of_the_two_ops(sizes, options, dtype, layout, with_probs):
+def test_quantised_are_the_bytes_of_the_two_ops(sizes, options, dtype, quantising, with_probs):
     _, x, offs, probs = inputs(options["kind"], sizes, 776, dtype, with_probs)
-    quantising = {"format": "mxfp8", "scale_layout": layout}
-    ours = served("grouped_activation_quantize", x, offs, probs, **options, **quantising)
+    scale = torch.full((len(sizes),), 2.0, device=DEVICE) if quantising["format"] == "fp8_tensor" else None
+    ours = served("grouped_activation_quantize", x, offs, probs, scale, **options, **quantising)
     y = tgl.grouped_activation(x, offs, probs, **options)
-    for name, a, b in zip(ours._fields, ours, tgl.group_quantize(y, offs, **quantising)):
+    for name, a, b in zip(ours._fields, ours, tgl.group_quantize(y, offs, scale, **quantising)):
         assert same_bytes(a, b), name
-    cpu = tgl.group_quantize(y.cpu(), offs.cpu(), **quantising)
+    cpu = tgl.group_quantize(y.cpu(), offs.cpu(), None if scale is None else scale.cpu(), **quantising)
     for name, a, b in zip(ours._fields, ours, cpu):
         assert same_bytes(a.cpu(), b), name
 

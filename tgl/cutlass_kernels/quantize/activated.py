@@ -1,39 +1,43 @@
-"""MXFP8 quantisation of an activation that is computed on the way and never written."""
+"""Quantisation of an activation that is computed on the way and never written."""
 
 import cutlass
 from cutlass import Float32, cute
 
 from ..activation.kernel import activated, load_halves
-from .lanes import STEPS, VECTOR
+from ..activation.spec import ActivationSpec
+from .fp8 import QuantizeFP8
+from .lanes import STEPS, VECTOR, LaneValues
 from .mxfp8 import QuantizeMXFP8
-from .spec import MXFP8Spec
+from .spec import FP8Spec, MXFP8Spec
 
 
-class ActivateQuantizeMXFP8(QuantizeMXFP8):
-    """As ``QuantizeMXFP8``, of ``p A(g) L(u)`` rounded to the dtype of x.
+class Activated(LaneValues):
+    """Quantises ``p A(g) L(u)``, rounded to the dtype of x, where the kernel it stands before quantises x.
 
     ``row_scale`` are the rows' probabilities. Inside, ``x`` is ``[T, I]``: the first I columns of the halves.
     """
 
-    def __init__(self, spec: MXFP8Spec):
-        super().__init__(spec)
-        assert spec.activation is not None
-        self.activation = spec.activation
-        self.blocks_per_sm = 3 if self.packed else 2
+    blocks_per_sm: int
+    quantizer: type  # that kernel; not ``super``, which means another class to the DSL than to Python
+
+    def activate(self, activation: ActivationSpec | None, probs: str | None):
+        """Set it up for an activation, and a dtype of probabilities or None."""
+        assert activation is not None
+        self.activation = activation
+        self.blocks_per_sm = min(self.blocks_per_sm, 3 if self.packed else 2)
         # Rows of a lane whose inputs are in flight: as many as the registers hold.
-        narrow = self.packed and not self.activation.interleaved and spec.row_scale is None
-        self.at_once = 2 if narrow else 1
+        self.at_once = 2 if self.packed and not activation.interleaved and probs is None else 1
 
     @cute.jit
     def __call__(self, x: cute.Tensor, *arguments):
-        """Launch; ``x`` is ``[T, 2 I]``, or ``[T, I]`` if not gated, the rest as for ``QuantizeMXFP8``."""
+        """Launch; ``x`` is ``[T, 2 I]``, or ``[T, I]`` if not gated, the rest as without the activation."""
         if cutlass.const_expr(self.activation.gated):
             x = cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], x.shape[1] // 2), stride=x.stride))
-        super().__call__(x, *arguments)
+        self.quantizer.__call__(self, x, *arguments)
 
     @cute.jit
     def read_tile(self, x, row_scale, values, tile, k, thread):
-        """The activation of a warp's 32 x 64 of a tile; rows and columns that do not exist read others again."""
+        """The activation of a warp's part of a tile; rows and columns that do not exist read others again."""
         if tile.count > 0 and not tile.tail:
             top, column = self.corner(k, thread)
             column = cutlass.min(column, x.shape[1] - VECTOR)
@@ -59,3 +63,23 @@ class ActivateQuantizeMXFP8(QuantizeMXFP8):
                 factor = probs[tile.first + cutlass.min(top + self.step * i, tile.count - 1)].to(Float32)
             rounded = activated(spec, halves[None, None, i], factor).load().to(self.source)
             values[None, STEPS - self.at_once + i].store(rounded)
+
+
+class ActivateQuantizeMXFP8(Activated, QuantizeMXFP8):
+    """For one ``MXFP8Spec`` with an activation."""
+
+    quantizer = QuantizeMXFP8
+
+    def __init__(self, spec: MXFP8Spec):
+        super().__init__(spec)
+        self.activate(spec.activation, spec.row_scale)
+
+
+class ActivateQuantizeFP8(Activated, QuantizeFP8):
+    """For one ``FP8Spec`` with an activation."""
+
+    quantizer = QuantizeFP8
+
+    def __init__(self, spec: FP8Spec):
+        super().__init__(spec)
+        self.activate(spec.activation, spec.row_scale)

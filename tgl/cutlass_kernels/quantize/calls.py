@@ -110,7 +110,7 @@ def prepare_group_quantize(
     if options.format == "nvfp4":
         calls_nvfp4.prepare(x, offs, row_scale, rng, noop, options)
     elif options.format != "mxfp8":
-        calls_fp8.prepare(x, offs, scale, row_scale, noop, options)
+        calls_fp8.plan_for(x, offs, scale, row_scale, noop, options)
     else:
         _plan(x, offs, row_scale, noop, options)
 
@@ -127,8 +127,9 @@ def grouped_activation_quantize_supports(
 ) -> str | None:
     """Why ``grouped_activation_quantize`` below cannot serve a call, or None."""
     spec = spec_of(params)
-    if options.format != "mxfp8":
-        return f"takes mxfp8, got {options.format}"
+    if options.format == "nvfp4" or (options.format == "fp8_tensor" and scale is None):
+        name = options.format + " without `scale`" * (options.format == "fp8_tensor")
+        return f"does not take {name}, whose scales follow from the largest magnitude of a whole group"
     if spec.gated and x.numel() and x.shape[1] // 2 % VECTOR:
         return f"needs I to be a multiple of {VECTOR}, got {x.shape[1] // 2}"
     gate = x.narrow(1, 0, x.shape[1] // 2) if spec.gated else x
@@ -145,10 +146,10 @@ def grouped_activation_quantize(
     options: Options,
     out: Components,
 ) -> None:
-    """Write the components of the activation of ``x``, in one launch."""
-    spec = spec_of(params)
+    """Write the components of the activation of ``x``, in one launch, of ``fp8_tensor`` after a clear."""
     if x.shape[1]:
-        _plan(x, offs, probs, None, options, spec)(*_arguments(x, offs, probs, None, options, out))
+        plan = _activating(x, offs, probs, scale, options, spec_of(params))
+        plan(*_activated(x, offs, probs, scale, options, out))
 
 
 def attempt_grouped_activation_quantize(
@@ -163,20 +164,20 @@ def attempt_grouped_activation_quantize(
 ) -> str | None:
     """``grouped_activation_quantize`` if it can serve the call, else why not; one look-up for a call as before."""
     shape, strides, dtypes = x.shape, x.stride(), (x.dtype, probs is None or probs.dtype)
-    meant = (params, options)
+    meant = (params, options, scale is None)
     key = ("grouped_activation_quantize", backends.emulated_arch, x.device, dtypes, meant, shape[1], strides)
     addresses = x.data_ptr()
     for t in out:
         addresses |= t.data_ptr()  # 0 where nothing is written
     launch = known(key, shape[0], addresses)
     if launch is not None:
-        launch(*_arguments(x, offs, probs, None, options, out))
+        launch(*_activated(x, offs, probs, scale, options, out))
         return None
     reason = grouped_activation_quantize_supports(x, offs, probs, scale, params=params, options=options, out=out)
     if reason is None:
         grouped_activation_quantize(x, offs, probs, scale, params=params, options=options, out=out)
         if x.numel():
-            remember(key, (strides,), _plan(x, offs, probs, None, options, spec_of(params)))
+            remember(key, (strides,), _activating(x, offs, probs, scale, options, spec_of(params)))
     return reason
 
 
@@ -191,9 +192,29 @@ def prepare_grouped_activation_quantize(
     out: Components,
 ) -> None:
     """Compile and load what ``grouped_activation_quantize`` with these arguments needs."""
-    spec = spec_of(params)
     if x.numel():
-        _plan(x, offs, probs, None, options, spec)
+        _activating(x, offs, probs, scale, options, spec_of(params))
+
+
+def _activating(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    options: Options,
+    activation: ActivationSpec,
+) -> Callable:
+    if options.format == "mxfp8":
+        return _plan(x, offs, probs, None, options, activation)
+    return calls_fp8.plan_for(x, offs, scale, probs, None, options, activation)
+
+
+def _activated(
+    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, options: Options, out: Components
+) -> tuple:
+    if options.format == "mxfp8":
+        return _arguments(x, offs, probs, None, options, out)
+    return calls_fp8.arguments(x, offs, scale, probs, None, options, out)
 
 
 def _arguments(

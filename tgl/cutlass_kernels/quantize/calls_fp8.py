@@ -13,6 +13,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Components, Options
 from .. import host
+from ..activation.spec import ActivationSpec
 from . import plans, windows
 from .spec import FP8Spec
 
@@ -36,6 +37,19 @@ def run(
     out: Components,
 ) -> None:
     """Write the components of ``x``, ``dbias`` excepted: one launch, of ``fp8_tensor`` after a small one or a clear."""
+    plan_for(x, offs, scale, row_scale, noop, options)(*arguments(x, offs, scale, row_scale, noop, options, out))
+
+
+def arguments(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+    out: Components,
+) -> tuple:
+    """What ``plan_for`` takes; maxima that are to be raised are cleared."""
     columns, rows = x.shape[-1], x.shape[1] if offs is None else 0
     source = x if x.dim() == 2 else x.view(-1, columns)
     whole = options.format == "fp8_tensor"
@@ -52,39 +66,28 @@ def run(
         row = (matrix(out.data), matrix(out.scale), maxima(out.amax))
     if options.columnwise:
         column = (matrix(out.columnwise_data), matrix(out.columnwise_scale), maxima(out.columnwise_amax))
-    plan, flag = _plan(x, offs, scale, row_scale, noop, options), plans.flag(noop)
+    flag = plans.flag(noop)
     if whole and scale is None:
         shared = torch.empty(windows.words_shared(x, offs), dtype=torch.int32, device=x.device)
-        count = plans.multiprocessors(x.device)
-        plan(source, offs, row_scale, flag, *row, *column, shared, rows, count)
-    else:
-        plan(source, offs, scale, row_scale, flag, *row, *column, rows)
+        return source, offs, row_scale, flag, *row, *column, shared, rows, plans.multiprocessors(x.device)
+    return source, offs, scale, row_scale, flag, *row, *column, rows
 
 
-def prepare(
+def plan_for(
     x: Tensor,
     offs: Tensor | None,
     scale: Tensor | None,
     row_scale: Tensor | None,
     noop: Tensor | None,
     options: Options,
-) -> None:
-    """Compile and load what ``run`` with these arguments needs."""
-    _plan(x, offs, scale, row_scale, noop, options)
-
-
-def _plan(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    noop: Tensor | None,
-    options: Options,
+    activation: ActivationSpec | None = None,
 ) -> Callable:
+    """The kernel that these arguments need, compiled and loaded."""
     arch = backends.device_arch(x.device)
     given = (offs is not None, scale is not None)
-    spec = _spec(x.dtype, *given, host.dtype(row_scale), host.dtype(noop), options)
-    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec))
+    spec = _spec(x.dtype, *given, host.dtype(row_scale), host.dtype(noop), options, activation)
+    op = "group_quantize" if activation is None else "grouped_activation_quantize"
+    return plans.fetch((arch, not x.is_cuda, spec), x, lambda: build(arch, spec), op)
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,6 +98,7 @@ def _spec(
     row_scale: torch.dtype | None,
     noop: torch.dtype | None,
     options: Options,
+    activation: ActivationSpec | None,
 ) -> FP8Spec:
     name = host.name
     return FP8Spec(
@@ -109,6 +113,7 @@ def _spec(
         given=given,
         row_scale=name(row_scale),
         noop=name(noop),
+        activation=activation,
     )
 
 
@@ -117,6 +122,7 @@ def build(arch: str, spec: FP8Spec) -> Callable:
     import cutlass
 
     from ..compiling import compiled, matrix, strided, vector
+    from .activated import ActivateQuantizeFP8
     from .fp8 import QuantizeFP8
     from .fp8_groups import QuantizeFP8Groups
 
@@ -135,4 +141,5 @@ def build(arch: str, spec: FP8Spec) -> Callable:
         shared, count = vector("int32"), cutlass.Int32(1)
         return compiled(arch, QuantizeFP8Groups(spec), source, offs, *factors, *sides, shared, rows, count)
     given = vector("float32") if spec.given else None
-    return compiled(arch, QuantizeFP8(spec), source, offs, given, *factors, *sides, rows)
+    kernel = (QuantizeFP8 if spec.activation is None else ActivateQuantizeFP8)(spec)
+    return compiled(arch, kernel, source, offs, given, *factors, *sides, rows)

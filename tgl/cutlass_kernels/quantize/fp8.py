@@ -237,11 +237,7 @@ class QuantizeFP8(BandValues):
         turned, maxima, factors = held
         tile, place, unit, units, k, across = spot
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-        self.load_tile(x, values, tile, k, thread)
-        if not self.whole(x, tile, k):
-            self.clear_outside(x, values, tile, k, thread)
-        if cutlass.const_expr(row_scale is not None):
-            self.multiply_rows(row_scale, values, tile, thread)
+        self.read_tile(x, row_scale, values, tile, k, thread)
         row_factors = cute.make_rmem_tensor(STEPS, Float32)
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(whole_scale)

@@ -79,6 +79,15 @@ class LaneValues:
         return top < tile.count and not tile.tail
 
     @cute.jit
+    def read_tile(self, x, row_scale, values, tile, k, thread):
+        """What is to be quantised of a warp's part of a tile, zero where there is nothing."""
+        self.load_tile(x, values, tile, k, thread)
+        if not self.whole(x, tile, k):
+            self.clear_outside(x, values, tile, k, thread)
+        if cutlass.const_expr(row_scale is not None):
+            self.multiply_rows(row_scale, values, tile, thread)
+
+    @cute.jit
     def load_tile(self, x, values, tile, k, thread, policy=None):
         """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
         row, column = self.corner(k, thread)

@@ -186,15 +186,6 @@ class QuantizeMXFP8(LaneValues):
         warp, lane = thread // LANES, thread % LANES
         return warp % 4 * BLOCK + lane // 8, k * COLUMNS + warp // 4 * 64 + lane % 8 * VECTOR
 
-    @cute.jit
-    def read_tile(self, x, row_scale, values, tile, k, thread):
-        """What is to be quantised of a warp's 32 x 64 of a tile, zero where there is nothing."""
-        self.load_tile(x, values, tile, k, thread)
-        if not self.whole(x, tile, k):
-            self.clear_outside(x, values, tile, k, thread)
-        if cutlass.const_expr(row_scale is not None):
-            self.multiply_rows(row_scale, values, tile, thread)
-
     # --- scales --------------------------------------------------------------------------------------------------
 
     @cute.jit

@@ -48,8 +48,9 @@ class FP8Spec:
         eps: bits of the least largest magnitude.
         grouped: whether x is rows in groups rather than matrices.
         given: whether the scales of the groups are given.
-        row_scale: dtype of the factor per row, or None.
+        row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
         noop: dtype of the flag that stops everything, or None.
+        activation: what is applied to x first, or None; not where scales follow from whole groups.
     """
 
     source: str
@@ -63,6 +64,7 @@ class FP8Spec:
     given: bool = False
     row_scale: str | None = None
     noop: str | None = None
+    activation: ActivationSpec | None = None
 
 
 @dataclass(frozen=True)
