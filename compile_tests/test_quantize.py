@@ -14,6 +14,7 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tgl
+from tests.memory import raw, same_bytes
 
 OFFS = ends(4, 0, 3)
 CALLS: list[dict[str, Any]] = [
@@ -28,17 +29,12 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
-def raw(t: Tensor) -> Tensor:
-    """Bytes, since float8 cannot be compared."""
-    return t.contiguous().view(torch.uint8)
-
-
 def assert_same(actual: Any, expected: Any) -> None:
     """Same types, shapes, strides and bytes."""
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        assert torch.equal(raw(a), raw(b))
+        assert same_bytes(a, b)
 
 
 def round_trip(x: Tensor, offs: Tensor, calls: list[dict[str, Any]] = CALLS) -> list[Tensor]:
@@ -127,7 +123,7 @@ def test_buffers_of_the_caller_are_written_in_inductor(dynamic: bool, options: d
         want = tgl.group_quantize(x, OFFS, **options)
         buffers = [torch.empty_like(t) for t in want]
         for t in buffers:
-            t.view(torch.uint8).fill_(0x5B)
+            raw(t).fill_(0x5B)
         before, addresses = [t.clone() for t in buffers], [t.data_ptr() for t in buffers]
         compiled(x, OFFS, torch.ones(1), buffers, options)
         assert_same(buffers, before)

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import tgl
+from tests.memory import same_bytes
 from tgl.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -53,7 +54,7 @@ def step(run: Any, layer: nn.Module, x: Tensor, *args: Any) -> list[Tensor]:
 
 
 def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
+    return all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -291,7 +291,7 @@ def _all_zero(t: Tensor) -> bool:
 
 def _bits(t: Tensor) -> Tensor:
     """The bytes of ``t``, so that NaN equals itself."""
-    return t.contiguous().reshape(-1).view(torch.uint8)
+    return t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _memory(t: Tensor | None) -> Tensor:

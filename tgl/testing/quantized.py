@@ -48,8 +48,13 @@ def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], 
         specs = quantized.group_quantize(x, offs, options=_options(sample))
         for name, spec in zip(OUT_NAMES, specs):
             derived[name] = spec.empty()
-            derived[name].view(torch.uint8).fill_(_GARBAGE)
+            _fill_bytes(derived[name], _GARBAGE)
     return derived
+
+
+def _fill_bytes(t: Tensor, byte: int) -> None:
+    """Every byte of ``t``, whatever its layout."""
+    t.copy_(torch.full((t.element_size(),), byte, dtype=torch.uint8, device=t.device).view(t.dtype))
 
 
 def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
@@ -71,7 +76,7 @@ def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: fl
     data, scale, amax = (t.clone() for t in (parts[3:6] if columnwise else parts[:3]))
     for t in (data, scale):
         if grouped and t.shape[:1] == (routing.rows,) and t.dim() == 2:
-            t.view(torch.uint8)[routing.routed :] = 0xFF if tail != tail else _GARBAGE
+            _fill_bytes(t[routing.routed :], 0xFF if tail != tail else _GARBAGE)
     derived = {"data": data, "scale": scale}
     if options["format"] == "nvfp4":
         derived["amax"] = amax
