@@ -92,7 +92,13 @@ def store_activated(
             if cutlass.const_expr(spec.bias):
                 add_bias(views.acc, views.bias[None, None, None, 0, at], None)
             rounded[half].store(views.acc.load().to(gemm.out_element))
-        activate_row(spec, rounded, factor, result)
+        if cutlass.const_expr(spec.quantized is None):
+            activate_row(spec, rounded, factor, result)
+        else:
+            # Only rows of the group. It also keeps exponentials behind both loads: early ones cost registers, which spill.
+            result.fill(0.0)
+            if sinks[-1].inside:
+                activate_row(spec, rounded, factor, result)
         for part in cutlass.range_constexpr(halves):
             tma, source, sink = sinks[part % (len(sinks) - 1)]
             registers, place = rounded[part], piece
