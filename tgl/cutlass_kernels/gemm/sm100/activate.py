@@ -95,7 +95,7 @@ def store_activated(
         if cutlass.const_expr(spec.quantized is None):
             activate_row(spec, rounded, factor, result)
         else:
-            # Only rows of the group. It also keeps exponentials behind both loads: early ones cost registers, which spill.
+            # Only rows of the group. And exponentials stay behind both loads: early ones cost registers, which spill.
             result.fill(0.0)
             if sinks[-1].inside:
                 activate_row(spec, rounded, factor, result)
