@@ -228,6 +228,23 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, options):
     assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
 
 
+@pytest.mark.parametrize("options", [{"format": "fp8_block"}, {"format": "fp8_tensor"}], ids=str)
+def test_a_call_like_one_before_gives_its_own_components(options, monkeypatch):
+    """The second comes from the look-up, with other rows, of which the largest is smaller."""
+    monkeypatch.setattr(plans, "by_shape", {})
+    scale = torch.tensor([4.0, 0.5]) if options["format"] == "fp8_tensor" else None
+    offs = torch.tensor([3, 40], dtype=torch.int32)
+    with emulator.emulate("sm_90a", detect_races=False):
+        for size in (8.0, 0.25):
+            x = (torch.randn(44, 272) * size).bfloat16()
+            got = tgl.grouped_activation_quantize(x, offs, None, scale, **options)
+            y = tgl.grouped_activation(x, offs)
+            with backends.emulated_device("no such device"):
+                wanted = tgl.group_quantize(y, offs, scale, **options)
+            assert all(map(same_bytes, got, wanted))
+    assert any(key[0] == "grouped_activation_quantize" for key in plans.by_shape)
+
+
 def test_warming_up_two_ops_compiles_both(monkeypatch):
     """Of a format that no kernel makes in the same pass: its scales follow from the largest of a group."""
     x, offs = torch.randn(40, 48).bfloat16(), torch.tensor([3, 3, 36], dtype=torch.int32)
