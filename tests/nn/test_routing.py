@@ -157,3 +157,10 @@ def test_no_tokens():
     y.sum().backward()
     assert y.shape == x.grad.shape == (0, 5)
     assert routing.offs.tolist() == [0, 0, 0]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"`top_k_index` must be 2-D \[S, k\], but got shape \(3,\)"):
+        tgl.route(torch.tensor([0, 1, 2]), 3)
+    with pytest.raises(TypeError, match=r"`top_k_index` must be an integer tensor, but got torch\.float32"):
+        tgl.route(torch.tensor([[0.5, 1.2]]), 3)

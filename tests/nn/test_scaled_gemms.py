@@ -615,3 +615,13 @@ def test_the_oracle_agrees_with_a_layer():
     options = {"format": "mxfp8", "scale_layout": "compact", "b_direction": "rowwise"}
     want = torch.from_numpy(scaled_oracle.gemm({**tensors, "offs": offs}, options))
     torch.testing.assert_close(layer.forward_offsets(x, offs).double(), want, rtol=0, atol=1e-4)
+
+
+def test_an_input_quantised_for_another_number_of_groups():
+    recipe = MXFP8BlockScaling(scale_layout="compact")
+    layer, x = tgl.GroupedLinear(2, 64, 32, recipe=recipe), torch.randn(9, 64)
+    offs, three = (torch.tensor(ends, dtype=torch.int32) for ends in ([3, 8], [3, 4, 8]))
+    options = recipe.operands.input.options()
+    for ends, found in ((three, "3 groups"), (None, "matrices")):
+        with pytest.raises(ValueError, match=f"`inp` must be quantised as rows in 2 groups, but it was as {found}"):
+            layer.forward_offsets(tgl.quantize(x, ends, **options), offs)

@@ -177,3 +177,12 @@ def test_the_largest_and_smallest_of_every_source(format, dtype):
     smallest = info.smallest_normal * info.eps
     x[2, :2] = torch.tensor([smallest, -smallest])
     check(x, torch.tensor([1, 2, 3, 4], dtype=torch.int32), format)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_block"])
+def test_no_columns(format):
+    """What the fake implementation says, also of matrices."""
+    for x, offs in ((torch.randn(4, 0), torch.tensor([2, 4], dtype=torch.int32)), (torch.randn(2, 32, 0), None)):
+        made = tgl.group_quantize(x, offs, format=format)
+        wanted = tgl.group_quantize(x.to("meta"), None if offs is None else offs.to("meta"), format=format)
+        assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in wanted]

@@ -27,6 +27,14 @@ QUANTIZE = [
     (lambda: tgl.quantize(X, OFFS, "mxfp8", m_splits=OFFS), ValueError, "`offs` must be the only description .* m_spl"),
     (lambda: tgl.quantize(X, None, "mxfp8", num_groups=3), ValueError, "`num_groups` must be a divisor of T = 8, but"),
     (lambda: tgl.quantize([X], OFFS, "mxfp8"), ValueError, "`offs` must be None for a list of matrices"),
+    (
+        lambda: tgl.quantize([X, X[1:]], None, "mxfp8", row_scale=torch.ones(8)),
+        ValueError,
+        "`row_scale` must be None for a list of matrices",
+    ),
+    (lambda: tgl.quantize(X, None, "mxfp8", num_groups=0), ValueError, "`num_groups` must be a divisor of T = 8, but"),
+    (lambda: tgl.quantize(X, None, "mxfp8", num_groups=-2), ValueError, "`num_groups` must be a divisor of T = 8, but"),
+    (lambda: GroupedTensor.empty((8, 32), "mxfp8", num_groups=-1), ValueError, "`num_groups` must be None or not neg"),
     (lambda: tgl.quantize([], None, "mxfp8"), ValueError, "a list of at least one matrix"),
     (lambda: tgl.quantize([X, X[0]], None, "mxfp8"), ValueError, r"`x\[1\]` must be 2-D \[N, K\]"),
     (lambda: tgl.quantize([X, X[1:].half()], None, "mxfp8"), TypeError, r"`x\[1\]` must be torch.float32 like"),
@@ -141,3 +149,24 @@ def test_stacking_what_does_not_fit(case):
     other = tgl.quantize(torch.ones(16, 16), None, **arguments(case))
     with pytest.raises(NotImplementedError, match=r"does not support aten\.stack"):
         torch.stack([w[0], other])
+
+
+@pytest.mark.parametrize(
+    ("format", "shapes", "scale", "message"),
+    [
+        ("fp8_tensor", ((4, 32), (2, 64)), torch.ones(1), r"`scale` must be of shape \[G\] = \(2,\)"),
+        ("fp8_tensor", ((4, 32), (2, 64)), torch.ones(7), r"`scale` must be of shape \[G\] = \(2,\)"),
+        ("nvfp4", ((4, 32), (3, 6)), None, "an even N"),
+    ],
+)
+def test_a_list_is_written_whole_or_not_at_all(format, shapes, scale, message):
+    t = GroupedTensor.empty(shapes, format, source_dtype=torch.float32)
+    before = t.clone()
+    with pytest.raises(ValueError, match=message):
+        t.quantize_([torch.ones(shape) for shape in shapes], scale=scale)
+    assert_same_bytes(t, before)
+
+
+def test_a_flag_of_another_dtype():
+    with pytest.raises(TypeError, match=r"`noop` must be torch\.float32 or torch\.bool"):
+        tgl.quantize(X, OFFS, "dense").quantize_(X, torch.zeros(1, dtype=torch.int32))

@@ -82,6 +82,25 @@ def test_rows_are_read_only():
         t.split_host()[2].quantize_(torch.zeros(40, 96))
 
 
+@pytest.mark.parametrize("copy", [torch.clone, torch.empty_like, lambda t: t.to(torch.bfloat16)])
+def test_a_copy_of_rows_can_be_written(copy):
+    x, offs = torch.randn(48, 300), torch.tensor([3, 48], dtype=torch.int32)
+    part = copy(tgl.quantize(x, offs, "fp8_block").split_host()[1])
+    new = torch.randn(45, 300)
+    part.quantize_(new)
+    wanted = tgl.quantize(new, None, "fp8_block")
+    for columnwise in (False, True):
+        assert torch.equal(part.dequantize(columnwise=columnwise), wanted.dequantize(part.dtype, columnwise=columnwise))
+
+
+@pytest.mark.parametrize("options", [{"format": "nvfp4"}, {"format": "mxfp8", "scale_layout": "blocked"}])
+def test_rows_in_whole_blocks_are_no_stack(options):
+    """What lies past a group's last row would become rows of a matrix."""
+    t = tgl.quantize(torch.randn(5, 64), torch.tensor([2, 4], dtype=torch.int32), **options)
+    with pytest.raises(NotImplementedError, match="stack"):
+        torch.stack(t.split_host())
+
+
 def test_sizes_that_do_not_fit():
     _, _, t = rows("mxfp8")
     with pytest.raises(ValueError, match=r"split: `sizes` must be given for rows in groups.*split_host"):

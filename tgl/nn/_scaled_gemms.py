@@ -100,6 +100,9 @@ class ScaledGemms(nn.Module):
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         if isinstance(x, GroupedTensor):
             self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
+            if x.offs is None or x.num_groups != self.num_gemms:
+                have = "matrices" if x.offs is None else f"{x.num_groups} groups"
+                fail(f"`inp` must be quantised as rows in {self.num_gemms} groups, but it was as {have}")
             return _forward_operands(x.components(), self.format, fprop, wgrad=wgrad)
         spec = self.specs.input
         made = spec.quantize(x, offs, rowwise=fprop, columnwise=wgrad, scale=self._scale("input"))

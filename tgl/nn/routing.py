@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..meta import checks
+
 
 class Routing(NamedTuple):
     """Where every (token, choice) pair goes. S tokens, k choices each, T = S k rows, G experts.
@@ -42,7 +44,15 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 
     Returns:
         The ``Routing``.
+
+    Raises:
+        TypeError: ``top_k_index`` is of no integer dtype.
+        ValueError: it does not have two dimensions.
     """
+    checks.ndim("route", "top_k_index", top_k_index, 2, "[S, k]")
+    checks.require(
+        top_k_index.dtype in checks.INTEGERS, "route", "top_k_index", "an integer tensor", top_k_index.dtype, TypeError
+    )
     choices = top_k_index.reshape(-1)
     if choices.dtype.itemsize < 4:
         choices = choices.int()  # a dtype that may be too narrow to count the experts

@@ -141,5 +141,9 @@ def _stack(tensors: list[GroupedTensor], dim: int = 0) -> Any:
     alike = first._one and dim in (0, -3)
     if not alike or not all(first.same_structure(t) for t in tensors):
         return NotImplemented
+    shape = (len(tensors), *first.shape)
+    specs = _structure.component_specs(type(first), first.options, shape, None, first.dtype, first.device)
     parts = {name: torch.stack([getattr(t, name) for t in tensors]) for name in first.parts()}
-    return type(first)((len(tensors), *first.shape), first.dtype, first.static, parts)
+    if any(part.shape != specs[name].shape for name, part in parts.items()):
+        return NotImplemented  # of groups of rows, which are stored in whole blocks
+    return type(first)(shape, first.dtype, first.static, parts)

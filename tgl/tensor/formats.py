@@ -10,6 +10,7 @@ from torch import Tensor
 from ..meta import checks
 from ..meta.checks import OUT_ALIGNMENT
 from ..meta.quantized import SOURCES, Options, component_specs, scales_by_columns
+from ..meta.quantized import group_quantize as check_quantize
 from ..meta.specs import Dim, TensorSpec
 from ..ops.group_dequantize import group_dequantize
 from ..ops.group_quantize import group_quantize
@@ -51,14 +52,18 @@ class DenseGroupedTensor(GroupedTensor):
         checks.require(not columnwise, "dequantize", "columnwise", "None or False for dense values", columnwise)
         return self.rowwise_data.to(dtype, copy=True)
 
-    def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
-        assert self.rowwise_data is not None
+    def _check_matrix(self, x: Tensor, **tensors: Tensor | None) -> None:
         op = "quantize_"
         for name, t in tensors.items():
             checks.require(t is None, op, name, "None for dense values", "a tensor")
         checks.require(x.dtype in SOURCES, op, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
+
+    def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+        assert self.rowwise_data is not None
+        self._check_matrix(x, **tensors)
         if noop is not None:
-            checks.require(noop.numel() == 1, op, "noop", "of one element", noop.shape)
+            checks.either_dtype("quantize_", "noop", noop, torch.float32, torch.bool)
+            checks.require(noop.numel() == 1, "quantize_", "noop", "of one element", noop.shape)
         x = x.to(self.dtype) if offs is None else _structure.zero_tail(x.to(self.dtype), offs)
         self.rowwise_data.copy_(x if noop is None else torch.where(noop != 0, self.rowwise_data, x))
 
@@ -127,15 +132,23 @@ class QuantizedGroupedTensor(GroupedTensor):
         )
         return values[0, : self.shape[0]] if self._one else values
 
+    def _check_matrix(self, x: Tensor, **tensors: Tensor | None) -> None:
+        check_quantize(x[None], None, **tensors, options=self.options)
+
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
+        # A copy of one group's rows keeps the layout of their scales, which is not that of a matrix.
+        anyhow = "rowwise_scale" if scales_by_columns(self.format, grouped=True) else None
         for name, part in self.parts().items():
-            anyhow = name == "rowwise_scale" and scales_by_columns(self.format, grouped=offs is not None)
-            if not part.is_contiguous() and not anyhow:
+            if not part.is_contiguous() and name != anyhow:
                 must = "made of contiguous components (what split() gives of rows can only be read)"
                 checks.require(False, "quantize_", "self", must, f"{name} with strides {part.stride()}")
         x = x[None] if self._one else x
         out = self.components()
-        aside = {slot: part.clone() for slot, part in zip(out._fields, out) if self._may_lie_anywhere(part)}
+        aside = {
+            slot: part.clone(memory_format=torch.contiguous_format)
+            for slot, part in zip(out._fields, out)
+            if self._may_lie_anywhere(part) or (offs is None and not part.is_contiguous())
+        }
         keywords: dict[str, Any] = {**tensors, **arguments(self.options)}
         group_quantize(x, offs, noop=noop, out=out._replace(**aside), **keywords)
         for slot, part in aside.items():

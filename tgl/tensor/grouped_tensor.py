@@ -208,6 +208,10 @@ class GroupedTensor(Tensor):
         """The values of rows in groups, of a stack or of one matrix."""
         raise NotImplementedError
 
+    def _check_matrix(self, x: Tensor, **tensors: Tensor | None) -> None:
+        """The checks that ``_write_matrix`` of one matrix will make of what it is given."""
+        raise NotImplementedError
+
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         """Quantise rows in groups, a stack or one matrix into the components."""
         raise NotImplementedError
@@ -247,10 +251,17 @@ class GroupedTensor(Tensor):
                 assert self.offs is not None
                 self.offs.copy_(offs if noop is None else torch.where(noop != 0, self.offs, offs))
             return
+        if scale is not None:
+            checks.shape(op, "scale", scale, (len(self.shapes),), "[G]")
         matrices = x.split([n * k for n, k in self.shapes])
-        for g, (part, matrix) in enumerate(zip(self.split(), matrices)):
-            own = None if scale is None else scale[g : g + 1]
-            part._write_matrix(matrix.view(part.shape), noop, None, scale=own, **rest)
+        calls = [
+            (part, matrix.view(part.shape), {"scale": None if scale is None else scale[g : g + 1], **rest})
+            for g, (part, matrix) in enumerate(zip(self.split(), matrices))
+        ]
+        for part, matrix, tensors in calls:  # all of them first: an error leaves nothing written
+            part._check_matrix(matrix, **tensors)
+        for part, matrix, tensors in calls:
+            part._write_matrix(matrix, noop, None, **tensors)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:  # type: ignore[override]
         """The values as a dense tensor of the same shape; rows past ``offs[-1]`` are zero.
@@ -346,6 +357,7 @@ class GroupedTensor(Tensor):
             _, specs = _structure.slots(cls, resolved, shapes, source_dtype, target)
         else:
             size = tuple(cast("Sequence[Dim]", shape))
+            checks.require(num_groups is None or num_groups >= 0, op, "num_groups", "None or not negative", num_groups)
             fits = len(size) == 2 if num_groups is not None else len(size) in (2, 3)
             checks.require(fits, op, "shape", "(T, K) with `num_groups`, (G, N, K), (N, K) or a list of those", size)
             specs = _structure.component_specs(cls, resolved, size, num_groups, source_dtype, target)

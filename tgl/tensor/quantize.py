@@ -59,6 +59,7 @@ def quantize(
         shapes = tuple([tuple(m.shape) for m in x])
         given = offs is not None or m_splits is not None or num_groups is not None
         checks.require(not given, op, "offs", "None for a list of matrices", "group ends")
+        checks.require(row_scale is None, op, "row_scale", "None for a list of matrices", "a tensor")
         if len(set(shapes)) != 1:
             return _quantize_list(x, shapes, format, scale, rng, options)
         x = torch.stack(tuple(x))
@@ -86,7 +87,8 @@ def _offsets(x: Tensor, offs: Tensor | None, m_splits: Tensor | None, num_groups
         return splits_to_offsets(m_splits)
     if num_groups is not None:
         rows = x.shape[0]
-        checks.require(rows % num_groups == 0, op, "num_groups", f"a divisor of T = {rows}", num_groups)
+        divides = num_groups > 0 and rows % num_groups == 0
+        checks.require(divides, op, "num_groups", f"a divisor of T = {rows}", num_groups)
         return torch.arange(1, num_groups + 1, dtype=torch.int32, device=x.device) * (rows // num_groups)
     return None if offs is None else offs.clone()
 

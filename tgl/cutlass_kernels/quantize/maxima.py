@@ -11,6 +11,7 @@ from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARP
 from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile
 
 CHUNK = 8  # tiles of columns a block looks in, at most
+BLOCKS = 1024  # with fewer, it looks in fewer
 CARVEOUT = 40  # in %, the rest is cache; that of the kernel which follows, or it waits for a change
 CLEARED = 256  # words that a block clears
 
@@ -64,7 +65,7 @@ class GroupMaxima(BandValues):
             stream=stream,
             preferred_smem_carveout=CARVEOUT,
         )
-        grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK)
+        grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK, BLOCKS)
         self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),

@@ -14,7 +14,7 @@ from ..varlen.groups import clamp, group_range
 
 ROWS = 128
 LANES = 32
-BLOCKS = 2048  # with fewer, blocks walk over fewer tiles of columns
+BLOCKS = 2048  # by default
 AHEAD = 4  # ends of a lane that are loaded before the first is looked at
 
 
@@ -39,18 +39,26 @@ class Grid(NamedTuple):
     chunk: Int32
 
 
-def launch_grid(matrix: cute.Tensor, columns: int, offs: cute.Tensor | None, matrix_rows: Int32, most: int = 1) -> Grid:
+def launch_grid(
+    matrix: cute.Tensor,
+    columns: int,
+    offs: cute.Tensor | None,
+    matrix_rows: Int32,
+    most: int = 1,
+    blocks: int = BLOCKS,
+) -> Grid:
     """The blocks for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` side by side to a block.
 
     Args:
         matrix: ``[T, K]``, or stacked matrices of ``matrix_rows`` rows each if ``offs`` is None.
+        blocks: with fewer, blocks walk over fewer tiles.
     """
     rows, across = Int32(matrix.shape[0]), ceil_div(Int32(matrix.shape[1]), columns)
     if offs is None:
         units = rows // matrix_rows * ceil_div(matrix_rows, ROWS)
     else:
         units = tiles_at_most(rows, Int32(cute.size(offs)))
-    chunk = cutlass.min(cutlass.max(Int64(units) * across // BLOCKS, 1), most).to(Int32)
+    chunk = cutlass.min(cutlass.max(Int64(units) * across // blocks, 1), most).to(Int32)
     return Grid((units * ceil_div(across, chunk), 1, 1), across, chunk)
 
 

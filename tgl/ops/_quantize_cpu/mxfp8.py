@@ -62,6 +62,8 @@ def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch)
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
     byte = pieces.amax(magnitude(wide, scaled))
+    if not byte.numel():  # K = 0
+        return scaled, byte
     least, most = (int(bound) for bound in byte.aminmax())
     bad = byte >= FP32_INF if most >= FP32_INF else None
     e8m0_(byte, element, options.scaling, subnormal=least < _SMALL)
