@@ -23,7 +23,7 @@ help:
 	@echo "make sanitize   compute-sanitizer's racecheck over every tiling, on a CUDA device (minutes)"
 	@echo "make mutation   plant every bug of the emulator's mutation score (hours); rewrites docs/emulator_mutation.md"
 	@echo "make lint       style, formatting and types"
-	@echo "make bench      every benchmark, as tables of ratios"
+	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -139,11 +139,11 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     """Copy every token to the rows of the experts it chose.
 
     Args:
-        x: ``[S, H]``.
+        x: ``[S, H]`` of any dtype.
         routing: from ``route``.
 
     Returns:
-        ``[T, H]``, grouped by expert.
+        ``[T, H]`` of that dtype, grouped by expert. Differentiable, to second order.
     """
     return _Dispatch.apply(x, routing.token, routing.position, routing.top_k)
 
@@ -157,11 +157,11 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
     """Bring the routing weights into the order of the rows, as the ``probs`` of ``GroupedMLP`` are.
 
     Args:
-        weights: ``[S, k]``: routing weight of every choice.
+        weights: ``[S, k]``: routing weight of every choice, of any floating dtype.
         routing: from ``route``.
 
     Returns:
-        ``[T]``.
+        ``[T]`` of that dtype. Differentiable, to second order.
     """
     # A dispatch of k times as many tokens of one choice.
     return _Dispatch.apply(weights.reshape(-1), routing.source, routing.position, 1)
@@ -177,7 +177,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
             ``GroupedMLP`` does with its ``probs``, which is cheaper.
 
     Returns:
-        ``[S, H]``: for token ``s``, the sum over its choices ``j`` of ``weights[s, j] * y[row of (s, j)]``.
+        ``[S, H]`` of the dtype of ``y``: for token ``s``, the sum over its choices ``j`` of
+        ``weights[s, j] * y[row of (s, j)]``.
     """
     rows = y if weights is None else y * dispatch_weights(weights, routing)[:, None]
     return _Sum.apply(rows, routing.token, routing.position, routing.top_k).to(y.dtype)

@@ -116,7 +116,14 @@ def to_blocked_scale(
 def from_blocked_scale(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """The inverse of ``to_blocked_scale``, zero where no scale belongs (the tail)."""
+    """The inverse of ``to_blocked_scale``, zero where no scale belongs (the tail).
+
+    Args:
+        scale: what ``to_blocked_scale`` returns; the others as there, and so are the errors.
+
+    Returns:
+        The compact scales, as ``group_quantize`` makes them.
+    """
     return _from(scale, offs, shape=shape, layout="blocked", format=format, columnwise=columnwise)
 
 
@@ -138,7 +145,14 @@ def to_torch_scale_layout(
 def from_torch_scale_layout(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """The inverse of ``to_torch_scale_layout``, zero where no scale belongs (the tail)."""
+    """The inverse of ``to_torch_scale_layout``, zero where no scale belongs (the tail).
+
+    Args:
+        scale: what ``to_torch_scale_layout`` returns; the others as there, and so are the errors.
+
+    Returns:
+        The compact scales, as ``group_quantize`` makes them.
+    """
     return _from(scale, offs, shape=shape, layout="torch", format=format, columnwise=columnwise)
 
 
@@ -184,6 +198,13 @@ def from_te_scale_layout(
     block_2d: bool = False,
     swizzled: bool = False,
 ) -> Tensor:
-    """The inverse of ``to_te_scale_layout``, zero where no scale belongs (the tail)."""
+    """The inverse of ``to_te_scale_layout``, zero where no scale belongs (the tail).
+
+    Args:
+        scale: what ``to_te_scale_layout`` returns; the others as there, and so are the errors.
+
+    Returns:
+        The compact scales, as ``group_quantize`` makes them.
+    """
     layout = "te_swizzled" if swizzled else "te"
     return _from(scale, offs, shape=shape, layout=layout, format=format, columnwise=columnwise, block_2d=block_2d)
