@@ -1,8 +1,9 @@
 """Straight-through derivatives: a gradient passes a quantisation as if it were not there.
 
 The gradient of a GroupedTensor is a dense tensor with zeros in the rows past ``offs[-1]``: everything that reads a
-GroupedTensor makes it so, but for ``copy_`` into a dense tensor, whose derivative is torch's own. That is why ``Wrap`` may pass it on without a look, and it must: Dynamo traces a backward
-with a gradient of the output's type, on which no op is defined.
+GroupedTensor makes it so, but for ``copy_`` into a dense tensor, whose derivative is torch's own. That is why ``Wrap``
+may pass it on without a look, and it must: Dynamo traces a backward with a gradient of the output's type, on which no
+op is defined.
 """
 
 from __future__ import annotations
