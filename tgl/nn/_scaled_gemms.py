@@ -100,7 +100,8 @@ class ScaledGemms(nn.Module):
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
         if isinstance(x, GroupedTensor):
             self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
-            if x.offs is None or x.num_groups != self.num_gemms:
+            # Dynamo does not take a symbolic size into an autograd.Function; in a graph the GEMMs' own checks are left.
+            if not torch.compiler.is_compiling() and (x.offs is None or x.num_groups != self.num_gemms):
                 have = "matrices" if x.offs is None else f"{x.num_groups} groups"
                 fail(f"`inp` must be quantised as rows in {self.num_gemms} groups, but it was as {have}")
             return _forward_operands(x.components(), self.format, fprop, wgrad=wgrad)
