@@ -40,7 +40,6 @@ from .load import Operand, allocate_ring, load_tiles, open_ring
 from .mma import consume_tiles
 
 WARPGROUP = 128
-LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
 BARRIER_SMEM = 512  # at most
 ALIGNED = 1024
 
@@ -91,6 +90,8 @@ class GroupedGemm:
             + store.staging_bytes(4 * self.warpgroups * self.buffers)
         )
         self.factors = factor_count(kind, config, form)  # of a stage
+        # Of 64512: a warp that finds the scales of rows anywhere needs more than one that asks for tiles.
+        self.load_registers, self.consumer_registers = (56, 224) if self.factors and kind == VARLEN_M else (40, 232)
         # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
         self.stages = (SMEM_BYTES["sm_90"] - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
@@ -249,7 +250,7 @@ class GroupedGemm:
         self.meet()
 
         if warp >= load_warp:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == load_warp:
                 operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
                 load_tiles(self, *operands, ring, problem, rank, first, step)
@@ -257,7 +258,7 @@ class GroupedGemm:
                 if warp == load_warp + 1:
                     load_factors(self, scales, factors, ring, problem, rank, first, step)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
                 self,
