@@ -84,10 +84,9 @@ def group_quantize(
         calls_nvfp4.run(x, offs, row_scale, rng, noop, options, out)
     elif x.shape[-1] == 0 or (x.numel() == 0 and (offs is None or offs.shape[0] == 0)):
         return
-    elif options.format != "mxfp8":
-        calls_fp8.run(x, offs, scale, row_scale, noop, options, out)
     else:
-        _plan(x, offs, row_scale, noop, options)(*_arguments(x, offs, row_scale, noop, options, out))
+        plan = _plan_for(x, offs, scale, row_scale, noop, options)
+        plan(*_arguments_for(x, offs, scale, row_scale, noop, options, out))
 
 
 def prepare_group_quantize(
@@ -109,10 +108,8 @@ def prepare_group_quantize(
         return
     if options.format == "nvfp4":
         calls_nvfp4.prepare(x, offs, row_scale, rng, noop, options)
-    elif options.format != "mxfp8":
-        calls_fp8.plan_for(x, offs, scale, row_scale, noop, options)
     else:
-        _plan(x, offs, row_scale, noop, options)
+        _plan_for(x, offs, scale, row_scale, noop, options)
 
 
 def grouped_activation_quantize_supports(
@@ -148,8 +145,8 @@ def grouped_activation_quantize(
 ) -> None:
     """Write the components of the activation of ``x``, in one launch, of ``fp8_tensor`` after a clear."""
     if x.shape[1]:
-        plan = _activating(x, offs, probs, scale, options, spec_of(params))
-        plan(*_activated(x, offs, probs, scale, options, out))
+        plan = _plan_for(x, offs, scale, probs, None, options, spec_of(params))
+        plan(*_arguments_for(x, offs, scale, probs, None, options, out))
 
 
 def attempt_grouped_activation_quantize(
@@ -171,13 +168,13 @@ def attempt_grouped_activation_quantize(
         addresses |= t.data_ptr()  # 0 where nothing is written
     launch = known(key, shape[0], addresses)
     if launch is not None:
-        launch(*_activated(x, offs, probs, scale, options, out))
+        launch(*_arguments_for(x, offs, scale, probs, None, options, out))
         return None
     reason = grouped_activation_quantize_supports(x, offs, probs, scale, params=params, options=options, out=out)
     if reason is None:
         grouped_activation_quantize(x, offs, probs, scale, params=params, options=options, out=out)
         if x.numel():
-            remember(key, (strides,), _activating(x, offs, probs, scale, options, spec_of(params)))
+            remember(key, (strides,), _plan_for(x, offs, scale, probs, None, options, spec_of(params)))
     return reason
 
 
@@ -193,28 +190,37 @@ def prepare_grouped_activation_quantize(
 ) -> None:
     """Compile and load what ``grouped_activation_quantize`` with these arguments needs."""
     if x.numel():
-        _activating(x, offs, probs, scale, options, spec_of(params))
+        _plan_for(x, offs, scale, probs, None, options, spec_of(params))
 
 
-def _activating(
+def _plan_for(
     x: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
+    offs: Tensor | None,
     scale: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
     options: Options,
-    activation: ActivationSpec,
+    activation: ActivationSpec | None = None,
 ) -> Callable:
+    """The kernel of a call in MXFP8 or FP8, compiled and loaded."""
     if options.format == "mxfp8":
-        return _plan(x, offs, probs, None, options, activation)
-    return calls_fp8.plan_for(x, offs, scale, probs, None, options, activation)
+        return _plan(x, offs, row_scale, noop, options, activation)
+    return calls_fp8.plan_for(x, offs, scale, row_scale, noop, options, activation)
 
 
-def _activated(
-    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, options: Options, out: Components
+def _arguments_for(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    noop: Tensor | None,
+    options: Options,
+    out: Components,
 ) -> tuple:
+    """What that kernel takes."""
     if options.format == "mxfp8":
-        return _arguments(x, offs, probs, None, options, out)
-    return calls_fp8.arguments(x, offs, scale, probs, None, options, out)
+        return _arguments(x, offs, row_scale, noop, options, out)
+    return calls_fp8.arguments(x, offs, scale, row_scale, noop, options, out)
 
 
 def _arguments(

@@ -27,19 +27,6 @@ def supports(x: Tensor, offs: Tensor | None, options: Options) -> str | None:
     return None
 
 
-def run(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    noop: Tensor | None,
-    options: Options,
-    out: Components,
-) -> None:
-    """Write the components of ``x``, ``dbias`` excepted: one launch, of ``fp8_tensor`` after a small one or a clear."""
-    plan_for(x, offs, scale, row_scale, noop, options)(*arguments(x, offs, scale, row_scale, noop, options, out))
-
-
 def arguments(
     x: Tensor,
     offs: Tensor | None,
@@ -49,7 +36,10 @@ def arguments(
     options: Options,
     out: Components,
 ) -> tuple:
-    """What ``plan_for`` takes; maxima that are to be raised are cleared."""
+    """What the kernel takes, which writes the components of ``x``, ``dbias`` excepted; maxima to be raised are cleared.
+
+    One launch, of ``fp8_tensor`` after a small one or a clear.
+    """
     columns, rows = x.shape[-1], x.shape[1] if offs is None else 0
     source = x if x.dim() == 2 else x.view(-1, columns)
     whole = options.format == "fp8_tensor"
