@@ -13,22 +13,23 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 KERNEL_TESTS := tests/cutlass_kernels tests/emulator
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
-.PHONY: help demo test test-full test-gpu sanitize mutation lint format bench clean
+.PHONY: help demo docs test test-full test-gpu sanitize mutation lint format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
 	@echo "make test       the tests a change must pass"
 	@echo "make test-full  those and the long ones"
 	@echo "make test-gpu   the tests that need a CUDA device"
-	@echo "make sanitize   compute-sanitizer's racecheck over every tiling, on a CUDA device (minutes)"
+	@echo "make sanitize   compute-sanitizer's racecheck over every tiling and a training step, on a CUDA device (minutes)"
 	@echo "make mutation   plant every bug of the emulator's mutation score (hours); rewrites docs/emulator_mutation.md"
+	@echo "make docs       the documentation as a site, in site/; warnings and broken links are errors"
 	@echo "make lint       style, formatting and types"
 	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev,demo]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev,demo,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -60,6 +61,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python benchmarks/op_overhead.py
 	$(BIN)/python benchmarks/recompiles.py
@@ -69,4 +73,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/quantize.py --quick
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

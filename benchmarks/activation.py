@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import tgl
+from tgl.meta import formats
 
 L2_BYTES = 256 << 20
 DTYPE = torch.bfloat16
@@ -64,7 +65,8 @@ class Problem:
         self.probs = torch.rand(rows, device="cuda") if op.endswith("probs") else None
         weights = torch.arange(GROUPS, dtype=torch.float64).add(1).cumsum(0)
         self.offs = (weights / weights[-1] * rows).to("cuda", torch.int32)
-        self.scale = torch.full((GROUPS,), 16.0, device="cuda") if op == "fp8_tensor" else None
+        per_group = op in QUANTIZED and not formats.FORMATS[op].block
+        self.scale = torch.full((GROUPS,), 16.0, device="cuda") if per_group else None
         if op in QUANTIZED:
             self.bytes = self.x.nbytes + sum(t.nbytes for t in self.tgl())  # type: ignore[attr-defined]
         elif op.startswith("backward"):

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgl.cutlass_kernels import launch, plans
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.ops import gemm
 from tgl.testing.emulator import LaunchRecord, emulate
 
 CTAS = 4
@@ -48,8 +48,8 @@ def their_kernel() -> type | None:
 
 
 def run_ours(config: GemmConfig, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> None:
-    key = plans.PlanKey(VARLEN_M, "sm_100", True, "bfloat16", 1, EpilogueSpec("bfloat16"), config)
-    launch.build(key)(a, b, offs, out, None, None, CTAS // config.ctas)
+    key = gemm.GemmKey(VARLEN_M, "sm_100", True, "bfloat16", 1, EpilogueSpec("bfloat16"), config)
+    gemm.build(key)(a, b, offs, out, None, None, None, CTAS // config.ctas)
 
 
 def run_theirs(kernel: type, config: GemmConfig, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> None:

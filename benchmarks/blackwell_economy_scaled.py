@@ -32,10 +32,11 @@ from blackwell_economy import CTAS, MEASURES, ROUTINGS, counts
 from torch import Tensor
 
 import tgl
-from tgl.cutlass_kernels import launch_scaled
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.ops import gemm_scaled
+from tgl.meta import formats
 from tgl.testing.emulator import LaunchRecord, emulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -118,17 +119,17 @@ def problem(format: str, sizes: tuple[int, ...], depth: int, columns: int) -> Pr
 
 
 def run_ours(p: Problem, tile: tuple[int, int], out: Tensor) -> None:
-    form = FORMATS[p.format]
+    form = OPERANDS[p.format]
     config = GemmConfig(*tile, form.tile_k, two_cta=tile[0] == 256)
     spec = EpilogueSpec("bfloat16", alpha=form.alpha)
     element = GEMMS[p.format].element
-    key = launch_scaled.ScaledPlanKey(VARLEN_M, "sm_100", True, p.format, element, element, True, spec, config)
+    key = gemm_scaled.ScaledGemmKey(VARLEN_M, "sm_100", True, p.format, element, element, True, spec, config)
     offs = torch.tensor(p.sizes).cumsum(0).int()
     amax = torch.full((len(p.sizes),), UNIT_AMAX) if form.alpha == "amax" else None
-    a, b = (t.view(torch.uint8) if p.format == "nvfp4" else t for t in (p.a, p.b))
+    a, b = (t.view(formats.FORMATS[p.format].data_dtypes[0]) for t in (p.a, p.b))
     scales = p.a_scale.flatten(), p.b_scale.flatten(1)
-    call = launch_scaled.build(key)
-    call(a, scales[0], b, scales[1], offs, amax, amax, out, None, None, CTAS // config.ctas)
+    call = gemm_scaled.build(key)
+    call(a, scales[0], b, scales[1], offs, amax, amax, out, None, None, None, CTAS // config.ctas)
 
 
 def run_theirs(p: Problem, tile: tuple[int, int], out: Tensor) -> None:

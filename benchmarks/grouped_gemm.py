@@ -32,8 +32,9 @@ from torch import Tensor
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import config, plans
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.runtime import launcher
 
 L2_BYTES = 256 << 20
 DTYPE = torch.bfloat16
@@ -277,15 +278,15 @@ def summary(times: list[float]) -> dict[str, float]:
 @contextlib.contextmanager
 def tiling(chosen: GemmConfig | None) -> Iterator[None]:
     """Make tgl use one tiling."""
-    before = config.choose
+    before = tilings.choose
     if chosen is not None:
-        config.choose = lambda *_: chosen  # type: ignore[assignment]
-    plans.by_shape.clear()
+        tilings.choose = lambda *_: chosen  # type: ignore[assignment]
+    launcher.forget()
     try:
         yield
     finally:
-        config.choose = before
-        plans.by_shape.clear()
+        tilings.choose = before
+        launcher.forget()
 
 
 def arms_of(problem: Problem, wanted: list[str]) -> dict[str, Callable[[], None]]:
@@ -422,7 +423,9 @@ def sweep(args: argparse.Namespace) -> list[dict]:
                 problem = Problem(op, shape, split(routing, shape.groups, shape.rows))
                 graphs, labels = {}, {}
                 for chosen in every:
-                    if chosen.supports(arch, kind) is None and (args.tiles is None or named(chosen) in args.tiles):
+                    if tilings.reason(arch, kind, chosen) is None and (
+                        args.tiles is None or named(chosen) in args.tiles
+                    ):
                         label = named(chosen)
                         with tiling(chosen):
                             graphs[label] = captured(problem.tgl)

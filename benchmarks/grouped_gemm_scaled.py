@@ -30,10 +30,11 @@ from grouped_gemm import QUICK, ROUTINGS, SHAPES, Shape, captured, measure, rela
 from torch import Tensor
 
 import tgl
-from tgl.cutlass_kernels import launch_scaled, plans
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm import scaling
-from tgl.meta import placement
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta import formats, placement
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 FORMATS = ("fp8_tensor", "fp8_block")
@@ -75,7 +76,7 @@ class Operand:
 
     def _rowwise(self, offs: Tensor) -> tuple[Tensor, Tensor]:
         x = self.source
-        if self.format == "fp8_tensor":
+        if not formats.FORMATS[self.format].block:
             data = cast(x.float() * SCALE)
             self.values = data.float() / SCALE
             return data, torch.full((offs.shape[0],), 1 / SCALE, device=x.device)
@@ -90,7 +91,7 @@ class Operand:
 
     def _columnwise(self, offs: Tensor) -> tuple[Tensor, Tensor]:
         x, (rows, features), groups = self.source, self.source.shape, offs.shape[0]
-        if self.format == "fp8_tensor":
+        if not formats.FORMATS[self.format].block:
             spread: Tensor | float = 1 / SCALE
             scale = torch.full((groups,), 1 / SCALE, device=x.device)
         else:
@@ -220,13 +221,13 @@ def gate(problem: Problem, format: str, graph: torch.cuda.CUDAGraph) -> str | No
     return None
 
 
-def tilings(format: str, kind: str) -> list[GemmConfig]:
+def existing(format: str, kind: str) -> list[GemmConfig]:
     """What a kernel exists for on sm_90."""
     every = [
         GemmConfig(tile_m, tile_n, tile_k=128, cluster_n=cluster_n)
         for tile_m, tile_n, cluster_n in itertools.product((64, 128, 256), (64, 128, 192), (1, 2))
     ]
-    return [t for t in every if launch_scaled.tiling_reason(scaling.FORMATS[format], kind, t) is None]
+    return [t for t in every if tilings.reason("sm_90", kind, t, scaling.OPERANDS[format]) is None]
 
 
 def named(chosen: GemmConfig) -> str:
@@ -254,21 +255,21 @@ def run_case(name: str, op: str, routing: str, args: argparse.Namespace) -> dict
             wrong[arm] = reason
             del graphs[arm]
 
-    choose = launch_scaled.choose
+    choose = tilings.choose_scaled
     for format in (f for f in FORMATS if f in args.arms):
         problem.quantize(format)
         if not args.sweep:
             attempt(format, lambda f=format: problem.scaled(f))
             check(format, format)
         kind = VARLEN_M if problem.rowwise else VARLEN_K
-        for chosen in tilings(format, kind) if args.sweep else ():
+        for chosen in existing(format, kind) if args.sweep else ():
             arm = f"{format} {named(chosen)}"
-            launch_scaled.choose = lambda *_, chosen=chosen: chosen
-            plans.by_shape.clear()
+            tilings.choose_scaled = lambda *_, chosen=chosen: chosen
+            launcher.forget()
             attempt(arm, lambda f=format: problem.scaled(f))
             check(arm, format)
-        launch_scaled.choose = choose
-        plans.by_shape.clear()
+        tilings.choose_scaled = choose
+        launcher.forget()
         for operand in problem.operands[format]:
             operand.values = None
     if not args.sweep:

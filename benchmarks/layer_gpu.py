@@ -43,6 +43,7 @@ from torch._subclasses import FakeTensorMode
 
 import tgl
 from tgl import recipes
+from tgl.meta import formats
 
 BF16 = torch.bfloat16
 BASELINE = "torch"
@@ -206,9 +207,12 @@ class Problem:
         return [y, *grads]
 
 
+STEPS = {"E4M3": 0.125, "E5M2": 0.25, "E2M1": 0.5}  # of elements, relative, at 1
+
+
 def rounding(recipe: recipes.Recipe) -> float:
     """Relative error of rounding an operand, the coarsest of the recipe's: evenly spread over half a step."""
-    steps = [torch.finfo(s.dtype).eps if s.dtype else 0.5 if s.format == "nvfp4" else 0.125 for s in recipe.operands]
+    steps = [STEPS[formats.FORMATS[s.format].element_of(s.dtype)] for s in recipe.operands]
     return max(steps) / 2 / 3**0.5
 
 
@@ -232,7 +236,7 @@ def _unserved(recipe: recipes.Recipe, device: str) -> str | None:
             return reason
         made.append(spec.quantize(values, ends, scale=scale, rng=rng))
     one, matrix, grad = made
-    amax = recipe.format == "nvfp4"
+    amax = formats.FORMATS[recipe.format].decodes_with_amax
     names = {"format": recipe.format, "scale_layout": specs.input.scale_layout}
     fprop = (one.data, one.scale, matrix.data, matrix.scale, offs, *(one.amax, matrix.amax) * amax)
     columns = (grad.columnwise_data, grad.columnwise_scale, one.columnwise_data, one.columnwise_scale)

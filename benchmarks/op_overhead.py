@@ -7,6 +7,10 @@ lines "nothing" an implementation that does nothing serves the op; in the lines 
 kernels, plan look-up included, where a function that does nothing stands for the compiled kernel. (It runs on CPU
 tensors, so that no GPU is needed; on a GPU, the question for the current device comes on top.)
 
+The lines "other T" tell what a new number of rows in each of 10,000 calls costs, in that mode, against the number in
+the middle of them all the time. (The operands are narrow, so that allocating them is no part of the question.) Nothing
+that is remembered of calls may grow meanwhile.
+
 The sides take turns in one process. A round is short, so that another process rarely falls into it; the figures are
 medians over rounds.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +31,7 @@ from torch import Tensor
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.runtime import device, launcher
 from tgl.meta.placement import blocked_size, padded_rows
 from tgl.meta.quantized import ROW_UNIT
 
@@ -181,6 +186,20 @@ CASES: dict[str, Case] = {
 }
 
 
+OTHER_T = (
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "grouped_dbias",
+    "grouped_activation",
+    "grouped_activation_backward",
+    "grouped_dbias_dscales",
+    "grouped_gemm_activation",
+    "grouped_gemm_dactivation",
+    "group_quantize",
+)
+"""Those whose other operands and options do not follow from T."""
+
+
 def define_plain_ops(namespace: str) -> torch.library.Library:
     """The ops once more in a namespace of their own: same signatures, nothing inside."""
     library = torch.library.Library(namespace, "DEF")
@@ -236,13 +255,13 @@ def no_launch(arch: str) -> Iterator[None]:
     def nothing(*args: Any) -> None:
         pass
 
-    originals = host.compiled, host.packages_reason
-    host.compiled, host.packages_reason = lambda *_: nothing, lambda: None
+    originals = launcher.compiled, device.packages_reason
+    launcher.compiled, device.packages_reason = lambda *_: nothing, lambda: None
     try:
         with backends.emulated_device(arch):
             yield
     finally:
-        host.compiled, host.packages_reason = originals
+        launcher.compiled, device.packages_reason = originals
 
 
 def calls(case: Case, dtype: torch.dtype) -> dict[str, Callable[[Callable], Callable[[], Any]]]:
@@ -305,6 +324,59 @@ def measure_op(name: str, serves: str, dtype: torch.dtype, options: argparse.Nam
         print(f"{name:39} {serves:8} {title:19} {times}", flush=True)
 
 
+ROWS = 10_000  # numbers of rows that a changing T takes
+SEEN = {*range(64, 2 * ROWS, 64), *(1 << n for n in range(6))}  # those of warm-up calls, of every tiling one
+
+
+def kept() -> dict[str, int]:
+    """How many entries everything has that the package keeps of calls, by name."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "tgl":
+            for attribute, value in vars(module).items():
+                if isinstance(value, dict):
+                    found[f"{name}.{attribute}"] = len(value)
+                elif isinstance(getattr(value, "passed", None), dict):
+                    found[f"{name}.{attribute}"] = len(value.passed)
+                elif hasattr(value, "cache_info"):
+                    found[f"{name}.{attribute}"] = value.cache_info().currsize
+    return found
+
+
+def measure_rows(name: str, serves: str, dtype: torch.dtype) -> None:
+    """Measure and print the line of one op whose T changes.
+
+    Raises:
+        RuntimeError: something that is remembered of calls has grown.
+    """
+    case, op = CASES[name], getattr(torch.ops.tgl, name).default
+    given = case.operands(dtype)
+    by_rows = [t is not None and t.dtype != torch.int32 and t.shape[0] == T for t in given]
+    most = [torch.zeros(2 * ROWS, *t.shape[1:], dtype=t.dtype) if grows else t for t, grows in zip(given, by_rows)]
+
+    def operands(rows: int) -> list[Any]:
+        return [t[:rows] if grows else t for t, grows in zip(most, by_rows)]
+
+    def timed(calls: list[list[Any]]) -> float:
+        start = time.perf_counter()
+        for tensors in calls:
+            op(*tensors, **case.options)
+        return (time.perf_counter() - start) / len(calls) * 1e6
+
+    with torch.no_grad():
+        timed([operands(rows) for rows in SEEN])
+        before, fixed, changing = kept(), [], []
+        numbers = [rows for rows in range(1, 2 * ROWS) if rows not in SEEN][:ROWS]
+        for start in range(0, ROWS, 20):
+            fixed.append(timed([operands(ROWS // 2) for _ in range(20)]))
+            changing.append(timed([operands(rows) for rows in numbers[start : start + 20]]))
+    grown = [what for what, entries in kept().items() if entries > before.get(what, 0)]
+    if grown:
+        raise RuntimeError(f"{name}: with {ROWS} numbers of rows there grew {', '.join(grown)}")
+    one, other = statistics.median(fixed), statistics.median(changing)
+    print(f"{name:39} {serves:8} {'other T':19} {one:6.1f} {'':6} {other:6.1f} {other / one:9.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2500, help="rounds of each cell")
@@ -319,6 +391,8 @@ def main() -> None:
         for name in options.ops:
             with context(CASES[name].arch):
                 measure_op(name, serves, dtype, options)
+                if name in OTHER_T:
+                    measure_rows(name, serves, dtype)
     for library in libraries:
         library._destroy()
 

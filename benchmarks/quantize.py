@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import tgl
+from tgl.meta import formats
 
 logging.disable(logging.WARNING)  # torchao says which of its CUDA libraries it could not load
 warnings.simplefilter("ignore")
@@ -54,7 +55,6 @@ from torchao.quantization.quant_primitives import _choose_scale_float8, _quantiz
 
 E4M3 = torch.float8_e4m3fn
 DIRECTIONS = ("rowwise", "columnwise", "both")
-BLOCK = {"mxfp8": 32, "nvfp4": 16, "fp8_tensor": 1, "fp8_block": 128}
 
 
 class Case(NamedTuple):
@@ -87,10 +87,10 @@ class Case(NamedTuple):
 
     def theirs(self, direction: str, x: Tensor, offs: Tensor) -> Callable[[], None]:
         """A call that makes what ours does of these groups; ``offs`` with one end makes it one of a matrix."""
-        quantize, block, ends = TORCHAO[self.format], BLOCK[self.format], offs.tolist()
+        quantize, block, ends = TORCHAO[self.format], formats.FORMATS[self.format].block, offs.tolist()
         segments = [(a, b) for a, b in zip([0, *ends], ends) if b > a]
         sizes = torch.tensor([b - a for a, b in segments])
-        padded = -(-sizes // block) * block
+        padded = -(-sizes // max(block, 1)) * max(block, 1)
         firsts = padded.cumsum(0) - padded
         place = torch.arange(x.shape[0]) + (firsts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
         places = int(padded.sum())
@@ -114,7 +114,7 @@ class Case(NamedTuple):
                     start = (a // 32 + bisect.bisect_right(ends, a)) * 32
                     together[:, start : start + b - a].copy_(d.view(torch.uint8))
 
-        return apart if self.format == "fp8_tensor" and len(ends) > 1 else whole
+        return apart if not block and len(ends) > 1 else whole
 
 
 def _mxfp8(x: Tensor, scaling: str) -> Any:

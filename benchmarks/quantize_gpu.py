@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import tgl
+from tgl.meta import formats
 from tgl.meta.quantized import Components, Options, component_specs
 
 SHAPES = {  # groups, rows, columns
@@ -84,7 +85,7 @@ def check_values(options: dict[str, Any], columnwise: bool) -> None:
     offs = sizes.cumsum(0).int()
     made = tgl.group_quantize(x, offs, rowwise=not columnwise, columnwise=columnwise, **options)
     data, scale, amax = made[3:6] if columnwise else made[:3]
-    args = (data, scale, offs, amax if options["format"] == "nvfp4" else None)
+    args = (data, scale, offs, amax if formats.FORMATS[options["format"]].decodes_with_amax else None)
     keywords = {**options, "columnwise": columnwise, "rows": len(x)}
     got = tgl.group_dequantize(*(None if t is None else t.cuda() for t in args), **keywords)
     if not torch.equal(got.cpu(), tgl.group_dequantize(*args, **keywords)):
@@ -165,7 +166,7 @@ def measure_values(shape: str, routing: str, formats: list[str], samples: int) -
             data.view(torch.uint8).random_()
             scale.fill_(1)
             amax.fill_(1)
-            args = (data, scale, offs, amax if name == "nvfp4" else None)
+            args = (data, scale, offs, amax if options.description.decodes_with_amax else None)
             keywords = {**FORMATS[name], "columnwise": columnwise, "rows": rows}
             kept.append(args)
             arm = f"{name} {'columnwise' if columnwise else 'rowwise'}"

@@ -9,23 +9,24 @@ import torch
 from _compiling import Captured, ends, leaf
 
 import tgl
+from tgl.meta.activations import TABLE
 from tgl.nn._activation import _constants, activate
 from tgl.ops.grouped_activation import Params
 
 T, I = 11, 6
 OFFS = ends(2, 0, 6)  # three rows of tail
 END = 8
+CONSTANTS = {"limit": 1.0, "alpha": 1.5, "offset": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
-    "swiglu": {"kind": "swiglu"},
-    "interleaved": {"kind": "swiglu", "interleaved": True},
-    "clamped_qgeglu": {"kind": "clamped_qgeglu", "limit": 1.0, "alpha": 1.5, "offset": 0.5},
-    "srelu": {"kind": "srelu"},
+    name: {"kind": name, **{k: v for k, v in CONSTANTS.items() if k in found.constants}}
+    for name, found in TABLE.items()
 }
+KINDS["interleaved"] = {"kind": "swiglu", "interleaved": True}
 
 
 def arguments(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None) -> tuple[torch.Tensor, Any, torch.Tensor]:
     """Rows, probabilities and the gradient of the result: tails as products leave them, but NaN in that of probs."""
-    width = I if kind == "srelu" else 2 * I
+    width = TABLE[KINDS[kind]["kind"]].width(I)
     x, dy = torch.randn(T, width, dtype=dtype), torch.randn(T, I, dtype=dtype)
     probs = torch.rand(T, dtype=probs_dtype) if probs_dtype else None
     x[END:], dy[END:] = 0, 0

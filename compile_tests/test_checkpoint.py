@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tgl
+from tgl.meta.activations import TABLE
 
 G, K, N = 3, 8, 16
 OFFS = ends(4, 0, 3)
@@ -132,7 +133,7 @@ def test_bytes_saved(backend: str | None) -> None:
 # --- the activation alone ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("activation", TABLE)
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_recomputing_the_activation_changes_no_bit(activation: str, backend: str | None) -> None:
     whole = tgl.GroupedMLP(G, K, N, activation=activation, bias=True)

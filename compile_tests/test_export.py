@@ -116,3 +116,53 @@ def test_aot_inductor_package(tmp_path: Path) -> None:
     for rows in COUNTS:
         inputs = expert_inputs(rows)
         assert torch.equal(run(*inputs), module(*inputs))
+
+
+FORMS = {
+    "discrete": {"single_grouped_weight": False},
+    "recompute": {"recompute_activation": True},
+    "mxfp8": {"recipe": tgl.recipes.MXFP8BlockScaling()},
+    "fp8 delayed": {"recipe": tgl.recipes.DelayedScaling()},
+    "fp8 discrete": {"recipe": tgl.recipes.Float8CurrentScaling(), "single_grouped_weight": False},
+    "nvfp4": {"recipe": tgl.recipes.NVFP4BlockScaling()},
+    "nvfp4 discrete": {"recipe": tgl.recipes.NVFP4BlockScaling(), "single_grouped_weight": False},
+    "fp8 blocks": {"recipe": tgl.recipes.Float8BlockScaling()},
+    "fp8 blocks discrete": {"recipe": tgl.recipes.Float8BlockScaling(), "single_grouped_weight": False},
+}
+
+
+class Buffered(nn.Module):
+    """A layer that writes into a buffer, if given one."""
+
+    def __init__(self, kind: type[nn.Module], **options) -> None:
+        super().__init__()
+        self.layer = kind(3, 32, 32, **options)
+
+    def forward(self, x: Tensor, splits: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.layer(x, splits, out=out)
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("kind", [tgl.GroupedLinear, tgl.GroupedMLP])
+@pytest.mark.parametrize("form", FORMS)
+def test_saved_and_loaded(form: str, kind: type[nn.Module], out: bool, tmp_path: Path) -> None:
+    if kind is tgl.GroupedLinear and "recompute_activation" in FORMS[form]:
+        return  # an option of the MLP
+
+    def inputs(rows: int) -> tuple[Tensor, ...]:
+        args = torch.randn(rows, 32), torch.tensor([rows // 2, 0, rows // 4])
+        return (*args, torch.full((rows, 32), 7.0)) if out else args
+
+    module = Buffered(kind, **FORMS[form]).eval()
+    tokens = Dim("tokens")
+    shapes = ({0: tokens}, None, {0: tokens})
+    program = export(module, inputs(8), dynamic_shapes=shapes if out else shapes[:2])
+    for saved in (program, program.run_decompositions()):
+        torch.export.save(saved, tmp_path / "mlp.pt2")
+        run = torch.export.load(tmp_path / "mlp.pt2").module()
+        args = inputs(33)
+        with torch.no_grad():
+            actual = run(*args).clone()
+            assert torch.equal(actual, module(*args))
+        if out:
+            assert (args[2][24:] == 7).all()

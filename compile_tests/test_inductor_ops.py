@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import tgl
+from tgl.meta.activations import TABLE
 
 Call = tuple[list[Any], dict[str, Any]]
 
@@ -93,10 +94,10 @@ def dbias_dscales() -> Iterator[Call]:
 def activation_options() -> Iterator[dict[str, Any]]:
     yield {}
     constants = [{}, {"limit": 1.5}, {"alpha": 0.5}, {"offset": 0.25}, {"limit": 1.5, "alpha": 0.5, "offset": 0.25}]
-    for interleaved in (False, True):
-        yield {"kind": "swiglu", "interleaved": interleaved}
-        yield from ({"kind": "clamped_qgeglu", "interleaved": interleaved, **given} for given in constants)
-    yield {"kind": "srelu"}
+    for kind, found in TABLE.items():
+        for interleaved in (False, True) if found.gated else (False,):
+            for given in constants if found.constants else [{}]:
+                yield {"kind": kind, "interleaved": interleaved, **given}
 
 
 def activation() -> Iterator[Call]:
@@ -107,7 +108,7 @@ def activation() -> Iterator[Call]:
 
 def activation_backward() -> Iterator[Call]:
     for (x, *rest), options in activation():
-        width = 2 * N if options.get("kind") == "srelu" else N
+        width = N if TABLE[options.get("kind", "swiglu")].gated else 2 * N
         yield [with_tail(T, width, dtype=x.dtype), x, *rest], options
 
 
@@ -121,7 +122,7 @@ def gemm_activation() -> Iterator[Call]:
 
 def dactivation() -> Iterator[Call]:
     for (x, *rest), options in activation():
-        width = 2 * N if options.get("kind") == "srelu" else N
+        width = N if TABLE[options.get("kind", "swiglu")].gated else 2 * N
         yield [with_tail(T, K, dtype=x.dtype), torch.randn(G, K, width).to(x.dtype), x, *rest], options
 
 

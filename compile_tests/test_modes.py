@@ -123,7 +123,7 @@ def test_bad_arguments_have_the_message_of_eager(what: str, dynamic: bool) -> No
 SPLITS = {
     "wrong length": (torch.tensor([4, 2]), r"`m_splits` must be of shape \[num_gemms\] = \(3,\), but got \(2,\)"),
     "wrong length of a list": ([4, 2], "`m_splits` must have num_gemms = 3 entries, but got 2"),
-    "a list": ([4, 2, 3], "m_splits as a list, or on another device than the input, costs a blocking copy"),
+    "nothing": (None, "`m_splits` must be a tensor or a sequence of num_gemms = 3 integers, but got None"),
 }
 
 
@@ -133,14 +133,16 @@ def test_bad_splits_keep_their_message(what: str) -> None:
     layer, x = tgl.GroupedLinear(G, K, N), torch.randn(T, K)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x, splits)
-    broken = torch.compile(layer, backend="aot_eager")
-    if what == "a list":
-        with pytest.deprecated_call(match=message):
-            y = broken(x, splits)
-        assert torch.equal(y, layer(x, torch.tensor(splits)))
-    else:
-        with pytest.raises(ValueError, match=message):
-            broken(x, splits)
+    with pytest.raises(ValueError, match=message):
+        torch.compile(layer, backend="aot_eager")(x, splits)
+
+
+@pytest.mark.filterwarnings("error:.*m_splits")
+def test_splits_as_a_list_compile_whole() -> None:
+    layer, x = tgl.GroupedLinear(G, K, N), torch.randn(T, K)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for splits in ([4, 2, 3], [0, 9, 0], (1, 1, 1)):
+        assert torch.equal(compiled(x, splits), layer(x, torch.tensor(splits)))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -8,6 +8,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from tgl.meta.activations import TABLE
+from tgl.meta.table import OnePerName
 
 
 def groups(offs):
@@ -61,26 +65,46 @@ def grouped_dbias_dscales(dy, bias, bias_scale, offs):
     return dbias, dscales
 
 
+def _clamped_qgeglu(gate, linear, limit, alpha, offset):
+    gate = torch.minimum(gate, torch.full_like(gate, limit))
+    linear = torch.maximum(torch.minimum(linear, torch.full_like(linear, limit)), torch.full_like(linear, -limit))
+    return gate / (1 + torch.exp(-alpha * gate)) * (linear + offset)
+
+
+def _square(x):
+    return torch.where(x > 0, x * x, torch.zeros_like(x))
+
+
+ENTRIES = {
+    "swiglu": lambda gate, linear, **_: gate / (1 + torch.exp(-gate)) * linear,
+    "clamped_qgeglu": _clamped_qgeglu,
+    "srelu": lambda x, _, **__: _square(x),
+    "geglu": lambda gate, linear, **_: functional.gelu(gate) * linear,
+    "geglu_tanh": lambda gate, linear, **_: functional.gelu(gate, approximate="tanh") * linear,
+    "reglu": lambda gate, linear, **_: functional.relu(gate) * linear,
+    "silu": lambda x, _, **__: x / (1 + torch.exp(-x)),
+    "gelu": lambda x, _, **__: functional.gelu(x),
+    "gelu_tanh": lambda x, _, **__: functional.gelu(x, approximate="tanh"),
+    "relu": lambda x, _, **__: functional.relu(x),
+}
+ACTIVATIONS = OnePerName(TABLE, "formulas of activations, tests/oracle.py", ENTRIES)
+"""Every activation, ``(gate, linear or None, **constants) -> y``, written again."""
+
+
 def activation(x: Tensor, offs, probs=None, *, kind, interleaved=False, limit=7.0, alpha=1.702, offset=1.0) -> Tensor:
     """Row by row with differentiable torch functions, in the dtype of ``x``; its autograd is the gradient oracle."""
-    width = x.shape[1] if kind == "srelu" else x.shape[1] // 2
+    function = ACTIVATIONS[kind]
+    width = x.shape[1] // 2 if TABLE[kind].gated else x.shape[1]
     routed = int(offs[-1]) if len(offs) else 0
     rows = []
     for t in range(x.shape[0]):
         if t >= routed:
             rows.append(x.new_zeros(width))
             continue
-        gate, linear = (x[t, 0::2], x[t, 1::2]) if interleaved else (x[t, :width], x[t, width:])
-        if kind == "srelu":
-            y = torch.where(x[t] > 0, x[t] * x[t], torch.zeros_like(x[t]))
-        elif kind == "swiglu":
-            y = gate / (1 + torch.exp(-gate)) * linear
-        else:
-            gate = torch.minimum(gate, torch.full_like(gate, limit))
-            linear = torch.maximum(
-                torch.minimum(linear, torch.full_like(linear, limit)), torch.full_like(linear, -limit)
-            )
-            y = gate / (1 + torch.exp(-alpha * gate)) * (linear + offset)
+        gate, linear = x[t], None
+        if TABLE[kind].gated:
+            gate, linear = (x[t, 0::2], x[t, 1::2]) if interleaved else (x[t, :width], x[t, width:])
+        y = function(gate, linear, limit=limit, alpha=alpha, offset=offset)
         rows.append(y if probs is None else y * probs[t])
     return torch.stack(rows) if rows else x.new_zeros(0, width)
 

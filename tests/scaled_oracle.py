@@ -1,40 +1,25 @@
 """What the components of a quantised operand stand for, decoded element by element in plain Python.
 
-Bytes, scales, places and tiles are worked out here from the formats' definitions, by loops over integers: nothing is
-shared with ``tgl``. Results are float64 numpy arrays, exact for the values of the sample inputs.
+Bytes, scales, places and tiles are worked out here from the formats' definitions, by loops over integers: nothing but
+the formats' names is shared with ``tgl``. Results are float64 numpy arrays, exact for the values of the sample inputs.
 """
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import torch
 
-BLOCK = {"mxfp8": 32, "nvfp4": 16, "fp8_block": 128}
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
 
-
-def fp8(byte: int, exponent_bits: int) -> float:
-    """One E4M3 (4 exponent bits) or E5M2 (5) element."""
-    mantissa_bits = 7 - exponent_bits
-    sign = -1.0 if byte & 0x80 else 1.0
-    exponent = byte >> mantissa_bits & (1 << exponent_bits) - 1
-    mantissa = byte & (1 << mantissa_bits) - 1
-    bias = (1 << exponent_bits - 1) - 1
-    if exponent_bits == 4 and byte & 0x7F == 0x7F:
-        return math.nan
-    if exponent_bits == 5 and exponent == 31:
-        return sign * math.inf if mantissa == 0 else math.nan
-    if exponent == 0:
-        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
-    return sign * math.ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
-
-
-E4M3_TABLE = np.array([fp8(b, 4) for b in range(256)])
-E5M2_TABLE = np.array([fp8(b, 5) for b in range(256)])
-E8M0_TABLE = np.array([math.ldexp(1.0, b - 127) for b in range(255)] + [math.nan])
-E2M1_TABLE = np.array(E2M1 + [-v for v in E2M1])
+BYTES = np.arange(256, dtype=np.uint8)
+E4M3_TABLE = BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+E5M2_TABLE = BYTES.view(ml_dtypes.float8_e5m2).astype(np.float64)
+E8M0_TABLE = BYTES.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+E2M1_TABLE = BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 
 
 def elements(t: torch.Tensor) -> np.ndarray:
@@ -46,11 +31,43 @@ def elements(t: torch.Tensor) -> np.ndarray:
     return np.stack([E2M1_TABLE[raw & 15], E2M1_TABLE[raw >> 4]], axis=-1).reshape(*raw.shape[:-1], 2 * raw.shape[-1])
 
 
-def scale_value(scale: torch.Tensor, form: str) -> np.ndarray:
+class Operand(NamedTuple):
+    """What a format's components are.
+
+    Attributes:
+        block: elements that share a scale, 0 of a scale per group.
+        scales: values of the bytes of a scale; None of float32.
+        data_unit, scale_unit: tokens that a group's columnwise data and scales begin on a multiple of; 0 of data in
+            the order of the tokens.
+        scale_rows: whether compact columnwise scales have a row per feature.
+        square: whether scales of weights are those of squares.
+        amax: whether a factor of the group follows from its amax.
+    """
+
+    block: int
+    scales: np.ndarray | None
+    data_unit: int
+    scale_unit: int
+    scale_rows: bool = False
+    square: bool = False
+    amax: bool = False
+
+
+OPERANDS = OnePerName(
+    FORMATS,
+    "OPERANDS in tests/scaled_oracle.py",
+    {
+        "mxfp8": Operand(32, E8M0_TABLE, 0, 128),
+        "nvfp4": Operand(16, E4M3_TABLE, 64, 64, scale_rows=True, amax=True),
+        "fp8_tensor": Operand(0, None, 32, 0),
+        "fp8_block": Operand(128, None, 32, 128, square=True),
+    },
+)
+
+
+def scale_value(scale: torch.Tensor, form: Operand) -> np.ndarray:
     raw = scale.numpy()
-    return {"mxfp8": lambda: E8M0_TABLE[raw], "nvfp4": lambda: E4M3_TABLE[raw]}.get(
-        form, lambda: raw.astype(np.float64)
-    )()
+    return raw.astype(np.float64) if form.scales is None else form.scales[raw]
 
 
 def tile_offset(y: int, x: int, columns: int) -> int:
@@ -58,11 +75,11 @@ def tile_offset(y: int, x: int, columns: int) -> int:
     return ((y // 128) * across + x // 4) * 512 + (y % 32) * 16 + ((y % 128) // 32) * 4 + x % 4
 
 
-def factor(form: str, scale: torch.Tensor, amax: torch.Tensor | None, group: int) -> float:
+def factor(form: Operand, scale: torch.Tensor, amax: torch.Tensor | None, group: int) -> float:
     """What all elements of a group are multiplied by."""
-    if form == "fp8_tensor":
+    if not form.block:
         return float(scale[group])
-    if form != "nvfp4":
+    if not form.amax:
         return 1.0
     assert amax is not None
     largest = float(amax[group])
@@ -83,6 +100,7 @@ def place(token: int, start: int, group: int, unit: int) -> int:
 
 def rowwise(form, layout, data, scale, offs, amax) -> np.ndarray:
     """``[T, K]`` of rowwise components; rows past the last group are zero."""
+    form = OPERANDS[form]
     values = elements(data)
     out = np.zeros_like(values)
     depth = values.shape[1]
@@ -91,10 +109,10 @@ def rowwise(form, layout, data, scale, offs, amax) -> np.ndarray:
         for t in range(start, end):
             for k in range(depth):
                 value = values[t, k] * factor(form, scale, amax, g)
-                if form in BLOCK:
-                    x = k // BLOCK[form]
+                if form.block:
+                    x = k // form.block
                     if layout == "blocked":
-                        value *= table[tile_offset(place(t, start, g, 128), x, -(-depth // BLOCK[form]))]
+                        value *= table[tile_offset(place(t, start, g, 128), x, -(-depth // form.block))]
                     else:
                         value *= table[t, x]
                 out[t, k] = value
@@ -103,8 +121,10 @@ def rowwise(form, layout, data, scale, offs, amax) -> np.ndarray:
 
 def matrices(form, layout, direction, data, scale, amax) -> np.ndarray:
     """``[G, contraction, width]`` of the components of a weight."""
+    form = OPERANDS[form]
+    across = direction == "columnwise" and not form.data_unit
     values = elements(data)
-    if not (form == "mxfp8" and direction == "columnwise"):
+    if not across:
         values = values.transpose(0, 2, 1)
     out = np.zeros_like(values)
     count, depth, width = values.shape
@@ -113,13 +133,13 @@ def matrices(form, layout, direction, data, scale, amax) -> np.ndarray:
         for k in range(depth):
             for n in range(width):
                 value = values[g, k, n] * factor(form, scale, amax, g)
-                if form in BLOCK:
-                    x = k // BLOCK[form]
-                    if form == "fp8_block":
+                if form.block:
+                    x = k // form.block
+                    if form.square:
                         value *= table[g, n // 128, x]
                     elif layout == "blocked":
-                        value *= table[g, tile_offset(n, x, -(-depth // BLOCK[form]))]
-                    elif form == "mxfp8" and direction == "columnwise":
+                        value *= table[g, tile_offset(n, x, -(-depth // form.block))]
+                    elif across:
                         value *= table[g, x, n]
                     else:
                         value *= table[g, n, x]
@@ -127,33 +147,30 @@ def matrices(form, layout, direction, data, scale, amax) -> np.ndarray:
     return out
 
 
-DATA_UNIT = {"nvfp4": 64, "fp8_tensor": 32, "fp8_block": 32}
-SCALE_UNIT = {"mxfp8": 128, "nvfp4": 64, "fp8_block": 128}
-
-
 def columnwise(form, layout, data, scale, offs, amax, features: int) -> list[np.ndarray]:
     """``[tokens, F]`` of every group, from columnwise components; NVFP4 keeps the whole last run of 16."""
+    form = OPERANDS[form]
     values = elements(data)
     table = scale_value(scale, form)
     found = []
     for g, start, end in groups(offs):
         size = end - start
-        if form == "nvfp4":
+        if form.amax:  # a Hadamard transform may have filled it
             size = -(-size // 16) * 16
         out = np.zeros((size, features))
         for i in range(size):
             for f in range(features):
-                if form == "mxfp8":
+                if not form.data_unit:
                     value = values[start + i, f]
                 else:
-                    value = values[f, place(start + i, start, g, DATA_UNIT[form])]
+                    value = values[f, place(start + i, start, g, form.data_unit)]
                 value *= factor(form, scale, amax, g)
-                if form in BLOCK:
-                    y = place(start + i, start, g, SCALE_UNIT[form]) // BLOCK[form]
+                if form.block:
+                    y = place(start + i, start, g, form.scale_unit) // form.block
                     if layout == "blocked":
                         columns = scale.shape[0] // (-(-features // 128) * 128)
                         value *= table[tile_offset(f, y, columns)]
-                    elif form == "nvfp4":
+                    elif form.scale_rows:
                         value *= table[f, y]
                     else:
                         value *= table[y, f]

@@ -117,6 +117,22 @@ def test_negative_splits():
         tgl.splits_to_offsets(splits)
 
 
+@pytest.mark.parametrize(
+    "splits, group, total",
+    [([2**31 - 1, 5], 1, 2**31 + 4), ([2**32 + 5], 0, 2**32 + 5), ([1, 2**31 - 1, 2**33], 1, 2**31)],
+    ids=str,
+)
+def test_splits_beyond_int32(splits, group, total):
+    """Their ends wrap around: a negative end, or a small one that looks right."""
+    splits = torch.tensor(splits)
+    tgl.splits_to_offsets(splits)
+    message = rf"`m_splits` must add up to int32 \(2147483647 at most\), but m_splits\[{group}\] = \d+ makes it {total}"
+    with tgl.debug_checks(), pytest.raises(ValueError, match=message):
+        tgl.splits_to_offsets(splits)
+    with tgl.debug_checks():
+        assert tgl.splits_to_offsets(torch.tensor([2**31 - 2, 1])).tolist() == [2**31 - 2, 2**31 - 1]
+
+
 def test_splits_that_exceed_the_rows_are_found_behind_a_module():
     layer = tgl.GroupedLinear(3, 4, 8)
     with tgl.debug_checks(), pytest.raises(ValueError, match=r"must stay within 6 rows, but offs\[2\] = 7"):
@@ -138,3 +154,36 @@ def test_around_a_compiled_call(backend):
         with pytest.raises(ValueError, match=r"tgl::grouped_gemm: `offs` must not descend, but offs\[1\] = 2"):
             compiled(a, b, bad)
     assert graphs.frame_count == 1
+
+
+# --- an input that is quantised already -------------------------------------------------------------------------------
+
+
+def quantised_for(sizes, format="mxfp8", layout="blocked"):
+    options = {"scale_layout": layout} if format in ("mxfp8", "nvfp4") else {}
+    return tgl.quantize(torch.ones(64, 32), None, m_splits=torch.tensor(sizes), format=format, rowwise=True, **options)
+
+
+OTHER_GROUPS = r"`inp` must be quantised with the group ends of the call, but was with offs\[1\] = 40 where .* to 20"
+
+
+@pytest.mark.parametrize("module", ["linear", "mlp"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "Float8CurrentScaling"])
+def test_an_input_quantised_for_other_groups(recipe, backend, module, fresh_compiler):
+    recipe = getattr(tgl.recipes, recipe)()
+    layer = {"linear": tgl.GroupedLinear, "mlp": tgl.GroupedMLP}[module](3, 32, 32, recipe=recipe)
+    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    x, splits = quantised_for([10, 30, 24], recipe.format), torch.tensor([10, 10, 24])
+    run(x, splits)
+    with tgl.debug_checks():
+        run(x, torch.tensor([10, 30, 24]))
+        with pytest.raises(ValueError, match=OTHER_GROUPS):
+            run(x, splits)
+
+
+def test_the_copy_of_group_ends_in_a_graph():
+    offs = torch.tensor([1, 2, 6], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.tgl.same_offs.default, (offs, offs.clone()))
+    with pytest.raises(ValueError, match="must be of length 3"):
+        torch.ops.tgl.same_offs(offs, offs[:2])

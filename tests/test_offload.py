@@ -1,6 +1,7 @@
 """``cpu_offload`` around eager code: what moves, what stays, that it comes back right, and the two ops."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tgl
 from tests.memory import same_bytes
 from tgl import offload
+from tgl.meta.formats import FORMATS
 
 G, K, N, T = 3, 8, 16, 12
 SPLITS = torch.tensor([5, 0, 4])
@@ -91,8 +93,8 @@ def test_one_context_entered_twice_and_left_by_an_error():
     layer(torch.randn(T, K))
     assert context.tensors_offloaded == 1
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert offload._threshold is None
-    assert offload.ops.meters == []
+    assert offload._state.threshold is None
+    assert offload.ops.meters.stack == []
 
 
 def test_the_source_is_freed_and_the_copy_with_the_graph():
@@ -282,7 +284,7 @@ class Keeps(torch.autograd.Function):
         return dy, None
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_every_component_of_a_grouped_tensor_moves_or_none(format):
     offs = torch.tensor([100, 200, 300], dtype=torch.int32)
     saved = tgl.quantize(torch.randn(300, 128, dtype=torch.bfloat16), offs, format)
@@ -427,3 +429,38 @@ def test_ops_are_differentiable():
 def test_negative_minimum():
     with pytest.raises(ValueError, match="`min_bytes` must be at least 0, but got -1"):
         tgl.cpu_offload(min_bytes=-1)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_context_is_of_its_thread(backend, fresh_compiler):
+    """Leaving one in a thread leaves that of another on, compiled as well as eagerly."""
+    layer = tgl.GroupedLinear(2, 16, 16, recipe=tgl.recipes.MXFP8BlockScaling())
+    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    inside, left, found = threading.Event(), threading.Event(), {}
+
+    def step():
+        run(torch.randn(4, 16, requires_grad=True), torch.tensor([2, 2])).sum().backward()
+
+    def other():
+        inside.wait(60)
+        with tgl.cpu_offload(False):
+            pass
+        with tgl.cpu_offload(min_bytes=0):
+            pass
+        step()
+        left.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with tgl.cpu_offload(min_bytes=0) as context:
+        step()
+        before = context.tensors_offloaded
+        assert before
+        inside.set()
+        assert left.wait(200)
+        step()
+        found["again"] = context.tensors_offloaded
+    thread.join()
+    assert found["again"] == 2 * before, "the other thread offloads nothing, this one as much as before"
+    step()
+    assert context.tensors_offloaded == 2 * before

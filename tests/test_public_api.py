@@ -29,7 +29,8 @@ def describe(module) -> list[str]:
             lines.append(f"{qualified}  (module)")
         elif inspect.isclass(value):
             lines.append(f"class {qualified}{'' if issubclass(value, BaseException) else parameters(value)}")
-            methods = [n for n, m in vars(value).items() if inspect.isfunction(m) and not n.startswith("_")]
+            own = [base for base in value.__mro__ if base.__module__.startswith("tgl")]
+            methods = {n for base in own for n, m in vars(base).items() if inspect.isfunction(m) and n[0] != "_"}
             lines += [f"    {n}{parameters(getattr(value, n))}" for n in sorted(methods)]
         elif callable(value):
             lines.append(f"{qualified}{parameters(value)}")

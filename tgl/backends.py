@@ -8,6 +8,7 @@ prints those words; nothing is chosen silently and no environment variable is re
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Implementation:
     """One way to run an op on one type of device.
 
     Attributes:
-        op: name of the op without namespace, for example ``"grouped_gemm"``.
+        op: name of the op, for example ``"grouped_gemm"``; with its library if that is another, ``"library::name"``.
         name: what ``explain`` calls it.
         device: device type, ``"cpu"``, ``"cuda"``, ...
         run: called with the op's positional arguments and the destination keywords of the op (see
@@ -43,13 +44,13 @@ class Implementation:
         priority: higher is asked first; the built-in implementations use 0 and below.
         emulable: whether it is a kernel compiled for ``archs`` that an emulator can run on CPU tensors.
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
+        slots: whether it takes a table of ``slots``, which is a keyword of calls that have one and of no others.
         note: a sentence for ``explain`` about what to expect.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
-        attempt: ``supports`` and ``run`` in one call, for those that would look up the same thing twice: runs and
-            returns None, or returns the reason why not and has written nothing. Not together with ``syncs``.
         produce: for one that serves every call and makes the outputs itself: called with their specs (see ``produce``
             of this module), a list of the positional arguments, which it may empty to give memory back early, and the
             keywords of ``run`` but for destinations; returns the outputs.
+        copies: called like ``run``; names of the tensors that it copies for such a call, and their bytes.
     """
 
     op: str
@@ -62,9 +63,10 @@ class Implementation:
     syncs: bool = False
     note: str = ""
     emulable: bool = False
+    slots: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
-    attempt: Callable[..., Reason] | None = field(default=None, repr=False)
     produce: Callable[..., Any] | None = field(default=None, repr=False)
+    copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -76,9 +78,20 @@ class Implementation:
 
     def reason_against(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
         """None if this implementation, which runs on ``device``, can serve the call, else why not."""
-        if self.syncs and _capturing(device):
+        if self.syncs and capturing(device):
             return "reads offs on the host, which CUDA graph capture forbids"
+        if "slots" in kwargs and not self.slots:
+            return "takes matrices in the order of the groups, not at `slots`"
         return self.supports(*args, **kwargs) if self.supports is not None else None
+
+    def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
+        """Run the call if it can be served, else the reason why not; then nothing has been written."""
+        if self.run is None:
+            return "makes its outputs itself"
+        reason = self.reason_against(device, args, kwargs)
+        if reason is None:
+            self.run(*args, **kwargs)
+        return reason
 
 
 def device_arch(device: torch.device) -> str:
@@ -96,8 +109,9 @@ def _cuda_arch(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, if ``device`` is one that can; not where CUDA was never started."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 emulated_arch: str | None = None
@@ -161,8 +175,18 @@ _change_hooks: list[Callable[[], None]] = []
 
 
 def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dict]]) -> None:
-    """Declare ``op``: ``arguments`` maps a call of the public op to the device, args and kwargs implementations get."""
+    """Declare ``op``, which exists already; ``"library::name"`` if it is another library's.
+
+    Args:
+        op: its name.
+        arguments: maps a call of the public op to the device, args and kwargs that implementations get.
+    """
     _arguments[op] = arguments
+
+
+def qualified(op: str) -> str:
+    """The op's name with its library."""
+    return op if "::" in op else f"tgl::{op}"
 
 
 def on_device(hook: Callable[[str], None]) -> None:
@@ -204,6 +228,7 @@ def register_implementation(
     archs: set[str] | None = None,
     priority: int = 10,
     syncs: bool = False,
+    slots: bool = False,
     note: str = "",
 ) -> Callable[[Callable[..., None]], Implementation]:
     """Decorator that lets a function serve ``op`` on ``device``, ahead of everything of lower ``priority``.
@@ -219,7 +244,7 @@ def register_implementation(
 
     def decorate(run: Callable[..., None]) -> Implementation:
         frozen = frozenset(archs) if archs is not None else None
-        return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note))
+        return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note, slots=slots))
 
     return decorate
 
@@ -240,38 +265,33 @@ def produce(op: str, device: torch.device, specs: Any, operands: list, **options
     able = _on_device.get((op, device)) or _find_on_device(op, device)
     if able and able[0].produce is not None:
         return able[0].produce(specs, operands, **options)
-    one = isinstance(specs, TensorSpec)
-    made = {name: spec and spec.empty() for name, spec in ({"out": specs} if one else specs).items()}
+    made: Any
+    if isinstance(specs, TensorSpec):
+        made = specs.empty()
+        given = {**options, "out": made}
+    else:
+        made = {name: spec and spec.empty() for name, spec in specs.items()}
+        given = options | made
     for implementation in able:
         if implementation.produce is not None:
             return implementation.produce(specs, operands, **options)
-        if _serves(implementation, device, operands, options | made):
-            return made["out"] if one else made
-    raise _nobody(op, device, operands, options | made)
+        if implementation.serve(device, operands, given) is None:
+            return made
+    raise _nobody(op, device, operands, given)
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
-        if _serves(implementation, device, args, kwargs):
+        if implementation.serve(device, args, kwargs) is None:
             return
     raise _nobody(op, device, args, kwargs)
 
 
-def _serves(implementation: Implementation, device: torch.device, args: Sequence, kwargs: dict) -> bool:
-    """Whether ``implementation`` can serve the call; then it has."""
-    if implementation.attempt is not None:
-        return implementation.attempt(*args, **kwargs) is None
-    if implementation.run is None or implementation.reason_against(device, args, kwargs) is not None:
-        return False
-    implementation.run(*args, **kwargs)
-    return True
-
-
 def _nobody(op: str, device: torch.device, args: Sequence, kwargs: dict) -> RuntimeError:
     explanation = _explain(op, device, args, kwargs)
-    if _capturing(device):
-        return GraphCaptureError(f"tgl::{op} cannot be captured in a CUDA graph:\n{explanation}")
+    if capturing(device):
+        return GraphCaptureError(f"{qualified(op)} cannot be captured in a CUDA graph:\n{explanation}")
     return NoImplementationError(str(explanation))
 
 
@@ -300,6 +320,7 @@ class Explanation:
         chosen: the implementation that runs, or None.
         refused: ``(implementation, reason)`` for those asked before it and those that could not have served.
         unasked: implementations of lower priority that could have served as well.
+        copies: names of the tensors that ``chosen`` copies because of where they lie, and their bytes.
     """
 
     op: str
@@ -307,6 +328,7 @@ class Explanation:
     chosen: Implementation | None
     refused: tuple[tuple[Implementation, str], ...]
     unasked: tuple[Implementation, ...]
+    copies: tuple[tuple[str, int], ...] = ()
 
     @property
     def syncs(self) -> bool:
@@ -314,11 +336,13 @@ class Explanation:
         return self.chosen is not None and self.chosen.syncs and self.device.type != "cpu"
 
     def __str__(self) -> str:
-        lines = [f"tgl::{self.op} on {self.device} ({device_arch(self.device)})"]
+        lines = [f"{qualified(self.op)} on {self.device} ({device_arch(self.device)})"]
         if self.chosen is None:
             lines.append("  no implementation")
         else:
-            about = "; ".join(filter(None, ("syncs with the host" if self.syncs else "", self.chosen.note)))
+            copied = " and ".join(f"`{name}` ({size} bytes)" for name, size in self.copies)
+            parts = ("syncs with the host" if self.syncs else "", self.chosen.note, copied and f"copies {copied}")
+            about = "; ".join(filter(None, parts))
             lines.append(f"  runs {self.chosen.name}" + (f" ({about})" if about else ""))
         lines += [f"  not  {i.name}: {reason}" for i, reason in self.refused]
         lines += [f"  not  {i.name}: lower priority" for i in self.unasked]
@@ -336,11 +360,12 @@ def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Exp
             chosen = implementation
         else:
             unasked.append(implementation)
-    return Explanation(op, device, chosen, tuple(refused), tuple(unasked))
+    copies = {} if chosen is None or chosen.copies is None else chosen.copies(*args, **kwargs)
+    return Explanation(op, device, chosen, tuple(refused), tuple(unasked), tuple(copies.items()))
 
 
 def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Say which implementation of ``op`` a call would run and why the others do not; nothing is computed.
+    """Report which implementation of ``op`` a call would run and why the others do not; nothing is computed.
 
     Args:
         op: ``torch.ops.tgl.grouped_gemm``, one of its overloads, ``tgl.grouped_gemm`` or the name ``"grouped_gemm"``.
@@ -349,24 +374,41 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.
     """
+    if isinstance(op, torch._ops.OpOverload):
+        op = op._schema.name
+    elif isinstance(op, torch._ops.OpOverloadPacket):
+        op = op._qualified_op_name
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     name = name.removeprefix("tgl::").split(".")[0]
     if name not in _arguments:
         raise ValueError(f"`op` must be one of {', '.join(sorted(_arguments))}, but got {name!r}")
-    device, call_args, call_kwargs = _arguments[name](*args, **kwargs)
+    device, call_args, call_kwargs = _described(name, args, kwargs)
     return _explain(name, device, call_args, call_kwargs)
+
+
+def _described(name: str, args: tuple, kwargs: dict) -> tuple[torch.device, tuple, dict]:
+    """What implementations of the op get for a call of it, whose arguments are checked against its schema first."""
+    describe = _arguments[name]
+    try:
+        given = inspect.signature(describe).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{qualified(name)}: {error}") from None
+    for argument in torch._C._get_schema(qualified(name), "").arguments:
+        if isinstance(argument.type, torch.TensorType) and given.get(argument.name, argument) is None:
+            raise TypeError(f"{qualified(name)}: `{argument.name}` must be a tensor, but got None")
+    return describe(*args, **kwargs)
 
 
 def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Compile and load what a call of ``op`` needs, without making the call: no argument is read or written.
 
-    Later calls with arguments of the same dtypes, layouts, N and K, and about as many rows per group, then find their
-    kernel ready, which CUDA graph capture requires. Takes and returns what ``explain`` does.
+    Later calls with equal dtypes, layouts, N and K, and about as many rows per group, then find their kernel ready.
+    CUDA graph capture requires that. Arguments and result are those of ``explain``.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.
     """
     explanation = explain(op, *args, **kwargs)
-    device, call_args, call_kwargs = _arguments[explanation.op](*args, **kwargs)
+    device, call_args, call_kwargs = _described(explanation.op, args, kwargs)
     prepare(explanation.op, device, *call_args, **call_kwargs)
     return explanation

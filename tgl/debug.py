@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,16 @@ import torch
 from torch import Tensor
 
 active = 0  # contexts that are open
+_INT32_MAX = 2**31 - 1
 
 
 @contextmanager
 def debug_checks() -> Iterator[None]:
     """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
+
+    Other values are validated too: sizes of groups are not negative and their sum fits int32; ``slots`` lie within the
+    packed tensor, and matrices that are written do not overlap; the group ends of a ``GroupedTensor`` that is a layer's
+    input are those of the call.
 
     Works around an eager call and around a call of a compiled function (the check runs inside the op). Inside a
     compiled function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to
@@ -45,10 +51,58 @@ def check_offs(op: str, offs: Tensor, rows: int) -> None:
         previous = end
 
 
-def check_splits(op: str, splits: Tensor) -> None:
-    """Raise ``ValueError`` for the first negative split if inside ``debug_checks()``; free otherwise."""
+def check_same_offs(offs: Tensor, quantized_with: Tensor) -> None:
+    """Raise ``ValueError`` for the first group whose two ends differ if inside ``debug_checks()``; free otherwise."""
     if not active:
         return
+    for group, (end, other) in enumerate(zip(offs.tolist(), quantized_with.tolist())):
+        if end != other:
+            raise ValueError(
+                f"`inp` must be quantised with the group ends of the call, but was with offs[{group}] = {other} where "
+                f"`m_splits` add up to {end}"
+            )
+
+
+def check_slots(op: str, slots: Tensor | None, argument: str, packed: Tensor, *, written: bool) -> None:
+    """Raise ``ValueError`` for the first bad entry of ``slots`` if inside ``debug_checks()``; free otherwise.
+
+    Args:
+        argument: what ``packed`` is called, of whose slots they are.
+        written: whether it is written, so that the slots must not overlap.
+    """
+    if not active or slots is None:
+        return
+    count, table = packed.shape[0], slots.tolist()
+    for group, slot in enumerate(table):
+        if not 0 <= slot < count:
+            raise ValueError(
+                f"tgl::{op}: `slots` must stay within the {count} slots of `{argument}`, but slots[{group}] = {slot}"
+            )
+    if written and packed.numel():
+        distance, row, column = packed.stride()
+        extent = 1 + (packed.shape[1] - 1) * row + (packed.shape[2] - 1) * column
+        order = sorted(range(len(table)), key=table.__getitem__)
+        for group, other in itertools.pairwise(order):
+            if (table[other] - table[group]) * distance < extent:
+                raise ValueError(
+                    f"tgl::{op}: `slots` must be matrices of `{argument}` that do not overlap, but slots[{group}] = "
+                    f"{table[group]} and slots[{other}] = {table[other]} do"
+                )
+
+
+def check_splits(op: str, splits: Tensor) -> None:
+    """Raise ``ValueError`` for the first split that is negative or ends beyond int32 if inside ``debug_checks()``; free
+    otherwise.
+    """
+    if not active:
+        return
+    end = 0
     for group, size in enumerate(splits.tolist()):
         if size < 0:
             raise ValueError(f"tgl::{op}: `m_splits` must not be negative, but m_splits[{group}] = {size}")
+        end += size
+        if end > _INT32_MAX:
+            raise ValueError(
+                f"tgl::{op}: `m_splits` must add up to int32 ({_INT32_MAX} at most), but "
+                f"m_splits[{group}] = {size} makes it {end}"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -10,39 +11,46 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .ops import offload as ops
 
-# The innermost context's min_bytes, or None: offload nothing. A plain variable, which a traced graph is guarded by.
-_threshold: int | None = None
+
+class _State(threading.local):
+    """The innermost context's min_bytes, or None: offload nothing. An attribute, which a traced graph is guarded by."""
+
+    threshold: int | None = None
+
+
+_state = _State()
 
 
 class cpu_offload:
-    """Context that keeps tensors saved for the backward in host memory until the backward asks for them.
+    """Context that keeps tensors saved for the backward in host memory until the backward needs them.
 
-    Around eager code it moves what any module saves (``torch.autograd.graph.saved_tensors_hooks``). Under
-    ``torch.compile``, inside or around the compiled function, it moves what the layers of this package save, as the
-    ops ``tgl::offload`` and ``tgl::reload`` of the compiled graphs: Dynamo does not trace hooks, and what else a
-    compiled graph saves is its own affair. A value of the flag or of ``min_bytes`` is one more compiled graph.
+    Around eager code it moves the saved tensors of every module (``torch.autograd.graph.saved_tensors_hooks``). Under
+    ``torch.compile``, inside or around the compiled function, it moves the saved tensors of the layers of this package,
+    by the ops ``tgl::offload`` and ``tgl::reload`` in the compiled graphs. Other tensors that a compiled graph saves
+    stay on the device, as Dynamo does not trace hooks. Each value of ``enabled`` and ``min_bytes`` compiles its own
+    graph.
 
-    Contexts nest, the innermost decides: an inner ``enabled=False`` opts a layer out. Parameters, buffers registered as
-    ``nn.Buffer``, views of either and quantised weights never move, nor does ``main_grad``. Of a quantised operand
-    every component moves or none. A tensor that several operations save is copied once.
+    Contexts are local to their thread. They nest, and the innermost decides: an inner ``enabled=False`` opts a layer
+    out. Parameters, buffers registered as ``nn.Buffer``, views of either, quantised weights and ``main_grad`` never
+    move. A quantised operand moves with all its components or not at all. A tensor that several operations save is
+    copied once.
 
-    On CUDA the copies go through pinned memory on a stream of their own; elsewhere they are plain copies. They cannot
-    be captured in a CUDA graph. A context inside a function under ``torch.utils.checkpoint`` takes precedence over the
-    recomputation; one around it leaves what is recomputed alone, in eager code.
+    On CUDA the copies go through pinned memory on a side stream; elsewhere they are plain copies. They cannot be
+    captured in a CUDA graph. A context inside a function under ``torch.utils.checkpoint`` takes precedence over the
+    recomputation. In eager code a context around such a function does not move the recomputed tensors.
 
     Args:
         enabled: False to keep everything on its device.
         min_bytes: smaller tensors stay; by default one MiB.
 
     Attributes:
-        bytes_offloaded, tensors_offloaded: what was copied while this was the innermost context, over all its uses. A
-            context inside a compiled function is gone when the graph runs: one around the call counts.
+        bytes_offloaded, tensors_offloaded: bytes and tensors copied while this was the innermost context, over all its
+            uses. A context inside a compiled function counts nothing: use one around the call.
 
     Raises:
         ValueError: a negative ``min_bytes``.
@@ -56,11 +64,10 @@ class cpu_offload:
         self._outer: list[int | None] = []
 
     def __enter__(self) -> cpu_offload:
-        global _threshold
-        self._outer.append(_threshold)
-        _threshold = self.min_bytes if self.enabled else None
+        self._outer.append(_state.threshold)
+        _state.threshold = self.min_bytes if self.enabled else None
         if not torch.compiler.is_compiling():
-            ops.meters.append(self)
+            ops.meters.stack.append(self)
             if self.enabled:
                 # A disabled context needs no hooks: those of an outer one look at the flag, and those of somebody else
                 # (a checkpoint's) must stay in place.
@@ -70,10 +77,9 @@ class cpu_offload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _threshold
-        _threshold = self._outer.pop()
+        _state.threshold = self._outer.pop()
         if not torch.compiler.is_compiling():
-            ops.meters.pop()
+            ops.meters.stack.pop()
             if self.enabled:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
 
@@ -88,12 +94,17 @@ class cpu_offload:
 
 def in_graph() -> bool:
     """Whether a graph is being traced in which layers must offload what they save."""
-    return _threshold is not None and torch.compiler.is_compiling()
+    return _state.threshold is not None and torch.compiler.is_compiling()
 
 
 def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     """In a graph: every tensor of ``operand`` on the host, or None if all of them together are too small."""
-    if _threshold is None or not guard_or_true(sum(t.numel() * t.element_size() for t in operand) >= _threshold):
+    # With sympy, of which importing this package is spared; in a graph both are there already.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if _state.threshold is None or not guard_or_true(
+        sum(t.numel() * t.element_size() for t in operand) >= _state.threshold
+    ):
         return None
     return tuple(ops.offload(t) for t in operand)
 
@@ -110,7 +121,7 @@ _STAYS, _UNIT = "_tgl_stays", "_tgl_unit"
 
 def announce(operand: Sequence[Tensor], resident: Sequence[Tensor | None]) -> None:
     """Before an eager Function saves them: ``operand`` moves as a whole or not at all, ``resident`` stays."""
-    if _threshold is None:
+    if _state.threshold is None:
         return
     unit = sum(map(_nbytes, operand))
     for t in operand:
@@ -150,7 +161,12 @@ _moved: WeakValueDictionary[tuple, _Moved] = WeakValueDictionary()
 
 
 def _pack(t: Tensor) -> _Kept | _Moved | _Wrapped:
-    if _threshold is None or _stays(t) or getattr(t, _UNIT, _nbytes(t)) < _threshold or _called_by_a_graph():
+    if (
+        _state.threshold is None
+        or _stays(t)
+        or getattr(t, _UNIT, _nbytes(t)) < _state.threshold
+        or _called_by_a_graph()
+    ):
         return _Kept(t.detach(), t._version)
     return _take(t.detach())
 

@@ -1,8 +1,8 @@
 """Recipes: how a layer quantises the operands of its three GEMMs.
 
 A recipe is a frozen value, passed to ``GroupedLinear`` and ``GroupedMLP`` as ``recipe=``; equal recipes are equal
-values, and nothing is global. Names and fields follow TransformerEngine's where they mean the same. Every recipe is one
-table, ``operands``: which format each of the three operands gets. ``GEMMS`` says which GEMM reads which of them in
+values, and nothing is global. Names and fields are TransformerEngine's where their meaning is equal. Every recipe has
+one table, ``operands``: which format each of the three operands gets. ``GEMMS`` says which GEMM reads which of them in
 which direction; ``print(recipe)`` shows both.
 """
 
@@ -84,6 +84,10 @@ class QuantizeSpec:
     stochastic: bool = False
     delayed: bool = False
 
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"QuantizeSpec: `format` must be one of {', '.join(FORMATS)}, but got {self.format!r}")
+
     def quantize(
         self,
         x: Tensor,
@@ -124,7 +128,7 @@ class QuantizeSpec:
         )
 
     def options(self, columnwise: bool = True) -> dict:
-        """The keyword arguments of ``group_quantize`` and ``tgl.quantize`` that are the same in every call."""
+        """The keyword arguments of ``group_quantize`` and ``tgl.quantize`` that do not vary between calls."""
         made = {
             "format": self.format,
             "dtype": self.dtype,
@@ -139,8 +143,6 @@ class QuantizeSpec:
     def describe(self, direction: str) -> str:
         """In words, for the table: element type, blocks, and what else is done in ``direction``."""
         f = FORMATS[self.format]
-        dtype = self.dtype or f.data_dtypes[0]
-        element = {E4M3: "E4M3", E5M2: "E5M2", torch.uint8: "E2M1"}[dtype]
         if not f.block:
             blocks = "per group"
         elif self.block_2d:
@@ -152,7 +154,7 @@ class QuantizeSpec:
             "stochastic" if self.stochastic else "",
             "delayed" if self.delayed else "",
         ]
-        return " ".join([element, blocks, *filter(None, extras)])
+        return " ".join([f.element_of(self.dtype), blocks, *filter(None, extras)])
 
 
 class Operands(NamedTuple):
@@ -164,7 +166,7 @@ class Operands(NamedTuple):
 
 
 class Recipe:
-    """What all recipes have; use one of the classes below."""
+    """Base class of the recipes; use one of the subclasses."""
 
     @property
     def operands(self) -> Operands:
@@ -303,7 +305,7 @@ class DelayedScaling(Recipe):
     Attributes:
         margin: scales leave ``2 ** margin`` of headroom.
         fp8_format: element types.
-        amax_history_len: how many calls are remembered.
+        amax_history_len: number of calls in the history.
         amax_compute_algo: ``"max"`` over the history, or ``"most_recent"``.
     """
 

@@ -9,10 +9,12 @@ import torch
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, integers, stored
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels import host, launch_activated, plans
-from tgl.cutlass_kernels.activation.spec import spec_of
+from tgl.cutlass_kernels.activation.activation_spec import spec_of
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.ops import gemm, gemm_activation
+from tgl.cutlass_kernels.runtime import names
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -40,12 +42,12 @@ class Case:
 
 def kernel(arch: str, case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
-    name = host.name
+    name = names.name
     activation = spec_of(case.params)
     spec = EpilogueSpec(name(case.out), name(case.bias), tail=True, activation=activation, probs=name(case.probs))
-    key = plans.PlanKey(VARLEN_M, arch, True, name(case.dtype), 2 if case.b_row_major else 1, spec, case.config)
+    key = gemm.GemmKey(VARLEN_M, arch, True, name(case.dtype), 2 if case.b_row_major else 1, spec, case.config)
     if key not in _compiled:
-        _compiled[key] = launch_activated.build(key)
+        _compiled[key] = gemm_activation.GROUPED_GEMM_ACTIVATION.build(key)
     return _compiled[key]
 
 
@@ -70,7 +72,7 @@ def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     a, b = stored(a, True), stored(b, case.b_row_major)
     (h_frame, h), (y_frame, y) = (framed(rows, n, dtype=case.out) for n in (width, case.columns))
     wanted, wanted_y = exact.to(case.out), torch.empty(rows, case.columns, dtype=case.out)
-    with emulator.emulate(host.GPU_ARCH[arch]) as machine, backends.emulated_device(arch):
+    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         backends.run("grouped_activation", a.device, wanted, offs, probs, params=case.params, out=wanted_y)
         assert len(machine.launches) == 1
         assert len(machine.launches) == 1

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 from tgl import backends
-from tgl.cutlass_kernels import host, launch, plans
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.runtime import names
 from tgl.testing import emulator
 
 CANARY = 7.0
@@ -73,20 +75,20 @@ def framed(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 
 def kernel(arch: str, kind: str, case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
-    name = host.name
+    name = names.name
     spec = EpilogueSpec(
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, case.zero_tail and kind == VARLEN_M
     )
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
-    key = plans.PlanKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config)
+    key = gemm.GemmKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config)
     if key not in _compiled:
-        _compiled[key] = launch.build(key)
+        _compiled[key] = gemm.build(key)
     return _compiled[key]
 
 
 def run(arch: str, kind: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     """Run ``case`` and compare every byte of the output's buffer, for every seed."""
-    with emulator.emulate(host.GPU_ARCH[arch]) as machine, backends.emulated_device(arch):
+    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         call, (buffer, out), expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(arch, case)
         for seed in seeds:
             buffer.fill_(CANARY)
@@ -128,7 +130,7 @@ def _varlen_m(arch: str, case: Case):
     buffer, out = framed(case.rows, case.columns, dtype=case.out)
     function = kernel(arch, VARLEN_M, case)
     offs = case.ends
-    return lambda: function(a, b, offs, out, bias, scale, CLUSTERS), (buffer, out), expected.to(case.out)
+    return lambda: function(a, b, offs, out, bias, scale, None, CLUSTERS), (buffer, out), expected.to(case.out)
 
 
 def _varlen_k(arch: str, case: Case):
@@ -147,4 +149,4 @@ def _varlen_k(arch: str, case: Case):
     buffer, out = framed(groups, case.depth, case.columns, dtype=case.out)
     function = kernel(arch, VARLEN_K, case)
     offs = case.ends
-    return lambda: function(a, b, offs, out, None, None, CLUSTERS), (buffer, out), expected.to(case.out)
+    return lambda: function(a, b, offs, out, None, None, None, CLUSTERS), (buffer, out), expected.to(case.out)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.cutlass_kernels import activated_cases, gemm_cases, sass
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig, choose
+from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -39,7 +40,7 @@ def usual(kind: str) -> list[tuple[str, GemmConfig]]:
     return [
         (arch, tiling)
         for arch in ("sm_90", "sm_100")
-        for tiling in dict.fromkeys(choose(arch, of, columns, 4096, rows, halves) for columns, rows in sizes)
+        for tiling in dict.fromkeys(tilings.choose(arch, of, columns, 4096, rows, halves) for columns, rows in sizes)
     ]
 
 

@@ -11,11 +11,12 @@ from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
 from tests.cutlass_kernels.scaled_cases import exact
 from tests.cutlass_kernels.test_quantize import framed as framed_components
 from tgl import backends
-from tgl.cutlass_kernels import host, launch_quantizing
-from tgl.cutlass_kernels.activation.spec import spec_of
+from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.quantize.spec import MXFP8Spec
+from tgl.cutlass_kernels.ops import gemm_scaled_quantize
+from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
+from tgl.cutlass_kernels.runtime import names
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -58,9 +59,9 @@ class Case:
         return {**NAMES, **directions, "dtype": self.dtype, "scaling": self.scaling}
 
 
-def key(case: Case) -> launch_quantizing.QuantizingPlanKey:
+def key(case: Case) -> gemm_scaled_quantize.ScaledQuantizeKey:
     """What the kernel is compiled from."""
-    name, element = host.name, host.name(case.dtype)
+    name, element = names.name, names.name(case.dtype)
     quantized = MXFP8Spec(name(case.out), element, case.rowwise, case.columnwise, case.scaling, True, True)
     spec = EpilogueSpec(
         name(case.out),
@@ -71,7 +72,7 @@ def key(case: Case) -> launch_quantizing.QuantizingPlanKey:
         quantized=quantized,
     )
     elements = name(E4M3), name(case.b_dtype)
-    return launch_quantizing.QuantizingPlanKey(
+    return gemm_scaled_quantize.ScaledQuantizeKey(
         "sm_100", True, *elements, case.direction == "rowwise", spec, case.config
     )
 
@@ -80,7 +81,7 @@ def kernel(case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     made = key(case)
     if made not in _compiled:
-        _compiled[made] = launch_quantizing.build(made)
+        _compiled[made] = gemm_scaled_quantize.GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE.build(made)
     return _compiled[made]
 
 

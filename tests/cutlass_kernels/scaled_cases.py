@@ -9,10 +9,12 @@ import torch
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
 from tgl import backends
-from tgl.cutlass_kernels import host, launch_scaled
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.ops import gemm_scaled
+from tgl.cutlass_kernels.runtime import names
 from tgl.testing import emulator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,12 +45,12 @@ class ScaledCase:
     @property
     def config(self) -> GemmConfig:
         pair = self.arch == "sm_100" and self.tile_m == 256
-        depth = FORMATS[self.format].tile_k
+        depth = OPERANDS[self.format].tile_k
         return GemmConfig(self.tile_m, self.tile_n, depth, two_cta=pair, cluster_n=self.cluster_n)
 
     @property
     def options(self) -> dict:
-        return {"format": self.format} | ({"scale_layout": "blocked"} if FORMATS[self.format].vector else {})
+        return {"format": self.format} | ({"scale_layout": "blocked"} if OPERANDS[self.format].vector else {})
 
 
 def exact(*shape: int) -> torch.Tensor:
@@ -61,17 +63,17 @@ def exact(*shape: int) -> torch.Tensor:
 
 def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
-    name, form = host.name, FORMATS[case.format]
+    name, form = names.name, OPERANDS[case.format]
     tail = case.zero_tail and kind == VARLEN_M
     spec = EpilogueSpec(
         name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, tail=tail, alpha=form.alpha
     )
     rows_first = kind == VARLEN_M and (case.direction == "rowwise" or form.placed)
-    key = launch_scaled.ScaledPlanKey(
+    key = gemm_scaled.ScaledGemmKey(
         kind, case.arch, True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config
     )
     if key not in _compiled:
-        _compiled[key] = launch_scaled.build(key)
+        _compiled[key] = gemm_scaled.build(key)
     return _compiled[key]
 
 
@@ -88,7 +90,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
     shape = (rows, case.columns) if kind == VARLEN_M else (groups, case.depth, case.columns)
     buffer, out = framed(*shape, dtype=case.out)
     expected = torch.full(shape, CANARY, dtype=case.out)
-    amax = FORMATS[case.format].alpha == "amax"
+    amax = OPERANDS[case.format].alpha == "amax"
     if kind == VARLEN_M:
         across = case.direction == "columnwise"
         w = exact(groups, *((case.depth, case.columns) if across else (case.columns, case.depth)))
@@ -111,12 +113,12 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
         reference = value(a[0], a[1], b[0], b[1], offs, *factors, **options, out_dtype=torch.float32)
         start = torch.full(shape, CANARY, dtype=case.out).float() if case.accumulate else 0
         expected = (start + reference).to(case.out)
-    with emulator.emulate(host.GPU_ARCH[case.arch]) as machine, backends.emulated_device(case.arch):
+    with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
         call = function(kind, case, a[0], b[0])
         for seed in seeds:
             buffer.fill_(CANARY)
             machine.seed = seed
-            call(a[0], a[1], b[0], b[1], offs, *factors, out, bias, scale, CLUSTERS)
+            call(a[0], a[1], b[0], b[1], offs, *factors, out, bias, scale, None, CLUSTERS)
             assert torch.equal(out, expected), f"seed {seed}: {(out != expected).sum()} elements differ"
             out.fill_(CANARY)
             assert (buffer == CANARY).all(), f"seed {seed}: written around the output"

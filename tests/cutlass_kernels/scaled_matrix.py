@@ -9,11 +9,12 @@ import torch
 
 from tests.cutlass_kernels import quantizing_cases, sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, Row, threads
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.scaling import FORMATS
-from tgl.cutlass_kernels.launch_quantizing import QuantizingPlanKey
-from tgl.cutlass_kernels.launch_scaled import ScaledPlanKey, choose, tiling_reason
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.ops.gemm_scaled import ScaledGemmKey
+from tgl.cutlass_kernels.ops.gemm_scaled_quantize import ScaledQuantizeKey
 from tgl.ops.grouped_activation import Params
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -24,10 +25,10 @@ QUANTIZING = "quantizing"  # varlen_m with an activation that leaves quantised
 def _tilings(kind: str) -> list[tuple[str, str, GemmConfig]]:
     """Every ``(architecture, format, tiling)`` that there is a kernel for."""
     found = []
-    for name, form in FORMATS.items():
+    for name, form in OPERANDS.items():
         for m, n, c in itertools.product((64, 128, 256), (64, 128, 192), (1, 2)):
             tiling = GemmConfig(m, n, form.tile_k, cluster_n=c)
-            if "sm_90" in form.archs and tiling_reason(form, kind, tiling) is None:
+            if "sm_90" in form.archs and tilings.reason("sm_90", kind, tiling, form) is None:
                 found.append(("sm_90", name, tiling))
         if "sm_100" in form.archs:
             sizes = itertools.product((128, 256), (64, 128, 256))
@@ -36,7 +37,7 @@ def _tilings(kind: str) -> list[tuple[str, str, GemmConfig]]:
 
 
 def _quantizing(*sizes: tuple[int, int]) -> list[tuple[str, str, GemmConfig]]:
-    depth = FORMATS["mxfp8"].tile_k
+    depth = OPERANDS["mxfp8"].tile_k
     return [("sm_100", "mxfp8", GemmConfig(m, n, depth, two_cta=m == 256)) for m, n in sizes]
 
 
@@ -45,9 +46,9 @@ TILINGS[QUANTIZING] = _quantizing((128, 128), (256, 128), (128, 256), (256, 256)
 USUAL = {
     kind: [
         (arch, name, tiling)
-        for name, form in FORMATS.items()
+        for name, form in OPERANDS.items()
         for arch in form.archs
-        for tiling in dict.fromkeys(choose(arch, kind, form, 4096, 4096, rows) for rows in (32, 2048))
+        for tiling in dict.fromkeys(tilings.choose_scaled(arch, kind, form, 4096, 4096, rows) for rows in (32, 2048))
     ]
     for kind in (VARLEN_M, VARLEN_K)
 }
@@ -95,11 +96,11 @@ def allowed(choice: dict) -> bool:
     _, name, tiling = choice["tiling"]
     if "activation" in choice:  # halves side by side need a whole atom of scales each
         return choice["activation"] in ("alternating", "srelu") or tiling.tile_n == 256
-    by_place = FORMATS[name].placed and not choice.get("b_rowwise", True)
+    by_place = OPERANDS[name].placed and not choice.get("b_rowwise", True)
     return not ((choice.get("bias_scale") and not choice["bias"]) or (name == "nvfp4" and choice["mixed"]) or by_place)
 
 
-def key(kind: str, choice: dict) -> ScaledPlanKey | QuantizingPlanKey:
+def key(kind: str, choice: dict) -> ScaledGemmKey | ScaledQuantizeKey:
     """What a kernel is compiled from."""
     arch, name, tiling = choice["tiling"]
     if kind == QUANTIZING:
@@ -116,7 +117,7 @@ def key(kind: str, choice: dict) -> ScaledPlanKey | QuantizingPlanKey:
             scaling=choice["scaling"],
         )
         return quantizing_cases.key(case)
-    form = FORMATS[name]
+    form = OPERANDS[name]
     a, b = ("uint8", "uint8") if name == "nvfp4" else (E4M3, E5M2 if choice["mixed"] else E4M3)
     rows = kind == VARLEN_M
     spec = EpilogueSpec(
@@ -127,7 +128,7 @@ def key(kind: str, choice: dict) -> ScaledPlanKey | QuantizingPlanKey:
         tail=choice.get("zero_tail", False),
         alpha=form.alpha,
     )
-    return ScaledPlanKey(kind, arch, True, name, a, b, rows and choice["b_rowwise"], spec, tiling)
+    return ScaledGemmKey(kind, arch, True, name, a, b, rows and choice["b_rowwise"], spec, tiling)
 
 
 def label(kind: str, choice: dict) -> str:
@@ -148,7 +149,7 @@ def checked(kind: str, choice: dict, cubin: bytes, ptx: str) -> Row:
     assert report.count("QMMA") + report.count("HMMA") == 0  # what warps issue by themselves
     elements = {"a": plan.a_element[7:11], "b": plan.b_element[7:11]}
     assert instruction.format(n=tiling.tile_n, ctas=tiling.ctas, **elements) in ptx
-    if FORMATS[name].vector:
+    if OPERANDS[name].vector:
         assert report.count("UTCCP") > 0  # scales reach tensor memory
         assert not re.search(r"tcgen05\.mma(?!\S*block_scale)", ptx)
     if arch == "sm_90":

@@ -8,9 +8,11 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels.gemm_cases import integers
-from tgl.cutlass_kernels import config, plans
+from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing.emulator import emulate
 
 BF16 = torch.bfloat16
@@ -19,11 +21,11 @@ WIDE, NARROW = GemmConfig(128, 128), GemmConfig(128, 64)
 
 @pytest.fixture
 def machine(monkeypatch):
-    monkeypatch.setattr(config, "tuned", {})
+    monkeypatch.setattr(tilings, "tuned", {})
     with emulate("sm_100a", detect_races=False) as machine:
-        plans.by_shape.clear()
+        launcher.forget()
         yield machine
-        plans.by_shape.clear()
+        launcher.forget()
 
 
 def operands(sizes=(3, 0, 130, 1), columns=40):
@@ -32,7 +34,7 @@ def operands(sizes=(3, 0, 130, 1), columns=40):
 
 
 def tilings_in_use():
-    return {key.config for (_, key, _), plan in plans.by_kernel.items() if plan in plans.by_shape.values()}
+    return {key.config for (_, key, _), plan in launcher.plans.items() if plan in launcher.known.values()}
 
 
 @pytest.mark.parametrize("order", [(WIDE, NARROW), (NARROW, WIDE)], ids=["best last", "best first"])
@@ -70,7 +72,7 @@ def test_a_failure_keeps_what_was_found_before(machine):
     autotune(tgl.grouped_gemm, a, b, offs, tilings=[WIDE], measure=lambda call: 0.0)
     with pytest.raises(ValueError, match=r"`tilings` must exist, but .*ping-pong"):
         autotune(tgl.grouped_gemm, a, b, offs, tilings=[GemmConfig(pingpong=True)], measure=lambda call: 0.0)
-    assert list(config.tuned.values()) == [WIDE]
+    assert list(tilings.tuned.values()) == [WIDE]
 
 
 def test_what_has_no_tiling(machine):
@@ -81,11 +83,11 @@ def test_what_has_no_tiling(machine):
         autotune(tgl.grouped_gemm, a.t().contiguous().t(), b, offs)
 
 
-@pytest.mark.parametrize("arch", config.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
 def test_candidates_hold_what_is_chosen(arch, kind):
-    every = config.candidates(arch, kind)
+    every = tilings.candidates(arch, kind)
     assert len(set(every)) == len(every)
     for columns in (8, 64, 128, 4096):
         for rows in (1, 64, 128, 8192):
-            assert config.choose(arch, kind, columns, 4096, rows) in every
+            assert tilings.choose(arch, kind, columns, 4096, rows) in every

@@ -8,7 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, Case, framed, integers, kernel, stored
 from tgl import backends
-from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.testing import emulator
 
@@ -16,7 +16,7 @@ LOW, HIGH = -(1 << 31), (1 << 31) - 1
 OFFSETS = [(-5, 90, 40, 1 << 30), (HIGH, LOW, HIGH, 7), (-1, -2, -3, -4), (140, 141, HIGH, HIGH)]
 
 
-@pytest.mark.parametrize("arch", list(host.GPU_ARCH))
+@pytest.mark.parametrize("arch", list(ARCHS))
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
 def test_nothing_is_touched_outside(arch, kind):
     tile = GemmConfig(64 if arch == "sm_90" else 128, 64)
@@ -29,16 +29,16 @@ def test_nothing_is_touched_outside(arch, kind):
     else:
         b = stored(integers(case.rows, case.columns, dtype=case.dtype), True)
         buffer, out = framed(groups, case.depth, case.columns, dtype=case.out)
-    with emulator.emulate(host.GPU_ARCH[arch]), backends.emulated_device(arch):
+    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         call = kernel(arch, kind, case)
         for offs in OFFSETS:
             buffer.fill_(CANARY)
-            call(a, b, torch.tensor(offs, dtype=torch.int32), out, None, None, CLUSTERS)
+            call(a, b, torch.tensor(offs, dtype=torch.int32), out, None, None, None, CLUSTERS)
             out.fill_(CANARY)
             assert buffer.eq(CANARY).all(), offs
 
 
-@pytest.mark.parametrize("arch", list(host.GPU_ARCH))
+@pytest.mark.parametrize("arch", list(ARCHS))
 def test_ends_are_clamped(arch):
     """An end past T is T, a negative one 0, and a group that would end before it begins is empty."""
     tile = GemmConfig(64 if arch == "sm_90" else 128, 64)
@@ -46,9 +46,9 @@ def test_ends_are_clamped(arch):
     a = stored(integers(64, 40, dtype=case.dtype), True)
     b = stored(integers(4, 40, 40, dtype=case.dtype), True)
     _, out = framed(64, 40, dtype=case.out)
-    with emulator.emulate(host.GPU_ARCH[arch]), backends.emulated_device(arch):
+    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         offs = torch.tensor([-5, 10, 3, 1 << 30], dtype=torch.int32)
-        kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, CLUSTERS)
+        kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, None, CLUSTERS)
     # Rows 3 to 9 belong to two groups, which may write them in any order.
     assert torch.equal(out[:3].double(), a[:3].double() @ b[1].double())
     assert torch.equal(out[10:].double(), a[10:].double() @ b[3].double())

@@ -1,7 +1,9 @@
 """Compiled kernels on disk: found again, shared by processes, rebuilt when damaged."""
 
 import multiprocessing
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,14 +11,16 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from tgl.cutlass_kernels import cache, launch
+
+import tgl
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.plans import PlanKey
+from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.runtime import cache
 from tgl.testing.emulator import active, emulate
 from tgl.testing.emulator.arguments import as_cuda
 
-KEY = PlanKey(VARLEN_M, "sm_100", False, "bfloat16", 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
+KEY = gemm.GemmKey(VARLEN_M, "sm_100", False, "bfloat16", 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def fetch(counter=None):
     def build():
         if counter is not None:
             counter.append(1)
-        return launch.build(KEY)
+        return gemm.build(KEY)
 
     return cache.fetch(KEY, build)
 
@@ -49,6 +53,19 @@ def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
     fetch()
     assert len(objects(directory)) == 1
     assert callable(cache.fetch(KEY, never))
+
+
+@pytest.mark.parametrize("source", ["meta/formats.py", "cutlass_kernels/tiles/order.py"])
+def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source):
+    """Those of the kernels, and the tables that they are made from."""
+    shutil.copytree(Path(tgl.__file__).parent, tmp_path / "tgl", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "PACKAGE", tmp_path / "tgl")
+    fingerprint = cache.fingerprint.__wrapped__
+    before = fingerprint()
+    assert before == cache.fingerprint()
+    with open(tmp_path / "tgl" / source, "a") as file:
+        file.write("# changed\n")
+    assert fingerprint() != before
 
 
 def test_other_keys_and_other_sources_are_other_files(directory, monkeypatch):
@@ -122,7 +139,7 @@ def test_a_kernel_loaded_from_disk_computes(directory):
     out = torch.zeros(40, 24, dtype=torch.bfloat16)
     fetch()
     loaded = cache.fetch(KEY, never)
-    loaded(*as_cuda((a, b, offs, out)), None, None, 2)
+    loaded(*as_cuda((a, b, offs, out)), None, None, None, 2)
     active().check()
     expected = torch.cat([a[:33].double() @ b[0].double(), a[33:].double() @ b[1].double()])
     assert torch.equal(out.double(), expected)

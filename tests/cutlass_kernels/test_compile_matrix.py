@@ -31,8 +31,7 @@ from tests.cutlass_kernels.matrix import (
     show,
 )
 from tgl import backends
-from tgl.cutlass_kernels.config import SMEM_BYTES
-from tgl.cutlass_kernels.host import GPU_ARCH
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.testing.emulator import emulate
 
 COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL[kind], **PARTS[kind]})]
@@ -51,7 +50,7 @@ def table():
 def compiled(kind, choice):
     """A line of the table of a kernel that is not run, hence without its shared memory."""
     arch, tried = case(choice)
-    with emulate(GPU_ARCH[arch]), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         artifacts = kernel(arch, kind, tried).artifacts
     return checked(kind, choice, artifacts.CUBIN, artifacts.PTX, 0)
 
@@ -81,7 +80,7 @@ def test_compiles_and_is_exact(kind, choice, table):
     arch, tried = case(choice)
     record = run(arch, kind, tried)
     artifacts = kernel(arch, kind, tried).artifacts
-    assert record.shared_bytes <= SMEM_BYTES[arch]
+    assert record.shared_bytes <= ARCHS[arch].smem_bytes
     table.append(checked(kind, choice, artifacts.CUBIN, artifacts.PTX, record.shared_bytes))
 
 

@@ -18,12 +18,17 @@ from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import HEADER, every, pairwise, show
 from tests.cutlass_kernels.scaled_matrix import PARTS, QUANTIZING, TILINGS, USUAL, allowed, checked, key, label
 from tgl import backends
-from tgl.cutlass_kernels import launch_quantizing, launch_scaled
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
-from tgl.cutlass_kernels.host import GPU_ARCH
+from tgl.cutlass_kernels.ops import gemm_scaled, gemm_scaled_quantize
 from tgl.testing.emulator import emulate
 
 KINDS = (VARLEN_M, VARLEN_K, QUANTIZING)
+BUILD = {
+    VARLEN_M: gemm_scaled.build,
+    VARLEN_K: gemm_scaled.build,
+    QUANTIZING: gemm_scaled_quantize.GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE.build,
+}
 COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL[kind], **PARTS[kind]}, allowed)]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": TILINGS[kind], **PARTS[kind]}, allowed)]
 
@@ -39,8 +44,8 @@ def table():
 
 def compiled(kind, choice):
     plan = key(kind, choice)
-    with emulate(GPU_ARCH[plan.arch]), backends.emulated_device(plan.arch):
-        artifacts = (launch_quantizing if kind == QUANTIZING else launch_scaled).build(plan).artifacts
+    with emulate(ARCHS[plan.arch].target), backends.emulated_device(plan.arch):
+        artifacts = BUILD[kind](plan).artifacts
     return checked(kind, choice, artifacts.CUBIN, artifacts.PTX)
 
 

@@ -10,7 +10,7 @@ import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, integers
 from tests.cutlass_kernels.scaled_cases import exact
 from tests.memory import like, raw
-from tgl.cutlass_kernels import plans
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing.emulator import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -56,10 +56,10 @@ def served(machine, op, *args, **kwargs):
     explanation = tgl.warmup(op, *args, **kwargs)
     assert explanation.chosen.name == "tgl kernel between copies"
     assert not explanation.syncs
-    before, known = len(machine.launches), len(plans.by_kernel)
+    before, known = len(machine.launches), len(launcher.plans)
     result = op(*args, **kwargs)
     assert len(machine.launches) == before + 1
-    assert len(plans.by_kernel) == known
+    assert len(launcher.plans) == known
     return result
 
 
@@ -188,12 +188,3 @@ def test_wgrad_scaled(arch, format):
         served(machine, accumulate, *operands, main_grad, *amax, **options)
     assert main_grad[1].isnan().all()
     assert torch.equal(main_grad[[0, 2, 3]], total[[0, 2, 3]])
-
-
-def test_what_no_copy_helps_has_a_reason_scaled():
-    options = {"format": "mxfp8", "scale_layout": "compact"}
-    x, w = (tgl.group_quantize(exact(*shape), e, **options) for shape, e in (((ROWS, 64), offs()), ((4, 32, 64), None)))
-    with emulate("sm_100a"):
-        explanation = tgl.explain("grouped_gemm_scaled", x.data, x.scale, w.data, w.scale, offs(), **options)
-    refused = {i.name: why for i, why in explanation.refused}
-    assert "blocked" in refused["tgl kernel between copies"]

@@ -14,11 +14,11 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, CANARY, E5M2, F16, F32, MANY, MARGIN, RAGGED, awkward, grouped
 from tests.memory import like, raw, same_bytes
-from tgl.cutlass_kernels import host
-from tgl.cutlass_kernels.quantize import calls as quantizers
-from tgl.cutlass_kernels.quantize import calls_dequantize as calls
-from tgl.cutlass_kernels.quantize import calls_fp8, plans
-from tgl.cutlass_kernels.quantize.spec import DequantizeSpec
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.ops.dequantize import GROUP_DEQUANTIZE, DequantizeKey
+from tgl.cutlass_kernels.quantize.quantize_spec import DequantizeSpec
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.quantized import DequantizeOptions
 from tgl.testing import emulator
 
@@ -66,6 +66,9 @@ def same(ours, theirs):
     return ((ours.view(bits) == theirs.view(bits)) | (ours.isnan() & theirs.isnan())).all()
 
 
+OP = "group_dequantize", torch.device("cpu")
+
+
 def check(q, dtype=BF16, arch="sm_100a", seeds=(0,)):
     expected = q.values(dtype)
     buffer = torch.empty(expected.numel() * expected.element_size() + 2 * MARGIN, dtype=torch.uint8)
@@ -75,7 +78,7 @@ def check(q, dtype=BF16, arch="sm_100a", seeds=(0,)):
         for seed in seeds:
             machine.seed = seed
             buffer.fill_(CANARY)
-            calls.group_dequantize(q.data, q.scale, q.offs, q.amax, options=options, out=out)
+            backends.run(*OP, q.data, q.scale, q.offs, q.amax, options=options, out=out)
             assert same(out, expected)
             assert (buffer[:MARGIN] == CANARY).all()
             assert (buffer[-MARGIN:] == CANARY).all()
@@ -162,7 +165,7 @@ def test_bad_offsets_stay_inside(name):
     out = buffer[MARGIN:-MARGIN].view(BF16).view(100, 64)
     bad = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
     with emulator.emulate("sm_100a"):
-        calls.group_dequantize(q.data, q.scale, bad, q.amax, options=DequantizeOptions(**q.options), out=out)
+        backends.run(*OP, q.data, q.scale, bad, q.amax, options=DequantizeOptions(**q.options), out=out)
     assert (buffer[:MARGIN] == CANARY).all()
     assert (buffer[-MARGIN:] == CANARY).all()
 
@@ -199,10 +202,8 @@ def test_warmup_compiles_what_the_call_needs(monkeypatch):
     expected = q.values()
     with emulator.emulate("sm_90a"):
         tgl.warmup("group_dequantize", q.data, q.scale, q.offs, rows=q.rows, **q.options)
-        monkeypatch.setattr(calls, "build", None)
-        known = len(plans._plans)
+        monkeypatch.setattr(launcher, "compiled", None)
         assert same(q.values(), expected)
-        assert len(plans._plans) == known
 
 
 REQUANTIZED = {
@@ -220,9 +221,7 @@ def test_requantize_is_two_kernels_in_turn(options, monkeypatch):
     expected = tgl.group_requantize(q.data, q.scale, offs, **options)
     with emulator.emulate("sm_90a") as machine:
         assert "through float32" in str(tgl.warmup("group_requantize", q.data, q.scale, offs, **options))
-        monkeypatch.setattr(calls, "build", None)
-        monkeypatch.setattr(quantizers, "build", None)
-        monkeypatch.setattr(calls_fp8, "build", None)
+        monkeypatch.setattr(launcher, "compiled", None)
         got = tgl.group_requantize(q.data, q.scale, offs, **options)
         assert len(machine.launches) == (3 if options["format"] == "fp8_tensor" else 2)
     for ours, theirs in zip(got, expected):
@@ -248,8 +247,8 @@ def test_machine_code(arch, left_out):
     for name, spec in KERNELS.items():
         if name in left_out:
             continue
-        with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
-            artifacts = calls.build(arch, spec).artifacts
+        with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+            artifacts = GROUP_DEQUANTIZE.build(DequantizeKey(arch, True, spec)).artifacts
         report = sass.inspect(artifacts.CUBIN)
         assert report.spills == report.frame == 0, name
         assert report.registers <= (128 if spec.rht else 80 if spec.out == "float32" else 64), name

@@ -11,8 +11,9 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.activated_cases import Case, run
 from tgl import backends
-from tgl.cutlass_kernels import launch_activated
-from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig, choose, tuned
+from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -108,7 +109,7 @@ def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     with emulator.emulate("sm_90a") as machine:
         tgl.warmup("grouped_gemm_activation", a, b, offs, bias, probs)
         assert len(machine.launches) == 1
-        monkeypatch.setattr(launch_activated, "build", None)
+        monkeypatch.setattr(launcher, "compiled", None)
         for rows in (40, 33):  # as many per group, to a power of two
             tgl.grouped_gemm_activation(a[:rows], b, offs, bias, probs[:rows])
         assert len(machine.launches) == 3
@@ -117,29 +118,29 @@ def test_a_warmed_up_call_compiles_nothing(monkeypatch):
 def test_what_it_does_not_take_is_said():
     with backends.emulated_device("sm_90"):
 
-        def reason(a, b, offs, *_, **options):
+        def reason(a, b, offs, *_, runs="GEMM, then activation", **options):
             explanation = tgl.explain("grouped_gemm_activation", a, b, offs, **options)
-            assert explanation.chosen.name == "GEMM, then activation"
+            assert explanation.chosen.name == runs
             return str(explanation)
 
         assert "multiple of 8 columns of the result, got 36" in reason(*operands(half=36))
         assert "float64" in reason(*operands(dtype=torch.float64))
         a, b, offs, *_ = operands()
         assert "`b` contiguous along K when gate" in reason(a, b.contiguous(), offs, interleaved=True)
-        assert "`a` row-major" in reason(a.t().contiguous().t(), b, offs)
+        assert "`a` row-major" in reason(a.t().contiguous().t(), b, offs, runs="tgl kernel between copies")
         assert "writes torch.bfloat16 or torch.float32" in reason(a, b, offs, out_dtype=F16)
 
 
 def test_tilings_with_room_for_halves_are_chosen():
     """Also where another was found for the same problem without halves."""
     key = ("sm_90", VARLEN_M, 144, 64, 8)
-    tuned[key] = GemmConfig(64, 192)
+    tilings.tuned[key] = GemmConfig(64, 192)
     try:
-        assert choose(*key).tile_n == 192
-        assert choose(*key, halves=True).tile_n == 256
+        assert tilings.choose(*key).tile_n == 192
+        assert tilings.choose(*key, halves=True).tile_n == 256
     finally:
-        del tuned[key]
+        del tilings.tuned[key]
     for arch in ("sm_90", "sm_100"):
         for columns in (8, 64, 72, 4096):
             for rows in (1, 64, 128, 1024):
-                assert choose(arch, VARLEN_M, columns, 64, rows, halves=True).holds_halves
+                assert tilings.choose(arch, VARLEN_M, columns, 64, rows, halves=True).holds_halves

@@ -8,29 +8,25 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+
 import tgl
+from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, stored
 from tests.cutlass_kernels.matrix import REGISTER_FILE, USUAL, pairwise, threads
 from tgl import backends
-from tgl.cutlass_kernels import host, launch_gradient
-from tgl.cutlass_kernels.activation import calls
-from tgl.cutlass_kernels.activation.spec import spec_of
-from tgl.cutlass_kernels.config import SMEM_BYTES, VARLEN_M, GemmConfig
-from tgl.cutlass_kernels.plans import by_kernel, by_shape
-from tgl.ops.grouped_activation import Params
+from tgl.cutlass_kernels.activation.activation_spec import spec_of
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.ops import gemm_dactivation
+from tgl.cutlass_kernels.runtime import launcher, names
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 SHORT = (5, 0, 130, 1)
-KINDS = {
-    "swiglu": Params(),
-    "swiglu interleaved": Params(interleaved=True),
-    "clamped": Params("clamped_qgeglu", limit=2.0, alpha=1.5, offset=0.5),
-    "clamped interleaved": Params("clamped_qgeglu", interleaved=True),
-    "srelu": Params("srelu"),
-}
+HIGH = (257, 0, 255, 1)
+MANY = (0, 3, 1, 9, 0, 70, 2) * 6
 _compiled = {}
 
 
@@ -52,17 +48,17 @@ class Case:
 
 def kernel(case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
-    dtypes = host.name(case.dtype), 2 if case.b_row_major else 1, spec_of(KINDS[case.kind]), host.name(case.probs)
-    key = launch_gradient.GradientPlanKey(case.arch, True, *dtypes, case.config)
+    dtypes = names.name(case.dtype), 2 if case.b_row_major else 1, spec_of(PARAMS[case.kind]), names.name(case.probs)
+    key = gemm_dactivation.DactivationKey(case.arch, True, *dtypes, case.config)
     if key not in _compiled:
-        _compiled[key] = launch_gradient.build(key)
+        _compiled[key] = gemm_dactivation.GROUPED_GEMM_DACTIVATION.build(key)
     return _compiled[key]
 
 
 def operands(case):
     """dy, b, h, offs and probs; NaN in every tail. Products are exact sums, but not numbers of 16 bits."""
     torch.manual_seed(case.columns)
-    params, routed = KINDS[case.kind], sum(case.sizes)
+    params, routed = PARAMS[case.kind], sum(case.sizes)
     rows, groups = routed + case.tail, len(case.sizes)
     dy = torch.randint(-8, 9, (rows, case.depth)) / 64
     b = torch.randint(-40, 41, (groups, case.depth, case.columns)) / 64
@@ -84,8 +80,8 @@ def operands(case):
 def expected(case, dy, b, h, offs, probs):
     """The product on the CPU, rounded, and the activation's backward by its own kernel."""
     da = tgl.grouped_gemm(dy, b, offs)
-    params = KINDS[case.kind]
-    with emulator.emulate(host.GPU_ARCH[case.arch]):
+    params = PARAMS[case.kind]
+    with emulator.emulate(ARCHS[case.arch].target):
         return torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **params._asdict())
 
 
@@ -93,14 +89,13 @@ def run(case, seeds=(0, 1)):
     """``dh`` bit by bit, and ``dprobs`` within the error of a float32 sum; the same bits for every seed."""
     dy, b, h, offs, probs = given = operands(case)
     wanted, wanted_probs = expected(case, *given)
-    calls._plans.clear()
     buffer, dh = framed(*h.shape, dtype=case.dtype)
     tiles = -(-case.columns // case.config.tile_n)
     sum_buffer, sums = torch.full((tiles + 2, h.shape[0]), CANARY), None
     if probs is not None:
         sums = sum_buffer[1:-1]
     first = None
-    with emulator.emulate(host.GPU_ARCH[case.arch]) as machine, backends.emulated_device(case.arch):
+    with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
         function = kernel(case)
         for seed in seeds:
             machine.seed = seed
@@ -128,7 +123,7 @@ def run(case, seeds=(0, 1)):
 def summands(case, dy, b, h, offs, probs):
     """Of ``dprobs``, in float64; zero in the tail."""
     da = tgl.grouped_gemm(dy, b, offs).double()
-    a, _, linear, _ = KINDS[case.kind].factors(*KINDS[case.kind].halves(h.double()))
+    a, _, linear, _ = PARAMS[case.kind].factors(*PARAMS[case.kind].halves(h.double()))
     return torch.where((torch.arange(len(h)) < offs[-1])[:, None], da * a * (1 if linear is None else linear), 0)
 
 
@@ -140,22 +135,22 @@ TWO = {n: GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)}
 CASES = {
     "in turns": Case("sm_90", TURNS, sizes=RAGGED, columns=264, depth=200),
     "in turns, interleaved": Case("sm_90", TURNS, "swiglu interleaved", columns=300),
-    "together": Case("sm_90", TILES[64, 64], "clamped", tail=150, probs=None),
-    "together, all empty": Case("sm_90", TILES[64, 64], "clamped", (0, 0, 0), tail=70, columns=40, probs=None),
-    "together, many groups": Case("sm_90", TILES[64, 64], "clamped", (0, 3, 1, 9, 0, 70, 2) * 6, depth=24, probs=None),
-    "wide": Case("sm_90", TILES[64, 256], "clamped interleaved", (1, 0, 70), columns=40, probs=BF16),
-    "high": Case("sm_90", TILES[256, 64], "srelu", (257, 0, 255, 1), tail=300, dtype=F16, b_row_major=True),
+    "together": Case("sm_90", TILES[64, 64], "clamped_qgeglu", tail=150, probs=None),
+    "together, all empty": Case("sm_90", TILES[64, 64], "clamped_qgeglu", (0, 0, 0), tail=70, columns=40, probs=None),
+    "together, many groups": Case("sm_90", TILES[64, 64], "clamped_qgeglu", MANY, depth=24, probs=None),
+    "wide": Case("sm_90", TILES[64, 256], "clamped_qgeglu interleaved", (1, 0, 70), columns=40, probs=BF16),
+    "high": Case("sm_90", TILES[256, 64], "srelu", HIGH, tail=300, dtype=F16, b_row_major=True),
     "one CTA": Case("sm_100", ONE[128], sizes=RAGGED, columns=264, depth=200),
     "one CTA, all empty": Case("sm_100", ONE[128], sizes=(0, 0, 0), tail=270, columns=40),
     "one CTA, interleaved": Case("sm_100", ONE[256], "swiglu interleaved", columns=300, probs=BF16),
-    "pair of CTAs": Case("sm_100", TWO[256], "clamped interleaved", sizes=(257, 0, 255, 1), tail=300, columns=264),
+    "pair of CTAs": Case("sm_100", TWO[256], "clamped_qgeglu interleaved", HIGH, tail=300, columns=264),
     "pair of CTAs, srelu": Case("sm_100", TWO[128], "srelu", columns=392),
 }
 MORE = {
     "two warpgroups": Case("sm_90", TILES[128, 192], "swiglu", columns=392, b_row_major=True),
     "two blocks": Case("sm_90", TILES[256, 128], "swiglu", sizes=(257, 0, 255, 1), tail=300),
     "multicast": Case("sm_90", PAIR, "swiglu", columns=136),
-    "narrow": Case("sm_100", ONE[64], "clamped", tail=150, probs=None, dtype=F16, b_row_major=True),
+    "narrow": Case("sm_100", ONE[64], "clamped_qgeglu", tail=150, probs=None, dtype=F16, b_row_major=True),
     "narrow pair": Case("sm_100", TWO[64], "swiglu", RAGGED, tail=300),
 }
 
@@ -171,14 +166,14 @@ def inspected(case):
     assert "ld.global.v" not in artifacts.PTX  # offsets and probabilities; the activation's input comes by TMA
     if case.arch == "sm_90":
         assert report.count("WARPGROUP.DEPBAR") == 2  # more would mean that every MMA is waited for
-        assert (report.count("LDSM") > 0) == (not KINDS[case.kind].interleaved)
+        assert (report.count("LDSM") > 0) == (not PARAMS[case.kind].interleaved)
     return report
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_bits_of_two_launches(case):
     record = run(case, seeds=(0,) if case.sizes == RAGGED else (0, 1))
-    assert record.shared_bytes <= SMEM_BYTES[case.arch]
+    assert record.shared_bytes <= ARCHS[case.arch].smem_bytes
     if sass.nvdisasm() is not None:
         inspected(case)
 
@@ -191,7 +186,7 @@ def test_the_bits_under_many_schedules(case):
 
 CHOICES = {
     "tiling": USUAL[VARLEN_M],
-    "kind": tuple(KINDS),
+    "kind": tuple(PARAMS),
     "dtype": (BF16, F16),
     "probs": (None, "same", F32),
     "b_row_major": (True, False),
@@ -210,18 +205,18 @@ COVER = [chosen(**choice) for choice in pairwise(CHOICES)]
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_compiles(case):
     """Any two choices meet in some kernel of the usual tilings."""
-    with emulator.emulate(host.GPU_ARCH[case.arch]), backends.emulated_device(case.arch):
+    with emulator.emulate(ARCHS[case.arch].target), backends.emulated_device(case.arch):
         inspected(case)
 
 
-@pytest.mark.parametrize("arch", list(host.GPU_ARCH))
+@pytest.mark.parametrize("arch", list(ARCHS))
 def test_bad_offsets_stay_inside(arch):
     low, high = -(1 << 31), (1 << 31) - 1
     case = CASES["together" if arch == "sm_90" else "one CTA"]
     dy, b, h, _, probs = operands(replace(case, sizes=(20, 30, 40, 50), tail=0))
     buffer, dh = framed(*h.shape, dtype=case.dtype)
     sums = torch.full((5, h.shape[0]), CANARY)
-    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False), backends.emulated_device(arch):
+    with emulator.emulate(ARCHS[arch].target, detect_races=False), backends.emulated_device(arch):
         for ends in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
             buffer.fill_(CANARY)
             offs = torch.tensor(ends, dtype=torch.int32)
@@ -239,8 +234,8 @@ def test_bad_offsets_stay_inside(arch):
 def machine():
     with emulator.emulate("sm_90a", detect_races=False) as machine:
         yield machine
-    by_kernel.clear()
-    by_shape.clear()
+    launcher.plans.clear()
+    launcher.forget()
 
 
 @pytest.mark.parametrize("columns", [40, 136], ids=["one tile", "two tiles"])
@@ -249,7 +244,7 @@ def test_one_launch_per_call(machine, columns):
     case = Case("sm_90", TILES[64, 64], columns=columns)
     dy, b, h, offs, probs = operands(case)
     assert "runs tgl kernel" in str(tgl.warmup("grouped_gemm_dactivation", dy, b, h, offs, probs))
-    plans, before = dict(by_kernel), len(machine.launches)
+    plans, before = dict(launcher.plans), len(machine.launches)
     dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
     assert len(machine.launches) == before + 1
     with backends.emulated_device("no such device"):
@@ -264,7 +259,7 @@ def test_one_launch_per_call(machine, columns):
         dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
         assert dh[offs[-1] :].eq(0).all()
         assert dprobs[offs[-1] :].eq(0).all()
-    assert by_kernel == plans
+    assert launcher.plans == plans
 
 
 def test_empty_problems_launch_nothing(machine):

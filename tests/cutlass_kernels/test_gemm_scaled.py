@@ -12,9 +12,10 @@ import tgl
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, run
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels import host, launch_scaled, plans
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
-from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -91,7 +92,7 @@ def test_exact(kind, case):
 @pytest.mark.parametrize("name", ["mxfp8, pair", "mxfp8, wide pair, columnwise", "nvfp4, columnwise weights, pair"])
 def test_a_pair_loads_the_scales_of_b_once(name):
     case = GEMM[name]
-    form, record = FORMATS[case.format], run(VARLEN_M, case)
+    form, record = OPERANDS[case.format], run(VARLEN_M, case)
     stage = (case.tile_m + case.tile_n) * 128 + form.scale_bytes(case.tile_m) + form.scale_bytes(case.tile_n)
     tiles = sum(-(-size // case.tile_m) for size in case.sizes) * -(-case.columns // case.tile_n)
     assert record.tma_bytes["load"] == tiles * -(-case.depth // form.tile_k) * stage
@@ -104,17 +105,17 @@ def test_exact_under_many_schedules(kind, case):
 
 
 @pytest.mark.parametrize(
-    ("arch", "format"), [(arch, name) for name, form in FORMATS.items() for arch in form.archs], ids=str
+    ("arch", "format"), [(arch, name) for name, form in OPERANDS.items() for arch in form.archs], ids=str
 )
 def test_ops_run_one_kernel_each(arch, format):
-    layout = {"scale_layout": "blocked"} if FORMATS[format].vector else {}
+    layout = {"scale_layout": "blocked"} if OPERANDS[format].vector else {}
     offs = torch.tensor([3, 3, 40, 41], dtype=torch.int32)
     x, w = torch.randn(50, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
     q = tgl.group_quantize(x, offs, format=format, **layout)
     p = tgl.group_quantize(w, None, format=format, **layout, block_2d=format == "fp8_block")
     amax = (q.amax, p.amax) if format == "nvfp4" else ()
     options = {"format": format, **layout}
-    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False) as machine:
+    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
         y = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
         dw = tgl.grouped_gemm_scaled_wgrad(
             *(q.columnwise_data, q.columnwise_scale) * 2, offs, *(q.columnwise_amax,) * len(amax), **options
@@ -155,7 +156,7 @@ def test_scales_of_rows_are_read_as_they_lie():
 )
 def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
     """With a bias and columnwise weights, and into a buffer that keeps its bytes."""
-    layout = {"scale_layout": "blocked"} if FORMATS[format].vector else {}
+    layout = {"scale_layout": "blocked"} if OPERANDS[format].vector else {}
     options = {"format": format, **layout}
     offs = torch.tensor([3, 3, 40], dtype=torch.int32)
     q = tgl.group_quantize(torch.randn(50, 64).bfloat16(), offs, **options)
@@ -171,14 +172,14 @@ def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
         ("grouped_gemm_scaled_wgrad", columns, options),
         ("grouped_gemm_scaled_wgrad_accumulate_", (*columns[:5], main_grad, *columns[5:]), options),
     )
-    monkeypatch.setattr(plans, "by_kernel", {})
-    monkeypatch.setattr(plans, "by_shape", {})
-    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False):
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
+    with emulator.emulate(ARCHS[arch].target, detect_races=False):
         for op, args, keywords in calls:
             before = [t.clone() for t in args if t is not None]
             assert tgl.warmup(op, *args, **keywords).chosen.name == "tgl kernel"
             after = [t for t in args if t is not None]
             assert all(map(same_bytes, before, after))
-        monkeypatch.setattr(launch_scaled, "build", None)
+        monkeypatch.setattr(launcher, "compiled", None)
         for op, args, keywords in calls:
             getattr(tgl, op)(*args, **keywords)

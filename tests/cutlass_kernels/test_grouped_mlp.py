@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.testing import emulator
 
 
@@ -27,7 +27,7 @@ def test_activation_is_part_of_the_gemms(arch):
     x.requires_grad_()
     probs = torch.rand(160, requires_grad=True)
     near = step(mlp, x, offs, probs)
-    with emulator.emulate(host.GPU_ARCH[arch], detect_races=False) as machine:
+    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
         found = step(mlp, x, offs, probs)
     # FC1 with its activation, FC2; the activation again, FC2's input gradient with the activation's, FC1's; two weight
     # gradients.

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels.gemm_cases import CANARY, Case, framed, integers, kernel, stored
 from tgl import backends
-from tgl.cutlass_kernels import launch, plans
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing.emulator import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -78,20 +78,20 @@ def test_accumulate_leaves_empty_groups_and_the_other_bytes_alone(machine, out):
 
 def test_routing_and_token_counts_compile_nothing(machine, monkeypatch):
     tgl.grouped_gemm(*operands([3, 4, 5]))
-    known = dict(plans.by_kernel)
-    monkeypatch.setattr(launch, "build", None)
+    known = dict(launcher.plans)
+    monkeypatch.setattr(launcher, "compiled", None)
     for sizes in ([0, 0, 1], [60, 1, 5], [9, 0, 2, 3, 130]):
         a, b, offs = operands(sizes, tail=3)
         assert torch.equal(tgl.grouped_gemm(a, b, offs)[offs[-1] :], torch.zeros(3, 40, dtype=BF16))
-    assert plans.by_kernel == known
+    assert launcher.plans == known
 
 
 def test_a_warm_call_is_one_look_up(machine, monkeypatch):
     a, b, offs = operands([3, 4, 5])
     dy = integers(a.shape[0], 40, dtype=BF16)
     expected = [tgl.grouped_gemm(a, b, offs), tgl.grouped_gemm_wgrad(a, dy, offs)]
-    for name in ("grouped_gemm_supports", "grouped_gemm_wgrad_supports", "_gemm_plan", "_wgrad_plan"):
-        monkeypatch.setattr(launch, name, None)
+    for name in ("reason", "plan"):
+        monkeypatch.setattr(launcher.Launcher, name, None)
     assert all(map(torch.equal, expected, [tgl.grouped_gemm(a, b, offs), tgl.grouped_gemm_wgrad(a, dy, offs)]))
 
 
@@ -134,13 +134,13 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
     a, b, offs = operands([3, 0, 130, 1], columns=24, dtype=F16)
     dy = integers(a.shape[0], 24, dtype=F16)
     main_grad = torch.full((4, 72, 24), CANARY)
-    plans.by_kernel.clear()
-    plans.by_shape.clear()
+    launcher.plans.clear()
+    launcher.forget()
     assert tgl.warmup(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
     tgl.warmup("grouped_gemm_wgrad", a, dy, offs)
     tgl.warmup("grouped_gemm_wgrad_accumulate_", a, dy, offs, main_grad)
     assert main_grad.eq(CANARY).all()
-    monkeypatch.setattr(launch, "build", None)
+    monkeypatch.setattr(launcher, "compiled", None)
     tgl.grouped_gemm(a, b, offs)
     tgl.grouped_gemm_wgrad(a, dy, offs)
     tgl.grouped_gemm_wgrad_accumulate_(a, dy, offs, main_grad)
@@ -148,10 +148,9 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
 
 def test_a_kernel_missing_during_capture_is_a_named_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    key = plans.PlanKey(VARLEN_M, "sm_90", False, "bfloat16", 2, None, GemmConfig())
+    key = gemm.GemmKey(VARLEN_M, "sm_90", False, "bfloat16", 2, None, GemmConfig())
     with pytest.raises(tgl.GraphCaptureError, match=r"call tgl.warmup\('grouped_gemm', ...\)"):
-        plans.fetch("grouped_gemm", key, on_gpu, launch.build)
+        launcher.compiled("grouped_gemm", key, torch.device("cuda", 0), lambda: gemm.build(key))
 
 
 def refusal(op, *args):
@@ -187,7 +186,7 @@ def test_bad_offsets_write_nothing_outside_the_output(machine, kind, offs):
     else:
         b = stored(integers(case.rows, case.columns, dtype=BF16), True)
         buffer, out = framed(3, case.depth, case.columns, dtype=BF16)
-    kernel("sm_100", kind, case)(a, b, torch.tensor(offs, dtype=torch.int32), out, None, None, 3)
+    kernel("sm_100", kind, case)(a, b, torch.tensor(offs, dtype=torch.int32), out, None, None, None, 3)
     assert out.isfinite().all()
     out.fill_(CANARY)
     assert buffer.eq(CANARY).all()

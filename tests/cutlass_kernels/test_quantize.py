@@ -10,9 +10,10 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.memory import like, raw, same_bytes
 from tgl import backends
-from tgl.cutlass_kernels import host
-from tgl.cutlass_kernels.quantize import calls, lanes
-from tgl.cutlass_kernels.quantize.spec import MXFP8Spec
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
+from tgl.cutlass_kernels.quantize import lanes
+from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.meta.quantized import Components
 from tgl.testing import emulator
 
@@ -187,8 +188,10 @@ def test_dbias_goes_along():
 )
 def test_machine_code(arch, source, rowwise, columnwise, registers):
     """Registers for the blocks to share a multiprocessor, nothing in local memory, one cast for two elements."""
-    with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
-        kernel = calls.build(arch, MXFP8Spec(source, "float8_e4m3fn", rowwise, columnwise, "rceil", True, True))
+    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+        kernel = QUANTIZERS["mxfp8"].build(
+            arch, MXFP8Spec(source, "float8_e4m3fn", rowwise, columnwise, "rceil", True, True)
+        )
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert report.spills == 0
     assert report.frame == 0

@@ -24,9 +24,10 @@ from tests.cutlass_kernels.test_quantize import (
 )
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels import host
-from tgl.cutlass_kernels.quantize import calls_nvfp4, lanes
-from tgl.cutlass_kernels.quantize.spec import NVFP4Spec
+from tgl.cutlass_kernels.archs import arch_of
+from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
+from tgl.cutlass_kernels.quantize import lanes
+from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
 from tgl.testing import emulator
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -182,8 +183,8 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     """Registers for blocks to share a multiprocessor, nothing in local memory, a cast for two elements or a minimum."""
     converts = arch == "sm_100"
     spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts)
-    with emulator.emulate(host.GPU_ARCH[arch]):  # keeps what was compiled
-        kernel = calls_nvfp4.build(arch, spec)
+    with emulator.emulate(arch_of(arch).target):  # keeps what was compiled
+        kernel = QUANTIZERS["nvfp4"].build(arch, spec)
     maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupMaxima")
     assert maxima.registers <= (80 if source == "bfloat16" and not rht else 128)
     report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeNVFP4")

@@ -6,8 +6,8 @@ import torch
 import tgl
 from tests import oracle
 from tgl import backends
-from tgl.cutlass_kernels import host
-from tgl.cutlass_kernels.reduce import calls
+from tgl.cutlass_kernels.ops import reduce as calls
+from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
@@ -16,17 +16,24 @@ emulator = pytest.importorskip("tgl.testing.emulator")
 ARCHS = ["sm_90a", "sm_100a"]
 LONG = 300  # rows that are cut into many spans
 RING_ROWS = calls.RING_ROWS
+MULTIPROCESSORS = 132  # more than blocks that the emulator keeps busy, as many tiles as on a GPU
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=ARCHS, autouse=True)
 def machine(request, monkeypatch):
     monkeypatch.setattr(calls, "RING_ROWS", 1)
+    monkeypatch.setattr(device, "multiprocessors", lambda _: MULTIPROCESSORS)
     with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
         yield machine
 
 
 def integers(*shape, dtype):
     return torch.randint(-1, 2, shape).to(dtype)
+
+
+def cut_of(dy):
+    return calls.cut_of(dy, None)
 
 
 def dbias(dy, offs):
@@ -37,7 +44,7 @@ def dbias(dy, offs):
 
     def run():
         buffer.fill_(7.0)
-        calls.grouped_dbias(dy, offs, out=buffer[1:-1])
+        backends.run("grouped_dbias", CPU, dy, offs, out=buffer[1:-1])
 
     run()
     first = buffer[1:-1].clone()
@@ -95,7 +102,7 @@ def test_many_tiles(monkeypatch, columns, sizes):
     monkeypatch.setattr(calls, "ROWS", 32)
     offs = torch.tensor(sizes).cumsum(0).int()
     dy = integers(sum(sizes) + 1, columns, dtype=torch.bfloat16)
-    assert calls._sum_plan(dy).tiles(len(dy)) == sum(sizes) // 32 + 1
+    assert cut_of(dy).tiles(*dy.shape, MULTIPROCESSORS) == sum(sizes) // 32 + 1
     dy[sum(sizes) :] = float("nan")
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
@@ -134,7 +141,7 @@ def test_row_scales(dtypes, columns):
     for t in (dy, scale):
         t[sum(sizes) :] = float("nan")
     dbias, dscales = torch.full((len(sizes), columns), 7.0), torch.full((len(dy),), 7.0)
-    calls.grouped_dbias_dscales(dy, bias, scale, offs, dbias=dbias, dscales=dscales)
+    backends.run("grouped_dbias_dscales", CPU, dy, bias, scale, offs, dbias=dbias, dscales=dscales)
     weighted = torch.nan_to_num(dy.double()) * torch.nan_to_num(scale.double())[:, None]
     assert torch.equal(dbias, expected(weighted, offs))
     of_row = torch.repeat_interleave(bias.double(), torch.tensor(sizes), dim=0)
@@ -155,7 +162,7 @@ def test_bad_offsets_stay_within_bounds(columns):
     low, high = -(1 << 31), (1 << 31) - 1
     for ends in ([-5, 10, 3, 1 << 30, low], [high, low, high, 7], [-1, -2, -3, -4], [600, 500, 400, 640], [low, high]):
         buffer = torch.full((len(ends) + 2, columns), 7.0)
-        calls.grouped_dbias(dy, torch.tensor(ends).int(), out=buffer[1:-1])
+        backends.run("grouped_dbias", CPU, dy, torch.tensor(ends).int(), out=buffer[1:-1])
         assert buffer[[0, -1]].eq(7).all()
     offs = torch.tensor([10, 600]).int()
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
@@ -167,7 +174,7 @@ def test_offsets(dtype):
         sizes = torch.randint(0, 100, (2 * groups,)).to(dtype)[::2]
         buffer = torch.full((groups + 2,), -7, dtype=torch.int32)
         emulator.active().seed = seed
-        calls.splits_to_offsets(sizes, out=buffer[1:-1])
+        backends.run("splits_to_offsets", CPU, sizes, out=buffer[1:-1])
         assert torch.equal(buffer[1:-1], sizes.long().cumsum(0).int())
         assert buffer[0] == buffer[-1] == -7
 
@@ -176,9 +183,9 @@ def test_offsets(dtype):
 def test_launches(machine, rows, launches):
     """The second is for groups of several tiles."""
     dy = integers(rows, 24, dtype=torch.bfloat16)
-    calls.grouped_dbias(dy, torch.tensor([rows]).int(), out=torch.empty(1, 24))
+    backends.run("grouped_dbias", CPU, dy, torch.tensor([rows]).int(), out=torch.empty(1, 24))
     assert len(machine.launches) == launches
-    calls.splits_to_offsets(torch.ones(40, dtype=torch.int64), out=torch.empty(40, dtype=torch.int32))
+    backends.run("splits_to_offsets", CPU, torch.ones(40, dtype=torch.int64), out=torch.empty(40, dtype=torch.int32))
     assert len(machine.launches) == launches + 1
 
 
@@ -209,33 +216,33 @@ def test_warmup_launches_on_tensors_of_its_own(machine, columns):
     ],
 )
 def test_only_whole_vectors_go_through_the_ring(dy, cut):
-    assert calls._cut(dy, None) == cut
+    assert cut_of(dy) == cut
     bias = torch.empty(1, dy.shape[1], dtype=torch.bfloat16)
-    assert not calls._cut(dy, bias).slots  # where scales have a gradient
+    assert not calls.cut_of(dy, bias).slots  # where scales have a gradient
 
 
 @pytest.mark.parametrize("rows", [256, RING_ROWS - 1, RING_ROWS])
 def test_few_rows_go_through_registers(monkeypatch, rows):
     monkeypatch.setattr(calls, "RING_ROWS", RING_ROWS)
     dy = torch.empty(rows, 768, dtype=torch.bfloat16)
-    assert calls._cut(dy, None) == ((8, 32, 6) if rows == RING_ROWS else (8, 8, 0))
-    assert (calls._sum_plan(dy).tiles(rows) == 1) == (rows == 256)  # one launch
+    assert cut_of(dy) == ((8, 32, 6) if rows == RING_ROWS else (8, 8, 0))
+    assert (cut_of(dy).tiles(*dy.shape, MULTIPROCESSORS) == 1) == (rows == 256)  # one launch
 
 
 def test_a_plan_is_of_one_architecture(monkeypatch):
     made = []
-    monkeypatch.setattr(calls, "_plans", {})
-    monkeypatch.setattr(calls, "build", lambda key: made.append((key.op, key.arch)) or print)
-    dy = integers(3, 24, dtype=torch.bfloat16)
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "compiled", lambda op, key, where, build: made.append((op, key.arch)) or print)
+    dy, offs = integers(3, 24, dtype=torch.bfloat16), torch.tensor([3]).int()
     for arch in ("sm_90", "sm_100", "sm_90"):
         with backends.emulated_device(arch):
-            calls._sum_plan(dy)
-            calls._offsets_plan(torch.ones(3, dtype=torch.int64))
+            backends.prepare("grouped_dbias", CPU, dy, offs, out=torch.empty(1, 24))
+            backends.prepare("splits_to_offsets", CPU, torch.ones(3, dtype=torch.int64), out=offs.new_empty(3))
     assert sorted(made) == [(op, a) for op in ("grouped_dbias", "splits_to_offsets") for a in ("sm_100", "sm_90")]
 
 
 def test_missing_packages_are_the_first_reason(monkeypatch):
-    monkeypatch.setattr(host, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
+    monkeypatch.setattr(device, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
     dy, offs = torch.zeros(4, 8), torch.tensor([4]).int()
     for op, args in (
         ("grouped_dbias", (dy, offs)),
@@ -247,7 +254,7 @@ def test_missing_packages_are_the_first_reason(monkeypatch):
 
 
 def test_what_is_not_supported():
-    double = torch.zeros(4, 8, dtype=torch.float64)
-    offs = torch.tensor([4]).int()
-    assert "float64" in calls.grouped_dbias_supports(double, offs, out=torch.empty(1, 8, dtype=torch.float64))
-    assert calls.grouped_dbias_supports(double.half(), offs, out=torch.empty(1, 8)) is None
+    double, offs = torch.zeros(4, 8, dtype=torch.float64), torch.tensor([4]).int()
+    refused = {i.name: why for i, why in tgl.explain("grouped_dbias", double, offs).refused}
+    assert "float64" in refused["tgl kernel"]
+    assert tgl.explain("grouped_dbias", double.half(), offs).chosen.name == "tgl kernel"

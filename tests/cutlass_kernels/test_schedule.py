@@ -12,10 +12,10 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
-from tgl.cutlass_kernels.schedule import allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
-from tgl.cutlass_kernels.schedule.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
-from tgl.cutlass_kernels.schedule.order import CAPACITY, sort_groups
-from tgl.cutlass_kernels.varlen.groups import group_range
+from tgl.cutlass_kernels.tiles import allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
+from tgl.cutlass_kernels.tiles.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
+from tgl.cutlass_kernels.tiles.groups import group_range
+from tgl.cutlass_kernels.tiles.order import CAPACITY, sort_groups
 from tgl.testing.emulator import emulate
 
 TILE_M, TILES_N, BAND, BLOCKS = 128, 3, 4, 3

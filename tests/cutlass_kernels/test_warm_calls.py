@@ -1,25 +1,13 @@
 """What is remembered of calls changes nothing but their price: not which kernel runs, on what, nor what is refused."""
 
 import importlib
-import itertools
 
 import pytest
 import torch
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import (
-    host,
-    launch,
-    launch_activated,
-    launch_gradient,
-    launch_quantizing,
-    launch_scaled,
-    plans,
-)
-from tgl.cutlass_kernels.activation import calls as activations
-from tgl.cutlass_kernels.quantize import plans as quantizers
-from tgl.cutlass_kernels.reduce import calls as reductions
+from tgl.cutlass_kernels.runtime import device, launcher
 from tgl.meta.placement import blocked_size, padded_rows
 from tgl.meta.quantized import OUT_NAMES, ROW_UNIT, Options, component_specs
 
@@ -49,10 +37,6 @@ CHECKS = [
     for name, check in vars(op).items()
     if name.startswith(("_checked", "_spec")) and hasattr(check, "__wrapped__")
 ]
-LAUNCHES = (
-    *(launch, launch_activated, launch_gradient, launch_quantizing, launch_scaled),
-    *(activations, reductions, quantizers),
-)
 SM100_ONLY = "grouped_gemm_scaled_activation_quantize"
 
 
@@ -201,15 +185,13 @@ def launched(monkeypatch):
     def describe(t):
         return (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) if isinstance(t, torch.Tensor) else t
 
-    def compiled(op, key, first, build):
+    def compiled(op, key, where, build):
         return lambda *args: seen.append((op, key, *map(describe, args)))
 
-    monkeypatch.setattr(host, "packages_reason", lambda: None)
-    monkeypatch.setattr(host, "compiled", compiled)
-    for module in (activations, reductions, quantizers):
-        monkeypatch.setattr(module, "_plans", {})
-    for known in ("by_kernel", "by_shape"):
-        monkeypatch.setattr(plans, known, {})
+    monkeypatch.setattr(device, "packages_reason", lambda: None)
+    monkeypatch.setattr(launcher, "compiled", compiled)
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
     with backends.emulated_device("sm_90"):
         yield seen
 
@@ -238,7 +220,7 @@ def cold(launched, monkeypatch):
 
     def run(*call):
         with monkeypatch.context() as patch:
-            patch.setattr(plans, "by_shape", Forgetful())
+            patch.setattr(launcher, "known", Forgetful())
             for op, check in CHECKS:
                 patch.setattr(op, check, getattr(op, check).__wrapped__)
             return outcome(launched, *call)
@@ -253,7 +235,7 @@ def test_a_call_like_one_before_is_served_like_one_that_is_not(launched, cold, n
     for what, *change in changes(name):
         expected = {"base": cold(*base), "change": cold(*change)}
         for first, second in (("base", "change"), ("change", "base")):
-            plans.by_shape.clear()
+            launcher.forget()
             for turn in (first, second, first, second):
                 got = outcome(launched, *(base if turn == "base" else change))
                 assert got == expected[turn], f"{what}: {turn} after {first}"
@@ -276,16 +258,14 @@ def test_one_group_of_rows_is_not_one_matrix(launched):
     assert keys[0] == keys[2] != keys[1] == keys[3]
 
 
-@pytest.mark.parametrize("name", [n for n in bases() if n.partition(".")[0] != "group_quantize"])
+@pytest.mark.parametrize("name", list(bases()))
 def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     """No kernel is looked for again, nor are operands looked at one by one."""
     args, options = bases()[name]
     expected = outcome(launched, name, args, options)
     assert len(expected[0]) == 1
-    for module, function in itertools.product(LAUNCHES, ("_plan", "_gemm_plan", "_wgrad_plan", "_sum_plan")):
-        if hasattr(module, function):
-            monkeypatch.setattr(module, function, None)
-    monkeypatch.setattr(host, "packages_reason", None)
+    for method in ("reason", "plan"):
+        monkeypatch.setattr(launcher.Launcher, method, None)
     for module, function in ((tgl.meta.scaled, "_data"), (tgl.meta.checks, "dense_matrix")):
         monkeypatch.setattr(module, function, None)
     assert outcome(launched, name, args, options) == expected

@@ -80,15 +80,18 @@ def check(case: str) -> None:
 
 
 def check_example_of_the_documentation() -> None:
-    """The function ``moe`` of docs/distributed.md, as it stands there."""
+    """The example of docs/distributed.md as it stands there, but for two ranks."""
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def layer" in block)
-    mesh = init_device_mesh("cpu", (2,))
-    names = {"tgl": tgl, "mesh": mesh, "num_experts": E, "local_map": local_map, "Shard": Shard}
-    exec(code, names | {"expert_parallel_host": expert_parallel_host}, names)
-    x, index, weights, _ = problem("random")
-    mlp = tgl.GroupedMLP(E, H, I, params_dtype=torch.float64)
-    routing = tgl.route(index, E)
+    assert '("cpu", (1,)), 8 ' in code
+    names: dict[str, Any] = {}
+    exec(code.replace('("cpu", (1,)), 8 ', '("cpu", (2,)), 8 '), names)
+    mesh, num_experts = names["mesh"], names["num_experts"]
+    assert names["y"].shape == (16, 64)
+    index, weights = torch.randint(num_experts, (S, TOP_K)), torch.rand(S, TOP_K, dtype=torch.float64)
+    x = torch.randn(S, H, dtype=torch.float64)
+    mlp = tgl.GroupedMLP(num_experts, H, I, params_dtype=torch.float64)
+    routing = tgl.route(index, num_experts)
     expected = tgl.combine(mlp.forward_offsets(tgl.dispatch(x, routing), routing.offs), routing, weights)
     tensors = x, index, weights, mlp.fc1.weight, mlp.fc2.weight
     y = names["moe"](*(distribute_tensor(t.detach(), mesh, [Shard(0)]) for t in tensors))

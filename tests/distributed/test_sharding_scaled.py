@@ -13,11 +13,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 import tgl
 import tgl.distributed
 from tests.memory import same_bytes
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
 
 T, G, K, N = 160, 3, 256, 512
 OFFS = torch.tensor([40, 40, 129], dtype=torch.int32)
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
-FORMATS = ("mxfp8", "nvfp4", "fp8_tensor", "fp8_block")
+# Of columnwise scales, by features.
+SCALES = OnePerName(FORMATS, "SCALES", {"mxfp8": S1, "nvfp4": S0, "fp8_tensor": R, "fp8_block": S1})
 
 
 def place(t: Tensor | None, placement) -> DTensor | None:
@@ -100,7 +103,7 @@ def check_wgrad(format: str) -> None:
     options = {"format": format, "out_dtype": torch.float32}
     expected = tgl.grouped_gemm_scaled_wgrad(*operands, OFFS, *amaxes, **options)
     data = S1 if format == "mxfp8" else S0
-    scale = {"mxfp8": S1, "nvfp4": S0, "fp8_tensor": R, "fp8_block": S1}[format]
+    scale = SCALES[format]
     for result, placements in ((S1, (data, scale, R, R)), (S2, (R, R, data, scale))):
         shards = [place(t, p) for t, p in zip(operands, placements)]
         offs, scales = place(OFFS, R), [place(t, R) for t in amaxes]

@@ -145,6 +145,51 @@ def check_main_grad_under_ddp(dtype: torch.dtype) -> None:
         assert (grad - expected.grad).abs().max() <= bound
 
 
+DELAYED = r"`delay_wgrad_compute` must be False under %s, which takes gradients when the backward ends"
+
+
+def check_delay_under_ddp(packed: bool) -> None:
+    """Before anything is computed; a weight whose gradient goes to ``main_grad``, and ignored ones, are not DDP's."""
+    options = {"single_grouped_weight": packed, "delay_wgrad_compute": True, "bias": False}
+    module = DistributedDataParallel(model(torch.float32, **options))
+    with pytest.raises(RuntimeError, match=DELAYED % "torch's DistributedDataParallel"):
+        module(torch.randn(S, H))
+    module.module(torch.randn(S, H))  # nobody reduces these gradients
+
+    fused = model(torch.float32, **options, fuse_wgrad_accumulation=True)
+    ignored = model(torch.float32, **options)
+    names = [name for name, _ in ignored.named_parameters() if "experts" in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignored, names)
+    for inner in (fused, ignored):
+        for parameter in inner.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)
+        DistributedDataParallel(inner)(torch.randn(S, H)).sum().backward()
+        for layer in inner:
+            layer.experts.backward_dw()
+            weight = layer.experts.fc1.group_parameters("weight")[-1]
+            assert (weight.main_grad if inner is fused else weight.grad).any()
+
+
+def check_delay_under_fully_shard(packed: bool, unit: str) -> None:
+    options = {"single_grouped_weight": packed, "delay_wgrad_compute": True}
+    module = shard(model(torch.float32, **options), unit)
+    with pytest.raises(RuntimeError, match=DELAYED % "fully_shard"):
+        module(torch.randn(S, H))
+
+
+def check_delay_of_ignored_parameters(packed: bool) -> None:
+    module = model(torch.float32, single_grouped_weight=packed, delay_wgrad_compute=True)
+    fully_shard(
+        module,
+        mesh=init_device_mesh("cpu", (2,)),
+        ignored_params={p for layer in module for p in layer.experts.parameters()},
+    )
+    module(torch.randn(S, H)).sum().backward()
+    for layer in module:
+        layer.experts.backward_dw()
+        assert layer.experts.fc1.group_parameters("weight")[-1].grad.any()
+
+
 def check_fully_shard_with_offload(unit: str) -> None:
     """The parameters gathered for the forward are parameters: they stay, and are gathered again for the backward."""
     (x, _), *_ = batches(torch.float64)
@@ -189,6 +234,22 @@ def test_fully_shard_of_discrete_weights(ranks, dtype):
 @pytest.mark.parametrize("packed", [True, False])
 def test_main_grad_under_fully_shard(ranks, packed):
     ranks(check_main_grad_under_fully_shard, packed)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_delay_under_ddp(ranks, packed):
+    ranks(check_delay_under_ddp, packed)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("unit", ["layer", "experts"])
+def test_delay_under_fully_shard(ranks, packed, unit):
+    ranks(check_delay_under_fully_shard, packed, unit)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_delay_of_ignored_parameters(ranks, packed):
+    ranks(check_delay_of_ignored_parameters, packed)
 
 
 @DTYPES

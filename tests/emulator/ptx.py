@@ -1,4 +1,8 @@
-"""PTX modules for tests, written by hand."""
+"""PTX modules for tests, written by hand, and how the tests of checkers run them."""
+
+import pytest
+
+from tgl.testing.emulator import emulate
 
 HEADER = """
 .version 8.7
@@ -34,3 +38,37 @@ def module(body, pointers=0, arch="sm_90a"):
 def only(warp, body, label):
     """``body`` executed by one warp."""
     return f"  setp.ne.s32 %p15, %r1, {warp};\n  @%p15 bra {label};\n{body}\n{label}:\n"
+
+
+INIT = """
+  @%p0 mbarrier.init.shared.b64 [%r2], 1;
+  @%p0 fence.mbarrier_init.release.cluster;
+  bar.sync 0;
+"""
+WAIT = """
+WAITING:
+  mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0;
+  @!%p1 bra WAITING;
+"""
+LOAD = """
+  @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {expect};
+  @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2+256], [%rd0], {size}, [%r2];
+"""
+
+
+def launch(body, *tensors, arch="sm_90a", warps=1, seed=0, timing="adversarial", cluster=1, grid=None, **options):
+    with emulate(arch, seed=seed, timing=timing, **options) as machine:
+        text = module(body, len(tensors), arch)
+        n = cluster if grid is None else grid
+        return machine.launch_ptx(
+            text, tensors, grid=(n, 1, 1), block=(32 * warps, 1, 1), cluster=(cluster, 1, 1), smem=8192
+        )
+
+
+def check(good, bad, error, match, *tensors, **options):
+    """``good`` runs under every schedule; ``bad`` raises under each of them, so no schedule is needed to see it."""
+    for timing in ("adversarial", "in_order"):
+        for seed in range(3):
+            launch(good, *tensors, seed=seed, timing=timing, **options)
+            with pytest.raises(error, match=match):
+                launch(bad, *tensors, seed=seed, timing=timing, **options)

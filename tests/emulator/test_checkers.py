@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.emulator.ptx import module, only
+from tests.emulator.ptx import INIT, LOAD, WAIT, check, launch, module, only
 from tgl.testing.emulator import (
     DeadlockError,
     EmulatorError,
@@ -13,39 +13,6 @@ from tgl.testing.emulator import (
     UnsupportedError,
     emulate,
 )
-
-INIT = """
-  @%p0 mbarrier.init.shared.b64 [%r2], 1;
-  @%p0 fence.mbarrier_init.release.cluster;
-  bar.sync 0;
-"""
-WAIT = """
-WAITING:
-  mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0;
-  @!%p1 bra WAITING;
-"""
-LOAD = """
-  @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {expect};
-  @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2+256], [%rd0], {size}, [%r2];
-"""
-
-
-def launch(body, *tensors, arch="sm_90a", warps=1, seed=0, timing="adversarial", cluster=1, grid=None, **options):
-    with emulate(arch, seed=seed, timing=timing, **options) as machine:
-        text = module(body, len(tensors), arch)
-        n = cluster if grid is None else grid
-        return machine.launch_ptx(
-            text, tensors, grid=(n, 1, 1), block=(32 * warps, 1, 1), cluster=(cluster, 1, 1), smem=8192
-        )
-
-
-def check(good, bad, error, match, *tensors, **options):
-    """``good`` runs under every schedule; ``bad`` raises under each of them, so no schedule is needed to see it."""
-    for timing in ("adversarial", "in_order"):
-        for seed in range(3):
-            launch(good, *tensors, seed=seed, timing=timing, **options)
-            with pytest.raises(error, match=match):
-                launch(bad, *tensors, seed=seed, timing=timing, **options)
 
 
 # ---- shared memory ----
@@ -267,7 +234,7 @@ def test_registered_memory_is_reachable():
     out = torch.zeros(1, dtype=torch.int32)
     text = module("  ld.global.b64 %rd2, [%rd0];\n  ld.global.b32 %r4, [%rd2];\n  st.global.b32 [%rd1], %r4;", 2)
     with emulate("sm_90a") as machine:
-        with pytest.raises(MemoryAccessError):
+        with pytest.raises(MemoryAccessError, match=r"outside every tensor .*machine\.register\(tensor\)"):
             machine.launch_ptx(text, (table, out))
         machine.register(hidden)
         machine.launch_ptx(text, (table, out))
@@ -307,6 +274,40 @@ def test_access_not_ordered_before_the_exit_of_its_cta():
         launch(RANK + SYNC + write + SYNC, cluster=2, seed=seed)
         with pytest.raises(EmulatorError, match=r"not ordered before its exit|after that CTA has exited"):
             launch(RANK + SYNC + write, cluster=2, seed=seed)
+
+
+def remote(body):
+    """``body`` by the first thread of CTA 1, whose peer exits at once."""
+    return f"  setp.eq.s32 %p4, %r20, 1;\n  and.pred %p4, %p4, %p0;\n  @!%p4 bra LEAVE;\n{body}LEAVE:\n"
+
+
+ARRIVE_LATE = RANK + INIT + SYNC + remote("  mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r22];\n")
+COMMIT_LATE = (
+    RANK + INIT + SYNC
+    + remote("  tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r22];\n")
+)  # fmt: skip
+
+
+# CTA 0 stays until the arrival has come
+STAY = "  setp.ne.s32 %p5, %r20, 0;\n  @%p5 bra GONE;\n" + WAIT + "GONE:\n"
+
+
+@pytest.mark.parametrize("body, arch", [(ARRIVE_LATE, "sm_90a"), (COMMIT_LATE, "sm_100a")], ids=["arrival", "commit"])
+def test_arrival_on_a_cta_that_may_have_exited(body, arch):
+    for seed in range(4):
+        for strict in (True, False):
+            assert not launch(body + STAY, cluster=2, arch=arch, seed=seed, strict_exits=strict).warnings
+        with pytest.raises(EmulatorError, match=r"arrival .*exit.* \(emulate\(strict_exits=False\)"):
+            launch(body, cluster=2, arch=arch, seed=seed)
+        record = launch(body, cluster=2, arch=arch, seed=seed, strict_exits=False)
+        assert [w for w in record.warnings if w.startswith("arrival on an mbarrier")]
+
+
+def test_other_accesses_to_a_cta_that_has_exited_stay_errors():
+    write = RANK + SYNC + remote("  st.shared::cluster.b32 [%r22+64], %r20;\n")
+    for seed in range(4):
+        with pytest.raises(EmulatorError, match=r"not ordered before its exit|after that CTA has exited"):
+            launch(write, cluster=2, seed=seed, strict_exits=False)
 
 
 def test_rank_outside_the_cluster():

@@ -8,6 +8,7 @@ import pytest
 from tgl.testing.emulator import numerics as N
 from tgl.testing.emulator.errors import UnsupportedError
 
+M8 = 0xFF
 M = {16: (1 << 16) - 1, 32: (1 << 32) - 1, 64: (1 << 64) - 1}
 EDGES = {b: [0, 1, 2, 7, 31, 32, 33, (1 << b - 1) - 1, 1 << b - 1, (1 << b) - 2, (1 << b) - 1] for b in (16, 32, 64)}
 
@@ -125,6 +126,27 @@ def test_byte_permute_modes(mode):
             "rc16": [2 * (s % 2) + i % 2 for i in range(4)],
         }[mode]
         assert got == want, s
+
+
+def parts(x, bits, is_signed):
+    fields = [x >> i & M8 if bits == 8 else x >> i & M[16] for i in range(0, 32, bits)]
+    return [f - (1 << bits) if is_signed and f >> (bits - 1) else f for f in fields]
+
+
+@pytest.mark.parametrize("signed_a", [True, False])
+@pytest.mark.parametrize("signed_b", [True, False])
+def test_dot_products_of_packed_integers(signed_a, signed_b):
+    def four(a, b, c):
+        return sum(x * y for x, y in zip(parts(a, 8, signed_a), parts(b, 8, signed_b), strict=True)) + c & M[32]
+
+    check(lambda a, b, c: N.dp4a(a, b, c, signed_a, signed_b), four, 32, 3)
+    for high in (False, True):
+
+        def two(a, b, c, high=high):
+            pair = parts(b, 8, signed_b)[2 * high : 2 * high + 2]
+            return sum(x * y for x, y in zip(parts(a, 16, signed_a), pair, strict=True)) + c & M[32]
+
+        check(lambda a, b, c, high=high: N.dp2a(a, b, c, signed_a, signed_b, high), two, 32, 3)
 
 
 def test_three_input_logic():

@@ -1,13 +1,17 @@
 """Small kernels of every mechanism, compiled by the CuTe DSL, against torch: exact, under several schedules."""
 
+import re
+
 import pytest
 import torch
 
 cute = pytest.importorskip("cutlass.cute")
 kernels = pytest.importorskip("tests.emulator.kernels")
+kernels_scheduler = pytest.importorskip("tests.emulator.kernels_scheduler")
+kernels_maps = pytest.importorskip("tests.emulator.kernels_maps")
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
-from tgl.testing.emulator import EmulatorError, active, emulate, sweep  # noqa: E402
+from tgl.testing.emulator import EmulatorError, MemoryAccessError, active, emulate, sweep  # noqa: E402
 
 ARCHES = ("sm_90a", "sm_100a")
 
@@ -69,6 +73,45 @@ def test_mbarrier_pipeline(arch, tiles):
     src, dst = integers(16 * tiles, 32), torch.empty(32)
     run(arch, kernels.ColumnSums(), (src, dst), dst)
     assert torch.equal(dst, src.sum(0))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    "place, deleted",
+    [
+        ("global", "fence.proxy.tensormap::generic.release"),
+        ("global", "fence.proxy.tensormap::generic.acquire"),
+        ("shared", "fence.proxy.tensormap::generic.acquire"),
+    ],
+)
+def test_tensor_map_edited_by_the_kernel(arch, place, deleted):
+    nominal, actual, dst = integers(16, 32), integers(16, 32, seed=1), torch.empty(16, 32)
+    room = torch.zeros(32, dtype=torch.int64)
+    room = room[-room.data_ptr() % 128 // 8 :][:16]
+    args = [*views(nominal, actual, dst), from_dlpack(room, assumed_align=128), kernels.STREAM]
+    with emulate(arch) as machine:
+        f = cute.compile(kernels_maps.Remapped(place), *args)
+        sweep(lambda: f(*args), [dst], timings=("adversarial", "in_order"))
+        assert torch.equal(dst, actual)
+        machine.edit_ptx = lambda text: re.sub(rf"\n\s*{deleted}[^\n]*", "", text)
+        with pytest.raises(MemoryAccessError, match=rf"a copy uses the tensor map at .* without {deleted}"):
+            f(*args)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("tiles", [4, 7])
+def test_a_scheduler_that_laps_its_consumers(arch, stages, tiles):
+    src, dst = integers(tiles, 32 * kernels_scheduler.CONSUMERS), torch.empty(tiles, 32 * kernels_scheduler.CONSUMERS)
+    run(arch, kernels_scheduler.Scheduled(stages), (src, dst), dst)
+    assert torch.equal(dst, src)
+    args = [*views(src, dst), kernels.STREAM]
+    with emulate(arch):
+        f = cute.compile(kernels_scheduler.Scheduled(stages, acquire=False), *args)
+    for seed in range(4):
+        for timing in ("adversarial", "in_order"):
+            with emulate(arch, seed=seed, timing=timing), pytest.raises(EmulatorError, match=r"race: warp|, missed: "):
+                f(*args)
 
 
 def gemm(arch, kernel, m, n, k):
@@ -144,6 +187,20 @@ def test_tvm_ffi():
         f(src, dst, 0)
     assert torch.equal(dst, 2 * src)
     assert len(machine.launches) == 1
+
+
+def test_tvm_ffi_with_tensors_of_the_dsl():
+    pytest.importorskip("tvm_ffi")
+    src, dst = integers(64, 64), torch.empty(64, 64)
+    with emulate("sm_100a") as machine:
+        args = [from_dlpack(t, assumed_align=16, enable_tvm_ffi=True) for t in (src, dst)]
+        f = cute.compile(kernels.Double(), *args, kernels.STREAM, options="--enable-tvm-ffi")
+        f(*args, 0)
+        assert torch.equal(dst, 2 * src)
+        dst.zero_()
+        f(src, dst, 0)
+        assert torch.equal(dst, 2 * src)
+    assert len(machine.launches) == 2
 
 
 def test_object_file_reloaded(tmp_path):

@@ -72,8 +72,12 @@ def fail(message):
     raise MemoryAccessError(message)
 
 
-def encode(dtype, sizes, strides, box, swizzle=0, base=BASE, nan_fill=False, **extra):
-    """The 512-bit descriptor; ``strides`` in bytes for dimensions 1 and up."""
+def encode(*args, **fields):
+    return TensorMap.decode(descriptor(*args, **fields))
+
+
+def descriptor(dtype, sizes, strides, box, swizzle=0, base=BASE, nan_fill=False, **extra):
+    """The 64 bytes of a tensor map; ``strides`` in bytes for dimensions 1 and up."""
     u = base | (len(sizes) - 1) << 68 | CODES[dtype] << 71 | swizzle << 77 | int(nan_fill) << 79
     for i, s in enumerate(sizes):
         u |= (s - 1) << (256 + 32 * i)
@@ -82,7 +86,7 @@ def encode(dtype, sizes, strides, box, swizzle=0, base=BASE, nan_fill=False, **e
     for i, b in enumerate(box):
         u |= (b - 1) << (440 + 8 * i)
     u |= extra.get("raw", 0)
-    return TensorMap.decode(u.to_bytes(64, "little"))
+    return u.to_bytes(64, "little")
 
 
 def expected_box(memory, dtype, sizes, strides, box, coords):
@@ -151,16 +155,30 @@ def test_store_clips_and_leaves_the_rest():
     t = encode("bf16", sizes, strides, box)
     launch = Launch(6 * 32)
     data = np.arange(64, dtype=np.uint16).reshape(4, 16) + 1
-    t.write(launch, [-8, 4], data, None, fail)
+    t.write(launch, [0, 4], data, None, fail)
     got = launch.region.u8.view(np.uint16).reshape(6, 16)
     want = np.zeros((6, 16), np.uint16)
-    want[4:6, :8] = data[:2, 8:16]
+    want[4:6, :10] = data[:2, :10]
     assert np.array_equal(got, want)
     t.write(launch, [8, 5], data, None, fail)
     want[5, 8:10] = data[0, :2]
     assert np.array_equal(got, want)
-    t.write(launch, [24, 0], data, None, fail)  # wholly outside
-    assert np.array_equal(got, want)
+    for outside in ([24, 0], [0, 6], [0, (1 << 31) - 1]):
+        t.write(launch, outside, data, None, fail)
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("red", [None, "add"])
+def test_no_store_begins_at_a_negative_coordinate(red):
+    """A load may, and reads zeros there."""
+    t = encode("bf16", [16, 4, 3], [32, 128], [16, 4, 1])
+    launch = Launch(3 * 128)
+    data = np.ones((1, 4, 16), np.uint16)
+    for coords in ([-8, 0, 0], [0, -1, 0], [0, 0, -1], [0, 0, -(1 << 31)]):
+        t.read(launch, coords, fail)
+        with pytest.raises(MemoryAccessError, match="TMA store to negative coordinates"):
+            t.write(launch, coords, data, red, fail)
+    assert not launch.region.u8.any()
 
 
 @pytest.mark.parametrize(

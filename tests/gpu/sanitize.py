@@ -1,9 +1,11 @@
-"""compute-sanitizer over a small problem in every tiling, and over the reductions, one process per core at a time.
+"""compute-sanitizer over a small problem in every tiling, over the reductions, and over a compiled training step.
 
-    python -m tests.gpu.sanitize [--tool racecheck] [--seconds 200]
+    python -m tests.gpu.sanitize [--tool racecheck] [--seconds 200] [--cases training]
 
-Each runs in a process of its own. Operands are made and results compared on the host, so that the sanitizer has no
-kernels to watch but ours, and these were compiled before. Exits with the number of those that were not found clean.
+Each runs in a process of its own, one per core at a time. Operands are made and results compared on the host, so that
+the sanitizer has no kernels to watch but ours, and these were compiled before. A training step runs as its graph does,
+with every kernel in it, and without the caching allocator, behind whose blocks an access out of bounds would hide.
+Exits with the number of those that were not found clean.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from collections.abc import Callable
 import torch
 
 import tgl
+from tests import chips, demo_training
 from tests.cutlass_kernels.matrix import TILINGS
+from tests.demo_training import Size
 from tgl import backends
-from tgl.cutlass_kernels import config, plans
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.runtime import launcher
 
 SIZES = (130, 0, 3, 65)
 MANY = (3000, 0, 3, 1330)  # rows enough for a ring, and for a group in several tiles of a reduction
 TAIL, DEPTH, COLUMNS = 5, 136, 264
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+TRAINING = "training"
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -44,8 +50,8 @@ def groups(t: torch.Tensor, sizes: tuple[int, ...] = SIZES) -> tuple[torch.Tenso
 
 def gemms(tiling: GemmConfig) -> None:
     """The three GEMMs in one tiling."""
-    config.choose = lambda *_: tiling  # type: ignore[assignment]
-    plans.by_shape.clear()
+    tilings.choose = lambda *_: tiling  # type: ignore[assignment]
+    launcher.forget()
     rows = sum(SIZES) + TAIL
     a, b, dy = integers(rows, DEPTH), integers(len(SIZES), DEPTH, COLUMNS), integers(rows, COLUMNS)
     offs = torch.tensor(SIZES).cumsum(0).int().cuda()
@@ -72,9 +78,22 @@ def reductions() -> None:
         assert torch.equal(tgl.grouped_dbias(dy.cuda(), offs).cpu().double(), wanted)
 
 
+def training(recipe: str) -> None:
+    """Forward and backward of the demo's model, compiled."""
+    size = Size(dim=256, layers=2, experts=32, context=256, windows=2, steps=1)
+    model = demo_training.make_model(recipe, size).cuda()
+    windows = demo_training.batches(size)[0].cuda()
+    demo_training.backward(demo_training.compiled(model), windows, BF16)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
 def cases() -> dict[str, Callable[[], None]]:
     arch = backends.device_arch(torch.device("cuda", 0))
     found: dict[str, Callable[[], None]] = {"reductions": reductions}
+    for recipe in chips.RECIPES[arch]:
+        found[f"{TRAINING} {recipe}"] = functools.partial(training, recipe)
     for kind, tiling in TILINGS:
         if kind == arch:
             name = f"{tiling.tile_m}x{tiling.tile_n}" + "x2" * (tiling.ctas == 2) + "pp" * tiling.pingpong
@@ -100,8 +119,9 @@ def watched(path: str, tool: str, name: str, seconds: float) -> str:
     """What the sanitizer says about a case."""
     start = time.monotonic()
     command = [path, "--tool", tool, sys.executable, "-m", __spec__.name, "--only", name]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if name.startswith(TRAINING) else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
         return f"not finished in {seconds:.0f} s"
     lines = done.stdout.splitlines()
@@ -117,12 +137,13 @@ def main() -> None:
     parser.add_argument("--tool", default="racecheck", choices=["racecheck", "memcheck", "synccheck", "initcheck"])
     parser.add_argument("--seconds", type=float, default=180, help="for the sanitizer, each case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--cases", default="", help="only those whose names begin so")
     parser.add_argument("--only", help="run this case, without the sanitizer")
     args = parser.parse_args()
     if args.only:
         one(args.only)
         return
-    path, names = sanitizer(), list(cases())
+    path, names = sanitizer(), [name for name in cases() if name.startswith(args.cases)]
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(one, names))  # compiles, into the cache on disk
     bad = 0

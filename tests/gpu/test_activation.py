@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import tgl
+from tests.activation_cases import CASES, width
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels import host
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.meta.activations import TABLE
 
 pytestmark = pytest.mark.gpu
 
@@ -18,16 +20,10 @@ ROUTINGS = {
     "all empty": (0, 0, 0),
     "many": tuple(i % 5 for i in range(300)),
 }
-KINDS = {
-    "swiglu": {"kind": "swiglu"},
-    "swiglu interleaved": {"kind": "swiglu", "interleaved": True},
-    "clamped": {"kind": "clamped_qgeglu", "limit": 2.0},
-    "srelu": {"kind": "srelu"},
-}
 
 
 def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in host.GPU_ARCH
+    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
 
 
 if not kernels_here():
@@ -43,7 +39,7 @@ def ends(sizes):
 def inputs(kind, sizes, columns, dtype, probs):
     """dy, x, offs and probs; NaN in every tail."""
     rows = sum(sizes) + TAIL
-    x = (torch.randn(rows, columns * (1 if kind == "srelu" else 2), device=DEVICE) * 3).to(dtype)
+    x = (torch.randn(rows, width(kind, columns), device=DEVICE) * 3).to(dtype)
     dy = torch.randn(rows, columns, device=DEVICE).to(dtype)
     probs = torch.rand(rows, device=DEVICE) if probs else None
     for t in (dy, x, probs):
@@ -71,7 +67,7 @@ def on_the_cpu(op, *args, **kwargs):
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     ("dtype", "columns", "with_probs"), [(BF16, 776, True), (BF16, 33, False), (F16, 1032, True), (F32, 260, True)]
 )
@@ -86,7 +82,7 @@ def test_as_on_the_cpu(sizes, options, dtype, columns, with_probs):
     torch.testing.assert_close(dprobs, wanted_dprobs, rtol=1e-5, atol=2e-3)
     for t in (y, dx, dprobs):
         assert t[sum(sizes) :].eq(0).all()
-    if options["kind"] == "srelu":
+    if TABLE[options["kind"]].exact:
         assert torch.equal(y, wanted)
         assert torch.equal(dx, wanted_dx)
     for _ in range(5):
@@ -97,7 +93,7 @@ def test_as_on_the_cpu(sizes, options, dtype, columns, with_probs):
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     ("dtype", "quantising", "with_probs"),
     [

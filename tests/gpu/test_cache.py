@@ -19,12 +19,13 @@ PROCESS = """
         print(f"{time.perf_counter() - start:7.2f} s  {what}", flush=True)
     start = time.perf_counter()
     import torch, tgl
-    from tgl.cutlass_kernels import cache, launch
-    from tgl.cutlass_kernels.reduce import calls
+    from tgl.cutlass_kernels.register import LAUNCHERS
+    from tgl.cutlass_kernels.runtime import cache
 
     cache.set_directory(sys.argv[1])
     if sys.argv[2] == "warm":
-        launch.build = calls.build = None  # a kernel that is not on disk would need them
+        for launcher in LAUNCHERS:
+            launcher.build = None  # a kernel that is not on disk would need it
     say("imported")
     torch.manual_seed(0)
     offs = torch.tensor([0, 130, 131, 400], dtype=torch.int32, device="cuda")

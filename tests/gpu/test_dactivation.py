@@ -4,9 +4,12 @@ import pytest
 import torch
 
 import tgl
+from tests.activation_cases import CASES, width
 from tgl import backends
-from tgl.cutlass_kernels import config, host, plans
+from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.runtime import launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -19,15 +22,10 @@ ROUTINGS = {
     "even": (256, 256, 256, 256),
     "many": tuple(i % 5 for i in range(300)),
 }
-KINDS = {
-    "swiglu": {"kind": "swiglu"},
-    "swiglu interleaved": {"kind": "swiglu", "interleaved": True},
-    "clamped": {"kind": "clamped_qgeglu", "limit": 2.0},
-    "srelu": {"kind": "srelu"},
-}
 SM90 = [GemmConfig(64, 64), GemmConfig(64, 256), GemmConfig(128, 192), GemmConfig(128, 256), GemmConfig(256, 128)]
 SM90 += [GemmConfig(128, 128, cluster_n=2), GemmConfig(64, 128, pingpong=True), GemmConfig(128, 128, pingpong=True)]
 SM100 = [GemmConfig(128, n) for n in (64, 128, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)]
+SHAPES = ("swiglu", "swiglu interleaved", "srelu")  # what a tiling tells apart: halves side by side, in turns, none
 TILINGS = {"sm_90": SM90, "sm_100": SM100}
 
 
@@ -35,7 +33,7 @@ def arch() -> str:
     return backends.device_arch(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
 
 
-if arch() not in host.GPU_ARCH:
+if arch() not in ARCHS:
     pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
 
 DEVICE = torch.device("cuda", 0)
@@ -46,7 +44,7 @@ def inputs(kind, sizes, depth, columns, dtype, probs_dtype, column_major=False):
     rows = sum(sizes) + TAIL
     dy = torch.randn(rows, depth, device=DEVICE).to(dtype)
     b = torch.randn(len(sizes), depth, columns, device=DEVICE).to(dtype)
-    h = (torch.randn(rows, columns * (1 if kind == "srelu" else 2), device=DEVICE) * 3).to(dtype)
+    h = (torch.randn(rows, width(kind, columns), device=DEVICE) * 3).to(dtype)
     probs = None if probs_dtype is None else torch.rand(rows, device=DEVICE).to(probs_dtype)
     for t in (dy, h, probs):
         if t is not None:
@@ -76,7 +74,7 @@ def check(dy, b, h, offs, probs, options, again=3):
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     ("dtype", "probs", "column_major"), [(BF16, F32, False), (F16, None, True), (BF16, BF16, True)], ids=str
 )
@@ -85,10 +83,10 @@ def test_the_bits_of_two_launches(sizes, options, dtype, probs, column_major):
 
 
 @pytest.mark.parametrize("tiling", TILINGS[arch()], ids=str)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", [CASES[name] for name in SHAPES], ids=SHAPES)
 def test_every_tiling(monkeypatch, tiling, options):
-    monkeypatch.setattr(config, "choose", lambda *_: tiling)
-    monkeypatch.setattr(plans, "by_shape", {})
+    monkeypatch.setattr(tilings, "choose", lambda *_: tiling)
+    monkeypatch.setattr(launcher, "known", {})
     for sizes, columns in (((257, 0, 255, 1, 700), 1032), ((3, 64, 0), 40)):
         check(*inputs(options["kind"], sizes, 264, columns, BF16, F32), options)
 

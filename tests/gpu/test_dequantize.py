@@ -7,8 +7,7 @@ import tgl
 from tests.gpu.test_quantize import F16, F32, awkward, differing, rows
 from tests.gpu.test_sm90 import DEVICE, ROUTINGS, ends, integers, served
 from tests.memory import same_bytes
-from tgl.cutlass_kernels import cache, plans
-from tgl.cutlass_kernels.quantize import plans as quantizers
+from tgl.cutlass_kernels.runtime import cache, launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -131,9 +130,8 @@ def test_scale_layouts_in_a_graph(format, columnwise):
 
 def test_a_capture_finds_what_was_warmed_up(tmp_path, monkeypatch):
     """Nothing compiled before, in memory or on disk; the warmed-up kernels are launched by the graph alone."""
-    monkeypatch.setattr(quantizers, "_plans", {})
-    monkeypatch.setattr(plans, "by_kernel", {})
-    monkeypatch.setattr(plans, "by_shape", {})
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
     before = cache._directory
     cache.set_directory(tmp_path)
     sizes = (30, 0, 34)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import tgl
-from tests.gpu.test_activation import BF16, DEVICE, F16, F32, KINDS, ROUTINGS, ends, served
+from tests.activation_cases import CASES
+from tests.activation_cases import width as width_of
+from tests.gpu.test_activation import BF16, DEVICE, F16, F32, ROUTINGS, ends, served
 
 pytestmark = pytest.mark.gpu
 TAIL = 77
@@ -12,7 +14,7 @@ TAIL = 77
 
 def inputs(kind, sizes, depth, columns, dtype, row_major=False):
     """a, b, offs, bias and probs; NaN in every tail."""
-    rows, width = sum(sizes) + TAIL, columns * (1 if kind == "srelu" else 2)
+    rows, width = sum(sizes) + TAIL, width_of(kind, columns)
     a = torch.randn(rows, depth, device=DEVICE).to(dtype)
     weight = torch.randn(len(sizes), width, depth, device=DEVICE).to(dtype)
     b = weight.transpose(1, 2).contiguous() if row_major else weight.transpose(1, 2)
@@ -22,7 +24,7 @@ def inputs(kind, sizes, depth, columns, dtype, row_major=False):
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     ("dtype", "depth", "columns", "out_dtype"),
     [(BF16, 520, 776, None), (F16, 64, 40, None), (BF16, 200, 264, F32), (F16, 2048, 1032, None)],

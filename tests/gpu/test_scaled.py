@@ -6,9 +6,10 @@ import torch
 import tgl
 from tests.memory import like, raw, same_bytes
 from tgl import backends
-from tgl.cutlass_kernels import launch_scaled, plans
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.gemm.scaling import FORMATS
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.runtime import launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
 
 DEVICE = torch.device("cuda", 0)
 ARCH = backends.device_arch(DEVICE)
-HERE = [name for name, form in FORMATS.items() if ARCH in form.archs]
+HERE = [name for name, form in OPERANDS.items() if ARCH in form.archs]
 if not HERE:
     pytest.skip("needs a device that kernels are built for", allow_module_level=True)
 
@@ -43,7 +44,7 @@ def values(*shape):
 
 def quantized(x, offs, format, **options):
     """Components on the host. FP8 tensor-wise by a given power of two: 448 / amax would cost the sums seven bits."""
-    if FORMATS[format].vector:
+    if OPERANDS[format].vector:
         options["scale_layout"] = "blocked"
     if format == "fp8_tensor":
         options["scale"] = 2.0 ** torch.arange(len(x) if offs is None else len(offs)).remainder(4)
@@ -53,7 +54,7 @@ def quantized(x, offs, format, **options):
 
 
 def layout(format):
-    return {"format": format} | ({"scale_layout": "blocked"} if FORMATS[format].vector else {})
+    return {"format": format} | ({"scale_layout": "blocked"} if OPERANDS[format].vector else {})
 
 
 class Gemm:
@@ -181,12 +182,12 @@ SM90 = [GemmConfig(m, n, 128, cluster_n=c) for m in (64, 128, 256) for n in (64,
 @pytest.mark.parametrize("tiling", SM90, ids=str)
 def test_every_tiling(format, tiling, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(launch_scaled, "choose", lambda *_: tiling)
-    monkeypatch.setattr(plans, "by_shape", {})
+    monkeypatch.setattr(tilings, "choose_scaled", lambda *_: tiling)
+    monkeypatch.setattr(launcher, "known", {})
     sizes = (700, 0, 3, 1025, 64, 512)
-    if launch_scaled.tiling_reason(FORMATS[format], "varlen_m", tiling) is None:
+    if tilings.reason("sm_90", "varlen_m", tiling, OPERANDS[format]) is None:
         Gemm(format, sizes, depth=1008, columns=776).check()
-    if launch_scaled.tiling_reason(FORMATS[format], "varlen_k", tiling) is None:
+    if tilings.reason("sm_90", "varlen_k", tiling, OPERANDS[format]) is None:
         Wgrad(format, sizes, rows=1000, columns=776).check()
 
 

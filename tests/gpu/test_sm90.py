@@ -5,9 +5,11 @@ import torch
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels import cache, config, host, plans
+from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.reduce import calls
+from tgl.cutlass_kernels.ops import reduce as calls
+from tgl.cutlass_kernels.runtime import cache, launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +27,7 @@ TAIL = 77
 
 
 def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in host.GPU_ARCH
+    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
 
 
 if not kernels_here():
@@ -77,11 +79,11 @@ def tiling(monkeypatch):
     """Makes every GEMM use a given tiling."""
 
     def use(chosen):
-        monkeypatch.setattr(config, "choose", lambda *_: chosen)
-        plans.by_shape.clear()
+        monkeypatch.setattr(tilings, "choose", lambda *_: chosen)
+        launcher.forget()
 
     yield use
-    plans.by_shape.clear()
+    launcher.forget()
 
 
 # --- forward and input gradient ---------------------------------------------------------------------------------------
@@ -347,8 +349,8 @@ def test_two_streams_at_once():
 
 
 def test_capture_wants_a_compiled_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(plans, "by_kernel", {})
-    monkeypatch.setattr(plans, "by_shape", {})
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
     before = cache._directory
     cache.set_directory(tmp_path)
     try:

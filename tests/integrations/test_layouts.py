@@ -5,25 +5,25 @@ import torch
 from torch import nn
 
 import tgl
-from tests.integrations.test_transformers import EXPERTS, HIDDEN, INTER, GptOssExperts, MixtralExperts, config
-from tests.integrations.test_transformers import NemotronHExperts as NemotronExperts
+from tests.integrations.test_transformers import EXPERTS, HIDDEN, INTER, config, experts_class
 from tgl.nn import layouts
 
 CASES = {
-    "gated": (MixtralExperts, {}, False),
+    "gated": ("mixtral.MixtralExperts", {}, False),
     "transposed, interleaved, with biases": (
-        GptOssExperts,
+        "gpt_oss.GptOssExperts",
         {"activation": "clamped_qgeglu", "interleaved": True, "bias": True},
         True,
     ),
-    "no gate": (NemotronExperts, {"activation": "srelu"}, False),
+    "no gate": ("nemotron_h.NemotronHExperts", {"activation": "srelu"}, False),
 }
+CASES = {name: case for name, case in CASES.items() if experts_class(case[0]) is not None}  # older versions lack some
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_loaded_without_a_copy(case):
-    cls, options, transposed = CASES[case]
-    experts = cls(config(swiglu_limit=7.0))
+    path, options, transposed = CASES[case]
+    experts = experts_class(path)(config(swiglu_limit=7.0))
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.2)
     mlp = tgl.GroupedMLP(EXPERTS, HIDDEN, INTER, device="meta", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,26 +15,11 @@ from torch import Tensor, nn
 
 from tgl import backends
 from tgl.integrations import transformers as integration
+from tgl.meta.activations import IDENTITY, TABLE
 
 transformers = pytest.importorskip("transformers")
 
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
-from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
-from transformers.models.beam.modeling_beam import BeamExperts  # noqa: E402
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts  # noqa: E402
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts  # noqa: E402
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts  # noqa: E402
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
-from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts  # noqa: E402
-from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts  # noqa: E402
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts  # noqa: E402
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
-from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts  # noqa: E402
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
-from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import (  # noqa: E402
-    OpenAIPrivacyFilterExperts,
-)
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 EXPERTS, HIDDEN, INTER, TOP_K, TOKENS = 6, 16, 24, 2, 20
 
@@ -61,24 +47,41 @@ class PlainBiasedExperts(nn.Module):
         return out
 
 
+def experts_class(path: str) -> type[nn.Module] | None:
+    """``"model.Class"`` of transformers, None in a version that does not have it."""
+    model, name = path.split(".")
+    try:
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, name, None)
+
+
 # class -> the fused activation that must serve it, None for the module's own
-CASES: dict[type[nn.Module], tuple[str, bool] | None] = {
-    MixtralExperts: ("swiglu", False),
-    Qwen3MoeExperts: ("swiglu", False),
-    DeepseekV3Experts: ("swiglu", False),
-    BeamExperts: ("swiglu", False),
-    AriaExperts: ("swiglu", False),  # transposed
-    MuseSparkExperts: ("swiglu", False),  # a norm after the experts
-    GptOssExperts: ("clamped_qgeglu", True),  # transposed, biases, interleaved
-    OpenAIPrivacyFilterExperts: ("clamped_qgeglu", False),  # transposed, biases
-    MiniMaxM3VLExperts: ("clamped_qgeglu", False),
-    Glm5NextTextExperts: ("clamped_qgeglu", False),
-    HYV4Experts: ("clamped_qgeglu", False),
-    DeepseekV4Experts: ("clamped_qgeglu", False),
-    NemotronHExperts: ("srelu", False),  # plain
-    Inkling2Experts: None,  # a gate of its own
-    PlainBiasedExperts: None,
+MODELS_EXPERTS: dict[str, tuple[str, bool] | None] = {
+    "mixtral.MixtralExperts": ("swiglu", False),
+    "qwen3_moe.Qwen3MoeExperts": ("swiglu", False),
+    "deepseek_v3.DeepseekV3Experts": ("swiglu", False),
+    "beam.BeamExperts": ("swiglu", False),
+    "aria.AriaExperts": ("swiglu", False),  # transposed
+    "muse_spark.MuseSparkExperts": ("swiglu", False),  # a norm after the experts
+    "gpt_oss.GptOssExperts": ("clamped_qgeglu", True),  # transposed, biases, interleaved
+    "openai_privacy_filter.OpenAIPrivacyFilterExperts": ("clamped_qgeglu", False),  # transposed, biases
+    "minimax_m3_vl.MiniMaxM3VLExperts": ("clamped_qgeglu", False),
+    "glm5_next.Glm5NextTextExperts": ("clamped_qgeglu", False),
+    "hy_v4.HYV4Experts": ("clamped_qgeglu", False),
+    "deepseek_v4.DeepseekV4Experts": ("clamped_qgeglu", False),
+    "nemotron_h.NemotronHExperts": ("srelu", False),  # plain
+    "inkling2.Inkling2Experts": None,  # a gate of its own
 }
+FOUND = {path: experts_class(path) for path in MODELS_EXPERTS}
+# What the decorator of this version of transformers serves: older ones have fewer models and fewer kinds of experts.
+CASES = {cls: MODELS_EXPERTS[path] for path, cls in FOUND.items() if hasattr(cls, "_apply_gate")}
+CASES[PlainBiasedExperts] = ("gelu", False)
+MixtralExperts, GptOssExperts = FOUND["mixtral.MixtralExperts"], FOUND["gpt_oss.GptOssExperts"]
+# One of each kind: gated, transposed with biases, a norm behind, a gate of its own, plain.
+NAMES = ("MixtralExperts", "GptOssExperts", "MuseSparkExperts", "Inkling2Experts", "PlainBiasedExperts")
+KINDS = [cls for cls in CASES if cls.__name__ in NAMES]
 BY_CLASS = pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
 
 
@@ -147,7 +150,7 @@ def exact(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> li
     return run(wide, "eager", data64)
 
 
-@pytest.mark.parametrize("cls", [cls for cls, fused in CASES.items() if fused and cls is not MuseSparkExperts])
+@pytest.mark.parametrize("cls", [cls for cls, fused in CASES.items() if fused and cls.__name__ != "MuseSparkExperts"])
 def test_one_op_where_kernels_span_its_parts(cls: type[nn.Module]) -> None:
     """On a device that stands for a GPU: the same bits by one op."""
     experts, data = make(cls), inputs()
@@ -172,16 +175,79 @@ def test_equals_the_models_own_loop(cls: type[nn.Module]) -> None:
     assert_rounding(run(experts, "tgl", data), exact(experts, data))
 
 
+def test_flags_that_older_versions_do_not_set() -> None:
+    """What they stand for came later: transformers 5.7 sets neither."""
+    experts, data = make(MixtralExperts), inputs()
+    wanted = run(experts, "tgl", data)
+    for name in ("has_post_expert_norm", "_is_expert_parallel"):
+        vars(experts).pop(name, None)
+    for result, expected in zip(run(experts, "tgl", data), wanted, strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_no_model_is_missing_from_the_newest_version() -> None:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
+        assert len(CASES) == len(MODELS_EXPERTS) + 1
+    assert {"MixtralExperts", "GptOssExperts"} <= {cls.__name__ for cls in CASES}
+
+
 @BY_CLASS
 def test_activation_is_recognised(cls: type[nn.Module]) -> None:
     found = integration.activation(make(cls))
     assert (found and (found.kind, found.interleaved)) == CASES[cls]
 
 
-def test_other_activations_are_not_taken_for_silu() -> None:
-    experts, data = make(MixtralExperts, hidden_act="gelu"), inputs()
-    assert integration.activation(experts) is None
+# transformers' name of a function -> what serves it with a gate and without
+SERVED = {
+    "silu": ("swiglu", "silu"),
+    "swish": ("swiglu", "silu"),
+    "gelu": ("geglu", "gelu"),
+    "gelu_python": ("geglu", "gelu"),
+    "gelu_pytorch_tanh": ("geglu_tanh", "gelu_tanh"),
+    "gelu_python_tanh": ("geglu_tanh", "gelu_tanh"),
+    "gelu_new": ("geglu_tanh", "gelu_tanh"),
+    "gelu_fast": ("geglu_tanh", "gelu_tanh"),
+    "gelu_accurate": ("geglu_tanh", "gelu_tanh"),
+    "relu": ("reglu", "relu"),
+    "relu2": (None, "srelu"),
+    "quick_gelu": (None, None),
+    "mish": (None, None),
+}
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("name", SERVED)
+def test_functions_of_models_are_recognised_and_computed(name: str, gated: bool) -> None:
+    """By every name of transformers for them; other functions are the module's own."""
+    cls = MixtralExperts if gated else FOUND["nemotron_h.NemotronHExperts"] or PlainBiasedExperts
+    experts, data = make(cls, hidden_act=name, mlp_hidden_act=name), inputs()
+    if cls is PlainBiasedExperts:
+        experts.act_fn = transformers.activations.ACT2FN[name]
+    found = integration.activation(experts)
+    assert (found and found.kind) == SERVED[name][0 if gated else 1]
     assert_rounding(run(experts, "tgl", data), exact(experts, data))
+
+
+def test_every_activation_of_one_function_is_served() -> None:
+    served = {kind for pair in SERVED.values() for kind in pair}
+    plain = {a.name for a in TABLE.values() if a.linear in (None, IDENTITY)}
+    assert plain == served - {None}
+
+
+def test_modules_and_functions_of_torch() -> None:
+    experts = make(MixtralExperts)
+    for function, kind in (
+        (nn.GELU(), "geglu"),
+        (nn.GELU(approximate="tanh"), "geglu_tanh"),
+        (nn.functional.gelu, "geglu"),
+        (nn.functional.relu, "reglu"),
+        (nn.functional.silu, "swiglu"),
+        (nn.Tanh(), None),
+    ):
+        del experts.act_fn
+        experts.act_fn = function
+        found = integration.activation(experts)
+        assert (found and found.kind) == kind
 
 
 def test_a_changed_gate_is_not_taken_for_the_known_one() -> None:
@@ -213,7 +279,7 @@ def test_compiles_whole(cls: type[nn.Module]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts, MuseSparkExperts, Inkling2Experts])
+@pytest.mark.parametrize("cls", [cls for cls in KINDS if cls is not PlainBiasedExperts])
 def test_inductor(cls: type[nn.Module]) -> None:
     experts, data = make(cls), inputs()
     compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, dynamic=True)
@@ -256,7 +322,7 @@ def with_sentinels(
 
 
 @pytest.mark.parametrize("sentinel", [EXPERTS, EXPERTS + 5])
-@pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts, MuseSparkExperts, Inkling2Experts, PlainBiasedExperts])
+@pytest.mark.parametrize("cls", KINDS)
 def test_sentinels_leak_nothing(cls: type[nn.Module], sentinel: int) -> None:
     """Infinite routing weights and a NaN row behind sentinels reach neither the output nor any gradient."""
     experts = make(cls)
@@ -311,7 +377,10 @@ DEEPSEEK = TINY | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-MODELS = {
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "mixtral, gelu": (transformers.MixtralConfig, TINY | {"hidden_act": "gelu"}),
+    "qwen3_moe, gelu_pytorch_tanh": (transformers.Qwen3MoeConfig, TINY | {"hidden_act": "gelu_pytorch_tanh"}),
+    "mixtral, relu": (transformers.MixtralConfig, TINY | {"hidden_act": "relu"}),
     "mixtral": (transformers.MixtralConfig, TINY),
     "qwen3_moe": (transformers.Qwen3MoeConfig, TINY),
     "gpt_oss": (transformers.GptOssConfig, TINY),
@@ -387,6 +456,12 @@ def test_missing_transformers_is_a_clear_error() -> None:
         "try:\n    t.register()\nexcept ImportError as error:\n    print(error)"
     )
     assert "pip install torch-grouped-linear[transformers]" in in_fresh_python(code)
+
+
+def test_versions_whose_models_take_no_other_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.6.2")  # importing a model replaces it
+    with pytest.raises(ImportError, match=r"needs transformers 5.7 or later; .* but 5\.6\.2 is installed"):
+        integration.register()
 
 
 def test_another_name() -> None:

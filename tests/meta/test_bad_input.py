@@ -288,10 +288,10 @@ def test_bad_out_dtype(out_dtype):
 
 
 def test_unknown_activation():
-    with pytest.raises(ValueError, match="`kind` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"):
-        tgl.grouped_activation(torch.ones(6, 8), ROUTING.ends(), kind="gelu")
-    with pytest.raises(ValueError, match="`kind` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"):
-        tgl.grouped_gemm_activation(torch.ones(6, 8), torch.ones(3, 8, 4), ROUTING.ends(), kind="gelu")
+    with pytest.raises(ValueError, match=r"`kind` must be one of .*, but got 'no_such'"):
+        tgl.grouped_activation(torch.ones(6, 8), ROUTING.ends(), kind="no_such")
+    with pytest.raises(ValueError, match=r"`kind` must be one of .*, but got 'no_such'"):
+        tgl.grouped_gemm_activation(torch.ones(6, 8), torch.ones(3, 8, 4), ROUTING.ends(), kind="no_such")
 
 
 def test_halves_need_an_even_number_of_columns():

@@ -7,6 +7,7 @@ import torch
 
 from tgl.meta.formats import FORMATS
 from tgl.meta.quantized import Options, component_specs
+from tgl.meta.table import OnePerName
 
 CPU = torch.device("cpu")
 
@@ -56,6 +57,7 @@ def test_shapes_of_rows_in_groups(rows, groups, k):
             (tp(rows, groups, 128) // 128, k),
         ],
     }
+    assert list(want) == [(f.name, layout) for f in FORMATS.values() for layout in f.layouts]
     for (format, layout), shapes in want.items():
         options = Options(format, scale_layout=layout, dbias=True).resolved("op")
         specs = component_specs(options, (rows, k), groups, CPU, grouped=True)
@@ -67,12 +69,16 @@ def test_shapes_of_rows_in_groups(rows, groups, k):
 
 def test_shapes_of_matrices():
     g, n, k = 3, 40, 200
-    want = {
-        "mxfp8": [(g, n, k), (g, n, 7), (g, n, k), (g, 2, k)],
-        "nvfp4": [(g, n, k // 2), (g, n, 13), (g, k, n // 2), (g, k, 3)],
-        "fp8_tensor": [(g, n, k), (g,), (g, k, n), (g,)],
-        "fp8_block": [(g, n, k), (g, n, 2), (g, k, n), (g, 1, k)],
-    }
+    want = OnePerName(
+        FORMATS,
+        "shapes",
+        {
+            "mxfp8": [(g, n, k), (g, n, 7), (g, n, k), (g, 2, k)],
+            "nvfp4": [(g, n, k // 2), (g, n, 13), (g, k, n // 2), (g, k, 3)],
+            "fp8_tensor": [(g, n, k), (g,), (g, k, n), (g,)],
+            "fp8_block": [(g, n, k), (g, n, 2), (g, k, n), (g, 1, k)],
+        },
+    )
     for format, shapes in want.items():
         specs = component_specs(Options(format).resolved("op"), (g, n, k), g, CPU, grouped=False)
         found = [specs.data, specs.scale, specs.columnwise_data, specs.columnwise_scale]

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
+from tgl.nn._inputs import offsets_on
 
 G, K, N = 3, 4, 5
 SPLITS = torch.tensor([2, 0, 3])
@@ -51,12 +53,22 @@ def test_splits_of_any_integer_dtype(dtype):
 
 @pytest.mark.parametrize("splits", [[2, 0, 3], (2, 0, 3)])
 @pytest.mark.parametrize("make", [lambda: tgl.GroupedLinear(G, K, N), lambda: tgl.GroupedMLP(G, K, N)])
-def test_a_list_is_deprecated_and_the_caller_is_told(splits, make):
+@pytest.mark.filterwarnings("error")
+def test_a_list_is_taken_without_a_warning(splits, make):
     layer, x = make(), torch.randn(6, K)
-    with pytest.warns(DeprecationWarning, match="m_splits as a list") as record:
-        y = layer(x, splits)
-    assert record[0].filename == __file__
-    assert torch.equal(y, layer(x, SPLITS))
+    assert torch.equal(layer(x, splits), layer(x, SPLITS))
+
+
+@pytest.mark.parametrize("make, where", [(torch.tensor, "on cpu"), (list, "a list")], ids=["tensor", "list"])
+def test_splits_on_the_host_under_capture(make, where, monkeypatch):
+    """The copy that they need would block, which capture forbids: said before CUDA says it."""
+    device = torch.device("cuda", 0)
+    with FakeTensorMode():
+        assert offsets_on(make([2, 0, 3]), G, device).device == device
+    monkeypatch.setattr(tgl.backends, "capturing", lambda d: d.type == "cuda")
+    message = rf"`m_splits` must be a tensor on cuda:0 like `inp` while a CUDA graph is captured, but is {where}: "
+    with FakeTensorMode(), pytest.raises(tgl.GraphCaptureError, match=message):
+        offsets_on(make([2, 0, 3]), G, device)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +77,7 @@ def test_a_list_is_deprecated_and_the_caller_is_told(splits, make):
         (torch.tensor([2, 3]), r"`m_splits` must be of shape \[num_gemms\] = \(3,\), but got \(2,\)"),
         (torch.tensor([[2, 0, 3]]), r"`m_splits` must be of shape \[num_gemms\] = \(3,\), but got \(1, 3\)"),
         ([2, 3], "`m_splits` must have num_gemms = 3 entries, but got 2"),
+        (None, "`m_splits` must be a tensor or a sequence of num_gemms = 3 integers, but got None"),
     ],
 )
 def test_wrong_splits(splits, message):
@@ -167,7 +180,47 @@ def test_missing_and_unexpected_keys():
         layer.load_state_dict(state)
     more = tgl.GroupedLinear(G + 1, K, N, state_dict_format="discrete").state_dict()
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "weight3", "bias3"'):
-        layer.load_state_dict(more)
+        tgl.GroupedLinear(G, K, N, single_grouped_weight=False).load_state_dict(more)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("experts", [G - 1, G + 1])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("form", ["packed", "discrete"])
+def test_another_number_of_experts(form, single, experts, strict, nested):
+    """None is dropped in silence, and nothing is loaded."""
+    if form == "discrete" and not single:
+        strict = True  # key by key, as any module: what is left over is unexpected, what is not there missing
+    source = tgl.GroupedLinear(experts, K, N, state_dict_format=form)
+    target = tgl.GroupedLinear(G, K, N, single_grouped_weight=single)
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    if nested:
+        source, target = nn.Sequential(nn.Linear(2, 2), source), nn.Sequential(nn.Linear(2, 2), target)
+    with pytest.raises(RuntimeError) as error:
+        target.load_state_dict(source.state_dict(), strict=strict)
+    prefix = "1." if nested else ""
+    if form == "discrete" and not single:
+        kind = "Unexpected" if experts > G else "Missing"
+        assert f'{kind} key(s) in state_dict: "{prefix}weight' in str(error.value)
+        return
+    assert "key(s)" not in str(error.value)
+    for name, shape in (("weight", f"{N}, {K}"), ("bias", f"{N}")):
+        assert (
+            f"size mismatch for {prefix}{name}: copying a param with shape torch.Size([{experts}, {shape}]) from "
+            f"checkpoint, the shape in current model is torch.Size([{G}, {shape}])." in str(error.value)
+        )
+    for key, value in (target[1] if nested else target).state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_experts_of_other_shapes():
+    """One message per parameter, packed or not."""
+    state = tgl.GroupedLinear(G, K, N, bias=False, state_dict_format="discrete").state_dict()
+    state["weight1"] = torch.zeros(N, K + 1)
+    for single in (True, False):
+        with pytest.raises(RuntimeError, match=rf"size mismatch for weight1.*{K + 1}.*{K}\]\)\.$"):
+            tgl.GroupedLinear(G, K, N, bias=False, single_grouped_weight=single).load_state_dict(state)
 
 
 @pytest.mark.parametrize("form", ["packed", "discrete"])

@@ -5,6 +5,7 @@ import torch
 
 import tgl
 from tests import oracle
+from tgl.meta.activations import TABLE
 
 G, H, I = 3, 4, 6
 SPLITS = torch.tensor([2, 0, 3])
@@ -24,7 +25,7 @@ def expert_by_expert(mlp, x, probs):
     return torch.cat([*rows, x.new_zeros(x.shape[0] - start, H)])
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("activation", TABLE)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_probs", [False, True])
@@ -87,5 +88,5 @@ def test_offsets_instead_of_splits():
 
 
 def test_unknown_activation():
-    with pytest.raises(ValueError, match="`activation` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"):
-        tgl.GroupedMLP(G, H, I, activation="gelu")
+    with pytest.raises(ValueError, match=r"`activation` must be one of .*, but got 'no_such'"):
+        tgl.GroupedMLP(G, H, I, activation="no_such")

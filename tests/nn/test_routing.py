@@ -1,9 +1,12 @@
 """Routing against a loop over (token, choice) pairs, its gradients, and sentinels."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tgl
 from tgl.nn.routing import dispatch_both
@@ -164,3 +167,110 @@ def test_bad_input():
         tgl.route(torch.tensor([0, 1, 2]), 3)
     with pytest.raises(TypeError, match=r"`top_k_index` must be an integer tensor, but got torch\.float32"):
         tgl.route(torch.tensor([[0.5, 1.2]]), 3)
+
+
+@pytest.mark.parametrize(
+    "error, message, call",
+    [
+        (ValueError, "`num_experts` must be at least 0, but got -1", lambda i, r: tgl.route(i, -1)),
+        (TypeError, "`num_experts` must be an integer, but got '4'", lambda i, r: tgl.route(i, "4")),
+        (TypeError, "`num_experts` must be an integer, but got 4.0", lambda i, r: tgl.route(i, 4.0)),
+        (ValueError, r"`top_k_index` must be \[S, k\] with k of at least 1", lambda i, r: tgl.route(i[:, :0], 4)),
+        (
+            TypeError,
+            "dispatch: `routing` must be a tgl.Routing, but got Tensor",
+            lambda i, r: tgl.dispatch(rows(10), i),
+        ),
+    ],
+)
+def test_bad_routing(error, message, call):
+    index = torch.randint(0, 4, (10, 2))
+    with pytest.raises(error, match=message):
+        call(index, tgl.route(index, 4))
+
+
+def rows(count, width=3):
+    return torch.randn(count, width)
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        (r"dispatch: `x` must be \[S, H\] with S = 10", lambda r, by: tgl.dispatch(rows(10 + by), r)),
+        (
+            r"dispatch_weights: `weights` must be \[S, k\] with S = 10",
+            lambda r, by: tgl.dispatch_weights(rows(10 + by, 2), r),
+        ),
+        (
+            r"dispatch_weights: `weights` must be \[S, k\] with k = 2",
+            lambda r, by: tgl.dispatch_weights(rows(10, 2 + by), r),
+        ),
+        (
+            r"dispatch_both: `x` must be \[S, H\] with S = 10",
+            lambda r, by: dispatch_both(rows(10 + by), rows(10, 2), r),
+        ),
+        (
+            r"dispatch_both: `weights` must be \[S, k\] with S = 10",
+            lambda r, by: dispatch_both(rows(10), rows(10 + by, 2), r),
+        ),
+        (r"combine: `y` must be \[T, H\] with T = 20", lambda r, by: tgl.combine(rows(20 + by), r)),
+        (r"combine: `weights` must be \[S, k\] with S = 10", lambda r, by: tgl.combine(rows(20), r, rows(10 + by, 2))),
+        (r"combine: `weights` must be \[S, k\] with k = 2", lambda r, by: tgl.combine(rows(20), r, rows(10, 2 + by))),
+    ],
+)
+def test_sizes_are_held_against_the_routing(message, call, by):
+    """On a GPU an index out of range would end the process's CUDA context."""
+    routing = tgl.route(torch.randint(0, 4, (10, 2)), 4)
+    with pytest.raises(ValueError, match=message):
+        call(routing, by)
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    with pytest.raises(Exception, match=re.sub(r" = (\d+)", r"( = \1)?", message)):
+        compiled(routing, by)
+
+
+def test_dimensions_and_devices():
+    routing = tgl.route(torch.randint(0, 4, (10, 2)), 4)
+    with pytest.raises(ValueError, match=r"dispatch: `x` must be 2-D \[S, H\], but got shape \(10,\)"):
+        tgl.dispatch(torch.randn(10), routing)
+    with pytest.raises(ValueError, match=r"combine: `y` must be on cpu like `routing`, but got meta"):
+        tgl.combine(rows(20).to("meta"), routing)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_graph_for_all_sizes():
+    """The comparisons of sizes add no guard on their values."""
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def there_and_back(x, weights, index):
+        routing = tgl.route(index, 4)
+        return tgl.combine(tgl.dispatch(x, routing), routing, weights)
+
+    compiled = torch.compile(there_and_back, backend=graphs, fullgraph=True, dynamic=True)
+    for tokens in (5, 10, 33):
+        arguments = rows(tokens), rows(tokens, 2), torch.randint(0, 4, (tokens, 2))
+        torch.testing.assert_close(compiled(*arguments), there_and_back(*arguments))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev], ids=["grad", "jacrev"])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("weigh", WAYS)
+def test_function_transforms(weigh, top_k, transform):
+    index = torch.randint(0, 4, (5, top_k))
+    arguments = [torch.randn(s, dtype=torch.float64) for s in ((5, 3), (5, top_k), (4,))]
+
+    def loss(f):
+        return lambda x, weights, scale: f(x, index, weights, scale).pow(3).sum()
+
+    ours, theirs = loss(lambda *a: routed_layer(*a, weigh)), loss(layer)
+
+    def twice(f):
+        return lambda *a: sum(g.pow(2).sum() for g in torch.func.grad(f, (0, 1, 2))(*a))
+
+    for derive in (lambda f: f, twice):
+        found, expected = (transform(derive(f), (0, 1, 2))(*arguments) for f in (ours, theirs))
+        torch.testing.assert_close(found, expected)
+    compiled = torch.compile(transform(ours, (0, 1, 2)), backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), transform(theirs, (0, 1, 2))(*arguments))

@@ -4,26 +4,33 @@ import pytest
 import torch
 
 import tgl
+from tests.activation_cases import CASES as ACTIVATIONS
+from tests.activation_cases import width as width_of
 from tests.memory import same_bytes
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
 from tgl.testing import ROUTINGS
 
-FORMATS = {
-    "mxfp8": [{}, {"scale_layout": "blocked"}, {"dtype": torch.float8_e5m2, "scaling": "floor"}, {"columnwise": False}],
-    "nvfp4": [{}, {"rht": True, "scale_layout": "blocked"}, {"rowwise": False}],
-    "fp8_tensor": [{}, {"power_of_two": True, "eps": 0.5}],
-    "fp8_block": [{}, {"power_of_two": False}],
-}
-KINDS = [
-    ("swiglu", {}),
-    ("swiglu", {"interleaved": True}),
-    ("clamped_qgeglu", {"limit": 2.0, "alpha": 1.5, "offset": 0.5}),
-    ("srelu", {}),
-]
+CASES = OnePerName(
+    FORMATS,
+    "CASES",
+    {
+        "mxfp8": [
+            {},
+            {"scale_layout": "blocked"},
+            {"dtype": torch.float8_e5m2, "scaling": "floor"},
+            {"columnwise": False},
+        ],
+        "nvfp4": [{}, {"rht": True, "scale_layout": "blocked"}, {"rowwise": False}],
+        "fp8_tensor": [{}, {"power_of_two": True, "eps": 0.5}],
+        "fp8_block": [{}, {"power_of_two": False}],
+    },
+)
 
 
 def inputs(routing, kind, dtype):
     generator = torch.Generator().manual_seed(0)
-    width = 48 if kind == "srelu" else 96
+    width = width_of(kind, 48)
     x = torch.randn(routing.rows, width, generator=generator).to(dtype)
     probs = torch.rand(routing.rows, generator=generator)
     x[routing.routed :] = probs[routing.routed :] = float("nan")
@@ -31,15 +38,15 @@ def inputs(routing, kind, dtype):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("kind, constants", KINDS, ids=lambda v: str(v))
-def test_the_same_bytes_as_two_ops(form, kind, constants):
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_the_same_bytes_as_two_ops(form, activation):
     for name, routing in ROUTINGS.items():
-        for options in FORMATS[form] if name == "ragged_tail" else FORMATS[form][:1]:
+        for options in CASES[form] if name == "ragged_tail" else CASES[form][:1]:
             for dtype in (torch.bfloat16, torch.float32):
-                x, offs, probs = inputs(routing, kind, dtype)
+                x, offs, probs = inputs(routing, activation["kind"], dtype)
                 probs = probs if dtype == torch.float32 or name != "even" else None
-                fused = tgl.grouped_activation_quantize(x, offs, probs, format=form, kind=kind, **constants, **options)
-                y = tgl.grouped_activation(x, offs, probs, kind=kind, **constants)
+                fused = tgl.grouped_activation_quantize(x, offs, probs, format=form, **activation, **options)
+                y = tgl.grouped_activation(x, offs, probs, **activation)
                 apart = tgl.group_quantize(y, offs, format=form, **options)
                 for part, a, b in zip(fused._fields, fused, apart, strict=True):
                     assert a.dtype == b.dtype
@@ -57,7 +64,7 @@ def test_a_given_scale():
 @pytest.mark.parametrize("form", FORMATS)
 def test_opcheck(form):
     x, offs, probs = inputs(ROUTINGS["ragged_tail"], "swiglu", torch.bfloat16)
-    for options in FORMATS[form]:
+    for options in CASES[form]:
         torch.library.opcheck(
             torch.ops.tgl.grouped_activation_quantize.default,
             (x, offs, probs),
@@ -74,7 +81,7 @@ def test_opcheck(form):
         ({"scale": torch.ones(3)}, ValueError, "`scale` must be None for nvfp4, but got a tensor"),
         ({"offs": torch.tensor([2, 2, 5])}, TypeError, "`offs` must be int32"),
         ({"format": "int8"}, ValueError, "`format` must be one of mxfp8, nvfp4, fp8_tensor, fp8_block, but got 'int8'"),
-        ({"kind": "gelu"}, ValueError, "`kind` must be one of swiglu, clamped_qgeglu, srelu, but got 'gelu'"),
+        ({"kind": "no_such"}, ValueError, "`kind` must be one of .*, but got 'no_such'"),
         ({"format": "fp8_tensor", "scale": torch.ones(2)}, ValueError, r"`scale` must be of shape \[G\] = \(3,\)"),
         ({"x": torch.ones(6, 8, requires_grad=True)}, RuntimeError, r"has no derivative.* GroupedLinear\(recipe=...\)"),
     ],

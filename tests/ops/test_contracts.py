@@ -13,6 +13,7 @@ ON_THEIR_OWN = {  # and where they are under test
     "grouped_gemm_scaled_activation_quantize",  # test_gemm_activation_quantize.py, likewise
     "offload",  # tests/test_offload.py
     "reload",
+    "same_offs",  # test_debug.py
     "scale_from_layout",  # quantize/test_scale_layout.py
     "scale_to_layout",
     "wgrad_stash_",  # test_wgrad_stash.py

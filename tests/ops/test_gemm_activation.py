@@ -4,22 +4,18 @@ import pytest
 import torch
 
 import tgl
+from tests.activation_cases import CASES
+from tests.activation_cases import width as width_of
 from tests.ops.test_gradients import Calls
 from tgl.testing import ROUTINGS
 
-KINDS = [
-    ("swiglu", {}),
-    ("swiglu", {"interleaved": True}),
-    ("clamped_qgeglu", {"limit": 2.0, "alpha": 1.5, "offset": 0.5}),
-    ("srelu", {}),
-]
 K, I = 8, 12
 
 
 def inputs(routing, kind, dtype, grad=False):
     """a, b as weights are kept, bias and probs; NaN in every tail."""
     generator = torch.Generator().manual_seed(0)
-    width, groups = (I if kind == "srelu" else 2 * I), len(routing.sizes)
+    width, groups = width_of(kind, I), len(routing.sizes)
     a = torch.randn(routing.rows, K, generator=generator).to(dtype)
     weight = torch.randn(groups, width, K, generator=generator).to(dtype)
     bias = torch.randn(groups, width, generator=generator).to(dtype)
@@ -38,11 +34,11 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind, constants", KINDS, ids=lambda v: str(v))
-def test_the_same_bytes_as_two_ops(kind, constants, dtype):
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_the_same_bytes_as_two_ops(options, dtype):
     for name, routing in ROUTINGS.items():
-        a, weight, bias, probs = inputs(routing, kind, dtype)
-        offs, b, options = routing.ends(), weight.transpose(1, 2), {"kind": kind, **constants}
+        a, weight, bias, probs = inputs(routing, options["kind"], dtype)
+        offs, b = routing.ends(), weight.transpose(1, 2)
         out_dtypes = (None, torch.float32) if dtype == torch.bfloat16 and name == "ragged_tail" else (None,)
         for out_dtype in out_dtypes:
             y, h = tgl.grouped_gemm_activation(a, b, offs, bias, probs, out_dtype=out_dtype, **options)
@@ -51,13 +47,13 @@ def test_the_same_bytes_as_two_ops(kind, constants, dtype):
             assert same(h, wanted[1]), name
 
 
-@pytest.mark.parametrize("kind, constants", KINDS, ids=lambda v: str(v))
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("through", [(True, False), (False, True), (True, True)], ids=["y", "h", "both"])
-def test_the_same_gradients_as_two_ops(kind, constants, through):
-    routing, options = ROUTINGS["ragged_tail"], {"kind": kind, **constants}
-    offs, results = routing.ends(), []
+def test_the_same_gradients_as_two_ops(options, through):
+    routing, results = ROUTINGS["ragged_tail"], []
+    offs = routing.ends()
     for op in (lambda *args: tgl.grouped_gemm_activation(*args, **options), lambda *args: apart(*args, None, options)):
-        a, weight, bias, probs = leaves = inputs(routing, kind, torch.bfloat16, grad=True)
+        a, weight, bias, probs = leaves = inputs(routing, options["kind"], torch.bfloat16, grad=True)
         outputs = op(a, weight.transpose(1, 2), offs, bias, probs)
         generator = torch.Generator().manual_seed(1)
         cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in outputs]

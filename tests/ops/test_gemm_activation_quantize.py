@@ -7,34 +7,36 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
+from tests.activation_cases import CASES as ACTIVATIONS
+from tests.activation_cases import width as width_of
 from tests.memory import same_bytes
 from tgl import backends
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
 from tgl.testing import ROUTINGS
 
-FORMATS = {
-    "mxfp8": [
-        {"scale_layout": "blocked"},
-        {},
-        {"dtype": torch.float8_e5m2, "scaling": "floor", "rowwise": False},
-        {"columnwise": False, "scaling": "even"},
-    ],
-    "nvfp4": [{"scale_layout": "blocked", "rht": True}, {"rowwise": False}],
-    "fp8_tensor": [{}, {"power_of_two": True, "eps": 0.5}],
-    "fp8_block": [{}, {"power_of_two": False}],
-}
-KINDS = [
-    ("swiglu", {}),
-    ("swiglu", {"interleaved": True}),
-    ("clamped_qgeglu", {"limit": 2.0, "alpha": 1.5, "offset": 0.5}),
-    ("srelu", {}),
-]
+CASES = OnePerName(
+    FORMATS,
+    "CASES",
+    {
+        "mxfp8": [
+            {"scale_layout": "blocked"},
+            {},
+            {"dtype": torch.float8_e5m2, "scaling": "floor", "rowwise": False},
+            {"columnwise": False, "scaling": "even"},
+        ],
+        "nvfp4": [{"scale_layout": "blocked", "rht": True}, {"rowwise": False}],
+        "fp8_tensor": [{}, {"power_of_two": True, "eps": 0.5}],
+        "fp8_block": [{}, {"power_of_two": False}],
+    },
+)
 K, I = 64, 48
 
 
 def inputs(routing, form, kind, layout="compact", columnwise=False):
     """Operands, ends, bias and probabilities by name; NaN in every tail."""
     generator = torch.Generator().manual_seed(0)
-    width, groups = (I if kind == "srelu" else 2 * I), len(routing.sizes)
+    width, groups = width_of(kind, I), len(routing.sizes)
     x = torch.randn(routing.rows, K, generator=generator).bfloat16()
     w = torch.randn(groups, *((K, width) if columnwise else (width, K)), generator=generator).bfloat16()
     probs = torch.rand(routing.rows, generator=generator)
@@ -64,16 +66,16 @@ def apart(operands, bias, probs, options, quantizing, scale=None):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("kind, constants", KINDS, ids=lambda v: str(v))
-def test_the_same_bytes_as_two_ops(form, kind, constants):
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_the_same_bytes_as_two_ops(form, activation):
     for name, routing in ROUTINGS.items():
         several = name == "ragged_tail"
-        for more in FORMATS[form] if several else FORMATS[form][:1]:
+        for more in CASES[form] if several else CASES[form][:1]:
             for out_dtype in (None, torch.float32) if several else (None,):
                 quantizing = {"format": form, **more}
-                operands, bias, probs = inputs(routing, form, kind, more.get("scale_layout", "compact"))
+                operands, bias, probs = inputs(routing, form, activation["kind"], more.get("scale_layout", "compact"))
                 bias, probs = (None, None) if name == "even" else (bias, probs)
-                options = {"kind": kind, **constants, "out_dtype": out_dtype}
+                options = {**activation, "out_dtype": out_dtype}
                 h, made = tgl.grouped_gemm_scaled_activation_quantize(
                     **operands, bias=bias, probs=probs, **options, **quantizing
                 )
@@ -101,7 +103,7 @@ def test_a_given_scale():
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_opcheck(form):
-    for options in FORMATS[form]:
+    for options in CASES[form]:
         layout = options.get("scale_layout", "compact")
         operands, bias, probs = inputs(ROUTINGS["ragged_tail"], form, "swiglu", layout)
         torch.library.opcheck(
@@ -147,7 +149,7 @@ def cut(t):
         ("mxfp8", {"probs": cut}, ValueError, r"`probs` must be of shape \[T\] = \(13,\), but got"),
         ("mxfp8", {"probs": torch.Tensor.half}, TypeError, "`probs` must be torch.bfloat16 or torch.float32, but"),
         ("mxfp8", {"scale": lambda t: torch.ones(4)}, ValueError, "`scale` must be None for mxfp8, but got a tensor"),
-        ("mxfp8", {"kind": lambda t: "gelu"}, ValueError, "`kind` must be one of swiglu, clamped_qgeglu, srelu, but"),
+        ("mxfp8", {"kind": lambda t: "no_such"}, ValueError, "`kind` must be one of .*, but got 'no_such'"),
         ("mxfp8", {"b": lambda t: t[:, 1:].contiguous(), "b_scale": lambda t: t[:, 1:].contiguous(),
                    "bias": lambda t: None}, ValueError, "`b` must be such that N = 2 I is even, but got"),
         ("nvfp4", {"b": lambda t: t[:, :42].contiguous(), "b_scale": lambda t: t[:, :42].contiguous(),

@@ -1,6 +1,7 @@
 """First and second derivatives in float64, and what a backward computes and keeps."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
 from tests import oracle
+from tgl.meta.activations import TABLE
 from tgl.testing import SIGNATURES, GroupSizes
 
 ROUTING = GroupSizes("small", (2, 0, 1), 4)
@@ -40,8 +42,9 @@ def random_operands(signature, given):
 @pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
 def test_gradcheck_and_gradgradcheck(name, signature, given, options):
     op = getattr(torch.ops.tgl, name).default
-    if options.get("kind") == "clamped_qgeglu":
-        options = {**options, "limit": 1.25, "alpha": 1.3, "offset": 0.5}  # a limit that the samples cross
+    if options.get("kind") in TABLE:
+        given_constants = {"limit": 1.25, "alpha": 1.3, "offset": 0.5}  # a limit that the samples cross
+        options = {**options, **{k: v for k, v in given_constants.items() if k in TABLE[options["kind"]].constants}}
     operands = list(random_operands(signature, given))
     leaves = [t for t in operands if t is not None and t.requires_grad]
 
@@ -156,7 +159,7 @@ def test_an_implementation_that_writes_past_pytorch_is_noticed_too():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("kind", TABLE)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_activation_and_its_gradients_against_autograd_of_the_oracle(kind, interleaved, with_probs):
@@ -170,14 +173,27 @@ def test_activation_and_its_gradients_against_autograd_of_the_oracle(kind, inter
     torch.testing.assert_close(*results)
 
 
+class Clamp(torch.autograd.Function):
+    """``clamp`` with the derivative of the inside on its bounds; that of ``torch.clamp`` depends on the version."""
+
+    @staticmethod
+    def forward(ctx, x, least, most):
+        ctx.save_for_backward((x >= least) & (x <= most))
+        return x.clamp(least, most)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None, None
+
+
 def test_activation_at_the_clamps_and_at_zero():
-    """At its kinks the derivative is the one torch.clamp and relu take: that of the inside, and zero."""
+    """At its kinks the derivative is that of the inside for the clamps, and zero for the square."""
     x = torch.tensor([[7.0, 7.0], [8.0, -7.0], [0.0, 7.5], [-9.0, -8.0]], requires_grad=True)
     offs = torch.tensor([4], dtype=torch.int32)
     y = tgl.grouped_activation(x, offs, kind="clamped_qgeglu")
     (grad,) = torch.autograd.grad(y.sum(), x)
     leaf = x.detach().clone().requires_grad_()
-    gate, linear = leaf[:, :1].clamp(max=7.0), leaf[:, 1:].clamp(-7.0, 7.0)
+    gate, linear = Clamp.apply(leaf[:, :1], -math.inf, 7.0), Clamp.apply(leaf[:, 1:], -7.0, 7.0)
     expected = gate * torch.sigmoid(1.702 * gate) * (linear + 1)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), leaf)[0])
@@ -190,13 +206,13 @@ def test_activation_at_the_clamps_and_at_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("kind", TABLE)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_wide_rows_take_several_steps_on_a_cpu(dtype, kind, interleaved, with_probs):
     """So wide that a step holds a few rows and the last one fewer: no step may see another's leftovers."""
     rows, width = 12, 10_000
-    x = torch.randn(rows, width if kind == "srelu" else 2 * width).mul_(4).to(dtype).requires_grad_()
+    x = torch.randn(rows, TABLE[kind].width(width)).mul_(4).to(dtype).requires_grad_()
     probs = torch.rand(rows).to(dtype).requires_grad_() if with_probs else None
     offs = torch.tensor([3, 3, rows - 1], dtype=torch.int32)
     results = []

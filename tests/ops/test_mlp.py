@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
 from tests.peak_memory import peak_memory
+from tgl.meta.activations import TABLE
 from tgl.testing import ROUTINGS, GroupSizes, sample_inputs
 from tgl.testing.samples import DTYPES
 
@@ -116,10 +117,10 @@ def test_memory():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("kind", TABLE)
 def test_second_order(kind, recompute):
     torch.manual_seed(0)
-    width = 4 if kind == "srelu" else 8
+    width = TABLE[kind].width(4)
     shapes = ((6, 3), (2, 3, width), (2, 4, 3), (6,), (2, width), (2, 3))
     x, w1, w2, *rest = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
     offs = torch.tensor([2, 5], dtype=torch.int32)

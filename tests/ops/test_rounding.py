@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import tgl
+from tgl.meta.activations import TABLE
+from tgl.ops.grouped_activation import Params
 
 LIMIT = {torch.bfloat16: 255, torch.float16: 31}  # exact in the dtype, products of 64 of them exact in float32
 SHAPES = [(1, 1, 1), (3, 5, 7), (16, 16, 16), (40, 64, 24), (64, 33, 65), (160, 64, 64)]
@@ -81,9 +83,13 @@ def test_float32_results_of_narrow_operands_are_not_rounded_at_all(dtype):
 
 
 @pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize("kind", ["swiglu", "clamped_qgeglu", "srelu"])
+@pytest.mark.parametrize("kind", TABLE)
 def test_activation_rounds_once(dtype, kind):
-    """Within half a unit in the last place of the exact value, and a thousandth for float32's own error."""
+    """Within half a unit in the last place of the exact value, and a thousandth for float32's own error.
+
+    Roundings of an argument move the value by the condition number of the function: 220 for GELU far below zero. A
+    sigmoid is 0 where it would be a subnormal number.
+    """
     x = (torch.randn(64, 64) * 3).to(dtype)
     probs = torch.rand(64)
     offs = torch.tensor([64], dtype=torch.int32)
@@ -91,4 +97,9 @@ def test_activation_rounds_once(dtype, kind):
     exact = tgl.grouped_activation(x.double(), offs, probs.double(), kind=kind)
     info = torch.finfo(dtype)
     unit = torch.exp2(torch.floor(torch.log2(exact.abs().clamp_min(info.smallest_normal)))) * info.eps
-    assert ((result - exact).abs() <= 0.501 * unit).all()
+    params = Params(kind)
+    g, u = params.halves(x.double())
+    a, a1, _, _ = params.factors(g, u)
+    moved = (g * a1 / a).abs().nan_to_num(nan=0.0, posinf=0.0) * exact.abs()
+    lost = 2.0**-126 * g.abs() * (1 if u is None else u.abs()) * probs.double()[:, None]
+    assert ((result - exact).abs() <= 0.501 * unit + 4 * 2.0**-24 * moved + lost).all()

@@ -6,12 +6,12 @@ import torch
 
 import tgl
 from tests import scaled_oracle as oracle
+from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes
 from tgl.testing.scaled_samples import QuantizedSample
 
 SMALL = ("ragged_tail", "even", "empty_first", "empty_middle", "empty_last", "all_empty", "no_rows", "no_groups")
 LARGE = ("above_tile", GroupSizes("many", tuple((7 * g) % 4 for g in range(40)), 64))
-FORMATS = ("mxfp8", "nvfp4", "fp8_tensor", "fp8_block")
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
 
 
@@ -47,6 +47,18 @@ def test_exact(name, form):
             assert torch.equal(run(sample, tensors), want), sample.name
             count += 1
     assert count > 12
+
+
+@pytest.mark.parametrize("none", ["K", "M", "N"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_features(form, none):
+    """Blocked scales of an operand without features have no elements."""
+    name = "grouped_gemm_scaled" if none == "K" else "grouped_gemm_scaled_wgrad"
+    sizes = {"K": 18, "M": 18, "N": 10, none: 0}
+    for sample in of_format(name, form, SMALL[:1], dimensions=sizes):
+        tensors = sample.tensors()
+        want = torch.from_numpy(expected(sample, sample.tensors(tail=0.0))).to(sample.dtype)
+        assert torch.equal(run(sample, tensors), want), sample.name
 
 
 @pytest.mark.parametrize("form", FORMATS)

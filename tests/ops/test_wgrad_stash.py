@@ -53,6 +53,18 @@ def test_opcheck(dtype):
 BAD = {
     "state dtype": (lambda s, c, b: (s, c.int(), b), TypeError, "`state` must be int64, but got torch.int32"),
     "state shape": (lambda s, c, b: (s, c[:1], b), ValueError, r"`state` must be of shape \[2\] = \(2,\), but got"),
+    "state device": (lambda s, c, b: (s, c.to("meta"), b), ValueError, r"`state` must be on cpu like `sources\[0\]`"),
+    "state twice": (
+        lambda s, c, b: (s, c[:1].expand(2), b),
+        ValueError,
+        "`state` must be free of elements that overlap",
+    ),
+    "negative": (lambda s, c, b: (s, c - 1, b), ValueError, "`state` must hold a number of microbatches, but got -1"),
+    "places twice": (
+        lambda s, c, b: (s, c, [b[0][:1].expand(2, 5, 3), b[1]]),
+        ValueError,
+        r"`buffers\[0\]` must be free of elements that overlap, but got strides \(0, 3, 1\)",
+    ),
     "nothing": (lambda s, c, b: ([], c, []), ValueError, "`sources` must be one tensor or more, but got 0"),
     "counts": (lambda s, c, b: (s, c, b[:1]), ValueError, "`buffers` must be 2, one per source, but got 1"),
     "dtype": (

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 import tgl
-from tests.quantize import reference
+from tests.quantize import nvfp4_reference, reference
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
 
 ELEMENTS = {torch.float8_e4m3fn: reference.E4M3, torch.float8_e5m2: reference.E5M2}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,19 +27,43 @@ def numpy(x):
     return x.detach().float().numpy()
 
 
+def _mxfp8(x, ends, element, *, blocked, scale, **options):
+    return reference.mxfp8(x, ends, element, blocked=blocked, **options)
+
+
+def _nvfp4(x, ends, element, *, blocked, scale, block_2d=False, **options):
+    layout, values = "blocked" if blocked else "compact", torch.from_numpy(x)
+    if ends is None:
+        made = nvfp4_reference.matrices(values[None], square=block_2d, layout=layout, **options)
+        return [t[0].numpy() for t in made.values()]
+    sizes = [end - start for start, end in zip([0, *ends], ends)]
+    return [t.numpy() for t in nvfp4_reference.grouped(values, sizes, layout=layout, **options).values()]
+
+
+def _fp8_tensor(x, ends, element, *, blocked, scale, **options):
+    return reference.fp8_tensor(x, ends, element, scale=scale, **options)
+
+
+def _fp8_block(x, ends, element, *, blocked, scale, block_2d=False, **options):
+    if block_2d:
+        return reference.fp8_block_2d(x, element, **options)
+    return reference.fp8_block_1d(x, ends, element, **options)
+
+
+REFERENCES = OnePerName(
+    FORMATS,
+    "REFERENCES in tests/quantize/comparing.py",
+    {"mxfp8": _mxfp8, "nvfp4": _nvfp4, "fp8_tensor": _fp8_tensor, "fp8_block": _fp8_block},
+)
+
+
 def expected(x, ends, format, *, scale=None, dtype=torch.float8_e4m3fn, scale_layout="compact", **options):
     """The six components but dbias, by the reference; matrices one after the other."""
-    element, blocked = ELEMENTS[dtype], scale_layout == "blocked"
-    block_2d = options.pop("block_2d", False)
+    make = REFERENCES[format]
+    options |= {"blocked": scale_layout == "blocked", "scale": scale}
 
     def one(matrix, ends):
-        if format == "mxfp8":
-            return reference.mxfp8(matrix, ends, element, blocked=blocked, **options)
-        if format == "fp8_tensor":
-            return reference.fp8_tensor(matrix, ends, element, scale=scale, **options)
-        if block_2d:
-            return reference.fp8_block_2d(matrix, element, **options)
-        return reference.fp8_block_1d(matrix, ends, element, **options)
+        return make(matrix, ends, ELEMENTS[dtype], **options)
 
     if ends is not None:
         return one(numpy(x), ends.tolist())

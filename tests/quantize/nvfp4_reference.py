@@ -5,45 +5,34 @@ Numbers are ``numpy.float32`` scalars, whose operations are IEEE. Matrices are l
 
 from __future__ import annotations
 
-import bisect
 import math
 from fractions import Fraction
 
+import ml_dtypes
 import numpy as np
 import torch
 
 F = np.float32
 FLT_MAX = F(np.finfo(np.float32).max)
 SIXTH = np.array([0x3E2AAAAB], dtype=np.uint32).view(np.float32)[0]
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 
 
-def _e4m3_value(code):
-    exponent, mantissa = code >> 3, code & 7
-    return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+E4M3 = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float).tolist()
+E2M1 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float).tolist()
 
 
-E4M3 = [_e4m3_value(code) for code in range(0x7F)]
-
-
-def _nearest(table, value):
-    """Index of the entry nearest to a value from 0 to the last entry; of two equally near ones the even index.
-
-    The differences are exact in double precision wherever they are about equal.
-    """
-    upper = bisect.bisect_left(table, value)
-    lower = max(upper - 1, 0)
-    down, up = value - table[lower], table[upper] - value
-    return lower if down < up or (down == up and lower % 2 == 0) else upper
+def _code(value, largest, dtype):
+    """Of the nearest element, of two equally near ones the even one; saturating."""
+    return int(F(min(max(value, -largest), largest)).astype(dtype).view(np.uint8))
 
 
 def e4m3(value):
-    return _nearest(E4M3, min(float(value), 448.0))
+    return _code(value, 448.0, ml_dtypes.float8_e4m3fn)
 
 
 def e2m1(value):
-    return _nearest(E2M1, min(abs(float(value)), 6.0)) | (8 if np.signbit(value) else 0)
+    return _code(value, 6.0, ml_dtypes.float4_e2m1fn)
 
 
 def e2m1_stochastic(value, random):

@@ -9,6 +9,7 @@ import bisect
 import math
 import struct
 
+import ml_dtypes
 import numpy as np
 
 NAN = float("nan")
@@ -30,35 +31,24 @@ def to_bits(value):
 
 
 class Element:
-    """An FP8 type by the list of its non-negative values; the index of one is its code."""
+    """An FP8 type of ``ml_dtypes``; the index of one of its non-negative ``values`` is its code."""
 
-    def __init__(self, mantissa, bias, last, max_exponent, inverse_max):
-        ones = 1 << mantissa
-        self.values = []
-        for code in range(last + 1):
-            exponent, fraction = divmod(code, ones)
-            normal = (ones + fraction) * 2.0 ** (exponent - bias - mantissa)
-            self.values.append(normal if exponent else fraction * 2.0 ** (1 - bias - mantissa))
-        self.mantissa, self.max = mantissa, self.values[-1]
-        self.max_exponent, self.inverse_max = max_exponent, from_bits(inverse_max)
+    def __init__(self, dtype, inverse_max):
+        about = ml_dtypes.finfo(dtype)
+        self.dtype, self.mantissa, self.max = dtype, about.nmant, float(about.max)
+        last = int(np.float32(self.max).astype(dtype).view(np.uint8))
+        self.values = np.arange(last + 1, dtype=np.uint8).view(dtype).astype(float).tolist()
+        self.max_exponent, self.inverse_max = math.frexp(self.max)[1] - 1, from_bits(inverse_max)
 
     def cast(self, value):
         """Nearest, ties to the even code, saturating; one NaN."""
         if math.isnan(value):
             return 0x7F
-        sign = 0x80 if math.copysign(1.0, value) < 0 else 0
-        magnitude = abs(value)
-        if magnitude >= self.max:
-            return sign | (len(self.values) - 1)
-        below = bisect.bisect_right(self.values, magnitude) - 1
-        middle = (self.values[below] + self.values[below + 1]) / 2
-        if magnitude != middle:
-            return sign | (below + (magnitude > middle))
-        return sign | (below + below % 2)
+        return int(np.float32(min(max(value, -self.max), self.max)).astype(self.dtype).view(np.uint8))
 
 
-E4M3 = Element(3, 7, 0x7E, 8, 0x3B124925)
-E5M2 = Element(2, 15, 0x7B, 15, 0x37924925)
+E4M3 = Element(ml_dtypes.float8_e4m3fn, 0x3B124925)
+E5M2 = Element(ml_dtypes.float8_e5m2, 0x37924925)
 POWERS = [2.0 ** (byte - 127) for byte in range(255)]
 
 

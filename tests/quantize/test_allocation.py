@@ -60,3 +60,13 @@ def test_calls_into_buffers_allocate_next_to_nothing():
             assert peak_memory(lambda: tgl.group_quantize(x, offs, format=format, out=out)) < 1 << 18  # noqa: B023
         finally:
             torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 130])
+@pytest.mark.parametrize("columns", [40, 128, 129])
+def test_scales_of_rows_as_bytes(rows, columns):
+    """A contiguous copy of scales that lie by columns can be viewed as bytes, that of a single column too."""
+    x, offs = torch.ones(rows, columns), torch.tensor([rows], dtype=torch.int32)
+    scale = tgl.group_quantize(x, offs, format="fp8_block").scale
+    assert scale.shape == (rows, -(-columns // 128))
+    assert scale.contiguous().view(torch.uint8).shape == (rows, 4 * scale.shape[1])

@@ -5,7 +5,8 @@ import torch
 
 import tgl
 from tests.quantize.comparing import DTYPES, check, spread
-from tgl.ops._quantize_cpu import _rows
+from tgl.cpu.quantize import _rows
+from tgl.meta.formats import FORMATS
 from tgl.testing import ROUTINGS
 
 E5M2 = torch.float8_e5m2
@@ -92,3 +93,9 @@ def test_reading_back_in_many_steps(format, step, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(_rows, "_STEP", step)
             assert all(torch.equal(read(columnwise), want) for columnwise, want in zip((False, True), whole))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format(format):
+    check(spread(9, 32), torch.tensor([3, 3, 8], dtype=torch.int32), format)
+    check(spread(2, 16, 32), None, format)

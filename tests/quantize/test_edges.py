@@ -7,6 +7,7 @@ import torch
 import tgl
 from tests.quantize.comparing import DTYPES, check, spread
 from tests.quantize.reference import E4M3, E5M2
+from tgl.meta.formats import FORMATS
 
 OFFS = torch.tensor([32], dtype=torch.int32)
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -179,7 +180,7 @@ def test_the_largest_and_smallest_of_every_source(format, dtype):
     check(x, torch.tensor([1, 2, 3, 4], dtype=torch.int32), format)
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_no_columns(format):
     """What the fake implementation says, also of matrices."""
     for x, offs in ((torch.randn(4, 0), torch.tensor([2, 4], dtype=torch.int32)), (torch.randn(2, 32, 0), None)):

@@ -68,6 +68,18 @@ def test_a_window_of_steps():
         (lambda h, s, a: tgl.fp8_update_history_(a, h.half()), TypeError, "`history` must be torch.float32"),
         (lambda h, s, a: tgl.fp8_update_history_(a, h.to("meta")), ValueError, "`history` must be on cpu"),
         (lambda h, s, a: tgl.fp8_update_history_(a, h[:0]), ValueError, "L at least 1"),
+        (lambda h, s, a: tgl.fp8_update_history_(h[0], h), ValueError, "`history` must be disjoint from `amax`, but"),
+        (lambda h, s, a: tgl.fp8_update_history_(h[-1], h), ValueError, "`history` must be disjoint from `amax`, but"),
+        (
+            lambda h, s, a: tgl.fp8_update_history_(a, h[:1].expand(4, 3)),
+            ValueError,
+            r"`history` must be free of elements that overlap, but got strides \(0, 1\)",
+        ),
+        (
+            lambda h, s, a: tgl.fp8_update_history_(a, h.as_strided((4, 3), (1, 1))),
+            ValueError,
+            "`history` must be free of elements that overlap",
+        ),
     ],
 )
 def test_bad_input(call, error, message):

@@ -217,8 +217,8 @@ def test_one_graph_for_all_routings(fresh_compiler):
 GOOD = {"shape": (204, 64), "format": "mxfp8"}
 BAD = [
     ({"format": "int8"}, ValueError, "`format` must be one of mxfp8, nvfp4, fp8_tensor, fp8_block, but got 'int8'"),
-    ({"format": "fp8_block"}, ValueError, "`format` must be mxfp8, nvfp4 for layout 'torch', but got 'fp8_block'"),
-    ({"format": "fp8_tensor"}, ValueError, "`format` must be mxfp8, nvfp4 for layout 'torch', but got 'fp8_tensor'"),
+    ({"format": "fp8_block"}, ValueError, "`format` must be mxfp8 or nvfp4 for layout 'torch', but got 'fp8_block'"),
+    ({"format": "fp8_tensor"}, ValueError, "`format` must be mxfp8 or nvfp4 for layout 'torch', but got 'fp8_tensor'"),
     ({"shape": (204, 32)}, ValueError, r"`scale` must be of shape of compact mxfp8 scales = \(204, 1\), but got"),
     ({"shape": (200, 64)}, ValueError, r"`scale` must be of shape of compact mxfp8 scales = \(200, 2\), but got"),
     ({"shape": (4, 51, 64)}, ValueError, r"`shape` must be \(T, K\) when `offs` is given, but got \(4, 51, 64\)"),
@@ -252,7 +252,7 @@ def test_bad_layouts():
         tgl.from_blocked_scale(scale, offs, **GOOD)
     with pytest.raises(ValueError, match="`block_2d` must be False except for weights in fp8_block"):
         tgl.to_te_scale_layout(scale, offs, **GOOD, block_2d=True)
-    with pytest.raises(ValueError, match="`format` must be mxfp8, nvfp4 for layout 'te_swizzled'"):
+    with pytest.raises(ValueError, match="`format` must be mxfp8 or nvfp4 for layout 'te_swizzled'"):
         tgl.to_te_scale_layout(scale.float(), offs, shape=(204, 200), format="fp8_block", swizzled=True)
     with pytest.raises(RuntimeError, match="has no derivative, so no argument may require grad, but `scale` does"):
         scale = torch.zeros(204, 2, requires_grad=True)

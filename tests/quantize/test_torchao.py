@@ -14,8 +14,8 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from torchao.prototype.mx_formats.utils import to_blocked
 
 import tgl
+from tgl.cpu.quantize import fp4
 from tgl.meta import placement
-from tgl.ops._quantize_cpu import fp4
 from tgl.testing import GroupSizes
 
 ELEMENTS = (torch.float8_e4m3fn, torch.float8_e5m2)

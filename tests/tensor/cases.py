@@ -4,6 +4,7 @@ import torch
 
 import tgl
 from tests.memory import same_bytes
+from tgl.meta.formats import FORMATS
 from tgl.tensor import GroupedTensor
 
 CASES = {
@@ -16,6 +17,7 @@ CASES = {
     "nvfp4": {},
     "nvfp4-blocked": {"scale_layout": "blocked"},
 }
+assert {"dense", *FORMATS} == {case.partition("-")[0] for case in CASES}
 ROWS = list(CASES)
 QUANTIZED = [name for name in CASES if name != "dense"]
 MATRICES = [*CASES, "fp8_block-2d", "nvfp4-2d"]

@@ -46,6 +46,18 @@ QUANTIZE = [
         ValueError,
         "`options` must be none",
     ),
+    (
+        lambda: tgl.quantize(X, OFFS, "mxfp8", foo=1),
+        TypeError,
+        "quantize: got an unexpected keyword argument `foo`; opt",
+    ),
+    (lambda: tgl.quantize(X, OFFS, "dense", foo=1), TypeError, "quantize: got an unexpected keyword argument `foo`"),
+    (lambda: tgl.quantize(X, OFFS, "mxfp8", dbias=True), TypeError, "quantize: got an unexpected keyword .* `dbias`"),
+    (
+        lambda: GroupedTensor.empty((8, 32), "mxfp8", foo=1),
+        TypeError,
+        "empty: got an unexpected keyword argument `foo`",
+    ),
     (lambda: GroupedTensor.empty((8,), "mxfp8"), ValueError, r"empty: `shape` must be \(T, K\) with `num_groups`"),
     (lambda: GroupedTensor.empty((8, 8, 8), "mxfp8", num_groups=2), ValueError, "`shape` must be"),
     (lambda: GroupedTensor.empty((8, 8), "mxfp8", source_dtype=torch.int8), TypeError, "`source_dtype` must be"),

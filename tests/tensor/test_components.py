@@ -6,16 +6,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tests.tensor.cases import MATRICES, QUANTIZED, ROWS, arguments, assert_same_bytes, rows
+from tgl.meta.formats import FORMATS
 from tgl.meta.quantized import Options
+from tgl.meta.table import OnePerName
 from tgl.tensor import GroupedTensor
 
-CLASSES = {
-    "dense": tgl.DenseGroupedTensor,
-    "mxfp8": tgl.MXFP8GroupedTensor,
-    "nvfp4": tgl.NVFP4GroupedTensor,
-    "fp8_tensor": tgl.FP8TensorGroupedTensor,
-    "fp8_block": tgl.FP8BlockGroupedTensor,
-}
+CLASSES = OnePerName(
+    ("dense", *FORMATS),
+    "CLASSES",
+    {
+        "dense": tgl.DenseGroupedTensor,
+        "mxfp8": tgl.MXFP8GroupedTensor,
+        "nvfp4": tgl.NVFP4GroupedTensor,
+        "fp8_tensor": tgl.FP8TensorGroupedTensor,
+        "fp8_block": tgl.FP8BlockGroupedTensor,
+    },
+)
 DIRECTIONS = {"both": {}, "rowwise": {"columnwise": False}, "columnwise": {"rowwise": False}}
 
 

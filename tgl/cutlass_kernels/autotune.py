@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from . import config, launch, plans
+from . import tilings as choices
 from .config import VARLEN_K, VARLEN_M, GemmConfig
-from .plans import power_of_two
+from .ops import gemm
+from .runtime.launcher import Launched, Launcher, forget, power_of_two
 
-_RUN: dict[str, Callable[..., None]] = {
-    "grouped_gemm": launch.grouped_gemm,
-    "grouped_gemm_wgrad": launch.grouped_gemm_wgrad,
-    "grouped_gemm_wgrad_accumulate_": launch.grouped_gemm_wgrad_accumulate,
-}
+TUNABLE: dict[str, Launcher] = {launcher.op: launcher for launcher in gemm.LAUNCHERS}
 
 
-def device_milliseconds(call: Callable[[], None], repeats: int = 10) -> float:
+def device_milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
     """Median time of ``call`` on the current CUDA stream, after two runs that are not counted."""
     times = []
     for turn in range(repeats + 2):
@@ -39,7 +36,7 @@ def autotune(
     op: Any,
     *args: Any,
     tilings: Iterable[GemmConfig] | None = None,
-    measure: Callable[[Callable[[], None]], float] = device_milliseconds,
+    measure: Callable[[Callable[[], object]], float] = device_milliseconds,
     **kwargs: Any,
 ) -> dict[GemmConfig, float]:
     """Try the tilings that can serve a call of ``op`` and use the fastest for calls like it in this process.
@@ -61,38 +58,39 @@ def autotune(
         tgl.GraphCaptureError: during CUDA graph capture.
     """
     explanation = backends.explain(op, *args, **kwargs)
-    name, run = explanation.op, _RUN.get(explanation.op)
-    if run is None or explanation.chosen is None or explanation.chosen.run is not run:
+    name, launcher = explanation.op, TUNABLE.get(explanation.op)
+    if launcher is None or not isinstance(explanation.chosen, Launched):
         raise ValueError(f"`op` must be served by a kernel of tgl with a tiling, but: {explanation}")
     device, operands, options = backends._arguments[name](*args, **kwargs)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(f"tgl::{name} cannot be tuned while a CUDA graph is captured")
     a, b = operands[:2]
     out = torch.empty_like(options["out"], device=device)
+    call = launcher.call(*operands, **{**options, "out": out})
     kind = VARLEN_M if name == "grouped_gemm" else VARLEN_K
     arch = backends.device_arch(device)
     key = (arch, kind, *_problem(kind, a, b, out))
-    before = config.tuned.get(key)
+    before = choices.tuned.get(key)
     found: dict[GemmConfig, float] = {}
     try:
-        for tiling in config.candidates(arch, kind) if tilings is None else tilings:
-            reason = tiling.supports(arch, kind)
+        for tiling in choices.candidates(arch, kind) if tilings is None else tilings:
+            reason = choices.reason(arch, kind, tiling)
             if reason is not None:
                 raise ValueError(f"`tilings` must exist, but {tiling}: {reason}")
-            config.tuned[key] = tiling
-            plans.by_shape.clear()
-            found[tiling] = measure(lambda: run(*operands, **{**options, "out": out}))
+            choices.tuned[key] = tiling
+            forget()
+            found[tiling] = measure(lambda: launcher.run(call))
     finally:
-        config.tuned.pop(key, None)
+        choices.tuned.pop(key, None)
         best = min(found, key=lambda tiling: found[tiling]) if found else before
         if best is not None:
-            config.tuned[key] = best
-        plans.by_shape.clear()
+            choices.tuned[key] = best
+        forget()
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def _problem(kind: str, a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int]:
-    """Columns, depth and rows as ``config.choose`` gets them."""
+    """Columns, depth and rows as ``tilings.choose`` gets them."""
     if kind == VARLEN_M:
         groups, depth, columns = b.shape
         return columns, depth, power_of_two(a.shape[0] // groups)

@@ -22,9 +22,9 @@ def expert_parallel_host(
 ) -> Tensor:
     """Run a layer of experts of which rank ``r`` of ``group`` holds numbers ``r E`` to ``(r + 1) E - 1``.
 
-    Every rank sends each of its (token, choice) pairs to the rank of the expert chosen, runs its own experts on what it
-    has received, and sends the answers back. Two exchanges (``all_to_all_single``) forward and two backward. How many
-    rows go where is read on the host, once per call: hence the name, and no CUDA graph capture.
+    Every rank sends each of its (token, choice) pairs to the rank of the chosen expert, runs its own experts on the
+    rows that it received, and sends the results back: two exchanges (``all_to_all_single``) forward and two backward.
+    The host reads the number of rows for each rank once per call, which the name says; CUDA graphs cannot capture it.
 
     All tensors are local. To use it on DTensors, go through ``torch.distributed.tensor.experimental.local_map`` with
     tokens and experts sharded in dimension 0.
@@ -39,7 +39,7 @@ def expert_parallel_host(
         group: the ranks.
 
     Returns:
-        ``[S, H]``: for each token the sum over its choices of weight times answer.
+        ``[S, H]``: for each token the sum over its choices of weight times result.
 
     Raises:
         ValueError: ``num_experts`` is not a multiple of the number of ranks.

@@ -1,25 +1,25 @@
 """How the ops run on DTensors: which placements of their operands give which placement of the result.
 
-For one dimension of the mesh, besides everything replicated:
+For one dimension of the mesh, besides all operands replicated:
 
 | op | sharded | result |
 |---|---|---|
 | ``grouped_gemm`` | N of ``b`` and ``bias`` (column parallel) | sharded in N |
 | | K of ``a`` and ``b``, ``bias`` a partial sum (row parallel) | partial sum |
 | ``grouped_gemm_activation`` | N of ``b`` and ``bias``, in whole pairs | both sharded in columns |
-| ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded alike |
+| ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded in that dimension |
 | ``grouped_dbias`` | N | sharded in N |
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
-| ``grouped_activation``, ``..._backward`` | columns, in whole pairs | sharded alike, ``dprobs`` a partial sum |
-| ``grouped_gemm_dactivation`` | I of ``b`` and columns of ``h``, in whole pairs | the same |
-| ``offload``, ``reload``, ``after`` | anything | the same |
+| ``grouped_activation``, ``..._backward`` | columns, in whole pairs | sharded in columns, ``dprobs`` a partial sum |
+| ``grouped_gemm_dactivation`` | I of ``b`` and columns of ``h``, pairs | ``dh`` in columns, ``dprobs`` a partial sum |
+| ``offload``, ``reload``, ``after`` | any dimension | the placement of the operand |
 
-Ops on quantised operands follow the same pattern, with all components of an operand sharded together: see
+Ops on quantised operands follow this pattern, with all components of an operand sharded together: see
 ``sharding_scaled``.
 
-DTensor brings operands placed otherwise into one of these. ``offs`` is always replicated, and rows and groups are never
-sharded: a shard of cumulative ends has lost its start. Ranks that hold different experts or different tokens work on
-local tensors with ends of their own; see ``expert_parallel_host``.
+DTensor redistributes operands with other placements. ``offs`` is always replicated, and rows and groups are never
+sharded: a shard of cumulative ends does not know where its first group starts. Ranks that hold different experts or
+different tokens work on local tensors with ends of their own; see ``expert_parallel_host``.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..meta.specs import GATED
+from ..meta import activations
 from . import sharding_scaled
 from .sharding_rules import Rule, replicated, rule
 
 _ops = torch.ops.tgl
 
 
-def _grouped_gemm(a: Any, b: Any, offs: Any, bias: Any = None, bias_scale: Any = None, **_: Any) -> list[Rule]:
+def _grouped_gemm(
+    a: Any, b: Any, offs: Any, bias: Any = None, bias_scale: Any = None, slots: Any = None, **_: Any
+) -> list[Rule]:
     whole = Replicate()
+    rest = (bias_scale, whole), (slots, whole)
     return [
-        replicated(1, a, b, offs, bias, bias_scale),
-        rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), (bias_scale, whole)),
-        rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), (bias_scale, whole)),
+        replicated(1, a, b, offs, bias, bias_scale, slots),
+        rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), *rest),
+        rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), *rest),
     ]
 
 
@@ -58,8 +61,8 @@ def _wgrad(a: Any, b: Any, offs: Any, **_: Any) -> list[Rule]:
     ]
 
 
-def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, **_: Any) -> list[Rule]:
-    """The same, for the placement that ``main_grad`` has: what is redistributed would be written and lost.
+def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, slots: Any = None, **_: Any) -> list[Rule]:
+    """The rules of ``grouped_gemm_wgrad`` where ``main_grad`` is placed: writes to a redistributed copy would be lost.
 
     DTensor takes the first operand for the one that is written, and does not redistribute it either.
     """
@@ -69,8 +72,8 @@ def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, **_: Any) -> li
             f"tgl::grouped_gemm_wgrad_accumulate_: `main_grad` must be placed alike on all dimensions of its mesh, "
             f"but got {main_grad.placements}"
         )
-    rules: list[Rule] = [([], [*inputs, *result]) for result, inputs in _wgrad(a, b, offs)]
-    return [r for r in rules if r[1][-1] in placements]
+    table = None if slots is None else Replicate()
+    return [([], [*inputs, *result, table]) for result, inputs in _wgrad(a, b, offs) if result[0] in placements]
 
 
 def _grouped_dbias(dy: Any, offs: Any) -> list[Rule]:
@@ -86,7 +89,7 @@ def _grouped_dbias_dscales(dy: Any, bias: Any, bias_scale: Any, offs: Any) -> li
 
 
 def _columns_can_be_sharded(x: Any, kind: str, interleaved: bool) -> bool:
-    if kind not in GATED:
+    if not activations.named(kind).gated:
         return True
     return interleaved and x.shape[-1] % (2 * x.mesh.size()) == 0
 
@@ -209,7 +212,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
 
 @functools.cache
 def register_sharding_rules() -> None:
-    """Tell DTensor of the rules above; importing ``tgl.distributed`` does it."""
+    """Register the sharding rules with DTensor; importing ``tgl.distributed`` does it."""
     schemas = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for op, rules in _RULES.items():
         register_sharding(op)(rules)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from ..meta import activations
 from ..meta.formats import FORMATS, Format
-from ..meta.specs import GATED
 from .sharding_rules import Rule, replicated, rule
 
 _ops = torch.ops.tgl
@@ -33,7 +33,7 @@ def _matrix(f: Format, columnwise: bool, dim: int) -> tuple[Placement, Placement
 def _features(f: Format) -> tuple[Placement, Placement]:
     """Of columnwise rows ``[T, K]``: data and scale sharded in K."""
     data = Shard(0 if f.transposed_columnwise else 1)
-    return data, WHOLE if not f.block else Shard(0 if f.name == "nvfp4" else 1)
+    return data, WHOLE if not f.block else Shard(0 if f.transposed_scale else 1)
 
 
 def _results(
@@ -51,9 +51,10 @@ def _divides(size: int, unit: int, mesh: Any) -> bool:
 
 def _activation_divides(f: Format, width: int, mesh: Any, *, kind: str, interleaved: bool, scale_layout: str) -> bool:
     """Whether ranks can share the ``width`` columns that an activation takes: whole pairs, and whole blocks of it."""
-    if scale_layout != "compact" or f.has_amax or (kind in GATED and not interleaved):
+    gated = activations.named(kind).gated
+    if scale_layout != "compact" or f.has_amax or (gated and not interleaved):
         return False
-    return _divides(width // 2 if kind in GATED else width, f.block, mesh)
+    return _divides(width // 2 if gated else width, f.block, mesh)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def _grouped_gemm_scaled(
     rest = (offs, WHOLE), (a_amax, WHOLE), (b_amax, WHOLE)
     width = b.shape[2] if columnwise and not f.transposed_columnwise else b.shape[1]
     depth = a.shape[1] * f.per_byte
-    if _divides(width, f.block if f.name == "fp8_block" else 1, a.mesh):
+    if _divides(width, f.block if f.square_scales else 1, a.mesh):
         data, scale = _matrix(f, columnwise, kept)
         rules.append(
             rule(
@@ -212,7 +213,8 @@ def _group_quantize(
             continue
         rows = Shard(dim), Shard(dim)
         columns = _features(f) if offs is not None else _matrix(f, True, dim)
-        if offs is None and f.name == "fp8_block" and not block_2d:  # such scales are not transposed, unlike the data
+        turned = f.transposed_scale or (f.square_scales and block_2d)
+        if offs is None and f.transposed_columnwise and not turned:  # unlike the data
             columns = columns[0], Shard(dim)
         results = [*_results(rows, columns, rowwise, columnwise), Shard(1) if dbias else WHOLE]
         rules.append(rule(results, (x, Shard(dim)), (offs, WHOLE), (scale, WHOLE), (row_scale, WHOLE), (rng, WHOLE)))

@@ -24,12 +24,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..meta import activations
 from ..meta.specs import accumulator
+from ..meta.table import OnePerName
 from ..nn._activation import activate, is_one_op
 from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_gemm, grouped_mlp
 
 NAME = "tgl"
+
+OLDEST = (5, 7)  # the first whose models take a registered implementation
+_NEEDS = (
+    "tgl.integrations.transformers needs transformers 5.7 or later; install it with "
+    "`pip install torch-grouped-linear[transformers]`"
+)
 
 
 def register(name: str = NAME) -> None:
@@ -39,9 +47,14 @@ def register(name: str = NAME) -> None:
         name: what ``set_experts_implementation`` and ``experts_implementation=`` will call it.
 
     Raises:
-        ImportError: transformers is not installed, or older than its experts interface (5.0).
+        ImportError: transformers is not installed, or older than 5.7, whose models take no registered implementation.
     """
-    _experts_module().ExpertsInterface.register(name, experts_forward)
+    experts_module = _experts_module()
+    import transformers
+
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(_NEEDS + f", but {transformers.__version__} is installed")
+    experts_module.ExpertsInterface.register(name, experts_forward)
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -63,7 +76,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     down = flags.down_proj
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
-    early = not flags.has_post_expert_norm
+    early = not getattr(flags, "has_post_expert_norm", False)  # older versions know of no such experts
     hidden, probs = hidden_states.to(up.dtype), None
     if early:
         probs = top_k_weights if top_k_weights.dtype == up.dtype else top_k_weights.to(accumulator(up.dtype))
@@ -105,12 +118,12 @@ def _matrices(flags: Any, weight: Tensor) -> Tensor:
 
 
 class Activation(NamedTuple):
-    """How ``grouped_activation`` computes what an experts class does between its two projections.
+    """The arguments of ``grouped_activation`` for what an experts class computes between its two projections.
 
     Attributes:
         kind: as in ``grouped_activation``.
-        interleaved: likewise.
-        limit, alpha, offset: constants of ``"clamped_qgeglu"``: a number, or the name of the module's attribute.
+        interleaved: as in ``grouped_activation``.
+        limit, alpha, offset: constants that the activation depends on: a number, or the name of the module's attribute.
     """
 
     kind: str
@@ -122,9 +135,9 @@ class Activation(NamedTuple):
     def parameters(self, experts: nn.Module) -> dict[str, Any]:
         """Keyword arguments of ``grouped_activation`` for one module."""
         given: dict[str, Any] = {"kind": self.kind, "interleaved": self.interleaved}
-        if self.kind == "clamped_qgeglu":
-            for name, value in (("limit", self.limit), ("alpha", self.alpha), ("offset", self.offset)):
-                given[name] = float(getattr(experts, value) if isinstance(value, str) else value)
+        for name in activations.named(self.kind).constants:
+            value = getattr(self, name)
+            given[name] = float(getattr(experts, value) if isinstance(value, str) else value)
         return given
 
 
@@ -143,30 +156,70 @@ _KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
 }
 
 
+# The elementwise functions that are a gate of ours, by its name: classes of ``torch.nn`` and of transformers, some of
+# them not in every version. ``torch.nn.GELU`` is two functions, told apart by its argument.
+_FUNCTIONS = OnePerName(
+    {known.gate.name for known in activations.TABLE.values()},
+    "functions of gates, integrations/transformers.py",
+    {
+        "silu": ("SiLU", "SiLUActivation"),
+        "clamped_silu": (),  # part of gates of the models' own
+        "gelu": ("GELUActivation",),
+        "gelu_pytorch_tanh": (
+            "GELUTanh",
+            "PytorchGELUTanh",
+            "NewGELUActivation",
+            "FastGELUActivation",
+            "AccurateGELUActivation",
+        ),
+        "relu": ("ReLU",),
+        "relu2": ("ReLUSquaredActivation",),
+    },
+)
+for _known, _ in _KNOWN_GATES.values():
+    activations.named(_known.kind)
+
+
 def activation(experts: nn.Module) -> Activation | None:
     """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
     act_fn = getattr(experts, "act_fn", None)
     function = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
-    return _activation(type(experts), bool(experts.has_gate), function)
+    variant = act_fn.approximate if isinstance(act_fn, nn.GELU) else None
+    return _activation(type(experts), bool(experts.has_gate), function, variant)
 
 
 @torch.compiler.assume_constant_result
-def _activation(experts: Any, has_gate: bool, function: Any) -> Activation | None:
-    return _recognise(experts, has_gate, function)
+def _activation(experts: Any, has_gate: bool, function: Any, variant: str | None) -> Activation | None:
+    return _recognise(experts, has_gate, function, variant)
 
 
 @functools.cache
-def _recognise(experts: Any, has_gate: bool, function: Any) -> Activation | None:
-    from transformers import activations
+def _recognise(experts: Any, has_gate: bool, function: Any, variant: str | None) -> Activation | None:
+    name = _gate_name(function, variant)
+    if has_gate and experts._apply_gate is not _experts_module()._default_apply_gate:
+        known, needs_silu = _KNOWN_GATES.get(_digest(experts._apply_gate), (None, False))
+        return known if name == activations.SILU.name or not needs_silu else None
+    return next((Activation(a.name) for a in activations.TABLE.values() if _is(a, name, has_gate)), None)
 
-    if not has_gate:
-        return Activation("srelu") if function is activations.ReLUSquaredActivation else None
-    silu = function in (nn.SiLU, activations.SiLUActivation, nn.functional.silu)
-    gate = experts._apply_gate
-    if gate is _experts_module()._default_apply_gate:
-        return Activation("swiglu") if silu else None
-    known, needs_silu = _KNOWN_GATES.get(_digest(gate), (None, False))
-    return known if silu or not needs_silu else None
+
+def _is(found: activations.Activation, gate: str | None, gated: bool) -> bool:
+    """Whether ``found`` is that function of its gate alone, times the linear half as it is if ``gated``."""
+    return found.gate.name == gate and found.linear is (activations.IDENTITY if gated else None)
+
+
+def _gate_name(function: Any, variant: str | None) -> str | None:
+    """The gate of ours that a class or a function is; None for others. ``variant`` is ``torch.nn.GELU``'s argument."""
+    from transformers import activations as theirs
+
+    if function is nn.GELU:
+        return {"none": activations.GELU, "tanh": activations.GELU_TANH}[variant or ""].name
+    for found in (activations.SILU, activations.GELU, activations.RELU):
+        if function is getattr(nn.functional, found.name):
+            return found.name
+    for name, classes in _FUNCTIONS.items():
+        if any(function in (getattr(nn, known, None), getattr(theirs, known, None)) for known in classes):
+            return name
+    return None
 
 
 def _digest(function: Any) -> str:
@@ -182,8 +235,5 @@ def _experts_module() -> Any:
     try:
         from transformers.integrations import moe
     except ImportError as error:
-        raise ImportError(
-            "tgl.integrations.transformers needs transformers 5 or later; install it with "
-            "`pip install torch-grouped-linear[transformers]`"
-        ) from error
+        raise ImportError(_NEEDS) from error
     return moe

@@ -10,13 +10,26 @@ from collections.abc import Callable
 
 import torch
 from torch import SymInt, Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 OUT_ALIGNMENT = 16  # bytes; what a 128-bit store and a TMA descriptor need
 
 Message = Callable[[], str]
+
+
+def guard_or_true(condition: bool | torch.SymBool) -> bool:
+    """Whether ``condition`` holds, or nothing can be said about its symbols."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental import symbolic_shapes  # with sympy; whoever has symbols has loaded both
+
+    return symbolic_shapes.guard_or_true(condition)
+
+
+def guard_or_false(condition: bool | torch.SymBool) -> bool:
+    """Whether ``condition`` holds; not if nothing can be said about its symbols."""
+    return not guard_or_true(torch.sym_not(condition))
 
 
 def require(
@@ -86,6 +99,17 @@ def strides(op: str, argument: str, t: Tensor, expected: tuple, why: str) -> Non
         require(False, op, argument, f"of strides {tuple(expected)}, {why}", f"strides {t.stride()}")
 
 
+def apart(op: str, argument: str, t: Tensor) -> None:
+    """No two elements of ``t`` lie in one place, as those of an expanded tensor do; of symbols the real call asks."""
+    if any(isinstance(s, SymInt) for s in (*t.shape, *t.stride())) or not t.numel():
+        return
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1):
+        if stride < extent:
+            require(False, op, argument, "free of elements that overlap", f"strides {t.stride()}")
+        extent += stride * (size - 1)
+
+
 def floating(op: str, argument: str, t: Tensor) -> None:
     """``t`` is one of the floating dtypes that the dense ops compute in."""
     if t.dtype not in FLOATS:
@@ -143,6 +167,22 @@ def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, 
         require(False, op, "offs", "contiguous", f"strides {offs.stride()}")
 
 
+def slots(
+    op: str, argument: str, packed: Tensor, table: Tensor, groups: int | SymInt, reference: str, device: torch.device
+) -> None:
+    """``table`` is a contiguous int32 vector of one number per group, and ``packed`` (``argument``) has slots."""
+    if table.dtype != torch.int32:
+        require(False, op, "slots", f"int32 (the slot of every group in `{argument}`)", table.dtype, TypeError)
+    shape(op, "slots", table, (groups,), "[G]")
+    same_device(op, "slots", table, reference, device)
+    (stride,) = table.stride()
+    if (stride == 1) is not True and not (guard_or_true(stride == 1) or guard_or_true(table.shape[0] <= 1)):
+        require(False, op, "slots", "contiguous", f"strides {table.stride()}")
+    for fits in (packed.shape[0] >= 1, packed.shape[0] < 1 << 31):
+        if fits is not True:
+            require(fits, op, argument, "of 1 to 2^31 - 1 slots when `slots` is given", packed.shape)
+
+
 def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
     """The output dtype for operands of dtype ``operand``; float64 does not mix with the others."""
     if requested is None or requested == operand:
@@ -158,14 +198,20 @@ def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dty
     return requested
 
 
-def out_buffer(op: str, argument: str, t: Tensor, expected: tuple, letters: str, device: torch.device) -> None:
-    """``t`` can be written by a kernel: right shape and device, row-major (rows and slots may be padded)."""
+def out_buffer(
+    op: str, argument: str, t: Tensor, expected: tuple, letters: str, device: torch.device, *, overlapping: bool = False
+) -> None:
+    """``t`` can be written by a kernel: right shape and device, row-major (rows and slots may be padded).
+
+    Args:
+        overlapping: whether slots, along the first dimension, may begin within one another.
+    """
     shape(op, argument, t, expected, letters)
     same_device(op, argument, t, "a", device)
     inner = t.stride(-1)
     if not ((not isinstance(inner, SymInt) and inner == 1) or guard_or_true(t.shape[-1] <= 1)):
         require(False, op, argument, "row-major (last stride 1)", f"strides {t.stride()}")
-    for dim in range(t.dim() - 1):
+    for dim in range(1 if overlapping else 0, t.dim() - 1):
         extent = 1 if dim + 1 == t.dim() - 1 else t.stride(dim + 1)
         room = t.stride(dim) >= t.shape[dim + 1] * extent
         if not (room is True or guard_or_true(room) or guard_or_true(t.shape[dim] <= 1)):

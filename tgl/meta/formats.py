@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 SCALINGS = ("rceil", "floor", "even")
 SCALE_LAYOUTS = ("compact", "blocked")
 
@@ -51,35 +52,107 @@ ELEMENTS: dict[torch.dtype, Element] = {
 }
 
 
+class ScaleMatrix(NamedTuple):
+    """How one group's scales lie in a layout of another library: row-major or in tiles, each side padded to a multiple.
+
+    Scales run *along* the tokens of a group (or the rows of a weight) and *across* the other dimension.
+
+    Attributes:
+        transposed: the rows run across, the columns along.
+        pad_rows, pad_columns: multiples.
+        tiled: in tiles of 128 x 4.
+    """
+
+    transposed: bool
+    pad_rows: int
+    pad_columns: int
+    tiled: bool = False
+
+
+class TEScales(NamedTuple):
+    """How TransformerEngine pads a format's scales; those of square blocks only where ``Format.square_scales``."""
+
+    rowwise: ScaleMatrix
+    columnwise: ScaleMatrix
+    square_rowwise: ScaleMatrix | None = None
+    square_columnwise: ScaleMatrix | None = None
+
+    def of(self, columnwise: bool, square: bool) -> ScaleMatrix:
+        """Of one component."""
+        found = self[columnwise + 2 * square]
+        assert found is not None
+        return found
+
+
 @dataclass(frozen=True)
 class Format:
     """What a quantised operand is made of; component shapes follow from it and from (T, K, G), see ``quantized``.
 
+    Every fact that code asks of a format stands here: nothing else compares a format's name.
+
     Attributes:
-        name: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        name: what ops, recipes and tensors call it.
         data_dtypes: dtypes of the data, the default first.
-        scale_dtype: dtype of the scales.
+        elements: what the elements of each of ``data_dtypes`` are called.
+        scale_dtype: dtype of the scales as they are stored.
+        scale_type: what the bytes of a scale mean: ``torch.float8_e8m0fnu``, ``torch.float8_e4m3fn``, or
+            ``torch.float32`` where they are stored as that.
         block: elements that share a scale along the contraction dimension; 0 if a whole group shares one.
         transposed_columnwise: whether columnwise data is stored transposed, ``[K, Tp]``, rather than in x's order.
+        transposed_scale: whether compact columnwise scales are ``[K, blocks]``, as those of the transposed matrix, or
+            ``[blocks, K]``.
+        scale_by_columns: whether rowwise scales of rows in groups lie by columns, ``[T, blocks]`` of strides
+            ``(1, T)``. A tile of 128 rows has float32 scales in 512 bytes side by side then; by rows they are four
+            bytes in 128 places.
+        square_scales: whether a square block (``block_2d``) stores one scale, ``[ceil(N / block), ceil(K / block)]``,
+            which is how the GEMMs then read weights; else one for each of its rows, as other blocks do.
         unit_data: unit of the placement (see ``placement``) of transposed columnwise data; 0 if it is not transposed.
         unit_scale: unit of the placement of columnwise scales; 0 if they are per group.
         layouts: scale layouts.
+        te_scales: the scales as TransformerEngine pads them; None where there is no conversion.
         per_byte: elements in one item of the data.
         has_amax: whether a float32 amax per group is a component.
+        decodes_with_amax: whether the values depend on that amax, so that GEMMs and ``group_dequantize`` read it.
+        fused_with_gemm: whether a layer quantises an activation in the GEMM before it, by
+            ``grouped_gemm_scaled_activation_quantize``: its scales follow from the elements of one tile.
+        power_of_two: default of the option ``power_of_two``, where the format has it.
         options: arguments of ``group_quantize`` that mean something for this format alone or for few.
     """
 
     name: str
     data_dtypes: tuple[torch.dtype, ...]
+    elements: tuple[str, ...]
     scale_dtype: torch.dtype
+    scale_type: torch.dtype
     block: int
     transposed_columnwise: bool
     unit_data: int
     unit_scale: int
     layouts: tuple[str, ...]
-    per_byte: int
-    has_amax: bool
     options: frozenset[str]
+    per_byte: int = 1
+    te_scales: TEScales | None = None
+    transposed_scale: bool = False
+    scale_by_columns: bool = False
+    square_scales: bool = False
+    has_amax: bool = False
+    decodes_with_amax: bool = False
+    fused_with_gemm: bool = False
+    power_of_two: bool = False
+
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether a group's last columnwise block counts as a whole: a Hadamard transform mixes all its places."""
+        return "rht" in self.options
+
+    @property
+    def scale_nan(self) -> int:
+        """The byte of a one-byte scale that is NaN."""
+        return {E8M0: E8M0_NAN, E4M3: E4M3_NAN}[self.scale_type]
+
+    def element_of(self, dtype: torch.dtype | None) -> str:
+        """What elements of data of ``dtype`` are called; None is the default."""
+        return self.elements[0 if dtype is None else self.data_dtypes.index(dtype)]
 
 
 FORMATS: dict[str, Format] = {
@@ -88,53 +161,70 @@ FORMATS: dict[str, Format] = {
         Format(
             name="mxfp8",
             data_dtypes=(E4M3, E5M2),
+            elements=("E4M3", "E5M2"),
             scale_dtype=torch.uint8,
+            scale_type=E8M0,
             block=32,
             transposed_columnwise=False,
             unit_data=0,
             unit_scale=128,
             layouts=SCALE_LAYOUTS,
-            per_byte=1,
-            has_amax=False,
+            te_scales=TEScales(ScaleMatrix(False, 128, 4), ScaleMatrix(False, 4, 128)),
+            fused_with_gemm=True,
             options=frozenset({"scaling"}),
         ),
         Format(
             name="nvfp4",
             data_dtypes=(torch.uint8,),
+            elements=("E2M1",),
             scale_dtype=torch.uint8,
+            scale_type=E4M3,
             block=16,
             transposed_columnwise=True,
+            transposed_scale=True,
             unit_data=64,
             unit_scale=64,
             layouts=SCALE_LAYOUTS,
+            te_scales=TEScales(ScaleMatrix(False, 128, 4), ScaleMatrix(True, 128, 4)),
             per_byte=2,
             has_amax=True,
+            decodes_with_amax=True,
             options=frozenset({"block_2d", "rht", "rng"}),
         ),
         Format(
             name="fp8_tensor",
             data_dtypes=(E4M3, E5M2),
+            elements=("E4M3", "E5M2"),
             scale_dtype=torch.float32,
+            scale_type=torch.float32,
             block=0,
             transposed_columnwise=True,
             unit_data=32,
             unit_scale=0,
             layouts=("compact",),
-            per_byte=1,
             has_amax=True,
             options=frozenset({"scale", "power_of_two", "eps"}),
         ),
         Format(
             name="fp8_block",
             data_dtypes=(E4M3, E5M2),
+            elements=("E4M3", "E5M2"),
             scale_dtype=torch.float32,
+            scale_type=torch.float32,
             block=128,
             transposed_columnwise=True,
+            scale_by_columns=True,
+            square_scales=True,
             unit_data=32,
             unit_scale=128,
             layouts=("compact",),
-            per_byte=1,
-            has_amax=False,
+            te_scales=TEScales(
+                ScaleMatrix(True, 1, 4),
+                ScaleMatrix(False, 1, 4),
+                square_rowwise=ScaleMatrix(False, 1, 4),
+                square_columnwise=ScaleMatrix(True, 1, 4),
+            ),
+            power_of_two=True,
             options=frozenset({"power_of_two", "eps", "block_2d"}),
         ),
     )

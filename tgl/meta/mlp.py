@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import checks
-from .specs import ACTIVATIONS, GATED, Dim, TensorSpec, accumulator
+from . import activations, checks
+from .specs import Dim, RowsSpec, TensorSpec, accumulator
 
 GRADIENTS = 6  # of x, w1, w2, probs, bias1 and bias2, in this order
 
@@ -42,9 +42,9 @@ def grouped_mlp(
             checks.either_dtype(op, name, bias, dtype, accumulator(dtype))
             checks.same_device(op, name, bias, "x", device)
     return (
-        TensorSpec((rows, columns), dtype, device),
-        TensorSpec((rows, width), dtype, device),
-        TensorSpec((0 if recompute else rows, inter), dtype, device),
+        RowsSpec((rows, columns), dtype, device),
+        RowsSpec((rows, width), dtype, device),
+        TensorSpec((0, inter), dtype, device) if recompute else RowsSpec((rows, inter), dtype, device),
     )
 
 
@@ -59,7 +59,7 @@ def _operands(
 ) -> tuple[Dim, Dim, Dim, Dim]:
     """T, N, I and O, where ``matrix`` is ``x`` or, without that, ``dy``, and its name."""
     name, x = matrix
-    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    activation = activations.named(kind, op=op)
     checks.ndim(op, name, x, 2, "[T, H]" if name == "x" else "[T, O]")
     checks.floating(op, name, x)
     checks.dense_matrix(op, name, x)
@@ -68,7 +68,7 @@ def _operands(
     rows, (groups, _, width), columns = x.shape[0], w1.shape, w2.shape[2]
     dtype, device = x.dtype, x.device
     inter: Dim = width
-    if kind in GATED:
+    if activation.gated:
         checks.size_even(op, "w1", w1, 2, "[G, H, 2 I] with an even number of columns")
         inter = width // 2
     for weight, w in (("w1", w1), ("w2", w2)):
@@ -126,10 +126,10 @@ def grouped_mlp_backward(
         checks.require(given is not None or not output_mask[i], op, "output_mask", f"False for {name}", "True")
     acc = accumulator(dtype)
     wanted = (
-        TensorSpec((rows, w1.shape[1]), dtype, device),
+        RowsSpec((rows, w1.shape[1]), dtype, device),
         _weight_gradient(w1),
         _weight_gradient(w2),
-        TensorSpec((rows,), dtype if probs is None else probs.dtype, device),
+        RowsSpec((rows,), dtype if probs is None else probs.dtype, device),
         TensorSpec((groups, width), acc, device),
         TensorSpec((groups, columns), acc, device),
     )

@@ -32,7 +32,7 @@ def units(rows: Dim, groups: Dim, u: int) -> Dim:
 
 
 def padded_rows(rows: Dim, groups: Dim, u: int) -> Dim:
-    """The same in tokens: Tp."""
+    """How many tokens to allocate for them: Tp, ``u`` per unit."""
     return u * units(rows, groups, u)
 
 
@@ -53,6 +53,12 @@ def coordinate(offs: Tensor, rows: Dim, u: int) -> Tensor:
     group = torch.searchsorted(offs.to(torch.int64), token, right=True)
     shift = torch.cat([starts(offs, u) - first_rows(offs), token.new_zeros(1)])
     return torch.where(group < offs.shape[0], token + shift[group], -1)
+
+
+def tail(offs: Tensor, rows: int) -> Tensor:
+    """bool ``[T]``: whether a row lies past the last group, without reading ``offs`` on the host."""
+    end = offs[-1] if offs.shape[0] else 0
+    return torch.arange(rows, device=offs.device) >= end
 
 
 def row_of(offs: Tensor, rows: Dim, u: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import checks
 from .formats import ELEMENTS, FORMATS, SCALINGS, Format
 from .placement import blocked_size, ceil_div, padded_rows
-from .specs import Dim, TensorSpec
+from .specs import Dim, TensorSpec, empty_all
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_UNIT = 128  # unit of the placement of blocked rowwise scales
@@ -59,7 +59,7 @@ class ComponentSpecs(NamedTuple):
 
     def empty(self) -> Components:
         """Allocate them, uninitialised."""
-        return Components(*(spec.empty() for spec in self))
+        return Components(*empty_all(self))
 
     def meta(self) -> Components:
         """Stand-ins without memory."""
@@ -110,7 +110,7 @@ class Options:
         checks.require(self.columnwise or not self.rht, op, "rht", "False without `columnwise`", self.rht)
         power_of_two = self.power_of_two
         if power_of_two is None and "power_of_two" in f.options:
-            power_of_two = f.name == "fp8_block"
+            power_of_two = f.power_of_two
         return replace(self, dtype=dtype, power_of_two=power_of_two)
 
 
@@ -162,7 +162,10 @@ def component_specs(
         return TensorSpec(size, dtype, device, stride) if present else TensorSpec((0,), dtype, device)
 
     rowwise, columnwise = options.rowwise, options.columnwise
-    stride = (1, shape[0]) if scales_by_columns(f.name, grouped=grouped) else None
+    # One column lies as it would by rows, with the strides that PyTorch takes for those of a contiguous tensor.
+    several = grouped and f.scale_by_columns and not checks.guard_or_false(scale[-1] == 1)
+    pitch = max(shape[0], 1) if isinstance(shape[0], int) else shape[0]
+    stride = (1, pitch) if several else None
     return ComponentSpecs(
         data=spec(rowwise, data, options.dtype),
         scale=spec(rowwise, scale, f.scale_dtype, stride),
@@ -191,7 +194,7 @@ def _grouped_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _S
     if options.blocked:
         scale: tuple[Dim, ...] = (blocked_size(padded_rows(rows, groups, ROW_UNIT), across),)
         return data, scale, columnwise_data, (blocked_size(k, down),)
-    return data, (rows, across), columnwise_data, (k, down) if _scales_transposed(f) else (down, k)
+    return data, (rows, across), columnwise_data, (k, down) if f.transposed_scale else (down, k)
 
 
 def _matrix_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Shapes:
@@ -204,23 +207,10 @@ def _matrix_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Sh
     across, down = ceil_div(k, f.block), ceil_div(n, f.block)
     if options.blocked:
         return data, (groups, blocked_size(n, across)), columnwise_data, (groups, blocked_size(k, down))
-    if f.name == "fp8_block" and options.block_2d:
+    if f.square_scales and options.block_2d:
         return data, (groups, down, across), columnwise_data, (groups, across, down)
-    columnwise_scale = (groups, k, down) if _scales_transposed(f) else (groups, down, k)
+    columnwise_scale = (groups, k, down) if f.transposed_scale else (groups, down, k)
     return data, (groups, n, across), columnwise_data, columnwise_scale
-
-
-def scales_by_columns(format: str, *, grouped: bool) -> bool:
-    """Whether rowwise scales lie by columns, ``[T, blocks]`` of strides ``(1, T)``: float32 ones of rows in groups.
-
-    A tile of 128 rows then has them in 512 bytes side by side; by rows they are four bytes in 128 places.
-    """
-    return grouped and format == "fp8_block"
-
-
-def _scales_transposed(f: Format) -> bool:
-    """Whether compact columnwise scales are ``[K, blocks]``, as those of the transposed matrix, or ``[blocks, K]``."""
-    return f.name == "nvfp4"
 
 
 # --- group_quantize ---------------------------------------------------------------------------------------------------
@@ -393,7 +383,7 @@ def group_dequantize(
     specs = component_specs(made_with, shape, groups, data.device, grouped=offs is not None)
     picked = specs[3:6] if options.columnwise else specs[:3]
     for name, spec, t in zip(("data", "scale", "amax"), picked, (data, scale, amax)):
-        if name == "amax" and options.format != "nvfp4":
+        if name == "amax" and not f.decodes_with_amax:
             checks.require(t is None, op, name, f"None for {f.name}", "a tensor")
             continue
         if t is None:
@@ -451,6 +441,7 @@ def fp8_update_history(amax: Tensor, history: Tensor) -> None:
     checks.ndim(op, "amax", amax, 1, "[G]")
     checks.either_dtype(op, "amax", amax, torch.float32)
     _history(op, history)
+    checks.apart(op, "history", history)
     checks.size(op, "history", history, 1, amax.shape[0], lambda: f"[L, G] with G = {amax.shape[0]} like `amax`")
     checks.same_device(op, "history", history, "amax", amax.device)
 

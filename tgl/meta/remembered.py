@@ -1,81 +1,131 @@
-"""Checks that need not be made again for a call like one before."""
+"""Checks that need not be made again for a call like one before, whatever its number of rows.
+
+The number of rows T changes with every step of a training run, and nothing that a check looks at depends on it but
+sizes of other tensors. So a call is looked up by everything else, and T is compared: with what other tensors have, and
+with what the specs found were made for.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-from torch import Tensor
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from .specs import TensorSpec
 
-Spec = TypeVar("Spec")
-_NEVER = object()
-LIMIT = 1024  # calls remembered per check; sizes of a training run are few, and a new number of tokens makes a new call
+Check = TypeVar("Check", bound=Callable[..., Any])
+LIMIT = 1024  # calls remembered per check; those of a model are few
 
 
-class RememberedSpec(TensorSpec):
-    """A spec that is the same object for all calls alike, with room for what follows from their metadata."""
+class _Kind(NamedTuple):
+    """How a tensor takes part in a look-up; expressions of a tensor ``t``.
 
-    kept: Any = None  # type: ignore[assignment]
+    Attributes:
+        key: what another call must have in common with one that passed.
+        plain: what must hold for a call to be looked up at all, ``_rows`` being T.
+        moving: what depends on T and is compared with the last call of this key.
+    """
 
-    @functools.cached_property
-    def by_rows(self) -> RememberedSpec:  # type: ignore[override]
-        return RememberedSpec(*super().by_rows)
-
-
-def _remembering(result: Any) -> Any:
-    """The specs of a check's result as such that remember."""
-    if isinstance(result, TensorSpec):
-        return RememberedSpec(*result)
-    if type(result) is tuple and all(isinstance(spec, TensorSpec) for spec in result):
-        return tuple(map(_remembering, result))
-    return result
+    key: str
+    plain: str = ""
+    moving: str = ""
 
 
-def remembered(check: Callable[..., Spec]) -> Callable[..., Spec]:
+KINDS = {
+    "tensor": _Kind("t.shape, t.stride(), t.dtype, t.device"),
+    # [T, columns] in any layout with a unit stride, so that the other one, which may be T, need not be looked at
+    "rows": _Kind("t.shape[1:], t.dtype, t.device", "t.shape[0] == _rows and 1 in t.stride()"),
+    "contiguous rows": _Kind("t.shape[1:], t.dtype, t.device", "t.shape[0] == _rows and t.is_contiguous()"),
+    # [T]
+    "vector": _Kind("t.stride(), t.dtype, t.device", "t.shape[0] == _rows"),
+    # [T, columns] to be written, with the pitch of its rows, which of a single row means nothing
+    "destination": _Kind("t.shape[1:], t.stride(), t.dtype, t.device", "t.shape[0] == _rows > 1"),
+    # [features, tokens], as many tokens as follow from T
+    "transposed": _Kind("t.shape[0], t.dtype, t.device", "t.is_contiguous()", "t.shape"),
+    # of sizes that follow from T otherwise
+    "tokens": _Kind("t.dtype, t.device", "", "t.shape, t.stride()"),
+}
+
+
+def remembered(check: Check, kinds: Mapping[str, str] | None = None) -> Check:
     """``check``, which maps tensors and options to output specs, at the price of a look-up for what it has passed.
 
     For real tensors alone: sizes of traced ones are symbols. What raises is not remembered. Between the products of a
-    layer an op finds the processor's caches cold, and a dozen checks then cost four times what one look-up does.
+    layer an op finds the processor's caches cold, and a dozen checks then cost twice what one look-up does. The
+    function that makes the look-up is written out for the parameters of ``check``: a loop over them would cost as much
+    as the checks.
 
     Args:
-        check: takes tensors or None by position and what can be hashed by keyword; looks at the tensors' shapes,
-            strides, dtypes and devices and at nothing else.
+        check: takes tensors or None (annotated so) and what can be hashed; looks at the tensors' shapes, strides,
+            dtypes and devices and at nothing else. Of a ``RowsSpec`` that it returns the first size is T.
+        kinds: of parameters (``KINDS``), where T has a part in them; the first one by rows is never None, and has T.
     """
-    passed: dict[tuple, Any] = {}
-
-    @functools.wraps(check)
-    def once(*tensors: Tensor | None, **options: Any) -> Spec:
-        seen: list = [*options.items()]
-        for t in tensors:  # a comprehension would be one more call
-            if t is None:
-                seen.append(None)
-            else:
-                # Flat, for every tuple within the key is one more object to fetch and compare.
-                seen += t.shape
-                seen += t.stride()
-                seen += (t.dtype, t.device)
-        key = tuple(seen)
-        spec = passed.get(key, _NEVER)  # one step, as another thread may be clearing
-        if spec is _NEVER:
-            spec = check(*tensors, **options)
-            spec = _remembering(spec)
-            if len(passed) >= LIMIT:
-                passed.clear()
-            passed[key] = spec
-        return spec
-
+    kinds = kinds or {}
+    key, plain, moving, parameters, given = [], [], [], [], []
+    for name, parameter in inspect.signature(check).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            parameters.append(f"*{name}")
+            given.append(f"*{name}")
+            kind = KINDS[kinds.get(name, "tensor")]
+            key.append(f"*[({kind.key}) for t in {name}]")
+            moving += [f"[({kind.moving}) for t in {name}]"] if kind.moving else []
+            continue
+        by_keyword = parameter.kind is parameter.KEYWORD_ONLY
+        if by_keyword and not any(text.startswith("*") for text in parameters):
+            parameters.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        parameters.append(name + default)
+        given.append(f"{name}={name}" if by_keyword else name)
+        if "Tensor" not in str(parameter.annotation):
+            key.append(name)
+            continue
+        kind = _Kind(*(part.replace("t.", f"{name}.") for part in KINDS[kinds.get(name, "tensor")]))
+        optional = "None" in str(parameter.annotation)
+        key.append(f"None if {name} is None else ({kind.key})" if optional else kind.key)
+        if kind.plain:
+            plain.append(f"({name} is None or {kind.plain})" if optional else kind.plain)
+        if kind.moving:
+            moving.append(f"None if {name} is None else ({kind.moving})" if optional else f"({kind.moving})")
+    first = next((name for name, kind in kinds.items() if kind in ("rows", "contiguous rows")), None)
+    plain = [text.replace(f"{first}.shape[0] == _rows and ", "", 1) for text in plain]  # it says what T is
+    call = f"_check({', '.join(given)})"
+    source = f"""
+def once({", ".join(parameters)}):
+    try:
+        _rows = {f"{first}.shape[0]" if first else None}
+        if not ({" and ".join(plain) or True}):
+            return {call}
+        _key = ({", ".join(key)},)
+    except IndexError:  # a tensor of no dimensions
+        return {call}
+    _moving = {f"(_rows, {', '.join(moving)})" if moving else "_rows"}
+    _found = _passed.get(_key)
+    if _found is None:
+        _result = {call}
+        if len(_passed) >= _limit():
+            _passed.clear()
+        _passed[_key] = [(_moving, _result), {"None" if moving else "_remaking(_result)"}]
+        return _result
+    _last, _remake = _found
+    if _last[0] == _moving:
+        return _last[1]
+    _result = {call} if _remake is None else _remake(_rows)
+    _found[0] = _moving, _result  # in one step, for other threads
+    return _result
+"""
+    passed: dict[tuple, list] = {}
+    space: dict[str, Any] = {"_check": check, "_passed": passed, "_limit": lambda: LIMIT, "_remaking": _remaking}
+    exec(compile(source, f"<remembered {check.__name__}>", "exec"), space)
+    once: Any = functools.wraps(check)(space["once"])
+    once.passed = passed
     return once
 
 
-def remembered_out(check: Callable[..., None]) -> Callable[..., None]:
-    """``remembered`` for a check that takes a tensor by the keyword ``out`` too."""
-    once = remembered(lambda out, *tensors, **options: check(*tensors, out=out, **options))
-
-    @functools.wraps(check)
-    def once_out(*tensors: Tensor | None, out: Tensor, **options: Any) -> None:
-        once(out, *tensors, **options)
-
-    return once_out
+def _remaking(result: Any) -> Callable[[int], Any] | None:
+    """What makes a check's result for another number of rows; None if that takes the check."""
+    if isinstance(result, TensorSpec):
+        return result.at
+    if type(result) is tuple:
+        return lambda rows: tuple([spec.at(rows) for spec in result])
+    return (lambda rows: None) if result is None else None

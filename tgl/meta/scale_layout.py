@@ -11,7 +11,7 @@ Layouts:
         divide the contraction, ``[rows, ceil(T / block) + 4 G]``; weights ``[G, bytes]``.
     ``"te"``: the flat buffers of TransformerEngine's GroupedTensor: the groups' scale matrices one after the other,
         each padded to what its quantizer's ``get_scale_shape`` says.
-    ``"te_swizzled"``: the same after ``optimize_for_gemm``: every group blocked on its own.
+    ``"te_swizzled"``: those buffers after ``optimize_for_gemm``: every group blocked on its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import checks, placement
-from .formats import Format
+from .formats import FORMATS, Format, ScaleMatrix
 from .placement import Dim, blocked_offset, ceil_div
 from .quantized import ROW_UNIT, ComponentSpecs, Options, component_specs, known_format
 from .specs import TensorSpec
@@ -30,33 +30,7 @@ from .specs import TensorSpec
 LAYOUTS = ("blocked", "torch", "te", "te_swizzled")
 
 
-class Matrix(NamedTuple):
-    """How one group's scales lie in a layout: row-major or in tiles, each side padded to a multiple.
-
-    Attributes:
-        transposed: the rows run across, the columns along.
-        pad_rows, pad_columns: multiples.
-        tiled: in tiles of 128 x 4.
-    """
-
-    transposed: bool
-    pad_rows: int
-    pad_columns: int
-    tiled: bool = False
-
-
-_ROWWISE, _COLUMNWISE = Matrix(False, 128, 4, tiled=True), Matrix(True, 128, 4, tiled=True)
-# By (format, columnwise, whether blocks are square).
-_TE: dict[tuple[str, bool, bool], Matrix] = {
-    ("mxfp8", False, False): Matrix(False, 128, 4),
-    ("mxfp8", True, False): Matrix(False, 4, 128),
-    ("nvfp4", False, False): Matrix(False, 128, 4),
-    ("nvfp4", True, False): Matrix(True, 128, 4),
-    ("fp8_block", False, False): Matrix(True, 1, 4),
-    ("fp8_block", True, False): Matrix(False, 1, 4),
-    ("fp8_block", False, True): Matrix(False, 1, 4),
-    ("fp8_block", True, True): Matrix(True, 1, 4),
-}
+_ROWWISE, _COLUMNWISE = ScaleMatrix(False, 128, 4, tiled=True), ScaleMatrix(True, 128, 4, tiled=True)
 
 
 class Scales(NamedTuple):
@@ -66,7 +40,7 @@ class Scales(NamedTuple):
         layout: one of ``LAYOUTS``.
         description: the format.
         columnwise: which component.
-        square: whether blocks are square and stored once (fp8_block weights).
+        square: whether blocks are square and stored once (``Format.square_scales``).
         shape: ``(T, K)`` or ``(G, N, K)`` of the quantised tensor.
         groups: G.
         compact: spec of the compact component.
@@ -83,10 +57,11 @@ class Scales(NamedTuple):
     other: TensorSpec
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> ScaleMatrix:
         """How one group's scales lie in ``layout``."""
         if self.layout == "te":
-            return _TE[self.description.name, self.columnwise, self.square]
+            assert self.description.te_scales is not None
+            return self.description.te_scales.of(self.columnwise, self.square)
         return _COLUMNWISE if self.columnwise else _ROWWISE
 
     @property
@@ -117,16 +92,13 @@ def scales(
     """Check the arguments of a conversion; ``scale`` is in layout ``given``, which is ``layout`` or ``"compact"``."""
     f = known_format(op, format)
     checks.require(layout in LAYOUTS, op, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
-    converted = f.name in ("mxfp8", "nvfp4") or (f.name == "fp8_block" and layout == "te")
-    users = "mxfp8, nvfp4" + (" or fp8_block" if layout == "te" else "")
-    checks.require(converted, op, "format", f"{users} for layout {layout!r}", repr(format))
-    checks.require(
-        not block_2d or (f.name == "fp8_block" and offs is None),
-        op,
-        "block_2d",
-        "False except for weights in fp8_block (other scales of square blocks are stored once per row)",
-        block_2d,
-    )
+    if not _converts(f, layout):
+        users = [name for name, other in FORMATS.items() if _converts(other, layout)]
+        checks.require(False, op, "format", f"{' or '.join(users)} for layout {layout!r}", repr(format))
+    if block_2d and not (f.square_scales and offs is None):
+        users = [name for name, other in FORMATS.items() if other.square_scales]
+        must = "(other scales of square blocks are stored once per row)"
+        checks.require(False, op, "block_2d", f"False except for weights in {' or '.join(users)} {must}", True)
     if offs is None:
         checks.require(len(shape) == 3, op, "shape", "(G, N, K) when `offs` is None", tuple(shape))
     else:
@@ -153,6 +125,11 @@ def scales(
     checks.either_dtype(op, "scale", scale, f.scale_dtype)
     checks.shape(op, "scale", scale, expected.shape, f"of {given} {'columnwise ' if columnwise else ''}{format} scales")
     return found
+
+
+def _converts(f: Format, layout: str) -> bool:
+    """Whether a format's scales have that layout: those of tensor cores are of one byte."""
+    return f.te_scales is not None if layout == "te" else "blocked" in f.layouts
 
 
 def _shape(s: Scales, grouped: bool) -> tuple[Dim, ...]:
@@ -223,7 +200,7 @@ def _of_groups(s: Scales, offs: Tensor, count: int) -> _Along:
 
 def offsets(s: Scales, offs: Tensor | None) -> Tensor:
     """int64, of the compact shape: where each scale lies in ``s.layout``, -1 for those that belong to no group."""
-    transposed = s.columnwise and (s.description.name == "nvfp4" or s.square)  # compact scales are [across, along]
+    transposed = s.columnwise and (s.description.transposed_scale or s.square)  # compact scales are [across, along]
     count, width = int(s.compact.shape[-1 if transposed else -2]), int(s.across)
     at = _of_weights(s, count) if offs is None else _of_groups(s, offs, count)
     across = torch.arange(width, device=s.compact.device)
@@ -241,14 +218,14 @@ def offsets(s: Scales, offs: Tensor | None) -> Tensor:
     return offset.transpose(-1, -2) if transposed else offset
 
 
-def _footprint(m: Matrix, along: Tensor, across: int) -> Tensor:
+def _footprint(m: ScaleMatrix, along: Tensor, across: int) -> Tensor:
     """Scales in each group's own matrix, padding included."""
     if m.transposed:
         return _round_up(along, m.pad_columns) * _up(across, m.pad_rows)  # type: ignore[return-value]
     return _round_up(along, m.pad_rows) * _up(across, m.pad_columns)  # type: ignore[return-value]
 
 
-def _within(m: Matrix, along: Tensor, across: Tensor, n_along: Tensor, n_across: int) -> Tensor:
+def _within(m: ScaleMatrix, along: Tensor, across: Tensor, n_along: Tensor, n_across: int) -> Tensor:
     """Offset of a scale in its group's own matrix."""
     y, x = (across, along) if m.transposed else (along, across)
     columns = n_along if m.transposed else n_along.new_full((), n_across)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks, placement
+from . import activations, checks, placement
 from .formats import FORMATS, Format
 from .placement import ceil_div
 from .quantized import (
@@ -21,9 +21,8 @@ from .quantized import (
     known_data,
     known_format,
     known_layout,
-    scales_by_columns,
 )
-from .specs import ACTIVATIONS, GATED, Dim, TensorSpec, accumulator, grouped_activation, packed_slots
+from .specs import Dim, TensorSpec, accumulator, grouped_activation, packed_slots, wgrad_buffer
 
 DIRECTIONS = ("rowwise", "columnwise")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,11 +65,11 @@ def _scale(
 
 
 def _amax(op: str, argument: str, t: Tensor | None, form: Format, groups: Dim, device: torch.device) -> None:
-    if form.name != "nvfp4":
+    if not form.decodes_with_amax:
         checks.require(t is None, op, argument, f"None for {form.name}", "a tensor")
         return
     if t is None:
-        checks.require(False, op, argument, "given for nvfp4", None)
+        checks.require(False, op, argument, f"given for {form.name}", None)
         return
     if t.dtype != torch.float32:
         checks.require(False, op, argument, "torch.float32", t.dtype, TypeError)
@@ -102,7 +101,7 @@ def _matrix_scale(form: Format, scale_layout: str, groups: Dim, width: Dim, dept
     if form.block == 0:
         return (groups,)
     columns = ceil_div(depth, form.block)
-    if form.name == "fp8_block":
+    if form.square_scales:
         return (groups, ceil_div(width, form.block), columns)
     if scale_layout == "blocked":
         return (groups, placement.blocked_size(width, columns))
@@ -168,10 +167,10 @@ def grouped_gemm_scaled(
     checks.offsets(op, offs, groups, "a", a.device)
     block = form.block
     letters = _letters(form, f"[T, ceil(K/{block})]", "each group from a multiple of 128 rows", scale_layout)
-    expected, anyhow = _rows_scale(form, scale_layout, rows, depth, groups), scales_by_columns(format, grouped=True)
+    expected, anyhow = _rows_scale(form, scale_layout, rows, depth, groups), form.scale_by_columns
     _scale(op, "a_scale", a_scale, form, expected, letters, a.device, "a", anyhow=anyhow)
-    if form.name == "fp8_block":
-        letters = "[G, ceil(N/128), ceil(K/128)]"
+    if form.square_scales:
+        letters = f"[G, ceil(N/{block}), ceil(K/{block})]"
     else:
         compact = f"[G, ceil(K/{block}), N]" if across else f"[G, N, ceil(K/{block})]"
         letters = _letters(form, compact, "per matrix", scale_layout)
@@ -214,12 +213,12 @@ def grouped_gemm_scaled_activation_quantize(
     ``options`` are resolved; their format and layout of scales are those of the operands too.
     """
     op = "grouped_gemm_scaled_activation_quantize"
-    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    activation = activations.named(kind, op=op)
     names = {"format": options.format, "scale_layout": options.scale_layout, "b_direction": b_direction}
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias)
     h = grouped_gemm_scaled(*operands, **names, out_dtype=out_dtype, op=op)  # type: ignore[arg-type]
     rows, width = h.shape
-    if kind in GATED:
+    if activation.gated:
         if (even := width % 2 == 0) is not True:
             checks.require(even, op, "b", "such that N = 2 I is even", b.shape)
         width = width // 2
@@ -230,10 +229,27 @@ def grouped_gemm_scaled_activation_quantize(
     return h, _activated(op, "b", b, (rows, width), offs.shape[0], scale, options)
 
 
-def grouped_gemm_scaled_out(*operands: Tensor | None, out: Tensor, **options: str) -> None:
+def grouped_gemm_scaled_out(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    out: Tensor,
+    format: str,
+    b_direction: str = "rowwise",
+    scale_layout: str = "compact",
+) -> None:
     """Checks of ``grouped_gemm_scaled.out``: those of ``grouped_gemm_scaled``, and a buffer that fits."""
     op = "grouped_gemm_scaled"
-    shape, _, device, _ = grouped_gemm_scaled(*operands, **options)  # type: ignore[arg-type]
+    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
+    names = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
+    shape, _, device, _ = grouped_gemm_scaled(*operands, **names)  # type: ignore[arg-type]
     checks.out_buffer(op, "out", out, shape, "[T, N]", device)
     _out_dtype(op, "out", out.dtype)
 
@@ -277,11 +293,11 @@ def _tokens(
         count = placement.padded_rows(most_tokens(data, groups, form.name), groups, form.unit_scale) // form.block
         if scale_layout == "blocked":
             expected = (placement.blocked_size(features, count),)
-        elif form.name == "nvfp4":
+        elif form.transposed_scale:
             expected = (features, count)
         else:
             expected = (count, features)
-    compact = f"[{letter}, Tp/16]" if form.name == "nvfp4" else f"[Tp/{form.block}, {letter}]"
+    compact = f"[{letter}, Tp/{form.block}]" if form.transposed_scale else f"[Tp/{form.block}, {letter}]"
     letters = _letters(form, compact, f"{letter} rows", scale_layout)
     _scale(op, f"{name}_scale", scale, form, expected, letters, data.device, name)
     return features
@@ -338,11 +354,23 @@ def _wgrad(
     return groups, m, n
 
 
-def grouped_gemm_scaled_wgrad_out(*operands: Tensor | None, out: Tensor, **options: str) -> None:
+def grouped_gemm_scaled_wgrad_out(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    *,
+    out: Tensor,
+    format: str,
+    scale_layout: str = "compact",
+) -> None:
     """Checks of ``grouped_gemm_scaled_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` does."""
     op = "grouped_gemm_scaled_wgrad"
-    shape = _wgrad(op, *operands, **options)  # type: ignore[arg-type]
-    checks.out_buffer(op, "out", out, shape, "[G, M, N]", operands[0].device)  # type: ignore[union-attr]
+    shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
+    checks.out_buffer(op, "out", out, shape, "[G, M, N]", a.device)
     _out_dtype(op, "out", out.dtype)
 
 
@@ -355,6 +383,7 @@ def grouped_gemm_scaled_wgrad_accumulate_(
     main_grad: Tensor,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     format: str,
     scale_layout: str = "compact",
@@ -363,5 +392,5 @@ def grouped_gemm_scaled_wgrad_accumulate_(
     """Checks of the accumulating form: ``main_grad`` is ``[G, M, N]``."""
     op = "grouped_gemm_scaled_wgrad_accumulate_"
     shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
-    checks.out_buffer(op, "main_grad", main_grad, shape, "[G, M, N]", a.device)
+    wgrad_buffer(op, "main_grad", main_grad, shape, slots, a.device)
     checks.either_dtype(op, "main_grad", main_grad, *OUT_DTYPES)

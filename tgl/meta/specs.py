@@ -6,18 +6,15 @@ Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import checks
+from . import activations, checks
 
 Dim = int | torch.SymInt  # what a size is while a graph is traced
-
-GATED = ("swiglu", "clamped_qgeglu")
-ACTIVATIONS = (*GATED, "srelu")
 
 
 class TensorSpec(NamedTuple):
@@ -27,11 +24,6 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     stride: tuple[Dim, ...] | None = None
-
-    @property
-    def kept(self) -> Any:
-        """What an implementation derived from the metadata of the same operands; see ``remembered``."""
-        return None
 
     @property
     def by_rows(self) -> TensorSpec:
@@ -49,6 +41,30 @@ class TensorSpec(NamedTuple):
     def meta(self) -> Tensor:
         """A stand-in without memory, for asking what would happen."""
         return self._replace(device=torch.device("meta")).empty()
+
+    def at(self, rows: Dim) -> TensorSpec:
+        """For a call with another number of rows T."""
+        return self
+
+
+class RowsSpec(TensorSpec):
+    """Of a tensor whose first size is the number of rows T."""
+
+    __slots__ = ()
+
+    def at(self, rows: Dim) -> TensorSpec:
+        return tuple.__new__(RowsSpec, ((rows, *self[0][1:]), self[1], self[2], None))  # a call less
+
+
+def empty_all(specs: Iterable[TensorSpec]) -> list[Tensor]:
+    """``spec.empty()`` of each; in one call, as an op with seven outputs would spend half its time on calls."""
+    made = []
+    for shape, dtype, device, stride in specs:
+        if stride is not None:
+            made.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        else:
+            made.append(torch.empty(*(shape or ((),)), dtype=dtype, device=device))
+    return made
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -70,11 +86,12 @@ def grouped_gemm(
     offs: Tensor,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     op: str = "grouped_gemm",
 ) -> TensorSpec:
-    """``[T, K] x [G, K, N] -> [T, N]``."""
+    """``[T, K] x [G, K, N] -> [T, N]``; with ``slots``, ``b`` is ``[S, K, N]``."""
     checks.ndim(op, "a", a, 2, "[T, K]")
     checks.floating(op, "a", a)
     checks.dense_matrix(op, "a", a)
@@ -86,7 +103,12 @@ def grouped_gemm(
     if (same := b_depth == depth) is not True:
         checks.require(same, op, "b", f"[G, K, N] with K = {depth} like `a`", b.shape)
     checks.dense_matrix(op, "b", b)
-    checks.offsets(op, offs, groups, "a", device)
+    if slots is None:
+        checks.offsets(op, offs, groups, "a", device)
+    else:
+        checks.offsets(op, offs, None, "a", device)
+        groups = offs.shape[0]
+        checks.slots(op, "b", b, slots, groups, "a", device)
     if bias is not None:
         checks.shape(op, "bias", bias, (groups, columns), "[G, N]")
         checks.either_dtype(op, "bias", bias, dtype, accumulator(dtype))
@@ -96,14 +118,21 @@ def grouped_gemm(
         checks.shape(op, "bias_scale", bias_scale, (rows,), "[T]")
         checks.either_dtype(op, "bias_scale", bias_scale, dtype, accumulator(dtype))
         checks.same_device(op, "bias_scale", bias_scale, "a", device)
-    return TensorSpec((rows, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
+    return RowsSpec((rows, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
 
 
 def grouped_gemm_out(
-    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None, *, out: Tensor
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    slots: Tensor | None = None,
+    *,
+    out: Tensor,
 ) -> None:
     """Checks of ``grouped_gemm.out``: those of ``grouped_gemm``, and a buffer that fits."""
-    shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale)
+    shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale, slots)
     checks.out_buffer("grouped_gemm", "out", out, shape, "[T, N]", device)
     checks.out_dtype("grouped_gemm", "out", a.dtype, out.dtype)
 
@@ -135,17 +164,30 @@ def grouped_gemm_wgrad(
     return TensorSpec(shape, dtype, a.device)
 
 
-def grouped_gemm_wgrad_out(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
+def wgrad_buffer(op: str, argument: str, t: Tensor, expected: tuple, slots: Tensor | None, device: Any) -> None:
+    """``t`` is ``[G, M, N]`` like ``expected`` or, with ``slots``, ``[S, M, N]``, and can be written."""
+    if slots is None:
+        checks.out_buffer(op, argument, t, expected, "[G, M, N]", device)
+        return
+    groups, *matrix = expected
+    checks.ndim(op, argument, t, 3, "[S, M, N]")
+    checks.out_buffer(op, argument, t, (t.shape[0], *matrix), "[S, M, N]", device, overlapping=True)
+    checks.slots(op, argument, t, slots, groups, "a", device)
+
+
+def grouped_gemm_wgrad_out(a: Tensor, b: Tensor, offs: Tensor, slots: Tensor | None = None, *, out: Tensor) -> None:
     """Checks of ``grouped_gemm_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` makes them."""
     op = "grouped_gemm_wgrad"
-    checks.out_buffer(op, "out", out, _wgrad(op, a, b, offs), "[G, M, N]", a.device)
+    wgrad_buffer(op, "out", out, _wgrad(op, a, b, offs), slots, a.device)
     checks.out_dtype(op, "out", a.dtype, out.dtype)
 
 
-def grouped_gemm_wgrad_accumulate_(a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor) -> None:
+def grouped_gemm_wgrad_accumulate_(
+    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, slots: Tensor | None = None
+) -> None:
     """Checks of the accumulating wgrad: ``main_grad`` is ``[G, M, N]`` in the accumulator's or the operands' dtype."""
     op = "grouped_gemm_wgrad_accumulate_"
-    checks.out_buffer(op, "main_grad", main_grad, _wgrad(op, a, b, offs), "[G, M, N]", a.device)
+    wgrad_buffer(op, "main_grad", main_grad, _wgrad(op, a, b, offs), slots, a.device)
     checks.either_dtype(op, "main_grad", main_grad, accumulator(a.dtype), a.dtype)
 
 
@@ -175,7 +217,7 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
     checks.same_device(op, "bias_scale", bias_scale, "dy", dy.device)
     return (
         TensorSpec((offs.shape[0], dy.shape[1]), acc, dy.device),
-        TensorSpec((dy.shape[0],), acc, dy.device),
+        RowsSpec((dy.shape[0],), acc, dy.device),
     )
 
 
@@ -213,13 +255,16 @@ def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Ten
     op = "wgrad_stash_"
     checks.require(state.dtype == torch.int64, op, "state", "int64", state.dtype, TypeError)
     checks.shape(op, "state", state, (2,), "[2]")
+    checks.apart(op, "state", state)
     checks.require(len(sources) > 0, op, "sources", "one tensor or more", 0)
     checks.require(len(sources) == len(buffers), op, "buffers", f"{len(sources)}, one per source", len(buffers))
+    checks.same_device(op, "state", state, "sources[0]", sources[0].device)
     for i, (source, buffer) in enumerate(zip(sources, buffers)):
         name = f"buffers[{i}]"
         checks.same_dtype(op, name, buffer, f"sources[{i}]", source.dtype)
         checks.same_device(op, name, buffer, f"sources[{i}]", source.device)
         checks.ndim(op, name, buffer, source.dim() + 1, "[M, *capacity]")
+        checks.apart(op, name, buffer)
         checks.size(op, name, buffer, 0, buffers[0].shape[0], lambda: f"[{buffers[0].shape[0]}, *capacity]")
         must = f"at least {tuple(source.shape)} in each place"
         for have, need in zip(buffer.shape[1:], source.shape):
@@ -229,20 +274,20 @@ def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Ten
 def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu") -> TensorSpec:
     """``[T, 2 I] -> [T, I]`` for gated kinds, ``[T, I] -> [T, I]`` for the others."""
     op = "grouped_activation"
-    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    activation = activations.named(kind, op=op)
     checks.ndim(op, "x", x, 2, "[T, 2 I] (gated) or [T, I]")
     checks.floating(op, "x", x)
     checks.dense_matrix(op, "x", x)
     checks.offsets(op, offs, None, "x", x.device)
     rows, width = x.shape
-    if kind in GATED:
+    if activation.gated:
         checks.require(width % 2 == 0, op, "x", "[T, 2 I] with an even number of columns", x.shape)
         width = width // 2
     if probs is not None:
         checks.shape(op, "probs", probs, (rows,), "[T]")
         checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
         checks.same_device(op, "probs", probs, "x", x.device)
-    return TensorSpec((rows, width), x.dtype, x.device)
+    return RowsSpec((rows, width), x.dtype, x.device)
 
 
 def grouped_gemm_activation(
@@ -257,10 +302,10 @@ def grouped_gemm_activation(
 ) -> tuple[TensorSpec, TensorSpec]:
     """``y [T, I]`` and ``h [T, 2 I]`` for gated kinds, ``[T, I]`` both for the others."""
     op = "grouped_gemm_activation"
-    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    activation = activations.named(kind, op=op)
     h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype, op=op)
     rows, width = h.shape
-    if kind in GATED:
+    if activation.gated:
         checks.require(width % 2 == 0, op, "b", "[G, K, 2 I] with an even number of columns", b.shape)
         width = width // 2
     if probs is not None:
@@ -280,8 +325,7 @@ def grouped_activation_backward(
     checks.same_dtype(op, "dy", dy, "x", x.dtype)
     checks.same_device(op, "dy", dy, "x", x.device)
     checks.dense_matrix(op, "dy", dy)
-    rows = x.shape[0] if probs is not None else 0
-    return TensorSpec(tuple(x.shape), x.dtype, x.device), TensorSpec((rows,), accumulator(x.dtype), x.device)
+    return RowsSpec(tuple(x.shape), x.dtype, x.device), _one_per_row(probs, x)
 
 
 def grouped_gemm_dactivation(
@@ -289,7 +333,7 @@ def grouped_gemm_dactivation(
 ) -> tuple[TensorSpec, TensorSpec]:
     """``[T, K] x [G, K, I]`` -> ``dh`` like ``h``, and ``dprobs [T]`` (``[0]`` without ``probs``)."""
     op = "grouped_gemm_dactivation"
-    checks.require(kind in ACTIVATIONS, op, "kind", f"one of {', '.join(ACTIVATIONS)}", repr(kind))
+    activation = activations.named(kind, op=op)
     checks.ndim(op, "dy", dy, 2, "[T, K]")
     checks.floating(op, "dy", dy)
     checks.dense_matrix(op, "dy", dy)
@@ -300,8 +344,7 @@ def grouped_gemm_dactivation(
     checks.same_device(op, "b", b, "dy", device)
     checks.require(b_depth == depth, op, "b", f"[G, K, I] with K = {depth} like `dy`", b.shape)
     checks.dense_matrix(op, "b", b)
-    gated = kind in GATED
-    checks.shape(op, "h", h, (rows, 2 * columns if gated else columns), "[T, 2 I]" if gated else "[T, I]")
+    checks.shape(op, "h", h, (rows, activation.width(columns)), "[T, 2 I]" if activation.gated else "[T, I]")
     checks.same_dtype(op, "h", h, "dy", dtype)
     checks.same_device(op, "h", h, "dy", device)
     checks.dense_matrix(op, "h", h)
@@ -310,4 +353,10 @@ def grouped_gemm_dactivation(
         checks.shape(op, "probs", probs, (rows,), "[T]")
         checks.either_dtype(op, "probs", probs, dtype, acc)
         checks.same_device(op, "probs", probs, "dy", device)
-    return TensorSpec(tuple(h.shape), dtype, device), TensorSpec((rows if probs is not None else 0,), acc, device)
+    return RowsSpec(tuple(h.shape), dtype, device), _one_per_row(probs, h)
+
+
+def _one_per_row(probs: Tensor | None, x: Tensor) -> TensorSpec:
+    """The gradient of ``probs``, for rows like those of ``x``; ``[0]`` if there are none."""
+    acc = accumulator(x.dtype)
+    return TensorSpec((0,), acc, x.device) if probs is None else RowsSpec((x.shape[0],), acc, x.device)

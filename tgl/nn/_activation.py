@@ -32,7 +32,9 @@ def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -
     The tail of ``x`` and of the result's gradient must be zero, as grouped products leave them; what the tail of the
     result holds is for nobody who reads it.
     """
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.device.type == "cpu":
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # Under a transform of torch.func Dynamo leaves the backward of an autograd.Function out.
+    if compiled and x.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
         return _Expressions.apply(x, probs, *_constants(**activation))
     return grouped_activation(x, offs, probs, **activation)
 

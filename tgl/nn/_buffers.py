@@ -19,6 +19,11 @@ def check_buffer(
     """``buffer`` has exactly this form (None: not known yet), is contiguous, and takes no part in autograd."""
     if not isinstance(buffer, Tensor):
         fail(f"`{argument}` must be a tensor, but got {type(buffer).__name__}", TypeError)
+    if torch._C._are_functorch_transforms_active():
+        fail(
+            f"`{argument}` must be None under torch.vmap and torch.func, whose tensors have no memory of their own, "
+            "but got a buffer"
+        )
     if shape is not None and tuple(buffer.shape) != tuple(shape):
         fail(f"`{argument}` must be of shape {tuple(shape)}, but got shape {tuple(buffer.shape)}")
     if dtype is not None and buffer.dtype != dtype:
@@ -48,6 +53,6 @@ def check_disjoint(buffers: dict[str, Tensor | None], others: dict[str, Tensor])
 def _shared(x: Tensor, y: Tensor) -> bool:
     if x is y:
         return True
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.is_meta:
         return False  # addresses are not known; the op that writes looks at them when it runs
     return overlap(x, y)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -10,15 +11,24 @@ from torch import Tensor
 
 from ..ops import wgrad_stash_
 from ._gemms import Operand
+from ._lasting import lasting
 
 
 class Pending(NamedTuple):
-    """One microbatch whose weight gradient has not been formed: its operands, ends, and bias gradient (fp32)."""
+    """One microbatch whose weight gradient has not been formed.
+
+    Attributes:
+        x, dy: its operands.
+        offs: its ends.
+        dbias: its bias gradient (fp32), if there is one.
+        overwrite: whether what is pending replaces ``main_grad``; a tensor ``[1]`` in buffers.
+    """
 
     x: Operand
     dy: Operand
     offs: Tensor
     dbias: Tensor | None
+    overwrite: Tensor | bool = False
 
 
 class Delayed:
@@ -32,26 +42,58 @@ class Delayed:
     def __init__(self) -> None:
         self._references: list[tuple[Pending, list[int]]] = []
         self._buffers: list[Tensor] = []
-        self._counts = (0, 0)
+        self._counts = (0, 0, 0)
         self._state: Tensor | None = None
+
+    def __getstate__(self) -> dict:
+        """Of a copy, which has room for as much and nothing pending: a copied parameter has no ``grad`` either."""
+        return {
+            "counts": self._counts,
+            "room": [(t.shape, t.dtype, t.device) for t in (*self._buffers, *self._states())],
+        }
+
+    @lasting()
+    def __setstate__(self, state: dict) -> None:
+        self.__init__()  # type: ignore[misc]
+        room = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in state["room"]]
+        if room:
+            *self._buffers, self._state = room
+        self._counts = state["counts"]
+
+    def _states(self) -> tuple[Tensor, ...]:
+        return () if self._state is None else (self._state,)
 
     @property
     def copies(self) -> bool:
         """Whether there are buffers to copy into."""
         return self._state is not None
 
+    @lasting()
     def reserve(self, microbatches: int, like: Pending, device: torch.device) -> None:
-        """Make buffers; ``like`` are tensors (of any device) with the shapes and dtypes of the largest microbatch."""
-        self._counts = len(like.x), len(like.dy)
-        sources = [*like.x, *like.dy, like.offs, *([like.dbias] if like.dbias is not None else [])]
+        """Make buffers; ``like`` are tensors (of any device) with the shapes and dtypes of the largest microbatch.
+
+        If ``like`` overwrites, there is room for what says so of a microbatch.
+        """
+        flags = [torch.empty(1, dtype=torch.int32, device="meta")] if like.overwrite else []
+        biases = [like.dbias] if like.dbias is not None else []
+        self._counts = len(like.x), len(like.dy), len(biases)
+        sources = [*like.x, *like.dy, like.offs, *biases, *flags]
         self._buffers = [torch.zeros((microbatches, *t.shape), dtype=t.dtype, device=device) for t in sources]
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def __call__(self, x: Operand, dy: Operand, offs: Tensor, dbias: Tensor | None) -> None:
+    def __call__(self, x: Operand, dy: Operand, offs: Tensor, dbias: Tensor | None, overwrite: bool) -> None:
         if self._state is None:
-            self._references.append((Pending(x, dy, offs, dbias), [t._version for t in (*x, *dy, offs)]))
-        else:
-            wgrad_stash_([*x, *dy, offs, *([dbias] if dbias is not None else [])], self._state, self._buffers)
+            pending = Pending(x, dy, offs, dbias, overwrite)
+            self._references.append((pending, [t._version for t in (*x, *dy, offs)]))
+            return
+        n_x, n_dy, n_biases = self._counts
+        sources = [*x, *dy, offs]
+        further = self._buffers[n_x + n_dy + 1 :]
+        if n_biases:
+            sources.append(dbias if dbias is not None else further[0].new_zeros(further[0].shape[1:]))
+        if len(further) > n_biases:
+            sources.append(further[-1].new_full((1,), int(overwrite)))
+        wgrad_stash_(sources, self._state, self._buffers)
 
     def pending(self) -> list[Pending]:
         """What was kept, and one entry per place in the buffers, in use or not.
@@ -66,10 +108,11 @@ class Delayed:
                     "in place after its backward; call backward_dw earlier, or reserve_delayed_wgrad for copies"
                 )
         entries = [entry for entry, _ in self._references]
-        n_x, n_dy = self._counts
+        n_x, n_dy, n_biases = self._counts
         for place in zip(*(b.unbind() for b in self._buffers)):
-            x, dy, (offs, *dbias) = place[:n_x], place[n_x : n_x + n_dy], place[n_x + n_dy :]
-            entries.append(Pending(x, dy, offs, dbias[0] if dbias else None))
+            x, dy, (offs, *further) = place[:n_x], place[n_x : n_x + n_dy], place[n_x + n_dy :]
+            dbias = further[0] if n_biases else None
+            entries.append(Pending(x, dy, offs, dbias, further[-1] if len(further) > n_biases else False))
         return entries
 
     def in_use(self) -> Tensor | bool:
@@ -81,22 +124,47 @@ class Delayed:
     def clear(self) -> None:
         """Forget what was pending."""
         self._references.clear()
-        for buffer in self._buffers[sum(self._counts) :]:  # ends and bias gradients; the rest is then not read
+        for buffer in self._buffers[sum(self._counts[:2]) :]:  # ends and what follows; the rest is then not read
             buffer.zero_()
         if self._state is not None:
             self._state[:1] = 0
+
+    @contextmanager
+    def dropped_if_cut_short(self) -> Iterator[list]:
+        """Forget what was pending if an exception comes when the list that this gives is not empty any more.
+
+        Some microbatches are added by then, and none may be added twice.
+        """
+        added: list = []
+        try:
+            yield added
+        except BaseException as error:
+            if added:
+                self.clear()
+                if isinstance(error, Exception):
+                    raise RuntimeError(
+                        "backward_dw: an error came when main_grad had the gradients of some of the pending "
+                        "microbatches; none is pending any more: zero main_grad and repeat the step"
+                    ) from error
+            raise
 
     def bytes_copied_host(self) -> int:
         """Bytes copied so far."""
         return int(self._state[1]) if self._state is not None else 0
 
 
-def add_to(gradients: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Add to the ``grad`` of every parameter that wants one, in place; or become it."""
-    for parameter, gradient in zip(parameters, gradients):
-        if not parameter.requires_grad:
-            continue
+def overwrites(entries: Sequence[Pending]) -> Tensor | bool:
+    """Whether the sum of ``entries`` replaces ``main_grad``; a bool tensor where that is known on the device alone."""
+    flags = [entry.overwrite for entry in entries if isinstance(entry.overwrite, Tensor)]
+    return torch.stack(flags).any() if flags else any(entry.overwrite for entry in entries)
+
+
+def add_to(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Tensor]) -> list[torch.nn.Parameter]:
+    """Add to the ``grad`` of every parameter that wants one, in place, or become it; those parameters."""
+    changed = [(p, gradient) for p, gradient in zip(parameters, gradients) if p.requires_grad]
+    for parameter, gradient in changed:
         if parameter.grad is None:
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
+    return [parameter for parameter, _ in changed]

@@ -44,20 +44,22 @@ class Gemms(Protocol):
 
     Attributes:
         fuses_activation: whether ``activated_input`` is better than an activation and ``input``.
+        takes_slots: whether a weight may be ``(w, slots)``, as ``grouped_gemm`` has them; else it must be in order.
     """
 
     fuses_activation: bool
+    takes_slots: bool
 
     def reset_state(self) -> None:
         """Start afresh, with the layer's parameters."""
 
     def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
-        """Prepare the layer's input for the GEMMs asked for."""
+        """Prepare the layer's input for the requested GEMMs."""
 
     def activated_input(
         self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
     ) -> Operands:
-        """Prepare ``grouped_activation(h, offs, probs, **activation)`` likewise."""
+        """Prepare ``grouped_activation(h, offs, probs, **activation)`` as input of the requested GEMMs."""
 
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         """Prepare the weight for fprop, and for dgrad if asked for; called without grad.
@@ -98,14 +100,27 @@ class Gemms(Protocol):
     ) -> Tensor:
         """``[G, N, K]`` of ``out_dtype``, contiguous, or every slot on ``alignment`` bytes."""
 
-    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
-        """Add the weight gradient to ``main_grad [G, N, K]``, or ``overwrite`` it; slots may be padded."""
+    def wgrad_into(
+        self,
+        x: Operand,
+        dy: Operand,
+        offs: Tensor,
+        main_grad: Tensor,
+        slots: Tensor | None = None,
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Add the weight gradient to ``main_grad [G, N, K]``, or ``overwrite`` it; slots may be padded.
+
+        With ``slots`` it is ``[S, N, K]``, as ``grouped_gemm_wgrad_accumulate_`` has it.
+        """
 
 
 class DenseGemms:
     """The GEMMs on the tensors as they are."""
 
     fuses_activation = False
+    takes_slots = True
 
     def reset_state(self) -> None:
         pass
@@ -144,17 +159,26 @@ class DenseGemms:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, out_dtype=out_dtype, out=out)
+        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, *w[1:], out_dtype=out_dtype, out=out)
 
     def dgrad(
         self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        return grouped_gemm(dy[0], w[0], offs, out_dtype=out_dtype, out=out)
+        return grouped_gemm(dy[0], w[0], offs, None, None, *w[1:], out_dtype=out_dtype, out=out)
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
     ) -> Tensor:
         return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=out_dtype, alignment=alignment)
 
-    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
-        grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, overwrite=overwrite)
+    def wgrad_into(
+        self,
+        x: Operand,
+        dy: Operand,
+        offs: Tensor,
+        main_grad: Tensor,
+        slots: Tensor | None = None,
+        *,
+        overwrite: bool,
+    ) -> None:
+        grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, slots, overwrite=overwrite)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import grouped_dbias_dscales
+from ..ops._engine import asked_for
 from ..ops.after import after
 from ._gemms import Gemms, Operand, Operands
-from ._saving import restore, save
-
-SLOT_ALIGNMENT = 256  # bytes, of each group's weight gradient when groups have parameters of their own
-
-Stash = Callable[[Operand, Operand, Tensor, Tensor | None], None]
+from ._parameter_gradients import ParameterGradients
+from ._saving import bring_back, restore, save
+from ._transforms import first_order, inside_of, outside
 
 
 class Call(NamedTuple):
@@ -23,164 +21,142 @@ class Call(NamedTuple):
 
     Attributes:
         gemms: the GEMMs to use.
-        offs: int32 ``[G]`` cumulative ends.
         weight: the prepared weight; never offloaded.
         bias: ``[G, N]`` or None.
         out_dtype: dtype of the result.
-        discrete: whether every group has a weight (and a bias) parameter of its own.
-        activation: arguments of ``grouped_activation``, which then comes before the layer; None for none.
-        scaled_by_probs: whether ``probs`` multiplies the bias as well; then there is no ``bias_scale``.
+        gradients: where the gradients of the parameters go.
         out: buffer ``[T, N]`` of the result, or None.
         dgrad_out: buffer ``[T, K]`` of the input gradient, or None.
-        main_grad: ``[G, N, K]`` that takes the weight gradient, or None.
-        overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
-        stash: takes ``(x, dy, offs, dbias)`` in the backward instead of the weight and bias gradients being formed.
-        save_original_input: keep the input itself for the backward and prepare (and activate) it again there.
-        prepared: the input prepared for the forward, if it is already.
-        made: what ``fprop`` returns, if something else has made it.
+        save_original_input: keep the input itself for the backward and prepare it again there.
     """
 
     gemms: Gemms
-    offs: Tensor
     weight: Operands
     bias: Tensor | None
     out_dtype: torch.dtype
-    discrete: bool = False
-    activation: dict[str, Any] | None = None
-    scaled_by_probs: bool = False
+    gradients: ParameterGradients
     out: Tensor | None = None
     dgrad_out: Tensor | None = None
-    main_grad: Tensor | None = None
-    overwrite_main_grad: bool = False
-    stash: Stash | None = None
     save_original_input: bool = False
-    prepared: Operands | None = None
-    made: tuple[Tensor, Operand] | None = None
 
-    def input(self, x: Tensor, offs: Tensor, probs: Tensor | None, *, fprop: bool, wgrad: bool) -> Operands:
-        """The layer's input, prepared."""
-        if self.activation is None:
-            return self.gemms.input(x, offs, fprop=fprop, wgrad=wgrad)
-        return self.gemms.activated_input(x, offs, probs, self.activation, fprop=fprop, wgrad=wgrad)
+    def for_backward(self) -> Call:
+        """Without the tensors that only the forward reads, or that are saved."""
+        return self._replace(weight=None, bias=None, out=None)  # type: ignore[arg-type]
 
 
 def fprop(
-    call: Call, x: Tensor, probs: Tensor | None, bias_scale: Tensor | None, *, wgrad: bool = False
+    call: Call, offs: Tensor, x: Tensor, bias_scale: Tensor | None, *, wgrad: bool = False
 ) -> tuple[Tensor, Operand]:
     """The result ``[T, N]``, and what the weight gradient will read if ``wgrad``."""
-    if call.made is not None:
-        return call.made
-    prepared = call.prepared
-    if prepared is None:
-        prepared = call.input(x, call.offs, probs, fprop=True, wgrad=wgrad)
-    scale = probs if call.scaled_by_probs else bias_scale
+    prepared = call.gemms.input(x, offs, fprop=True, wgrad=wgrad)
     y = call.gemms.fprop(
-        prepared.fprop, call.weight.fprop, call.offs, call.bias, scale, out_dtype=call.out_dtype, out=call.out
+        prepared.fprop, call.weight.fprop, offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
     )
     return y, prepared.wgrad
 
 
 class LinearFunction(torch.autograd.Function):
-    """``apply(call, num_weights, x, probs, bias_scale, *parameters)``: the weights, then the biases.
+    """``apply(call, offs, x, bias_scale, *parameters)``: the weights, then the biases.
 
-    ``x [T, K]``; with an activation ``x`` is what goes into it and ``probs [T]`` multiplies what comes out. Buffers
-    that the backward writes are attributes of ``ctx``: saved tensors must not change in between, these must.
+    ``x [T, K]``, ``offs`` int32 ``[G]``. Buffers that the backward writes are attributes of ``ctx``: saved tensors must
+    not change in between, these must.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Call,
-        num_weights: int,
-        x: Tensor,
-        probs: Tensor | None,
-        bias_scale: Tensor | None,
-        *parameters: Tensor,
+        ctx: Any, call: Call, offs: Tensor, x: Tensor, bias_scale: Tensor | None, *parameters: Tensor
     ) -> Tensor:
-        needs = ctx.needs_input_grad
-        first_bias = 5 + num_weights
-        ctx.needs_dgrad = needs[2] or needs[3]
-        ctx.needs_wgrad, ctx.needs_dbias = any(needs[5:first_bias]), any(needs[first_bias:])
-        again = call.save_original_input
-        y, wgrad_operand = fprop(call, x, probs, bias_scale, wgrad=ctx.needs_wgrad and not again)
-        kept = {}
-        if (again and ctx.needs_wgrad) or (call.activation is not None and ctx.needs_dgrad):
-            kept["x"] = x
-        if probs is not None:
-            kept["probs"] = probs
-        if bias_scale is not None:
-            kept["bias_scale"] = bias_scale
-        bias = call.bias if bias_scale is not None or call.scaled_by_probs else None
-        save(ctx, (*wgrad_operand, *kept.values()), (call.offs, bias, *call.weight.dgrad))
-        ctx.kept = tuple(kept)
-        ctx.call = call._replace(
-            offs=None,  # type: ignore[arg-type]
-            weight=None,  # type: ignore[arg-type]
-            bias=None,
-            out=None,
-            prepared=None,
-            made=None,
-        )
-        ctx.num_weights, ctx.num_biases = num_weights, len(parameters) - num_weights
-        ctx.dtypes = x.dtype, parameters[0].dtype, parameters[-1].dtype
-        return y if call.out is None and call.made is None else y.detach()
+        needs_wgrad = any(ctx.needs_input_grad[4 : 4 + call.gradients.num_weights])
+        y, operand = fprop(call, offs, x, bias_scale, wgrad=needs_wgrad and not call.save_original_input)
+        _keep(ctx, call, offs, operand, x, bias_scale)
+        return y if call.out is None else y.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call, gemms = ctx.call, ctx.call.gemms
-        activations, (offs, bias, *weight) = restore(ctx, grad)
-        assert offs is not None
-        count = len(activations) - len(ctx.kept)
-        wgrad_operand, kept = activations[:count], dict(zip(ctx.kept, activations[count:]))
-        probs, bias_scale = kept.get("probs"), kept.get("bias_scale")
-        scale = probs if call.scaled_by_probs else bias_scale
-        needs_dscale = ctx.needs_input_grad[3 if call.scaled_by_probs else 4]
-        dx = dprobs = dscale = None
+        return of_first_order(_backward, ctx, grad)
 
-        dy, dbias = gemms.grad(
-            grad, offs, dgrad=ctx.needs_dgrad, wgrad=ctx.needs_wgrad, dbias=ctx.needs_dbias and scale is None
+
+class TransformedFunction(torch.autograd.Function):
+    """``LinearFunction`` under ``torch.func.grad``, with ``(call, made)`` in the place of ``call``.
+
+    ``made`` is what ``fprop`` has returned outside of the transforms.
+    """
+
+    @staticmethod
+    def forward(
+        called: tuple[Call, tuple[Tensor, Operand]],
+        offs: Tensor,
+        x: Tensor,
+        bias_scale: Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        return called[1][0].detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        (call, (_, operand)), offs, *ctx.tensors = inputs
+        x, bias_scale, *_ = ctx.tensors
+        call = call._replace(
+            weight=call.weight._replace(dgrad=inside_of_all(call.weight.dgrad)), bias=inside_of(call.bias)
         )
-        if ctx.needs_dgrad:
-            dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, out_dtype=ctx.dtypes[0], out=call.dgrad_out)
-            if call.activation is not None:
-                dx, dprobs = torch.ops.tgl.grouped_activation_backward(dx, kept["x"], offs, probs, **call.activation)
-            elif call.dgrad_out is not None:
-                dx = dx.detach()
-        if scale is not None and (ctx.needs_dbias or needs_dscale):
-            assert bias is not None
-            dbias, dscale = grouped_dbias_dscales(grad, bias, scale, offs)
-            if call.scaled_by_probs:
-                dprobs, dscale = dscale if dprobs is None else dprobs + dscale, None
-        if ctx.needs_wgrad and call.save_original_input:
-            now = after(offs, grad) if torch.compiler.is_compiling() else offs
-            wgrad_operand = call.input(kept["x"], now, probs, fprop=False, wgrad=True).wgrad
+        _keep(ctx, call, inside_of(offs), inside_of_all(operand), inside_of(x), inside_of(bias_scale))
 
-        dprobs = dprobs.to(probs.dtype) if dprobs is not None and probs is not None else None
-        dscale = dscale.to(bias_scale.dtype) if dscale is not None and bias_scale is not None else None
-        if not ctx.needs_dbias:
-            dbias = None
-        if call.stash is not None and ctx.needs_wgrad:
-            call.stash(wgrad_operand, dy.wgrad, offs, dbias)
-            return None, None, dx, dprobs, dscale, *(None,) * (ctx.num_weights + ctx.num_biases)
-        dweights = _weight_gradients(ctx, wgrad_operand, dy.wgrad, offs)
-        return None, None, dx, dprobs, dscale, *dweights, *_bias_gradients(ctx, dbias)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inner = inside_of(grad)
+        with outside():
+            gradients = _backward(ctx, inner)
+        return first_order(gradients, (grad, *ctx.tensors)) if torch.is_grad_enabled() else gradients
 
 
-def _weight_gradients(ctx: Any, x: Operand, dy: Operand, offs: Tensor) -> tuple[Tensor | None, ...]:
+def inside_of_all(tensors: Any) -> tuple:
+    """``inside_of`` of each."""
+    return tuple([inside_of(t) for t in tensors])
+
+
+def of_first_order(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """``backward(ctx, grad)``, whose results raise if they are differentiated."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return backward(ctx, grad)
+    with torch.no_grad():
+        gradients = backward(ctx, grad)
+    return first_order(gradients, (torch.zeros(0, dtype=grad.dtype, device=grad.device, requires_grad=True),))
+
+
+def _keep(ctx: Any, call: Call, offs: Tensor, operand: Operand, x: Tensor, bias_scale: Tensor | None) -> None:
+    """Keep in ``ctx`` what the backward reads."""
+    needs_wgrad = any(ctx.needs_input_grad[4 : 4 + call.gradients.num_weights])
+    kept = (x,) if call.save_original_input and needs_wgrad else ()
+    bias = call.bias if bias_scale is not None else None
+    scales = (bias_scale,) if bias_scale is not None else ()
+    save(ctx, ((*operand, *kept, *scales),), (offs, bias, *call.weight.dgrad))
+    ctx.call, ctx.sizes, ctx.dtype = call.for_backward(), (len(operand), len(kept)), x.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call, gemms = ctx.call, ctx.call.gemms
-    if not ctx.needs_wgrad:
-        return (None,) * ctx.num_weights
-    if call.main_grad is not None:
-        gemms.wgrad_into(x, dy, offs, call.main_grad, overwrite=call.overwrite_main_grad)
-        return (None,) * ctx.num_weights
-    if not call.discrete:
-        return (gemms.wgrad(x, dy, offs, out_dtype=ctx.dtypes[1]),)
-    # Plain views of one allocation, which the caching allocator and streams know of, as they would not of addresses.
-    return gemms.wgrad(x, dy, offs, out_dtype=ctx.dtypes[1], alignment=SLOT_ALIGNMENT).unbind()
+    _, _, needs_dgrad, needs_dscale, *parameters = asked_for(ctx)
+    wanted, count = tuple(parameters), call.gradients.num_weights
+    needs_wgrad, needs_dbias = any(wanted[:count]), any(wanted[count:])
+    (unit,), (offs, bias, *weight) = restore(ctx)
+    assert offs is not None
+    unit = bring_back(ctx, 0, unit, grad)
+    n, m = ctx.sizes
+    operand, kept, scales = unit[:n], unit[n : n + m], unit[n + m :]
+    bias_scale = scales[0] if scales else None
+    dx = dscale = None
 
-
-def _bias_gradients(ctx: Any, dbias: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dbias is None:
-        return (None,) * ctx.num_biases
-    dbias = dbias.to(ctx.dtypes[2])
-    return dbias.unbind() if ctx.call.discrete else (dbias,)
+    gradients = call.gradients.checked(wanted)
+    dy, dbias = gemms.grad(grad, offs, dgrad=needs_dgrad, wgrad=needs_wgrad, dbias=needs_dbias and bias_scale is None)
+    if needs_dgrad:
+        dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, out_dtype=ctx.dtype, out=call.dgrad_out)
+        if call.dgrad_out is not None:
+            dx = dx.detach()
+    if bias_scale is not None and (needs_dbias or needs_dscale):
+        assert bias is not None
+        dbias, dscale = grouped_dbias_dscales(grad, bias, bias_scale, offs)
+        dscale = dscale.to(bias_scale.dtype)
+    if needs_wgrad and call.save_original_input:
+        now = after(offs, grad) if torch.compiler.is_compiling() else offs
+        operand = gemms.input(kept[0], now, fprop=False, wgrad=True).wgrad
+    return None, None, dx, dscale, *gradients.form(gemms, operand, dy.wgrad, offs, dbias, wanted, grad)

@@ -5,6 +5,7 @@ The GEMMs read the packed tensor, optimizers and state dicts see the parameters,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._errors import fail
-from ._slots import lies_in, pack, slots_of
+from ._hooks import have_tensor_hooks
+from ._main_grad import MainGrad, check_main_grad, is_aligned, is_made_later, main_grad_of, mark
+from ._slots import Slots, find_slots, pack
+from ._transforms import inside_of
 from .layouts import is_extra_state
 
 
-def _decided_when_traced(function: Callable) -> Callable:
+def decided_when_traced(function: Callable) -> Callable:
     """``torch.compiler.assume_constant_result``, which would import the compiler together with this package.
 
     For methods: every torch knows the real module behind the object of a method, but some take no module as an argument
@@ -27,9 +30,16 @@ def _decided_when_traced(function: Callable) -> Callable:
     return function
 
 
-def _mark(weights: Sequence[nn.Parameter]) -> None:
-    for weight in weights:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+def inside_operator() -> bool:
+    """Whether a trace, which calls this on the real objects, is inside an operator such as checkpoint."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+
+
+def _address(parameter: nn.Parameter) -> int:
+    """0 where there is none."""
+    return parameter.data_ptr() if type(parameter.data) is Tensor and parameter.device.type != "meta" else 0
 
 
 class GroupedParameters(nn.Module):
@@ -59,115 +69,159 @@ class GroupedParameters(nn.Module):
         self.init_method = init_method
         self.single_grouped_weight = single_grouped_weight
         self.state_dict_format = state_dict_format or ("packed" if single_grouped_weight else "discrete")
-        self._packed: dict[str, tuple[Tensor | None, list[nn.Parameter]]] = {}
-        self._main_grad: tuple[Tensor, ...] | None = None
+        self._packed: dict[str, tuple[Slots | None, list[nn.Parameter]]] = {}
+        self._main_grad = MainGrad(())
+        self._own: list[nn.Parameter] = []
         self._names: dict[str, list[str]] = {}
-        for name, shape in (("weight", (out_features, in_features)), ("bias", (out_features,))):
+        self._part_shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        for name, shape in self._part_shapes.items():
             wanted = name == "weight" or bias
-            full_shape = (num_gemms, *shape) if single_grouped_weight else shape
             names = [name] if single_grouped_weight else [f"{name}{i}" for i in range(num_gemms)]
             self._names[name] = names if wanted else []
-            for full in names:
-                data = torch.empty(full_shape, dtype=params_dtype, device=device) if wanted else None
-                self.register_parameter(full, nn.Parameter(data) if data is not None else None)
+            data = torch.empty((num_gemms, *shape), dtype=params_dtype, device=device) if wanted else None
+            parts = itertools.repeat(None) if data is None else (data,) if single_grouped_weight else data.unbind()
+            for full, part in zip(names, parts):
+                self.register_parameter(full, None if part is None else nn.Parameter(part))
         self._pack()
         if next(self.parameters()).device.type != "meta":
             self.reset_parameters()
 
     def group_parameters(self, name: str) -> list[nn.Parameter]:
-        """The parameters that make up ``"weight"`` or ``"bias"``: one, or one per group; none for no bias."""
-        return [self._parameters[full] for full in self._names[name]]  # type: ignore[misc]
+        """The parameters that make up ``"weight"`` or ``"bias"``: one, or one per group; none for no bias.
 
-    def packed(self, name: str) -> Tensor | None:
-        """``weight [G, N, K]`` or ``bias [G, N]`` without grad, sharing the parameters' memory; None for no bias.
-
-        Parameters of single groups that something else has moved apart (a wrapper that shards or gathers them) are
-        copied together, by every call.
+        In the place of one there may be a tensor that is computed here, every time (``torch.nn.utils.parametrize``).
         """
-        parameters = self.group_parameters(name)
-        if not parameters:
+        own, found = self._parameters, []
+        for full in self._names[name]:
+            found.append(own[full] if full in own else getattr(self, full))
+        return found  # type: ignore[return-value]
+
+    def _registered(self, name: str) -> bool:
+        """Whether the layer has parameters by these names, and nothing that is computed in their place."""
+        return all(full in self._parameters for full in self._names[name])
+
+    def packed(self, name: str, parameters: list[nn.Parameter] | None = None) -> Tensor | None:
+        """``weight [G, N, K]`` or ``bias [G, N]`` without grad; None for no bias.
+
+        It shares the parameters' memory where they lie in one tensor in order, and is a copy elsewhere.
+        """
+        if not self._names[name]:
             return None
+        packed, table = self.placed(name, parameters)
+        return packed if table is None else packed.index_select(0, table)
+
+    def placed(self, name: str, parameters: list[nn.Parameter] | None = None) -> tuple[Tensor, Tensor | None]:
+        """``packed [S, ...]`` without grad, and int32 ``[G]``: which slot is whose; None for ``S = G`` in order.
+
+        ``parameters`` are ``group_parameters(name)``, if they are known.
+
+        Parameters of single groups that something else has put into one allocation, in whatever order and at whatever
+        distances, are read there. Those that lie in several (a wrapper that gathers them), or that something has put in
+        the parameters' place while it holds them itself, are copied together, by every call.
+        """
+        parameters = self.group_parameters(name) if parameters is None else parameters
         if self.single_grouped_weight:
-            return parameters[0].detach()
-        packed, packed_parameters = self._packed[name]
-        # The identities are for a trace, which makes guards of them; addresses it sees only once.
-        if all(p is q for p, q in zip(parameters, packed_parameters)) and self._still_packed(id(self), name):
-            return packed
-        return torch.stack([p.detach() for p in parameters])
+            parameter = parameters[0]
+            return (parameter if torch.compiler.is_compiling() else inside_of(parameter)).detach(), None
+        # Before the trace reads what this may change. The identities are for it too, which makes guards of them;
+        # addresses it sees only once.
+        found = self._still_packed(id(self), name)
+        slots, known = self._packed[name]
+        if found and all(p is q for p, q in zip(parameters, known)):
+            return slots.packed, slots.table  # type: ignore[union-attr]
+        if not torch.compiler.is_compiling():
+            parameters = [inside_of(p) for p in parameters]
+        return torch.stack([p.detach() for p in parameters]), None
 
-    @_decided_when_traced
+    @decided_when_traced
     def _still_packed(self, this: int, name: str) -> bool:
-        """``lies_in`` for a trace: decided when it is made, on the real tensors."""
-        packed = self._packed[name][0]
-        return packed is not None and lies_in(packed, self.group_parameters(name))
+        """Whether it is known where the parameters lie, after another look if they have moved.
 
-    def packed_main_grad(self) -> Tensor:
-        """``main_grad`` of the weight as one ``[G, N, K]``; checked.
+        For a trace: decided when it is made, on the real tensors.
+        """
+        slots, parameters = self._packed[name]
+        if not parameters:
+            return False
+        if slots is None or not slots.hold(parameters):
+            slots = pack(parameters, move=False)
+            self._packed[name] = slots, parameters
+        return slots is not None
+
+    # --- main_grad ----------------------------------------------------------------------------------------------------
+
+    def checked_main_grad(
+        self, weights: Sequence[nn.Parameter], *, create: bool = True, required: bool = True
+    ) -> MainGrad:
+        """``main_grad`` of those of ``weights`` that require grad; checked.
+
+        Without ``create`` what a framework makes in the backward may be missing, and unless ``required`` any.
 
         Raises:
             ValueError, TypeError: there is none, or it does not fit.
         """
-        weights = self.group_parameters("weight")
-        if self.single_grouped_weight:
-            main_grad = getattr(weights[0], "main_grad", None)
-            if main_grad is None:
-                fail(
-                    "`weight.main_grad` must be a tensor [G, N, K] for fuse_wgrad_accumulation, but there is none (nor "
-                    "can there be one under fully_shard, which hands the layer a gathered parameter without it)"
-                )
-        else:
-            main_grad = self._packed_main_grad(weights)
-        shape = (self.num_gemms, self.out_features, self.in_features)
-        if tuple(main_grad.shape) != shape:
-            fail(f"`weight.main_grad` must be of shape [G, N, K] = {shape}, but got {tuple(main_grad.shape)}")
-        if main_grad.dtype not in (torch.float32, weights[0].dtype):
-            must = " or ".join(map(str, dict.fromkeys((torch.float32, weights[0].dtype))))
-            fail(f"`weight.main_grad` must be {must}, but got {main_grad.dtype}", TypeError)
-        if main_grad.device != weights[0].device:
-            fail(f"`weight.main_grad` must be on {weights[0].device} like the weight, but got {main_grad.device}")
-        if main_grad.requires_grad:
-            fail("`weight.main_grad` must require no grad, but it does")
-        return main_grad
-
-    def _packed_main_grad(self, weights: Sequence[nn.Parameter]) -> Tensor:
-        # A trace looks for the tensor first, since it would not see the attribute change. The comparison then makes
-        # guards of it, so that other tensors in ``main_grad`` are looked at in another trace.
-        if torch.compiler.is_compiling() or not self._main_grad_is_known(weights):
+        if torch.compiler.is_compiling():
+            # A trace looks for it first, since it would not see the attribute change. The comparison makes guards of
+            # it, so that other tensors in ``main_grad`` are looked at in another trace.
             self._find_main_grad(id(self))
-        if not self._main_grad_is_known(weights):
-            fail(
-                "`weight{i}.main_grad` must be tensors [N, K] that lie in one allocation in order, evenly spaced, as "
-                "the slots of tgl.allocate_wgrad do (there can be none under fully_shard, which hands the layer "
-                "gathered parameters without them)"
-            )
-        return self._main_grad[0]  # type: ignore[index]
+            parts = tuple([getattr(w, "main_grad", None) if w.requires_grad else None for w in weights])
+            self._check_main_grad(weights, parts, required=required)
+            if all(a is b for a, b in zip(parts, self._main_grad.parts)):
+                return self._main_grad
+            return MainGrad(parts)
+        parts = tuple([main_grad_of(w, create=create) if w.requires_grad else None for w in weights])
+        known = self._main_grad
+        if all(a is b for a, b in zip(parts, known.parts)) and len(parts) == len(known.parts) and known.is_in_place():
+            return known
+        self._check_main_grad(weights, parts, create=create, required=required)
+        self._main_grad = self._main_grad_in(parts)
+        return self._main_grad
 
-    @_decided_when_traced
+    def _check_main_grad(
+        self,
+        weights: Sequence[nn.Parameter],
+        parts: Sequence[Tensor | None],
+        *,
+        create: bool = True,
+        required: bool = True,
+    ) -> None:
+        dims = "[G, N, K]" if self.single_grouped_weight else "[N, K]"
+        for name, weight, part in zip(self._names["weight"], weights, parts):
+            if part is None and (not required or (not create and is_made_later(weight))):
+                continue
+            if weight.requires_grad:
+                check_main_grad(name, part, weight, dims=dims)
+
+    def _main_grad_in(self, parts: tuple[Tensor | None, ...]) -> MainGrad:
+        if self.single_grouped_weight:
+            return MainGrad(parts, parts[0])
+        slots = find_slots(parts)
+        if slots is None or not is_aligned(slots.packed):
+            return MainGrad(parts)
+        return MainGrad(parts, slots.packed, slots.table, slots)
+
+    @decided_when_traced
     def _find_main_grad(self, this: int) -> None:
         """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
         weights = self.group_parameters("weight")
-        parts = [part for part in (getattr(w, "main_grad", None) for w in weights) if isinstance(part, Tensor)]
-        packed = slots_of(parts) if len(parts) == len(weights) else None
-        self._main_grad = (packed, *parts) if packed is not None else None
-
-    def _main_grad_is_known(self, weights: Sequence[nn.Parameter]) -> bool:
-        known = self._main_grad
-        return known is not None and all(getattr(w, "main_grad", None) is m for w, m in zip(weights, known[1:]))
+        parts = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+        self._main_grad = self._main_grad_in(tuple(p if isinstance(p, Tensor) else None for p in parts))
 
     def mark_main_grad(self) -> None:
-        """Tell optimizers that the gradient is not in ``grad``."""
-        if not torch.compiler.is_compiling() or not self._mark_while_tracing(id(self)):
-            _mark(self.group_parameters("weight"))
+        """Tell the framework, from a trace, that the gradient is not going to be in ``grad``."""
+        if not self._mark_while_tracing(id(self)):
+            mark(self.group_parameters("weight"))
 
-    @_decided_when_traced
+    @decided_when_traced
     def _mark_while_tracing(self, this: int) -> bool:
         """Mark now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+        inside = inside_operator()
         if inside:
-            _mark(self.group_parameters("weight"))
+            mark(self.group_parameters("weight"))
         return inside
+
+    @decided_when_traced
+    def _has_tensor_hooks(self, this: int) -> bool:
+        return have_tensor_hooks([p for name in ("weight", "bias") for p in self.group_parameters(name)])
 
     def overwrites_main_grad(self) -> bool:
         """Whether the gradient replaces what ``main_grad`` holds."""
@@ -175,16 +229,33 @@ class GroupedParameters(nn.Module):
 
     # --- where they lie -----------------------------------------------------------------------------------------------
 
-    def _pack(self) -> None:
+    def _pack(self, before: Mapping[str, int] | None = None) -> None:
+        """Find out where the parameters lie, and bring them together if they lie apart.
+
+        Those whose addresses are still what they were ``before`` stay: if they lie apart, it is somebody else's doing.
+        """
+        self._own = [p for names in self._names.values() for n in names if (p := self._parameters.get(n)) is not None]
         if not self.single_grouped_weight:
             for name, names in self._names.items():
-                if names:
+                if not self._registered(name):
+                    self._packed[name] = None, []
+                elif names:
                     parameters = self.group_parameters(name)
-                    self._packed[name] = pack(parameters), parameters
+                    moved = before is None or not any(_address(p) == before.get(n) for n, p in zip(names, parameters))
+                    self._packed[name] = pack(parameters, move=moved), parameters
+
+    def _addresses(self) -> dict[str, int]:
+        return {
+            n: _address(p)
+            for names in self._names.values()
+            for n in names
+            if (p := self._parameters.get(n)) is not None
+        }
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        before = self._addresses()
         super()._apply(fn, recurse)  # moves the parameters one by one
-        self._pack()
+        self._pack(before)
         return self
 
     def __setstate__(self, state: dict) -> None:
@@ -194,16 +265,31 @@ class GroupedParameters(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the parameters, for instance after ``to_empty`` on a module made on the meta device."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        self._pack()
+        self._pack(self._addresses())
         with torch.no_grad():
-            weight, bias = self.packed("weight"), self.packed("bias")
-            assert weight is not None
-            if self.init_method is not None:
-                self.init_method(weight)
-            else:
-                weight.uniform_(-bound, bound)
-            if bias is not None:
-                bias.uniform_(-bound, bound)
+            for name in ("weight", "bias"):
+                parameters = self.group_parameters(name)
+                packed = self.packed(name, parameters)
+                if packed is None:
+                    continue
+                registered = self._registered(name)
+                if not registered:
+                    packed = torch.empty_like(packed)
+                if name == "weight" and self.init_method is not None:
+                    self.init_method(packed)
+                else:
+                    packed.uniform_(-bound, bound)
+                if not registered:  # what it is computed from is for its ``right_inverse`` to say
+                    values = (packed,) if self.single_grouped_weight else packed.unbind()
+                    for full, value in zip(self._names[name], values):
+                        if full in self._parameters:
+                            getattr(self, full).copy_(value)
+                        else:
+                            setattr(self, full, value)
+                    continue
+                for value, parameter in zip(() if self.single_grouped_weight else packed.unbind(), parameters):
+                    if value.device.type != "meta" and value.data_ptr() != parameter.data_ptr():
+                        parameter.copy_(value)
 
     # --- state dicts --------------------------------------------------------------------------------------------------
 
@@ -213,25 +299,67 @@ class GroupedParameters(nn.Module):
         if discrete != self.single_grouped_weight:
             return
         for name, names in self._names.items():
-            if not names:
+            if not names or not self._registered(name):
                 continue
             if discrete:
                 parts = destination.pop(prefix + name)
                 destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(parts)})
             else:
                 parts = [destination.pop(prefix + full) for full in names]
-                packed = self._packed[name][0] if self._still_packed(id(self), name) else None
-                destination[prefix + name] = packed if packed is not None else torch.stack(parts)
+                destination[prefix + name] = self.packed(name) if not keep_vars else torch.stack(parts)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         given = {key: value for key, value in state_dict.items() if not is_extra_state(key, prefix)}
+        refused: set[str] = set()
         for name, names in self._names.items():
-            keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
-            if not names or not keys:
-                continue
-            if not self.single_grouped_weight and prefix + name in given:
-                given.update(zip(keys, given.pop(prefix + name).unbind()))
-            elif self.single_grouped_weight and all(key in given for key in keys):
-                given[prefix + name] = torch.stack([given.pop(key) for key in keys])
-        super()._load_from_state_dict(given, prefix, *args, **kwargs)
-        self._pack()  # assign=True has put other tensors in the parameters' place
+            if names and self.num_gemms and self._registered(name):
+                errors = self._convert(given, prefix, name)
+                error_msgs.extend(errors)
+                refused.update(prefix + full for full in names if errors)
+        missing: list[str] = []
+        before = self._addresses()
+        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys.extend(key for key in missing if key not in refused)
+        self._pack(before)  # assign=True has put other tensors in the parameters' place
+
+    def _convert(self, given: dict[str, Any], prefix: str, name: str) -> list[str]:
+        """Bring the entries of ``name`` in ``given`` into the form of the parameters; errors if they do not fit."""
+        packed = prefix + name
+        shape = (self.num_gemms, *self._part_shapes[name])
+        if not self.single_grouped_weight:
+            value = given.get(packed)
+            if not isinstance(value, Tensor):
+                return []
+            given.pop(packed)
+            if value.dim() != len(shape) or value.shape[0] != self.num_gemms:
+                return [_mismatch(packed, value.shape, shape)]
+            given.update((f"{packed}{i}", part) for i, part in enumerate(value.unbind()))
+            return []
+        numbered = [key for key in given if key.startswith(packed) and key[len(packed) :].isdecimal()]
+        keys = [f"{packed}{i}" for i in range(len(numbered))]
+        if not keys or set(keys) != set(numbered):  # with a gap: then some are unexpected, and ``weight`` is missing
+            return []
+        parts = [given.pop(key) for key in keys]
+        if len(parts) != self.num_gemms:
+            return [_mismatch(packed, (len(parts), *parts[0].shape), shape)]
+        wrong = [_mismatch(key, part.shape, shape[1:]) for key, part in zip(keys, parts) if part.shape != shape[1:]]
+        if not wrong:
+            given[packed] = torch.stack(parts)
+        return wrong
+
+
+def _mismatch(key: str, have: Sequence[int], must: Sequence[int]) -> str:
+    """In the words of ``torch.nn.Module.load_state_dict``."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {torch.Size(have)} from checkpoint, the shape in current "
+        f"model is {torch.Size(must)}."
+    )

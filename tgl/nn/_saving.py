@@ -10,25 +10,36 @@ from torch import Tensor
 from .. import offload
 
 
-def save(ctx: Any, activations: Sequence[Tensor], resident: Sequence[Tensor | None] = ()) -> None:
-    """Save ``activations``, which may live elsewhere until the backward, and ``resident`` tensors, which stay.
+def save(ctx: Any, units: Sequence[Sequence[Tensor]], resident: Sequence[Tensor | None] = ()) -> None:
+    """Save ``units`` of activations, which may live elsewhere until the backward, and ``resident`` tensors, which stay.
 
     Weights, routing and parameters' operands are resident: they are in use, and the next call needs them again. The
-    activations of one call move as one, or none of them does.
+    activations of one unit move as one, or none of them does.
     """
-    ctx.home = None
-    if offload.in_graph():
-        moved = offload.to_host(activations)
-        if moved is not None:
-            ctx.home, activations = activations[0].device, moved
-    else:
-        offload.announce(activations, resident)
-    ctx.activations = len(activations)
-    ctx.save_for_backward(*activations, *resident)
+    in_graph = offload.in_graph()
+    tensors: list[Tensor | None] = []
+    units_kept = []
+    for unit in units:
+        moved = offload.to_host(unit) if in_graph and unit else None
+        units_kept.append((len(unit), None if moved is None else unit[0].device))
+        tensors.extend(unit if moved is None else moved)
+        if not in_graph:
+            offload.announce(unit, resident)
+    ctx.units = tuple(units_kept)
+    ctx.save_for_backward(*tensors, *resident)
 
 
-def restore(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """``(activations, resident)`` as they were given to ``save``, for a backward that was given ``grad``."""
+def restore(ctx: Any) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor | None, ...]]:
+    """``(units, resident)`` as they were given to ``save``, but where they are now: for ``bring_back``."""
     saved = ctx.saved_tensors
-    activations, resident = saved[: ctx.activations], saved[ctx.activations :]
-    return activations if ctx.home is None else offload.to_device(activations, ctx.home, grad), resident
+    units, at = [], 0
+    for size, _ in ctx.units:
+        units.append(saved[at : at + size])
+        at += size
+    return units, saved[at:]
+
+
+def bring_back(ctx: Any, index: int, unit: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """The unit of this ``index`` on its device again; not before there is ``grad``."""
+    home = ctx.units[index][1]
+    return unit if home is None else offload.to_device(unit, home, grad)

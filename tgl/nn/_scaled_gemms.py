@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..meta.formats import FORMATS
 from ..meta.quantized import Components, Options, component_specs
 from ..ops import (
     fp8_scale_from_history,
@@ -19,13 +20,25 @@ from ..ops import (
     grouped_gemm_scaled_wgrad,
     grouped_gemm_scaled_wgrad_accumulate_,
 )
+from ..ops._library import CASTS
+from ..ops.same_offs import same_offs
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
 from ._errors import fail
 from ._gemms import DenseGemms, Gemms, Operand, Operands
+from ._lasting import lasting
+from ._parameters import decided_when_traced, inside_operator
 
+WITH_AMAX = frozenset(name for name, form in FORMATS.items() if form.decodes_with_amax)
 KEPT = tuple(f"kept_{name}" for name in Components._fields)
+
+
+class _Bytes(NamedTuple):
+    """What a tensor is pickled as."""
+
+    bytes: Tensor
+    dtype: torch.dtype
 
 
 class ScaledGemms(nn.Module):
@@ -36,7 +49,7 @@ class ScaledGemms(nn.Module):
 
     In the state dict are the seed and offset of stochastic rounding (``rng_state``) and, for ``DelayedScaling``, the
     histories and scales; a state dict that lacks them loads, and leaves them as they are. The quantised weight that
-    ``is_first_microbatch`` keeps is not saved.
+    ``is_first_microbatch`` keeps is not saved, and of no use after a load; its memory is, for what was captured.
 
     Args:
         recipe: how operands are quantised.
@@ -46,8 +59,10 @@ class ScaledGemms(nn.Module):
     """
 
     fuses_activation = True
+    takes_slots = False
     rng_state: Tensor
     kept_data: Tensor | None
+    kept_is_old = False  # of what was pickled without it
 
     def __init__(
         self,
@@ -67,6 +82,7 @@ class ScaledGemms(nn.Module):
         self.specs = recipe.operands
         # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
         self.format, self.title = recipe.format, repr(recipe)
+        self.fused_with_gemm = FORMATS[self.format].fused_with_gemm
         self.names: dict[str, Any] = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
         self.delayed = isinstance(recipe, DelayedScaling)
         self.num_gemms = num_gemms
@@ -79,6 +95,7 @@ class ScaledGemms(nn.Module):
             self.register_buffer("rng_state", torch.zeros(2, dtype=torch.int64, device=device))
         for name in KEPT:
             self.register_buffer(name, None, persistent=False)
+        self.kept_is_old = False
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -88,8 +105,9 @@ class ScaledGemms(nn.Module):
         """
         for name, buffer in self.named_buffers():
             if name == "rng_state" and buffer.device.type != "meta":
-                generator = torch.Generator().set_state(torch.get_rng_state())
-                buffer.copy_(torch.stack([torch.randint(2**62, (), generator=generator), torch.tensor(0)]))
+                generator = torch.Generator("cpu").set_state(torch.get_rng_state())
+                seed = torch.randint(2**62, (1,), generator=generator, dtype=torch.int64, device="cpu")
+                buffer.copy_(torch.cat([seed, seed.new_zeros(1)]))
             elif name in KEPT:
                 setattr(self, name, None)
             elif buffer.device.type != "meta":
@@ -120,11 +138,6 @@ class ScaledGemms(nn.Module):
         self._remember("input", made)
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
-    @property
-    def fuses_product(self) -> bool:
-        """Whether ``activated_product`` is better than ``fprop`` of the layer before and ``activated_input``."""
-        return self.format == "mxfp8"
-
     def activated_product(
         self,
         x: Operand,
@@ -153,31 +166,78 @@ class ScaledGemms(nn.Module):
     def _activated_options(self, wgrad: bool) -> dict[str, Any]:
         return {k: v for k, v in self.specs.input.options(wgrad).items() if k != "block_2d"}
 
+    def checked_offs(self, x: Tensor, offs: Tensor) -> Tensor:
+        """``offs``, held against those of an input that is quantised already, see ``same_offs``."""
+        known = isinstance(x, GroupedTensor) and x.offs is not None and x.num_groups == self.num_gemms
+        return same_offs(offs, x.offs) if known else offs  # type: ignore[attr-defined]
+
+    def check_dtypes(self, name: str, dtype: torch.dtype | None, weight: torch.dtype | None) -> None:
+        """The input, called ``name``, and the weight can be quantised from these dtypes (None: not known yet)."""
+        for what, given in ((name, dtype), ("the layer's weight", weight)):
+            if given is not None and given not in CASTS:
+                fail(f"{what} must be float32, bfloat16 or float16 for {self.title}, but got {given}", TypeError)
+
+    def check_weight(self, w: Tensor, is_first_microbatch: bool | Tensor | None, *, dgrad: bool = False) -> None:
+        """``weight`` can serve a call that asks for this.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: it cannot.
+        """
+        first = is_first_microbatch
+        if isinstance(w, GroupedTensor):
+            self._check_quantized("weight", w, self.specs.weight, rowwise=True, columnwise=dgrad)
+            return
+        if first is None:
+            return
+        if isinstance(first, Tensor) and self.delayed:
+            fail("`is_first_microbatch` must be True, False or None for DelayedScaling, but got a tensor", TypeError)
+        missing = self.kept_data is None or self.kept_is_old
+        if first is False and missing:
+            fail(
+                "`is_first_microbatch` must be True in the first call, in the first after load_state_dict, and after "
+                "one that failed while it quantised the weight, but got False",
+                RuntimeError,
+            )
+        if missing and torch.compiler.is_compiling() and self._inside_operator(id(self)):
+            fail(
+                "`is_first_microbatch` must be None inside of torch.utils.checkpoint in a compiled graph until a call "
+                "with True has been made outside of it, the first time and after every load_state_dict, but got "
+                f"{'a tensor' if isinstance(first, Tensor) else first}: there the graph cannot keep the weight",
+                RuntimeError,
+            )
+
     def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
         """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""
         form = self.format
+        self.check_weight(w, is_first_microbatch, dgrad=dgrad)
         if isinstance(w, GroupedTensor):
-            self._check_quantized("weight", w, self.specs.weight, rowwise=True, columnwise=dgrad)
             return _forward_operands(w.components(), form, True, dgrad=dgrad)
         spec = self.specs.weight
         if is_first_microbatch is None:
             made = spec.quantize(w, None, columnwise=dgrad, scale=self._scale("weight"))
             self._remember("weight", made)
             return _forward_operands(made, form, True, dgrad=dgrad)
-        first = is_first_microbatch
-        if isinstance(first, Tensor) and self.delayed:
-            fail("`is_first_microbatch` must be True, False or None for DelayedScaling, but got a tensor", TypeError)
-        kept = self._kept()
+        first, kept = is_first_microbatch, self._kept()
         if kept is None:
-            if first is False:
-                fail("`is_first_microbatch` must be True in the first call, but got False", RuntimeError)
-            kept = spec.quantize(w, None, scale=self._scale("weight"))
-            for name, part in zip(KEPT, kept):
-                setattr(self, name, part)
+            with lasting():
+                kept = spec.quantize(w, None, scale=self._scale("weight"))
+            self._keep(kept)
+            self.kept_is_old = False
             self._remember("weight", kept)
-        elif first is not False:
-            noop = first.logical_not() if isinstance(first, Tensor) else None
-            spec.quantize(w, None, scale=self._scale("weight"), noop=noop, out=kept)
+            return _forward_operands(kept, form, True, dgrad=dgrad)
+        if (dgrad or first is not False) and self._kept_in_inference_mode(id(self)):
+            # Of a graph that ran in inference mode: to be read alone, and not by a backward.
+            kept = Components(*[part.clone() for part in kept])
+            self._keep(kept)
+        if first is not False:
+            noop = first.logical_not() if isinstance(first, Tensor) and not self.kept_is_old else None
+            try:
+                spec.quantize(w, None, scale=self._scale("weight"), noop=noop, out=kept)
+            except BaseException:
+                self._forget_kept()  # the old weight, or half of the new: later microbatches must not read it
+                raise
+            if self.kept_is_old:  # asked for first: inside of checkpoint a graph may set no attribute
+                self.kept_is_old = False
             self._remember("weight", kept)
         return _forward_operands(kept, form, True, dgrad=dgrad)
 
@@ -194,6 +254,10 @@ class ScaledGemms(nn.Module):
             found.append(_columnwise(made.empty(), form))
         return found[0], found[1]
 
+    def quantize_into(self, weight: GroupedTensor, values: Tensor) -> None:
+        """Write ``values`` into a weight that ``quantized`` has made."""
+        weight.quantize_(values, scale=self._scale("weight"))
+
     def quantized(self, w: Tensor) -> GroupedTensor:
         """A weight in the recipe's format, both directions."""
         return quantize(w, None, **self.specs.weight.options(), scale=self._scale("weight"))
@@ -201,6 +265,23 @@ class ScaledGemms(nn.Module):
     def _kept(self) -> Components | None:
         """The quantised weight that was kept, if one was; later ones are written into the same memory."""
         return None if self.kept_data is None else Components(*[getattr(self, name) for name in KEPT])
+
+    @decided_when_traced
+    def _kept_in_inference_mode(self, this: int) -> bool:
+        """Guarded in a trace by the dispatch keys of what was kept, which it reads."""
+        return self.kept_data is not None and self.kept_data.is_inference()
+
+    @decided_when_traced
+    def _inside_operator(self, this: int) -> bool:
+        return inside_operator()
+
+    def _keep(self, kept: Components) -> None:
+        for name, part in zip(KEPT, kept):
+            setattr(self, name, part)
+
+    def _forget_kept(self) -> None:
+        for name in KEPT:
+            setattr(self, name, None)
 
     def grad(
         self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
@@ -253,7 +334,7 @@ class ScaledGemms(nn.Module):
         wanted: dict[str, Any] = {"format": spec.format, "scale_layout": spec.scale_layout}
         wanted |= {"rowwise": True} if rowwise else {}
         wanted |= {"columnwise": True, "rht": spec.rht} if columnwise else {}
-        wanted |= {"block_2d": spec.block_2d} if spec.format == "fp8_block" else {}
+        wanted |= {"block_2d": spec.block_2d} if FORMATS[spec.format].square_scales else {}
         for name, value in wanted.items():
             if made_with[name] != value:
                 fail(
@@ -270,7 +351,19 @@ class ScaledGemms(nn.Module):
 
         return super()._apply(keep_dtype, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickle does not take tensors of one-byte floats, which torch.save takes.
+        state = dict(self.__dict__)
+        kept = {name: t for name in KEPT if isinstance(t := self._buffers[name], Tensor) and t.dtype.itemsize == 1}
+        state["_buffers"] = self._buffers | {name: _Bytes(t.view(torch.uint8), t.dtype) for name, t in kept.items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers = {k: t.bytes.view(t.dtype) if isinstance(t, _Bytes) else t for k, t in state["_buffers"].items()}
+        super().__setstate__(state | {"_buffers": buffers})
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self.kept_is_old = True  # a load of the layer comes here as well
         own = {prefix + name: t for name, t in self.named_buffers() if name not in self._non_persistent_buffers_set}
         super()._load_from_state_dict({**own, **state_dict}, prefix, *args, **kwargs)
 
@@ -308,25 +401,46 @@ class ScaledGemms(nn.Module):
             **_pair(dy, x), offs=offs, **self.names, out_dtype=out_dtype, alignment=alignment
         )
 
-    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+    def wgrad_into(
+        self,
+        x: Operand,
+        dy: Operand,
+        offs: Tensor,
+        main_grad: Tensor,
+        slots: Tensor | None = None,
+        *,
+        overwrite: bool,
+    ) -> None:
         grouped_gemm_scaled_wgrad_accumulate_(
-            **_pair(dy, x), offs=offs, main_grad=main_grad, **self.names, overwrite=overwrite
+            **_pair(dy, x), offs=offs, main_grad=main_grad, slots=slots, **self.names, overwrite=overwrite
         )
+
+
+def fuse_product(first: Gemms, second: Gemms) -> bool:
+    """Whether ``second.activated_product`` is better than ``first.fprop`` and ``second.activated_input``."""
+    return (
+        isinstance(first, ScaledGemms)
+        and isinstance(second, ScaledGemms)
+        and first.names == second.names
+        and second.fused_with_gemm
+    )
+
+
+_NAMES = ("a", "a_scale", "a_amax"), ("b", "b_scale", "b_amax")
 
 
 def _pair(a: Operand, b: Operand) -> dict[str, Any]:
     """The operands of a scaled GEMM, by the names of its arguments."""
-    names = ("", "_scale", "_amax")
-    return {f"a{name}": t for name, t in zip(names, a)} | {f"b{name}": t for name, t in zip(names, b)}
+    return {**dict(zip(_NAMES[0], a)), **dict(zip(_NAMES[1], b))}
 
 
 def _rowwise(made: Components, form: str) -> Operand:
-    return (made.data, made.scale, made.amax) if form == "nvfp4" else (made.data, made.scale)
+    return (made.data, made.scale, made.amax) if form in WITH_AMAX else (made.data, made.scale)
 
 
 def _columnwise(made: Components, form: str) -> Operand:
     parts = (made.columnwise_data, made.columnwise_scale)
-    return (*parts, made.columnwise_amax) if form == "nvfp4" else parts
+    return (*parts, made.columnwise_amax) if form in WITH_AMAX else parts
 
 
 def _forward_operands(

@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import offload
-from ..meta.specs import accumulator
-from ..ops._library import autocast_operand
+from ..ops._library import autocast_enabled, autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
-from ..ops.splits_to_offsets import splits_to_offsets
 from ..recipes import Recipe
+from ..tensor import GroupedTensor
 from ._buffers import check_buffer, check_disjoint
-from ._delayed import Delayed, Pending, add_to
-from ._errors import explain_to_dynamo, fail
+from ._delaying import DelayedGradients
+from ._errors import fail
 from ._gemms import Gemms, Operands
-from ._linear_function import SLOT_ALIGNMENT, Call, LinearFunction, fprop
-from ._parameters import GroupedParameters
+from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
+from ._lasting import lasting
+from ._linear_function import Call, LinearFunction, TransformedFunction, fprop
+from ._main_grad import MainGrad, wants_stand_in
+from ._parameter_gradients import ParameterGradients
 from ._scaled_gemms import ScaledGemms, gemms_for
+from ._transforms import check_reverse_mode, inside_of, is_differentiated, outside
 
-MSplits = Tensor | Sequence[int]
-
-
-def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tensor:
-    """int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is there already."""
-    if isinstance(m_splits, Tensor):
-        if m_splits.shape != (num_gemms,):
-            fail(f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}")
-        if m_splits.device == device:
-            return splits_to_offsets(m_splits)
-    elif len(m_splits) != num_gemms:
-        fail(f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}")
-    message = (
-        "m_splits as a list, or on another device than the input, costs a blocking copy and cannot be captured in a "
-        "CUDA graph; pass a tensor on the input's device"
-    )
-    explain_to_dynamo(message)
-    warnings.warn(
-        message,
-        DeprecationWarning,
-        stacklevel=5,  # the caller of the module: forward, _call_impl and _wrapped_call_impl lie between
-    )
-    return splits_to_offsets(torch.as_tensor(m_splits).to(device))
+Parts = tuple[list[nn.Parameter], list[nn.Parameter]]  # the weights and the biases of a call
 
 
-def result_dtype(inp: Tensor) -> torch.dtype:
-    """The dtype a layer computes in: that of its input, or of autocast where active."""
-    if torch.is_autocast_enabled(inp.device.type) and inp.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return torch.get_autocast_dtype(inp.device.type)
-    return inp.dtype
-
-
-class GroupedLinear(GroupedParameters):
+class GroupedLinear(DelayedGradients):
     """Apply G independent linear layers, each to its own group of rows: ``y[t] = weight[g] x[t] + bias[g]``.
 
     Args:
@@ -65,25 +39,27 @@ class GroupedLinear(GroupedParameters):
         bias: whether to add a bias.
         params_dtype: dtype of the parameters; default ``torch.get_default_dtype()``.
         device: device of the parameters; ``"meta"`` defers initialisation to ``reset_parameters``.
-        init_method: called with the weight ``[G, N, K]`` to fill it in place; default: every expert as ``nn.Linear``
-            does.
+        init_method: called with the weight ``[G, N, K]`` to fill it in place; default: the initialisation of
+            ``nn.Linear`` for every expert.
         state_dict_format: ``"packed"`` saves ``weight [G, N, K]`` and ``bias [G, N]``; ``"discrete"`` saves
             TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Default: the form of the parameters.
-            Either form loads, whatever this says.
+            Both forms load, whatever the value.
         single_grouped_weight: True: parameters ``weight [G, N, K]`` and ``bias [G, N]``. False: ``weight0 [N, K],
-            weight1, ...`` and ``bias0 [N], ...`` as TransformerEngine has them, lying side by side in memory; their
+            weight1, ...`` and ``bias0 [N], ...`` with TransformerEngine's names, contiguous in one tensor; their
             gradients are views of one allocation, each on a multiple of 256 bytes.
-        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` inside the GEMM; ``weight.grad``
-            stays None. ``main_grad`` is ``[G, N, K]``, or ``[N, K]`` for each of the discrete weights and evenly spaced
-            in one allocation; float32 or the parameter's dtype. If ``weight.overwrite_main_grad`` is set and true (on
-            the first of discrete weights) it is replaced instead. ``weight.grad_added_to_main_grad`` is set to True.
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` in the epilogue of the GEMM;
+            ``weight.grad`` stays None. ``main_grad`` is read in the backward. It is ``[G, N, K]``, or ``[N, K]`` for
+            each of the discrete weights (evenly spaced in one allocation, or it costs a copy), of the accumulation
+            dtype (float32 or float64) or the parameter's dtype. A true ``weight.overwrite_main_grad`` (of the first
+            weight, if discrete) replaces its content instead of adding. If a framework has set
+            ``weight.grad_added_to_main_grad``, that becomes True, and ``weight.grad`` zeros.
         delay_wgrad_compute: leave the gradients of weight and bias to ``backward_dw``.
-        save_original_input: keep the input itself for the backward, and not what a recipe makes of it.
-        recipe: how the operands are quantised, see ``tgl.recipes``; None for not at all.
+        save_original_input: save the input for the backward instead of its quantised components.
+        recipe: how the operands are quantised, see ``tgl.recipes``; None for no quantisation.
 
     Attributes:
         weight: parameter ``[G, N, K]``, with ``single_grouped_weight``.
-        bias: parameter ``[G, N]``, likewise, or None.
+        bias: parameter ``[G, N]``, with ``single_grouped_weight``; None without a bias.
     """
 
     weight: Tensor
@@ -126,19 +102,33 @@ class GroupedLinear(GroupedParameters):
         self._dense = recipe is None
         # Whether a call without buffers is ``grouped_gemm`` and no more.
         self.plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
-        self._delayed = Delayed()
+        self._start_delaying()
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
         gemms: Gemms | None = getattr(self, "gemms", None)  # not there yet when the base class initialises
+        weight = self._parameters.get("weight")
+        if isinstance(weight, GroupedTensor):
+            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            try:
+                self.weight = nn.Parameter(values)
+                super().reset_parameters()
+            finally:
+                self.weight = weight
+        else:
+            super().reset_parameters()
         if gemms is not None:
             gemms.reset_state()
+        if isinstance(weight, GroupedTensor):
+            assert isinstance(gemms, ScaledGemms)
+            with torch.no_grad():
+                gemms.quantize_into(weight, values)
 
     def quantize_weight(self) -> None:
         """Replace the weight by a ``GroupedTensor`` parameter in the recipe's format, the only copy from then on.
 
-        ``weight.unbind()`` gives the experts' weights as views, ``weight.quantize_(values)`` writes new values, and
-        gradients are dense.
+        The new parameter has the attributes of the old one. An optimizer made before this call still holds the old
+        parameter. ``reset_parameters`` draws new values and quantises them. ``weight.unbind()`` returns the experts'
+        weights as views, ``weight.quantize_(values)`` writes new values, and gradients are dense.
 
         Raises:
             ValueError: there is no recipe, or every group has a weight parameter of its own.
@@ -147,7 +137,10 @@ class GroupedLinear(GroupedParameters):
             raise ValueError("`recipe` must be given for quantize_weight, but is None")
         if not self.single_grouped_weight:
             raise ValueError("`single_grouped_weight` must be True for quantize_weight, but is False")
-        self.weight = nn.Parameter(self.gemms.quantized(self.weight.detach()), self.weight.requires_grad)
+        weight = self.weight
+        with lasting():
+            self.weight = nn.Parameter(self.gemms.quantized(weight.detach()), weight.requires_grad)
+        vars(self.weight).update(vars(weight))  # ``main_grad`` and whatever else somebody has put there
 
     @property
     def has_bias(self) -> bool:
@@ -161,31 +154,42 @@ class GroupedLinear(GroupedParameters):
         is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
+        bias_scale: Tensor | None = None,
     ) -> Tensor:
         """Run the layer.
 
         Args:
-            inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped by expert.
+            inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped by expert. With a recipe it may be a
+                ``GroupedTensor`` quantised with the group ends that ``m_splits`` add up to. The ends lie on the
+                device, and only ``debug_checks()`` compares them. Without it an input quantised for other groups
+                gives wrong rows, as blocks and scales are read for other rows than they were computed from.
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each group. Their sum may be less
-                than T: the rows past it are not read and come out as zeros. A list, or a tensor elsewhere, is copied at
-                the price of a synchronisation, with a ``DeprecationWarning``.
-            is_first_microbatch: for recipes: True quantises the weight and keeps the result, False uses what was kept,
-                None quantises and keeps nothing. A bool tensor on the device serves both values with one graph; the
-                first call quantises whatever it holds.
+                than T: the rows past it are not read and come out as zeros. A list, or a tensor on another device, is
+                copied to that device; the copy blocks, and cannot be captured in a CUDA graph. A compiled graph holds
+                the numbers of a list as constants, so each new list recompiles; a tensor does not.
+            is_first_microbatch: for recipes: True quantises the weight and caches the result, False uses the cached
+                weight, None quantises and caches nothing. A bool tensor on the device serves both values with one
+                graph; the first call quantises whatever its value. With ``fuse_wgrad_accumulation`` True also
+                replaces the content of ``main_grad``; False, None and a tensor add to it.
             out: contiguous buffer for the result, of its shape and dtype, requiring no grad. Rows past the sum of
-                ``m_splits`` keep what they hold.
-            dgrad_out: the same for the gradient of ``inp``, which flows upstream as it is: rows past the sum hold what
-                the caller left there. Not written if ``inp`` requires no grad.
+                ``m_splits`` keep their bytes.
+            dgrad_out: contiguous buffer for the gradient of ``inp``, of its shape and dtype, requiring no grad. It
+                flows upstream as it is: rows past the sum of ``m_splits`` hold what the caller left there. Not written
+                if ``inp`` requires no grad.
+            bias_scale: ``[T]``: multiplies the bias of every row; None for 1.
 
         Returns:
-            ``[..., N]`` in the dtype of ``inp`` (of autocast, where active); the memory of ``out`` if given. (Compilers
-            that make graphs functional and do not undo it, as the ``aot_eager`` backend, return a copy.)
+            ``[..., N]`` in the dtype of ``inp`` (of autocast, where active); the memory of ``out`` if given. (Backends
+            that leave graphs functional, such as ``aot_eager``, return a copy.)
 
         Raises:
             ValueError, TypeError: arguments that do not fit, before anything is written.
+            tgl.GraphCaptureError: ``m_splits`` is not on the device of ``inp`` while a CUDA graph is captured.
         """
         offs = offsets_on(m_splits, self.num_gemms, inp.device)
-        return self.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out)
+        return self.forward_offsets(
+            inp, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out
+        )
 
     def forward_offsets(
         self,
@@ -197,240 +201,257 @@ class GroupedLinear(GroupedParameters):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
-        """The same for cumulative ends ``offs``, int32 ``[G]``, and a bias scaled per row by ``bias_scale [T]``."""
+        """``forward`` for cumulative ends ``offs``, int32 ``[G]``; ``bias_scale [T]`` scales the bias of each row."""
         if self.plain and out is None and dgrad_out is None and not offload.in_graph():
             rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-            y = grouped_gemm(rows, self.weight.transpose(1, 2), offs, self.bias, bias_scale)
+            weight = self.weight
+            if rows.dtype != weight.dtype:
+                check_input_dtype(rows.dtype, weight.dtype, rows.device)
+            y = grouped_gemm(rows, weight.transpose(1, 2), offs, self.bias, bias_scale)
         else:
-            call, rows = self._call(inp, offs, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out)
-            y = self._apply_function(call, rows, None, bias_scale)
+            y = self._by_function(inp, offs, bias_scale, is_first_microbatch, out, dgrad_out)
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
-    def forward_activated(
-        self,
-        hidden: Tensor,
-        offs: Tensor,
-        probs: Tensor | None,
-        activation: dict[str, Any],
-        *,
-        recompute: bool = False,
-        is_first_microbatch: bool | Tensor | None = None,
-        out: Tensor | None = None,
-        prepared: Operands | None = None,
-    ) -> Tensor:
-        """The layer on ``grouped_activation(hidden, offs, probs, **activation)``, as one function of ``hidden``.
-
-        ``probs`` multiplies the bias as well. ``recompute`` keeps ``hidden`` alone for the backward, which forms the
-        activation again. ``prepared`` is the activation ready for the GEMMs, by ``forward_quantizing``.
-        """
-        call, rows = self._call(
-            hidden,
-            offs,
-            is_first_microbatch=is_first_microbatch,
-            out=out,
-            probs=probs,
-            activation=activation,
-            recompute=recompute,
-        )
-        return self._apply_function(call._replace(prepared=prepared), rows, probs, None)
-
-    def forward_quantizing(
+    def _by_function(
         self,
         inp: Tensor,
         offs: Tensor,
-        probs: Tensor | None,
-        activation: dict[str, Any],
-        following: GroupedLinear,
-        *,
-        recompute: bool = False,
-        is_first_microbatch: bool | Tensor | None = None,
-        dgrad_out: Tensor | None = None,
-    ) -> tuple[Tensor, Operands]:
-        """The layer, and what ``following.forward_activated`` takes as ``prepared``, by the op that makes both.
+        bias_scale: Tensor | None,
+        is_first_microbatch: bool | Tensor | None,
+        out: Tensor | None,
+        dgrad_out: Tensor | None,
+    ) -> Tensor:
+        """By the autograd function that serves all options: ``[T, N]``."""
+        if torch._C._are_functorch_transforms_active():
+            if torch.compiler.is_compiling():  # Dynamo leaves the backward out
+                fail(
+                    "a layer of this kind cannot be compiled with a transform of torch.func around it: call it eagerly"
+                )
+            return self._by_transformed_function(inp, offs, bias_scale, is_first_microbatch, out, dgrad_out)
+        parts = self._parts_of_call()
+        rows, out_dtype = self._matrix(inp), result_dtype(inp)
+        if out is not None or dgrad_out is not None:
+            out, dgrad_out = self._checked_buffers(inp, out, dgrad_out, out_dtype)
+        call = self._call(
+            parts,
+            rows,
+            out_dtype,
+            is_first_microbatch=is_first_microbatch,
+            needs_dgrad=rows.requires_grad and torch.is_grad_enabled(),
+            needs_wgrad=needs_grad(parts[0]),
+            out=out,
+            dgrad_out=dgrad_out,
+        )
+        rows, offs = self._input(rows, offs, out_dtype)
+        tensors = (rows, bias_scale, *parts[0], *parts[1])
+        if not needs_grad(tensors):
+            return fprop(call, offs, rows, bias_scale)[0]
+        return LinearFunction.apply(call, offs, *tensors)
 
-        Both layers have a recipe that ``fuses_product``; ``recompute`` is what ``following`` will be given.
-        """
-        call, rows = self._call(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
-        gemms = following.gemms
-        assert isinstance(gemms, ScaledGemms)
-        wgrad = self._needs_wgrad() and not call.save_original_input
-        following_wgrad = following._needs_wgrad() and not (following.save_original_input or recompute)
-        with torch.no_grad():
-            x = call.input(rows, offs, None, fprop=True, wgrad=wgrad)
-            y, prepared = gemms.activated_product(
-                x.fprop,
-                call.weight.fprop,
-                offs,
-                call.bias,
-                probs,
-                activation,
-                out_dtype=call.out_dtype,
-                wgrad=following_wgrad,
+    def _by_transformed_function(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        bias_scale: Tensor | None,
+        is_first_microbatch: bool | Tensor | None,
+        out: Tensor | None,
+        dgrad_out: Tensor | None,
+    ) -> Tensor:
+        """``_by_function`` of what is inside the wrappers of ``torch.func``."""
+        out_dtype = result_dtype(inp)
+        if out is not None or dgrad_out is not None:
+            self._checked_buffers(inp, out, dgrad_out, out_dtype)  # raises
+        check_reverse_mode()
+        parts = weights, biases = self._parts_of_call()
+        if any(is_differentiated(w) for w in weights):
+            for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+                if getattr(self, name):
+                    fail(
+                        f"`{name}` must be False where torch.func differentiates by the weight, as the transform "
+                        "returns the gradient; give functional_call to a layer without",
+                        RuntimeError,
+                    )
+        needs_wgrad = any(is_differentiated(w) or w.requires_grad for w in weights)
+        rows, scale = self._matrix(inp), inside_of(bias_scale)
+        first = inside_of(is_first_microbatch)
+        with outside():
+            inner = inside_of(rows)
+            call = self._call(
+                parts, inner, out_dtype, is_first_microbatch=first, needs_dgrad=True, needs_wgrad=needs_wgrad
             )
-        y = self._apply_function(call._replace(made=(y, x.wgrad)), rows, None, None)
-        return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features), prepared
+            inner, ends = self._input(inner, inside_of(offs), out_dtype)
+            made = fprop(call, ends, inner, scale, wgrad=needs_wgrad and not call.save_original_input)
+        if self._dense and autocast_enabled(rows.device.type):
+            rows = autocast_operand(out_dtype, rows)
+        return TransformedFunction.apply((call, made), ends, rows, bias_scale, *weights, *biases)
 
-    def _needs_wgrad(self) -> bool:
-        return torch.is_grad_enabled() and any(w.requires_grad for w in self.group_parameters("weight"))
+    def _parts_of_call(self) -> Parts:
+        """The weights and the biases: taken once in a call, as something may compute them when they are asked for."""
+        return self.group_parameters("weight"), self.group_parameters("bias")
+
+    def _matrix(self, inp: Tensor) -> Tensor:
+        """``inp`` as rows of the layer's width."""
+        rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
+        if rows.shape[1] != self.in_features:
+            self._check_input(rows.shape[1], None, rows.device)  # raises
+        return rows
+
+    def _input(self, rows: Tensor, offs: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both as the GEMMs of the layer take them."""
+        if not self._dense:
+            return rows, self.gemms.checked_offs(rows, offs)  # type: ignore[attr-defined]
+        if rows.dtype != out_dtype and autocast_enabled(rows.device.type):
+            rows = autocast_operand(out_dtype, rows)
+        return rows, offs
 
     def _call(
         self,
-        inp: Tensor,
-        offs: Tensor,
+        parts: Parts,
+        rows: Tensor,
+        out_dtype: torch.dtype,
         *,
         is_first_microbatch: bool | Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-        probs: Tensor | None = None,
-        activation: dict[str, Any] | None = None,
         recompute: bool = False,
-    ) -> tuple[Call, Tensor]:
-        """What a call is made of, and the input as a matrix."""
-        weight, bias = self.packed("weight"), self.packed("bias")
-        assert weight is not None
-        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-        out_dtype = result_dtype(rows)
-        if self._dense and torch.is_autocast_enabled(rows.device.type):
-            rows, weight = autocast_operand(out_dtype, rows), autocast_operand(out_dtype, weight)
-            bias = autocast_operand(out_dtype, bias) if bias is not None else None
-        if out is not None or dgrad_out is not None:
-            out, dgrad_out = self._checked_buffers(inp, out, dgrad_out, rows, out_dtype)
-
-        needs_wgrad = self._needs_wgrad()
-        needs_dgrad = torch.is_grad_enabled() and (rows.requires_grad or (probs is not None and probs.requires_grad))
-        main_grad = stash = None
-        if needs_wgrad and self.fuse_wgrad_accumulation and not self.delay_wgrad_compute:
-            main_grad = self.packed_main_grad()
-            self.mark_main_grad()
-        if needs_wgrad and self.delay_wgrad_compute:
-            stash = self._delayed
-            if torch.compiler.is_compiling() and not stash.copies:
-                fail(
-                    "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
-                    "tensors are reused when it has ended, so they are copied into buffers of the layer"
-                )
-        with torch.no_grad():
-            operands = self.gemms.weight(weight, dgrad=needs_dgrad, is_first_microbatch=is_first_microbatch)
-        call = Call(
-            gemms=self.gemms,
-            offs=offs,
-            weight=operands,
-            bias=bias,
-            out_dtype=out_dtype,
+    ) -> Call:
+        """What a call is made of, checked before any work. Of ``rows`` the dtype and the device are what matters."""
+        (weight, table), bias = self.placed("weight", parts[0]), self.packed("bias", parts[1])
+        gemms = self.gemms
+        if isinstance(gemms, ScaledGemms):
+            gemms.check_dtypes("`inp`", rows.dtype, weight.dtype)
+        else:
+            if rows.dtype != weight.dtype:
+                check_input_dtype(rows.dtype, weight.dtype, rows.device)
+            if autocast_enabled(rows.device.type):
+                if table is not None and autocast_operand(out_dtype, weight[:0]).dtype != weight.dtype:
+                    weight, table = weight.index_select(0, table), None  # slots that overlap must not be cast
+                weight = autocast_operand(out_dtype, weight)
+                bias = autocast_operand(out_dtype, bias) if bias is not None else None
+        main_grad = self._check_gradients(needs_wgrad)
+        if table is not None and not gemms.takes_slots:
+            weight, table = weight.index_select(0, table), None
+        operands = gemms.weight(weight, dgrad=needs_dgrad, is_first_microbatch=is_first_microbatch)
+        if table is not None:
+            operands = Operands(fprop=(*operands.fprop, table), dgrad=(*operands.dgrad, table))
+        weights, biases = parts
+        fuses = needs_wgrad and self.fuse_wgrad_accumulation
+        gradients = ParameterGradients(
+            num_weights=len(weights),
+            num_biases=len(biases),
+            weight_shape=weights[0].shape,
+            weight_dtype=weights[0].dtype,
+            bias_dtype=biases[0].dtype if biases else None,
             discrete=not self.single_grouped_weight,
-            activation=activation,
-            scaled_by_probs=activation is not None and probs is not None and self.has_bias,
-            out=out,
-            dgrad_out=dgrad_out,
             main_grad=main_grad,
-            overwrite_main_grad=main_grad is not None and self.overwrites_main_grad(),
-            stash=stash,
-            save_original_input=self.save_original_input or recompute,
+            overwrite_main_grad=fuses and (is_first_microbatch is True or self.overwrites_main_grad()),
+            stands_in=self._stand_ins() if fuses else (),
+            stash=self._delayed if needs_wgrad and self.delay_wgrad_compute else None,
+            parameters=(*weights, *biases) if needs_wgrad and not torch.compiler.is_compiling() else (),
         )
-        return call, rows
+        again = self.save_original_input or recompute
+        return Call(gemms, operands, bias, out_dtype, gradients, out, dgrad_out, again)
 
-    def _apply_function(self, call: Call, rows: Tensor, probs: Tensor | None, bias_scale: Tensor | None) -> Tensor:
-        weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
-        grad = torch.is_grad_enabled()
-        if not grad or not any(t is not None and t.requires_grad for t in (rows, probs, bias_scale, *weights, *biases)):
-            return fprop(call, rows, probs, bias_scale)[0]
-        return LinearFunction.apply(call, len(weights), rows, probs, bias_scale, *weights, *biases)
+    def _check_input(
+        self,
+        width: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        name: str = "`inp`",
+        *,
+        weight: torch.dtype | None = None,
+    ) -> None:
+        """The layer can multiply rows of this form (None: not known yet) on ``device``.
+
+        ``weight`` is the weight's dtype, if it is at hand; a weight that is computed is not computed for this.
+
+        Raises:
+            ValueError, TypeError: it cannot; the error calls the rows ``name``.
+        """
+        if width is not None and width != self.in_features:
+            fail(f"{name} must be [..., K] with K = in_features = {self.in_features}, but got K = {width}")
+        if weight is None and self._registered("weight"):
+            weight = self.group_parameters("weight")[0].dtype
+        if isinstance(self.gemms, ScaledGemms):
+            self.gemms.check_dtypes(name, dtype, weight)
+        elif dtype is not None and weight is not None and dtype != weight:
+            check_input_dtype(dtype, weight, device, name)
+
+    def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
+        """What a call refuses before its work for another reason than its rows.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as ``forward`` would.
+        """
+        if self.plain or torch._C._are_functorch_transforms_active() or not self._registered("weight"):
+            return
+        weights = self.group_parameters("weight")
+        self._check_gradients(needs_grad(weights))
+        if isinstance(self.gemms, ScaledGemms):
+            self.gemms.check_weight(weights[0], is_first_microbatch)
+
+    def _check_gradients(self, needs_wgrad: bool) -> MainGrad | Callable[[], MainGrad] | None:
+        """Weight gradients can go where the options say; ``_main_grad_for_call``."""
+        if not needs_wgrad or not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            return None
+        self._check_registered()
+        main_grad = self._main_grad_for_call() if self.fuse_wgrad_accumulation else None
+        if self.delay_wgrad_compute:
+            self._check_delay()
+        return main_grad
+
+    def _check_registered(self) -> None:
+        """The gradients that autograd does not see have parameters to go to."""
+        # A bias is computed as well as a weight, and delayed with it.
+        names = ("weight", "bias") if self.delay_wgrad_compute else ("weight",)
+        computed = [full for name in names for full in self._names[name] if full not in self._parameters]
+        if computed:
+            option = "delay_wgrad_compute" if self.delay_wgrad_compute else "fuse_wgrad_accumulation"
+            fail(
+                f"`{option}` must be False for a layer whose `{computed[0]}` is computed from other parameters "
+                "(torch.nn.utils.parametrize): their gradients need the one that autograd would not see"
+            )
+
+    def _main_grad_for_call(self) -> MainGrad | Callable[[], MainGrad] | None:
+        """Checked as far as it is there; what it is in the backward counts, but for a graph, which has it as an input.
+
+        Raises:
+            ValueError, TypeError: there is none, or it does not fit.
+        """
+        weights = self.group_parameters("weight")
+        if not torch.compiler.is_compiling():
+            self.checked_main_grad(weights, create=False, required=not self.delay_wgrad_compute)
+            return None if self.delay_wgrad_compute else functools.partial(self.checked_main_grad, weights)
+        if self.delay_wgrad_compute:
+            return None
+        if self._has_tensor_hooks(id(self)):
+            fail(
+                "`weight.register_hook` must not have been called for fuse_wgrad_accumulation in a compiled graph, "
+                "where the gradient goes to main_grad and no hook can see it"
+            )
+        self.mark_main_grad()
+        return self.checked_main_grad(weights)
+
+    def _stand_ins(self) -> tuple[bool, ...]:
+        return tuple([wants_stand_in(w) for w in self.group_parameters("weight")])
 
     def _checked_buffers(
-        self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, rows: Tensor, out_dtype: torch.dtype
+        self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, out_dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """Both buffers as matrices."""
         if out is not None:
             check_buffer("out", out, (*inp.shape[:-1], self.out_features), out_dtype, inp.device)
         if dgrad_out is not None:
             check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
-            if rows.dtype != inp.dtype:
+            if self._dense and out_dtype != inp.dtype:
                 fail(f"`dgrad_out` must be None where autocast casts the input, but got a {dgrad_out.dtype} buffer")
         check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         if inp.dim() != 2:
             out = out.view(-1, self.out_features) if out is not None else None
             dgrad_out = dgrad_out.view(-1, self.in_features) if dgrad_out is not None else None
         return out, dgrad_out
-
-    # --- delayed weight gradients -------------------------------------------------------------------------------------
-
-    def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
-        """Make room for the copies that ``delay_wgrad_compute`` needs in a compiled graph, and make them in eager too.
-
-        To be called before the layer is compiled, and again after it has been moved or cast. Reads the device.
-
-        Args:
-            max_rows: most rows T of any microbatch.
-            microbatches: how many backwards there may be before ``backward_dw``; one more is an error.
-            dtype: of the layer's input (under autocast, the autocast dtype); default that of the weight.
-
-        Raises:
-            RuntimeError: without ``delay_wgrad_compute``, or while something is pending.
-        """
-        if not self.delay_wgrad_compute:
-            raise RuntimeError("reserve_delayed_wgrad needs a layer with delay_wgrad_compute=True")
-        if self._delayed.in_use():
-            raise RuntimeError("reserve_delayed_wgrad must come before a microbatch's forward, or after backward_dw")
-        weight = self.group_parameters("weight")[0]
-        x, dy = self.gemms.wgrad_operands_like(
-            max_rows, self.num_gemms, self.in_features, self.out_features, dtype or weight.dtype
-        )
-        offs = torch.empty(self.num_gemms, dtype=torch.int32, device="meta")
-        dbias = None
-        if any(b.requires_grad for b in self.group_parameters("bias")):
-            dbias = torch.empty(self.num_gemms, self.out_features, dtype=accumulator(weight.dtype), device="meta")
-        self._delayed.reserve(microbatches, Pending(x, dy, offs, dbias), weight.device)
-
-    def delayed_bytes_copied_host(self) -> int:
-        """Bytes that ``delay_wgrad_compute`` has copied so far; 0 where it keeps references. Reads the device."""
-        return self._delayed.bytes_copied_host()
-
-    @torch.no_grad()
-    def backward_dw(self) -> None:
-        """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
-
-        They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``; with ``overwrite_main_grad``
-        their sum replaces what ``main_grad`` holds, if anything is pending. It may come late, after any
-        number of backwards (of ``microbatches``, if reserved). A second call adds nothing, and on a layer without
-        ``delay_wgrad_compute`` it does nothing. If it never comes, weight and bias get no gradient from those
-        microbatches, whose tensors stay alive until it does.
-
-        Raises:
-            RuntimeError: a tensor that was kept by reference has been modified in place.
-        """
-        entries = self._delayed.pending()
-        if not entries:
-            return
-        weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
-        discrete = not self.single_grouped_weight
-        main_grad = self.packed_main_grad() if self.fuse_wgrad_accumulation else None
-        if main_grad is not None:
-            self.mark_main_grad()
-            if self.overwrites_main_grad():
-                main_grad.masked_fill_(torch.as_tensor(self._delayed.in_use(), device=main_grad.device), 0)
-        target, dbias = main_grad, None
-        for x, dy, offs, more in entries:
-            if target is None:
-                target = self.gemms.wgrad(
-                    x, dy, offs, out_dtype=weights[0].dtype, alignment=SLOT_ALIGNMENT if discrete else None
-                )
-            else:
-                self.gemms.wgrad_into(x, dy, offs, target, overwrite=False)
-            if more is not None:
-                dbias = more if dbias is None else dbias + more
-        assert target is not None
-        if main_grad is None:
-            add_to(target.unbind() if discrete else (target,), weights)
-        if dbias is not None:
-            dbias = dbias.to(biases[0].dtype, copy=True)  # what is pending may be a buffer that is written again
-            add_to(dbias.unbind() if discrete else (dbias,), biases)
-        self._delayed.clear()
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        if self._delayed.in_use():
-            raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
-        self._delayed = Delayed()  # what is reserved is of the old device and dtype
-        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return (

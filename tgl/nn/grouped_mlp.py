@@ -9,35 +9,47 @@ import torch
 from torch import Tensor, nn
 
 from .. import offload
-from ..meta.specs import ACTIVATIONS, GATED
+from ..meta import activations
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import DelayedScaling, Recipe
 from ._activation import activate, is_one_op
 from ._buffers import check_buffer, check_disjoint
-from ._scaled_gemms import ScaledGemms
-from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
+from ._errors import fail
+from ._expert_function import Expert, ExpertFunction
+from ._expert_function import forward as expert_forward
+from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
+from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of
+from ._scaled_gemms import fuse_product
+from .grouped_linear import GroupedLinear
 
 
 class GroupedMLP(nn.Module):
     """G expert MLPs on G groups of rows: FC1, activation times a probability per row, FC2.
 
-    Without a recipe or another option below that steps in between, that is ``tgl.grouped_mlp``, one op forward and one
-    backward, except in a graph compiled for a CPU: there the compiler fuses the activation with its neighbours.
+    A plain layer is ``tgl.grouped_mlp``: one op forward and one backward. A recipe, hooks of ``fc1`` or ``fc2`` and the
+    options of training loops take several ops. In a graph compiled for a CPU the GEMMs are ops of their own, and the
+    compiler fuses the activation with its neighbours.
 
     Args:
         num_gemms: G, the number of experts on this rank.
         hidden_size: H, width of the input and the output.
         ffn_hidden_size: I, width of the activation. FC1 has ``2 I`` outputs for gated activations, gate first.
-        activation: ``"swiglu"``, ``"clamped_qgeglu"`` or ``"srelu"``; see ``tgl.grouped_activation``.
+        activation: which; see ``tgl.grouped_activation``.
         interleaved: whether the gate and linear rows of FC1's weight alternate instead of standing side by side.
         bias: whether FC1 and FC2 have biases.
-        recompute_activation: keep what goes into the activation for the backward, which forms its result again.
-        params_dtype, device, init_method, state_dict_format, single_grouped_weight, fuse_wgrad_accumulation,
-            delay_wgrad_compute, save_original_input, recipe: see ``GroupedLinear``; they hold for both layers.
+        recompute_activation: save the input of the activation for the backward, which recomputes its result.
+        params_dtype, device, init_method, state_dict_format: see ``GroupedLinear``; they hold for both layers.
+        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: see ``GroupedLinear``, for both layers.
+        save_original_input, recipe: see ``GroupedLinear``, for both layers.
 
     Attributes:
         fc1: ``GroupedLinear`` ``H -> 2 I`` or ``H -> I``.
         fc2: ``GroupedLinear`` ``I -> H``.
+
+    Hooks of ``fc1`` and ``fc2`` fire. With any hook the layers are called one after the other, no op spans them, and
+    ``recompute_activation`` has no effect. Another module may replace either layer. It is called as
+    ``module(inp, m_splits)``, with ``is_first_microbatch``, ``out`` (``fc2``) or ``dgrad_out`` (``fc1``) by name if
+    they are given; ``probs`` then multiplies the result of such an ``fc2``.
     """
 
     buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
@@ -63,8 +75,7 @@ class GroupedMLP(nn.Module):
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}, but got {activation!r}")
+        found = activations.named(activation, "activation")
         if recompute_activation and isinstance(recipe, DelayedScaling):
             raise ValueError(
                 "`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then"
@@ -83,14 +94,25 @@ class GroupedMLP(nn.Module):
             "save_original_input": save_original_input,
             "recipe": recipe,
         }
-        width = 2 * ffn_hidden_size if activation in GATED else ffn_hidden_size
+        width = found.width(ffn_hidden_size)
         self.fc1 = GroupedLinear(num_gemms, hidden_size, width, bias, **options)
         self.fc2 = GroupedLinear(num_gemms, ffn_hidden_size, hidden_size, bias, **options)
 
     def reset_parameters(self) -> None:
         """Initialise both layers."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
+        for layer in linears(self.fc1, self.fc2):
+            layer.reset_parameters()
+
+    def quantize_weight(self) -> None:
+        """``GroupedLinear.quantize_weight`` of both layers."""
+        for layer in linears(self.fc1, self.fc2):
+            layer.quantize_weight()
+
+    def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
+        """``GroupedLinear._check_call`` of both layers."""
+        for layer in (self.fc1, self.fc2):
+            if not has_own_forward(layer) and not hooked(layer):
+                layer._check_call(is_first_microbatch)
 
     def forward(
         self,
@@ -107,7 +129,7 @@ class GroupedMLP(nn.Module):
             inp: ``[T, H]`` rows grouped by expert.
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each expert; see ``GroupedLinear``.
             probs: ``[T]``: routing probability of every row. It multiplies the activation and FC2's bias, which is the
-                expert's whole answer times the probability.
+                expert's whole result times the probability.
             is_first_microbatch, out, dgrad_out: see ``GroupedLinear``: buffers for the result and for the gradient of
                 ``inp``, both ``[T, H]``.
 
@@ -129,54 +151,121 @@ class GroupedMLP(nn.Module):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
-        """The same for cumulative ends ``offs``, int32 ``[G]``."""
+        """``forward`` for cumulative ends ``offs``, int32 ``[G]``."""
         if out is not None or dgrad_out is not None:
             if out is not None:
                 check_buffer("out", out, (*inp.shape[:-1], self.out_features), result_dtype(inp), inp.device)
             if dgrad_out is not None:
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
-        if out is None and dgrad_out is None and self._is_one_op(inp.device):
-            return self._forward_one_op(inp, offs, probs)
+        fc1, fc2 = self.fc1, self.fc2
+        if has_own_forward(fc1) or has_own_forward(fc2) or hooked(fc1) or hooked(fc2):
+            return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=True)
+        if out is None and dgrad_out is None and self._is_one_op(fc1, fc2, inp.device):
+            return self._by_one_op(inp, offs, probs)
+        if not torch._C._are_functorch_transforms_active() and (
+            self.recompute_activation or fc2.gemms.fuses_activation or offload.in_graph()
+        ):
+            return self._by_one_function(inp, offs, probs, is_first_microbatch, out, dgrad_out)
+        return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=False)
+
+    def _by_layers(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        is_first_microbatch: bool | Tensor | None,
+        out: Tensor | None,
+        dgrad_out: Tensor | None,
+        *,
+        called: bool,
+    ) -> Tensor:
+        """One layer after the other, with autograd between them.
+
+        They are ``called`` as modules for the sake of hooks or of what stands in their place.
+        """
+        fc1, fc2 = self.fc1, self.fc2
+        options1 = given(is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
+        options2 = given(is_first_microbatch=is_first_microbatch, out=out)
+        replaced = has_own_forward(fc2)
+        if replaced and probs is not None and out is not None:
+            fail(
+                "`out` must be None beside `probs` where another module stands in the place of `fc2`, whose result the "
+                "probabilities then multiply"
+            )
+        for name, layer, options in (("fc1", fc1, options1), ("fc2", fc2, options2)):
+            if has_own_forward(layer):
+                check_takes(name, layer, options)
+        first, second = (layer if called else layer.forward_offsets for layer in (fc1, fc2))
+        groups = splits_of(offs) if called else offs
+        hidden = first(inp, groups, **options1)
         activation = {"kind": self.activation, "interleaved": self.interleaved}
-        prepared = None
-        if isinstance(self.fc2.gemms, ScaledGemms) and self.fc2.gemms.fuses_product:
-            hidden, prepared = self.fc1.forward_quantizing(
-                inp,
-                offs,
-                probs,
-                activation,
-                self.fc2,
-                recompute=self.recompute_activation,
-                is_first_microbatch=is_first_microbatch,
-                dgrad_out=dgrad_out,
-            )
-        else:
-            hidden = self.fc1.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
-        bias_scale = probs if self.fc2.has_bias else None
-        if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
-            return self.fc2.forward_activated(
-                hidden,
-                offs,
-                probs,
-                activation,
-                recompute=self.recompute_activation,
-                is_first_microbatch=is_first_microbatch,
-                out=out,
-                prepared=prepared,
-            )
-        hidden = activate(hidden, offs, probs, **activation)
-        return self.fc2.forward_offsets(hidden, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out)
+        rows = hidden.reshape(-1, hidden.shape[-1]) if hidden.dim() != 2 else hidden
+        hidden = activate(rows, offs, None if replaced else probs, **activation)
+        hidden = hidden if rows.dim() == inp.dim() else hidden.view(*inp.shape[:-1], -1)
+        if not replaced and probs is not None and fc2.has_bias:
+            options2["bias_scale"] = probs
+        y = second(hidden, groups, **options2)
+        return (y * probs.view(*y.shape[:-1], 1)).to(y.dtype) if replaced and probs is not None else y
 
-    def _is_one_op(self, device: torch.device) -> bool:
-        layers = (self.fc1, self.fc2)
-        return all(type(layer) is GroupedLinear and layer.plain for layer in layers) and is_one_op(
-            device, self.fc1.weight, self.fc2.weight
+    def _by_one_function(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        is_first_microbatch: bool | Tensor | None,
+        out: Tensor | None,
+        dgrad_out: Tensor | None,
+    ) -> Tensor:
+        """By ``ExpertFunction``. Both calls are checked before either does any work."""
+        fc1, fc2 = self.fc1, self.fc2
+        parts1, parts2 = fc1._parts_of_call(), fc2._parts_of_call()
+        rows, out_dtype = fc1._matrix(inp), result_dtype(inp)
+        if out is not None:
+            out = out.view(-1, self.out_features)
+        if dgrad_out is not None:
+            _, dgrad_out = fc1._checked_buffers(inp, None, dgrad_out, out_dtype)
+        needs_wgrad1, needs_wgrad2 = needs_grad(parts1[0]), needs_grad(parts2[0])
+        fc2._check_call(is_first_microbatch)  # before the first call has prepared its weight
+        first = fc1._call(
+            parts1,
+            rows,
+            out_dtype,
+            is_first_microbatch=is_first_microbatch,
+            needs_dgrad=rows.requires_grad and torch.is_grad_enabled(),
+            needs_wgrad=needs_wgrad1,
+            dgrad_out=dgrad_out,
         )
+        rows, offs = fc1._input(rows, offs, out_dtype)
+        second = fc2._call(
+            parts2,
+            rows,
+            out_dtype,
+            is_first_microbatch=is_first_microbatch,
+            needs_dgrad=needs_wgrad1 or needs_grad((rows, probs, *parts1[1])),
+            needs_wgrad=needs_wgrad2,
+            out=out,
+            recompute=self.recompute_activation,
+        )
+        activation = {"kind": self.activation, "interleaved": self.interleaved}
+        expert = Expert(first, second, activation, fuse_product(first.gemms, second.gemms))
+        tensors = (rows, probs, *parts1[0], *parts1[1], *parts2[0], *parts2[1])
+        y = (
+            ExpertFunction.apply(expert, offs, *tensors)
+            if needs_grad(tensors)
+            else expert_forward(expert, offs, rows, probs).y
+        )
+        return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
-    def _forward_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
+    def _is_one_op(self, fc1: GroupedLinear, fc2: GroupedLinear, device: torch.device) -> bool:
+        plain = fc1.plain and fc2.plain and type(fc1) is GroupedLinear and type(fc2) is GroupedLinear
+        return plain and is_one_op(device, fc1.weight, fc2.weight)
+
+    def _by_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
         rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
         w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
+        if rows.dtype != w1.dtype:
+            check_input_dtype(rows.dtype, w1.dtype, rows.device)
         y = grouped_mlp(
             rows,
             w1,
@@ -193,13 +282,17 @@ class GroupedMLP(nn.Module):
 
     def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
         """``GroupedLinear.reserve_delayed_wgrad`` of both layers."""
-        self.fc1.reserve_delayed_wgrad(max_rows, microbatches, dtype=dtype)
-        self.fc2.reserve_delayed_wgrad(max_rows, microbatches, dtype=dtype)
+        for layer in linears(self.fc1, self.fc2):
+            layer.reserve_delayed_wgrad(max_rows, microbatches, dtype=dtype)
+
+    def need_backward_dw(self) -> bool:
+        """``GroupedLinear.need_backward_dw`` of either layer."""
+        return any(layer.need_backward_dw() for layer in linears(self.fc1, self.fc2))
 
     def backward_dw(self) -> None:
         """``GroupedLinear.backward_dw`` of both layers, in the order of the backward."""
-        self.fc2.backward_dw()
-        self.fc1.backward_dw()
+        for layer in linears(self.fc2, self.fc1):
+            layer.backward_dw()
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, interleaved={self.interleaved}"

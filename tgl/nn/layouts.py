@@ -13,12 +13,12 @@ and of an expert MLP:
 |---|---|---|---|
 | ``GroupedMLP`` | ``fc1.weight [G, 2 I, H]`` | ``fc2.weight [G, H, I]`` | ``fc1.bias [G, 2 I]``, ``fc2.bias [G, H]`` |
 | transformers | ``gate_up_proj [G, 2 I, H]`` | ``down_proj [G, H, I]`` | ``gate_up_proj_bias``, ``down_proj_bias`` |
-| transformers, transposed | ``gate_up_proj [G, H, 2 I]`` | ``down_proj [G, I, H]`` | the same |
+| transformers, transposed | ``gate_up_proj [G, H, 2 I]`` | ``down_proj [G, I, H]`` | those of transformers |
 
-Without a gate it is ``up_proj [G, I, H]``. Whether gate and linear rows of ``gate_up_proj`` alternate is no matter of
-the layout but of ``GroupedMLP(interleaved=...)``; ``interleave`` and ``deinterleave`` change it.
+Without a gate the first matrix is ``up_proj [G, I, H]``. Whether gate and linear rows of ``gate_up_proj`` alternate is
+not part of the layout but of ``GroupedMLP(interleaved=...)``; ``interleave`` and ``deinterleave`` change it.
 
-To run a module on the memory of another's parameters, load what these functions return with ``assign=True``.
+To run a module on the memory of another module's parameters, load the result of these functions with ``assign=True``.
 """
 
 from __future__ import annotations

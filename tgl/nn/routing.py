@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
+from ._errors import fail
+from ._transforms import applier
 
 
 class Routing(NamedTuple):
-    """Where every (token, choice) pair goes. S tokens, k choices each, T = S k rows, G experts.
+    """The row of every (token, choice) pair, in both directions. S tokens, k choices each, T = S k rows, G experts.
 
     Attributes:
         source: int64 ``[T]``: row ``t`` of the grouped order is choice ``source[t] % k`` of token ``source[t] // k``.
-        position: int64 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) sits in row
-            ``position[i]``.
+        position: int64 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) is row ``position[i]``.
         offs: int32 ``[G]``: cumulative ends of the experts' rows.
         top_k: k.
         token: int64 ``[T]``: the token of every row, ``source // k``.
@@ -46,13 +47,19 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
         The ``Routing``.
 
     Raises:
-        TypeError: ``top_k_index`` is of no integer dtype.
-        ValueError: it does not have two dimensions.
+        TypeError: ``top_k_index`` is of no integer dtype, or ``num_experts`` no integer.
+        ValueError: ``top_k_index`` does not have two dimensions or no choices, or ``num_experts`` is negative.
     """
-    checks.ndim("route", "top_k_index", top_k_index, 2, "[S, k]")
-    checks.require(
-        top_k_index.dtype in checks.INTEGERS, "route", "top_k_index", "an integer tensor", top_k_index.dtype, TypeError
-    )
+    op = "route"
+    checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")
+    dtype = top_k_index.dtype
+    checks.require(dtype in checks.INTEGERS, op, "top_k_index", "an integer tensor", dtype, TypeError)
+    if not isinstance(num_experts, (int, torch.SymInt)):
+        fail(f"tgl::{op}: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
+    if num_experts < 0:
+        fail(f"tgl::{op}: `num_experts` must be at least 0, but got {num_experts}")
+    if top_k_index.shape[1] == 0:
+        fail(f"tgl::{op}: `top_k_index` must be [S, k] with k of at least 1, but got shape {tuple(top_k_index.shape)}")
     choices = top_k_index.reshape(-1)
     if choices.dtype.itemsize < 4:
         choices = choices.int()  # a dtype that may be too narrow to count the experts
@@ -78,18 +85,23 @@ def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
 
 def _transposed_dispatch(grad: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
     if torch.is_grad_enabled():  # a second order may follow
-        return _Sum.apply(grad, token, position, top_k)
+        return _sum(grad, token, position, top_k)
     return _sum_choices(grad, position, top_k)
 
 
 class _Dispatch(torch.autograd.Function):
     """Row ``t`` of the result is row ``token[t]`` of ``x``."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(token, position)
-        ctx.top_k = top_k
+    def forward(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
         return x.index_select(0, token)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, token, position, ctx.top_k = inputs
+        ctx.save_for_backward(token, position)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,13 +112,18 @@ class _Dispatch(torch.autograd.Function):
 class _DispatchBoth(torch.autograd.Function):
     """``_Dispatch`` of tokens ``[S, H]`` and of weights ``[S, k]``, as one node."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, token: Tensor, source: Tensor, position: Tensor, top_k: int
+        x: Tensor, weights: Tensor, token: Tensor, source: Tensor, position: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(token, source, position)
-        ctx.top_k = top_k
         return x.index_select(0, token), weights.reshape(-1).index_select(0, source)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        _, _, token, source, position, ctx.top_k = inputs
+        ctx.save_for_backward(token, source, position)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,18 +138,56 @@ class _DispatchBoth(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     """The transpose of ``_Dispatch``: each is the other's derivative."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(token, position)
-        ctx.top_k = top_k
+    def forward(y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
         return _sum_choices(y, position, top_k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, token, position, ctx.top_k = inputs
+        ctx.save_for_backward(token, position)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         token, position = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second order may follow
-            return _Dispatch.apply(grad, token, position, ctx.top_k), None, None, None
+            return _dispatch(grad, token, position, ctx.top_k), None, None, None
         return grad.index_select(0, token), None, None, None
+
+
+_dispatch, _dispatch_both, _sum = applier(_Dispatch), applier(_DispatchBoth), applier(_Sum)
+
+
+def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expected: int | torch.SymInt) -> None:
+    """Dimension ``dim`` of ``t``, whose dimensions are called ``letters``, is what ``routing`` says."""
+    same = t.shape[dim] == expected
+    if same is True:
+        return
+    letter = letters.strip("[]").split(", ")[dim]
+    if same is False:
+        must = f"{letters} with {letter} = {expected} like `routing`"
+        fail(f"tgl::{op}: `{argument}` must be {must}, but got shape {tuple(t.shape)}")
+    message = f"tgl::{op}: `{argument}` must be {letters} with {letter} like `routing`"
+    torch._check(same, lambda: message)  # of symbols, which a message cannot hold
+
+
+def _check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str) -> None:
+    """``t`` has the rows of ``routing`` that the first of ``letters`` means, and is on its device."""
+    if not isinstance(routing, Routing):
+        fail(f"tgl::{op}: `routing` must be a tgl.Routing, but got {type(routing).__name__}", TypeError)
+    if t.dim() != 2:
+        fail(f"tgl::{op}: `{argument}` must be 2-D {letters}, but got shape {tuple(t.shape)}")
+    pairs = routing.position.shape[0]
+    _check_size(op, argument, t, 0, letters, pairs if letters.startswith("[T") else pairs // routing.top_k)
+    if t.device != routing.position.device:
+        fail(f"tgl::{op}: `{argument}` must be on {routing.position.device} like `routing`, but got {t.device}")
+
+
+def _check_weights(op: str, weights: Tensor, routing: Routing) -> None:
+    _check_rows(op, "weights", weights, routing, "[S, k]")
+    _check_size(op, "weights", weights, 1, "[S, k]", routing.top_k)
 
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
@@ -144,17 +199,23 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 
     Returns:
         ``[T, H]`` of that dtype, grouped by expert. Differentiable, to second order.
+
+    Raises:
+        ValueError: ``x`` does not have the tokens of ``routing``, or is on another device.
     """
-    return _Dispatch.apply(x, routing.token, routing.position, routing.top_k)
+    _check_rows("dispatch", "x", x, routing, "[S, H]")
+    return _dispatch(x, routing.token, routing.position, routing.top_k)
 
 
 def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]`` at the price of one."""
-    return _DispatchBoth.apply(x, weights, routing.token, routing.source, routing.position, routing.top_k)
+    _check_rows("dispatch_both", "x", x, routing, "[S, H]")
+    _check_weights("dispatch_both", weights, routing)
+    return _dispatch_both(x, weights, routing.token, routing.source, routing.position, routing.top_k)
 
 
 def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
-    """Bring the routing weights into the order of the rows, as the ``probs`` of ``GroupedMLP`` are.
+    """Permute the routing weights to the order of the rows, for ``probs`` of ``GroupedMLP``.
 
     Args:
         weights: ``[S, k]``: routing weight of every choice, of any floating dtype.
@@ -162,23 +223,38 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
 
     Returns:
         ``[T]`` of that dtype. Differentiable, to second order.
+
+    Raises:
+        ValueError: ``weights`` does not have the tokens and choices of ``routing``, or is on another device.
     """
+    _check_weights("dispatch_weights", weights, routing)
+    return _weights_in_order(weights, routing)
+
+
+def _weights_in_order(weights: Tensor, routing: Routing) -> Tensor:
     # A dispatch of k times as many tokens of one choice.
-    return _Dispatch.apply(weights.reshape(-1), routing.source, routing.position, 1)
+    return _dispatch(weights.reshape(-1), routing.source, routing.position, 1)
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sum the experts' answers for every token.
+    """Sum the experts' results for every token.
 
     Args:
         y: ``[T, H]``, grouped by expert, in the order of ``dispatch``.
         routing: from ``route``.
-        weights: ``[S, k]``: routing weight of every choice; None if the experts have applied it already, as
-            ``GroupedMLP`` does with its ``probs``, which is cheaper.
+        weights: ``[S, k]``: routing weight of every choice; None if the experts have applied the weights already, as
+            ``GroupedMLP`` does with ``probs``, which is cheaper.
 
     Returns:
         ``[S, H]`` of the dtype of ``y``: for token ``s``, the sum over its choices ``j`` of
         ``weights[s, j] * y[row of (s, j)]``.
+
+    Raises:
+        ValueError: ``y`` does not have the rows of ``routing``, or ``weights`` its tokens and choices, or one of them
+            is on another device.
     """
-    rows = y if weights is None else y * dispatch_weights(weights, routing)[:, None]
-    return _Sum.apply(rows, routing.token, routing.position, routing.top_k).to(y.dtype)
+    _check_rows("combine", "y", y, routing, "[T, H]")
+    if weights is not None:
+        _check_weights("combine", weights, routing)
+    rows = y if weights is None else y * _weights_in_order(weights, routing)[:, None]
+    return _sum(rows, routing.token, routing.position, routing.top_k).to(y.dtype)

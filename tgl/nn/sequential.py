@@ -1,18 +1,21 @@
-"""``Sequential``: modules one after the other on the same groups of rows, with buffers for any of them."""
+"""``Sequential``: modules one after the other, all on one grouping of the rows, with buffers for any of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..meta.specs import ACTIVATIONS
+from ..meta import activations
 from ..ops.grouped_activation import grouped_activation
 from ._buffers import ARGUMENTS, check_buffer, check_disjoint
 from ._errors import fail
-from .grouped_linear import GroupedLinear, MSplits, offsets_on, result_dtype
+from ._inputs import MSplits, offsets_on, result_dtype
+from ._modules import check_takes, given, hooked, splits_of
+from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Tensor]]
@@ -22,18 +25,21 @@ class GroupedActivation(nn.Module):
     """``tgl.grouped_activation`` as a module, for ``Sequential``.
 
     Args:
-        kind: ``"swiglu"``, ``"clamped_qgeglu"`` or ``"srelu"``.
+        kind: which activation; see ``tgl.grouped_activation``.
         interleaved: whether the gate and linear columns alternate instead of standing side by side.
     """
 
     def __init__(self, kind: str = "swiglu", *, interleaved: bool = False) -> None:
         super().__init__()
-        if kind not in ACTIVATIONS:
-            raise ValueError(f"`kind` must be one of {', '.join(ACTIVATIONS)}, but got {kind!r}")
+        activations.named(kind)
         self.kind, self.interleaved = kind, interleaved
 
+    def forward(self, inp: Tensor, m_splits: MSplits, probs: Tensor | None = None) -> Tensor:
+        """``[T, 2 I]`` (gated) or ``[T, I]`` to ``[T, I]``, times ``probs [T]``; ``m_splits [G]`` count rows."""
+        return self.forward_offsets(inp, offsets_on(m_splits, _groups(m_splits), inp.device), probs)
+
     def forward_offsets(self, inp: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
-        """``[T, 2 I]`` (gated) or ``[T, I]`` to ``[T, I]``, times ``probs [T]``; ``offs`` int32 ``[G]``."""
+        """``forward`` for cumulative ends ``offs``, int32 ``[G]``."""
         return grouped_activation(inp, offs, probs, kind=self.kind, interleaved=self.interleaved)
 
     def extra_repr(self) -> str:
@@ -41,10 +47,14 @@ class GroupedActivation(nn.Module):
 
 
 class Sequential(nn.Sequential):
-    """Run modules one after the other; those of tgl all get the same groups of rows.
+    """Run modules one after the other; every module of tgl gets the groups of rows of the call.
+
+    Hooks of the modules fire. A module with hooks, or a forward of its own, is called as ``module(inp, m_splits)``,
+    with ``probs`` (``bias_scale`` of a ``GroupedLinear``), ``is_first_microbatch``, ``out`` and ``dgrad_out`` by name
+    if they are given. The others check what they can without their rows before any module runs.
 
     Args:
-        *args: modules, or one ordered mapping of names to modules, as for ``torch.nn.Sequential``. Other modules than
+        *args: modules, or one ordered mapping of names to modules, as for ``torch.nn.Sequential``. Modules that are not
             tgl's get the rows alone.
     """
 
@@ -65,19 +75,19 @@ class Sequential(nn.Sequential):
             probs: ``[T]``: multiplies the result of the (one) ``GroupedActivation`` or ``GroupedMLP``, and the bias of
                 the ``GroupedLinear`` after it.
             is_first_microbatch: see ``GroupedLinear``.
-            op_kwargs: buffers, as ``{module or index: {"output": buffer, "grad_input": buffer}}``, either or both, for
-                modules that can write into them (``GroupedLinear``, ``GroupedMLP``); see ``GroupedLinear`` for what a
-                buffer must be and what it then holds.
+            op_kwargs: buffers, as ``{module or index: {"output": buffer, "grad_input": buffer}}``; either buffer may be
+                missing or None, and an index may count from the end. ``GroupedLinear`` and ``GroupedMLP`` can write
+                into buffers; see ``out`` and ``dgrad_out`` of ``GroupedLinear``.
 
         Raises:
-            KeyError: a key of ``op_kwargs`` is not a module here, or asks for something else than the two buffers.
+            KeyError: a key of ``op_kwargs`` is no module of this ``Sequential``, or no name of a buffer.
             ValueError, TypeError: a module cannot take a buffer, two keys name one module, one buffer is used twice, or
-                anything else does not fit.
+                another argument does not fit.
         """
         offs = None
         if m_splits is not None:
-            groups = m_splits.shape[0] if isinstance(m_splits, Tensor) and m_splits.dim() == 1 else len(m_splits)
-            num_gemms = next((m.num_gemms for m in self.modules() if isinstance(m, GroupedLinear)), groups)
+            known = next((m.num_gemms for m in self.modules() if isinstance(m, GroupedLinear)), None)
+            num_gemms = _groups(m_splits) if known is None else known
             offs = offsets_on(m_splits, num_gemms, inp.device)
         return self.forward_offsets(inp, offs, probs, is_first_microbatch=is_first_microbatch, op_kwargs=op_kwargs)
 
@@ -90,31 +100,39 @@ class Sequential(nn.Sequential):
         is_first_microbatch: bool | Tensor | None = None,
         op_kwargs: OpKwargs | None = None,
     ) -> Tensor:
-        """The same for cumulative ends ``offs``, int32 ``[G]``."""
+        """``forward`` for cumulative ends ``offs``, int32 ``[G]``."""
         modules = list(self)
-        buffers: list[Mapping[str, Tensor]] = [{} for _ in modules]
+        options = _options(modules, offs, probs, is_first_microbatch)
         if op_kwargs:
             buffers = _route(modules, op_kwargs)
-            _check(modules, buffers, inp)
-        scaled = False
+            _check(modules, buffers, inp, probs)
+            for own, buffer in zip(options, buffers):
+                own.update({ARGUMENTS[name]: t for name, t in buffer.items()})
+        for index, (module, own) in enumerate(zip(modules, options)):
+            if isinstance(module, OURS) and _has_own_forward(module):
+                check_takes(f"module {index}", module, own)
+        self._check_call(is_first_microbatch)
+        m_splits = None
         x = inp
-        for module, given in zip(modules, buffers):
-            if not isinstance(module, (GroupedLinear, GroupedMLP, GroupedActivation, Sequential)):
+        for module, own in zip(modules, options):
+            if offs is None or not isinstance(module, OURS):
                 x = module(x)
-                continue
-            if offs is None:
-                fail(f"`m_splits` must be given, as {type(module).__name__} works on groups of rows")
-            options: dict[str, Any] = {ARGUMENTS[k]: b for k, b in given.items()}
-            if isinstance(module, GroupedActivation):
-                x = module.forward_offsets(x, offs, probs)
-                scaled = probs is not None
-            elif isinstance(module, (GroupedMLP, Sequential)):
-                x = module.forward_offsets(x, offs, probs, is_first_microbatch=is_first_microbatch, **options)
+            elif not _is_called(module):
+                x = module.forward_offsets(x, offs, **own)  # type: ignore[operator]
             else:
-                bias_scale = probs if scaled and module.has_bias else None
-                x = module.forward_offsets(x, offs, bias_scale, is_first_microbatch=is_first_microbatch, **options)
-                scaled = False
+                m_splits = splits_of(offs) if m_splits is None else m_splits
+                x = module(x, m_splits, **own)
         return x
+
+    def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
+        """``GroupedLinear._check_call`` of the modules that have no hooks, which may do something about it first."""
+        for module in self:
+            if isinstance(module, (GroupedLinear, GroupedMLP, Sequential)) and not _is_called(module):
+                module._check_call(is_first_microbatch)
+
+    def need_backward_dw(self) -> bool:
+        """Whether any module delays its weight gradients (``need_backward_dw``)."""
+        return any(m.need_backward_dw() for m in self if isinstance(m, (GroupedLinear, GroupedMLP, Sequential)))
 
     def backward_dw(self) -> None:
         """``backward_dw`` of every module that has it, last first."""
@@ -123,40 +141,92 @@ class Sequential(nn.Sequential):
                 module.backward_dw()
 
 
+OURS = (GroupedLinear, GroupedMLP, GroupedActivation, Sequential)
+
+
+def _groups(m_splits: MSplits) -> int:
+    """The number of groups, where no layer says it."""
+    if isinstance(m_splits, Tensor):
+        return m_splits.numel()
+    return len(m_splits) if hasattr(m_splits, "__len__") else 0
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or all(type(module).forward is not kind.forward for kind in OURS)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether ``module`` must be called as such: it has hooks, or a forward of its own."""
+    return hooked(module) or _has_own_forward(module)
+
+
+def _options(
+    modules: list[nn.Module], offs: Tensor | None, probs: Tensor | None, is_first_microbatch: bool | Tensor | None
+) -> list[dict[str, Any]]:
+    """The options of the call of every module, buffers aside: those that are not None."""
+    options: list[dict[str, Any]] = []
+    scaled = False
+    for module in modules:
+        if not isinstance(module, OURS):
+            options.append({})
+            continue
+        if offs is None:
+            fail(f"`m_splits` must be given, as {type(module).__name__} works on groups of rows")
+        if isinstance(module, GroupedActivation):
+            options.append(given(probs=probs))
+            scaled = probs is not None
+        elif isinstance(module, GroupedLinear):
+            bias_scale = probs if scaled and module.has_bias else None
+            options.append(given(bias_scale=bias_scale, is_first_microbatch=is_first_microbatch))
+            scaled = False
+        else:
+            options.append(given(probs=probs, is_first_microbatch=is_first_microbatch))
+    return options
+
+
 def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[Mapping[str, Tensor]]:
     """The buffers of every module, by position."""
     routed: list[Mapping[str, Tensor]] = [{} for _ in modules]
-    for key, given in op_kwargs.items():
+    for key, asked in op_kwargs.items():
         index = _index(modules, key)
         module = type(modules[index]).__name__
         if routed[index]:
             fail(f"`op_kwargs` must name every module once, but got module {index} ({module}) twice")
-        for name in given:
+        for name in asked:
             if name not in ARGUMENTS:
                 fail(f"`op_kwargs` must hold 'output' and 'grad_input', but got {name!r} for module {index}", KeyError)
             if name not in getattr(modules[index], "buffers_taken", ()):
                 fail(f"`op_kwargs` must go to modules that can take {name!r}, but got module {index}, a {module}")
-        routed[index] = given
+        routed[index] = {name: buffer for name, buffer in asked.items() if buffer is not None}
     return routed
 
 
-def _check(modules: list[nn.Module], buffers: list[Mapping[str, Tensor]], inp: Tensor) -> None:
-    """Check all buffers before the first module writes into one, as far as it is known what they must be."""
+def _check(modules: list[nn.Module], buffers: list[Mapping[str, Tensor]], inp: Tensor, probs: Tensor | None) -> None:
+    """Check all buffers before the first module writes into one, and what else is known of the modules' inputs."""
     rows: tuple | None = tuple(inp.shape[:-1])
     dtype: torch.dtype | None = inp.dtype
+    width: int | None = inp.shape[-1]
     named: dict[str, Tensor | None] = {}
-    for i, (module, given) in enumerate(zip(modules, buffers)):
+    for i, (module, buffer) in enumerate(zip(modules, buffers)):
         computed = result_dtype(inp) if dtype is not None else None
-        for key, buffer in given.items():
+        for key, t in buffer.items():
             name = f"op_kwargs[{i}]['{key}']"
-            width = module.out_features if key == "output" else module.in_features
-            shape = (*rows, width) if rows is not None else None
-            check_buffer(name, buffer, shape, computed if key == "output" else dtype, inp.device)
-            named[name] = buffer
-        if isinstance(module, (GroupedLinear, GroupedMLP)):
-            dtype = computed
-        elif not isinstance(module, GroupedActivation):
-            rows = dtype = None  # anything may come out of another module; the next layer checks for itself
+            features = module.out_features if key == "output" else module.in_features
+            shape = (*rows, features) if rows is not None else None
+            check_buffer(name, t, shape, computed if key == "output" else dtype, inp.device)
+            named[name] = t
+        if isinstance(module, (GroupedLinear, GroupedMLP)) and not _is_called(module):
+            first = module if isinstance(module, GroupedLinear) else module.fc1
+            if isinstance(first, GroupedLinear) and not hooked(first):
+                first._check_input(width, dtype, inp.device, f"`inp` of module {i}")
+            width, dtype = module.out_features, computed
+        elif isinstance(module, GroupedActivation) and not _is_called(module):
+            width = None
+            if rows is not None and probs is not None and probs.numel() != math.prod(rows):
+                fail(f"`probs` must be of shape [T] = ({math.prod(rows)},), but got {tuple(probs.shape)}")
+        else:
+            # Anything may come out of another module, or of a hook; the next layer checks for itself.
+            rows = dtype = width = None
     check_disjoint(named, {"inp": inp})
 
 
@@ -168,6 +238,9 @@ def _index(modules: list[nn.Module], key: nn.Module | int) -> int:
         if len(places) > 1:
             fail(f"`op_kwargs` must name a module that comes up several times by its index, one of {places}", KeyError)
         return places[0]
-    if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < len(modules):
-        fail(f"`op_kwargs` must name modules, or indices from 0 to {len(modules) - 1}, but got {key!r}", KeyError)
-    return key
+    if not isinstance(key, int) or isinstance(key, bool) or not -len(modules) <= key < len(modules):
+        fail(
+            f"`op_kwargs` must name modules, or indices from {-len(modules)} to {len(modules) - 1}, but got {key!r}",
+            KeyError,
+        )
+    return key % len(modules)

@@ -7,6 +7,7 @@ of returning a silent zero, ``torch.func.grad`` works, and formulas see every ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from .. import backends
+from ._engine import asked_for
+from ._inductor import lowering_aware
 
 LIB = torch.library.Library("tgl", "DEF")
 
@@ -32,7 +35,8 @@ class Formula(NamedTuple):
         save: ``save(ctx, needs, *args, output=..., **kwargs)`` keeps what the backward needs.
         backward: ``backward(ctx, needs, *grads)`` returns one gradient or None per positional argument.
 
-    ``needs[i]`` says whether positional argument ``i`` of the schema requires a gradient; it always has full length.
+    ``needs[i]`` says whether positional argument ``i`` of the schema requires a gradient, in the backward whether that
+    gradient was asked for; it always has full length.
     """
 
     save: Callable[..., None]
@@ -64,14 +68,14 @@ def define(
     name = schema.partition("(")[0]
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
-    torch.library.register_fake(f"tgl::{name}", fake, lib=LIB)
+    torch.library.register_fake(f"tgl::{name}", lowering_aware(_guard(op, fake)), lib=LIB)
     if factory:
         LIB.impl(op, kernel, "CompositeExplicitAutograd")
         return op
 
     def serve(device_type: str) -> None:
         key = torch._C._dispatch_key_for_device(device_type)
-        LIB.impl(op, kernel, key)
+        LIB.impl(op, _guard(op, kernel), key)
         _PLAIN.add(_keys(key, f"Autograd{key}").raw_repr())
         _ORDINARY.add(_keys(key, f"Autograd{key}", "ADInplaceOrView", f"Autocast{key}").raw_repr())
 
@@ -95,7 +99,7 @@ def unobserved(t: Tensor) -> bool:
         torch._C._dispatch_keys(t).raw_repr() in _ORDINARY
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
-        and not torch.is_autocast_enabled(t.device.type)
+        and not autocast_enabled(t.device.type)
     )
 
 
@@ -109,6 +113,41 @@ def _keys(*names: str) -> Any:
 def _below_autograd(op: torch._ops.OpOverload, keyset: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def _required(op: torch._ops.OpOverload) -> Callable[[tuple, dict], None]:
+    """What raises for a tensor that the schema of ``op`` requires and a call gives as None, which torch lets pass."""
+    arguments = [(i, a) for i, a in enumerate(op._schema.arguments) if isinstance(a.type, torch.TensorType)]
+    positions = [i for i, a in arguments if not a.kwarg_only]
+    names = [a.name for _, a in arguments if a.kwarg_only]
+    leading = next((n for n, i in enumerate(positions) if n != i), len(positions))
+    behind, more = positions[leading:], len(positions) > leading or bool(names)
+
+    def complain(args: tuple, kwargs: dict) -> None:
+        for i, argument in arguments:
+            if (kwargs[argument.name] if argument.kwarg_only else args[i]) is None:
+                raise TypeError(f"{op.name()}: `{argument.name}` must be a tensor, but got None")
+
+    def check(args: tuple, kwargs: dict) -> None:
+        for t in args[:leading]:  # all there is to most ops, and every call comes by
+            if t is None:
+                complain(args, kwargs)
+        if more and (any(args[i] is None for i in behind) or any(kwargs[name] is None for name in names)):
+            complain(args, kwargs)
+
+    return check
+
+
+def _guard(op: torch._ops.OpOverload, implementation: Callable) -> Callable:
+    """``implementation`` behind the check for tensors that are None."""
+    check = _required(op)
+
+    @functools.wraps(implementation)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
+        return implementation(*args, **kwargs)
+
+    return guarded
 
 
 def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
@@ -125,11 +164,13 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
     if written:
         what = f"writes into `{', '.join(names[i] for i in written)}` and {what}"
     advice = advice or "detach it or use torch.no_grad()"
+    check = _required(op)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
             for name, value in (*zip(names, args), *kwargs.items()):  # the dispatcher drops trailing defaults
                 if any(t.requires_grad for t in _tensors(value)):
                     raise RuntimeError(
@@ -183,18 +224,20 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
         return output
 
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return (None, None, *formula.backward(ctx, ctx.needs_input_grad[2:], *grads))
+        return (None, None, *formula.backward(ctx, asked_for(ctx)[2:], *grads))
 
+    # The apply of an autograd.Function would look for functorch transforms and refuse; at this dispatch key the
+    # transform in question has already been entered, for which torch has the base class of one level.
     node = type(
         f"tgl_{op._schema.name.removeprefix('tgl::')}",
-        (torch.autograd.Function,),
+        (torch.autograd.function._SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
-    # Function.apply would first look for functorch transforms and refuse; at this dispatch key the transform in
-    # question has already been entered, so the plain C++ apply below it is the right one.
-    apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+    apply = node.apply  # type: ignore[attr-defined]
+    check = _required(op)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
         plain = keyset.raw_repr() in _PLAIN
@@ -212,8 +255,10 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
 
 def _autocast(op: torch._ops.OpOverload, rule: Callable, device_type: str) -> Callable:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
+    check = _required(op)
 
     def autocast_kernel(*args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             args, kwargs = rule(dtype, *args, **kwargs)
@@ -222,9 +267,18 @@ def _autocast(op: torch._ops.OpOverload, rule: Callable, device_type: str) -> Ca
     return autocast_kernel
 
 
+CASTS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that autocast may cast; float64 stays."""
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """``torch.is_autocast_enabled``, which does not know the meta device."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
-    """``t`` in the autocast dtype, if it is a floating tensor that autocast may cast (float64 stays)."""
-    if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    """``t`` in the autocast dtype, if it is a floating tensor that autocast may cast."""
+    if t.dtype not in CASTS:
         return t
     return t.to(dtype)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
+from .._after_import import after_import
 from ..meta.formats import FORMATS
 from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm,
@@ -21,6 +22,7 @@ from . import (  # noqa: F401  (the ops must exist first)
 )
 
 _ops = torch.ops.tgl
+_formulas: list[tuple[list[torch._ops.OpOverloadPacket], Callable[..., int]]] = []
 
 SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
@@ -38,25 +40,35 @@ Pass it to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 """
 
 
-@register_flop_formula([_ops.grouped_gemm, _ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation])
+def _flops(*ops: torch._ops.OpOverloadPacket) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorator: the FLOP formula of ``ops``."""
+
+    def keep(formula: Callable[..., int]) -> Callable[..., int]:
+        _formulas.append((list(ops), formula))
+        return formula
+
+    return keep
+
+
+@_flops(_ops.grouped_gemm, _ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation)
 def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
     """``2 T K N``: every row counts, since which of them are routed is known on the device alone."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[2]
 
 
-@register_flop_formula([_ops.grouped_gemm_wgrad, _ops.grouped_gemm_wgrad_accumulate_])
+@_flops(_ops.grouped_gemm_wgrad, _ops.grouped_gemm_wgrad_accumulate_)
 def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
-    """``2 T M N``, likewise."""
+    """``2 T M N``: every row counts."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
-@register_flop_formula([_ops.grouped_mlp])
+@_flops(_ops.grouped_mlp)
 def grouped_mlp_flop(x_shape: list[int], w1_shape: list[int], w2_shape: list[int], *args: Any, **kwargs: Any) -> int:
     """Those of its two GEMMs."""
     return 2 * x_shape[0] * (w1_shape[1] * w1_shape[2] + w2_shape[1] * w2_shape[2])
 
 
-@register_flop_formula([_ops.grouped_mlp_backward])
+@_flops(_ops.grouped_mlp_backward)
 def grouped_mlp_backward_flop(
     dy_shape: list[int],
     x_shape: list[int] | None,
@@ -72,7 +84,7 @@ def grouped_mlp_backward_flop(
     return first * (dx + dw1) + second * (dw2 + (dx or dw1 or dprobs or dbias1))
 
 
-@register_flop_formula([_ops.grouped_gemm_scaled, _ops.grouped_gemm_scaled_activation_quantize])
+@_flops(_ops.grouped_gemm_scaled, _ops.grouped_gemm_scaled_activation_quantize)
 def grouped_gemm_scaled_flop(
     a_shape: list[int],
     a_scale_shape: list[int],
@@ -82,16 +94,24 @@ def grouped_gemm_scaled_flop(
     b_direction: str = "rowwise",
     **kwargs: Any,
 ) -> int:
-    """``2 T K N``, likewise."""
+    """``2 T K N``: every row counts."""
     form = FORMATS[format]
     across = b_direction == "columnwise" and not form.transposed_columnwise
     return 2 * a_shape[0] * a_shape[1] * form.per_byte * b_shape[2 if across else 1]
 
 
-@register_flop_formula([_ops.grouped_gemm_scaled_wgrad, _ops.grouped_gemm_scaled_wgrad_accumulate_])
+@_flops(_ops.grouped_gemm_scaled_wgrad, _ops.grouped_gemm_scaled_wgrad_accumulate_)
 def grouped_gemm_scaled_wgrad_flop(
     a_shape: list[int], a_scale_shape: list[int], b_shape: list[int], *args: Any, format: str, **kwargs: Any
 ) -> int:
     """``2 T M N``; for data stored by place, ``2 Tp M N``, since places do not tell how many rows there were."""
     form = FORMATS[format]
     return 2 * a_shape[0] * a_shape[1] * form.per_byte * b_shape[0 if form.transposed_columnwise else 1]
+
+
+def _register(flop_counter: Any) -> None:
+    for ops, formula in _formulas:
+        flop_counter.register_flop_formula(ops)(formula)
+
+
+after_import("torch.utils.flop_counter", _register)  # which imports triton

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..meta import quantized
-from ..meta.formats import E4M3, ELEMENTS
+from ..meta import checks, memory, quantized
+from ..meta.formats import E4M3
 from ._library import define
-from ._quantize_cpu.fp8 import scales_of
 
 SCALE = "fp8_scale_from_history"
 UPDATE = "fp8_update_history_"
@@ -27,6 +26,8 @@ def _kernel(history: Tensor, scale: Tensor, **keywords: Any) -> Tensor:
 
 def _kernel_update(amax: Tensor, history: Tensor) -> None:
     quantized.fp8_update_history(amax, history)
+    if memory.overlap(history, amax):
+        checks.require(False, UPDATE, "history", "disjoint from `amax`", "overlapping memory")
     backends.run(UPDATE, history.device, amax, history)
 
 
@@ -34,25 +35,6 @@ def _options(
     algorithm: str = "max", dtype: torch.dtype | None = None, power_of_two: bool = False, margin: int = 0
 ) -> dict[str, Any]:
     return {"algorithm": algorithm, "dtype": dtype or E4M3, "power_of_two": power_of_two, "margin": margin}
-
-
-def _from_history(
-    history: Tensor,
-    scale: Tensor,
-    *,
-    algorithm: str,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    margin: int,
-    out: Tensor,
-) -> None:
-    amax = history.amax(0) if algorithm == "max" else history[0]
-    made, _ = scales_of(amax, ELEMENTS[dtype].max * 2.0**-margin, power_of_two, 0.0)
-    torch.where((amax > 0) & amax.isfinite(), made, scale, out=out)
-
-
-def _update(amax: Tensor, history: Tensor) -> None:
-    history.copy_(torch.cat([amax[None], history[:-1]]))
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -79,9 +61,6 @@ def _call_update(amax: Tensor, history: Tensor) -> tuple[torch.device, tuple, di
 
 backends.describe_op(SCALE, _call)
 backends.describe_op(UPDATE, _call_update)
-for _device in ("cpu", "cuda"):
-    backends.add(backends.Implementation(SCALE, "steps of aten", _device, _from_history))
-    backends.add(backends.Implementation(UPDATE, "steps of aten", _device, _update))
 
 
 def fp8_scale_from_history(
@@ -122,7 +101,7 @@ def fp8_update_history_(amax: Tensor, history: Tensor) -> Tensor:
 
     Args:
         amax: float32 ``[G]``, as ``group_quantize`` returns it.
-        history: float32 ``[L, G]``, most recent first.
+        history: float32 ``[L, G]``, most recent first; shares no memory with ``amax``.
 
     Returns:
         ``history``.

@@ -13,14 +13,13 @@ from ..meta.quantized import DequantizeOptions
 from ..meta.remembered import remembered
 from ..meta.specs import Dim, TensorSpec
 from ._library import define
-from ._quantize_cpu import DEQUANTIZE
 
 NAME = "group_dequantize"
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-_checked = remembered(quantized.group_dequantize)
+_checked = remembered(quantized.group_dequantize, {"data": "contiguous rows", "scale": "tokens"})
 
 
 def _kernel(
@@ -34,7 +33,8 @@ def _kernel(
     **keywords: Any,
 ) -> Tensor:
     options = DequantizeOptions(**keywords)
-    out = _checked(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows).empty()
+    check = _checked if rows is None else quantized.group_dequantize  # T is in `data` otherwise where it is given
+    out = check(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows).empty()
     if offs is not None:
         debug.check_offs(NAME, offs, out.shape[0])
     backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)
@@ -53,12 +53,6 @@ def _spec(
 ) -> tuple[DequantizeOptions, TensorSpec]:
     options = DequantizeOptions(**keywords)
     return options, quantized.group_dequantize(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows)
-
-
-def _steps_of_aten(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
-) -> None:
-    DEQUANTIZE[options.format](data, scale, offs, amax, options=options, out=out)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -81,7 +75,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _steps_of_aten))
 
 
 def group_dequantize(
@@ -106,16 +99,16 @@ def group_dequantize(
 
     Args:
         data: ``data`` or ``columnwise_data``.
-        scale: the scales beside it; rowwise ones of fp8_block rows in any layout.
+        scale: the scales of ``data``; rowwise ones of fp8_block rows in any layout.
         offs: int32 ``[G]``, cumulative group ends; None for matrices ``[G, N, K]``.
-        amax: the amax beside it; for nvfp4 only.
+        amax: the amax of ``data``; for nvfp4 only.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
-        columnwise: whether these are the columnwise components.
+        columnwise: whether ``data`` and ``scale`` are columnwise components.
         scale_layout: ``"compact"`` or ``"blocked"``.
         out_dtype: float32, bfloat16 (the default) or float16.
-        rows: T, which transposed columnwise data does not tell (all formats but mxfp8); with ``offs`` only.
-        block_2d: one scale per square block, as ``group_quantize`` was told.
-        rht: columnwise nvfp4 data was transformed; the transform is undone.
+        rows: T, which does not follow from transposed columnwise data (all formats but mxfp8); with ``offs`` only.
+        block_2d: one scale per square block, as in the call of ``group_quantize``.
+        rht: columnwise nvfp4 data has the Hadamard transform, which is undone.
 
     Returns:
         ``[T, K]`` or ``[G, N, K]``.

@@ -12,9 +12,7 @@ from .. import backends, debug
 from ..meta import memory, quantized
 from ..meta.quantized import OUT_NAMES, Components, Options
 from ..meta.remembered import remembered
-from . import _quantize_cpu
 from ._library import define
-from ._quantize_cpu import QUANTIZE
 
 NAME = "group_quantize"
 _ARGS = "Tensor x, Tensor? offs, Tensor? scale=None, Tensor? row_scale=None, Tensor? rng=None"
@@ -25,8 +23,11 @@ _OPTIONS = (
 )
 _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg", OUT_NAMES))
 
-_checked = remembered(quantized.group_quantize)
-_checked_out = remembered(quantized.group_quantize_out)
+_ROWS = {"x": "rows", "row_scale": "vector"}
+_checked = remembered(quantized.group_quantize, _ROWS)
+_checked_out = remembered(quantized.group_quantize_out, {**_ROWS, "out": "tokens"})
+_checked_matrices = remembered(quantized.group_quantize)
+_checked_matrices_out = remembered(quantized.group_quantize_out)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -45,8 +46,11 @@ def _kernel(
     **keywords: Any,
 ) -> Components:
     options = _resolved(**keywords)
-    out = _checked(x, offs, scale, row_scale, rng, options=options).empty()
-    _run(x, offs, scale, row_scale, rng, None, options, out)
+    check = _checked if offs is not None else _checked_matrices
+    out = check(x, offs, scale, row_scale, rng, options=options).empty()
+    if debug.active and offs is not None:
+        debug.check_offs(NAME, offs, x.shape[0])
+    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out)
     return out
 
 
@@ -61,47 +65,16 @@ def _kernel_out(
 ) -> None:
     out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = _resolved(**keywords)
-    _checked_out(x, offs, scale, row_scale, rng, noop, *out, options=options)
+    check = _checked_out if offs is not None else _checked_matrices_out
+    check(x, offs, scale, row_scale, rng, noop, *out, options=options)
     operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop}
     for name, buffer in zip(OUT_NAMES, out):
         if buffer.numel():
             memory.writable(NAME, name, buffer, **operands)
         operands[name] = buffer
-    _run(x, offs, scale, row_scale, rng, noop, options, out)
-
-
-def _run(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    rng: Tensor | None,
-    noop: Tensor | None,
-    options: Options,
-    out: Components,
-) -> None:
-    if offs is not None:
+    if debug.active and offs is not None:
         debug.check_offs(NAME, offs, x.shape[0])
     backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out)
-
-
-def _steps_of_aten(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    rng: Tensor | None,
-    noop: Tensor | None,
-    *,
-    options: Options,
-    out: Components,
-) -> None:
-    if noop is not None and noop.any():
-        return
-    if options.dbias:
-        assert offs is not None
-        _quantize_cpu.dbias(x, offs, row_scale, out=out.dbias)
-    QUANTIZE[options.format](x, offs, scale, row_scale, rng, options=options, out=out)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -170,7 +143,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _steps_of_aten))
 
 
 def group_quantize(
@@ -201,8 +173,8 @@ def group_quantize(
 
     - ``"mxfp8"`` (OCP Microscaling Formats 1.0): one E8M0 byte e per block of 32, elements of ``x * 2^(127 - e)``. With
       ``d = amax * float32(1 / max)``, ``scaling="rceil"`` takes the smallest ``2^(e - 127) >= d`` as NVIDIA hardware
-      does, ``"floor"`` the exponent of amax less that of the largest element, ``"even"`` the same after rounding amax
-      to the element's mantissa. A block with Inf or NaN has e = 0xFF and elements 0x7F, where TransformerEngine has
+      does, ``"floor"`` the exponent of amax less that of the largest element, ``"even"`` that of amax rounded to the
+      element's mantissa. A block with Inf or NaN has e = 0xFF and elements 0x7F, where TransformerEngine has
       0xFE for Inf (``cvt.rp.ue8m0x2`` with ``.satfinite``). ``columnwise_data`` is in x's order.
     - ``"nvfp4"`` (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025): E2M1 elements, one E4M3 byte per block
       of 16 and one float32 amax per group, of its finite elements. With ``S = min(2688 / amax, FLT_MAX)``, 1 for amax
@@ -214,8 +186,8 @@ def group_quantize(
       times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
     - ``"fp8_tensor"``: one ``scale = max / amax`` per group, elements of ``x * scale``, and ``scale_inv = 1 / scale``
       stored. With ``scale`` (delayed scaling) that one is used, and what exceeds it saturates. amax 0 has scale 1.
-    - ``"fp8_block"`` (DeepSeek-V3 technical report, 2024): the same for every block of 128 along the contraction, or
-      of 128 x 128 (``block_2d``, matrices); powers of two by default.
+    - ``"fp8_block"`` (DeepSeek-V3 technical report, 2024): one such scale for every block of 128 along the contraction,
+      or of 128 x 128 (``block_2d``, matrices); powers of two by default.
 
     Inf and NaN make their own block (fp8_tensor: group) NaN when read back, and nothing else. Blocks along the rows
     are counted from the first row of each group; the last one of a group may be partial, and so may the last one along
@@ -225,24 +197,22 @@ def group_quantize(
     Shapes of the components, of rows ``[T, K]``: ``Tp(u) = u * max(ceil(T / u) + G - 1, 0)`` tokens are allocated where
     groups begin on multiples of u, group g with first row s at ``(s // u + g) * u``.
 
-    ============  ==========  ===================  ===========================  =========================
-    format        data        scale                columnwise_data              columnwise_scale
-    ============  ==========  ===================  ===========================  =========================
-    mxfp8         [T, K]      [T, ceil(K / 32)]    [T, K]                       [Tp(128) / 32, K]
-    nvfp4         [T, K / 2]  [T, ceil(K / 16)]    [K, Tp(64) / 2]              [K, Tp(64) / 16]
-    fp8_tensor    [T, K]      [G]                  [K, Tp(32)]                  [G]
-    fp8_block     [T, K]      [T, ceil(K / 128)]   [K, Tp(32)]                  [Tp(128) / 128, K]
-    ============  ==========  ===================  ===========================  =========================
+    | format     | data         | scale                | columnwise_data     | columnwise_scale      |
+    |------------|--------------|----------------------|---------------------|-----------------------|
+    | mxfp8      | `[T, K]`     | `[T, ceil(K / 32)]`  | `[T, K]`            | `[Tp(128) / 32, K]`   |
+    | nvfp4      | `[T, K / 2]` | `[T, ceil(K / 16)]`  | `[K, Tp(64) / 2]`   | `[K, Tp(64) / 16]`    |
+    | fp8_tensor | `[T, K]`     | `[G]`                | `[K, Tp(32)]`       | `[G]`                 |
+    | fp8_block  | `[T, K]`     | `[T, ceil(K / 128)]` | `[K, Tp(32)]`       | `[Tp(128) / 128, K]`  |
 
     ``amax`` and ``columnwise_amax`` are ``[G]`` for nvfp4 and fp8_tensor. Of matrices ``[G, N, K]`` each is quantised
     on its own: the shapes are those of N rows without padding, with G in front. ``scale_layout="blocked"`` (mxfp8,
     nvfp4) lays one-byte scales out for tensor cores, as a vector (matrices: one each) of tiles of 128 rows x 4 scales,
     512 bytes each; rowwise scales of row t are in row p, its place among ``Tp(128)``, columnwise ones of column k in
-    row k. Rowwise fp8_block scales of rows lie by columns, strides ``(1, T)``, as ``torch._scaled_mm`` wants those of
-    blocks of 1 x 128; everything else is contiguous. What the format or the call does not have is an empty tensor of
-    shape ``[0]``.
+    row k. Rowwise fp8_block scales of rows are column-major, strides ``(1, T)``, as ``torch._scaled_mm`` takes scales
+    of 1 x 128 blocks; all other components are contiguous. A component that the format or the call does not have is an
+    empty tensor of shape ``[0]``.
 
-    No derivative: ``tgl.quantize`` makes a GroupedTensor through which gradients pass straight.
+    Not differentiable; ``tgl.quantize`` makes a GroupedTensor with the straight-through estimator.
 
     Args:
         x: ``[T, K]``, or ``[G, N, K]`` without ``offs``; float32, bfloat16 or float16, rows or columns contiguous (or
@@ -251,7 +221,7 @@ def group_quantize(
         scale: float32 ``[G]``; fp8_tensor only.
         row_scale: ``[T]``, dtype of ``x`` or float32: rows are multiplied by it, and rounded to the dtype of ``x``,
             first.
-        rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. The same bytes for the same seed.
+        rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. Equal seed and offset: equal bytes.
         noop: float32 or bool, ``[]`` or ``[1]``, only with ``out``: if not zero, nothing is written. Not read on the
             host.
         format: which format.
@@ -263,10 +233,10 @@ def group_quantize(
         eps: least amax of the FP8 formats.
         block_2d: square blocks, of matrices; nvfp4 and fp8_block.
         rht: transform columnwise nvfp4 data.
-        dbias: also return float32 sums over the rows of each group, of what is quantised.
-        out: components to write into, tails and padding included (they belong to the quantised operand): those of the
-            same call without ``out``, with its strides, 16-byte aligned, sharing no memory with each other or an
-            argument.
+        dbias: also return float32 sums of the quantised values over the rows of each group.
+        out: components to write into, tails and padding included (they belong to the quantised operand). Shapes and
+            strides are those that a call without ``out`` returns. They are 16-byte aligned and share no memory with
+            each other or an argument.
 
     Returns:
         ``Components``; ``out`` itself if given.

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends, debug
 from ..meta import quantized
-from ..meta.quantized import Components, ComponentSpecs, DequantizeOptions, Options
-from ..meta.specs import TensorSpec
+from ..meta.quantized import ComponentSpecs, Options
 from ._library import define
 
 NAME = "group_requantize"
-_OPS = ("group_dequantize", "group_quantize")
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -42,52 +39,6 @@ def _kernel(
     return out[3:6]
 
 
-class _Steps(NamedTuple):
-    """The arguments of the two ops that make a result: of ``group_dequantize``, and of ``group_quantize``."""
-
-    dequantize: tuple[tuple, dict[str, Any]]
-    quantize: tuple[tuple, dict[str, Any]]
-
-
-def _steps(
-    data: Tensor,
-    scale: Tensor,
-    offs: Tensor | None,
-    amax: Tensor | None,
-    options: Options,
-    out: Components,
-    allocate: Callable[[TensorSpec], Tensor],
-) -> _Steps:
-    read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
-    wide = allocate(quantized.group_dequantize(data, scale, offs, amax, options=read, out_dtype=torch.float32, op=NAME))
-    return _Steps(
-        ((data, scale, offs, amax), {"options": read, "out": wide}),
-        ((wide, offs, None, None, None, None), {"options": options, "out": out}),
-    )
-
-
-def _through_float32(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
-) -> None:
-    for op, (args, keywords) in zip(_OPS, _steps(data, scale, offs, amax, options, out, TensorSpec.empty)):
-        backends.run(op, data.device, *args, **keywords)
-
-
-def _supports(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
-) -> backends.Reason:
-    steps = zip(_OPS, _steps(data, scale, offs, amax, options, out, TensorSpec.meta))
-    reasons = (backends.reason_against(op, data.device, *args, **keywords) for op, (args, keywords) in steps)
-    return next(filter(None, reasons), None)
-
-
-def _prepare(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
-) -> None:
-    for op, (args, keywords) in zip(_OPS, _steps(data, scale, offs, amax, options, out, TensorSpec.empty)):
-        backends.prepare(op, data.device, *args, **keywords)
-
-
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
@@ -108,18 +59,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-for _device in ("cpu", "cuda"):
-    backends.add(
-        backends.Implementation(
-            NAME,
-            "through float32",
-            _device,
-            _through_float32,
-            _supports,
-            note="group_dequantize into a float32 [T, K], group_quantize",
-            prepare=_prepare,
-        )
-    )
 
 
 def group_requantize(
@@ -139,12 +78,12 @@ def group_requantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make columnwise components of a quantised operand from its rowwise ones.
 
-    What ``group_quantize`` with ``rowwise=False`` makes of the float32 values the rowwise components stand for: for
-    operands whose high-precision original is gone. Rounds a second time.
+    The result is that of ``group_quantize`` with ``rowwise=False`` on the dequantised values in float32. It is for
+    operands whose high-precision values are no longer there, and rounds a second time.
 
     Args:
         data, scale, offs, amax: rowwise components, as for ``group_dequantize``.
-        format, scale_layout, block_2d: what they are; the result is the same.
+        format, scale_layout, block_2d: of the rowwise components and of the result.
         dtype: element dtype of the result; default that of ``data``.
         scaling, power_of_two, eps, rht: as for ``group_quantize``.
 

@@ -1,7 +1,7 @@
 """``tgl::grouped_activation``: the expert's nonlinearity, gated or not, times a probability per row.
 
-Every kind has the form ``y = p A(g) L(u)``: ``g`` the gate, ``u`` the linear half (absent, ``L = 1``, when not gated)
-and ``p`` the row's probability. The forward, the backward and the second order follow from A, A', A'', L and L' alone.
+The kinds and their formulas are in ``meta/activations.py``. The forward, the backward and the second order follow from
+A, A', A'', L and L' alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import backends, debug
-from ..meta import specs
+from ..meta import activations, placement, specs
+from ..meta.activations import Activation, Factors
 from ..meta.remembered import remembered
-from . import _activation_cpu
 from ._library import Formula, define
 
 NAME = "grouped_activation"
@@ -32,8 +32,14 @@ class Params(NamedTuple):
     offset: float = 1.0
 
     @property
+    def activation(self) -> Activation:
+        """The entry of the table."""
+        return activations.named(self.kind)
+
+    @property
     def gated(self) -> bool:
-        return self.kind in specs.GATED
+        """Whether there is a linear half."""
+        return self.activation.gated
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Views of the gate and of the linear half of ``x``."""
@@ -54,42 +60,15 @@ class Params(NamedTuple):
 
     def value(self, g: Tensor, u: Tensor | None) -> Tensor:
         """``A(g) L(u)``."""
-        if u is None:
-            return torch.relu(g).square_()
-        if self.kind == "swiglu":
-            return torch.nn.functional.silu(g).mul_(u)
-        g = g.clamp(max=self.limit)
-        return torch.sigmoid(self.alpha * g).mul_(g).mul_(u.clamp(-self.limit, self.limit).add_(self.offset))
+        return self.activation.value(self, g, u)
 
-    def factors(self, g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def factors(self, g: Tensor, u: Tensor | None) -> Factors:
         """``A, A', L, L'`` (the last two None when there is no linear half, L' None where it is 1)."""
-        if u is None:
-            a = torch.relu(g)
-            return a * a, 2 * a, None, None
-        if self.kind == "swiglu":
-            s = torch.sigmoid(g)
-            a = g * s
-            return a, s + a * (1 - s), u, None
-        inside, g = g <= self.limit, g.clamp(max=self.limit)
-        slope = (u.abs() <= self.limit).to(u.dtype)
-        s = torch.sigmoid(self.alpha * g)
-        a = g * s
-        a1 = (s + self.alpha * a * (1 - s)) * inside  # (x s(alpha x))' = s + alpha x s (1 - s)
-        return a, a1, u.clamp(-self.limit, self.limit) + self.offset, slope
-
-    def curvature(self, g: Tensor) -> Tensor:
-        """``A''``."""
-        if self.kind == "srelu":
-            return 2.0 * (g > 0).to(g.dtype)
-        alpha = 1.0 if self.kind == "swiglu" else self.alpha
-        clamped = g if self.kind == "swiglu" else g.clamp(max=self.limit)
-        s = torch.sigmoid(alpha * clamped)
-        second = alpha * s * (1 - s) * (2 + alpha * clamped * (1 - 2 * s))
-        return second if self.kind == "swiglu" else second * (g <= self.limit)
+        return self.activation.factors(self, g, u)
 
 
-_checked = remembered(specs.grouped_activation)
-_checked_backward = remembered(specs.grouped_activation_backward)
+_checked = remembered(specs.grouped_activation, {"x": "rows", "probs": "vector"})
+_checked_backward = remembered(specs.grouped_activation_backward, {"dy": "rows", "x": "rows", "probs": "vector"})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -110,49 +89,6 @@ def _kernel_backward(
     debug.check_offs(BACKWARD, offs, x.shape[0])
     backends.run(BACKWARD, x.device, dy, x, offs, probs, params=parsed, dx=dx, dprobs=dprobs)
     return dx, dprobs
-
-
-def _forward_rows(x: Tensor, probs: Tensor | None, params: Params, out: Tensor) -> None:
-    g, u = params.halves(x.to(specs.accumulator(x.dtype)))
-    y = params.value(g, u)
-    out.copy_(y if probs is None else y.mul_(probs.to(y.dtype)[:, None]))
-
-
-def _backward_rows(
-    dy: Tensor, x: Tensor, probs: Tensor | None, params: Params, dx: Tensor, dprobs: Tensor | None
-) -> None:
-    acc = specs.accumulator(x.dtype)
-    a, a1, linear, slope = params.factors(*params.halves(x.to(acc)))
-    dy = dy.to(acc)
-    if probs is not None and dprobs is not None:
-        torch.sum(dy * a if linear is None else (dy * a).mul_(linear), 1, out=dprobs)
-        dy = dy * probs.to(acc)[:, None]
-    dg_out, du_out = params.halves(dx)
-    dg_out.copy_(dy * a1 if linear is None else (dy * a1).mul_(linear))
-    if du_out is not None:
-        du = dy * a
-        du_out.copy_(du if slope is None else du.mul_(slope))
-
-
-def _tail(offs: Tensor, rows: int) -> Tensor:
-    """``[T, 1]`` mask of the rows past ``offs[-1]``, without reading it on the host."""
-    end = offs[-1] if offs.shape[0] else 0
-    return (torch.arange(rows, device=offs.device) >= end)[:, None]
-
-
-def _masked(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
-    _forward_rows(x, probs, params, out)
-    out.masked_fill_(_tail(offs, x.shape[0]), 0)
-
-
-def _masked_backward(
-    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
-) -> None:
-    _backward_rows(dy, x, probs, params, dx, None if probs is None else dprobs)
-    tail = _tail(offs, x.shape[0])
-    dx.masked_fill_(tail, 0)
-    if probs is not None:
-        dprobs.masked_fill_(tail[:, 0], 0)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -205,11 +141,11 @@ def second_order(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Derivatives of ``cg dg + cu du + cp dp`` (see ``_backward``) in dy, x and p; cg, cu, cp the cotangents."""
     acc = specs.accumulator(x.dtype)
-    tail = _tail(offs, x.shape[0])
+    tail = placement.tail(offs, x.shape[0])[:, None]
     wide = x.to(acc).masked_fill(tail, 0)
     g, u = params.halves(wide)
     a, a1, linear, slope = params.factors(g, u)
-    a2 = params.curvature(g)
+    a2 = params.activation.curvature(params, g)
     cg, cu = params.halves(cx.to(acc).masked_fill(tail, 0))
     dy = dy.to(acc).masked_fill(tail, 0)
     one = torch.ones_like(a)
@@ -262,10 +198,6 @@ def _call_backward(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(BACKWARD, _call_backward)
-backends.add(backends.Implementation(NAME, "steps of aten", "cpu", _activation_cpu.forward))
-backends.add(backends.Implementation(NAME, "masked aten", "cuda", _masked))
-backends.add(backends.Implementation(BACKWARD, "steps of aten", "cpu", _activation_cpu.backward))
-backends.add(backends.Implementation(BACKWARD, "masked aten", "cuda", _masked_backward))
 
 
 def grouped_activation(
@@ -285,13 +217,18 @@ def grouped_activation(
 
     - ``"swiglu"``: ``g sigmoid(g) u`` (Shazeer, "GLU Variants Improve Transformer", 2020);
     - ``"clamped_qgeglu"``: ``g' sigmoid(alpha g') (u' + offset)``, with ``g' = min(g, limit)`` and ``u'`` clamped to
-      ``[-limit, limit]`` (the gate of gpt-oss);
+      ``[-limit, limit]`` (the gate of gpt-oss), whose derivatives on a bound are those inside of it;
+    - ``"geglu"``, ``"geglu_tanh"`` and ``"reglu"``: ``A(g) u`` with GELU, GELU's approximation by a tanh, and ReLU;
+    - ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``: ``A(x)``, not gated;
     - ``"srelu"``: ``max(x, 0)^2``, not gated.
+
+    ``"gelu"`` is ``x P(X <= x)`` of the normal distribution, as ``torch.nn.functional.gelu`` and transformers have it;
+    ``"gelu_tanh"`` is ``approximate="tanh"`` there, and what TransformerEngine and JAX call ``gelu``.
 
     Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in ``x`` and ``probs``, twice.
 
     Args:
-        x: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for ``"srelu"``; float64, float32, bfloat16 or float16.
+        x: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; float64, float32, bfloat16 or float16.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         probs: ``[T]``, dtype of ``x`` or float32: multiplies the row.
         kind: which activation.
@@ -303,7 +240,7 @@ def grouped_activation(
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        RuntimeError: a forward-mode derivative is asked for.
+        RuntimeError: a forward-mode derivative is requested.
     """
     # None rather than a float default: under dynamic=True Dynamo would make a symbol of a default, find it constant and
     # compile the whole graph a second time.

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import backends, debug
-from ..meta import scaled, specs
+from ..meta import scaled
 from ..meta.quantized import Components, Options
 from ..meta.remembered import remembered
 from ._library import define
-from .group_quantize import NAME as QUANTIZE
-from .grouped_activation import NAME as ACTIVATION
 from .grouped_activation import SCHEMA, Params
 from .grouped_gemm_scaled import ADVICE
 
@@ -33,7 +31,7 @@ def _options(**keywords: Any) -> tuple[Params, Options]:
 
 
 _known_options = functools.lru_cache(maxsize=256)(_options)
-_checked = remembered(scaled.grouped_activation_quantize)
+_checked = remembered(scaled.grouped_activation_quantize, {"x": "rows", "probs": "vector"})
 
 
 def _kernel(
@@ -52,37 +50,6 @@ def _fake(
     params, options = _options(**keywords)
     components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
     return tuple(components.empty()[:-1])
-
-
-def _two_ops(
-    x: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    scale: Tensor | None,
-    *,
-    params: Params,
-    options: Options,
-    out: Components,
-) -> None:
-    """The activation rounded to the dtype of ``x``, then quantised, each by what serves its op on the device."""
-    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
-    backends.run(ACTIVATION, x.device, x, offs, probs, params=params, out=activated)
-    backends.run(QUANTIZE, x.device, activated, offs, scale, None, None, None, options=options, out=out)
-
-
-def _prepare_two_ops(
-    x: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    scale: Tensor | None,
-    *,
-    params: Params,
-    options: Options,
-    out: Components,
-) -> None:
-    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
-    backends.prepare(ACTIVATION, x.device, x, offs, probs, params=params, out=activated)
-    backends.prepare(QUANTIZE, x.device, activated, offs, scale, None, None, None, options=options, out=out)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -105,12 +72,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-for _device in ("cpu", "cuda"):
-    backends.add(
-        backends.Implementation(
-            NAME, "activation, then quantise", _device, _two_ops, priority=-10, prepare=_prepare_two_ops
-        )
-    )
 
 
 def grouped_activation_quantize(
@@ -136,8 +97,8 @@ def grouped_activation_quantize(
 ) -> Components:
     """Apply the expert's activation to routed rows, times a probability per row, and quantise the result.
 
-    The same bytes as ``group_quantize(grouped_activation(x, offs, probs, ...), offs, scale, ...)``, as one op, so that
-    a kernel need not write the activation to memory. Not differentiable; ``GroupedMLP(recipe=...)`` is.
+    Equal to the byte to ``group_quantize(grouped_activation(x, offs, probs, ...), offs, scale, ...)``. As one op, a
+    kernel need not write the activation to memory. Not differentiable; ``GroupedMLP(recipe=...)`` is.
 
     Args:
         x, offs, probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``.

@@ -11,13 +11,12 @@ from .. import backends, debug
 from ..meta import specs
 from ..meta.remembered import remembered
 from ._library import Formula, define
-from ._segments import segment_sizes
 
 NAME = "grouped_dbias"
 SCALED = "grouped_dbias_dscales"
 
-_checked = remembered(specs.grouped_dbias)
-_checked_scaled = remembered(specs.grouped_dbias_dscales)
+_checked = remembered(specs.grouped_dbias, {"dy": "rows"})
+_checked_scaled = remembered(specs.grouped_dbias_dscales, {"dy": "rows", "bias_scale": "vector"})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -34,24 +33,6 @@ def _kernel_scaled(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor) -
     debug.check_offs(SCALED, offs, dy.shape[0])
     backends.run(SCALED, dy.device, dy, bias, bias_scale, offs, dbias=dbias, dscales=dscales)
     return dbias, dscales
-
-
-def _loop(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    for rows, total in zip(dy.split(segment_sizes(offs, dy.shape[0])), out.unbind()):
-        torch.sum(rows, 0, dtype=out.dtype, out=total)
-
-
-def _loop_scaled(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor) -> None:
-    acc = dbias.dtype
-    sizes = segment_sizes(offs, dy.shape[0])
-    *scale_out, tail = dscales.split(sizes)
-    for rows, row_scales, row, total, dots in zip(
-        dy.split(sizes), bias_scale.split(sizes), bias.unbind(), dbias.unbind(), scale_out
-    ):
-        wide = rows.to(acc)
-        torch.mv(wide.t(), row_scales.to(acc), out=total)
-        torch.mv(wide, row.to(acc), out=dots)
-    tail.zero_()
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -125,13 +106,6 @@ def _call_scaled(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(SCALED, _call_scaled)
-for _name, _run in ((NAME, _loop), (SCALED, _loop_scaled)):
-    backends.add(backends.Implementation(_name, "loop of sums", "cpu", _run))
-    backends.add(
-        backends.Implementation(
-            _name, "loop of sums", "cuda", _run, priority=-10, syncs=True, note="reads offs on the host"
-        )
-    )
 
 
 def grouped_dbias(dy: Tensor, offs: Tensor) -> Tensor:
@@ -147,7 +121,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        RuntimeError: a forward-mode derivative is asked for.
+        RuntimeError: a forward-mode derivative is requested.
     """
     return _op(dy, offs)
 
@@ -167,6 +141,6 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        RuntimeError: a forward-mode derivative is asked for.
+        RuntimeError: a forward-mode derivative is requested.
     """
     return _op_scaled(dy, bias, bias_scale, offs)

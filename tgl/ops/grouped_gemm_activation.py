@@ -11,14 +11,12 @@ from .. import backends, debug
 from ..meta import specs
 from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
-from .grouped_activation import NAME as ACTIVATION
 from .grouped_activation import SCHEMA, Params
-from .grouped_gemm import NAME as GEMM
 
 NAME = "grouped_gemm_activation"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None"
 
-_checked = remembered(specs.grouped_gemm_activation)
+_checked = remembered(specs.grouped_gemm_activation, {"a": "rows", "probs": "vector"})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -38,15 +36,6 @@ def _kernel(
     debug.check_offs(NAME, offs, a.shape[0])
     made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed)
     return made["y"], made["h"]
-
-
-def _two_ops(made: dict[str, specs.TensorSpec], operands: list, *, params: Params) -> dict[str, Tensor]:
-    """The product, then the activation of what it was rounded to, each by what serves its op on the device."""
-    a, b, offs, bias, probs = operands
-    h = backends.produce(GEMM, a.device, made["h"], [a, b, offs, bias, None], zero_tail=True)
-    y = made["y"].empty()
-    backends.run(ACTIVATION, a.device, h, offs, probs, params=params, out=y)
-    return {"y": y, "h": h}
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -158,18 +147,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-for _device in ("cpu", "cuda"):
-    backends.add(
-        backends.Implementation(
-            NAME,
-            "GEMM, then activation",
-            _device,
-            None,
-            priority=-10,
-            note="two ops; see `explain` of each",
-            produce=_two_ops,
-        )
-    )
 
 
 def grouped_gemm_activation(
@@ -188,24 +165,24 @@ def grouped_gemm_activation(
 ) -> tuple[Tensor, Tensor]:
     """Multiply every group of rows of ``a`` by its own matrix and apply the expert's activation to the result.
 
-    The same bits as ``h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype)`` and then ``y = grouped_activation(h,
-    offs, probs, ...)``, as one op, so that a kernel need not read ``h`` back from memory. Rows past ``offs[-1]`` come
-    out as zeros in both and are never read.
+    Equal to the bit to ``h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype)`` and then ``y = grouped_activation(h,
+    offs, probs, ...)``. As one op, a kernel need not read ``h`` back from memory. Rows past ``offs[-1]`` come out as
+    zeros in both and are never read.
 
     Differentiable in ``a``, ``b``, ``bias`` and ``probs`` through both results, twice.
 
     Args:
         a, b, offs, bias, out_dtype: see ``grouped_gemm``; ``b`` is ``[G, K, 2 I]`` for the gated kinds and ``[G, K,
-            I]`` for ``"srelu"``, its columns as ``grouped_activation`` takes those of ``x``.
+            I]`` for the others, its columns as ``grouped_activation`` takes those of ``x``.
         probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``; ``probs`` in the dtype of the result
             or float32.
 
     Returns:
-        ``y [T, I]`` and ``h [T, 2 I]`` (``"srelu"``: ``[T, I]``), which the backward needs.
+        ``y [T, I]`` and ``h [T, 2 I]`` (not gated: ``[T, I]``), which the backward needs.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        RuntimeError: a forward-mode derivative is asked for.
+        RuntimeError: a forward-mode derivative is requested.
     """
     options: dict[str, Any] = {"kind": kind, "interleaved": interleaved, "out_dtype": out_dtype}
     # None rather than a float default, which would make Dynamo compile twice under dynamic=True.

@@ -15,13 +15,11 @@ from .. import backends, debug
 from ..meta import specs
 from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
-from .grouped_activation import BACKWARD as ACTIVATION_BACKWARD
 from .grouped_activation import SCHEMA, Params, second_order
-from .grouped_gemm import NAME as GEMM
 
 NAME = "grouped_gemm_dactivation"
 
-_checked = remembered(specs.grouped_gemm_dactivation)
+_checked = remembered(specs.grouped_gemm_dactivation, {"dy": "rows", "h": "rows", "probs": "vector"})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -34,23 +32,6 @@ def _kernel(
     debug.check_offs(NAME, offs, dy.shape[0])
     backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs)
     return dh, dprobs
-
-
-def _two_ops(
-    dy: Tensor,
-    b: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    *,
-    params: Params,
-    dh: Tensor,
-    dprobs: Tensor,
-) -> None:
-    """The product rounded to the dtype of ``h``, then the activation's backward, each by what serves its op."""
-    spec = specs.TensorSpec((dy.shape[0], b.shape[2]), h.dtype, h.device)
-    da = backends.produce(GEMM, dy.device, spec, [dy, b, offs, None, None], zero_tail=False)
-    backends.run(ACTIVATION_BACKWARD, h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -115,12 +96,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-for _device in ("cpu", "cuda"):
-    backends.add(
-        backends.Implementation(
-            NAME, "grouped GEMM, then the activation's backward", _device, _two_ops, priority=-10, note="two ops"
-        )
-    )
 
 
 def grouped_gemm_dactivation(
@@ -143,17 +118,17 @@ def grouped_gemm_dactivation(
     the dtype of ``h``, and the factors of ``grouped_activation`` in float32 (float64 for float64): for every row
 
     - ``dg = probs da A'(g) L(u)`` and ``du = probs da A(g) L'(u)``, where ``h`` has ``g`` and ``u``, rounded once;
-    - ``dprobs``, the sum of ``da A(g) L(u)`` over the row, in an order that every call repeats. It is the
-      implementation's own, so ``dprobs`` may differ in the last bits from that of another one; ``dh`` does not.
+    - ``dprobs``, the sum of ``da A(g) L(u)`` over the row, in a fixed order. The order depends on the implementation,
+      so ``dprobs`` of two implementations may differ in the last bits; ``dh`` does not.
 
     Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all but ``offs``, twice.
 
     Args:
         dy: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
         b: ``[G, K, I]`` of the same dtype, either major.
-        h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for ``"srelu"``; of the same dtype: the activation's input.
+        h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; of the same dtype: the activation's input.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
-        probs: ``[T]``, dtype of ``h`` or float32: what multiplied the row.
+        probs: ``[T]``, dtype of ``h`` or float32: the ``probs`` of the forward.
         kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
 
     Returns:
@@ -162,7 +137,7 @@ def grouped_gemm_dactivation(
     Raises:
         TypeError: dtypes that do not fit.
         ValueError: shapes, layouts or devices that do not fit.
-        RuntimeError: a forward-mode derivative is asked for.
+        RuntimeError: a forward-mode derivative is requested.
     """
     # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
     constants = {"limit": limit, "alpha": alpha, "offset": offset}

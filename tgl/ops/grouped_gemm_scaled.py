@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, scaled
-from ..meta.remembered import remembered, remembered_out
-from . import _scaled_cpu
+from ..meta.remembered import remembered
 from ._library import autocast_nothing, define
 
 NAME = "grouped_gemm_scaled"
@@ -21,8 +20,9 @@ _ARGS = (
 _OPTIONS = 'str format, str b_direction="rowwise", str scale_layout="compact"'
 ADVICE = "GroupedLinear(recipe=...) is the layer that gradients pass through; or use torch.no_grad()"
 
-_checked = remembered(scaled.grouped_gemm_scaled)
-_checked_out = remembered_out(scaled.grouped_gemm_scaled_out)
+_ROWS = {"a": "contiguous rows", "a_scale": "tokens", "bias_scale": "vector"}
+_checked = remembered(scaled.grouped_gemm_scaled, _ROWS)
+_checked_out = remembered(scaled.grouped_gemm_scaled_out, {**_ROWS, "out": "destination"})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -121,9 +121,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-backends.add(
-    backends.Implementation(NAME, "decode and mm", "cpu", _scaled_cpu.gemm, note="float32 products of decoded groups")
-)
 
 
 def grouped_gemm_scaled(
@@ -145,34 +142,34 @@ def grouped_gemm_scaled(
 ) -> Tensor:
     """Multiply every group of quantised rows by its own quantised matrix.
 
-    For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` of what the operands stand for,
+    For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` of the dequantised operands,
     accumulated in float32 and rounded once. The operands are components of ``group_quantize``: rowwise ones of rows
     ``[T, K]``, and those of a weight in either direction. Rows past ``offs[-1]`` come out as zeros and are never read.
 
-    MXFP8 and FP8 blockwise operands count as what ``group_dequantize`` gives in float32. For NVFP4 and FP8 tensor-wise
-    operands the factor of the group (``S_decA * S_decB`` and the product of the two ``scale_inv``, rounded to float32)
-    multiplies the sum over elements times block scales.
+    MXFP8 and FP8 blockwise operands have the values that ``group_dequantize`` returns in float32. For NVFP4 and FP8
+    tensor-wise operands the factor of the group (``S_decA * S_decB`` and the product of the two ``scale_inv``, rounded
+    to float32) multiplies the sum over elements times block scales.
 
     Not differentiable; ``GroupedLinear(recipe=...)`` is.
 
     Args:
         a: ``[T, K]`` float8_e4m3fn or float8_e5m2, or for NVFP4 ``[T, K/2]`` uint8.
-        a_scale: its scales: MXFP8 ``[T, ceil(K/32)]`` and NVFP4 ``[T, ceil(K/16)]`` uint8, or blocked; FP8 tensor-wise
-            ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32, in any layout (fastest by columns, as
+        a_scale: scales of ``a``: MXFP8 ``[T, ceil(K/32)]`` and NVFP4 ``[T, ceil(K/16)]`` uint8, or blocked; FP8
+            tensor-wise ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32, in any layout (fastest column-major, as
             ``group_quantize`` makes them).
-        b: with ``b_direction="rowwise"`` the data ``[G, N, K]`` of a weight (NVFP4 ``[G, N, K/2]``); ``"columnwise"``
-            its columnwise data, for a product over what were the weight's rows: here ``K`` is the weight's first
-            dimension and ``N`` its second. ``[G, N, K]`` again (transposed data) but for MXFP8: ``[G, K, N]``. The
-            element type may differ from that of ``a``.
-        b_scale: its scales: MXFP8 ``[G, N, ceil(K/32)]`` (columnwise ``[G, ceil(K/32), N]``), NVFP4
+        b: with ``b_direction="rowwise"`` the data ``[G, N, K]`` of a weight (NVFP4 ``[G, N, K/2]``); with
+            ``"columnwise"`` its columnwise data, for a contraction over the weight's rows: ``K`` is then the weight's
+            first dimension and ``N`` its second. The data is transposed, ``[G, N, K]``, but ``[G, K, N]`` for MXFP8.
+            The element type may differ from that of ``a``.
+        b_scale: scales of ``b``: MXFP8 ``[G, N, ceil(K/32)]`` (columnwise ``[G, ceil(K/32), N]``), NVFP4
             ``[G, N, ceil(K/16)]``, or blocked ``[G, bytes]``; FP8 tensor-wise ``[G]``; FP8 blockwise
             ``[G, ceil(N/128), ceil(K/128)]``, blocks of 128 x 128.
         offs: int32 ``[G]``: cumulative group ends.
         a_amax, b_amax: float32 ``[G]``, the amax of each group, for NVFP4 and only there.
         bias: ``[G, N]``, float32, bfloat16 or float16.
-        bias_scale: ``[T]``, likewise; only with ``bias``.
+        bias_scale: ``[T]``, float32, bfloat16 or float16; only with ``bias``.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
-        b_direction: which components of the weight ``b`` is.
+        b_direction: which components of the weight ``b`` and ``b_scale`` are.
         scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
         out_dtype: bfloat16 (default), float16 or float32.
         out: buffer ``[T, N]`` of such a dtype, row-major, 16-byte aligned, sharing no memory with an operand. Its rows

@@ -15,9 +15,7 @@ from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from ._library import autocast_nothing, define
 from .grouped_activation import SCHEMA, Params
-from .grouped_activation_quantize import NAME as ACTIVATION_QUANTIZE
 from .grouped_gemm_scaled import ADVICE
-from .grouped_gemm_scaled import NAME as GEMM
 
 NAME = "grouped_gemm_scaled_activation_quantize"
 _ARGS = (
@@ -63,12 +61,18 @@ def _specs(
     )
 
 
-_known_options, _checked = functools.lru_cache(maxsize=256)(_options), remembered(_specs)
+_known_options = functools.lru_cache(maxsize=256)(_options)
+_checked = remembered(
+    scaled.grouped_gemm_scaled_activation_quantize, {"a": "contiguous rows", "a_scale": "tokens", "probs": "vector"}
+)
 
 
 def _kernel(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -> tuple[Tensor, ...]:
     arguments, options = Arguments(*args), _known_options(**keywords)
-    h_spec, specs = _checked(*arguments, **options, out_dtype=out_dtype)
+    direction, params, quantizing = options["b_direction"], options["params"], options["options"]
+    h_spec, specs = _checked(
+        *arguments, b_direction=direction, kind=params.kind, options=quantizing, out_dtype=out_dtype
+    )
     h, out = h_spec.empty(), specs.empty()
     debug.check_offs(NAME, arguments.offs, h.shape[0])
     backends.run(NAME, h.device, *arguments, **options, h=h, out=out)
@@ -78,41 +82,6 @@ def _kernel(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -
 def _fake(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -> tuple[Tensor, ...]:
     h, out = _specs(*Arguments(*args), **_options(**keywords), out_dtype=out_dtype)
     return h.empty(), *out.empty()[:-1]
-
-
-def _steps(
-    *args: Any, b_direction: str, params: Params, options: Options, h: Tensor, out: Components
-) -> tuple[tuple[str, tuple, dict[str, Any]], ...]:
-    """The two ops: name, arguments and keywords of each."""
-    given = Arguments(*args)
-    names = {"format": options.format, "b_direction": b_direction, "scale_layout": options.scale_layout}
-    return (
-        (GEMM, (*given[:8], None), {**names, "out": h, "zero_tail": True}),
-        (
-            ACTIVATION_QUANTIZE,
-            (h, given.offs, given.probs, given.scale),
-            {"params": params, "options": options, "out": out},
-        ),
-    )
-
-
-def _two_ops(a: Tensor, *args: Any, **keywords: Any) -> None:
-    """The product, then the activation of what it was rounded to, quantised; each by what serves its op."""
-    for op, given, options in _steps(a, *args, **keywords):
-        backends.run(op, a.device, *given, **options)
-
-
-def _supports(a: Tensor, *args: Any, **keywords: Any) -> backends.Reason:
-    """Why there are no two ops for a call, or None."""
-    steps = _steps(a, *args, **keywords)
-    reasons = (backends.reason_against(op, a.device, *given, **options) for op, given, options in steps)
-    return next(filter(None, reasons), None)
-
-
-def _prepare_two_ops(a: Tensor, *args: Any, h: Tensor, **keywords: Any) -> None:
-    h = torch.empty_like(h, device=a.device)  # a stand-in so far, but an operand of the second op
-    for op, given, options in _steps(a, *args, h=h, **keywords):
-        backends.prepare(op, a.device, *given, **options)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -136,19 +105,6 @@ def _call(
 
 
 backends.describe_op(NAME, _call)
-for _device in ("cpu", "cuda"):
-    backends.add(
-        backends.Implementation(
-            NAME,
-            "GEMM, then activation and quantise",
-            _device,
-            _two_ops,
-            _supports,
-            priority=-10,
-            note="two ops; see `explain` of each",
-            prepare=_prepare_two_ops,
-        )
-    )
 
 
 def grouped_gemm_scaled_activation_quantize(
@@ -182,20 +138,20 @@ def grouped_gemm_scaled_activation_quantize(
 ) -> tuple[Tensor, Components]:
     """Multiply quantised rows by their group's quantised matrix, apply the expert's activation, and quantise that.
 
-    The same bytes as ``h = grouped_gemm_scaled(a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, ...)`` and then
-    ``grouped_activation_quantize(h, offs, probs, scale, ...)``, as one op, so that a kernel need not read ``h`` back
-    from memory. Not differentiable; ``GroupedMLP(recipe=...)`` is.
+    Equal to the byte to ``h = grouped_gemm_scaled(a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, ...)`` and then
+    ``grouped_activation_quantize(h, offs, probs, scale, ...)``. As one op, a kernel need not read ``h`` back from
+    memory. Not differentiable; ``GroupedMLP(recipe=...)`` is.
 
     Args:
         a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, b_direction, out_dtype: see ``grouped_gemm_scaled``; N is
-            ``2 I`` for the gated kinds and ``I`` for ``"srelu"``, columns as ``grouped_activation`` takes those of
+            ``2 I`` for the gated kinds and ``I`` for the others, columns as ``grouped_activation`` takes those of
             ``x``.
         probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
         scale, rowwise, columnwise, dtype, scaling, power_of_two, eps, rht: see ``group_quantize``.
         format, scale_layout: of the operands and of the result.
 
     Returns:
-        ``h [T, 2 I]`` (``"srelu"``: ``[T, I]``), which the activation's backward needs, and ``Components`` of
+        ``h [T, 2 I]`` (not gated: ``[T, I]``), which the activation's backward needs, and ``Components`` of
         ``[T, I]``; ``dbias`` is empty. Rows past ``offs[-1]`` are zero in both and never read.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, scaled
-from ..meta.remembered import remembered, remembered_out
-from . import _scaled_cpu
+from ..meta.formats import FORMATS
+from ..meta.remembered import remembered
 from ._library import autocast_nothing, define
 from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
@@ -20,9 +22,25 @@ ACCUMULATE = "grouped_gemm_scaled_wgrad_accumulate_"
 _ARGS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor? a_amax=None, Tensor? b_amax=None"
 _OPTIONS = 'str format, str scale_layout="compact"'
 
-_checked = remembered(scaled.grouped_gemm_scaled_wgrad)
-_checked_out = remembered_out(scaled.grouped_gemm_scaled_wgrad_out)
-_checked_accumulate = remembered(scaled.grouped_gemm_scaled_wgrad_accumulate_)
+
+def _remembered(check: Callable[..., Any]) -> Callable[..., Any]:
+    """``check`` as ``remembered``, of data by rows and of transposed data."""
+    scales = {"a_scale": "tokens", "b_scale": "tokens"}
+    by_rows = remembered(check, {"a": "contiguous rows", "b": "contiguous rows", **scales})
+    transposed = remembered(check, {"a": "transposed", "b": "transposed", **scales})
+
+    @functools.wraps(check)
+    def once(*operands: Tensor | None, format: str, **options: Any) -> Any:
+        form = FORMATS.get(format)
+        known = transposed if form is not None and form.transposed_columnwise else by_rows
+        return known(*operands, format=format, **options)
+
+    return once
+
+
+_checked = _remembered(scaled.grouped_gemm_scaled_wgrad)
+_checked_out = _remembered(scaled.grouped_gemm_scaled_wgrad_out)
+_checked_accumulate = _remembered(scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -76,22 +94,30 @@ def _kernel_accumulate(
     main_grad: Tensor,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     format: str,
     scale_layout: str = "compact",
     overwrite: bool = False,
 ) -> None:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    _checked_accumulate(*operands[:5], main_grad, a_amax, b_amax, format=format, scale_layout=scale_layout)
-    memory.writable(ACCUMULATE, "main_grad", main_grad, **dict(zip(scaled.GEMM_OPERANDS, operands)))
-    _run(ACCUMULATE, operands, format, scale_layout, main_grad, accumulate=not overwrite)
+    table = {} if slots is None else {"slots": slots}
+    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
+    _checked_accumulate(*operands[:5], main_grad, a_amax, b_amax, *table.values(), **options)
+    memory.writable(ACCUMULATE, "main_grad", main_grad, **dict(zip(scaled.GEMM_OPERANDS, operands)), **table)
+    debug.check_slots(ACCUMULATE, slots, "main_grad", main_grad, written=True)
+    _run(ACCUMULATE, operands, format, scale_layout, main_grad, accumulate=not overwrite, **table)
 
 
-def _run(op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool) -> None:
+def _run(
+    op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool, **table: Tensor
+) -> None:
     if debug.active:
-        debug.check_offs(op, operands[4], int(scaled.most_tokens(operands[0], out.shape[0], format)))
+        offs = operands[4]
+        debug.check_offs(op, offs, int(scaled.most_tokens(operands[0], offs.shape[0], format)))
     device = operands[0].device
-    backends.run(op, device, *operands, format=format, scale_layout=scale_layout, out=out, accumulate=accumulate)
+    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout, "accumulate": accumulate}
+    backends.run(op, device, *operands, **options, out=out, **table)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -111,8 +137,8 @@ _op_out = define(
     autocast=autocast_nothing,
 )
 _op_accumulate = define(
-    f"{ACCUMULATE}({_ARGS.replace('offs', 'offs, Tensor(a!) main_grad', 1)}, *, {_OPTIONS}, bool overwrite=False)"
-    " -> ()",
+    f"{ACCUMULATE}({_ARGS.replace('offs', 'offs, Tensor(a!) main_grad', 1)}, Tensor? slots=None, *, {_OPTIONS}, "
+    "bool overwrite=False) -> ()",
     _kernel_accumulate,
     scaled.grouped_gemm_scaled_wgrad_accumulate_,
     no_derivative=ADVICE,
@@ -153,25 +179,21 @@ def _call_accumulate(
     main_grad: Tensor,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     format: str,
     scale_layout: str = "compact",
     overwrite: bool = False,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
-    scaled.grouped_gemm_scaled_wgrad_accumulate_(a, a_scale, b, b_scale, offs, main_grad, a_amax, b_amax, **options)
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    return a.device, operands, {**options, "out": main_grad, "accumulate": not overwrite}
+    scaled.grouped_gemm_scaled_wgrad_accumulate_(*operands[:5], main_grad, a_amax, b_amax, slots, **options)
+    table = {} if slots is None else {"slots": slots}
+    return a.device, operands, {**options, "out": main_grad, "accumulate": not overwrite, **table}
 
 
 backends.describe_op(NAME, _call)
 backends.describe_op(ACCUMULATE, _call_accumulate)
-for _name in (NAME, ACCUMULATE):
-    backends.add(
-        backends.Implementation(
-            _name, "decode and mm", "cpu", _scaled_cpu.wgrad, note="float32 products of decoded groups"
-        )
-    )
 
 
 def grouped_gemm_scaled_wgrad(
@@ -191,16 +213,16 @@ def grouped_gemm_scaled_wgrad(
 ) -> Tensor:
     """For every group, the product of its quantised rows of ``a`` transposed and its quantised rows of ``b``.
 
-    ``out[g] = a[rows of g]^T @ b[rows of g]`` of what the operands stand for (see ``grouped_gemm_scaled``), accumulated
+    ``out[g] = a[rows of g]^T @ b[rows of g]`` of the dequantised operands (see ``grouped_gemm_scaled``), accumulated
     in float32 and rounded once; exactly zero for an empty group. The operands are columnwise components of
     ``group_quantize``, whose blocks run along the tokens of a group; ``Tp`` is the number of places for T tokens in G
     groups that begin on multiples of 64 (NVFP4 data and scales), 32 (FP8 data) or 128 tokens (all other scales).
 
     Args:
         a: MXFP8 ``[T, M]``, FP8 ``[M, Tp]``, of float8_e4m3fn or float8_e5m2; NVFP4 ``[M, Tp/2]`` uint8.
-        a_scale: its scales: MXFP8 ``[Tp/32, M]`` and NVFP4 ``[M, Tp/16]`` uint8, or blocked; FP8 tensor-wise ``[G]``
-            and FP8 blockwise ``[Tp/128, M]`` float32.
-        b, b_scale: the same of N features. The element type may differ from that of ``a``.
+        a_scale: scales of ``a``: MXFP8 ``[Tp/32, M]`` and NVFP4 ``[M, Tp/16]`` uint8, or blocked; FP8 tensor-wise
+            ``[G]`` and FP8 blockwise ``[Tp/128, M]`` float32.
+        b, b_scale: like ``a`` and ``a_scale``, of N features. The element type may differ from that of ``a``.
         offs: int32 ``[G]``: cumulative group ends.
         a_amax, b_amax: float32 ``[G]``, the columnwise amax of each group, for NVFP4 and only there.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
@@ -239,6 +261,7 @@ def grouped_gemm_scaled_wgrad_accumulate_(
     main_grad: Tensor,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     format: str,
     scale_layout: str = "compact",
@@ -251,7 +274,9 @@ def grouped_gemm_scaled_wgrad_accumulate_(
     Args:
         main_grad: ``[G, M, N]``, float32, bfloat16 or float16, row-major (slots and rows may be padded), 16-byte
             aligned, sharing no memory with an operand; the sum is formed in float32 and rounded once.
-        overwrite: replace what ``main_grad`` holds instead of adding to it; the slot of an empty group becomes zero.
+        slots: int32 ``[G]`` on the same device, as of ``grouped_gemm_wgrad_accumulate_``: group ``g`` has
+            ``main_grad[slots[g]]``, and ``main_grad`` is ``[S, M, N]``.
+        overwrite: replace the content of ``main_grad`` instead of adding; the slot of an empty group becomes zero.
 
     Raises:
         TypeError: dtypes that do not fit.
@@ -267,6 +292,7 @@ def grouped_gemm_scaled_wgrad_accumulate_(
         main_grad,
         a_amax,
         b_amax,
+        slots,
         format=format,
         scale_layout=scale_layout,
         overwrite=overwrite,

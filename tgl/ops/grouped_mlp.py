@@ -12,15 +12,16 @@ from .. import backends, debug
 from ..meta import mlp as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
-from . import _mlp
 from ._library import Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 
 NAME = "grouped_mlp"
 BACKWARD = "grouped_mlp_backward"
 
-_checked = remembered(specs.grouped_mlp)
-_checked_backward = remembered(specs.grouped_mlp_backward)
+_checked = remembered(specs.grouped_mlp, {"x": "rows", "probs": "vector"})
+_checked_backward = remembered(
+    specs.grouped_mlp_backward, {"dy": "rows", "x": "rows", "h": "rows", "act": "rows", "probs": "vector"}
+)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -136,17 +137,19 @@ def _composed(
     dx = dw1 = dw2 = dprobs = dbias1 = dbias2 = None
     if dact is not None and dact.shape != (h.shape[0], w2.shape[1]):
         dact = None  # of the empty tensor that stands for a result to be recomputed
+    further = any(mask[i] for i in (0, 1, 3, 4))
     if dy is not None:
         if mask[2]:
             dw2 = _wgrad(ops.grouped_activation(h, offs, probs, **ctx.params) if act is None else act, dy, offs, w2)
-        back = ops.grouped_gemm(dy, w2.transpose(1, 2), offs)
-        dact = back if dact is None else dact + back
-        if bias2 is not None and probs is not None:
+        if further:
+            back = ops.grouped_gemm(dy, w2.transpose(1, 2), offs)
+            dact = back if dact is None else dact + back
+        if bias2 is not None and probs is not None and (mask[3] or mask[5]):
             dbias2, dprobs = ops.grouped_dbias_dscales(dy, bias2, probs, offs)
             dprobs = dprobs.to(probs.dtype)
-        elif bias2 is not None:
+        elif bias2 is not None and mask[5]:
             dbias2 = ops.grouped_dbias(dy, offs)
-    if dact is not None:
+    if dact is not None and further:
         back, sums = ops.grouped_activation_backward(dact, h, offs, probs, **ctx.params)
         dh = back if dh is None else dh + back
         if probs is not None:
@@ -247,14 +250,6 @@ def _call_backward(
 
 backends.describe_op(NAME, _call)
 backends.describe_op(BACKWARD, _call_backward)
-_note = "the implementations of the ops it is made of, see their own reports"
-for _name, _composition in ((NAME, _mlp.forward), (BACKWARD, _mlp.backward)):
-    for _device in ("cpu", "cuda"):
-        backends.add(
-            backends.Implementation(
-                _name, "composition", _device, None, emulable=_device == "cuda", note=_note, produce=_composition
-            )
-        )
 
 
 def grouped_mlp(
@@ -282,13 +277,13 @@ def grouped_mlp(
 
     Args:
         x: ``[T, H]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
-        w1: ``[G, H, N]`` of the same dtype, either major; ``N = 2 I`` for the gated kinds, ``I`` for ``"srelu"``.
-        w2: ``[G, I, O]``, likewise.
+        w1: ``[G, H, N]`` of the same dtype, either major; ``N = 2 I`` for the gated kinds, ``I`` for the others.
+        w2: ``[G, I, O]`` of the dtype of ``x``, either major.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
-        probs: ``[T]``, dtype of ``x`` or float32: multiplies the expert's answer.
+        probs: ``[T]``, dtype of ``x`` or float32: multiplies the expert's result.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
         kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
-        recompute: form ``a`` again in the backward instead of keeping it.
+        recompute: recompute ``a`` in the backward instead of saving it.
 
     Returns:
         ``[T, O]`` in the dtype of ``x``.
@@ -296,7 +291,7 @@ def grouped_mlp(
     Raises:
         TypeError: dtypes that do not fit.
         ValueError: shapes, layouts or devices that do not fit.
-        RuntimeError: a forward-mode derivative is asked for.
+        RuntimeError: a forward-mode derivative is requested.
     """
     constants = {"limit": limit, "alpha": alpha, "offset": offset}  # None: see ``grouped_activation``
     given: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}

@@ -17,6 +17,7 @@ it starts as soon as the host asks for it, which is well ahead of the device.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,14 @@ class Meter(Protocol):
     def count(self, nbytes: int) -> None: ...
 
 
-meters: list[Meter] = []  # the last one is told
+class _Meters(threading.local):
+    """Of one thread; the last one is told."""
+
+    def __init__(self) -> None:
+        self.stack: list[Meter] = []
+
+
+meters = _Meters()
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -48,8 +56,8 @@ def _offload(x: Tensor) -> Tensor:
         host = _offload_cuda(x)
     else:
         host = torch.empty_like(x, device="cpu").copy_(x)
-    if meters:
-        meters[-1].count(host.numel() * host.element_size())
+    if meters.stack:
+        meters.stack[-1].count(host.numel() * host.element_size())
     return host
 
 

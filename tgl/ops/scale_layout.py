@@ -6,7 +6,7 @@ the second gathers. They move bytes and compute nothing, so a round trip returns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,26 +45,10 @@ def _check(
     )
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _scatter(scale: Tensor, offs: Tensor | None, *, scales: scale_layout.Scales, out: Tensor) -> None:
-    offset = scale_layout.offsets(scales, offs).flatten()
-    room = scale.new_zeros(out.numel() + 1)  # the last place takes what belongs to no group
-    room.scatter_(0, torch.where(offset < 0, out.numel(), offset), scale.flatten())
-    out.copy_(room[:-1].view(out.shape))
-
-
-def _gather(scale: Tensor, offs: Tensor | None, *, scales: scale_layout.Scales, out: Tensor) -> None:
-    offset = scale_layout.offsets(scales, offs).flatten()
-    room = torch.cat([scale.flatten(), scale.new_zeros(1)])
-    out.copy_(room[torch.where(offset < 0, scale.numel(), offset)].view(out.shape))
-
-
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def _define(name: str, run: Callable[..., None]) -> torch._ops.OpOverload:
+def _define(name: str) -> torch._ops.OpOverload:
     def spec(scales: scale_layout.Scales) -> Any:
         return scales.other if name == TO else scales.compact
 
@@ -83,13 +67,11 @@ def _define(name: str, run: Callable[..., None]) -> torch._ops.OpOverload:
 
     op = define(f"{name}(Tensor scale, Tensor? offs, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
     backends.describe_op(name, call)
-    for device, note in (("cpu", ""), ("cuda", "a dozen index ops of aten; groups read on the device")):
-        backends.add(backends.Implementation(name, "map of offsets", device, run, note=note))
     return op
 
 
-_to = _define(TO, _scatter)
-_from = _define(FROM, _gather)
+_to = _define(TO)
+_from = _define(FROM)
 
 
 def to_blocked_scale(
@@ -116,13 +98,13 @@ def to_blocked_scale(
 def from_blocked_scale(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """The inverse of ``to_blocked_scale``, zero where no scale belongs (the tail).
+    """The inverse of ``to_blocked_scale``; the scales of the tail are zero.
 
     Args:
-        scale: what ``to_blocked_scale`` returns; the others as there, and so are the errors.
+        scale: result of ``to_blocked_scale``; the other arguments and the errors are those of that function.
 
     Returns:
-        The compact scales, as ``group_quantize`` makes them.
+        The compact scales of ``group_quantize``.
     """
     return _from(scale, offs, shape=shape, layout="blocked", format=format, columnwise=columnwise)
 
@@ -145,13 +127,13 @@ def to_torch_scale_layout(
 def from_torch_scale_layout(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """The inverse of ``to_torch_scale_layout``, zero where no scale belongs (the tail).
+    """The inverse of ``to_torch_scale_layout``; the scales of the tail are zero.
 
     Args:
-        scale: what ``to_torch_scale_layout`` returns; the others as there, and so are the errors.
+        scale: result of ``to_torch_scale_layout``; the other arguments and the errors are those of that function.
 
     Returns:
-        The compact scales, as ``group_quantize`` makes them.
+        The compact scales of ``group_quantize``.
     """
     return _from(scale, offs, shape=shape, layout="torch", format=format, columnwise=columnwise)
 
@@ -198,13 +180,13 @@ def from_te_scale_layout(
     block_2d: bool = False,
     swizzled: bool = False,
 ) -> Tensor:
-    """The inverse of ``to_te_scale_layout``, zero where no scale belongs (the tail).
+    """The inverse of ``to_te_scale_layout``; the scales of the tail are zero.
 
     Args:
-        scale: what ``to_te_scale_layout`` returns; the others as there, and so are the errors.
+        scale: result of ``to_te_scale_layout``; the other arguments and the errors are those of that function.
 
     Returns:
-        The compact scales, as ``group_quantize`` makes them.
+        The compact scales of ``group_quantize``.
     """
     layout = "te_swizzled" if swizzled else "te"
     return _from(scale, offs, shape=shape, layout=layout, format=format, columnwise=columnwise, block_2d=block_2d)

@@ -28,13 +28,7 @@ def _call(m_splits: Tensor) -> tuple[torch.device, tuple, dict[str, Any]]:
     return m_splits.device, (m_splits,), {"out": specs.splits_to_offsets(m_splits).meta()}
 
 
-def _cumsum(m_splits: Tensor, *, out: Tensor) -> None:
-    torch.cumsum(m_splits, 0, dtype=torch.int32, out=out)
-
-
 backends.describe_op(NAME, _call)
-for _device in ("cpu", "cuda"):
-    backends.add(backends.Implementation(NAME, "cumsum", _device, _cumsum))
 
 
 def splits_to_offsets(m_splits: Tensor) -> Tensor:

@@ -18,9 +18,12 @@ def _kernel(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor])
     room = buffers[0].shape[0]
     if state.device.type == "cpu":
         held = int(state[0])
+        if held < 0:
+            raise ValueError(f"tgl::{NAME}: `state` must hold a number of microbatches, but got {held}")
         if held >= room:
             raise RuntimeError(f"tgl::{NAME}: `buffers` hold {held} microbatches already, and have no room for another")
     else:
+        torch._assert_async(state[0] >= 0, f"tgl::{NAME}: `state` must hold a number of microbatches")
         torch._assert_async(state[0] < room, f"tgl::{NAME}: `buffers` have no room for another microbatch")
     for source, buffer in zip(sources, buffers):
         corner = buffer[tuple(slice(size) for size in (room, *source.shape))]
@@ -41,15 +44,15 @@ _op = define(f"{NAME}(Tensor[] sources, Tensor(a!) state, Tensor(b!)[] buffers) 
 def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
     """Copy ``sources`` into the next free place of ``buffers``; nothing is read on the host.
 
-    Tensors of a compiled graph that are kept by reference are overwritten as soon as the graph has ended; copies in
-    buffers that the graph does not own stay.
+    A compiled graph reuses the memory of its tensors once it has ended, so references to them would be overwritten.
+    Copies in buffers outside the graph stay.
 
     Args:
         sources: tensors of any dtype and shape.
-        state: int64 ``[2]``: microbatches held, which is the place written to and then one more, and bytes copied so
-            far, which grow by those of ``sources``.
-        buffers: for each source one of ``[M, *capacity]``, same dtype, for M microbatches; ``capacity`` is no smaller
-            than the source in any dimension, which fills the leading part. The rest keeps its bytes.
+        state: int64 ``[2]``: the number of microbatches held, which is the index written to and grows by one; and the
+            number of bytes copied so far, which grows by those of ``sources``.
+        buffers: for each source one of ``[M, *capacity]``, of its dtype, for M microbatches; ``capacity`` is no smaller
+            than the source in any dimension. The source fills the leading part, and the rest keeps its bytes.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.

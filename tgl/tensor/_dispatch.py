@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,17 @@ def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any
 
 @_op(aten.detach.default, aten.alias.default)
 def _alias(t: GroupedTensor) -> GroupedTensor:
-    return t._map(aten.alias.default)
+    # The components themselves: an alias of one, made down here, would count its own versions.
+    return t._map(lambda part: part)
+
+
+@contextmanager
+def _versions_shared() -> Iterator[None]:
+    """Views made inside count their versions together with what they are views of, as they do above autograd."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include.add(key), exclude.remove(key)):
+        yield
 
 
 @_op(aten.view.default)
@@ -107,13 +118,11 @@ def _require_logical(dtype: torch.dtype) -> None:
 
 @_op(aten.copy_.default)
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    from .grouped_tensor import GroupedTensor
-
-    if not isinstance(target, GroupedTensor):
-        assert isinstance(source, GroupedTensor)
+    if not _structure.is_grouped(target):
+        assert _structure.is_grouped(source)
         dtype = target.dtype if target.dtype in SOURCES else source.dtype
         return target.copy_(source._read(dtype), non_blocking)
-    if not isinstance(source, GroupedTensor):
+    if not _structure.is_grouped(source):
         target._overwrite(source.to(target.device))
     elif target.same_structure(source):
         for name, part in target.parts().items():
@@ -122,17 +131,25 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         target._overwrite(source._read(source.dtype).to(target.device), offs=source.offs)
     else:
         return NotImplemented
+    # Autograd counts a version of the wrapper alone.
+    torch.autograd.graph.increment_version([part for part in target.parts().values() if not part.is_inference()])
     return target
 
 
 @_op(aten.unbind.int)
 def _unbind(t: GroupedTensor, dim: int = 0) -> Any:
-    return _structure.split(t, None) if t.dim() == 3 and dim in (0, -3) else NotImplemented
+    if t.dim() != 3 or dim not in (0, -3):
+        return NotImplemented
+    with _versions_shared():
+        return _structure.split(t, None)
 
 
 @_op(aten.select.int)
 def _select(t: GroupedTensor, dim: int, index: int) -> Any:
-    return _structure.matrix_of(t, index) if t.dim() == 3 and dim in (0, -3) else NotImplemented
+    if t.dim() != 3 or dim not in (0, -3):
+        return NotImplemented
+    with _versions_shared():
+        return _structure.matrix_of(t, index)
 
 
 @_op(aten.stack.default)

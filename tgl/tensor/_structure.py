@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,6 +30,12 @@ Shapes = tuple[tuple[int, int], ...]
 Specs = dict[str, TensorSpec]
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Options))
+OPTIONAL = tuple(name for name in FIELDS if name not in ("format", "dbias"))
+
+
+def is_grouped(t: Tensor) -> TypeGuard[GroupedTensor]:
+    """Whether ``t`` is a GroupedTensor."""
+    return isinstance(t, tuple(CLASSES.values()))
 
 
 def fields(options: Options) -> Static:
@@ -49,9 +55,14 @@ def options_of(static: Static) -> Options:
 
 def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
     """The options that ``format`` and ``options`` describe, checked."""
+    for name in options:
+        if name not in OPTIONAL:
+            raise TypeError(
+                f"tgl::{op}: got an unexpected keyword argument `{name}`; options are {', '.join(OPTIONAL)}"
+            )
     if isinstance(format, Options):
         checks.require(not options, op, "options", "none beside an Options", ", ".join(options))
-        return format if format.format == "dense" else format.resolved(op)
+        return format if format.format == "dense" else _with_class(op, format.resolved(op))
     if format == "dense":
         checks.require(not options, op, "options", "none for dense values", ", ".join(options))
         return Options("dense", columnwise=False)
@@ -59,7 +70,13 @@ def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
     if eps is not None:
         # Dynamo may have made an input of the graph of it, and a key has to be a constant.
         (eps,) = {eps: None}
-    return Options(format, **{**options, "eps": 0.0 if eps is None else eps}).resolved(op)
+    return _with_class(op, Options(format, **{**options, "eps": 0.0 if eps is None else eps}).resolved(op))
+
+
+def _with_class(op: str, options: Options) -> Options:
+    known = options.format in CLASSES
+    checks.require(known, op, "format", f"one of {', '.join(CLASSES)}, which have a class", repr(options.format))
+    return options
 
 
 def stacked(shape: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -177,8 +194,7 @@ def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: in
         return c[g]
     if kind == "data" and columnwise and f.transposed_columnwise:
         first = (start // f.unit_data + g) * f.unit_data
-        # NVFP4 in whole blocks: a Hadamard transform fills the last one.
-        width = ceil_div(size, f.block) * f.block if f.per_byte == 2 else size
+        width = ceil_div(size, f.block) * f.block if f.fills_blocks else size
         return c[:, first // f.per_byte : (first + width) // f.per_byte]
     if kind == "data" or (not columnwise and not options.blocked):
         return c[start : start + size]
@@ -188,7 +204,7 @@ def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: in
         return c[first * strip : (first + ceil_div(size, ROW_UNIT)) * strip]
     first, count = (start // f.unit_scale + g) * f.unit_scale // f.block, ceil_div(size, f.block)
     if not options.blocked:
-        return c[:, first : first + count] if f.name == "nvfp4" else c[first : first + count]
+        return c[:, first : first + count] if f.transposed_scale else c[first : first + count]
     tiles = c.view(max(ceil_div(k, TILE_ROWS), 1), -1, TILE_BYTES)
     return tiles[:, first // TILE_COLUMNS : first // TILE_COLUMNS + ceil_div(count, TILE_COLUMNS)]
 

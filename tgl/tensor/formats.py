@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..meta import checks
 from ..meta.checks import OUT_ALIGNMENT
-from ..meta.quantized import SOURCES, Options, component_specs, scales_by_columns
+from ..meta.formats import FORMATS
+from ..meta.quantized import SOURCES, Options, component_specs
 from ..meta.quantized import group_quantize as check_quantize
 from ..meta.specs import Dim, TensorSpec
+from ..meta.table import OnePerName
 from ..ops.group_dequantize import group_dequantize
 from ..ops.group_quantize import group_quantize
 from . import _structure
@@ -25,9 +27,9 @@ def has(options: Options, name: str) -> bool:
 
 
 class DenseGroupedTensor(GroupedTensor):
-    """Values as they are: ``rowwise_data`` of the tensor's shape and dtype, zeros in the rows past ``offs[-1]``.
+    """Unquantised values: ``rowwise_data`` of the tensor's shape and dtype, zeros in the rows past ``offs[-1]``.
 
-    It lets code that takes GroupedTensors go without quantisation.
+    It lets code that takes GroupedTensors run without quantisation.
     """
 
     format = "dense"
@@ -91,11 +93,11 @@ class QuantizedGroupedTensor(GroupedTensor):
         return dtype
 
     def _describe(self) -> list[str]:
-        o = self.options
-        words = [f"element={str(o.dtype).removeprefix('torch.')}"] if o.format != "nvfp4" else []
+        o, f = self.options, self.options.description
+        words = [f"element={str(o.dtype).removeprefix('torch.')}"] if len(f.data_dtypes) > 1 else []
         words += [name for name in ("rowwise", "columnwise", "power_of_two", "block_2d", "rht") if getattr(o, name)]
-        words += [f"scaling={o.scaling}"] if o.format == "mxfp8" else []
-        return [*words, f"scale_layout={o.scale_layout}"] if len(o.description.layouts) > 1 else words
+        words += [f"scaling={o.scaling}"] if "scaling" in f.options else []
+        return [*words, f"scale_layout={o.scale_layout}"] if len(f.layouts) > 1 else words
 
     @property
     def _component_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -116,12 +118,12 @@ class QuantizedGroupedTensor(GroupedTensor):
         checks.require(present, "dequantize", "columnwise", f"{not columnwise}: no {direction} components", columnwise)
         data, scale, amax = c[3:6] if columnwise else c[:3]
         transposed = columnwise and o.description.transposed_columnwise
-        anyhow = not columnwise and scales_by_columns(o.format, grouped=self.offs is not None)
+        anyhow = not columnwise and self.offs is not None and o.description.scale_by_columns
         values = group_dequantize(
             data.contiguous(),
             scale if anyhow else scale.contiguous(),
             self.offs,
-            amax if o.format == "nvfp4" else None,
+            amax if o.description.decodes_with_amax else None,
             format=o.format,
             columnwise=columnwise,
             scale_layout=o.scale_layout,
@@ -137,7 +139,7 @@ class QuantizedGroupedTensor(GroupedTensor):
 
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
         # A copy of one group's rows keeps the layout of their scales, which is not that of a matrix.
-        anyhow = "rowwise_scale" if scales_by_columns(self.format, grouped=True) else None
+        anyhow = "rowwise_scale" if self.options.description.scale_by_columns else None
         for name, part in self.parts().items():
             if not part.is_contiguous() and name != anyhow:
                 must = "made of contiguous components (what split() gives of rows can only be read)"
@@ -202,3 +204,6 @@ class FP8BlockGroupedTensor(QuantizedGroupedTensor):
     """
 
     format = "fp8_block"
+
+
+_OF_EVERY_FORMAT = OnePerName(("dense", *FORMATS), "the classes in tgl/tensor/formats.py", _structure.CLASSES)

@@ -32,16 +32,16 @@ NAMES = (*COMPONENTS, "offs")
 class GroupedTensor(Tensor):
     """Abstract base of ``DenseGroupedTensor`` and of one class per quantised format.
 
-    Make one with ``tgl.quantize``, allocate one with ``GroupedTensor.empty``. What it stands for is one of
+    Make one with ``tgl.quantize``, allocate one with ``GroupedTensor.empty``. It represents one of
 
     - ``[T, K]``, rows in groups: ``offs`` int32 ``[G]`` holds the cumulative group ends, on the device;
     - ``[G, N, K]``, G matrices of one shape, such as the weights of G experts; ``offs`` is None;
     - ``[N, K]``, one matrix, such as an element of ``split()``; ``offs`` is None;
     - ``[numel]``, matrices of any shapes one after the other (``shapes``), for storage; ``offs`` is None.
 
-    Its dtype is the one it was made from, which ``dequantize`` returns to; it can be bfloat16, float16 or float32.
+    Its dtype is that of the quantised values (bfloat16, float16 or float32), and the default of ``dequantize``.
     Gradients of a GroupedTensor are dense tensors of its shape. It can be cloned, detached, moved, copied into, stacked
-    and unbound, saved and loaded; every other op raises ``NotImplementedError`` and names itself.
+    and unbound, saved and loaded; every other op raises ``NotImplementedError`` with its name.
 
     Attributes:
         format: name of the format.
@@ -148,7 +148,7 @@ class GroupedTensor(Tensor):
         return self.offs is None and self.dim() == 2
 
     def components(self) -> Components:
-        """What the ops take: ``[0]`` for a component that there is not, and one matrix as a stack of one."""
+        """The components as arguments of ops: shape ``[0]`` for an absent one, and one matrix as a stack of one."""
         found: list[Tensor] = []
         for name, dtype in zip(COMPONENTS, self._component_dtypes * 2):
             part = getattr(self, name)
@@ -169,7 +169,7 @@ class GroupedTensor(Tensor):
         return part[None]
 
     def same_structure(self, other: GroupedTensor) -> bool:
-        """Whether the components of the two have the same shapes, dtypes and meaning."""
+        """Whether the components of both tensors have equal shapes, dtypes and meaning."""
         return (
             type(self) is type(other)
             and (self.shape, self.static, self.shapes) == (other.shape, other.static, other.shapes)
@@ -217,7 +217,7 @@ class GroupedTensor(Tensor):
         raise NotImplementedError
 
     def _cast(self, dtype: torch.dtype) -> GroupedTensor:
-        """The same components standing for another dtype."""
+        """A tensor of another dtype with these components."""
         raise NotImplementedError
 
     def _read(self, dtype: torch.dtype, columnwise: bool | None = None) -> Tensor:
@@ -264,9 +264,9 @@ class GroupedTensor(Tensor):
             part._write_matrix(matrix, noop, None, **tensors)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:  # type: ignore[override]
-        """The values as a dense tensor of the same shape; rows past ``offs[-1]`` are zero.
+        """The values as a dense tensor of this shape; rows past ``offs[-1]`` are zero.
 
-        Differentiable, straight through: the gradient passes as it is, zero past ``offs[-1]``.
+        Differentiable by the straight-through estimator; the gradient is zero past ``offs[-1]``.
 
         Args:
             dtype: bfloat16, float16 or float32; default the tensor's own.
@@ -292,9 +292,9 @@ class GroupedTensor(Tensor):
         row_scale: Tensor | None = None,
         rng: Tensor | None = None,
     ) -> GroupedTensor:
-        """Quantise ``x`` into the buffers of this tensor, with the options it was made with; nothing is allocated.
+        """Quantise ``x`` into the components of this tensor, with the options of this tensor; nothing is allocated.
 
-        It is how an optimizer step updates a quantised parameter: ``weight.quantize_(master)``. Not differentiable:
+        An optimizer step updates a quantised parameter by ``weight.quantize_(master)``. Not differentiable:
         call it under ``torch.no_grad()`` if this tensor or ``x`` requires grad.
 
         Args:
@@ -302,7 +302,7 @@ class GroupedTensor(Tensor):
                 shapes, or their elements one after the other.
             noop: float32 or bool, one element, on the device: if it is not zero nothing is written. It is not read on
                 the host.
-            offs: int32 ``[G]``: new group ends, copied into ``self.offs``; default: those there are.
+            offs: int32 ``[G]``: new group ends, copied into ``self.offs``; default: the present ones.
             scale, row_scale, rng: as in ``tgl.quantize``.
 
         Returns:
@@ -319,6 +319,10 @@ class GroupedTensor(Tensor):
             raise RuntimeError(f"tgl::quantize_: writes in place and has no derivative, but `{name}` requires grad; "
                                "use torch.no_grad(), or tgl.quantize for a differentiable result")  # fmt: skip
         self._overwrite(x, noop, offs=offs, scale=scale, row_scale=row_scale, rng=rng)
+        if (
+            torch.compiler.is_compiling() or not self.is_inference()
+        ):  # the ops count the versions of the components, and nobody that of the wrapper
+            torch.autograd.graph.increment_version(self)
         return self
 
     @staticmethod
@@ -337,7 +341,7 @@ class GroupedTensor(Tensor):
             shape: ``(T, K)`` with ``num_groups``; ``(G, N, K)``; ``(N, K)``; or a list of shapes ``(N, K)``.
             format: as in ``tgl.quantize``.
             num_groups: G, for rows in groups. ``offs`` is zero (empty groups) until ``quantize_`` is given others.
-            source_dtype: the tensor's own dtype, that of the values it is to hold: bfloat16, float16 or float32.
+            source_dtype: dtype of the tensor, that of the represented values: bfloat16, float16 or float32.
             device: default: the current default device.
             options: as in ``tgl.quantize``, where ``dtype`` is that of the elements.
 
@@ -349,7 +353,7 @@ class GroupedTensor(Tensor):
         cls, static = CLASSES[resolved.format], _structure.fields(resolved)
         must = "bfloat16, float16 or float32"
         checks.require(source_dtype in SOURCES, op, "source_dtype", must, source_dtype, TypeError)
-        target = torch.empty(0, device=device).device
+        target = torch.empty(0, dtype=torch.float32, device=device).device
         shapes: Shapes | None = None
         if shape and isinstance(shape[0], Sequence):
             shapes = tuple([(n, k) for n, k in cast("Sequence[Sequence[int]]", shape)])
@@ -372,8 +376,7 @@ class GroupedTensor(Tensor):
         """One GroupedTensor ``[rows, K]`` per group, views that share memory with this one and carry no gradient.
 
         Args:
-            sizes: rows of each group; for rows in groups only. What ``offs`` says lies on the device, and
-                ``split_host`` reads it there.
+            sizes: rows of each group; for rows in groups only. ``split_host`` reads them from ``offs`` on the device.
         """
         return _structure.split(self, sizes)
 

@@ -29,10 +29,10 @@ def quantize(
     rng: Tensor | None = None,
     **options: Any,
 ) -> GroupedTensor:
-    """Quantise into a new ``GroupedTensor``; differentiable, straight through.
+    """Quantise into a new ``GroupedTensor``; differentiable by the straight-through estimator.
 
-    The gradient that reaches the result passes to ``x`` as it is (times ``row_scale`` where that is given, which gets
-    its own); rows past ``offs[-1]`` get zeros.
+    The gradient of the result is the gradient of ``x``, times ``row_scale`` if that is given; ``row_scale`` gets its
+    own gradient. Rows past ``offs[-1]`` get zeros.
 
     Args:
         x: float32, bfloat16 or float16: rows ``[T, K]`` in groups, a stack of matrices ``[G, N, K]``, one matrix

@@ -15,7 +15,7 @@ from .grouped_tensor import NAMES, GroupedTensor
 
 
 def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
-    """``ctx.save_for_backward`` for an ``autograd.Function`` some of whose tensors may be GroupedTensors."""
+    """``ctx.save_for_backward`` for an ``autograd.Function`` whose tensors may include GroupedTensors."""
     flat: list[Tensor | None] = []
     kinds: list[tuple | None] = []
     for t in tensors:

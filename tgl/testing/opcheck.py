@@ -40,11 +40,15 @@ def check_op(
 ) -> int:
     """Check every contract of ``op`` on every sample.
 
-    For each sample: the fake implementation predicts the real outputs' shape, dtype, stride and device; inputs stay
-    as they are, and so does the memory around a written argument and its tail; the same call gives the same bits;
-    rows past the last group come out as zeros; nothing, gradients included, depends on what the tail of the inputs
-    or of a gradient holds (NaN is tried); every layout of the same values gives the same result; a stride-0
-    gradient gives the same as a dense one; an empty group's results are zero (unchanged when accumulating).
+    For each sample:
+
+    - the fake implementation predicts the real outputs' shape, dtype, stride and device;
+    - inputs are not written, nor is the memory around a written argument and its tail;
+    - a repeated call is equal to the bit;
+    - rows past the last group come out as zeros;
+    - no result or gradient depends on the tail of the inputs or of a gradient (NaN is tried);
+    - results do not depend on the layout of the arguments, nor on whether a gradient is dense or has stride 0;
+    - an empty group's results are zero (unchanged when accumulating).
 
     Args:
         op: an ``OpOverload``, for example ``torch.ops.mylib.f.default``.
@@ -58,7 +62,7 @@ def check_op(
         test_utils: passed to ``torch.library.opcheck``; without ``test_schema`` where an argument is float8.
 
     Returns:
-        How many samples were checked; at least one.
+        The number of samples checked; at least one.
 
     Raises:
         ContractError: naming the sample and the contract.
@@ -137,7 +141,7 @@ def _kept_outside(sample: SampleInput, operand: Any, buffer: Tensor | None, unto
     inside.fill_(False)
     if operand.by_row:
         inside[sample.routing.routed :] = True
-    elif sample.signature.accumulates:
+    elif sample.signature.accumulates and operand.dims[0] == "G":
         for group, size in enumerate(sample.routing.sizes):
             inside[group] = not size
     changed = (_bits(_memory(buffer)) != _bits(_memory(untouched))).view(-1, buffer.element_size())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..meta import quantized
+from ..meta.formats import E4M3, E5M2, FORMATS
 from ..meta.quantized import OUT_NAMES, Options
+from ..meta.table import OnePerName
 from .samples import SampleInput, Signature
 
 DIMENSIONS = {"K": 40, "N": 24, "L": 3}
@@ -41,9 +44,9 @@ def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], 
         groups = x.shape[0] if offs is None else offs.shape[0]
         derived["scale"] = torch.arange(1, groups + 1, dtype=torch.float32, device=x.device) / 4
     if "rng" in sample.given:
-        derived["rng"] = torch.tensor([7, 11], device=x.device)
+        derived["rng"] = torch.tensor([7, 11], dtype=torch.int64, device=x.device)
     if "noop" in sample.given:
-        derived["noop"] = torch.zeros(1, device=x.device)
+        derived["noop"] = torch.zeros(1, dtype=torch.float32, device=x.device)
     if "data" in made:
         specs = quantized.group_quantize(x, offs, options=_options(sample))
         for name, spec in zip(OUT_NAMES, specs):
@@ -62,7 +65,8 @@ def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: fl
     options, routing = dict(sample.options), sample.routing
     columnwise, block_2d = options.get("columnwise", False), options.get("block_2d", False)
     grouped = made["offs"] is not None
-    shape = (routing.rows, DIMENSIONS["K"]) if grouped else (len(routing.sizes), DIMENSIONS["N"], DIMENSIONS["K"])
+    sizes = sample.signature.dimensions
+    shape = (routing.rows, sizes["K"]) if grouped else (len(routing.sizes), sizes["N"], sizes["K"])
     x = sample._integers("x", shape).to(torch.float32).to(sample.device)
     parts = torch.ops.tgl.group_quantize(
         x,
@@ -78,7 +82,7 @@ def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: fl
         if grouped and t.shape[:1] == (routing.rows,) and t.dim() == 2:
             _fill_bytes(t[routing.routed :], 0xFF if tail != tail else _GARBAGE)
     derived = {"data": data, "scale": scale}
-    if options["format"] == "nvfp4":
+    if FORMATS[options["format"]].decodes_with_amax:
         derived["amax"] = amax
     return derived
 
@@ -87,14 +91,13 @@ def _quantize(
     format: str, options: Mapping[str, Sequence[Any]], *given: str, grouped: bool = True, out: bool = False
 ) -> Signature:
     """``group_quantize`` of rows in groups or of matrices; ``given`` are the optional arguments that may be."""
-    blocked = "blocked" in options.get("scale_layout", ())
-    amax = "G" if format in ("nvfp4", "fp8_tensor") else "E"
+    f, blocked = FORMATS[format], "blocked" in options.get("scale_layout", ())
     inputs = _INPUTS.format(x="T,K" if grouped else "G,N,K", offs="ends" if grouped else "derived?")
     outputs = _OUTPUTS.format(
         lead="T" if grouped else "M",
-        scale="T" if grouped and not blocked and format != "fp8_tensor" else "S",
-        amax=amax,
-        columnwise="T" if grouped and format == "mxfp8" else "C",
+        scale="T" if grouped and not blocked and f.block else "S",
+        amax="G" if f.has_amax else "E",
+        columnwise="T" if grouped and not f.transposed_columnwise else "C",
         dbias="G,K" if True in options.get("dbias", ()) and options["dbias"] == (True,) else "E",
     )
     return Signature(
@@ -108,16 +111,19 @@ def _quantize(
 
 
 def _amax(format: str) -> str:
-    return "amax[G]:derived" if format == "nvfp4" else "amax[G]:derived?"
+    return "amax[G]:derived" if FORMATS[format].decodes_with_amax else "amax[G]:derived?"
+
+
+def _never_amax(format: str) -> dict[str, str]:
+    return {} if FORMATS[format].decodes_with_amax else {"amax": "nothing"}
 
 
 def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: bool = True) -> Signature:
     """``group_dequantize`` of rows in groups or of matrices."""
     offs = "offs[G]:ends" if grouped else "offs[G]:derived?"
-    never = {"offs": "nothing"} | ({} if format == "nvfp4" else {"amax": "nothing"})
     return Signature(
         f"data[]:derived, scale[]:derived, {offs}, {_amax(format)} -> y[{'T' if grouped else 'M'},K]",
-        requires=never,
+        requires={"offs": "nothing"} | _never_amax(format),
         options={"format": (format,), **options},
         derive=_components,
         **{**_PLAIN, "dtypes": (torch.float32,)},
@@ -126,11 +132,12 @@ def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: b
 
 def _requantize(format: str, options: Mapping[str, Sequence[Any]]) -> Signature:
     """``group_requantize`` of rows in groups."""
-    data, amax = "T" if format == "mxfp8" else "C", "G" if format in ("nvfp4", "fp8_tensor") else "E"
+    f = FORMATS[format]
+    data, amax = "C" if f.transposed_columnwise else "T", "G" if f.has_amax else "E"
     return Signature(
         f"data[]:derived, scale[]:derived, offs[G]:ends, {_amax(format)} -> "
         f"columnwise_data[{data},K], columnwise_scale[P,K], columnwise_amax[{amax}]",
-        requires={} if format == "nvfp4" else {"amax": "nothing"},
+        requires=_never_amax(format),
         options={"format": (format,), **options},
         derive=_components,
         **{**_PLAIN, "dtypes": (torch.float32,)},
@@ -143,41 +150,97 @@ def _scale_so_far(sample: SampleInput, made: Mapping[str, Tensor | None], tail: 
 
 _BOTH_LAYOUTS = {"scale_layout": ("compact", "blocked")}
 _E5M2 = {"dtype": (torch.float8_e5m2,)}
+_FP8_PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
+
+
+@dataclass(frozen=True)
+class FormatSamples:
+    """What the sample inputs try of one format.
+
+    Attributes:
+        operands: dtypes of the two operands of a GEMM, the usual pair first.
+        quantize, out, dequantize, requantize: signatures of ``group_quantize``, of it with ``out``, of
+            ``group_dequantize`` and of ``group_requantize``.
+        amax: of a group whose elements are multiplied by 1, where values depend on it (``Format.decodes_with_amax``).
+    """
+
+    operands: tuple[tuple[torch.dtype, torch.dtype], ...]
+    quantize: tuple[Signature, ...]
+    out: tuple[Signature, ...]
+    dequantize: tuple[Signature, ...]
+    requantize: tuple[Signature, ...]
+    amax: float = 0.0
+
+
+SAMPLES: OnePerName[FormatSamples] = OnePerName(
+    FORMATS,
+    "SAMPLES in tgl/testing/quantized.py",
+    {
+        "mxfp8": FormatSamples(
+            operands=_FP8_PAIRS,
+            quantize=(
+                _quantize("mxfp8", {"scaling": ("rceil", "floor", "even")}, "row_scale"),
+                _quantize("mxfp8", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
+                _quantize("mxfp8", {**_E5M2, **_BOTH_LAYOUTS}, grouped=False),
+            ),
+            out=(_quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),),
+            dequantize=(_dequantize("mxfp8", {"columnwise": (False, True), **_BOTH_LAYOUTS}),),
+            requantize=(_requantize("mxfp8", _BOTH_LAYOUTS),),
+        ),
+        "nvfp4": FormatSamples(
+            operands=((torch.uint8, torch.uint8),),
+            quantize=(
+                _quantize("nvfp4", {"rht": (True, False), **_BOTH_LAYOUTS}, "row_scale"),
+                _quantize("nvfp4", {"dbias": (True,)}, "rng"),
+                _quantize("nvfp4", {"block_2d": (True, False)}, "rng", grouped=False),
+            ),
+            out=(_quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),),
+            dequantize=(
+                _dequantize("nvfp4", _BOTH_LAYOUTS),
+                _dequantize("nvfp4", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
+            ),
+            requantize=(_requantize("nvfp4", {"rht": (False, True)}),),
+            amax=448.0 * 6.0,
+        ),
+        "fp8_tensor": FormatSamples(
+            operands=_FP8_PAIRS,
+            quantize=(
+                _quantize("fp8_tensor", {"columnwise": (True, False)}, "scale", "row_scale"),
+                _quantize("fp8_tensor", _E5M2, grouped=False),
+            ),
+            out=(_quantize("fp8_tensor", {}, "scale", out=True),),
+            dequantize=(
+                _dequantize("fp8_tensor", {}),
+                _dequantize("fp8_tensor", {"columnwise": (False, True)}, grouped=False),
+            ),
+            requantize=(_requantize("fp8_tensor", {}),),
+        ),
+        "fp8_block": FormatSamples(
+            operands=_FP8_PAIRS,
+            quantize=(
+                _quantize("fp8_block", {"power_of_two": (True, False)}, "row_scale"),
+                _quantize("fp8_block", {"block_2d": (True, False)}, grouped=False),
+            ),
+            out=(_quantize("fp8_block", {}, out=True),),
+            dequantize=(
+                _dequantize("fp8_block", {}),
+                _dequantize("fp8_block", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
+            ),
+            requantize=(_requantize("fp8_block", {}),),
+        ),
+    },
+)
+
+
+def _of_every_format(op: str) -> tuple[Signature, ...]:
+    return tuple(signature for name in FORMATS for signature in getattr(SAMPLES[name], op))
+
 
 QUANTIZED_SIGNATURES: dict[str, tuple[Signature, ...]] = {
-    "group_quantize": (
-        _quantize("mxfp8", {"scaling": ("rceil", "floor", "even")}, "row_scale"),
-        _quantize("mxfp8", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
-        _quantize("mxfp8", {**_E5M2, **_BOTH_LAYOUTS}, grouped=False),
-        _quantize("nvfp4", {"rht": (True, False), **_BOTH_LAYOUTS}, "row_scale"),
-        _quantize("nvfp4", {"dbias": (True,)}, "rng"),
-        _quantize("nvfp4", {"block_2d": (True, False)}, "rng", grouped=False),
-        _quantize("fp8_tensor", {"columnwise": (True, False)}, "scale", "row_scale"),
-        _quantize("fp8_tensor", _E5M2, grouped=False),
-        _quantize("fp8_block", {"power_of_two": (True, False)}, "row_scale"),
-        _quantize("fp8_block", {"block_2d": (True, False)}, grouped=False),
-    ),
-    "group_quantize.out": (
-        _quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),
-        _quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),
-        _quantize("fp8_tensor", {}, "scale", out=True),
-        _quantize("fp8_block", {}, out=True),
-    ),
-    "group_dequantize": (
-        _dequantize("mxfp8", {"columnwise": (False, True), **_BOTH_LAYOUTS}),
-        _dequantize("nvfp4", _BOTH_LAYOUTS),
-        _dequantize("nvfp4", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
-        _dequantize("fp8_tensor", {}),
-        _dequantize("fp8_tensor", {"columnwise": (False, True)}, grouped=False),
-        _dequantize("fp8_block", {}),
-        _dequantize("fp8_block", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
-    ),
-    "group_requantize": (
-        _requantize("mxfp8", _BOTH_LAYOUTS),
-        _requantize("nvfp4", {"rht": (False, True)}),
-        _requantize("fp8_tensor", {}),
-        _requantize("fp8_block", {}),
-    ),
+    "group_quantize": _of_every_format("quantize"),
+    "group_quantize.out": _of_every_format("out"),
+    "group_dequantize": _of_every_format("dequantize"),
+    "group_requantize": _of_every_format("requantize"),
     "fp8_scale_from_history": (
         Signature(
             "history[L,G], scale[]:derived -> new[F]",

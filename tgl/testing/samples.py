@@ -32,7 +32,7 @@ class GroupSizes(NamedTuple):
 
     def ends(self) -> Tensor:
         """int32 ``[G]`` cumulative group ends."""
-        return torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
+        return torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32, device="cpu")
 
     @property
     def routed(self) -> int:
@@ -112,7 +112,7 @@ def _parse(text: str) -> tuple[Operand, ...]:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a grouped op takes and returns.
+    """Arguments and outputs of a grouped op.
 
     Attributes:
         text: ``"x[T,K], w[G,K,N], offs[G]:ends, bias[G,N]? -> y[T,N]"``. T rows, G groups, other letters from
@@ -216,7 +216,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class SampleInput:
-    """A recipe for one call; ``tensors`` makes its arguments, the same values every time.
+    """The arguments of one call; ``tensors`` makes them, with equal values every time.
 
     Attributes:
         signature: what the op takes.
@@ -283,7 +283,7 @@ class SampleInput:
 
     def _integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
         seed = zlib.crc32(f"{name} {shape} {self.routing.name}".encode())
-        return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed))
+        return torch.randint(-2, 3, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
     def _data(self, operand: Operand, tail: float, layout: str) -> Tensor:
         shape = self.signature.shape(operand, self.routing)

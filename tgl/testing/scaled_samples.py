@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from ..meta import placement
-from ..meta.formats import E4M3, E5M2, FORMATS, Format
-from ..meta.quantized import ROW_UNIT, scales_by_columns
+from ..meta.formats import E4M3, E8M0, E8M0_BIAS, FORMATS, Format
+from ..meta.quantized import ROW_UNIT
 from ..meta.specs import Dim
+from .quantized import SAMPLES
 from .samples import NAN, ROUTINGS, GroupSizes, SampleInput, Signature, lay_out
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, in the order of its codes
 _DIMENSIONS = {"K": 40, "M": 40, "N": 24}  # partial blocks in every format
-_MIXED = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
-_NVFP4_RANGE = 2688.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class QuantizedSignature(Signature):
         dtypes = self.dtypes if dtypes is None else dtypes
         most = max(self.presence(), key=len)
         for form in FORMATS.values():
-            elements = _MIXED if form.per_byte == 1 else ((torch.uint8, torch.uint8),)
+            elements = SAMPLES[form.name].operands
             directions = ("rowwise",) if self.wgrad else ("rowwise", "columnwise")
             axes = itertools.product(chosen, elements, form.layouts, directions, self.presence(), dtypes)
             for routing, pair, layout, direction, given, dtype in axes:
@@ -148,34 +147,35 @@ class QuantizedSample(SampleInput):
     # --- components ---------------------------------------------------------------------------------------------------
 
     def _generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(zlib.crc32(f"{name} {self.form.name} {self.routing.name}".encode()))
+        return torch.Generator("cpu").manual_seed(zlib.crc32(f"{name} {self.form.name} {self.routing.name}".encode()))
 
     def _codes(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Codes of E2M1, without the negative zero."""
-        codes = torch.randint(0, 15, shape, generator=self._generator(name), dtype=torch.uint8)
+        codes = torch.randint(0, 15, shape, generator=self._generator(name), dtype=torch.uint8, device="cpu")
         return codes + (codes >= 8).to(torch.uint8)
 
     @staticmethod
     def _encoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == torch.uint8:
             return codes[..., 0::2] | codes[..., 1::2] << 4
-        values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
+        values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=torch.float32, device="cpu")
         return values[codes.long()].to(dtype)
 
     def _powers(self, name: str, shape: tuple[Dim, ...]) -> Tensor:
         """Block scales that are powers of two from 1/4 to 4, as bytes or float32."""
-        exponent = torch.randint(-2, 3, shape, generator=self._generator(name + " scale"))
-        if self.form.name == "mxfp8":
-            return (exponent + 127).to(torch.uint8)
-        values = torch.exp2(exponent.float())
-        return values.to(E4M3).view(torch.uint8) if self.form.name == "nvfp4" else values
+        exponent = torch.randint(-2, 3, shape, generator=self._generator(name + " scale"), device="cpu")
+        form = self.form
+        if form.scale_type == E8M0:
+            return (exponent + E8M0_BIAS).to(torch.uint8)
+        return torch.exp2(exponent.float()).to(form.scale_type).view(form.scale_dtype)
 
     def _group_factors(self, name: str) -> tuple[Tensor | None, Tensor | None]:
-        """The scale of FP8 tensor-wise and the amax of NVFP4, whichever the format has."""
+        """The scale or the amax of every group, whichever the values depend on."""
         groups = len(self.routing.sizes)
-        exponent = torch.randint(-1, 2, (groups,), generator=self._generator(name + " factor")).float()
-        if self.form.name == "nvfp4":
-            return None, _NVFP4_RANGE * torch.exp2(exponent)
+        generator = self._generator(name + " factor")
+        exponent = torch.randint(-1, 2, (groups,), generator=generator, device="cpu").float()
+        if self.form.decodes_with_amax:
+            return None, SAMPLES[self.form.name].amax * torch.exp2(exponent)
         return torch.exp2(exponent) if self.form.block == 0 else None, None
 
     def _spoil(self, data: Tensor, scale: Tensor | None, tail: float) -> None:
@@ -183,7 +183,7 @@ class QuantizedSample(SampleInput):
         routed = self.routing.routed
         data[routed:].view(torch.uint8).fill_(0x7F if math.isnan(tail) else 0x35)
         if scale is not None and scale.dtype == torch.uint8:
-            scale[routed:] = (0xFF if self.form.name == "mxfp8" else 0x7F) if math.isnan(tail) else 0x40
+            scale[routed:] = self.form.scale_nan if math.isnan(tail) else 0x40
         elif scale is not None:
             scale[routed:] = tail
 
@@ -193,14 +193,14 @@ class QuantizedSample(SampleInput):
         scale, amax = self._group_factors(name)
         if scale is None:
             scale = self._powers(name, (rows, placement.ceil_div(width, form.block)))
-            if scales_by_columns(form.name, grouped=True):
+            if form.scale_by_columns:
                 scale = scale.t().contiguous().t()
         self._spoil(data, scale if form.block else None, tail)
         if self.options["scale_layout"] == "blocked":
             offs = self.routing.ends()
             places = placement.padded_rows(rows, offs.shape[0], ROW_UNIT)
             at = placement.coordinate(offs, rows, ROW_UNIT)[: self.routing.routed]
-            placed = torch.zeros(places, scale.shape[1], dtype=torch.uint8)
+            placed = torch.zeros(places, scale.shape[1], dtype=torch.uint8, device="cpu")
             placed[at] = scale[: self.routing.routed]
             scale = placement.to_blocked(placed)
         return data, scale, amax
@@ -212,7 +212,7 @@ class QuantizedSample(SampleInput):
         codes = self._codes(name, (groups, width, depth))
         scale, amax = self._group_factors(name)
         if scale is None:
-            count = placement.ceil_div(width, 128) if form.name == "fp8_block" else width
+            count = placement.ceil_div(width, form.block) if form.square_scales else width
             scale = self._powers(name, (groups, count, placement.ceil_div(depth, form.block)))
         if self.options["scale_layout"] == "blocked":
             scale = placement.to_blocked(scale)
@@ -225,8 +225,7 @@ class QuantizedSample(SampleInput):
         form, rows = self.form, self.routing.rows
         scale, amax = self._group_factors(name)
         if form.transposed_columnwise:
-            # A Hadamard transform fills the last run of 16 tokens of a group even where the group ends inside it.
-            run = form.block if form.name == "nvfp4" else 1
+            run = form.block if form.fills_blocks else 1  # even where the group ends inside it
             used = self._used(form.unit_data, run)
             codes = self._codes(name, (width, used.shape[0]))
             data = self._encoded(torch.where(used, codes, 0), dtype)
@@ -239,7 +238,7 @@ class QuantizedSample(SampleInput):
             scale = torch.where(used, powers, 0)
             if self.options["scale_layout"] == "blocked":
                 scale = placement.to_blocked(scale)
-            elif form.name != "nvfp4":
+            elif not form.transposed_scale:
                 scale = scale.t().contiguous()
         return data, scale, amax
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..meta.activations import TABLE
 from .quantized import QUANTIZED_SIGNATURES
 from .samples import SampleInput, Signature
 from .scaled_samples import QuantizedSignature
@@ -13,10 +14,14 @@ _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
 _BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
 _FUSED = "a[T,K], b[G,K,{0}], offs[G]:ends, bias[G,{0}]?, probs[T]? -> y[T,I], h[T,{0}]"
 _DACTIVATION = "dy[T,K], b[G,K,I], h[T,{h}], offs[G]:ends, probs[T]? -> dh[T,{h}], dprobs[T]"
-_GATED: dict[str, Sequence[Any]] = {"kind": ("swiglu", "clamped_qgeglu"), "interleaved": (False, True)}
-_PLAIN: dict[str, Sequence[Any]] = {"kind": ("srelu",)}
+_GATED: dict[str, Sequence[Any]] = {
+    "kind": tuple(a.name for a in TABLE.values() if a.gated),
+    "interleaved": (False, True),
+}
+_PLAIN: dict[str, Sequence[Any]] = {"kind": tuple(a.name for a in TABLE.values() if not a.gated)}
+# Integers stay integers, through both products.
+_EXACT: dict[str, Sequence[Any]] = {"kind": tuple(a.name for a in TABLE.values() if a.exact and not a.gated)}
 _MLP_WIDE = ("probs", "bias1", "bias2")
-# Squared ReLU keeps integers integers, through both products.
 _MLP_FORWARD = (
     "x[T,K], w1[G,K,I], w2[G,I,N], offs[G]:ends, probs[T]?, bias1[G,I]?, bias2[G,N]? -> y[T,N], h[T,I], act[T,I]"
 )
@@ -71,9 +76,9 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_DACTIVATION.format(h="2I"), options=_GATED, **_ACTIVATION),
         Signature(_DACTIVATION.format(h="I"), options=_PLAIN, **_ACTIVATION),
     ),
-    "grouped_mlp": (Signature(_MLP_FORWARD, options=_PLAIN, wide=_MLP_WIDE),),
+    "grouped_mlp": (Signature(_MLP_FORWARD, options=_EXACT, wide=_MLP_WIDE),),
     "grouped_mlp_backward": (
-        Signature(_MLP_BACKWARD, options={**_PLAIN, **_ALL}, differentiable=False, wide=_MLP_WIDE),
+        Signature(_MLP_BACKWARD, options={**_EXACT, **_ALL}, differentiable=False, wide=_MLP_WIDE),
     ),
     "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
     "grouped_gemm_scaled.out": (QuantizedSignature(f"{_SCALED}, out[T,N]! ->", requires={"bias_scale": "bias"}),),

@@ -236,6 +236,21 @@ def integers():
             lambda x, y, z, mode=mode: lanes(N.prmt, x, y, z, mode[1:]),
             "u32",
         )
+    for ta, tb in itertools.product(("u32", "s32"), repeat=2):
+        signs = (ta == "s32", tb == "s32")
+        yield form(
+            f"dp4a.{ta}.{tb} {{d}}, {{a}}, {{b}}, {{c}};",
+            (32,) * 4,
+            lambda x, y, z, signs=signs: lanes(N.dp4a, x, y, z, *signs),
+            "u32",
+        )
+        for half in ("lo", "hi"):
+            yield form(
+                f"dp2a.{half}.{ta}.{tb} {{d}}, {{a}}, {{b}}, {{c}};",
+                (32,) * 4,
+                lambda x, y, z, signs=signs, high=half == "hi": lanes(N.dp2a, x, y, z, *signs, high),
+                "u32",
+            )
     for direction, wrap in itertools.product("lr", ("wrap", "clamp")):
         yield form(
             f"shf.{direction}.{wrap}.b32 {{d}}, {{a}}, {{b}}, {{c}};",

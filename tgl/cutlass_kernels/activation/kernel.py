@@ -10,10 +10,10 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from ..schedule import ceil_div
-from ..varlen.groups import clamp
+from ..tiles import ceil_div
+from ..tiles.groups import clamp
+from .activation_spec import ActivationSpec
 from .curves import activate, gradients
-from .spec import ActivationSpec
 
 LANES = 32
 WARPS = 8

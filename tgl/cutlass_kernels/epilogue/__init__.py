@@ -11,6 +11,6 @@ an operand are loaded by another map into the same stage of the mainloop's ring 
 operand; the epilogue does not see them.
 """
 
-from .spec import EpilogueSpec
+from .epilogue_spec import EpilogueSpec
 
 __all__ = ["EpilogueSpec"]

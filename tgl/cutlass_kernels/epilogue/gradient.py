@@ -15,9 +15,9 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
+from ..activation.activation_spec import ActivationSpec
 from ..activation.curves import gradients, widened
-from ..activation.spec import ActivationSpec
-from ..schedule import Tile
+from ..tiles import Tile
 
 SLOTS = 2  # sets of buffers per warp
 SLOT_BITS = 4  # a power of two, at least SLOTS

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from .spec import EpilogueSpec
+from .epilogue_spec import EpilogueSpec
 
 
 class EpilogueArgs(NamedTuple):

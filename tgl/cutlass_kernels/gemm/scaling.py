@@ -1,8 +1,11 @@
-"""What the operands of a GEMM are, as a kernel is built for them; plain Python."""
+"""What the kernels ask of formats: the operands of a GEMM, and how components are read back; plain Python."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ...meta.formats import E4M3, E8M0, FORMATS
+from ...meta.table import OnePerName
 
 ATOM_ROWS, ATOM_COLUMNS = 128, 4  # the tile of the blocked layout: 512 bytes
 
@@ -41,9 +44,91 @@ class OperandFormat:
 
 
 DENSE = OperandFormat(vector=0, scale="", unit=0, placed=False, alpha=None, tile_k=64)  # 16-bit operands
-SM100, BOTH = ("sm_100",), ("sm_90", "sm_100")
-MXFP8 = OperandFormat(32, "Float8E8M0FNU", unit=128, placed=False, alpha=None, tile_k=128, archs=SM100)
-NVFP4 = OperandFormat(16, "Float8E4M3FN", unit=64, placed=True, alpha="amax", tile_k=256, archs=SM100)
-FP8_TENSOR = OperandFormat(0, "", unit=32, placed=True, alpha="scale", tile_k=128, archs=BOTH)
-FP8_BLOCK = OperandFormat(0, "", unit=32, placed=True, alpha=None, tile_k=128, block=128, archs=("sm_90",))
-FORMATS = {"mxfp8": MXFP8, "nvfp4": NVFP4, "fp8_tensor": FP8_TENSOR, "fp8_block": FP8_BLOCK}
+SM90, SM100 = "sm_90", "sm_100"
+_SCALE_TYPES = {E8M0: "Float8E8M0FNU", E4M3: "Float8E4M3FN"}
+_STAGE = 128  # bytes along the contraction
+
+
+def _operands(name: str, *archs: str) -> OperandFormat:
+    """What the table of formats says, as the kernels ask for it."""
+    f = FORMATS[name]
+    blocked = f.scale_type in _SCALE_TYPES
+    return OperandFormat(
+        vector=f.block if blocked else 0,
+        scale=_SCALE_TYPES.get(f.scale_type, ""),
+        unit=f.unit_data or f.unit_scale,
+        placed=f.transposed_columnwise,
+        alpha="amax" if f.decodes_with_amax else None if f.block else "scale",
+        tile_k=_STAGE * f.per_byte,
+        block=0 if blocked else f.block,
+        archs=archs,
+    )
+
+
+MXFP8 = _operands("mxfp8", SM100)
+KERNELS: OnePerName[OperandFormat | str] = OnePerName(
+    FORMATS,
+    "KERNELS in tgl/cutlass_kernels/gemm/scaling.py",
+    {
+        "mxfp8": MXFP8,
+        "nvfp4": _operands("nvfp4", SM100),
+        "fp8_tensor": _operands("fp8_tensor", SM90, SM100),
+        "fp8_block": _operands("fp8_block", SM90),
+    },
+)
+"""By format: what its GEMMs take, or the sentence that says why there is no kernel."""
+
+OPERANDS = {name: form for name, form in KERNELS.items() if isinstance(form, OperandFormat)}
+NO_KERNEL = {name: reason for name, reason in KERNELS.items() if isinstance(reason, str)}
+
+NO_EPILOGUE: OnePerName[str | None] = OnePerName(
+    FORMATS,
+    "NO_EPILOGUE in tgl/cutlass_kernels/gemm/scaling.py",
+    {
+        "mxfp8": None,
+        "nvfp4": "the scales of nvfp4 follow from the largest magnitude of a whole group, which no tile of it knows",
+        "fp8_tensor": "the scale of fp8_tensor is one of a whole group, whose largest magnitude no tile of it knows",
+        "fp8_block": "takes mxfp8, got fp8_block",
+    },
+)
+"""By format: why no GEMM quantises its result's activation to it; None of the one that a kernel writes."""
+
+# --- dequantisation ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the dequantising kernels read a format.
+
+    Attributes:
+        scale: what the bytes of a scale mean, as ``torch`` names it: ``"float8_e8m0fnu"``, ``"float8_e4m3fn"`` or
+            ``"float32"``.
+        block: elements that share a scale; 0 if a whole group shares one.
+        amax: whether scales are multiplied by one that follows from the largest magnitude of the group.
+        unit: of the placement of transposed data, in elements.
+    """
+
+    scale: str
+    block: int
+    amax: bool
+    unit: int
+
+
+def _decoding(name: str) -> Decoding:
+    f = FORMATS[name]
+    if f.transposed_columnwise == (f.scale_type == E8M0):
+        must = "have E8M0 scales of columnwise data in x's order, or others of transposed data"
+        raise ValueError(f"tgl: {name} must {must}, for that is what the dequantising kernels read")
+    return Decoding(str(f.scale_type).removeprefix("torch."), f.block, f.decodes_with_amax, f.unit_data)
+
+
+DECODINGS: OnePerName[Decoding] = OnePerName(
+    FORMATS,
+    "DECODINGS in tgl/cutlass_kernels/gemm/scaling.py",
+    {
+        "mxfp8": _decoding("mxfp8"),
+        "nvfp4": _decoding("nvfp4"),
+        "fp8_tensor": _decoding("fp8_tensor"),
+        "fp8_block": _decoding("fp8_block"),
+    },
+)

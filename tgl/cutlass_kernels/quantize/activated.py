@@ -3,12 +3,12 @@
 import cutlass
 from cutlass import Float32, cute
 
+from ..activation.activation_spec import ActivationSpec
 from ..activation.kernel import activated, load_halves
-from ..activation.spec import ActivationSpec
 from .fp8 import QuantizeFP8
 from .lanes import STEPS, VECTOR, LaneValues
 from .mxfp8 import QuantizeMXFP8
-from .spec import FP8Spec, MXFP8Spec
+from .quantize_spec import FP8Spec, MXFP8Spec
 
 
 class Activated(LaneValues):

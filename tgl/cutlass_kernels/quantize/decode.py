@@ -5,8 +5,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from ..elements import TYPES
 from ..pointers import aligned
+from ..runtime.elements import TYPES
 from .lanes import NAN, as_float
 
 FP4 = "float4_e2m1"

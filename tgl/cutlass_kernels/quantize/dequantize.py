@@ -10,9 +10,9 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from ..elements import TYPES
 from ..pointers import aligned
-from ..schedule import ceil_div
+from ..runtime.elements import TYPES
+from ..tiles import ceil_div
 from .decode import (
     FP4,
     atom_row,
@@ -25,13 +25,12 @@ from .decode import (
     load_bytes,
 )
 from .lanes import COLUMNS, LANES, WARPS
-from .spec import DequantizeSpec
+from .quantize_spec import DequantizeSpec
 from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BAND = 32  # rows that share an MXFP8 scale
 ATOM, ATOM_COLUMNS = 512, 4
 BATCH = 32  # elements of a lane that are loaded before the first is stored
-ACROSS = {"mxfp8": 32, "nvfp4": 16}  # columns that share a rowwise scale
 
 
 class DequantizeRows:
@@ -39,6 +38,7 @@ class DequantizeRows:
 
     def __init__(self, spec: DequantizeSpec):
         self.spec = spec
+        self.decoding = spec.decoding
         self.out = TYPES[spec.out]
         self.vector = spec.vector
         self.lanes = COLUMNS // self.vector  # that hold a row of a tile
@@ -106,9 +106,9 @@ class DequantizeRows:
             self.clear(out, tile, k, thread)
         elif tile.count > 0:
             whole = Float32(1.0)
-            if cutlass.const_expr(self.spec.format == "nvfp4"):
+            if cutlass.const_expr(self.decoding.amax):
                 whole = decoding_scale(amax[group])
-            elif cutlass.const_expr(self.spec.format == "fp8_tensor"):
+            elif cutlass.const_expr(not self.decoding.block):
                 whole = scale[group]
             for start in cutlass.range(0, ROWS, self.height * self.batch, unroll=1):
                 self.decode(data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread)
@@ -190,19 +190,19 @@ class DequantizeRows:
     @cute.jit
     def scale_of_row(self, scale, whole, out, tile, unit, k, row, column):
         """What a lane's elements of a row are multiplied by."""
-        spec = self.spec
-        if cutlass.const_expr(spec.format == "fp8_tensor"):
+        spec, decoding = self.spec, self.decoding
+        if cutlass.const_expr(not decoding.block):
             return whole
-        if cutlass.const_expr(spec.format == "fp8_block"):
+        if cutlass.const_expr(decoding.scale == "float32"):
             return scale[unit, k] if cutlass.const_expr(spec.square) else scale[tile.first + row, k]
-        block = column >> ACROSS[spec.format].bit_length() - 1
+        block = column >> decoding.block.bit_length() - 1
         if cutlass.const_expr(spec.blocked):
-            atoms = ceil_div(ceil_div(Int32(out.shape[1]), ACROSS[spec.format]), ATOM_COLUMNS)
+            atoms = ceil_div(ceil_div(Int32(out.shape[1]), decoding.block), ATOM_COLUMNS)
             atom = Int64(unit) * atoms + (block >> 2)
             byte = scale[atom * ATOM + (atom_row(row) + (block & (ATOM_COLUMNS - 1)))]
         else:
             byte = scale[tile.first + row, block]
-        if cutlass.const_expr(spec.format == "nvfp4"):
+        if cutlass.const_expr(decoding.scale == "float8_e4m3fn"):
             return e4m3_value(byte) * whole
         return e8m0_value(Int32(byte))
 

@@ -11,9 +11,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
-from ..elements import TYPES
 from ..pointers import aligned
-from ..schedule import ceil_div
+from ..runtime.elements import TYPES
+from ..tiles import ceil_div
 from .decode import (
     FP4,
     atom_row,
@@ -27,7 +27,7 @@ from .decode import (
 )
 from .dequantize import ATOM, ATOM_COLUMNS
 from .lanes import LANES, WARPS
-from .spec import DequantizeSpec
+from .quantize_spec import DequantizeSpec
 from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
 COLUMNS = 64
@@ -37,8 +37,7 @@ THREADS = WARPS * LANES
 PIECE = 16  # bytes
 SQUARE = 128
 TURNS = 2  # rows of a lane on their way from shared memory
-CHUNK = {"nvfp4": 4, "fp8_tensor": 2, "fp8_block": 2}  # tiles of columns a block walks over, at most
-UNITS = {"nvfp4": 64, "fp8_tensor": 32, "fp8_block": 32}  # of the placement of the data
+CHUNK, CHUNK_FP4 = 2, 4  # tiles of columns a block walks over, at most
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the Hadamard transform
 
 
@@ -47,6 +46,7 @@ class DequantizeTransposed:
 
     def __init__(self, spec: DequantizeSpec):
         self.spec = spec
+        self.decoding = spec.decoding
         self.out = TYPES[spec.out]
         self.fp4 = spec.element == FP4
         self.bytes = RUN // 2 if self.fp4 else RUN  # of a run
@@ -76,7 +76,7 @@ class DequantizeTransposed:
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
-        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK[self.spec.format])
+        grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK_FP4 if self.fp4 else CHUNK)
         self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(THREADS, 1, 1),
@@ -107,7 +107,7 @@ class DequantizeTransposed:
             rows = Int32(out.shape[0])
             group = group_of_unit(offs, rows, unit)
             tile = group_tile(offs, rows, unit, group)
-            place = group_place(offs, rows, unit, group, UNITS[self.spec.format])
+            place = group_place(offs, rows, unit, group, self.decoding.unit)
             units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
         else:
             tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
@@ -115,7 +115,7 @@ class DequantizeTransposed:
         first = (block - unit * chunks) * chunk
         if tile.count > 0:
             whole = Float32(1.0)
-            if cutlass.const_expr(self.spec.format != "fp8_block"):  # noqa: SIM102 (one is known while tracing)
+            if cutlass.const_expr(self.decoding.amax or not self.decoding.block):  # noqa: SIM102 (one is known while tracing)
                 if not tile.tail:
                     whole = self.scale_of_group(scale, amax, place.group)
             last = cutlass.min(first + chunk, across)
@@ -207,17 +207,17 @@ class DequantizeTransposed:
     @cute.jit
     def scale_of_group(self, scale, amax, group):
         """What belongs to all of a group."""
-        if cutlass.const_expr(self.spec.format == "nvfp4"):
+        if cutlass.const_expr(self.decoding.amax):
             return decoding_scale(amax[group])
         return scale[group]
 
     @cute.jit
     def scale_of_run(self, scale, whole, out, offs, matrix_rows, place, unit, units, row, column, number):
         """What a run is multiplied by; ``row`` of the data, ``column`` of the result."""
-        spec = self.spec
-        if cutlass.const_expr(spec.format == "fp8_tensor"):
+        spec, decoding = self.spec, self.decoding
+        if cutlass.const_expr(not decoding.block):
             return whole
-        if cutlass.const_expr(spec.format == "fp8_block"):
+        if cutlass.const_expr(decoding.scale == "float32"):
             if cutlass.const_expr(spec.square):
                 return scale[unit // units * ceil_div(Int32(out.shape[1]), SQUARE) + (column >> 7), unit % units]
             return scale[unit, column]

@@ -23,8 +23,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
-from ..elements import TYPES
-from ..schedule import ceil_div
+from ..runtime.elements import TYPES
+from ..tiles import ceil_div
 from .lanes import (
     COLUMNS,
     INFINITY,
@@ -37,9 +37,10 @@ from .lanes import (
     as_bits,
     as_float,
     copy_pieces,
+    store_bytes,
 )
 from .maxima import raise_maximum
-from .spec import FP8Spec
+from .quantize_spec import FP8Spec
 from .tiles import (
     ROWS,
     Place,
@@ -121,7 +122,7 @@ class QuantizeFP8(BandValues):
     policy: Any = None  # what L2 does with codes; see ``copy_pieces``
 
     def __init__(self, spec: FP8Spec):
-        super().__init__(spec.source)
+        super().__init__(spec.source, spec.elementwise)
         self.spec = spec
         self.element = TYPES[spec.element]
         divides = spec.blocks is not None and not spec.power_of_two
@@ -148,8 +149,8 @@ class QuantizeFP8(BandValues):
         """Launch.
 
         Args:
-            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; rows on 16 bytes, K a
-                multiple of 8.
+            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
+                element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
             given: float32 ``[G]``, the scale of each group, or None.
             row_scale: ``[T]`` or None.
@@ -157,7 +158,7 @@ class QuantizeFP8(BandValues):
             data: ``[rows, K]``; None without the direction, as all of its components.
             scale: float32 ``[rows, blocks]``, or ``[G]`` of whole groups.
             amax: int32 ``[G]``, bits of the largest magnitudes, of whole groups, which are raised.
-            columnwise_data: ``[K, Tp]``, of matrices ``[G K, N]``, N a multiple of 16.
+            columnwise_data: ``[K, Tp]``, of matrices ``[G K, N]``, N a multiple of 16 unless element by element.
             columnwise_scale, columnwise_amax: like the others; by blocks ``[Tp / 128, K]``, of matrices
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
             stream: CUDA stream.
@@ -280,7 +281,8 @@ class QuantizeFP8(BandValues):
                 cute.recast_tensor(nothing, Int32).fill(0)
                 for i in cutlass.range_constexpr(STEPS):
                     if top + i < tile.count and column < x.shape[1]:
-                        self.copy_row(self.address(out.data, tile.first + top + i, column), nothing, False, self.policy)
+                        start = self.address(out.data, tile.first + top + i, column)
+                        self.store_row(start, nothing, x.shape[1] - column, self.policy)
                 if cutlass.const_expr(self.spec.blocks == "1d"):  # noqa: SIM102
                     if thread < tile.count:
                         out.scale[tile.first + thread, k] = Float32(0.0)
@@ -368,7 +370,7 @@ class QuantizeFP8(BandValues):
         for i in cutlass.range_constexpr(STEPS):
             quantized.store((values[None, i].load().to(Float32) * factors[i]).to(self.element))
             if i < rows:
-                self.copy_row(start + pitch * i, quantized, False, self.policy)
+                self.store_row(start + pitch * i, quantized, x.shape[1] - column, self.policy)
 
     @cute.jit
     def turn_columns(self, values, factors, turned, thread):
@@ -406,5 +408,9 @@ class QuantizeFP8(BandValues):
                 row = at
                 if cutlass.const_expr(not self.spec.grouped):
                     row = place.group * x.shape[1] + at
-                where = self.address(columnwise_data, row, place.first + number * PIECE).align(PIECE)
-                copy_pieces(cute.make_tensor(where, cute.make_layout(PIECE)), part, False, self.policy)
+                where = self.address(columnwise_data, row, place.first + number * PIECE)
+                if cutlass.const_expr(self.elementwise):
+                    store_bytes(where, part, place.places - number * PIECE)
+                else:
+                    piece = cute.make_tensor(where.align(PIECE), cute.make_layout(PIECE))
+                    copy_pieces(piece, part, False, self.policy)

@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 from . import stages
 from .fp8 import UNIT, Components, QuantizeFP8, block_scale
 from .lanes import COLUMNS, INFINITY, LANES, NAN, STEPS, VECTOR, WARPS
-from .spec import FP8Spec
+from .quantize_spec import FP8Spec
 from .stages import LOOK, NOTHING, TICKETS, Prepare, Tiles
 from .tiles import ROWS, RowTile, group_place, launch_grid, matrix_place
 
@@ -130,10 +130,7 @@ class QuantizeFP8Groups(QuantizeFP8):
                 slot = 1 - slot
                 if thread >= (WARPS - 1) * LANES:
                     stages.draw_ticket(notes, slot, shared, tiles)
-                if not self.whole(x, tile, k):
-                    self.clear_outside(x, values, tile, k, thread)
-                if cutlass.const_expr(row_scale is not None):
-                    self.multiply_rows(row_scale, values, tile, thread)
+                self.finish_tile(x, row_scale, values, tile, k, thread)
                 if work == LOOK:
                     self.look(values, seen, shared, index, thread)
                 else:

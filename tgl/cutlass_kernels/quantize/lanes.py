@@ -3,9 +3,9 @@
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint16, cute
+from cutlass import Float32, Int32, Uint8, Uint16, cute
 
-from ..elements import TYPES
+from ..runtime.elements import TYPES
 from .tiles import ROWS
 
 LANES = 32
@@ -56,10 +56,12 @@ class LaneValues:
     Args:
         source: name of the dtype of x.
         step: from a row of a lane to its next.
+        elementwise: whether x and rowwise data are reached element by element: x in any layout, both of any width.
     """
 
-    def __init__(self, source: str, step: int):
+    def __init__(self, source: str, step: int, elementwise: bool = False):
         self.source = TYPES[source]
+        self.elementwise = elementwise
         self.packed = self.source.width == 16
         self.step = step
 
@@ -82,16 +84,29 @@ class LaneValues:
     def read_tile(self, x, row_scale, values, tile, k, thread):
         """What is to be quantised of a warp's part of a tile, zero where there is nothing."""
         self.load_tile(x, values, tile, k, thread)
-        if not self.whole(x, tile, k):
-            self.clear_outside(x, values, tile, k, thread)
+        self.finish_tile(x, row_scale, values, tile, k, thread)
+
+    @cute.jit
+    def finish_tile(self, x, row_scale, values, tile, k, thread):
+        """Rows times their factors, then zeros where there is no value, which no factor turns into NaN."""
         if cutlass.const_expr(row_scale is not None):
             self.multiply_rows(row_scale, values, tile, thread)
+        if not self.whole(x, tile, k):
+            self.clear_outside(x, values, tile, k, thread)
 
     @cute.jit
     def load_tile(self, x, values, tile, k, thread, policy=None):
         """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
         row, column = self.corner(k, thread)
-        if self.whole(x, tile, k):
+        if cutlass.const_expr(self.elementwise):
+            if tile.count > 0 and not tile.tail:
+                for i in cutlass.range_constexpr(STEPS):
+                    at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
+                    start = x.iterator + cutlass.Int64(at) * x.stride[0]
+                    for j in cutlass.range_constexpr(VECTOR):
+                        past = cutlass.Int64(cutlass.min(column + j, x.shape[1] - 1)) * x.stride[1]
+                        values[j, i] = cute.make_tensor(start + past, cute.make_layout(1))[0]
+        elif self.whole(x, tile, k):
             start = self.address(x, tile.first + row, column)
             for i in cutlass.range_constexpr(STEPS):
                 self.copy_row(start + cutlass.Int64(x.stride[0]) * (self.step * i), values[None, i], True, policy)
@@ -110,6 +125,11 @@ class LaneValues:
             there = row + self.step * i < tile.count and column < x.shape[1] and not tile.tail
             for j in cutlass.range_constexpr(cute.size(words, mode=[0])):
                 words[j, i] = words[j, i] if there else Int32(0)
+        if cutlass.const_expr(self.elementwise):
+            for j in cutlass.range_constexpr(1, VECTOR):
+                if column + j >= x.shape[1]:
+                    for i in cutlass.range_constexpr(STEPS):
+                        values[j, i] = self.source(0.0)
 
     @cute.jit
     def multiply_rows(self, row_scale, values, tile, thread):
@@ -196,6 +216,24 @@ class LaneValues:
         width = min(VECTOR * part.element_type.width // 8, 16)
         copy_pieces(cute.make_tensor(pointer.align(width), cute.make_layout(VECTOR)), part, load, policy)
 
+    @cute.jit
+    def store_row(self, pointer, part, there, policy=None):
+        """Elements of a row to memory: ``VECTOR``, or one by one as many as are ``there``."""
+        if cutlass.const_expr(self.elementwise):
+            store_bytes(pointer, part, there * part.element_type.width // 8)
+        else:
+            self.copy_row(pointer, part, False, policy)
+
+
+@cute.jit
+def store_bytes(pointer, part, there):
+    """The first bytes of registers to memory that begins at any address."""
+    held = cute.recast_tensor(part, Uint8)
+    memory = cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint8), cute.make_layout(cute.size(held)))
+    for i in cutlass.range_constexpr(cute.size(held)):
+        if i < there:
+            memory[i] = held[i]
+
 
 @cute.jit
 def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
@@ -221,8 +259,8 @@ def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
 class BandValues(LaneValues):
     """A warp takes 16 x 128 of a tile, a lane columns from ``8 (lane % 16)`` on in rows from ``8 (lane // 16)`` on."""
 
-    def __init__(self, source: str):
-        super().__init__(source, step=1)
+    def __init__(self, source: str, elementwise: bool = False):
+        super().__init__(source, 1, elementwise)
 
     def corner(self, k, thread):
         warp, lane = thread // LANES, thread % LANES

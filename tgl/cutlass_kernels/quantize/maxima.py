@@ -5,7 +5,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ..schedule import ceil_div
+from ..tiles import ceil_div
 from .fp4 import hadamard
 from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARPS, BandValues, as_bits
 from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile
@@ -37,10 +37,11 @@ class GroupMaxima(BandValues):
         source: dtype of x, as ``torch`` names it.
         grouped: whether x is rows in groups rather than matrices.
         rht: whether the columnwise maxima are those after the Hadamard transform.
+        elementwise: see ``LaneValues``.
     """
 
-    def __init__(self, source: str, grouped: bool, rht: bool = False):
-        super().__init__(source)
+    def __init__(self, source: str, grouped: bool, rht: bool = False, elementwise: bool = False):
+        super().__init__(source, elementwise)
         self.grouped = grouped
         self.transformed = BandValues("bfloat16") if rht else None
         self.blocks_per_sm = 3 - rht - (not self.packed)  # as registers suffice for
@@ -123,10 +124,10 @@ class GroupMaxima(BandValues):
             for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
                 self.load_tile(x, values, tile, k, thread)  # some again where the tile is not whole
-                if cutlass.const_expr(row_scale is not None or self.transformed is not None):
-                    self.clear_outside(x, values, tile, k, thread)
                 if cutlass.const_expr(row_scale is not None):
                     self.multiply_rows(row_scale, values, tile, thread)
+                if cutlass.const_expr(row_scale is not None or self.transformed is not None):
+                    self.clear_outside(x, values, tile, k, thread)
                 if cutlass.const_expr(self.transformed is None or amax is not None):
                     seen = cutlass.max(seen, self.maximum(values, False))
                 if cutlass.const_expr(self.transformed is not None):

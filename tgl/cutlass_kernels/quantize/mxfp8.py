@@ -22,8 +22,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
 from cutlass.memory import SmemAllocator
 
-from ..elements import TYPES
-from ..schedule import ceil_div
+from ..runtime.elements import TYPES
+from ..tiles import ceil_div
 from .lanes import (
     COLUMNS,
     INFINITY,
@@ -38,7 +38,7 @@ from .lanes import (
     as_float,
     halves,
 )
-from .spec import MXFP8Spec
+from .quantize_spec import MXFP8Spec
 from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BLOCK = 32
@@ -85,7 +85,7 @@ class QuantizeMXFP8(LaneValues):
     """The kernel for one ``MXFP8Spec``."""
 
     def __init__(self, spec: MXFP8Spec):
-        super().__init__(spec.source, step=4)
+        super().__init__(spec.source, 4, spec.elementwise)
         self.spec = spec
         self.element = TYPES[spec.element]
         self.blocks_per_sm = 4 - (spec.rowwise and spec.columnwise) - (not self.packed)
@@ -107,8 +107,8 @@ class QuantizeMXFP8(LaneValues):
         """Launch.
 
         Args:
-            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; rows on 16 bytes, K a
-                multiple of 8.
+            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
+                element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
             row_scale: ``[T]`` or None.
             noop: one element; if not zero, nothing is written.
@@ -224,7 +224,11 @@ class QuantizeMXFP8(LaneValues):
                 if cutlass.const_expr(not spec.grouped):
                     row = unit // units * ceil_div(matrix_rows, BLOCK) + unit % units * 4 + band
                     wanted = band * BLOCK < tile.count
-                if wanted and column < x.shape[1]:
+                if cutlass.const_expr(self.elementwise):
+                    for i in cutlass.range_constexpr(2):
+                        if wanted and column + 2 * quarter + i < x.shape[1]:
+                            columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
+                elif wanted and column < x.shape[1]:
                     for i in cutlass.range_constexpr(2):
                         columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
         return row_word, column_word
@@ -252,12 +256,13 @@ class QuantizeMXFP8(LaneValues):
             if cutlass.const_expr(spec.rowwise):
                 quantized.store((wide * row_inverses[i]).to(self.element))
                 if 4 * i < rows:
-                    self.copy_row(self.address(data, tile.first + top, column) + step * i, quantized, False)
+                    start = self.address(data, tile.first + top, column)
+                    self.store_row(start + step * i, quantized, x.shape[1] - column)
             if cutlass.const_expr(spec.columnwise):
                 quantized.store((wide * column_inverses.load()).to(self.element))
                 if 4 * i < rows:
                     start = self.address(columnwise_data, tile.first + top, column)
-                    self.copy_row(start + step * i, quantized, False)
+                    self.store_row(start + step * i, quantized, x.shape[1] - column)
 
     def inverses(self, word, lanes):
         """Eight inverse scales in order, two from each of four lanes."""
@@ -318,7 +323,8 @@ class QuantizeMXFP8(LaneValues):
                 if cutlass.const_expr(to is not None):
                     for i in cutlass.range_constexpr(STEPS):
                         if top + 4 * i < tile.count and column < x.shape[1]:
-                            self.copy_row(self.address(to, tile.first + top + 4 * i, column), nothing, False)
+                            start = self.address(to, tile.first + top + 4 * i, column)
+                            self.store_row(start, nothing, x.shape[1] - column)
         for side, scales in enumerate((scale, columnwise_scale)):
             if cutlass.const_expr(scales is not None):
                 if cutlass.const_expr(self.spec.blocked):

@@ -28,12 +28,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
-from ..schedule import ceil_div
+from ..tiles import ceil_div
 from . import fp4
 from .fp4 import BLOCK, SCALES
-from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues
+from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, store_bytes
 from .maxima import CARVEOUT, GroupMaxima
-from .spec import NVFP4Spec
+from .quantize_spec import NVFP4Spec
 from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
 
 UNIT = 64  # of the placement of columnwise data
@@ -50,10 +50,10 @@ class QuantizeNVFP4(BandValues):
     """The kernel for one ``NVFP4Spec``."""
 
     def __init__(self, spec: NVFP4Spec):
-        super().__init__(spec.source)
+        super().__init__(spec.source, spec.elementwise)
         self.spec = spec
         self.transformed = BandValues("bfloat16")
-        self.find_maxima = GroupMaxima(spec.source, spec.grouped, spec.rht)
+        self.find_maxima = GroupMaxima(spec.source, spec.grouped, spec.rht, spec.elementwise)
         self.tables = 2 if spec.rht and spec.rowwise else 1
         # As registers suffice for.
         self.blocks_per_sm = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
@@ -78,8 +78,8 @@ class QuantizeNVFP4(BandValues):
         """Launch: a clear of the maxima, their search, the elements.
 
         Args:
-            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; rows on 16 bytes, K a
-                multiple of 8.
+            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each, K even; unless element
+                by element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
             row_scale: ``[T]`` or None.
             rng: four words, those of the seed and of the offset, the lower ones first; or None.
@@ -87,7 +87,8 @@ class QuantizeNVFP4(BandValues):
             data: bytes ``[rows, K / 2]``; None without the direction, as all of its components.
             scale: bytes, ``[rows, ceil(K / 16)]`` or blocked.
             amax: float32 ``[G]``, for the largest finite magnitudes.
-            columnwise_data: bytes ``[K, Tp / 2]``, of matrices ``[G K, N / 2]``, N a multiple of 32.
+            columnwise_data: bytes ``[K, Tp / 2]``, of matrices ``[G K, N / 2]``, N even, a multiple of 32
+                unless element by element.
             columnwise_scale: bytes, ``[K, Tp / 16]``, of matrices ``[G K, ceil(N / 16)]``, or blocked.
             columnwise_amax: float32 ``[G]``, for those of what columnwise data is made from.
             stream: CUDA stream.
@@ -181,10 +182,7 @@ class QuantizeNVFP4(BandValues):
     ):
         """A warp's part: elements of rows to memory, the others and scales to shared memory."""
         spec, lane = self.spec, thread % LANES
-        if not self.whole(x, tile, k):
-            self.clear_outside(x, values, tile, k, thread)
-        if cutlass.const_expr(row_scale is not None):
-            self.multiply_rows(row_scale, values, tile, thread)
+        self.finish_tile(x, row_scale, values, tile, k, thread)
         rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
         row_scales: Any = None
         column_scales: Any = None  # made before elements, if they can: maxima take more registers
@@ -212,7 +210,7 @@ class QuantizeNVFP4(BandValues):
             start, rows = self.rows_of(x, data, tile, top, column)
             for i in cutlass.range_constexpr(STEPS):
                 if i < rows:
-                    self.store_row(start, data, i, Int32(0))
+                    self.store_elements(start, data, i, Int32(0), x.shape[1] - column)
         if cutlass.const_expr(self.spec.columnwise):
             self.store_word(scales[None, None, 1], column_scales_at(top, lane), Int32(0))
             for j in cutlass.range_constexpr(VECTOR):
@@ -256,7 +254,7 @@ class QuantizeNVFP4(BandValues):
         """Those of a warp's columns."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
-        word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column)
+        word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column - lane // 16 * WORD)
         self.store_word(held, column_scales_at(top, lane), word)
         return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
 
@@ -361,17 +359,21 @@ class QuantizeNVFP4(BandValues):
             block = Int64(tile.first + top + i) * blocks + column // BLOCK
             word = self.elements(fp4.row_of(values, i), factors[i], rng, block, column // VECTOR % 2, 0, clamped)
             if i < rows:
-                self.store_row(start, data, i, word)
+                self.store_elements(start, data, i, word, x.shape[1] - column)
 
     def rows_of(self, x, data, tile, top, column):
         """Where the elements of a lane's rows begin, and how many rows there are."""
         start = data.iterator + (Int64(tile.first + top) * data.stride[0] + column // 2)
         return start, cutlass.select_(column < x.shape[1], tile.count - top, Int32(0))
 
-    def store_row(self, start, data, i: int, word: Int32):
-        """Elements of row ``i`` of a lane's to memory."""
-        pointer = (start + Int64(data.stride[0]) * i).align(WORD)
-        cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
+    @cute.jit
+    def store_elements(self, start, data, i: cutlass.Constexpr, word: Int32, there: Int32):
+        """Elements of row ``i`` of a lane's to memory, where ``there`` of them are."""
+        pointer = start + Int64(data.stride[0]) * i
+        if cutlass.const_expr(self.elementwise):
+            store_bytes(pointer, word_of(word), there // 2)
+        else:
+            cute.autovec_copy(word_of(word), cute.make_tensor(pointer.align(WORD), cute.make_layout(WORD)))
 
     @cute.jit
     def quantize_columns(self, values, scales, table, part, x, rng, place, matrix_rows, k, thread):
@@ -426,8 +428,11 @@ class QuantizeNVFP4(BandValues):
                 row = at
                 if cutlass.const_expr(not self.spec.grouped):
                     row = place.group * x.shape[1] + at
-                where = self.address(columnwise_data, row, place.first // 2 + number * PIECE).align(PIECE)
-                cute.autovec_copy(piece, cute.make_tensor(where, cute.make_layout(PIECE)))
+                where = self.address(columnwise_data, row, place.first // 2 + number * PIECE)
+                if cutlass.const_expr(self.elementwise):
+                    store_bytes(where, piece, place.places // 2 - number * PIECE)
+                else:
+                    cute.autovec_copy(piece, cute.make_tensor(where.align(PIECE), cute.make_layout(PIECE)))
 
 
 # --- where a lane's words lie in shared memory, ``top`` being its first row in the tile -------------------------------

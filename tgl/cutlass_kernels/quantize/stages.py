@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
-from ..schedule import ceil_div
-from ..varlen.groups import clamp
+from ..tiles import ceil_div
+from ..tiles.groups import clamp
 from . import windows
 from .lanes import LANES, WARPS
 from .tiles import AHEAD, ROWS, group_tile, matrix_tile

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from ..schedule import ceil_div
-from ..varlen.groups import clamp, group_range
+from ..tiles import ceil_div
+from ..tiles.groups import clamp, group_range
 
 ROWS = 128
 LANES = 32

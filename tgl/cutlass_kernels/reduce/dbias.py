@@ -33,7 +33,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from ..pointers import aligned
-from ..varlen.groups import clamp
+from ..tiles.groups import clamp
 from .ring import RingShape
 from .spans import LANES, Found, begin_of, first_behind, first_ends, group_of, seek, span_of, spans_of
 

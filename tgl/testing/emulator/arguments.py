@@ -136,7 +136,7 @@ class _CudaView:
         return _CUDA, 0
 
     def __dlpack__(self, **_: Any) -> Any:
-        capsule = self.tensor.detach().__dlpack__()
+        capsule = self.tensor.__dlpack__()
         pretend_cuda(capsule)
         return capsule
 
@@ -160,6 +160,9 @@ def adopt(tensor: Any) -> None:
         span = pretend_cuda(tensor._dlpack_data)
         if span is not None:
             tensor._emulator_span = span
+            offered = vars(tensor).get("_tvm_ffi_tensor")  # from_dlpack(..., enable_tvm_ffi=True) keeps a second view
+            if offered is not None:
+                tensor._tvm_ffi_tensor = _cuda_tensor(offered)
             if len(_adopted) > 4096:
                 for address in [a for a, tensors in _adopted.items() if not tensors]:
                     del _adopted[address]
@@ -186,13 +189,19 @@ def call_spans(arguments: Any) -> list[tuple[int, int]]:
     return spans
 
 
+def _cuda_tensor(tensor: Any) -> Any:
+    """The memory of a CPU tensor as a CUDA tensor of TVM-FFI."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(_CudaView(tensor))
+
+
 def as_cuda(value: Any) -> Any:
     """An argument of a TVM-FFI function with every CPU tensor in it replaced by the same memory as a CUDA tensor."""
     import torch
-    import tvm_ffi
 
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return tvm_ffi.from_dlpack(_CudaView(value))
+        return _cuda_tensor(value.detach())
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return type(value)._make(map(as_cuda, value))
     if type(value) in (tuple, list):

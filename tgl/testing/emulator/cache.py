@@ -35,6 +35,7 @@ _FACTS = (
     "unsupported",
     "target",
     "locations",
+    "maps_in_memory",
 )
 
 
@@ -91,7 +92,8 @@ class Program:
     """A translated kernel.
 
     ``function(warp, mask, counts, fragments)`` is the generator that runs a warp; ``unsupported`` maps what was refused
-    at translation to its first PTX line; ``locations`` maps PTX lines to ``file:line`` of the kernel's source.
+    at translation to its first PTX line; ``locations`` maps PTX lines to ``file:line`` of the kernel's source;
+    ``maps_in_memory`` tells whether copies may use tensor maps that are not parameters.
     """
 
     params: list[tuple[int, int]]
@@ -103,6 +105,7 @@ class Program:
     unsupported: dict[str, int]
     target: str
     locations: dict[int, str]
+    maps_in_memory: bool
 
     def __init__(self, name: str, facts: dict[str, Any], code: Any):
         self.name = name
@@ -133,7 +136,7 @@ def _translate(text: str, name: str) -> tuple[dict[str, Any], Any]:
     facts = {
         "params": k.params, "param_size": k.param_size, "dynamic_shared": g.dynamic_shared, "local_size": k.local_size,
         "reqntid": k.reqntid, "histogram": g.histogram(), "unsupported": g.unsupported, "target": module.target,
-        "locations": locations,
+        "locations": locations, "maps_in_memory": g.maps_in_memory(),
     }  # fmt: skip
     return facts, compile(source, f"<emulated {name[:60]}>", "exec")
 

@@ -160,6 +160,31 @@ class Generator:
                     work.append(d)
         self.pending = pending
 
+    def maps_in_memory(self) -> bool:
+        """Whether a copy may use a tensor map that is no parameter: its address is not made from a parameter's."""
+        insns = [ins for b in self.blocks for ins in b.insns]
+        made: dict[str, list[Insn]] = {}
+        for ins in insns:
+            for r in definitions_and_uses(ins)[0]:
+                made.setdefault(r, []).append(ins)
+        of_parameter = set(made)
+
+        def is_parameter(o: Operand) -> bool:
+            return o[1] in (of_parameter if o[0] == "reg" else self.k.param_offset if o[0] == "sym" else ())
+
+        def keeps(ins: Insn) -> bool:
+            combine = {"mov": any, "cvta": any, "add": any, "sub": any, "selp": all}.get(ins.parts[0])
+            return combine is not None and combine(is_parameter(o) for o in ins.ops[1:3])
+
+        before = -1
+        while before != len(of_parameter):
+            before = len(of_parameter)
+            of_parameter = {r for r in of_parameter if all(map(keeps, made[r]))}
+        tensor = ("cp.async.bulk.tensor.", "cp.reduce.async.bulk.tensor.")
+        copies = [ins for ins in insns if ins.op.startswith(tensor)]
+        maps = [o[1] for ins in copies for o in ins.ops if o[0] == "mem" and o[3]]  # the operands with coordinates
+        return not all(map(is_parameter, maps))
+
     # ---- operands, for emitters ----
     def width(self, o: Operand) -> int | None:
         """Bits of a register operand, None for others."""

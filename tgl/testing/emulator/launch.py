@@ -11,6 +11,7 @@ import numpy as np
 
 from .engine import Engine
 from .errors import DeadlockError, EmulatorError, MemoryAccessError, SyncError
+from .maps import MapFences
 from .memory import Region
 from .races import Clocks, merge_into
 from .sync import Cluster
@@ -36,6 +37,7 @@ class Launch(Engine):
         resident_clusters: how many clusters run at a time (more start when all of them wait).
         detect_races: keep vector clocks.
         strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
+        strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class Launch(Engine):
         resident_clusters: int = 4,
         detect_races: bool = True,
         strict_loads: bool = False,
+        strict_exits: bool = True,
     ):
         super().__init__(seed, timing)
         self.program, self.grid, self.block, self.cluster, self.smem = program, grid, block, cluster, smem
-        self.resident, self.detect_races, self.strict_loads = resident_clusters, detect_races, strict_loads
+        self.resident, self.detect_races = resident_clusters, detect_races
+        self.strict_loads, self.strict_exits = strict_loads, strict_exits
         self.num_sms = NUM_SMS.get(program.target, 148)
         self._check_shape()
         self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))
@@ -65,6 +69,7 @@ class Launch(Engine):
         self.param_addr = -(-ctypes.addressof(self._buffer) // 128) * 128
         ctypes.memmove(self.param_addr, params, len(params))
         self.regions = [Region(start, size) for start, size in _union(spans)]
+        self.map_fences = MapFences(self.regions) if program.maps_in_memory else None
         self.regions.append(Region(self.param_addr, max(len(params), 1)))
         self.regions.sort(key=lambda r: r.start)
         self.starts = [r.start for r in self.regions]
@@ -117,10 +122,11 @@ class Launch(Engine):
             r = self.regions[i]
             hint = (
                 f"; the nearest tensor below is [{r.start:#x}, {r.end:#x}), the access ends {addr + n - r.end} bytes "
+                "past it"
             )
-            hint += "past it"
         raise MemoryAccessError(
-            f"{where}global access of {n} bytes at {addr:#x} is outside every tensor of the call{hint}"
+            f"{where}global access of {n} bytes at {addr:#x} is outside every tensor of the call{hint} "
+            "(machine.register(tensor) admits memory that a kernel reaches only through a pointer in memory)"
         )
 
     def bank(self, what: str, offsets: np.ndarray, width: int) -> None:

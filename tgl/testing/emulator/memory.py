@@ -7,6 +7,7 @@ race detector (``races.Shadow``) is attached to both memories when the launch as
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ NEVER, GENERIC, ASYNC = (
     2,
 )  # state of a shared word: unwritten, written by generic stores, visible to the async proxy
 _ALL_ASYNC = 0x02020202
+_LENIENT = "(emulate(strict_exits=False) makes late arrivals warnings)"
 TMEM_LANES, TMEM_COLUMNS = 128, 512
 CELL_LANES = 16  # TMEM races are tracked per 16 lanes and column
 
@@ -36,7 +38,7 @@ class Region:
     its offset from ``base`` is.
     """
 
-    __slots__ = ("base", "end", "size", "start", "u8", "v")
+    __slots__ = ("base", "end", "size", "start", "u8", "v", "writes")
 
     def __init__(self, start: int, size: int):
         self.start, self.end = start, start + size
@@ -44,6 +46,7 @@ class Region:
         self.size = n = self.end - self.base
         self.u8 = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
         self.v = {s: self.u8[: n // s * s].view(d) for s, d in DTYPES.items()}
+        self.writes: Any = None  # see ``maps``: the last generic write of every 64 bytes
 
 
 def _shared_cells(cta: Cta):
@@ -86,6 +89,7 @@ class Cta:
         self.remote: dict[
             int, tuple[int, str, int]
         ] = {}  # clock slot -> last asynchronous or remote access: clock, name, line
+        self.arrivals: dict[int, tuple[int, str, int]] = {}  # the same of arrivals on its mbarriers
         self.mbars: dict[int, Any] = {}
         self.named: dict[int, Any] = {}
         self.flags: dict[int, Any] = {}  # shared word -> vector clock released by synchronising stores
@@ -109,20 +113,51 @@ class Cta:
         if self.exited:
             raise SyncError(f"CTA {self.id} (rank {self.rank}): {what} after that CTA has exited")
 
+    def late_arrival(self, line: int) -> bool:
+        """Whether an arrival on an mbarrier of this CTA comes after its exit; raises if the launch is strict there."""
+        if not self.exited:
+            return False
+        if self.launch.strict_exits:
+            raise SyncError(
+                f"arrival at {{line {line}}} on an mbarrier of CTA {self.id} (rank {self.rank}) after that CTA has "
+                f"exited {_LENIENT}"
+            )
+        self.launch.warn(f"arrival on an mbarrier of a CTA that has exited, at {{line {line}}}")
+        return True
+
     def note_remote(self, agent: Any) -> None:
         """``agent``, asynchronous or of another CTA, touches this memory: that must be over before the CTA exits."""
         if agent is not None:
             self.remote[agent.slot] = (agent.clock, agent.name, agent.line)
 
+    def note_arrival(self, agent: Any) -> None:
+        """``agent``, asynchronous or of another CTA, arrives on an mbarrier of this CTA."""
+        if agent is not None:
+            self.arrivals[agent.slot] = (agent.clock, agent.name, agent.line)
+
+    def _unordered(self, accesses: dict[int, tuple[int, str, int]]) -> Iterator[tuple[str, int]]:
+        """Who made those accesses, and on which line, that are not ordered before the exit of this CTA."""
+        known = self.exit_clock
+        for slot, (clock, name, line) in accesses.items():
+            if slot >= known.size or known[slot] < clock:
+                yield name, line
+
     def check_exit(self) -> None:
         """The CTA exits: raise if an access by another CTA is not ordered before that."""
-        known = self.exit_clock
-        for slot, (clock, name, line) in self.remote.items():
-            if slot >= known.size or known[slot] < clock:
+        for name, line in self._unordered(self.remote):
+            raise RaceError(
+                f"race: CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} "
+                "is not ordered before its exit"
+            )
+        for name, line in self._unordered(self.arrivals):
+            if self.launch.strict_exits:
                 raise RaceError(
-                    f"race: CTA {self.id} exits although the access to its shared memory by {name} at {{line {line}}} "
-                    "is not ordered before its exit"
+                    f"race: CTA {self.id} exits although the arrival on its mbarrier by {name} at {{line {line}}} "
+                    f"is not ordered before its exit {_LENIENT}"
                 )
+            self.launch.warn(
+                f"arrival on an mbarrier that is not ordered before the exit of its CTA, at {{line {line}}}"
+            )
 
     def mbar(self, offset: int) -> Any:
         """The mbarrier at a shared offset, which must be initialised and its CTA alive."""

@@ -53,6 +53,14 @@ class Agent:
         mine = self.vc[: vc.size]
         np.maximum(mine, vc, out=mine)
 
+    def knows(self, vc: np.ndarray | None) -> bool:
+        """Whether everything that ``vc`` knows has been acquired."""
+        if vc is None:
+            return True
+        if self.vc.size < vc.size:
+            self.grow(vc.size)
+        return not (vc > self.vc[: vc.size]).any()
+
     def learn(self, slot: int, clock: int) -> None:
         """Acquire of one agent's operations up to ``clock`` (a wait for that agent's own asynchronous work)."""
         if slot >= self.vc.size:

@@ -61,7 +61,14 @@ class Emulation:
     """The machine of an ``emulate`` block. Options may change between launches; ``launches`` grows with each one."""
 
     def __init__(
-        self, arch: str, seed: int, timing: str, resident_clusters: int, detect_races: bool, strict_loads: bool
+        self,
+        arch: str,
+        seed: int,
+        timing: str,
+        resident_clusters: int,
+        detect_races: bool,
+        strict_loads: bool,
+        strict_exits: bool,
     ):
         if arch not in NUM_SMS:
             raise ValueError(f"arch must be one of {sorted(NUM_SMS)}, got {arch!r}")
@@ -71,7 +78,7 @@ class Emulation:
             raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
         self.arch, self.seed, self.timing = arch, seed, timing
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
-        self.strict_loads = strict_loads
+        self.strict_loads, self.strict_exits = strict_loads, strict_exits
         self.launches: list[LaunchRecord] = []
         self.error: BaseException | None = None
         self.edit_ptx: Callable[[str], str] | None = None
@@ -236,6 +243,7 @@ class Emulation:
                     resident_clusters=self.resident_clusters,
                     detect_races=self.detect_races,
                     strict_loads=self.strict_loads,
+                    strict_exits=self.strict_exits,
                 )
                 launch.run()
         except EmulatorError as e:
@@ -283,6 +291,7 @@ def emulate(
     resident_clusters: int = 4,
     detect_races: bool = True,
     strict_loads: bool = False,
+    strict_exits: bool = True,
 ) -> Iterator[Emulation]:
     """Run compiled CuTe DSL functions on the kernel emulator.
 
@@ -300,6 +309,9 @@ def emulate(
         detect_races: keep vector clocks and report unordered accesses (about twice the time).
         strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,
             but the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
+        strict_exits: make an arrival or a ``tcgen05.commit`` on an mbarrier of a CTA that has exited, or may have, an
+            error. It is undefined in PTX; where nobody waits for it, hardware is not known to mind. With False it is a
+            warning and has no effect. Accesses to the shared memory of such a CTA are errors either way.
     Yields:
         ``Emulation``, whose ``launches`` describe what ran.
     Raises:
@@ -308,7 +320,7 @@ def emulate(
     """
     from ... import backends
 
-    e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads)
+    e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads, strict_exits)
     if not _dsl:
         _dsl.append(Dsl())
     _dsl[0].push(e)

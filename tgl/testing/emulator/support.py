@@ -177,6 +177,8 @@ _NUMERICS = [
     "iminmax",
     "iminmax2",
     "prmt",
+    "dp2a",
+    "dp4a",
     "lop3",
     "shf",
     "bfe",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from .errors import SyncError
 from .races import merge_into
 
+_PHASES = 8  # whose released clocks are kept
 _TX_LIMIT = (1 << 20) - 1  # the transaction count of an mbarrier has 20 bits and a sign
 
 
@@ -38,7 +40,9 @@ class MBarrier:
 
     A phase ends when no arrival is pending and the transaction count is zero. The count may be negative while arrivals
     are pending: a peer's copy may complete before the ``expect_tx`` of this CTA. ``gathered`` is the vector clock of
-    all arrivals so far, ``released`` the one handed to those who see a phase end.
+    all arrivals so far, ``released`` what it was at the end of each of the last phases. Who sees a phase end learns
+    what that phase released, and nothing of later ones, although they may be over by then in this schedule: so a
+    producer that overtakes its consumers is seen to write what they read.
     """
 
     __slots__ = (
@@ -53,7 +57,7 @@ class MBarrier:
         self.tx = 0
         self.phase = 0
         self.gathered: Any = None
-        self.released: Any = None
+        self.released: deque[Any] = deque(maxlen=_PHASES)
         self.fenced = False
         self.init_slot, self.init_clock = 0, 0
 
@@ -61,8 +65,11 @@ class MBarrier:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.pending = self.count
-            if self.gathered is not None:
-                self.released = self.gathered.copy()
+            self.released.append(self.gathered.copy() if self.gathered is not None else None)
+
+    def released_by(self, phase: int) -> Any:
+        """What the end of a completed phase released; for a phase long over, what the oldest one kept released."""
+        return self.released[max(0, phase - self.phase + len(self.released))]
 
     def _add(self, tx: int) -> None:
         self.tx += tx
@@ -71,8 +78,6 @@ class MBarrier:
 
     def arrive(self, n: int, tx: int, vc: Any) -> None:
         """``n`` arrivals that also expect ``tx`` more bytes; ``vc`` is the vector clock they release (or None)."""
-        if self.cta.exited:
-            self.cta.alive(f"arrival on mbarrier {self.name}")
         if n > self.pending:
             raise SyncError(
                 f"mbarrier {self.name}: {n} arrivals with only {self.pending} of {self.count} pending "

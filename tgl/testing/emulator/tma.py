@@ -157,6 +157,8 @@ class TensorMap:
         if self.unpack:
             fail(f"TMA store through a map that unpacks: {self}")
         part = self._clip(coords)
+        if min(coords[: self.rank]) < 0:  # loads may begin there; the device stops a store with an illegal instruction
+            raise MemoryAccessError(f"TMA store to negative coordinates {list(coords[: self.rank])}: {self}")
         if not part:
             return
         c, lo, hi = part

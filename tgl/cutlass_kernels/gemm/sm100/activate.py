@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from ...activation.curves import activate, widened
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import add_bias
-from ...schedule import Tile
+from ...tiles import Tile
 from .pieces import piece_stores, send_piece
 from .quantize import Quantized, quantized_sinks, store_quantized
 

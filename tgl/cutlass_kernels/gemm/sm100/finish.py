@@ -25,7 +25,7 @@ from ...epilogue.gradient import (
     store_chunk,
     wait_chunk,
 )
-from ...varlen.policy import Problem
+from ...tiles.policy import Problem
 from .store import WARP_ROWS
 
 PIECE = 8  # columns whose input is 16 bytes of a half

@@ -21,15 +21,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from ...activation.spec import ActivationSpec
-from ...config import SMEM_BYTES, TMEM_COLUMNS, VARLEN_M, GemmConfig
+from ...activation.activation_spec import ActivationSpec
+from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
-from ...schedule import ceil_div
-from ...varlen.gated import varlen_m
-from ...varlen.policy import Problem, VarlenK
-from ...varlen.ragged import ragged_tensor
+from ...tiles import ceil_div
+from ...tiles.gated import varlen_m
+from ...tiles.policy import Problem, VarlenK
+from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from .finish import finish_tiles
@@ -37,6 +37,7 @@ from .load import load_tiles
 from .mma import multiply_tiles
 from .pieces import WARP_ROWS
 from .store import store_tiles
+from .tilings import SMEM_BYTES, TMEM_COLUMNS
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -112,8 +113,8 @@ class GroupedGemm:
         epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
         head = ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
         fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
-        self.stages = (SMEM_BYTES["sm_100"] - fixed - (self.buffers or 2) * epi_stage) // stage
-        room = (SMEM_BYTES["sm_100"] - fixed - self.stages * stage) // epi_stage
+        self.stages = (SMEM_BYTES - fixed - (self.buffers or 2) * epi_stage) // stage
+        room = (SMEM_BYTES - fixed - self.stages * stage) // epi_stage
         self.epi_stages = self.buffers or turns(config.tile_n // self.epi_tile[1], min(4, room))
         self.stage_bytes = stage * config.ctas
         self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
@@ -134,11 +135,17 @@ class GroupedGemm:
         out: cute.Tensor,
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
+        slots: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
-        """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
-        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream)
+        """Launch. Tensors have the shapes of the op.
+
+        Args:
+            slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
+            clusters: how many clusters may run at once.
+        """
+        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, slots=slots)
 
     @cute.jit
     def start(
@@ -153,6 +160,7 @@ class GroupedGemm:
         stream,
         second=None,
         extra=None,
+        slots: cute.Tensor | None = None,
     ):
         """Make the maps and launch.
 
@@ -160,9 +168,10 @@ class GroupedGemm:
             scales: those of A and B in global memory, or None.
             second: what the activation goes to, see the method of this name; or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
+            slots: where among the matrices each group's is, or None.
         """
         config = self.config
-        problem = self.policy.problem(a, b, offs, out)
+        problem = self.policy.problem(a, b, offs, out, slots)
         a, b, out = self.policy.views(a, b, out)
         tiled_mma = self.tiled_mma(major(a, 1), major(b, 1), self.cta_group, self.tiler[:2])
         cluster = (config.ctas, 1, 1)

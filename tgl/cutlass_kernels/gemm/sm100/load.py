@@ -6,8 +6,8 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from ...schedule import ceil_div
-from ...varlen.policy import Problem
+from ...tiles import ceil_div
+from ...tiles.policy import Problem
 
 
 def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, index: Int32 | int = 0, parts: int = 1):

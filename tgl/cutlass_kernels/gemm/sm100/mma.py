@@ -7,8 +7,8 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.utils import blockscaled_layout
 
-from ...schedule import ceil_div
-from ...varlen.policy import Problem
+from ...tiles import ceil_div
+from ...tiles.policy import Problem
 
 
 class _Scales(NamedTuple):

@@ -6,8 +6,8 @@ from cutlass import Int32, cute
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
-from ...varlen.policy import Problem
-from ...varlen.scaled import GatedScaledVarlenM, ScaledVarlenK, ScaledVarlenM
+from ...tiles.policy import Problem
+from ...tiles.scaled_operands import GatedScaledVarlenM, ScaledVarlenK, ScaledVarlenM
 from ..scaling import OperandFormat
 from .kernel import GroupedGemm
 from .quantize import Quantized, quantized_outputs
@@ -56,13 +56,14 @@ class ScaledGroupedGemm(GroupedGemm):
         out: cute.Tensor,
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
+        slots: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
         """Launch. Operands are components as ``group_quantize`` makes them, block scales in the blocked layout."""
         a, b, scales = self.operands(a, a_scale, b, b_scale)
         factors = (a_amax, b_amax) if cutlass.const_expr(self.form.vector) else (a_scale, b_scale)
-        self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream)
+        self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream, slots=slots)
 
     def operands(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor) -> tuple:
         """A, B and both block scales, None without, as a policy takes them."""

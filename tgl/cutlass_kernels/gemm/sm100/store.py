@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
-from ...varlen.policy import Problem
+from ...tiles.policy import Problem
 from .activate import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, piece_stores, send_piece
 from .quantize import all_stores, clear_gaps, clear_scales
@@ -140,7 +140,7 @@ def store_tiles(
                                 scale = scale_part[None, None, None, 0, piece]
                             add_bias(acc, bias_part[None, None, None, 0, piece], scale)
                         if cutlass.const_expr(spec.reads_output):
-                            values = cute.domain_offset((row, column), policy.out(out_values, tile))
+                            values = cute.domain_offset((row, column), policy.old(out_values, tile))
                             values = cute.local_tile(values, cta_tile, (0, 0))
                             values = thread_load.partition_D(cute.flat_divide(values, gemm.epi_tile))
                             limit = (out_values.shape[0] - row, out_values.shape[1] - column)

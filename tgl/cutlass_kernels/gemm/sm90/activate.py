@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, cute
 
 from ...activation.curves import activate, widened
 from ...epilogue.vectors import TileVectors
-from ...schedule import Tile
+from ...tiles import Tile
 from .store import (
     BUFFERS,
     CHUNK_ROWS,

@@ -12,8 +12,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from ...config import VARLEN_K, VARLEN_M, GemmConfig
-from ...schedule import Tile, ceil_div
-from ...varlen.policy import Problem
+from ...tiles import Tile, ceil_div
+from ...tiles.policy import Problem
 from ..scaling import OperandFormat
 from .load import Ring, advance
 from .store import MMA_ROWS

@@ -24,7 +24,7 @@ from ...epilogue.gradient import (
     store_chunk,
     wait_chunk,
 )
-from ...schedule import Tile
+from ...tiles import Tile
 from . import store
 
 

@@ -6,12 +6,12 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ...activation.spec import ActivationSpec
+from ...activation.activation_spec import ActivationSpec
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, Hidden, buffers_per_chunk
 from ...epilogue.vectors import EpilogueArgs
-from ...varlen.halves import HalvesVarlenM, ragged_halves
+from ...tiles.halves import HalvesVarlenM, ragged_halves
 from . import store
 from .kernel import GroupedGemm
 

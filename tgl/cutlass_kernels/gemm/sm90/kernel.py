@@ -23,21 +23,22 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from ...activation.spec import ActivationSpec
-from ...config import SMEM_BYTES, VARLEN_K, VARLEN_M, GemmConfig
+from ...activation.activation_spec import ActivationSpec
+from ...config import VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
-from ...schedule import ceil_div
-from ...varlen.gated import varlen_m
-from ...varlen.policy import Problem, VarlenK
-from ...varlen.ragged import ragged_tensor
+from ...tiles import ceil_div
+from ...tiles.gated import varlen_m
+from ...tiles.policy import Problem, VarlenK
+from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
 from ..scaling import DENSE, OperandFormat
 from . import store
 from .factors import LANES, factor_count, load_factors
 from .load import Operand, allocate_ring, load_tiles, open_ring
 from .mma import consume_tiles
+from .tilings import SMEM_BYTES
 
 WARPGROUP = 128
 BARRIER_SMEM = 512  # at most
@@ -94,7 +95,7 @@ class GroupedGemm:
         self.load_registers, self.consumer_registers = (56, 224) if self.factors and kind == VARLEN_M else (40, 232)
         # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
-        self.stages = (SMEM_BYTES["sm_90"] - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
+        self.stages = (SMEM_BYTES - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property
     def vector_tile(self) -> tuple[int, int]:
@@ -110,11 +111,17 @@ class GroupedGemm:
         out: cute.Tensor,
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
+        slots: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
-        """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
-        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream)
+        """Launch. Tensors have the shapes of the op.
+
+        Args:
+            slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
+            clusters: how many clusters may run at once.
+        """
+        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, slots=slots)
 
     @cute.jit
     def start(
@@ -129,6 +136,7 @@ class GroupedGemm:
         stream,
         second: cute.Tensor | None = None,
         extra=None,
+        slots: cute.Tensor | None = None,
     ):
         """Make the maps and launch.
 
@@ -136,8 +144,9 @@ class GroupedGemm:
             scales: those of blocks of A and B, or None.
             second: the activation's output, or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
+            slots: where among the matrices each group's is, or None.
         """
-        problem = self.policy.problem(a, b, offs, out)
+        problem = self.policy.problem(a, b, offs, out, slots)
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
         tile_m, _, tile_k = self.tiler

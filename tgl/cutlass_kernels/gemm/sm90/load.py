@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ...schedule import ceil_div
-from ...varlen.policy import Problem
+from ...tiles import ceil_div
+from ...tiles.policy import Problem
 
 
 class Operand(NamedTuple):

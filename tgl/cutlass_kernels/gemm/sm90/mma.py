@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
-from ...schedule import ceil_div
-from ...varlen.policy import Problem
+from ...tiles import ceil_div
+from ...tiles.policy import Problem
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
 from .load import Ring, advance, release

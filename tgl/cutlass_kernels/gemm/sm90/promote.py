@@ -11,8 +11,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...schedule import Tile, ceil_div
-from ...varlen.policy import Problem
+from ...tiles import Tile, ceil_div
+from ...tiles.policy import Problem
 from .factors import Factors, ones, read_columns, read_rows
 from .load import Ring, advance, release
 from .store import MMA_ROWS

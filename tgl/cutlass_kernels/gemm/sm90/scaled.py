@@ -1,14 +1,12 @@
 """The grouped GEMM of ``kernel`` on FP8 operands: the same warps and epilogue, another mainloop."""
 
-from typing import Any
-
 import cutlass
 from cutlass import Int32, cute
 
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
-from ...varlen.scaled import ScaledVarlenK, ScaledVarlenM
+from ...tiles.scaled_operands import ScaledVarlenK, ScaledVarlenM
 from ..scaling import OperandFormat
 from .kernel import GroupedGemm
 
@@ -28,7 +26,9 @@ class ScaledGroupedGemm(GroupedGemm):
         a_element: type[cutlass.Numeric],
         b_element: type[cutlass.Numeric],
         form: OperandFormat,
+        b_rows_first: bool,
     ):
+        assert b_rows_first == (kind == VARLEN_M)
         super().__init__(kind, config, spec, a_element, b_element, form)
         self.kind = kind
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
@@ -50,18 +50,18 @@ class ScaledGroupedGemm(GroupedGemm):
         out: cute.Tensor,
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
+        slots: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
         """Launch. Operands are components as ``group_quantize`` makes them."""
-        if cutlass.const_expr(self.kind == VARLEN_M):
+        a, b, scales, factors = self.operands(a, a_scale, b, b_scale)
+        self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream, slots=slots)
+
+    def operands(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor) -> tuple:
+        """A, B, the scales of blocks of both or None, and factors of groups, as a policy and an epilogue take them."""
+        if self.kind == VARLEN_M:
             b = _exchanged(b, [0, 2, 1])
         else:
             a, b = _exchanged(a, [1, 0]), _exchanged(b, [1, 0])
-        scales: Any = None
-        factors: tuple = ()
-        if cutlass.const_expr(self.form.block):
-            scales = (a_scale, b_scale)
-        else:
-            factors = (a_scale, b_scale)
-        self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream)
+        return (a, b, (a_scale, b_scale), ()) if self.form.block else (a, b, None, (a_scale, b_scale))

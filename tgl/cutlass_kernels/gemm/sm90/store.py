@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...config import VARLEN_M
 from ...epilogue.vectors import TileVectors, add_bias
-from ...schedule import Tile
+from ...tiles import Tile
 
 MMA_ROWS = 64  # of a warpgroup
 CHUNK_ROWS = 16
@@ -172,7 +172,7 @@ def store_tile(
                 if product:
                     add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)
             if cutlass.const_expr(gemm.spec.reads_output):
-                old = gemm.policy.out(output.values, tile)
+                old = gemm.policy.old(output.values, tile)
                 add_old(values, old, row + thread_row, column + thread_column)
             buffer = next_buffer(output, which * 4 + warp, turn)
             turn = (turn + 1) % BUFFERS

@@ -132,6 +132,17 @@ def permute(g, ins: Insn, part: bool) -> list[str]:
     return [g.assign(ins.ops[0], f"prmt({a}, {b}, {c}, {mode!r})", part)]
 
 
+@op("dp4a", "dp2a.lo", "dp2a.hi", mods="u32 s32")
+def dot_product(g, ins: Insn, part: bool) -> list[str]:
+    types = ins.parts[-2:]
+    if len(ins.parts) != (3 if ins.parts[0] == "dp4a" else 4):
+        raise UnsupportedError(ins.op)
+    args = [*_values(g, ins, 32), *(str(t == "s32") for t in types)]
+    if ins.parts[0] == "dp2a":
+        args.append(str(ins.parts[1] == "hi"))
+    return [g.assign(ins.ops[0], f"{ins.parts[0]}({', '.join(args)})", part)]
+
+
 @op("lop3", mods="b32")
 def lop3(g, ins: Insn, part: bool) -> list[str]:
     a, b, c = (g.val(o, 32) for o in ins.ops[1:4])

@@ -138,7 +138,12 @@ def tensormap_replace(g, ins: Insn, part: bool) -> list[str]:
     return [f"w.tensormap_replace({ins.parts[3]!r}, {ordinal}, {g.addr(ins.ops[0])}, {g.val(o[-1], 64)}, {shared}, m)"]
 
 
-@op("tensormap.cp_fenceproxy", mods="global shared::cta tensormap::generic release gpu sync aligned", dst=0, line=True)
+@op(
+    "tensormap.cp_fenceproxy",
+    mods="global shared::cta tensormap::generic release cta cluster gpu sys sync aligned",
+    dst=0,
+    line=True,
+)
 def tensormap_copy(g, ins: Insn, part: bool) -> list[str]:
     return [f"w.tensormap_copy({g.addr(ins.ops[0])}, {g.addr(ins.ops[1])}, m)"]
 

@@ -18,8 +18,6 @@ op("fence.acquire", mods="cta cluster gpu sys sync_restrict::shared::cta sync_re
 )
 op("membar", mods="cta gl sys gpu cluster", dst=0)(_nothing)
 op("fence.proxy.alias", dst=0)(_nothing)
-op("fence.proxy.tensormap::generic", mods="acquire release cta cluster gpu sys", dst=0)(_nothing)
-op("fence.proxy.tensormap", mods="generic acquire release cta cluster gpu sys", dst=0)(_nothing)
 op(
     "prefetch",
     "prefetchu",
@@ -67,6 +65,15 @@ def policy(g, ins: Insn, part: bool) -> list[str]:
 @op("fence.proxy.async::generic", mods="acquire release cluster", pattern=r"sync_restrict::\S+", dst=0, line=True)
 def fence_async(g, ins: Insn, part: bool) -> list[str]:
     return ["pass"] if "global" in ins.parts else ["w.fence_proxy_async()"]
+
+
+@op("fence.proxy.tensormap::generic", mods="acquire release cta cluster gpu sys", dst=0, line=True)
+def fence_tensor_map(g, ins: Insn, part: bool) -> list[str]:
+    if "acquire" in ins.parts:
+        return [f"w.fence_map_acquire({g.addr(ins.ops[0])}, m)"]
+    if "release" not in ins.parts:
+        raise UnsupportedError(ins.op)
+    return ["w.fence_map_release()"]
 
 
 @op(

@@ -307,6 +307,24 @@ def bfi(a, b, p, l, bits):
     return _per_lane(one, bits, a, b, p, l)
 
 
+def _parts(a, bits, signed):
+    """The values packed in a 32-bit register, lowest first: int64 of shape (lanes, 32 // bits)."""
+    return vec(a, 32)[:, None].view((SDT if signed else UDT)[bits]).astype(np.int64)
+
+
+def dp4a(a, b, c, signed_a, signed_b):
+    """``c`` plus the dot product of four bytes of ``a`` with four of ``b``."""
+    products = _parts(a, 8, signed_a) * _parts(b, 8, signed_b)
+    return out((products.sum(1) + vec(c, 32)).astype(np.uint32))
+
+
+def dp2a(a, b, c, signed_a, signed_b, high):
+    """``c`` plus the dot product of the halves of ``a`` with the two low (or high) bytes of ``b``."""
+    pair = _parts(b, 8, signed_b)[:, 2:] if high else _parts(b, 8, signed_b)[:, :2]
+    products = _parts(a, 16, signed_a) * pair
+    return out((products.sum(1) + vec(c, 32)).astype(np.uint32))
+
+
 def clz(a, bits):
     """Count of leading zeros."""
     return _per_lane(lambda x: bits - x.bit_length(), 32, a)

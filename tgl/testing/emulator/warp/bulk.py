@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import tma
 from ..errors import SyncError
+from ..maps import BLOCK
 from ..memory import ASYNC, GENERIC, NEVER, OFFSET_MASK, Cta
 from ..races import LINE_MASK, Operation
 from ..sync import MBarrier, Wait
@@ -32,6 +33,7 @@ class BulkWarp(SyncWarp):
 
     def __init__(self, launch: Any, cta: Cta, wid: int):
         super().__init__(launch, cta, wid)
+        self.fenced_maps: dict[int, int] = {}  # address of a tensor map -> its last write, known to be fenced
         self.store_group: list[_Store] = []
         self.store_groups: list[tuple[list[_Store], int]] = []  # (stores, clock of the store unit)
         self.copy_group: list[tuple] = []
@@ -43,6 +45,8 @@ class BulkWarp(SyncWarp):
         o = addr - r.base
         if addr % 64:
             self.fail(f"tensor map at {addr:#x} is not 64-byte aligned")
+        if r.writes is not None:
+            self.launch.map_fences.check_use(self, r, addr)
         key = r.u8[o : o + 64].tobytes()
         t = self.launch.tensor_maps.get(key)
         if t is None:
@@ -320,25 +324,49 @@ class BulkWarp(SyncWarp):
             launch.issue(None, op, land, "load")
 
     # ---- tensor maps edited on the device ----
-    def _map_bytes(self, addr: int, shared: bool) -> np.ndarray:
+    def _map_bytes(self, addr: int, shared: bool, write: bool) -> np.ndarray:
+        """The 128 bytes of a tensor map, which generic instructions read and, with ``write``, change."""
+        if addr % 64:
+            self.fail(f"tensor map at {addr:#x} is not 64-byte aligned")
         if shared or addr >> 56 == 1:
             addr = self.shared_address(addr)
             cta, o = self.target_cta(addr), addr & OFFSET_MASK
-            if o + 128 > cta.size:
-                self.fail(f"tensor map at shared offset {o:#x} is out of bounds")
+            self._bounds(cta, o, o + 128, "tensor map")
+            words = slice(o >> 2, (o >> 2) + 32)
+            if self.agent is not None:
+                self._note_read(cta, words, "")
+                if write:
+                    self._note_write(cta, words, "")
+            if write:
+                cta.state[words] = GENERIC
+                self.dirty.append((cta, words))
             return cta.mem[o : o + 128]
         r = self.launch.find(addr, 128, self)
+        if write and r.writes is not None:
+            self.launch.map_fences.wrote(self, r, np.arange(addr // BLOCK, addr // BLOCK + 2))
         return r.u8[addr - r.base : addr - r.base + 128]
+
+    def fence_map_release(self) -> None:
+        """fence.proxy.tensormap::generic.release: the warp's generic writes of tensor maps are handed to the copies."""
+        if self.launch.map_fences is not None:
+            self.launch.map_fences.release(self)
+
+    def fence_map_acquire(self, addr: Any, m: np.ndarray) -> None:
+        """fence.proxy.tensormap::generic.acquire: later copies see what was released to the map at ``addr``."""
+        if self.launch.map_fences is not None:
+            for a in {addr} if type(addr) is int else set(addr[m].tolist()):
+                self.launch.map_fences.acquire(self, a)
 
     def tensormap_replace(self, field: str, ordinal: int, addr: Any, value: Any, shared: bool, m: np.ndarray) -> None:
         addr, value = self.one_lane(m, addr, value)
-        b = self._map_bytes(addr, shared)
+        b = self._map_bytes(addr, shared, True)
         u = tma.replace_field(int.from_bytes(b[:64].tobytes(), "little"), field, ordinal, value)
         b[:64] = np.frombuffer(u.to_bytes(64, "little"), np.uint8)
 
     def tensormap_copy(self, dst: Any, src: Any, m: np.ndarray) -> None:
         dst, src = self.one_lane(m, dst, src)
-        self._map_bytes(dst, False)[:] = self._map_bytes(src, True)
+        self._map_bytes(dst, False, True)[:] = self._map_bytes(src, True, False)
+        self.fence_map_release()
 
     # ---- cluster launch control ----
     def clc_try_cancel(self, addr: Any, mbar: Any, multicast: bool, m: np.ndarray) -> None:

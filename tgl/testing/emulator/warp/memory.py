@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import numerics as N
+from ..maps import BLOCK
 from ..memory import DTYPES, GENERIC, LOCAL_BASE, NEVER, OFFSET_MASK, SHARED_BASE, SHARED_START, Cta
 from ..races import merge_into
 from .core import WarpCore
@@ -30,17 +31,21 @@ class MemoryWarp(WarpCore):
         return addr - SHARED_BASE if addr >> 56 == 1 else addr
 
     def target_cta(self, addr: int) -> Cta:
-        """The CTA of the cluster that a shared address names."""
+        """The CTA of the cluster that a shared address names, which must not have exited."""
+        cta = self.named_cta(addr)
+        if cta.exited:
+            cta.alive(f"access from {self.name}")
+        return cta
+
+    def named_cta(self, addr: int) -> Cta:
+        """The CTA of the cluster that a shared address names, even if it has exited."""
         rank = addr >> 24
         if rank == self.cta.rank:
             return self.cta
         ctas = self.cta.cluster.ctas
         if rank >= len(ctas):
             self.fail(f"shared address {addr:#x} names CTA rank {rank} outside the cluster")
-        cta = ctas[rank]
-        if cta.exited:
-            cta.alive(f"access from {self.name}")
-        return cta
+        return ctas[rank]
 
     @staticmethod
     def space_of(space: str, addr: Any, m: np.ndarray) -> tuple[str, Any]:
@@ -174,6 +179,8 @@ class MemoryWarp(WarpCore):
                 r = self.launch.find(addr, width, self)
                 self.launch.stat["global_store_bytes"] += width
                 r.u8[addr - r.base : addr - r.base + width] = np.frombuffer(data, np.uint8)
+                if r.writes is not None:
+                    self.launch.map_fences.wrote(self, r, addr // BLOCK)
                 return None
             cta = self.target_cta(addr)
             o = addr & OFFSET_MASK
@@ -197,6 +204,8 @@ class MemoryWarp(WarpCore):
             self.launch.stat["global_store_bytes"] += width * len(act)
             index = (act - np.uint64(r.base)).astype(np.int64) // size
             view = r.v[size]
+            if r.writes is not None:
+                self.launch.map_fences.wrote(self, r, act.astype(np.int64) // BLOCK)
         else:
             cta = self.target_cta(lo)
             if lo >> 24 != (hi - width) >> 24:

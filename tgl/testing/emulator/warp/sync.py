@@ -13,6 +13,21 @@ from ..sync import MBarrier, NamedBarrier, Wait
 from .memory import MemoryWarp
 
 
+class _PhaseEnd:
+    """What a wait for the end of a phase waits for, for reports."""
+
+    __slots__ = ("bar", "parity", "warp")
+
+    def __init__(self, warp: SyncWarp, bar: MBarrier, parity: int):
+        self.warp, self.bar, self.parity = warp, bar, parity
+
+    def __str__(self) -> str:
+        text = f"{self.bar!r} parity {self.parity}"
+        if self.warp.agent is None or self.warp.awaited_phase(self.bar, self.parity) >= self.bar.phase:
+            return text
+        return f"{text}, missed: such a phase was over, and the next one too before this warp had seen it"
+
+
 class SyncWarp(MemoryWarp):
     """Barriers, mbarriers and fences."""
 
@@ -21,6 +36,7 @@ class SyncWarp(MemoryWarp):
         self.unfenced_mbars: list[MBarrier] = []
         self.fenced: np.ndarray | None = None  # what this warp knew at its last cluster-wide release fence
         self.cluster_generation = 0
+        self.phases: dict[MBarrier, int] = {}  # how many phases are over as far as this warp knew when it last waited
 
     # ---- proxy fences ----
     def publish(self) -> None:
@@ -87,6 +103,13 @@ class SyncWarp(MemoryWarp):
         self.check_mbar(b, asynchronous)
         return b
 
+    def arrival_at(self, addr: int, asynchronous: bool = False) -> MBarrier | None:
+        """``mbar_at`` of an arrival: None if it comes after the exit of the barrier's CTA, where that is allowed."""
+        addr = self.shared_address(addr)
+        if self.named_cta(addr).late_arrival(self.line):
+            return None
+        return self.mbar_at(addr, asynchronous)
+
     def check_mbar(self, b: MBarrier, asynchronous: bool = False) -> None:
         """Raise unless the initialisation of ``b`` is ordered before this use of it."""
         a = self.agent
@@ -130,17 +153,31 @@ class SyncWarp(MemoryWarp):
             addr, parity = self.one_lane(m, addr, parity)
         b = self.mbar_at(addr)
         parity &= 1
-        a = None if relaxed else self.agent
+        a = self.agent
         if (b.phase & 1) != parity:
             if a is not None:
-                a.join(b.released)
+                self._phase_over(b, parity, relaxed)
             return True
         launch = self.launch
         if launch.p_spurious and launch.random.random() < launch.p_spurious:
             self.spin += 1
             return False  # the time limit of the suspension may expire at once; a caller that ignores it has a bug
-        acquire = (lambda: a.join(b.released)) if a is not None else None
-        return Wait(lambda: (b.phase & 1) != parity, ("mbarrier", b, "parity", parity), acquire, True)
+        acquire = (lambda: self._phase_over(b, parity, relaxed)) if a is not None else None
+        return Wait(lambda: (b.phase & 1) != parity, (_PhaseEnd(self, b, parity),), acquire, True)
+
+    def awaited_phase(self, b: MBarrier, parity: int) -> int:
+        """The phase whose end this warp waits for: the first that may still be running, or the one before it."""
+        phase = self.phases.get(b, 0)
+        while phase < b.phase and self.agent.knows(b.released_by(phase)):
+            phase += 1
+        return phase if phase & 1 == parity else phase - 1
+
+    def _phase_over(self, b: MBarrier, parity: int, relaxed: bool) -> None:
+        """A wait has succeeded: learn what came before the end of the phase that it was for, and nothing later."""
+        phase = self.awaited_phase(b, parity)
+        if phase >= 0 and not relaxed:
+            self.agent.join(b.released_by(phase))
+        self.phases[b] = phase + 1
 
     def mbar_arrive(self, addr: Any, count: Any, m: np.ndarray, tx: Any, relaxed: bool) -> None:
         self.launch.progress += 1
@@ -149,19 +186,20 @@ class SyncWarp(MemoryWarp):
         vc = a.vc if a is not None else None
         if type(addr) is int and type(count) is int and type(tx) is int:
             n = int(np.count_nonzero(m))
-            b = self.mbar_at(addr)
-            b.arrive(count * n, tx * n, vc)
-            if b.cta is not self.cta:
-                b.cta.note_remote(self.here())
+            self._arrive(addr, count * n, tx * n, vc)
         else:
             for lane in np.flatnonzero(m):
-                one = [x if type(x) is int else int(x[lane]) for x in (addr, count, tx)]
-                b = self.mbar_at(one[0])
-                b.arrive(one[1], one[2], vc)
-                if b.cta is not self.cta:
-                    b.cta.note_remote(self.here())
+                at, n, expected = [x if type(x) is int else int(x[lane]) for x in (addr, count, tx)]
+                self._arrive(at, n, expected, vc)
         if a is not None:
             a.tick()
+
+    def _arrive(self, addr: int, count: int, tx: int, vc: Any) -> None:
+        b = self.arrival_at(addr)
+        if b is not None:
+            b.arrive(count, tx, vc)
+            if b.cta is not self.cta:
+                b.cta.note_arrival(self.here())
 
     def mbar_expect(self, addr: Any, tx: Any, m: np.ndarray) -> None:
         addr, tx = self.one_lane(m, addr, tx)

@@ -210,22 +210,24 @@ class Warp(BulkWarp):
         addr = self.shared_address(addr)
         ctas = self.cta.cluster.ctas
         if mask is None:
-            bars = [self.mbar_at(addr, True)]
+            found = [self.arrival_at(addr, True)]
         else:
             (mask,) = self.one_lane(m, mask)
             if mask >> len(ctas):
                 self.fail(f"tcgen05.commit mask {mask:#x} names CTAs outside the cluster", SyncError)
-            bars = [
-                self.mbar_at(rank << 24 | addr & OFFSET_MASK, True) for rank in range(len(ctas)) if mask >> rank & 1
+            found = [
+                self.arrival_at(rank << 24 | addr & OFFSET_MASK, True) for rank in range(len(ctas)) if mask >> rank & 1
             ]
+        bars = [b for b in found if b is not None]
         vc, line = self._issued()
 
         def run() -> None:
             self._resume_unit(vc, line)
             unit = self.units.get("tensor core queue")
             for b in bars:
-                b.arrive(1, 0, unit.vc if unit is not None else None)
-                b.cta.note_remote(unit)
+                if not b.cta.late_arrival(line):
+                    b.arrive(1, 0, unit.vc if unit is not None else None)
+                    b.cta.note_arrival(unit)
             if unit is not None:
                 unit.tick()
 

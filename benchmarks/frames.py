@@ -1,0 +1,96 @@
+"""Python frames of a warm eager call: what the host does in front of the kernels.
+
+    python benchmarks/frames.py [--functions]
+
+A frame is one call of a Python function, as ``sys.setprofile`` sees it, from the call of the public function to its
+return, on a CPU. What the CPU implementations do inside the ops (``tgl/cpu``) is left out. ``--functions`` adds how
+often each function was called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+import tgl
+
+G, K, N, T = 4, 64, 64, 256
+
+
+def frames_of(call: Callable[[], Any], warm_up: int = 5) -> Counter[str]:
+    """How often one more call of ``call`` enters each Python function, ``call`` itself aside."""
+    for _ in range(warm_up):
+        call()
+    seen: Counter[str] = Counter()
+    inside_cpu = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal inside_cpu
+        if event not in ("call", "return"):
+            return
+        implementation = "/tgl/cpu/" in frame.f_code.co_filename
+        if event == "call" and not inside_cpu and not implementation:
+            name = frame.f_code.co_filename.rpartition("site-packages/")[2].rpartition("/tgl/")[2]
+            seen[f"{name} {getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"] += 1
+        inside_cpu += implementation * (1 if event == "call" else -1)
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    seen[next(iter(seen))] -= 1
+    return +seen
+
+
+def cases() -> dict[str, Callable[[], Counter[str]]]:
+    """What is counted, by its name."""
+    offs = torch.arange(1, G + 1, dtype=torch.int32) * (T // G)
+    splits = torch.full((G,), T // G)
+    x, w = torch.randn(T, K), torch.randn(G, K, N)
+
+    def expert(backward: bool, **options: Any) -> Counter[str]:
+        mlp = tgl.GroupedMLP(G, K, N, **options)
+        rows = torch.randn(T, K, requires_grad=True)
+        dy = torch.randn(T, K)
+
+        def forward() -> torch.Tensor:
+            return mlp(rows, splits)
+
+        if not backward:
+            return frames_of(forward)
+        made = [forward() for _ in range(6)]
+        return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
+
+    recipe = tgl.recipes.MXFP8BlockScaling()
+    return {
+        "grouped_gemm": lambda: frames_of(lambda: tgl.grouped_gemm(x, w, offs)),
+        "group_quantize": lambda: frames_of(lambda: tgl.group_quantize(x, offs, format="mxfp8")),
+        "MLP, forward": lambda: expert(False),
+        "MLP, backward": lambda: expert(True),
+        "MXFP8 MLP, forward": lambda: expert(False, recipe=recipe),
+        "MXFP8 MLP, backward": lambda: expert(True, recipe=recipe),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", action="store_true", help="how often each function was called")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for name, run in cases().items():
+        seen = run()
+        print(f"{name:22} {sum(seen.values()):5}")
+        if arguments.functions:
+            for function, calls in seen.most_common():
+                print(f"    {calls:4}  {function}")
+
+
+if __name__ == "__main__":
+    main()

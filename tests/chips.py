@@ -1,0 +1,22 @@
+"""What the GPU at hand can do, for tests that run on one."""
+
+from __future__ import annotations
+
+import torch
+
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+
+# Recipes by the names of ``examples.train_moe``, by the architecture whose kernels take their formats.
+RECIPES = {
+    "sm_90": ("none", "current", "delayed", "block"),
+    "sm_100": ("none", "current", "delayed", "mxfp8", "nvfp4"),
+}
+
+
+def arch() -> str | None:
+    """The architecture of the first CUDA device if there are kernels for it, else None."""
+    if not torch.cuda.is_available():
+        return None
+    found = backends.device_arch(torch.device("cuda", 0))
+    return found if found in ARCHS else None

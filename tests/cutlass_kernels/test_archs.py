@@ -1,0 +1,67 @@
+"""The table of architectures: every entry complete, and a name without one refused wherever it is asked for."""
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+
+pytest.importorskip("cutlass")
+
+from tgl.cutlass_kernels import archs, tilings
+from tgl.cutlass_kernels.archs import ARCHS, Arch, arch_of
+from tgl.cutlass_kernels.config import KINDS, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.ops import gemm
+
+PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
+KERNELS = ("GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_an_entry_has_its_kernels_and_its_tilings(arch):
+    for name in KERNELS:
+        assert arch_of(arch).kernel(name).__name__ == name
+    for kind in KINDS:
+        assert tilings.reason(arch, kind, tilings.choose(arch, kind, 512, 512, 256)) is None
+        for form in OPERANDS.values():
+            if arch in form.archs:
+                chosen = tilings.choose_scaled(arch, kind, form, 512, 512, 256)
+                assert tilings.reason(arch, kind, chosen, form) is None
+
+
+def test_formats_name_architectures_of_the_table():
+    assert {arch for form in OPERANDS.values() for arch in form.archs} == set(ARCHS)
+
+
+def test_a_kernel_that_an_architecture_lacks_is_a_named_error():
+    with pytest.raises(NotImplementedError, match="sm_90 has no QuantizingGroupedGemm, but ActivatedGroupedGemm"):
+        arch_of("sm_90").kernel("QuantizingGroupedGemm")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: arch_of("sm_42"),
+        lambda: tilings.reason("sm_42", VARLEN_M, GemmConfig()),
+        lambda: tilings.choose("sm_42", VARLEN_M, 64, 64, 64),
+        lambda: tilings.candidates("sm_42", VARLEN_M),
+        lambda: gemm.build(
+            gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
+        ),
+    ],
+)
+def test_a_name_without_an_entry_is_refused(ask):
+    with pytest.raises(ValueError, match="there are kernels for sm_90, sm_100, not for sm_42"):
+        ask()
+
+
+def test_an_entry_without_a_folder_gives_no_kernel(monkeypatch):
+    """A name planted in the table alone is an error at its first use, never another architecture's kernel."""
+    monkeypatch.setitem(archs.ARCHS, "sm_42", Arch("sm_42", "sm_42", "sm42", ARCHS["sm_90"].tilings, False))
+    with pytest.raises(ModuleNotFoundError, match="sm42"):
+        gemm.build(PLANTED)
+    a, b, offs = torch.zeros(4, 64).bfloat16(), torch.zeros(1, 64, 64).bfloat16(), torch.tensor([4]).int()
+    with backends.emulated_device("sm_42"):
+        assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "loop of mm"

@@ -1,0 +1,68 @@
+"""Every activation of the table in every kernel that computes one: the bits of its own kernel, and no spill."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.activation_cases import PARAMS
+from tests.cutlass_kernels import sass
+from tests.memory import same_bytes
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.activations import TABLE
+from tgl.testing import emulator
+
+BF16 = torch.bfloat16
+OFFS = (0, 70, 131)
+TAIL, DEPTH, COLUMNS = 5, 72, 136
+MXFP8 = {"format": "mxfp8", "scale_layout": "blocked"}
+KINDS = [name for name, params in PARAMS.items() if not params.interleaved]
+ONE_PER_GATE = {TABLE[name].gate: name for name in KINDS}.values()
+ARCHS = ("sm_90a", "sm_100a")
+# One of every gate, on the architectures in turns: the arithmetic is one source. ``make test-full`` has every pair.
+CASES = [
+    pytest.param(name, arch, marks=() if name in ONE_PER_GATE and ARCHS[i % 2] == arch else pytest.mark.slow)
+    for i, name in enumerate(KINDS)
+    for arch in ARCHS
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels that a test compiles, and with them what the assembler made of them."""
+    compile, compiled = launcher.compiled, []
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
+    yield compiled
+    if sass.nvdisasm() is not None:
+        for kernel in compiled:
+            report = sass.inspect(kernel.artifacts.CUBIN)
+            assert report.spills == report.frame == 0
+
+
+@pytest.mark.parametrize(("name", "arch"), CASES)
+def test_fused_with_gemms_and_quantised(kernels, name, arch):
+    """FC1 with the activation behind it, FC2's input gradient back through it, and the activation quantised."""
+    torch.manual_seed(0)
+    params, rows = PARAMS[name], OFFS[-1] + TAIL
+    width = params.activation.width(COLUMNS)
+    a, b1 = torch.randn(rows, DEPTH).to(BF16), torch.randn(len(OFFS), width, DEPTH).to(BF16).transpose(1, 2)
+    dy, b2 = torch.randn(rows, DEPTH).to(BF16), torch.randn(len(OFFS), COLUMNS, DEPTH).to(BF16).transpose(1, 2)
+    offs, probs, options = torch.tensor(OFFS, dtype=torch.int32), torch.rand(rows), params._asdict()
+    with emulator.emulate(arch, detect_races=False) as machine:
+        y, h = tgl.grouped_gemm_activation(a, b1, offs, None, probs, **options)
+        assert len(machine.launches) == 1
+        dh, dprobs = tgl.grouped_gemm_dactivation(dy, b2, h, offs, probs, **options)
+        quantised = tgl.grouped_activation_quantize(h, offs, probs, **MXFP8, **options)
+        da = tgl.grouped_gemm(dy, b2, offs)
+        wanted = tgl.grouped_activation(h, offs, probs, **options)
+        wanted_dh, wanted_dprobs = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **options)
+    assert torch.equal(y, wanted)
+    assert torch.equal(dh, wanted_dh)
+    summands = (da.double() * params.value(*params.halves(h.double())))[: OFFS[-1]].abs().sum(1)
+    assert ((dprobs - wanted_dprobs)[: OFFS[-1]].abs() <= 2.0**-24 * (8 + COLUMNS / 32) * summands).all()
+    assert all(map(same_bytes, quantised, tgl.group_quantize(wanted, offs, **MXFP8)))
+    assert len(kernels) >= 5

@@ -1,0 +1,132 @@
+"""Every op takes on CUDA what its CPU implementation takes, wherever it lies: by ``explain``, and in the emulator."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests import layouts
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.runtime import device
+from tgl.testing import emulator
+
+BF16 = torch.bfloat16
+
+LACKING = {"sm_90": {"mxfp8", "nvfp4"}, "sm_100": {"fp8_block"}}
+"""Formats whose GEMMs an architecture has no kernels for."""
+BY_HOST = {"grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm_wgrad_accumulate_"}
+"""What has no kernel for float32 and reads ends of groups on the host."""
+
+
+def on_cuda(value, mode):
+    """A fake of ``value`` on a GPU, its strides and where it begins included."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    extent = value.storage_offset() + 1
+    if value.numel():
+        extent += sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    with mode:
+        room = torch.empty(extent, dtype=value.dtype, device="cuda")
+        return room.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Lets fake CUDA tensors be of an architecture."""
+    mode = FakeTensorMode()
+    monkeypatch.setattr(torch._subclasses.fake_tensor.FakeTensor, "data_ptr", device.address)
+    yield mode, lambda arch: monkeypatch.setattr(backends, "device_arch", lambda device: arch)
+    backends._forget_candidates()
+
+
+@pytest.mark.parametrize("name", layouts.OPS)
+def test_a_layout_or_width_is_never_a_reason(gpu, name):
+    """What serves the plain call, aligned and contiguous, serves it in every layout and width, without the host."""
+    mode, pretend = gpu
+    served: dict[tuple, bool] = {}
+    for call in layouts.calls(name):
+        args, named = call.arguments()
+        args = tuple(on_cuda(t, mode) for t in args)
+        named = {key: on_cuda(t, mode) for key, t in named.items()}
+        for arch in ARCHS:
+            pretend(arch)
+            with mode:
+                explanation = tgl.explain(call.op, *args, **named)
+            fine = explanation.chosen is not None and not explanation.syncs
+            if call.is_plain:
+                served[(arch, *call.plain)] = fine
+                format = call.sample.options.get("format")
+                lacking = "gemm" in name and format in LACKING[arch]
+                by_host = name.partition(".")[0] in BY_HOST and call.sample.dtype == torch.float32
+                assert fine == (not lacking and not by_host), f"{call}\n{explanation}"
+            elif served.get((arch, *call.plain), False):
+                assert fine, f"{call}\n{explanation}"
+            if explanation.chosen is not None:
+                copying = explanation.chosen.name == "tgl kernel between copies"
+                assert copying == bool(explanation.copies), f"{call}\n{explanation}"
+    assert served
+
+
+PLACES = {
+    "padded": lambda: torch.arange(24.0).view(4, 6)[:, 1:4],
+    "swapped": lambda: torch.arange(24.0).view(4, 6).t(),
+    "one value": lambda: torch.ones(1, 1).expand(4, 6),
+    "one element on": lambda: layouts.shifted(torch.arange(24.0).view(4, 6).to(torch.float8_e4m3fn)),
+    "no elements": lambda: torch.zeros(4, 6)[2:, 3:3],
+    "no memory": lambda: torch.zeros(12, 0, dtype=torch.uint8),
+    "a scalar": lambda: torch.arange(3)[2],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_moves_to_a_device_lies_there_as_it_did(place):
+    t = PLACES[place]()
+    copy = layouts.placed(t, "cpu")
+    assert (copy.shape, copy.dtype) == (t.shape, t.dtype)
+    assert (copy.stride(), copy.storage_offset()) == (t.stride(), t.storage_offset())
+    assert torch.equal(copy.float(), t.float())
+    assert not t.numel() or copy.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+
+
+def check(call):
+    """On the emulated chip that has the format, the CPU's results, in memory that the fake announces."""
+    format = call.sample.options.get("format")
+    arch = next(arch.target for arch in ARCHS.values() if "gemm" not in call.name or format not in LACKING[arch.name])
+    with emulator.emulate(arch):
+        args, named = call.arguments()
+        explanation = tgl.explain(call.op, *args, **named)
+        assert explanation.chosen.device == "cuda" or call.sample.dtype == torch.float32, f"{call}\n{explanation}"
+    assert layouts.check(call, "cpu", emulator.emulate(arch, detect_races=False))
+
+
+FEW = {
+    "grouped_gemm": lambda c: c.width in ("none x 24", "37 x 23") and c.sample.dtype == BF16,
+    "grouped_gemm_dactivation": lambda c: c.placing == "one value" and c.width == "72 x 40" and c.sample.dtype == BF16,
+    "grouped_gemm_scaled": lambda c: (
+        c.sample.options["scale_layout"] == "compact" and c.width in ("72 x 40", "none x 24")
+    ),
+    "grouped_gemm_scaled_wgrad": lambda c: c.sample.options["format"] == "fp8_block" and c.width == "37 x 23",
+    "group_quantize": lambda c: c.sample.options["format"] == "fp8_tensor" and c.width == "none x 24",
+    "group_quantize.out": lambda c: c.sample.options["format"] == "mxfp8" and c.width == "100 x 60" and c.sample.given,
+}
+"""Of an op, calls that no other module has; one layout each."""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_in_the_emulator(name):
+    chosen = layouts.cover(filter(FEW[name], layouts.calls(name)), 1)
+    assert chosen
+    for call in chosen[:3]:
+        check(call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", [1, 2])
+@pytest.mark.parametrize("name", layouts.OPS)
+def test_a_cover_in_the_emulator(name, strength):
+    for call in layouts.cover(layouts.calls(name), strength):
+        check(call)

@@ -1,0 +1,27 @@
+"""Every op on a device in every layout and of every width: what the CPU makes of the same arguments."""
+
+import pytest
+import torch
+
+from tests import layouts
+
+pytestmark = pytest.mark.gpu
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+def check(calls):
+    assert sum(layouts.check(call, "cuda") for call in calls)
+
+
+@pytest.mark.parametrize("name", layouts.OPS)
+def test_results_are_the_cpus(name):
+    """In a cover of the pairs of width, place and format: a kernel is compiled for few of these."""
+    check(layouts.cover(layouts.calls(name), 2, "format"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", layouts.OPS)
+def test_results_are_the_cpus_in_every_call(name):
+    check(layouts.calls(name))

@@ -1,0 +1,230 @@
+"""Matrices at slots of a packed tensor, on a device: exact, nothing else written, under graphs whose table changes."""
+
+import itertools
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.runtime import launcher
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CANARY = 7.0
+SIZES, TAIL = (300, 0, 3, 129, 64, 1, 517), 77
+ROWS, GROUPS = sum(SIZES) + TAIL, len(SIZES)
+LOW, HIGH = -(1 << 31), (1 << 31) - 1
+
+
+def kernels_here() -> bool:
+    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
+
+
+if not kernels_here():
+    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
+
+DEVICE = torch.device("cuda", 0)
+
+
+def integers(*shape, dtype=BF16):
+    return torch.randint(-1, 2, shape, device=DEVICE).to(dtype)
+
+
+def offs():
+    return torch.tensor(SIZES, device=DEVICE).cumsum(0).int()
+
+
+def spans():
+    ends = list(itertools.accumulate(SIZES))
+    return [slice(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def poisoned(t):
+    t[sum(SIZES) :] = float("nan")
+    return t
+
+
+class Packed:
+    """Matrices from the last to the first, at uneven distances in one buffer, as slots that begin every 16 bytes."""
+
+    def __init__(self, matrices, fill=CANARY):
+        groups, rows, columns = matrices.shape
+        unit = 16 // matrices.element_size()
+        size = rows * columns // unit
+        assert size * unit == rows * columns
+        starts = [1 + i * size + 3 * i * i for i in range(groups)][::-1]  # gaps that grow, of an odd number of units
+        self.buffer = torch.full(((starts[0] + size + 3) * unit,), fill, dtype=matrices.dtype, device=DEVICE)
+        self.view = self.buffer.as_strided((starts[0] + 1, rows, columns), (unit, columns, 1))
+        self.slots = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        for g, start in enumerate(starts):
+            self.view[start] = matrices[g]
+
+
+def served(op, *args, **kwargs):
+    explanation = tgl.explain(op, *args, **kwargs)
+    assert "runs tgl kernel" in str(explanation), str(explanation)
+    return op(*args, **kwargs)
+
+
+def product(a, b, bias=None):
+    y = torch.zeros(ROWS, b.shape[2], dtype=torch.float64, device=DEVICE)
+    for g, rows in enumerate(spans()):
+        y[rows] = a[rows].double() @ b[g].double() + (0 if bias is None else bias[g].double())
+    return y
+
+
+def wgrads(a, b):
+    return torch.stack([a[rows].double().t() @ b[rows].double() for rows in spans()])
+
+
+@pytest.fixture
+def tiling(monkeypatch):
+    """Makes every GEMM use a given tiling."""
+
+    def use(chosen):
+        monkeypatch.setattr(tilings, "choose", lambda *_: chosen)
+        launcher.forget()
+
+    yield use
+    launcher.forget()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("absent", [(), (0, 3), tuple(range(GROUPS))], ids=["all", "some", "none"])
+@pytest.mark.parametrize("number", [-1, LOW, HIGH, "first"])
+def test_grouped_gemm(dtype, absent, number):
+    a, b = poisoned(integers(ROWS, 264, dtype=dtype)), integers(GROUPS, 264, 328, dtype=dtype)
+    packed = Packed(b, float("nan"))
+    packed.slots[list(absent)] = packed.view.shape[0] if number == "first" else number
+    b[list(absent)] = 0
+    for bias in (None, integers(GROUPS, 328, dtype=F32)):
+        got = served(tgl.grouped_gemm, a, packed.view, offs(), bias, slots=packed.slots)
+        assert torch.equal(got, product(a, b, bias).to(dtype))
+    dy, turned = poisoned(integers(ROWS, 328, dtype=dtype)), packed.view.transpose(1, 2)
+    got = served(tgl.grouped_gemm, dy, turned, offs(), slots=packed.slots)
+    assert torch.equal(got, product(dy, b.transpose(1, 2)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("absent", [(), (0, 3), tuple(range(GROUPS))], ids=["all", "some", "none"])
+@pytest.mark.parametrize("number", [-1, LOW, HIGH, "first"])
+def test_wgrad(dtype, absent, number):
+    a, dy = poisoned(integers(ROWS, 264)), poisoned(integers(ROWS, 328))
+    packed, there = Packed(integers(GROUPS, 264, 328, dtype=dtype)), sorted(set(range(GROUPS)) - set(absent))
+    before, starts = packed.buffer.clone(), packed.slots.clone()
+    old = packed.view[starts.long()].double()
+    packed.slots[list(absent)] = packed.view.shape[0] if number == "first" else number
+    dw = wgrads(a, dy)
+    for how in ("accumulate", "overwrite", "out"):
+        expected = before.clone()
+        view = expected.as_strided(packed.view.shape, packed.view.stride())
+        for g in there:
+            view[int(starts[g])] = (dw[g] + (old[g] if how == "accumulate" else 0)).to(dtype)
+        packed.buffer.copy_(before)
+        if how == "out":
+            served(tgl.grouped_gemm_wgrad, a, dy, offs(), packed.slots, out=packed.view)
+        else:
+            arguments = (a, dy, offs(), packed.view, packed.slots)
+            served(tgl.grouped_gemm_wgrad_accumulate_, *arguments, overwrite=how == "overwrite")
+        assert torch.equal(packed.buffer, expected), how
+
+
+SM90 = [GemmConfig(*t) for t in ((64, 64), (128, 128), (128, 256), (256, 128))]
+SM90 += [GemmConfig(128, 256, cluster_n=2), GemmConfig(64, 128, pingpong=True)]
+SM90 += [GemmConfig(128, 128, pingpong=True, cluster_n=2)]
+SM100 = [GemmConfig(128, n) for n in (64, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 256)]
+
+
+@pytest.mark.parametrize("chosen", SM90 if backends.device_arch(DEVICE) == "sm_90" else SM100, ids=str)
+def test_tilings(tiling, chosen):
+    tiling(chosen)
+    a, b, dy = poisoned(integers(ROWS, 264)), integers(GROUPS, 264, 328), poisoned(integers(ROWS, 328))
+    packed, grad = Packed(b), Packed(torch.ones(GROUPS, 264, 328, device=DEVICE))
+    assert torch.equal(served(tgl.grouped_gemm, a, packed.view, offs(), slots=packed.slots), product(a, b).to(BF16))
+    served(tgl.grouped_gemm_wgrad_accumulate_, a, dy, offs(), grad.view, grad.slots)
+    assert torch.equal(grad.buffer, Packed((wgrads(a, dy) + 1).float()).buffer)
+
+
+def test_a_graph_follows_its_table():
+    a, b, dy = poisoned(integers(ROWS, 264)), integers(GROUPS, 264, 328), poisoned(integers(ROWS, 328))
+    main_grad, slots = torch.zeros(GROUPS, 264, 328, device=DEVICE), torch.arange(GROUPS, device=DEVICE).int()
+
+    def step():
+        tgl.grouped_gemm_wgrad_accumulate_(a, dy, offs_, main_grad, slots)
+        return tgl.grouped_gemm(a, b, offs_, slots=slots)
+
+    offs_ = offs()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    dw = wgrads(a, dy).float()
+    for _ in range(3):
+        order = torch.randperm(GROUPS, device=DEVICE)
+        slots.copy_(order)
+        main_grad.zero_()
+        graph.replay()
+        assert torch.equal(y, product(a, b[order]).to(BF16))
+        assert torch.equal(main_grad[order], dw)
+
+
+def test_what_no_tensor_map_describes_is_copied():
+    """And in a graph: nothing on the way reads a value on the host."""
+    a, dy = poisoned(integers(ROWS, 264)), poisoned(integers(ROWS, 327))
+    b, slots = integers(GROUPS, 264, 327), torch.arange(GROUPS - 1, -1, -1, device=DEVICE).int()
+    slots[2] = HIGH
+    kept, main_grad = b.flip(0), torch.full((GROUPS, 264, 327), CANARY, device=DEVICE)
+    kept[2] = 0
+    wanted = main_grad.clone()
+    for g in set(range(GROUPS)) - {2}:
+        wanted[GROUPS - 1 - g] += wgrads(a, dy)[g].float()
+
+    def step():
+        served(tgl.grouped_gemm_wgrad_accumulate_, a, dy, offs_, main_grad, slots)
+        return served(tgl.grouped_gemm, a, b, offs_, slots=slots)
+
+    offs_ = offs()
+    assert torch.equal(step(), product(a, kept).to(BF16))
+    assert torch.equal(main_grad, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    main_grad.fill_(CANARY)
+    graph.replay()
+    assert torch.equal(y, product(a, kept).to(BF16))
+    assert torch.equal(main_grad, wanted)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_scaled_wgrad(format, overwrite):
+    if format == "mxfp8" and backends.device_arch(DEVICE) != "sm_100":
+        pytest.skip("this device has no tensor cores for it")
+    a, dy = poisoned(integers(ROWS, 256)), poisoned(integers(ROWS, 384))
+    layout = "blocked" if format == "mxfp8" else "compact"
+    how = {"format": format, "scale_layout": layout}
+    exact = {"rowwise": False, "power_of_two": None if format == "mxfp8" else True}
+    x, y = (tgl.group_quantize(t, offs(), **how, **exact) for t in (a, dy))
+    grad = Packed(torch.ones(GROUPS, 256, 384, device=DEVICE))
+    wanted = Packed((wgrads(a, dy) + (not overwrite)).float())
+    arguments = (*x[3:5], *y[3:5], offs(), grad.view, None, None, grad.slots)
+    served(tgl.grouped_gemm_scaled_wgrad_accumulate_, *arguments, **how, overwrite=overwrite)
+    assert torch.equal(grad.buffer, wanted.buffer)
+
+
+def test_no_host_read():
+    """The table is read on the device alone: with synchronising calls forbidden, every op passes."""
+    a, b, dy = integers(ROWS, 264), integers(GROUPS, 264, 328), integers(ROWS, 328)
+    packed, grad, ends = Packed(b), Packed(torch.ones(GROUPS, 264, 328, device=DEVICE)), offs()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tgl.grouped_gemm(a, packed.view, ends, slots=packed.slots)
+        tgl.grouped_gemm_wgrad_accumulate_(a, dy, ends, grad.view, grad.slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,48 @@
+"""Every Python example of README and docs runs as printed, each in a process of its own."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Pages whose examples are run, and their results looked at, by a test of their own.
+ELSEWHERE = {
+    "docs/emulator.md": "tests/emulator/test_documentation.py",
+    "docs/grouped_tensor.md": "tests/tensor/test_documentation.py",
+    "docs/training.md": "tests/test_training_page.py",
+}
+
+
+def examples(page):
+    found = re.findall(r"^( *)```python\n(.*?)^ *```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for _, code in found]
+
+
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+EXAMPLES = [(page, i) for page in PAGES if page not in ELSEWHERE for i in range(len(examples(page)))]
+
+
+def test_no_page_is_left_out():
+    for page, test in ELSEWHERE.items():
+        assert examples(page)
+        assert f'"{Path(page).name}"' in (ROOT / test).read_text() or page in (ROOT / test).read_text()
+    assert {page for page, _ in EXAMPLES} | set(ELSEWHERE) == {page for page in PAGES if examples(page)}
+
+
+@pytest.mark.parametrize("page, number", EXAMPLES, ids=lambda v: str(v))
+def test_example(page, number, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(examples(page)[number])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    env = {**os.environ, **one_rank, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,29 @@
+"""The counter of ``tests.structure`` on small modules, and what it may never find in this package."""
+
+from pathlib import Path
+
+from tests import structure
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_what_counts(tmp_path):
+    package = tmp_path / "tgl" / "cutlass_kernels"
+    package.mkdir(parents=True)
+    (package / "host.py").write_text(
+        '"""Docstring."""\n\nfrom tgl.cutlass_kernels import other\n\n\n# comment\ndef f(a, b, c, d, e, f, g, h):\n'
+        '    """Two\n    lines."""\n    import cutlass\n    return a == "sm_90"\n'
+    )
+    (package / "other.py").write_text("import cutlass\nfrom . import host\n")
+    found = structure.measure(tmp_path)
+    assert found == {
+        "host lines": 4,
+        "kernel lines": 2,
+        "functions of 8": 1,
+        "import cycles": 1,
+        "longest file": 11,
+    }
+
+
+def test_nothing_imports_in_a_circle():
+    assert structure.measure(ROOT)["import cycles"] == 0

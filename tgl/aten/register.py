@@ -1,0 +1,64 @@
+"""The steps of aten that serve ops on CUDA, and on a CPU where it has nothing better."""
+
+from __future__ import annotations
+
+from ..backends import Implementation, add
+from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, scale_layout
+
+GROUPED_MM_ARCHS = frozenset({"sm_90", "sm_100", "sm_103"})
+_LOOP = "reads offs on the host; one GEMM per group"
+_MAP = "a dozen index ops of aten; groups read on the device"
+
+for _device in ("cpu", "cuda"):
+    add(Implementation("splits_to_offsets", "cumsum", _device, offsets.splits_to_offsets))
+    add(Implementation("fp8_scale_from_history", "steps of aten", _device, fp8_history.scale_from_history))
+    add(Implementation("fp8_update_history_", "steps of aten", _device, fp8_history.update_history))
+    for _op, _move in (("scale_to_layout", scale_layout.scatter), ("scale_from_layout", scale_layout.gather)):
+        add(Implementation(_op, "map of offsets", _device, _move, note="" if _device == "cpu" else _MAP))
+
+add(Implementation("grouped_activation", "masked aten", "cuda", activation.forward))
+add(Implementation("grouped_activation_backward", "masked aten", "cuda", activation.backward))
+
+for _op, _loop in (
+    ("grouped_gemm", loops.grouped_gemm),
+    ("grouped_gemm_wgrad", loops.grouped_gemm_wgrad),
+    ("grouped_gemm_wgrad_accumulate_", loops.grouped_gemm_wgrad_accumulate),
+):
+    add(Implementation(_op, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note=_LOOP, slots=True))
+for _op, _sums in (("grouped_dbias", loops.grouped_dbias), ("grouped_dbias_dscales", loops.grouped_dbias_dscales)):
+    add(Implementation(_op, "loop of sums", "cpu", _sums))
+    add(Implementation(_op, "loop of sums", "cuda", _sums, priority=-10, syncs=True, note="reads offs on the host"))
+
+for _op, _run, _supports, _note in (
+    ("grouped_gemm", grouped_mm.grouped_gemm, grouped_mm.grouped_gemm_supports, "then a masked copy for the tail"),
+    ("grouped_gemm_wgrad", grouped_mm.grouped_gemm_wgrad, grouped_mm.grouped_gemm_wgrad_supports, "then a copy"),
+):
+    add(
+        Implementation(
+            _op,
+            "aten grouped_mm",
+            "cuda",
+            _run,
+            _supports,
+            archs=GROUPED_MM_ARCHS,
+            note=f"torch.nn.functional.grouped_mm, {_note}",
+        )
+    )
+
+for _op, _run, _slots in (
+    ("grouped_gemm", bias_alone.grouped_gemm, True),
+    ("grouped_gemm_scaled", bias_alone.grouped_gemm_scaled, False),
+):
+    add(
+        Implementation(
+            _op,
+            "bias alone",
+            "cuda",
+            _run,
+            bias_alone.supports,
+            priority=3,
+            note="steps of aten, for K = 0",
+            emulable=True,
+            slots=_slots,
+        )
+    )

@@ -1,0 +1,71 @@
+"""Ops that end or begin with the expert's activation: the other op, and the activation's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .. import backends
+from ..meta import specs
+from ..meta.quantized import Components, Options
+
+if TYPE_CHECKING:
+    from ..ops.grouped_activation import Params
+
+
+def produce_gemm_activation(made: dict[str, specs.TensorSpec], operands: list, *, params: Params) -> dict[str, Tensor]:
+    """The product, then the activation of what it was rounded to."""
+    a, b, offs, bias, probs = operands
+    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True)
+    y = made["y"].empty()
+    backends.run("grouped_activation", a.device, h, offs, probs, params=params, out=y)
+    return {"y": y, "h": h}
+
+
+def gemm_dactivation(
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    *,
+    params: Params,
+    dh: Tensor,
+    dprobs: Tensor,
+) -> None:
+    """The product rounded to the dtype of ``h``, then the activation's backward."""
+    spec = specs.TensorSpec((dy.shape[0], b.shape[2]), h.dtype, h.device)
+    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False)
+    backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
+
+
+def activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    """The activation rounded to the dtype of ``x``, then quantised."""
+    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
+    backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
+    backends.run("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)
+
+
+def prepare_activation_quantize(
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    *,
+    params: Params,
+    options: Options,
+    out: Components,
+) -> None:
+    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
+    backends.prepare("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
+    backends.prepare("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)

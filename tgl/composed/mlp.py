@@ -1,0 +1,88 @@
+"""``grouped_mlp`` and its backward: the GEMMs, activations and bias gradients of an expert, one op after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..meta import specs
+from ..meta.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from ..ops.grouped_activation import Params
+
+Specs = dict[str, TensorSpec | None]
+Tensors = dict[str, Tensor | None]
+
+
+def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
+    """``h = x w1 + bias1``, ``act = probs A(h)`` (not kept without a spec), ``y = act w2 + probs bias2``."""
+    x, w1, w2, offs, probs, bias1, bias2 = operands
+    rows, device = x.shape[0], x.device
+    between = {"y": TensorSpec((rows, w2.shape[1]), x.dtype, device), "h": made["h"]}
+    first = backends.produce("grouped_gemm_activation", device, between, [x, w1, offs, bias1, probs], params=params)
+    scale = probs if bias2 is not None else None
+    y = backends.produce("grouped_gemm", device, made["y"], [first["y"], w2, offs, bias2, scale], zero_tail=True)
+    return {"y": y, "h": first["h"], "act": None if made["act"] is None else first["y"]}
+
+
+def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
+    """The gradients that have a spec. What is not needed any more gives its memory to what follows."""
+    dy, x, w1, w2, offs, h, act, probs, bias2 = operands
+    operands.clear()
+    device, acc = dy.device, specs.accumulator(dy.dtype)
+    grads: Tensors = dict.fromkeys(made)
+    further = any(made[name] is not None for name in ("dx", "dw1", "dprobs", "dbias1"))
+    # At the peak, dw1's turn, there is either dw2 or what it is made of: the smaller of dw2 and act.
+    last = further and act is not None and act.numel() < w2.numel()
+    if made["dw2"] is not None and not last:
+        if act is None:
+            act = h.new_empty(h.shape[0], w2.shape[1])
+            backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
+        grads["dw2"] = _wgrad(act, dy, offs, made["dw2"])
+        del act
+    scaled = None
+    if bias2 is not None and probs is not None and (made["dbias2"] is not None or made["dprobs"] is not None):
+        scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
+        sums = torch.empty(bias2.shape, dtype=acc, device=device)
+        backends.run("grouped_dbias_dscales", device, dy, bias2, probs, offs, dbias=sums, dscales=scaled)
+        grads["dbias2"] = sums if made["dbias2"] is not None else None
+    elif made["dbias2"] is not None:
+        grads["dbias2"] = made["dbias2"].empty()
+        backends.run("grouped_dbias", device, dy, offs, out=grads["dbias2"])
+    if not further:
+        return grads
+
+    dh = torch.empty(h.shape, dtype=h.dtype, device=device)
+    sums = torch.empty(h.shape[0] if probs is not None else 0, dtype=acc, device=device)
+    back = w2.transpose(1, 2)
+    backends.run("grouped_gemm_dactivation", device, dy, back, h, offs, probs, params=params, dh=dh, dprobs=sums)
+    del h
+    if made["dprobs"] is not None:
+        dprobs = sums.to(made["dprobs"].dtype)
+        grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
+    del sums
+    if made["dbias1"] is not None:
+        grads["dbias1"] = made["dbias1"].empty()
+        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
+    if made["dw1"] is not None:
+        grads["dw1"] = _wgrad(x, dh, offs, made["dw1"])
+    del x
+    if made["dx"] is not None:
+        given = [dh, w1.transpose(1, 2), offs, None, None]
+        grads["dx"] = backends.produce("grouped_gemm", device, made["dx"], given, zero_tail=True)
+        del given
+    del dh
+    if made["dw2"] is not None and last:
+        grads["dw2"] = _wgrad(act, dy, offs, made["dw2"])
+    return grads
+
+
+def _wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec) -> Tensor:
+    """``a^T b`` of every group, in the memory order of ``spec``."""
+    if spec.stride is not None:
+        return backends.produce("grouped_gemm_wgrad", a.device, spec.by_rows, [b, a, offs]).transpose(1, 2)
+    return backends.produce("grouped_gemm_wgrad", a.device, spec, [a, b, offs])

@@ -1,0 +1,67 @@
+"""The compositions, on every device: what serves an op that no kernel computes as one."""
+
+from __future__ import annotations
+
+from ..backends import Implementation, add
+from . import activations, mlp, requantize, scaled_activation_quantize
+
+_MLP = "the implementations of the ops it is made of, see their own reports"
+_TWO_OPS = "two ops; see `explain` of each"
+
+for _device in ("cpu", "cuda"):
+    for _op, _produce in (("grouped_mlp", mlp.forward), ("grouped_mlp_backward", mlp.backward)):
+        add(Implementation(_op, "composition", _device, None, emulable=_device == "cuda", note=_MLP, produce=_produce))
+    add(
+        Implementation(
+            "grouped_gemm_activation",
+            "GEMM, then activation",
+            _device,
+            None,
+            priority=-10,
+            note=_TWO_OPS,
+            produce=activations.produce_gemm_activation,
+        )
+    )
+    add(
+        Implementation(
+            "grouped_gemm_dactivation",
+            "grouped GEMM, then the activation's backward",
+            _device,
+            activations.gemm_dactivation,
+            priority=-10,
+            note="two ops",
+        )
+    )
+    add(
+        Implementation(
+            "grouped_activation_quantize",
+            "activation, then quantise",
+            _device,
+            activations.activation_quantize,
+            priority=-10,
+            prepare=activations.prepare_activation_quantize,
+        )
+    )
+    add(
+        Implementation(
+            "grouped_gemm_scaled_activation_quantize",
+            "GEMM, then activation and quantise",
+            _device,
+            scaled_activation_quantize.run,
+            scaled_activation_quantize.supports,
+            priority=-10,
+            note=_TWO_OPS,
+            prepare=scaled_activation_quantize.prepare,
+        )
+    )
+    add(
+        Implementation(
+            "group_requantize",
+            "through float32",
+            _device,
+            requantize.run,
+            requantize.supports,
+            note="group_dequantize into a float32 [T, K], group_quantize",
+            prepare=requantize.prepare,
+        )
+    )

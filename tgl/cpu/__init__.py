@@ -1,0 +1,1 @@
+"""What a CPU computes: the exact implementations of the ops, as steps of aten."""

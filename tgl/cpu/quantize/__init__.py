@@ -1,0 +1,102 @@
+"""CPU implementations of ``group_quantize`` and ``group_dequantize``, one module per format family.
+
+Every format has three functions:
+
+``quantize(x, offs, scale, row_scale, rng, *, options, out) -> None``
+    ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``, float32, bfloat16 or float16, in any layout
+    with a unit stride (or expanded). ``options`` is a resolved ``meta.quantized.Options``, ``out`` the ``Components``
+    to write; all arguments have been checked. Writes every byte of every component that is not ``[0]``, zeros in tails
+    and padding included, except ``out.dbias``, which the caller writes. Values in x's tail are not read.
+
+``dequantize(data, scale, offs, amax, *, options, out) -> None``
+    ``data`` and ``scale`` are the rowwise components, or the columnwise ones if ``options.columnwise``, and ``amax``
+    the one beside them. ``options`` is a ``meta.quantized.DequantizeOptions``. Writes all of ``out``, ``[T, K]`` or
+    ``[G, N, K]`` in x's order, zeros in the tail.
+
+``group_factors(a_scale, b_scale, a_amax, b_amax) -> list[float]``
+    What a GEMM's sum of every group is multiplied by: the scales that a whole group shares, of both operands. Empty
+    where all scales are those of blocks.
+
+``offs`` lies on the host, so it may be read (``_rows.Groups``); bad values must not lead out of bounds. Work is done in
+steps of rows that fit the cache, through buffers that every step reuses (and, if they are small, the next call of the
+same thread), so that memory beyond ``out`` does not grow with T. There is no Python loop over rows or blocks, and one
+over groups only to say where each begins. ``row_scale`` multiplies rows when they are loaded (``_rows.Rows``), rounded
+to x's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ...meta.formats import FORMATS
+from ...meta.quantized import Components, DequantizeOptions, Options
+from ...meta.table import OnePerName
+from . import fp8, mxfp8, nvfp4
+from ._dbias import dbias
+
+__all__ = ["DEQUANTIZE", "GROUP_FACTORS", "QUANTIZE", "dbias", "group_dequantize", "group_quantize"]
+
+QUANTIZE: OnePerName[Callable[..., None]] = OnePerName(
+    FORMATS,
+    "QUANTIZE in tgl/cpu/quantize/__init__.py",
+    {
+        "mxfp8": mxfp8.quantize,
+        "nvfp4": nvfp4.quantize,
+        "fp8_tensor": fp8.quantize_tensor,
+        "fp8_block": fp8.quantize_block,
+    },
+)
+DEQUANTIZE: OnePerName[Callable[..., None]] = OnePerName(
+    FORMATS,
+    "DEQUANTIZE in tgl/cpu/quantize/__init__.py",
+    {
+        "mxfp8": mxfp8.dequantize,
+        "nvfp4": nvfp4.dequantize,
+        "fp8_tensor": fp8.dequantize_tensor,
+        "fp8_block": fp8.dequantize_block,
+    },
+)
+
+
+def _no_factors(*_: Tensor | None) -> list[float]:
+    return []
+
+
+GROUP_FACTORS: OnePerName[Callable[..., list[float]]] = OnePerName(
+    FORMATS,
+    "GROUP_FACTORS in tgl/cpu/quantize/__init__.py",
+    {
+        "mxfp8": _no_factors,
+        "nvfp4": nvfp4.group_factors,
+        "fp8_tensor": fp8.group_factors,
+        "fp8_block": _no_factors,
+    },
+)
+
+
+def group_quantize(
+    x: Tensor,
+    offs: Tensor | None,
+    scale: Tensor | None,
+    row_scale: Tensor | None,
+    rng: Tensor | None,
+    noop: Tensor | None,
+    *,
+    options: Options,
+    out: Components,
+) -> None:
+    if noop is not None and noop.any():
+        return
+    quantize = QUANTIZE[options.format]
+    if options.dbias:
+        assert offs is not None
+        dbias(x, offs, row_scale, out=out.dbias)
+    quantize(x, offs, scale, row_scale, rng, options=options, out=out)
+
+
+def group_dequantize(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
+) -> None:
+    DEQUANTIZE[options.format](data, scale, offs, amax, options=options, out=out)

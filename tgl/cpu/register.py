@@ -1,0 +1,45 @@
+"""The implementations that compute on a CPU alone."""
+
+from __future__ import annotations
+
+from ..aten import loops
+from ..backends import Implementation, add
+from . import activation, gemm, quantize, scaled_gemm
+
+_GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
+_DECODED = "float32 products of decoded groups"
+
+add(
+    Implementation(
+        "grouped_gemm",
+        "loop of mm",
+        "cpu",
+        gemm.grouped_gemm,
+        produce=gemm.produce_grouped_gemm,
+        note=_GEMM,
+        slots=True,
+    )
+)
+add(
+    Implementation(
+        "grouped_gemm_wgrad",
+        "loop of mm",
+        "cpu",
+        gemm.grouped_gemm_wgrad,
+        produce=gemm.produce_grouped_gemm_wgrad,
+        note=_GEMM,
+        slots=True,
+    )
+)
+add(
+    Implementation(
+        "grouped_gemm_wgrad_accumulate_", "loop of mm", "cpu", loops.grouped_gemm_wgrad_accumulate, slots=True
+    )
+)
+add(Implementation("grouped_gemm_scaled", "decode and mm", "cpu", scaled_gemm.gemm, note=_DECODED))
+for _op, _slots in (("grouped_gemm_scaled_wgrad", False), ("grouped_gemm_scaled_wgrad_accumulate_", True)):
+    add(Implementation(_op, "decode and mm", "cpu", scaled_gemm.wgrad, note=_DECODED, slots=_slots))
+add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quantize))
+add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
+add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))
+add(Implementation("grouped_activation_backward", "steps of aten", "cpu", activation.backward))

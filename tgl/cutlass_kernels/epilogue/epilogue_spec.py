@@ -1,0 +1,64 @@
+"""Which epilogue a kernel is built with; a part of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..activation.activation_spec import ActivationSpec
+from ..quantize.quantize_spec import MXFP8Spec
+
+
+@dataclass(frozen=True)
+class EpilogueSpec:
+    """``out = alpha[g] * acc + bias[g] * bias_scale[t]`` or ``out += alpha[g] * acc``, in float32 and rounded once.
+
+    Attributes:
+        out: dtype of the output, as ``torch`` names it: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        bias: dtype of ``bias [G, N]``, or None.
+        bias_scale: dtype of ``bias_scale [T]``, or None.
+        accumulate: whether the output is added to.
+        tail: whether rows past the last group are set to zero (``varlen_m``).
+        alpha: what ``alpha[g]`` is: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
+            product of the decode scales that follow from their amax (NVFP4); None: 1.
+        activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none.
+        probs: dtype of ``probs [T]``, or None.
+        quantized: how ``y`` is quantised, which then leaves as components and not otherwise; None: as it is.
+    """
+
+    out: str
+    bias: str | None = None
+    bias_scale: str | None = None
+    accumulate: bool = False
+    tail: bool = False
+    alpha: str | None = None
+    activation: ActivationSpec | None = None
+    probs: str | None = None
+    quantized: MXFP8Spec | None = None
+
+    @property
+    def vectors(self) -> bool:
+        """Whether anything is read per row or column of a tile."""
+        return self.bias is not None or self.probs is not None
+
+    @property
+    def gated(self) -> bool:
+        """Whether a tile holds as many columns of the gate as, behind them, of the linear half.
+
+        With block scales of B, whose rows no map tells apart by turns, halves that alternate are left as they are.
+        """
+        return self.activation is not None and self.activation.gated and not self.alternates
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the columns of a tile are gate and linear half in turns."""
+        return self.quantized is not None and self.activation is not None and self.activation.interleaved
+
+    @property
+    def reduces(self) -> bool:
+        """Accumulate by an adding store: exact only if the output has the accumulator's precision."""
+        return self.accumulate and self.out == "float32"
+
+    @property
+    def reads_output(self) -> bool:
+        """Accumulate by reading the output first, so that the sum is rounded once."""
+        return self.accumulate and self.out != "float32"

@@ -1,0 +1,13 @@
+"""The GEMM kernels of sm_100, by the names that ``archs.Arch.kernel`` asks for."""
+
+from .gradient import GradientGroupedGemm
+from .kernel import ActivatedGroupedGemm, GroupedGemm
+from .scaled import QuantizingGroupedGemm, ScaledGroupedGemm
+
+__all__ = [
+    "ActivatedGroupedGemm",
+    "GradientGroupedGemm",
+    "GroupedGemm",
+    "QuantizingGroupedGemm",
+    "ScaledGroupedGemm",
+]

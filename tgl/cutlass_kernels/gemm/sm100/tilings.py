@@ -1,0 +1,51 @@
+"""Which tilings there are on sm_100, and which suits a problem; plain Python. No measurement backs the choice yet."""
+
+from __future__ import annotations
+
+from ...config import GemmConfig
+from ..scaling import OperandFormat
+
+SMEM_BYTES = 227 * 1024
+TMEM_COLUMNS = 512
+
+
+def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
+    """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
+    if tiling.pingpong:
+        return "ping-pong consumers exist on sm_90 only"
+    if (tiling.cluster_m, tiling.cluster_n) != (1, 1):
+        return "there is no multicast beyond the CTA pair on sm_100"
+    rows = 256 if tiling.two_cta else 128
+    if tiling.tile_m != rows:
+        return f"tile_m must be {rows} with two_cta={tiling.two_cta}, not {tiling.tile_m}"
+    if tiling.tile_n not in (64, 128, 256):
+        return f"tile_n must be 64, 128 or 256, not {tiling.tile_n}"
+    return None
+
+
+def scaled_reason(form: OperandFormat, tiling: GemmConfig) -> str | None:
+    """What else rules a tiling out for operands of ``form``."""
+    return "float32 scales of blocks have kernels on sm_90 only" if form.block else None
+
+
+def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
+    """Wide tiles, as they cost the least bandwidth per MMA, but not where half of one would stay empty.
+
+    A pair of CTAs takes 256 rows once a group fills them on average.
+    """
+    tile_n = 256 if columns > 128 else 128 if columns > 64 else 64
+    if rows >= 256:
+        return GemmConfig(tile_m=256, tile_n=tile_n, two_cta=True)
+    return GemmConfig(tile_m=128, tile_n=tile_n)
+
+
+def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
+    """Wide tiles for long contractions.
+
+    They leave room in tensor memory for one accumulator and its scales, so their epilogue does not overlap the next
+    tile, which weighs least where the contraction is long.
+    """
+    wide = columns > 128 and depth >= 16 * form.tile_k
+    return GemmConfig(
+        tile_m=256 if rows >= 256 else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=rows >= 256
+    )

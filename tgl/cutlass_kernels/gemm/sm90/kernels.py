@@ -1,0 +1,7 @@
+"""The GEMM kernels of sm_90, by the names that ``archs.Arch.kernel`` asks for."""
+
+from .gradient import GradientGroupedGemm
+from .kernel import ActivatedGroupedGemm, GroupedGemm
+from .scaled import ScaledGroupedGemm
+
+__all__ = ["ActivatedGroupedGemm", "GradientGroupedGemm", "GroupedGemm", "ScaledGroupedGemm"]

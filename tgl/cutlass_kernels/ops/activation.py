@@ -1,0 +1,180 @@
+"""The activation alone, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ..activation.activation_spec import ActivationSpec, spec_of
+from ..runtime import device
+from ..runtime.launcher import Call, Launcher, warm
+from ..runtime.names import name
+from ..runtime.requirements import ALIGNMENT, MAX_ROWS
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ActivationKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    spec: ActivationSpec
+    vector: int  # columns of the output that a lane takes at once
+    element: str
+    probs: str | None
+
+
+class ActivationCall(NamedTuple):
+    """A call of ``grouped_activation``."""
+
+    x: Tensor
+    offs: Tensor
+    probs: Tensor | None
+    params: Params
+    out: Tensor
+
+
+class ActivationBackwardCall(NamedTuple):
+    """A call of ``grouped_activation_backward``."""
+
+    dy: Tensor
+    x: Tensor
+    offs: Tensor
+    probs: Tensor | None
+    params: Params
+    dx: Tensor
+    dprobs: Tensor
+
+
+class Elementwise(Launcher[Call]):
+    """What both directions have in common."""
+
+    inputs: tuple[str, ...]
+    output: str
+
+    def refuses(self, c: Any) -> backends.Reason:
+        """Dtypes and layouts."""
+        reason = device.packages_reason()
+        if reason is not None:
+            return reason
+        for field in self.inputs:
+            t = getattr(c, field)
+            if t.dtype not in DTYPES:
+                return f"takes float32, bfloat16 and float16, got {t.dtype}"
+            if t.numel() and t.stride(1) != 1:
+                return f"needs `{field}` row-major, got strides {t.stride()}"
+            if t.shape[0] > MAX_ROWS:
+                return f"takes up to {MAX_ROWS} rows, got {t.shape[0]}"
+        x, pair = c.x, 2 * c.x.element_size()
+        if spec_of(c.params).interleaved and (x.stride(0) % 2 or device.address(x) % pair):
+            return f"needs interleaved `x` with rows on {pair} bytes, got strides {x.stride()}"
+        return None
+
+    def alike(self, c: Any) -> tuple | None:
+        """All but the number of rows."""
+        addresses, strides = 0, []
+        for field in (*self.inputs, self.output):
+            t = getattr(c, field)
+            addresses |= t.data_ptr()
+            strides.append(t.stride())
+            if 0 in strides[-1]:
+                return None
+        if not warm(c.x.shape[0], addresses):
+            return None
+        return c.x.dtype, c.probs is None or c.probs.dtype, c.params, c.x.shape[1], *strides
+
+    def key(self, c: Any, arch: str) -> ActivationKey:
+        """The width of accesses follows from where the tensors lie."""
+        spec, matrices = spec_of(c.params), [getattr(c, field) for field in (*self.inputs, self.output)]
+        return ActivationKey(arch, not c.x.is_cuda, spec, vector_of(spec, *matrices), name(c.x), name(c.probs))
+
+
+class GroupedActivation(Elementwise[ActivationCall]):
+    """``out = probs A(g) L(u)`` and a zero tail."""
+
+    op = "grouped_activation"
+    call = ActivationCall
+    inputs, output = ("x",), "out"
+
+    def nothing(self, c: ActivationCall) -> bool:
+        """No results."""
+        return c.out.numel() == 0
+
+    def build(self, key: ActivationKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        from ..activation.kernel import GroupedActivation as Kernel
+        from ..runtime.compiling import compiled, strided
+
+        narrow, wide = rows_of(key)
+        return compiled(key.arch, Kernel(key.spec, key.vector), wide, strided("int32"), strided(key.probs), narrow)
+
+    def arguments(self, c: ActivationCall) -> tuple:
+        """What the kernel is called with."""
+        return c.x, c.offs, c.probs, c.out
+
+
+class GroupedActivationBackward(Elementwise[ActivationBackwardCall]):
+    """The gradients in ``x`` and ``probs``, with zero tails."""
+
+    op = "grouped_activation_backward"
+    call = ActivationBackwardCall
+    inputs, output = ("dy", "x"), "dx"
+
+    def nothing(self, c: ActivationBackwardCall) -> bool:
+        """No gradients."""
+        return c.dy.numel() == 0
+
+    def without(self, c: ActivationBackwardCall) -> None:
+        """The sums over no columns."""
+        c.dprobs.zero_()
+
+    def build(self, key: ActivationKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        from ..activation.kernel import GroupedActivationBackward as Kernel
+        from ..runtime.compiling import compiled, strided, vector
+
+        (narrow, wide), (_, dx) = rows_of(key), rows_of(key)
+        dprobs = None if key.probs is None else vector("float32")
+        offs, factors = strided("int32"), strided(key.probs)
+        return compiled(key.arch, Kernel(key.spec, key.vector), narrow, wide, offs, factors, dx, dprobs)
+
+    def arguments(self, c: ActivationBackwardCall) -> tuple:
+        """What the kernel is called with."""
+        return c.dy, c.x, c.offs, c.probs, c.dx, None if c.probs is None else c.dprobs
+
+
+def vector_of(spec: ActivationSpec, *matrices: Tensor) -> int:
+    """Columns of the output that a lane takes at once: its accesses are 16 bytes wide, where all matrices allow it."""
+    vector = ALIGNMENT // matrices[0].element_size() // (2 if spec.interleaved else 1)
+    low = columns = min(t.shape[1] for t in matrices)
+    for t in matrices:
+        pair = 2 if spec.interleaved and t.shape[1] != columns else 1  # elements of t per column of the output
+        low |= t.stride(0) // pair | device.address(t) // (pair * t.element_size())
+    while low % vector:
+        vector //= 2
+    return vector
+
+
+def rows_of(key: ActivationKey) -> tuple[Any, Any]:
+    """Stand-ins for matrices of the output's columns and of the input's, accessed by as many as a lane takes."""
+    from ..runtime.compiling import matrix
+    from ..runtime.elements import TYPES
+
+    def rows(count: int) -> Any:
+        width = count * TYPES[key.element].width // 8
+        return matrix(key.element, pitch=width, columns=count, align=min(width, ALIGNMENT))
+
+    return rows(key.vector), rows(key.vector * (2 if key.spec.interleaved else 1))
+
+
+GROUPED_ACTIVATION = GroupedActivation()
+GROUPED_ACTIVATION_BACKWARD = GroupedActivationBackward()
+LAUNCHERS = (GROUPED_ACTIVATION, GROUPED_ACTIVATION_BACKWARD)

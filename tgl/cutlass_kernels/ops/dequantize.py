@@ -1,0 +1,148 @@
+"""From quantised formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.quantized import DequantizeOptions
+from ..quantize.quantize_spec import DequantizeSpec
+from ..runtime import device
+from ..runtime.launcher import Launcher, warm
+from ..runtime.names import name
+from ..runtime.requirements import ALIGNMENT, MAX_ROWS
+
+RUN = 16  # rows of transposed data that a lane loads
+
+
+class DequantizeKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    spec: DequantizeSpec
+
+
+class DequantizeCall(NamedTuple):
+    """A call of ``group_dequantize``."""
+
+    data: Tensor
+    scale: Tensor
+    offs: Tensor | None
+    amax: Tensor | None
+    options: DequantizeOptions
+    out: Tensor
+
+
+class GroupDequantize(Launcher[DequantizeCall]):
+    """Writes the values of components to ``out``."""
+
+    op = "group_dequantize"
+    call = DequantizeCall
+    note = "one launch, groups read on the device; components that do not begin on 16 bytes are copied"
+
+    def refuses(self, c: DequantizeCall) -> backends.Reason:
+        """Sizes."""
+        reason, out = device.packages_reason(), c.out
+        if reason is None and out.numel() and out.numel() // out.shape[-1] > MAX_ROWS:
+            reason = f"takes up to {MAX_ROWS} rows, got {out.numel() // out.shape[-1]}"
+        return reason
+
+    def alike(self, c: DequantizeCall) -> tuple | None:
+        """All but the number of rows; components that lie anyhow are copied first."""
+        data, scale, offs, _, options, out = c
+        *rows, columns = out.shape
+        if not columns or not warm(rows[0], data.data_ptr() | scale.data_ptr()):
+            return None
+        if offs is None:
+            sizes: tuple = (rows[1] > 0,)
+            if not rows[1]:
+                return None
+        else:
+            sizes = (offs.shape[0],)
+        return data.dtype, out.dtype, options, offs is None, sizes, columns, data.shape[-1]
+
+    def nothing(self, c: DequantizeCall) -> bool:
+        """No values, or no group that has some."""
+        return c.out.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)
+
+    def without(self, c: DequantizeCall) -> None:
+        """Every row is the tail's."""
+        c.out.zero_()
+
+    def key(self, c: DequantizeCall, arch: str) -> DequantizeKey:
+        """The widths of accesses follow from those of rows."""
+        options, form = c.options, c.options.description
+        transposed = options.columnwise and form.transposed_columnwise
+        spec = DequantizeSpec(
+            format=options.format,
+            element="float4_e2m1" if form.per_byte == 2 else name(c.data.dtype),
+            out=name(c.out.dtype),
+            columnwise=options.columnwise,
+            blocked=options.blocked,
+            square=options.block_2d and form.square_scales,
+            rht=options.rht,
+            grouped=c.offs is not None,
+            vector=divisor(c.out.shape[-1], ALIGNMENT // c.out.element_size()),
+            run=divisor(c.data.shape[-1], RUN // form.per_byte) if transposed else 0,
+        )
+        return DequantizeKey(arch, not c.data.is_cuda, spec)
+
+    def build(self, key: DequantizeKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..quantize.decode import FP4
+        from ..quantize.dequantize import DequantizeRows
+        from ..quantize.dequantize_transposed import DequantizeTransposed
+        from ..runtime.compiling import compiled, matrix, strided, vector
+
+        spec = key.spec
+
+        def scales() -> Any:
+            if not spec.decoding.block:
+                return vector("float32")
+            if spec.decoding.scale == "float32":
+                return strided("float32", 2) if spec.grouped and not spec.columnwise else matrix("float32", pitch=4)
+            if spec.blocked:
+                return vector("uint8", ALIGNMENT)
+            return matrix("uint8", pitch=spec.vector if spec.columnwise and not spec.run else 1)
+
+        pitch = spec.run or (spec.vector // 2 if spec.element == FP4 else spec.vector)
+        return compiled(
+            key.arch,
+            (DequantizeTransposed if spec.run else DequantizeRows)(spec),
+            matrix("uint8", pitch=pitch),
+            scales(),
+            vector("int32") if spec.grouped else None,
+            vector("float32") if spec.decoding.amax else None,
+            matrix(spec.out, pitch=spec.vector * (4 if spec.out == "float32" else 2)),
+            cutlass.Int32(1),
+        )
+
+    def arguments(self, c: DequantizeCall) -> tuple:
+        """What the kernel is called with."""
+        data, scale, out = aligned(c.data), aligned(c.scale), c.out
+        elements = data if data.dtype == torch.uint8 else data.view(torch.uint8)
+        if c.offs is not None:
+            return elements, scale, c.offs, c.amax, out, 0
+        scales = scale if scale.dim() == 1 else scale.view(-1) if c.options.blocked else scale.view(-1, scale.shape[-1])
+        rows = out.view(-1, out.shape[-1])
+        return elements.view(-1, elements.shape[-1]), scales, c.offs, c.amax, rows, out.shape[1]
+
+
+def aligned(t: Tensor) -> Tensor:
+    """``t``, or a copy if it begins at an address that no access of 16 bytes may have."""
+    return t.clone() if device.address(t) % ALIGNMENT else t
+
+
+def divisor(size: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides ``size``."""
+    return min(size & -size, most)
+
+
+GROUP_DEQUANTIZE = GroupDequantize()

@@ -1,0 +1,234 @@
+"""Dense GEMMs: forward and input gradient, weight gradient, and the weight gradient added to what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.slots import scatter
+from .. import tilings
+from ..archs import arch_of
+from ..config import VARLEN_K, VARLEN_M, GemmConfig
+from ..epilogue import EpilogueSpec
+from ..runtime import device
+from ..runtime.launcher import Call, Launcher, power_of_two, rows_class, small, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
+
+
+class GemmKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    kind: str
+    arch: str
+    emulated: bool
+    element: str
+    b_unit: int  # which dimension of B is contiguous; that of A is the last
+    spec: EpilogueSpec
+    config: GemmConfig
+    slots: bool = False  # whether a table says where matrices are
+
+
+class GemmCall(NamedTuple):
+    """A call of ``grouped_gemm``."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    bias: Tensor | None
+    bias_scale: Tensor | None
+    out: Tensor
+    zero_tail: bool
+    slots: Tensor | None = None
+
+
+class WgradCall(NamedTuple):
+    """A call of ``grouped_gemm_wgrad`` or its accumulating form."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    out: Tensor
+    slots: Tensor | None = None
+
+
+class PersistentGemm(Launcher[Call]):
+    """A GEMM whose clusters take tile after tile: as many are started as run at once."""
+
+    def last(self, key: GemmKey, where: torch.device) -> tuple:
+        """The number of clusters."""
+        return (device.clusters(where, key.config.ctas),)
+
+
+class GroupedGemm(PersistentGemm[GemmCall]):
+    """``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
+
+    op = "grouped_gemm"
+    call = GemmCall
+    reach = Reach({"a": ROWS, "b": MATRIX, "out": ROW_MAJOR}, ("out",), keeps=lambda c: not c.zero_tail, slotted="b")
+
+    def refuses(self, c: GemmCall) -> backends.Reason:
+        """Dtypes, and K = 0."""
+        return gemm_reason(c.a, c.out)
+
+    def alike(self, c: GemmCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        a, b, _, bias, bias_scale, out, zero_tail, slots = c
+        rows, shape = a.shape[0], b.shape
+        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+            return None
+        size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
+        layouts = (a.stride(), b.stride(), out.stride(), shape)
+        dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+        return layouts, dtypes, size, zero_tail, slots is None
+
+    def nothing(self, c: GemmCall) -> bool:
+        """No results, or no matrices to form them of."""
+        return c.out.numel() == 0 or groups_of(c.b, c.slots) == 0
+
+    def without(self, c: GemmCall) -> None:
+        """Every row is the tail's."""
+        if c.zero_tail:
+            c.out.zero_()
+
+    def key(self, c: GemmCall, arch: str) -> GemmKey:
+        """The tiling follows from N, K and the class of rows per group."""
+        _, depth, columns = c.b.shape
+        rows = power_of_two(c.a.shape[0] // groups_of(c.b, c.slots))
+        tiling = tilings.choose(arch, VARLEN_M, columns, depth, rows)
+        spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
+        emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
+        return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, c.slots is not None)
+
+    def build(self, key: GemmKey) -> Callable:
+        """Compile the kernel for ``key``."""
+        return build(key)
+
+    def arguments(self, c: GemmCall) -> tuple:
+        """What the kernel is called with."""
+        a, b, offs, bias, bias_scale, out, _, slots = c
+        return a, b, offs, out, bias, bias_scale, slots
+
+    def scratch(self, c: GemmCall) -> GemmCall:
+        """One group without rows."""
+        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
+        return c._replace(
+            a=small(c.a, 8, 8),
+            b=small(c.b, 1, 8, 8),
+            offs=offs,
+            bias=None if c.bias is None else c.bias.new_zeros(1, 8),
+            bias_scale=None if c.bias_scale is None else c.bias_scale.new_zeros(8),
+            out=c.out.new_zeros(8, 8, device=c.a.device),
+            slots=None if c.slots is None else offs,
+        )
+
+
+class GroupedGemmWgrad(PersistentGemm[WgradCall]):
+    """``out[g] = a[rows of g]^T @ b[rows of g]``, or that added to ``out``; group ``g`` may be matrix ``slots[g]``."""
+
+    call = WgradCall
+
+    def __init__(self, op: str, *, accumulate: bool) -> None:
+        self.op, self.accumulate = op, accumulate
+        # The slot of an empty group keeps its bytes where sums are added to.
+        self.reach = Reach(  # type: ignore[misc]
+            {"a": ROWS, "b": ROWS, "out": ROW_MAJOR}, ("out",), keeps=lambda c: accumulate, slotted="out"
+        )
+
+    def refuses(self, c: WgradCall) -> backends.Reason:
+        """Dtypes."""
+        return dense_reason(c.a, c.out)
+
+    def alike(self, c: WgradCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        a, b, _, out, slots = c
+        rows, shape = a.shape[0], out.shape
+        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+            return None
+        size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
+        return (a.stride(), b.stride(), out.stride(), shape), a.dtype, out.dtype, size, slots is None
+
+    def nothing(self, c: WgradCall) -> bool:
+        """No matrices, or no rows to form them of."""
+        return c.out.numel() == 0 or groups_of(c.out, c.slots) == 0 or c.a.shape[0] == 0
+
+    def without(self, c: WgradCall) -> None:
+        """The sums of no rows."""
+        if not self.accumulate:
+            clear(c.out, c.slots)
+
+    def key(self, c: WgradCall, arch: str) -> GemmKey:
+        """The tiling follows from M, N and the class of rows per group."""
+        _, rows, columns = c.out.shape
+        depth = power_of_two(c.a.shape[0] // groups_of(c.out, c.slots))
+        tiling = tilings.choose(arch, VARLEN_K, columns, depth, rows)
+        spec = EpilogueSpec(name(c.out), accumulate=self.accumulate)
+        return GemmKey(VARLEN_K, arch, not c.a.is_cuda, name(c.a), 1, spec, tiling, c.slots is not None)
+
+    def build(self, key: GemmKey) -> Callable:
+        """Compile the kernel for ``key``."""
+        return build(key)
+
+    def arguments(self, c: WgradCall) -> tuple:
+        """What the kernel is called with."""
+        a, b, offs, out, slots = c
+        return a, b, offs, out, None, None, slots
+
+    def scratch(self, c: WgradCall) -> WgradCall:
+        """One group without rows."""
+        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
+        out = c.out.new_zeros(1, 8, 8, device=c.a.device)
+        return WgradCall(small(c.a, 8, 8), small(c.b, 8, 8), offs, out, None if c.slots is None else offs)
+
+
+def gemm_reason(a: Tensor, out: Tensor) -> backends.Reason:
+    """Why no dense kernel forms ``out`` of ``a``, wherever they lie, or None."""
+    reason = dense_reason(a, out)
+    return "does not take K = 0" if reason is None and a.shape[1] == 0 and out.numel() else reason
+
+
+def groups_of(matrices: Tensor, slots: Tensor | None) -> int:
+    """How many groups there are."""
+    return matrices.shape[0] if slots is None else slots.shape[0]
+
+
+def clear(out: Tensor, slots: Tensor | None) -> None:
+    """Zeros in the matrices of all groups."""
+    if slots is None:
+        out.zero_()
+    else:
+        scatter(out, slots, out.new_zeros(slots.shape[0], *out.shape[1:]))
+
+
+def build(key: GemmKey) -> Callable:
+    """Compile the kernel for ``key``. Needs no GPU."""
+    import cutlass
+
+    from ..runtime.compiling import compiled, matrix, strided
+    from ..runtime.elements import TYPES
+
+    kernel = arch_of(key.arch).kernel("GroupedGemm")
+    out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
+    return compiled(
+        key.arch,
+        kernel(key.kind, key.config, key.spec, TYPES[key.element]),
+        matrix(key.element),
+        matrix(key.element, b_dims, unit=key.b_unit),
+        strided("int32"),
+        matrix(key.spec.out, out_dims),
+        strided(key.spec.bias, 2),
+        strided(key.spec.bias_scale),
+        strided("int32") if key.slots else None,
+        cutlass.Int32(1),
+    )
+
+
+GROUPED_GEMM = GroupedGemm()
+GROUPED_GEMM_WGRAD = GroupedGemmWgrad("grouped_gemm_wgrad", accumulate=False)
+GROUPED_GEMM_WGRAD_ACCUMULATE = GroupedGemmWgrad("grouped_gemm_wgrad_accumulate_", accumulate=True)
+LAUNCHERS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD, GROUPED_GEMM_WGRAD_ACCUMULATE)

@@ -1,0 +1,131 @@
+"""A GEMM with an activation as second output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from .. import tilings
+from ..activation.activation_spec import spec_of
+from ..archs import arch_of
+from ..config import VARLEN_M
+from ..epilogue import EpilogueSpec
+from ..runtime.launcher import power_of_two, rows_class, small, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, unit_dimension
+from .gemm import GemmKey, PersistentGemm, gemm_reason
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
+
+
+class GemmActivationCall(NamedTuple):
+    """A call of ``grouped_gemm_activation``."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    bias: Tensor | None
+    probs: Tensor | None
+    params: Params
+    y: Tensor
+    h: Tensor
+
+
+class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
+    """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, ``y`` its activation, and zero tails."""
+
+    op = "grouped_gemm_activation"
+    call = GemmActivationCall
+    reach = Reach({"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR}, ("y", "h"))
+
+    def refuses(self, c: GemmActivationCall) -> backends.Reason:
+        """Widths, and matrices whose halves no tensor map tells apart."""
+        reason = gemm_reason(c.a, c.h)
+        if reason is not None or c.h.numel() == 0:
+            return reason
+        step = ALIGNMENT // c.y.element_size()
+        if c.y.shape[1] % step:
+            return f"needs a multiple of {step} columns of the result, got {c.y.shape[1]}"
+        across = c.b.stride(2) == 1
+        if c.params.gated and c.params.interleaved and across:
+            return "needs `b` contiguous along K when gate and linear half alternate: a tensor map skips no elements"
+        half = c.b.shape[2] // 2 * c.b.element_size()
+        if c.params.gated and across and half % ALIGNMENT:
+            return f"needs halves of `b` on {ALIGNMENT} bytes, got {half} bytes from one to the other"
+        return None
+
+    def alike(self, c: GemmActivationCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        a, b, _, bias, probs, params, y, h = c
+        rows, shape = a.shape[0], b.shape
+        if not warm(rows, a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
+            return None
+        layouts = (a.stride(), b.stride(), h.stride(), y.stride(), shape)
+        dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+        return layouts, dtypes, params, rows_class(rows, shape[0])
+
+    def nothing(self, c: GemmActivationCall) -> bool:
+        """No results, or no matrices to form them of."""
+        return c.h.numel() == 0 or c.b.shape[0] == 0
+
+    def without(self, c: GemmActivationCall) -> None:
+        """Every row is the tail's."""
+        c.h.zero_()
+        c.y.zero_()
+
+    def key(self, c: GemmActivationCall, arch: str) -> GemmKey:
+        """The tiling follows from N, K and the class of rows per group."""
+        groups, depth, columns = c.b.shape
+        rows = power_of_two(c.a.shape[0] // groups)
+        tiling = tilings.choose(arch, VARLEN_M, columns, depth, rows, halves=c.params.gated)
+        activation = spec_of(c.params)
+        spec = EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
+        return GemmKey(VARLEN_M, arch, not c.a.is_cuda, name(c.a), unit_dimension(c.b.stride()), spec, tiling)
+
+    def build(self, key: GemmKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided
+        from ..runtime.elements import TYPES
+
+        kernel = arch_of(key.arch).kernel("ActivatedGroupedGemm")
+        return compiled(
+            key.arch,
+            kernel(key.kind, key.config, key.spec, TYPES[key.element]),
+            matrix(key.element),
+            matrix(key.element, 3, unit=key.b_unit),
+            strided("int32"),
+            matrix(key.spec.out),
+            matrix(key.spec.out),
+            strided(key.spec.bias, 2),
+            strided(key.spec.probs),
+            cutlass.Int32(1),
+        )
+
+    def arguments(self, c: GemmActivationCall) -> tuple:
+        """What the kernel is called with."""
+        return c.a, c.b, c.offs, c.h, c.y, c.bias, c.probs
+
+    def scratch(self, c: GemmActivationCall) -> GemmActivationCall:
+        """One group without rows."""
+        width = 16 if c.params.gated else 8
+        return c._replace(
+            a=small(c.a, 8, 8),
+            b=small(c.b, 1, 8, width),
+            offs=torch.zeros(1, dtype=torch.int32, device=c.a.device),
+            bias=None if c.bias is None else c.bias.new_zeros(1, width),
+            probs=None if c.probs is None else c.probs.new_zeros(8),
+            y=c.h.new_zeros(8, 8, device=c.a.device),
+            h=c.h.new_zeros(8, width, device=c.a.device),
+        )
+
+
+GROUPED_GEMM_ACTIVATION = GroupedGemmActivation()
+LAUNCHERS = (GROUPED_GEMM_ACTIVATION,)

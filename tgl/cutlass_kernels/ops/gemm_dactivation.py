@@ -1,0 +1,154 @@
+"""A GEMM that goes back through the activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.placement import ceil_div
+from .. import tilings
+from ..activation.activation_spec import ActivationSpec, spec_of
+from ..archs import arch_of
+from ..config import VARLEN_M, GemmConfig
+from ..runtime.launcher import Plan, power_of_two, rows_class, small, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
+from .gemm import PersistentGemm
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
+
+
+class DactivationKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    element: str
+    b_unit: int  # which dimension of B is contiguous
+    activation: ActivationSpec
+    probs: str | None
+    config: GemmConfig
+
+
+class DactivationCall(NamedTuple):
+    """A call of ``grouped_gemm_dactivation``."""
+
+    dy: Tensor
+    b: Tensor
+    h: Tensor
+    offs: Tensor
+    probs: Tensor | None
+    params: Params
+    dh: Tensor
+    dprobs: Tensor
+
+
+class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
+    """The product and back through the activation, with zero tails.
+
+    A row's sum for ``dprobs`` is that of its tiles across I in order of ``torch.sum``, each that of its columns.
+    """
+
+    op = "grouped_gemm_dactivation"
+    call = DactivationCall
+    reach = Reach({"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR}, ("dh",))
+    note = "one launch and, for dprobs, a sum over tiles; groups read on the device"
+
+    def refuses(self, c: DactivationCall) -> backends.Reason:
+        """Dtypes and widths."""
+        reason = dense_reason(c.dy, c.dh)
+        if reason is not None or c.dh.numel() == 0:
+            return reason
+        if c.dy.shape[1] == 0:
+            return "does not take K = 0"
+        side_by_side = c.params.gated and not c.params.interleaved
+        step = ALIGNMENT // c.h.element_size()
+        columns = c.b.shape[2] if side_by_side else c.h.shape[1]
+        if columns % step:
+            return f"needs {'halves' if side_by_side else 'rows'} of `h` of a multiple of {step} columns, got {columns}"
+        return None
+
+    def alike(self, c: DactivationCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        dy, b, h, _, probs, params, dh, _ = c
+        rows, shape = dy.shape[0], b.shape
+        if not warm(rows, dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr()):
+            return None
+        layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), shape)
+        return layouts, dy.dtype, probs is None or probs.dtype, params, rows_class(rows, shape[0])
+
+    def nothing(self, c: DactivationCall) -> bool:
+        """No results, or no matrices to form them of."""
+        return c.dh.numel() == 0 or c.b.shape[0] == 0
+
+    def without(self, c: DactivationCall) -> None:
+        """Every row is the tail's."""
+        c.dh.zero_()
+        c.dprobs.zero_()
+
+    def key(self, c: DactivationCall, arch: str) -> DactivationKey:
+        """The tiling follows from I, N and the class of rows per group."""
+        groups, depth, columns = c.b.shape
+        tiling = tilings.choose(arch, VARLEN_M, columns, depth, power_of_two(c.dy.shape[0] // groups))
+        unit = unit_dimension(c.b.stride())
+        return DactivationKey(arch, not c.dy.is_cuda, name(c.dy), unit, spec_of(c.params), name(c.probs), tiling)
+
+    def build(self, key: DactivationKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided
+        from ..runtime.elements import TYPES
+
+        kernel, element = arch_of(key.arch).kernel("GradientGroupedGemm"), TYPES[key.element]
+        halves = 2 if key.activation.gated and not key.activation.interleaved else 1
+        columns = halves * ALIGNMENT * 8 // element.width
+        return compiled(
+            key.arch,
+            kernel(key.config, element, key.element, key.activation),
+            matrix(key.element),
+            matrix(key.element, 3, unit=key.b_unit),
+            strided("int32"),
+            matrix(key.element, columns=columns),
+            matrix(key.element, columns=columns),
+            strided(key.probs),
+            None if key.probs is None else matrix("float32", pitch=4, align=4),
+            cutlass.Int32(1),
+        )
+
+    def arguments(self, c: DactivationCall) -> tuple:
+        """What the kernel is called with; ``dprobs`` holds the sums of one tile's columns."""
+        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, None if c.probs is None else c.dprobs.unsqueeze(0)
+
+    def start(self, plan: Plan, c: DactivationCall) -> None:
+        """Launch; sums of several tiles across I are added up behind it."""
+        columns, tile_n = c.b.shape[2], plan.key.config.tile_n
+        if c.probs is None or columns <= tile_n:
+            plan.launch(*self.arguments(c))
+            return
+        sums = c.dprobs.new_empty(ceil_div(columns, tile_n), c.dprobs.shape[0])
+        plan.launch(c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums)
+        torch.sum(sums, 0, out=c.dprobs)
+
+    def scratch(self, c: DactivationCall) -> DactivationCall:
+        """One group without rows."""
+        hidden = c.h.new_zeros(8, 16 if c.params.gated else 8)
+        return c._replace(
+            dy=small(c.dy, 8, 8),
+            b=small(c.b, 1, 8, 8),
+            h=hidden,
+            offs=torch.zeros(1, dtype=torch.int32, device=c.dy.device),
+            probs=None if c.probs is None else c.probs.new_zeros(8),
+            dh=hidden.clone(),
+            dprobs=c.dprobs.new_zeros(8, device=c.dy.device),
+        )
+
+
+GROUPED_GEMM_DACTIVATION = GroupedGemmDactivation()
+LAUNCHERS = (GROUPED_GEMM_DACTIVATION,)

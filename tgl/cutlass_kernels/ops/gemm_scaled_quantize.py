@@ -1,0 +1,215 @@
+"""A GEMM on quantised operands whose activation leaves quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.quantized import Components, Options
+from .. import tilings
+from ..activation.activation_spec import spec_of
+from ..archs import arch_of
+from ..config import VARLEN_M, GemmConfig
+from ..epilogue import EpilogueSpec
+from ..gemm.scaling import ATOM_ROWS, MXFP8, NO_EPILOGUE
+from ..quantize.quantize_spec import MXFP8Spec
+from ..runtime.launcher import power_of_two, rows_class, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import ALIGNMENT, START
+from .gemm import PersistentGemm
+from .gemm_scaled import NEEDS, scaled_reason, scratch_square
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
+
+
+class ScaledQuantizeKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    a_element: str
+    b_element: str
+    b_rows_first: bool
+    spec: EpilogueSpec
+    config: GemmConfig
+
+
+class ScaledQuantizeCall(NamedTuple):
+    """A call of ``grouped_gemm_scaled_activation_quantize``."""
+
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor
+    a_amax: Tensor | None
+    b_amax: Tensor | None
+    bias: Tensor | None
+    probs: Tensor | None
+    scale: Tensor | None
+    b_direction: str
+    params: Params
+    options: Options
+    h: Tensor
+    out: Components
+
+    @property
+    def format(self) -> str:
+        """Of the operands."""
+        return self.options.format
+
+    @property
+    def scale_layout(self) -> str:
+        """Of the operands' scales."""
+        return self.options.scale_layout
+
+
+class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
+    """``h = a[t] @ b[g] + bias[g]``, and the components of its activation, in one launch."""
+
+    op = "grouped_gemm_scaled_activation_quantize"
+    call = ScaledQuantizeCall
+    reach = Reach({("h" if field == "out" else field): need for field, need in NEEDS.items()}, ("h",))
+    archs = frozenset(MXFP8.archs)
+
+    def refuses(self, c: ScaledQuantizeCall) -> backends.Reason:
+        """Formats whose scales no tile knows, dtypes and widths."""
+        if NO_EPILOGUE[c.format] is not None:
+            return NO_EPILOGUE[c.format]
+        reason = scaled_reason(c.format, c.a, c.h)
+        if reason is not None:
+            return reason
+        if c.scale_layout != "blocked":
+            return f'needs scale_layout="blocked", got "{c.scale_layout}"'
+        if c.h.dtype == torch.float32:
+            return f"writes bfloat16 or float16, not {c.h.dtype}"
+        columns = c.h.shape[1] // 2 if c.params.gated else c.h.shape[1]
+        if columns % ALIGNMENT:
+            return f"needs I to be a multiple of {ALIGNMENT}, got {columns}"
+        if c.params.gated and not c.params.interleaved and columns % ATOM_ROWS:
+            return (
+                f"needs I to be a multiple of {ATOM_ROWS} unless halves alternate, since scales come so, got {columns}"
+            )
+        return None
+
+    def reason(self, c: ScaledQuantizeCall) -> backends.Reason:
+        """Besides: operands and components out of reach."""
+        found = self.refuses(c) or self.reach.reason(c)
+        if found is not None:
+            return found
+        return next(filter(None, (START.reason(*item) for item in c.out._asdict().items())), None)
+
+    def alike(self, c: ScaledQuantizeCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        a, a_scale, b, b_scale, _, _, _, bias, probs, _, *meant, h, out = c
+        rows, shape = a.shape[0], b.shape
+        addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | h.data_ptr()
+        for t in out:
+            addresses |= t.data_ptr()  # 0 where nothing is written
+        if not warm(rows, addresses):
+            return None
+        layouts = (a.stride(), b.stride(), h.stride(), shape)
+        dtypes = (a.dtype, b.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+        return layouts, dtypes, rows_class(rows, shape[0]), *meant
+
+    def nothing(self, c: ScaledQuantizeCall) -> bool:
+        """No results, or no matrices to form them of."""
+        return c.h.numel() == 0 or c.b.shape[0] == 0
+
+    def without(self, c: ScaledQuantizeCall) -> None:
+        """Every row is the tail's."""
+        for t in (c.h, *c.out):
+            t.zero_()
+
+    def key(self, c: ScaledQuantizeCall, arch: str) -> ScaledQuantizeKey:
+        """The tiling of ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
+        rows = power_of_two(c.a.shape[0] // c.b.shape[0])
+        tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows)
+        if c.params.gated and not c.params.interleaved:
+            tiling = replace(tiling, tile_n=2 * ATOM_ROWS)
+        quantized = MXFP8Spec(
+            source=name(c.h),
+            element=name(c.options.dtype),
+            rowwise=c.options.rowwise,
+            columnwise=c.options.columnwise,
+            scaling=c.options.scaling,
+            blocked=True,
+            grouped=True,
+        )
+        spec = EpilogueSpec(
+            name(c.h),
+            name(c.bias),
+            tail=True,
+            activation=spec_of(c.params),
+            probs=name(c.probs),
+            quantized=quantized,
+        )
+        first = c.b_direction == "rowwise"
+        return ScaledQuantizeKey(arch, not c.a.is_cuda, name(c.a), name(c.b), first, spec, tiling)
+
+    def build(self, key: ScaledQuantizeKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.elements import TYPES
+
+        spec, quantized = key.spec, key.spec.quantized
+        assert quantized is not None
+
+        def direction(present: bool) -> tuple:
+            return (matrix(quantized.element), vector("uint8", ALIGNMENT)) if present else (None, None)
+
+        a, b, codes = (TYPES[element] for element in (key.a_element, key.b_element, quantized.element))
+        kernel = arch_of(key.arch).kernel("QuantizingGroupedGemm")
+        return compiled(
+            key.arch,
+            kernel(key.config, spec, a, b, codes, MXFP8, key.b_rows_first),
+            matrix(key.a_element),
+            vector("uint8", ALIGNMENT),
+            matrix(key.b_element, 3),
+            matrix("uint8"),
+            strided("int32"),
+            matrix(spec.out),
+            strided(spec.bias, 2),
+            strided(spec.probs),
+            *direction(quantized.rowwise),
+            *direction(quantized.columnwise),
+            cutlass.Int32(1),
+        )
+
+    def arguments(self, c: ScaledQuantizeCall) -> tuple:
+        """What the kernel is called with."""
+        out, options = c.out, c.options
+        row = (out.data, out.scale) if options.rowwise else (None, None)
+        column = (out.columnwise_data, out.columnwise_scale) if options.columnwise else (None, None)
+        return *c[:5], c.h, c.bias, c.probs, *row, *column
+
+    def scratch(self, c: ScaledQuantizeCall) -> ScaledQuantizeCall:
+        """One group without rows."""
+        width = 2 * ATOM_ROWS if c.params.gated else ATOM_ROWS
+        x, x_scale, _ = scratch_square(c.a, None, c.format, c.scale_layout, columnwise=False, weights=False)
+        codes = torch.zeros(ATOM_ROWS, ATOM_ROWS, dtype=c.options.dtype, device=c.a.device)
+        blocks = x_scale.new_zeros(4 * ATOM_ROWS)
+        return c._replace(
+            a=x,
+            a_scale=x_scale,
+            b=c.b.new_zeros((1, width, ATOM_ROWS) if c.b_direction == "rowwise" else (1, ATOM_ROWS, width)),
+            b_scale=c.b_scale.new_zeros(1, 4 * width),
+            offs=torch.zeros(1, dtype=torch.int32, device=c.a.device),
+            bias=None if c.bias is None else c.bias.new_zeros(1, width),
+            probs=None if c.probs is None else c.probs.new_zeros(ATOM_ROWS),
+            h=c.h.new_zeros(ATOM_ROWS, width, device=c.a.device),
+            out=c.out._replace(data=codes, scale=blocks, columnwise_data=codes, columnwise_scale=blocks),
+        )
+
+
+GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE = GroupedGemmScaledActivationQuantize()
+LAUNCHERS = (GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE,)

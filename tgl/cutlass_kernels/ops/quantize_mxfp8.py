@@ -1,0 +1,91 @@
+"""Quantisation kernels of MXFP8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...meta.quantized import Options
+from ..activation.activation_spec import ActivationSpec
+from ..archs import Arch
+from ..quantize.quantize_spec import MXFP8Spec
+from ..runtime.names import dtype, name
+from .quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix
+
+VECTOR = 8  # columns that a lane takes
+
+
+class MXFP8Quantizer(Quantizer):
+    """One launch."""
+
+    def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> MXFP8Spec:
+        """What a kernel for the call depends on besides the architecture."""
+        dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
+        return _spec(dtypes, c.offs is not None, c.options, activation, elementwise)
+
+    def arguments(self, c: QuantizeCall) -> tuple:
+        """What the kernel is called with."""
+        options, out = c.options, c.out
+
+        def scales(t: Tensor) -> Tensor:
+            if c.offs is not None:
+                return t
+            return t.view(-1) if options.blocked else t.view(-1, t.shape[-1])
+
+        row = (by_rows(out.data), scales(out.scale)) if options.rowwise else (None, None)
+        column = (by_rows(out.columnwise_data), scales(out.columnwise_scale)) if options.columnwise else (None, None)
+        return by_rows(c.x), c.offs, c.row_scale, flag(c.noop), *row, *column, rows_of_a_matrix(c)
+
+    def build(self, arch: str, spec: MXFP8Spec) -> Callable:
+        """Compile the kernel for ``spec``. Needs no GPU."""
+        import cutlass
+
+        from ..quantize.activated import ActivateQuantizeMXFP8
+        from ..quantize.mxfp8 import QuantizeMXFP8
+        from ..runtime.compiling import compiled, matrix, strided, vector
+
+        def side(present: bool) -> tuple[Any, Any]:
+            if not present:
+                return None, None
+            scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
+            return matrix(spec.element, pitch=1 if spec.elementwise else VECTOR), scales
+
+        return compiled(
+            arch,
+            (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
+            strided(spec.source, 2) if spec.elementwise else matrix(spec.source),
+            vector("int32") if spec.grouped else None,
+            strided(spec.row_scale),
+            strided(spec.noop),
+            *side(spec.rowwise),
+            *side(spec.columnwise),
+            cutlass.Int32(1),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    dtypes: tuple[torch.dtype | None, ...],
+    grouped: bool,
+    options: Options,
+    activation: ActivationSpec | None,
+    elementwise: bool,
+) -> MXFP8Spec:
+    source, row_scale, noop = map(name, dtypes)
+    return MXFP8Spec(
+        source=source,
+        element=name(options.dtype),
+        rowwise=options.rowwise,
+        columnwise=options.columnwise,
+        scaling=options.scaling,
+        blocked=options.blocked,
+        grouped=grouped,
+        row_scale=row_scale,
+        noop=noop,
+        activation=activation,
+        elementwise=elementwise,
+    )

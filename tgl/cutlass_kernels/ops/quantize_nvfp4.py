@@ -1,0 +1,112 @@
+"""Quantisation kernels of NVFP4."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.quantized import Options
+from ..activation.activation_spec import ActivationSpec
+from ..archs import Arch
+from ..quantize.quantize_spec import NVFP4Spec
+from ..runtime.names import dtype, name
+from .quantize_fp8 import NO_ACTIVATION
+from .quantizer import QuantizeCall, Quantizer, by_rows, cleared, flag, rows_of_a_matrix
+
+PIECE = 32  # rows of a 16-byte piece of transposed data
+
+
+class NVFP4Quantizer(Quantizer):
+    """One look for the largest magnitudes of groups, one for elements and scales."""
+
+    def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> NVFP4Spec:
+        """What a kernel for the call depends on besides the architecture."""
+        assert activation is None
+        dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
+        return _spec(arch, dtypes, c.offs is not None, c.rng is not None, c.options, elementwise)
+
+    def without(self, c: QuantizeCall) -> None:
+        """The largest magnitudes of no values are zero."""
+        for amax in (c.out.amax, c.out.columnwise_amax):
+            cleared(amax, c.noop)
+
+    def activation_reason(self, c: QuantizeCall) -> backends.Reason:
+        """Scales of groups."""
+        return NO_ACTIVATION.format(c.options.format)
+
+    def arguments(self, c: QuantizeCall) -> tuple:
+        """What the kernel is called with."""
+        options, out = c.options, c.out
+
+        def data(t: Tensor) -> Tensor:
+            flat = t.view(torch.uint8) if t.dim() == 2 else t.view(torch.uint8).flatten(0, 1)
+            return flat if flat.numel() else flat.as_strided(flat.shape, (PIECE, 1))  # where strides mean nothing
+
+        def scales(t: Tensor) -> Tensor:
+            return t.view(torch.uint8).view(-1) if options.blocked else data(t)
+
+        row: tuple[Tensor | None, ...] = (None, None, None)
+        column = row
+        if options.rowwise:
+            row = (data(out.data), scales(out.scale), out.amax)
+        if options.columnwise:
+            column = (data(out.columnwise_data), scales(out.columnwise_scale), out.columnwise_amax)
+        words = None if c.rng is None else c.rng.contiguous().view(torch.int32)
+        return by_rows(c.x), c.offs, c.row_scale, words, flag(c.noop), *row, *column, rows_of_a_matrix(c)
+
+    def build(self, arch: str, spec: NVFP4Spec) -> Callable:
+        """Compile the kernel for ``spec``. Needs no GPU."""
+        import cutlass
+
+        from ..quantize.nvfp4 import QuantizeNVFP4
+        from ..runtime.compiling import compiled, matrix, strided, vector
+
+        def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
+            if not present:
+                return None, None, None
+            scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
+            return matrix("uint8", pitch=1 if spec.elementwise else pitch), scales, vector("float32")
+
+        return compiled(
+            arch,
+            QuantizeNVFP4(spec),
+            strided(spec.source, 2) if spec.elementwise else matrix(spec.source),
+            vector("int32") if spec.grouped else None,
+            strided(spec.row_scale),
+            vector("int32") if spec.stochastic else None,
+            strided(spec.noop),
+            *side(spec.rowwise, 4),
+            *side(spec.columnwise, 16),
+            cutlass.Int32(1),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    arch: Arch,
+    dtypes: tuple[torch.dtype | None, ...],
+    grouped: bool,
+    stochastic: bool,
+    options: Options,
+    elementwise: bool,
+) -> NVFP4Spec:
+    source, row_scale, noop = map(name, dtypes)
+    return NVFP4Spec(
+        source=source,
+        rowwise=options.rowwise,
+        columnwise=options.columnwise,
+        blocks_2d=options.block_2d,
+        blocked=options.blocked,
+        grouped=grouped,
+        rht=options.rht,
+        stochastic=stochastic,
+        converts=arch.rounds_to_fp4,
+        row_scale=row_scale,
+        noop=noop,
+        elementwise=elementwise,
+    )

@@ -1,0 +1,82 @@
+"""What a format states for its quantisation kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.quantized import Components, Options
+from ..activation.activation_spec import ActivationSpec
+from ..archs import Arch
+
+
+class QuantizeCall(NamedTuple):
+    """A call of ``group_quantize``."""
+
+    x: Tensor
+    offs: Tensor | None
+    scale: Tensor | None
+    row_scale: Tensor | None
+    rng: Tensor | None
+    noop: Tensor | None
+    options: Options
+    out: Components
+
+
+class Quantizer(ABC):
+    """The kernels of one format or several alike."""
+
+    @abstractmethod
+    def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> Any:
+        """What a kernel for the call depends on besides the architecture."""
+
+    @abstractmethod
+    def build(self, arch: str, spec: Any) -> Callable:
+        """Compile the kernel for ``spec``. Needs no GPU."""
+
+    @abstractmethod
+    def arguments(self, c: QuantizeCall) -> tuple:
+        """What the kernel is called with, which writes the components of ``x``, ``dbias`` excepted."""
+
+    def nothing(self, c: QuantizeCall) -> bool:
+        """Whether no kernel has anything to write."""
+        return c.x.shape[-1] == 0 or (c.x.numel() == 0 and (c.offs is None or c.offs.shape[0] == 0))
+
+    def without(self, c: QuantizeCall) -> None:
+        """What is to be written all the same."""
+        return
+
+    def activation_reason(self, c: QuantizeCall) -> backends.Reason:
+        """Why no kernel applies an activation first, or None."""
+        return None
+
+
+def flag(noop: Tensor | None) -> Tensor | None:
+    """The flag as a vector of one element of a type that kernels know."""
+    if noop is None:
+        return None
+    return (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
+
+
+def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
+    """The bits of ``amax``, zero unless the flag says that nothing is to be written."""
+    if noop is None:
+        amax.zero_()
+    else:
+        amax.masked_fill_(noop == 0, 0.0)
+    return amax.view(torch.int32)
+
+
+def by_rows(t: Tensor) -> Tensor:
+    """Matrices one below the other."""
+    return t if t.dim() < 3 else t.view(-1, t.shape[-1])
+
+
+def rows_of_a_matrix(c: QuantizeCall) -> int:
+    """0 where rows are grouped by ``offs``."""
+    return c.x.shape[1] if c.offs is None else 0

@@ -1,0 +1,282 @@
+"""Sums over the rows of groups, and the ends of groups from their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ..runtime import device
+from ..runtime.launcher import Call, Launcher, Plan, warm
+from ..runtime.names import name
+
+LOAD_BYTES = 16
+LANES = 32
+ROWS = 256  # of a tile, at least
+RING_ROWS = 4096  # for a ring, at least: where a warp has a few rows, registers hold them all
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+class Cut(NamedTuple):
+    """How a bias sum's warps read rows: the arguments of ``GroupedDbias``."""
+
+    vector: int
+    across: int
+    slots: int = 0
+
+    def tiles(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """As many tiles as multiprocessors hold blocks, but none of few rows; there are some."""
+        strips = -(-columns // (self.across * self.vector))
+        return min(max(multiprocessors * (1 if self.slots else 2) // strips, 1), -(-rows // ROWS))
+
+
+class ReduceKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    element: str
+    cut: Cut | None = None
+    bias: str | None = None
+    bias_scale: str | None = None
+
+
+class DbiasCall(NamedTuple):
+    """A call of ``grouped_dbias``."""
+
+    dy: Tensor
+    offs: Tensor
+    out: Tensor
+
+
+class DbiasDscalesCall(NamedTuple):
+    """A call of ``grouped_dbias_dscales``."""
+
+    dy: Tensor
+    bias: Tensor
+    bias_scale: Tensor
+    offs: Tensor
+    dbias: Tensor
+    dscales: Tensor
+
+
+class OffsetsCall(NamedTuple):
+    """A call of ``splits_to_offsets``."""
+
+    m_splits: Tensor
+    out: Tensor
+
+
+class RowSums(Launcher[Call]):
+    """Sums over rows, with room for those of groups that lie in several tiles: two for each tile."""
+
+    def refuses(self, c: Any) -> backends.Reason:
+        """Dtypes."""
+        reason = device.packages_reason()
+        if reason is None and c.dy.dtype not in FLOATS:
+            reason = f"takes float32, bfloat16 and float16, got {c.dy.dtype}"
+        return reason
+
+    def build(self, key: ReduceKey) -> Callable:
+        """Compile the kernel for ``key``."""
+        return build(key)
+
+    def partial(self, plan: Plan, dy: Tensor, dbias: Tensor) -> Tensor:
+        """The room."""
+        rows, columns = dy.shape
+        return dbias.new_empty(2 * plan.key.cut.tiles(rows, columns, device.multiprocessors(dy.device)), columns)
+
+
+class GroupedDbias(RowSums[DbiasCall]):
+    """``out[g] = sum of dy[t]`` over the rows ``t`` of every group ``g``."""
+
+    op = "grouped_dbias"
+    call = DbiasCall
+
+    def alike(self, c: DbiasCall) -> tuple | None:
+        """All but the number of rows, of which it matters whether they are many."""
+        dy, _, out = c
+        rows, strides = dy.shape[0], dy.stride()
+        if not warm(rows, dy.data_ptr()) or 0 in strides:
+            return None
+        return dy.dtype, out.shape, strides, rows >= RING_ROWS
+
+    def nothing(self, c: DbiasCall) -> bool:
+        """No columns or groups, or no rows."""
+        return c.out.numel() == 0 or c.dy.shape[0] == 0
+
+    def without(self, c: DbiasCall) -> None:
+        """The sums of no rows."""
+        c.out.zero_()
+
+    def key(self, c: DbiasCall, arch: str) -> ReduceKey:
+        """How the rows are read follows from their width and number."""
+        return ReduceKey(arch, not c.dy.is_cuda, name(c.dy), cut_of(c.dy, None))
+
+    def arguments(self, c: DbiasCall) -> tuple:
+        """What the kernel is called with, but the room for partial sums."""
+        return c.dy, c.offs, c.out
+
+    def start(self, plan: Plan, c: DbiasCall) -> None:
+        """Launch."""
+        plan.launch(c.dy, c.offs, c.out, self.partial(plan, c.dy, c.out), None, None, None)
+
+    def scratch(self, c: DbiasCall) -> DbiasCall:
+        """One row in no group, of columns that every kernel can load."""
+        offs = torch.zeros(1, dtype=torch.int32, device=c.dy.device)
+        return DbiasCall(c.dy.new_zeros(1, LOAD_BYTES), offs, c.out.new_zeros(1, LOAD_BYTES, device=c.dy.device))
+
+
+class GroupedDbiasDscales(RowSums[DbiasDscalesCall]):
+    """``dbias[g] = sum of bias_scale[t] dy[t]`` and ``dscales[t] = dy[t] . bias[g]``."""
+
+    op = "grouped_dbias_dscales"
+    call = DbiasDscalesCall
+
+    def alike(self, c: DbiasDscalesCall) -> tuple | None:
+        """All but the number of rows."""
+        dy, bias, bias_scale, _, dbias, _ = c
+        strides = (dy.stride(), bias.stride())
+        if not warm(dy.shape[0], dy.data_ptr() | bias.data_ptr()) or 0 in strides[0] or 0 in strides[1]:
+            return None
+        return dy.dtype, bias.dtype, bias_scale.dtype, dbias.shape, strides
+
+    def nothing(self, c: DbiasDscalesCall) -> bool:
+        """No columns or groups, or no rows."""
+        return c.dbias.numel() == 0 or c.dy.shape[0] == 0
+
+    def without(self, c: DbiasDscalesCall) -> None:
+        """The sums of no rows, and rows of no group."""
+        c.dbias.zero_()
+        c.dscales.zero_()
+
+    def key(self, c: DbiasDscalesCall, arch: str) -> ReduceKey:
+        """How the rows are read follows from their width."""
+        return ReduceKey(arch, not c.dy.is_cuda, name(c.dy), cut_of(c.dy, c.bias), name(c.bias), name(c.bias_scale))
+
+    def arguments(self, c: DbiasDscalesCall) -> tuple:
+        """What the kernel is called with, but the room for partial sums."""
+        return c.dy, c.offs, c.dbias, c.bias, c.bias_scale, c.dscales
+
+    def start(self, plan: Plan, c: DbiasDscalesCall) -> None:
+        """Launch."""
+        partial = self.partial(plan, c.dy, c.dbias)
+        plan.launch(c.dy, c.offs, c.dbias, partial, c.bias, c.bias_scale, c.dscales)
+
+    def scratch(self, c: DbiasDscalesCall) -> DbiasDscalesCall:
+        """One row in no group, of columns that every kernel can load."""
+        where = c.dy.device
+        return DbiasDscalesCall(
+            c.dy.new_zeros(1, LOAD_BYTES),
+            c.bias.new_zeros(1, LOAD_BYTES),
+            c.bias_scale.new_zeros(1),
+            torch.zeros(1, dtype=torch.int32, device=where),
+            c.dbias.new_zeros(1, LOAD_BYTES, device=where),
+            c.dscales.new_zeros(1, device=where),
+        )
+
+
+class SplitsToOffsets(Launcher[OffsetsCall]):
+    """``out[g] = m_splits[0] + ... + m_splits[g]``."""
+
+    op = "splits_to_offsets"
+    call = OffsetsCall
+
+    def refuses(self, c: OffsetsCall) -> backends.Reason:
+        """Dtypes."""
+        reason = device.packages_reason()
+        if reason is None and c.m_splits.dtype not in INTEGERS:
+            reason = f"takes {', '.join(map(str, INTEGERS))}, got {c.m_splits.dtype}"
+        return reason
+
+    def alike(self, c: OffsetsCall) -> tuple | None:
+        """The dtype; the kernel reads elements one by one."""
+        return (c.m_splits.dtype,) if c.out.numel() else None
+
+    def nothing(self, c: OffsetsCall) -> bool:
+        """No groups."""
+        return c.out.numel() == 0
+
+    def key(self, c: OffsetsCall, arch: str) -> ReduceKey:
+        """The dtype."""
+        return ReduceKey(arch, not c.m_splits.is_cuda, name(c.m_splits))
+
+    def build(self, key: ReduceKey) -> Callable:
+        """Compile the kernel for ``key``."""
+        return build(key)
+
+    def arguments(self, c: OffsetsCall) -> tuple:
+        """What the kernel is called with."""
+        return c
+
+    def scratch(self, c: OffsetsCall) -> OffsetsCall:
+        """One group without rows."""
+        return OffsetsCall(c.m_splits.new_zeros(1), c.out.new_zeros(1, device=c.m_splits.device))
+
+
+def _vector(dy: Tensor) -> int:
+    """Elements a load may take: what divides the row, the row pitch and the address of ``dy``, up to 16 bytes."""
+    if dy.stride(1) != 1:
+        return 1
+    vector = LOAD_BYTES // dy.element_size()
+    while dy.shape[1] % vector or dy.stride(0) % vector or dy.data_ptr() % (vector * dy.element_size()):
+        vector //= 2
+    return vector
+
+
+def cut_of(dy: Tensor, bias: Tensor | None) -> Cut:
+    """How to read ``dy``, and ``bias`` if there is one, as measured on an H200.
+
+    The gradient of the scales takes more warps than a ring has room for.
+    """
+    rows, columns = dy.shape
+    vector = _vector(dy)
+    if bias is not None:
+        vector = min(vector, _vector(bias))
+    elif rows >= RING_ROWS and vector * dy.element_size() == LOAD_BYTES and columns >= LANES * vector:
+        return Cut(vector, LANES, 6 if columns <= 8 * LANES * vector else 4)
+    return Cut(vector, 16 if columns >= 128 * vector else 8)
+
+
+def build(key: ReduceKey) -> Callable:
+    """Compile the kernel for ``key``. Needs no GPU."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+    from ..reduce.dbias import GroupedDbias
+    from ..reduce.offsets import SplitsToOffsets
+    from ..runtime.compiling import compiled
+    from ..runtime.elements import TYPES
+
+    groups = cute.sym_int32()
+    ends = make_fake_compact_tensor(TYPES["int32"], (groups,))
+    if key.cut is None:
+        sizes = make_fake_tensor(TYPES[key.element], (groups,), (cute.sym_int64(),))
+        return compiled(key.arch, SplitsToOffsets(), sizes, ends)
+    vector = key.cut.vector
+    rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
+
+    def matrix(element: Any, height: Any) -> Any:
+        """Read by vectors along its rows, or element by element in any layout."""
+        strides = (cute.sym_int64(divisibility=vector), 1) if vector > 1 else (cute.sym_int64(), cute.sym_int64())
+        return make_fake_tensor(element, (height, columns), strides, assumed_align=vector * element.width // 8)
+
+    out = make_fake_compact_tensor(TYPES["float32"], (groups, columns), stride_order=(1, 0))
+    partial = make_fake_compact_tensor(TYPES["float32"], (cute.sym_int32(), columns), stride_order=(1, 0))
+    bias = scale = dscales = None
+    if key.bias is not None and key.bias_scale is not None:
+        bias = matrix(TYPES[key.bias], groups)
+        scale = make_fake_tensor(TYPES[key.bias_scale], (rows,), (cute.sym_int64(),))
+        dscales = make_fake_compact_tensor(TYPES["float32"], (rows,))
+    dy = matrix(TYPES[key.element], rows)
+    return compiled(key.arch, GroupedDbias(*key.cut), dy, ends, out, partial, bias, scale, dscales)
+
+
+GROUPED_DBIAS = GroupedDbias()
+GROUPED_DBIAS_DSCALES = GroupedDbiasDscales()
+SPLITS_TO_OFFSETS = SplitsToOffsets()
+LAUNCHERS = (GROUPED_DBIAS, GROUPED_DBIAS_DSCALES, SPLITS_TO_OFFSETS)

@@ -1,0 +1,138 @@
+"""Which quantisation a kernel is built for; a part of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..activation.activation_spec import ActivationSpec
+from ..gemm.scaling import DECODINGS, Decoding
+
+
+@dataclass(frozen=True)
+class MXFP8Spec:
+    """One MXFP8 quantisation; see ``tgl.group_quantize``.
+
+    Attributes:
+        source: dtype of x, as ``torch`` names it.
+        element: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
+        rowwise, columnwise: which directions.
+        scaling: ``"rceil"``, ``"floor"`` or ``"even"``.
+        blocked: whether scales are laid out for tensor cores.
+        grouped: whether x is rows in groups rather than matrices.
+        row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
+        noop: dtype of the flag that stops everything, or None.
+        activation: what is applied to x first, or None.
+        elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+    """
+
+    source: str
+    element: str
+    rowwise: bool
+    columnwise: bool
+    scaling: str
+    blocked: bool
+    grouped: bool
+    row_scale: str | None = None
+    noop: str | None = None
+    activation: ActivationSpec | None = None
+    elementwise: bool = False
+
+
+@dataclass(frozen=True)
+class FP8Spec:
+    """One FP8 quantisation with float32 scales; see ``tgl.group_quantize``.
+
+    Attributes:
+        source: dtype of x, as ``torch`` names it.
+        element: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
+        rowwise, columnwise: which directions.
+        blocks: ``"1d"`` for 128 values of a row or column, ``"2d"`` for 128 x 128, None for one scale per group.
+        power_of_two: whether scales are powers of two.
+        eps: bits of the least largest magnitude.
+        grouped: whether x is rows in groups rather than matrices.
+        given: whether the scales of the groups are given.
+        row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
+        noop: dtype of the flag that stops everything, or None.
+        activation: what is applied to x first, or None; not where scales follow from whole groups.
+        elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+    """
+
+    source: str
+    element: str
+    rowwise: bool
+    columnwise: bool
+    blocks: str | None
+    power_of_two: bool
+    eps: int
+    grouped: bool
+    given: bool = False
+    row_scale: str | None = None
+    noop: str | None = None
+    activation: ActivationSpec | None = None
+    elementwise: bool = False
+
+
+@dataclass(frozen=True)
+class NVFP4Spec:
+    """One NVFP4 quantisation; see ``tgl.group_quantize``.
+
+    Attributes:
+        source: dtype of x, as ``torch`` names it.
+        rowwise, columnwise: which directions.
+        blocks_2d: whether a square of 16 x 16 shares a scale.
+        blocked: whether scales are laid out for tensor cores.
+        grouped: whether x is rows in groups rather than matrices.
+        rht: whether columnwise data is made from the Hadamard transform.
+        stochastic: whether elements are rounded stochastically.
+        converts: whether the architecture has an instruction that rounds to E2M1.
+        row_scale: dtype of the factor per row, or None.
+        noop: dtype of the flag that stops everything, or None.
+        elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+    """
+
+    source: str
+    rowwise: bool
+    columnwise: bool
+    blocks_2d: bool
+    blocked: bool
+    grouped: bool
+    rht: bool
+    stochastic: bool
+    converts: bool
+    row_scale: str | None = None
+    noop: str | None = None
+    elementwise: bool = False
+
+
+@dataclass(frozen=True)
+class DequantizeSpec:
+    """One dequantisation; see ``tgl.group_dequantize``.
+
+    Attributes:
+        format: as the op calls it.
+        element: ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"float4_e2m1"``.
+        out: dtype of the result, as ``torch`` names it.
+        columnwise: whether the components are the columnwise ones.
+        blocked: whether scales are laid out for tensor cores.
+        square: whether blocks are 128 x 128.
+        rht: whether the data was transformed.
+        grouped: whether the result is rows in groups rather than matrices.
+        vector: elements of a row that are stored at once.
+        run: bytes of transposed data that are loaded at once; 0 of data in the order of the result.
+    """
+
+    format: str
+    element: str
+    out: str
+    columnwise: bool
+    blocked: bool
+    square: bool
+    rht: bool
+    grouped: bool
+    vector: int
+    run: int
+
+    @property
+    def decoding(self) -> Decoding:
+        """How the format is read."""
+        return DECODINGS[self.format]

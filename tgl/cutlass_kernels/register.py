@@ -1,0 +1,41 @@
+"""The kernels as implementations of the ops; the DSL is imported at the first call."""
+
+from __future__ import annotations
+
+from .. import backends
+from .ops import (
+    activation,
+    dequantize,
+    gemm,
+    gemm_activation,
+    gemm_dactivation,
+    gemm_scaled,
+    gemm_scaled_quantize,
+    quantize,
+    reduce,
+)
+from .runtime.launcher import Launcher
+
+COPYING: tuple[Launcher, ...] = (
+    *gemm.LAUNCHERS,
+    *gemm_activation.LAUNCHERS,
+    *gemm_dactivation.LAUNCHERS,
+    *gemm_scaled.LAUNCHERS,
+    quantize.GROUP_QUANTIZE,
+)
+"""Those that serve a call between copies, too."""
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    *COPYING,
+    *gemm_scaled_quantize.LAUNCHERS,
+    *activation.LAUNCHERS,
+    *reduce.LAUNCHERS,
+    dequantize.GROUP_DEQUANTIZE,
+    quantize.GROUPED_ACTIVATION_QUANTIZE,
+)
+
+for _launcher in LAUNCHERS:
+    backends.add(_launcher.implementation())
+for _launcher in COPYING:
+    backends.add(_launcher.copying())
+backends.add(quantize.ELEMENTWISE.implementation("tgl kernel, element by element", priority=8))

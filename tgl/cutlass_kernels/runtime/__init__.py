@@ -1,0 +1,1 @@
+"""What every launch needs on the host: what kernels ask of operands, how they are compiled and found again."""

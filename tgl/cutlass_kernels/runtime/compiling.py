@@ -1,0 +1,55 @@
+"""Compiling a kernel for tensors of known dtype and layout and any size. Needs no GPU; imported by who compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..archs import arch_of
+from .elements import TYPES
+from .requirements import ALIGNMENT
+
+
+def matrix(
+    name: str, dims: int = 2, *, unit: int = -1, pitch: int = ALIGNMENT, columns: int = 1, align: int = ALIGNMENT
+) -> Any:
+    """A stand-in for a tensor that is contiguous along one dimension; by default one that a tensor map describes.
+
+    Args:
+        name: the dtype, as ``torch`` names it.
+        dims: how many dimensions it has.
+        unit: the contiguous one.
+        pitch: bytes that divide all strides but that one's.
+        columns: what divides the size of the last dimension, in elements.
+        align: bytes that divide the address.
+    """
+    element = TYPES[name]
+    step = max(pitch * 8 // element.width, 1)
+    strides = tuple(1 if i == unit % dims else cute.sym_int64(divisibility=step) for i in range(dims))
+    sizes = (*_sizes(dims - 1), cute.sym_int32(divisibility=columns))
+    return make_fake_tensor(element, sizes, strides, assumed_align=align)
+
+
+def vector(name: str, align: int = 4) -> Any:
+    """One for a contiguous vector, aligned to as many bytes."""
+    return make_fake_tensor(TYPES[name], _sizes(1), (1,), assumed_align=align)
+
+
+def strided(name: str | None, dims: int = 1) -> Any:
+    """One for a tensor that is read element by element, in any layout; None for None."""
+    if name is None:
+        return None
+    return make_fake_tensor(TYPES[name], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
+
+
+def compiled(arch: str, kernel: Callable, *arguments: Any) -> Callable:
+    """``kernel`` for ``arch``, to be called with the like of ``arguments``, without the stream, which comes last."""
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile[cute.GPUArch(arch_of(arch).target), cute.EnableTVMFFI(True)](kernel, *arguments, stream)
+
+
+def _sizes(dims: int) -> tuple:
+    return tuple(cute.sym_int32() for _ in range(dims))

@@ -1,0 +1,20 @@
+"""Dtypes in a key: as ``torch`` names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def dtype(t: Tensor | None) -> torch.dtype | None:
+    """Its dtype; None for None."""
+    return None if t is None else t.dtype
+
+
+def name(value: Tensor | torch.dtype | None) -> Any:
+    """The dtype as ``torch`` names it; None for None."""
+    if value is None:
+        return None
+    return str(value.dtype if isinstance(value, Tensor) else value).removeprefix("torch.")

@@ -1,0 +1,115 @@
+"""The two problem kinds on quantised operands, with scales in the blocked layout.
+
+An atom of 128 rows x 4 scales is 512 bytes. A group's scales begin with an atom of their own, so an atom is never
+shared: the first is ``start // unit + g`` (see ``tgl.meta.placement``), where tokens run along the rows of atoms
+(``varlen_m``, unit 128) or along their columns (``varlen_k``, unit ``4 * vector``).
+"""
+
+from typing import Any
+
+from cutlass import Int32, cute
+
+from ..gemm.scaling import ATOM_COLUMNS, ATOM_ROWS, OperandFormat
+from . import Tile, ceil_div, quotient
+from .gated import GatedVarlenM
+from .policy import Problem, VarlenK, VarlenM
+
+
+def _atoms(scales: cute.Tensor, vector: int, down: Int32, across: Int32) -> cute.Tensor:
+    """Blocked scales ``[bytes]`` or ``[G, bytes]`` of ``down x across`` atoms as ``[rows, depth(, group)]``.
+
+    Within an atom rows of 32 are 16 bytes apart, these runs 4 bytes, and neighbouring scales one.
+    """
+    size = ATOM_ROWS * ATOM_COLUMNS
+    shape: tuple = (((32, 4), down), ((vector, 4), across))
+    stride: tuple = (((16, 4), across * size), ((0, 1), size))
+    if len(scales.shape) == 2:
+        shape, stride = (*shape, scales.shape[0]), (*stride, scales.stride[0])
+    return cute.make_tensor(scales.iterator, cute.make_layout(shape, stride=stride))
+
+
+class ScaledVarlenM(VarlenM):
+    """``a [T, K] x b [G, K, N]``: tokens are the rows of A's atoms, every matrix of B has atoms of its own."""
+
+    def __init__(self, *tiling: Any, form: OperandFormat):
+        super().__init__(*tiling)
+        self.form = form
+
+    def scale_views(self, a: cute.Tensor, b: cute.Tensor, problem: Problem) -> tuple[cute.Tensor, cute.Tensor]:
+        """Scales of A and B as ``[rows, depth]`` and ``[columns, depth, group]``."""
+        vector = self.form.vector
+        across = ceil_div(problem.depth, vector * ATOM_COLUMNS)
+        places = ceil_div(problem.rows, ATOM_ROWS) + Int32(cute.size(problem.offs)) - 1
+        columns = ceil_div(problem.columns, ATOM_ROWS)
+        return _atoms(a, vector, places, across), _atoms(b, vector, columns, across)
+
+    def a_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map."""
+        return cute.domain_offset(((quotient(tile.start, ATOM_ROWS) + tile.group) * ATOM_ROWS, 0), scales)
+
+    def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[columns, depth]``."""
+        return scales[None, None, tile.group]
+
+
+class GatedScaledVarlenM(ScaledVarlenM, GatedVarlenM):
+    """``ScaledVarlenM`` on halves side by side: the linear half's scales must begin with an atom of their own."""
+
+    def scale_views(self, a: cute.Tensor, b: cute.Tensor, problem: Problem) -> tuple[cute.Tensor, cute.Tensor]:
+        """Scales of A and B as ``[rows, depth]`` and ``[(columns, half), depth, group]``."""
+        a, b = super().scale_views(a, b, problem)
+        (atom, down), *shape = b.shape
+        (inner, step), *stride = b.stride
+        half = down // 2
+        layout = cute.make_layout((((atom, half), 2), *shape), stride=(((inner, step), half * step), *stride))
+        return a, cute.make_tensor(b.iterator, layout)
+
+
+class ScaledVarlenK(VarlenK):
+    """``a [T, M]^T x b [T, N]``: tokens are the columns of the atoms of both.
+
+    Data that is itself stored by place is contiguous along the contraction, where no map can end at a group: only
+    because the mainloop stops there, to the unit of the placement, which is the depth of one MMA, is nothing of the
+    next group multiplied.
+    """
+
+    def __init__(self, *tiling: Any, form: OperandFormat):
+        super().__init__(*tiling)
+        self.form = form
+
+    def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
+        if not self.form.placed:
+            return super().views(a, b, out)
+        a, b = (cute.make_tensor(t.iterator, cute.select(t.layout, [1, 0])) for t in (a, b))
+        return a, b, cute.make_tensor(out.iterator, cute.select(out.layout, [1, 2, 0]))
+
+    def scale_views(self, a: cute.Tensor, b: cute.Tensor, problem: Problem) -> tuple[cute.Tensor, cute.Tensor]:
+        """Scales of A and B as ``[rows, depth]`` and ``[columns, depth]``."""
+        unit = self.form.unit
+        if self.form.placed:
+            places = problem.rows // unit  # of Tp
+        else:
+            places = ceil_div(problem.rows, unit) + Int32(cute.size(problem.offs)) - 1
+        across = places * (ATOM_ROWS * ATOM_COLUMNS)
+        a, b = (_atoms(t, self.form.vector, Int32(t.shape[0]) // across, places) for t in (a, b))
+        return a, b
+
+    def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:
+        return cute.domain_offset((0, (quotient(tile.start, self.form.unit) + tile.group) * self.form.unit), tensor)
+
+    def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
+        return self._place(a, tile) if self.form.placed else super().a(a, tile)
+
+    def b(self, b: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[columns, depth]``."""
+        return self._place(b, tile) if self.form.placed else super().b(b, tile)
+
+    def a_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[rows, depth]``, given the coordinate tensor of a map of A's scales."""
+        return self._place(scales, tile)
+
+    def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[columns, depth]``."""
+        return self._place(scales, tile)

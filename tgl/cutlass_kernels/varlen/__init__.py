@@ -1,1 +1,0 @@
-"""Groups of rows of any length inside one tensor."""

@@ -1,0 +1,100 @@
+"""Hooks of parameters whose gradient autograd does not see: formed later, or added to ``main_grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_STANDS_IN = "stands_in_for_main_grad"
+
+
+class _Deferred:
+    """A tensor hook that is not called with what autograd has instead of the gradient: nothing, or a stand-in."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        # Another use of the parameter may still have a gradient of the ordinary kind.
+        return None if grad is None or stands_in(grad) else self.hook(grad)
+
+
+class _Postponed:
+    """A hook of ``register_post_accumulate_grad_hook`` of a parameter whose gradient there is after ``backward_dw``."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, parameter: Tensor) -> None:
+        pass
+
+
+def have_tensor_hooks(parameters: Sequence[Tensor]) -> bool:
+    """Whether anybody has called ``register_hook`` of one of them."""
+    return any(p._backward_hooks for p in parameters)
+
+
+def defer_tensor_hooks(parameters: Sequence[Tensor]) -> None:
+    """Keep the hooks, which ``apply_tensor_hooks`` calls, from the backward that is running."""
+    for parameter in parameters:
+        _wrap(parameter._backward_hooks, _Deferred)
+
+
+def postpone_hooks(parameters: Sequence[Tensor]) -> None:
+    """``defer_tensor_hooks``, and let ``call_accumulated_hooks`` alone call what comes after the gradient."""
+    defer_tensor_hooks(parameters)
+    for parameter in parameters:
+        _wrap(getattr(parameter, "_post_accumulate_grad_hooks", None), _Postponed)
+
+
+def _wrap(hooks: Any, wrapper: type) -> None:
+    """In their dictionary, by whose keys they are removed."""
+    for key, hook in (hooks or {}).items():
+        if not isinstance(hook, wrapper):
+            hooks[key] = wrapper(hook)
+
+
+def apply_tensor_hooks(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """``gradients``, or what the hooks of those ``parameters`` that require grad make of them, in their order."""
+    found = []
+    for parameter, grad in zip(parameters, gradients):
+        hooks: Any = parameter._backward_hooks if parameter.requires_grad else None
+        for hook in list((hooks or {}).values()):
+            result = (hook.hook if isinstance(hook, _Deferred) else hook)(grad)
+            grad = grad if result is None else result
+        found.append(grad)
+    return found
+
+
+def call_accumulated_hooks(parameters: Sequence[Tensor]) -> None:
+    """Those of ``register_post_accumulate_grad_hook``, of parameters whose gradient is where it belongs."""
+    for parameter in parameters:
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in list(hooks.values()):
+            (hook.hook if isinstance(hook, _Postponed) else hook)(parameter)
+
+
+def stand_in(like: Tensor, shape: torch.Size | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in the place of a gradient that is in ``main_grad``: expanded, until somebody accumulates them."""
+    zeros = like.new_zeros((), dtype=dtype).expand(shape)
+    if not torch.compiler.is_compiling():
+        setattr(zeros, _STANDS_IN, True)
+    return zeros
+
+
+def stands_in(t: Tensor) -> bool:
+    """Whether ``t`` is a ``stand_in``."""
+    return hasattr(t, _STANDS_IN)
+
+
+class ModuleHooks(list):
+    """Hooks of ``backward_dw``. They speak of one module's parameters, so a copy of the module has none."""
+
+    def __reduce__(self) -> tuple:
+        return ModuleHooks, ()
+
+    def __deepcopy__(self, memo: dict) -> ModuleHooks:
+        return ModuleHooks()

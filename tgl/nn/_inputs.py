@@ -1,0 +1,65 @@
+"""What the layers ask of the arguments of a call: group ends, dtypes, and whether it is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..ops._library import CASTS, autocast_enabled
+from ..ops.splits_to_offsets import splits_to_offsets
+from ._errors import fail
+
+MSplits = Tensor | Sequence[int]
+
+
+def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tensor:
+    """int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is there already."""
+    if isinstance(m_splits, Tensor):
+        if m_splits.shape != (num_gemms,):
+            fail(f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}")
+        if m_splits.device == device:
+            return splits_to_offsets(m_splits)
+    elif not hasattr(m_splits, "__len__"):
+        fail(f"`m_splits` must be a tensor or a sequence of num_gemms = {num_gemms} integers, but got {m_splits}")
+    elif len(m_splits) != num_gemms:
+        fail(f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}")
+    if not torch.compiler.is_compiling() and backends.capturing(device):
+        raise backends.GraphCaptureError(
+            f"`m_splits` must be a tensor on {device} like `inp` while a CUDA graph is captured, but is "
+            f"{_whereabouts(m_splits)}: copying it would block, and every replay would find the sizes of the capture"
+        )
+    here = m_splits if isinstance(m_splits, Tensor) else torch.as_tensor(m_splits, device="cpu")
+    return splits_to_offsets(here.to(device))
+
+
+def _whereabouts(m_splits: MSplits) -> str:
+    return f"on {m_splits.device}" if isinstance(m_splits, Tensor) else f"a {type(m_splits).__name__}"
+
+
+def result_dtype(inp: Tensor) -> torch.dtype:
+    """The dtype a layer computes in: that of its input, or of autocast where active."""
+    if autocast_enabled(inp.device.type) and inp.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return torch.get_autocast_dtype(inp.device.type)
+    return inp.dtype
+
+
+def check_input_dtype(inp: torch.dtype, weight: torch.dtype, device: torch.device, name: str = "`inp`") -> None:
+    """A layer without a recipe can multiply ``inp``, of another dtype than ``weight``: autocast casts both.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if not (autocast_enabled(device.type) and inp in CASTS and weight in CASTS):
+        fail(f"{name} must be {weight} like the layer's weight, but got {inp}", TypeError)
+
+
+def needs_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call now is differentiated by one of ``tensors``."""
+    if torch.is_grad_enabled():
+        for t in tensors:  # a generator would be one more call for each
+            if t is not None and t.requires_grad:
+                return True
+    return False

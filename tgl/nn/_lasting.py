@@ -1,0 +1,20 @@
+"""What a layer keeps beyond a call must serve training, whatever mode the call was made in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Without grad, and outside inference mode, whose tensors cannot be written or saved for a backward later."""
+    # A graph runs in the mode of its call, whatever is traced.
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        with torch.no_grad():
+            yield

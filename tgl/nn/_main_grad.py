@@ -1,0 +1,138 @@
+"""``main_grad``: what the weight gradients of a layer are added to instead of becoming ``grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..meta.specs import accumulator
+from ._errors import fail
+from ._gemms import Gemms, Operand
+from ._hooks import stand_in
+from ._slots import Slots
+
+ALIGNMENT = 16  # bytes, of what a GEMM writes
+
+
+class MainGrad(NamedTuple):
+    """What the gradients of the weights are added to.
+
+    Attributes:
+        parts: one tensor per weight parameter: ``[G, N, K]``, or G times ``[N, K]``; None for one that takes none.
+        packed: ``[S, N, K]`` among whose slots are the parts, for a GEMM to add to; None if there is none.
+        table: which slot is whose, see ``Slots``.
+        slots: where that was found out.
+    """
+
+    parts: tuple[Tensor | None, ...]
+    packed: Tensor | None = None
+    table: Tensor | None = None
+    slots: Slots | None = None
+
+    def is_in_place(self) -> bool:
+        """Whether the slots of ``packed`` are the parts still, whose memory somebody may have exchanged."""
+        return self.slots is None or self.slots.hold(self.parts)
+
+    def clear_where(self, pending: Tensor | bool) -> None:
+        """Make it zero if ``pending``, which may be known on the device alone."""
+        for part in self.parts:
+            if part is not None and isinstance(pending, Tensor):
+                part.masked_fill_(pending, 0)
+            elif part is not None and pending:
+                part.zero_()
+
+    def add(
+        self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor, wanted: Sequence[bool], *, overwrite: bool
+    ) -> None:
+        """Add the weight gradient of one microbatch to the parts that are ``wanted``, or ``overwrite`` them."""
+        all_wanted = all(want or part is None for want, part in zip(wanted, self.parts))
+        if self.packed is not None and all_wanted:
+            gemms.wgrad_into(x, dy, offs, self.packed, self.table, overwrite=overwrite)
+        else:
+            self.add_gradients(self.gradients(gemms, x, dy, offs), wanted, overwrite=overwrite)
+
+    def gradients(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor) -> Sequence[Tensor]:
+        """The weight gradient of one microbatch, a part for each of ``parts``, in the dtype it is summed in."""
+        part = next(part for part in self.parts if part is not None)
+        gradient = gemms.wgrad(x, dy, offs, out_dtype=accumulator(part.dtype))
+        return (gradient,) if part.dim() == gradient.dim() else gradient.unbind()
+
+    def add_gradients(self, gradients: Sequence[Tensor], wanted: Sequence[bool], *, overwrite: bool) -> None:
+        """``add`` for gradients that there are already."""
+        for part, gradient, want in zip(self.parts, gradients, wanted):
+            if not want or part is None:
+                continue
+            if overwrite:
+                part.copy_(gradient)
+            else:
+                part.add_(gradient)
+
+
+def main_grad_of(weight: nn.Parameter, *, create: bool) -> Tensor | None:
+    """``weight.main_grad``; where ``get_main_grad`` makes it (Megatron-FSDP) only if it is to be made now."""
+    if hasattr(weight, "__fsdp_param__") and hasattr(weight, "get_main_grad"):
+        if create:
+            weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
+        else:
+            return None
+    found: Tensor | None = getattr(weight, "main_grad", None)
+    return found
+
+
+def is_made_later(weight: nn.Parameter) -> bool:
+    """Whether there need be no ``main_grad`` before the backward."""
+    return hasattr(weight, "__fsdp_param__") and hasattr(weight, "get_main_grad")
+
+
+def check_main_grad(name: str, part: Tensor | None, weight: nn.Parameter, *, dims: str) -> None:
+    """``part`` can take the gradient of ``weight``, whose name is ``name``.
+
+    Raises:
+        ValueError, TypeError: it cannot.
+    """
+    what = f"`{name}.main_grad` must be"
+    if not isinstance(part, Tensor):
+        fail(
+            f"{what} a tensor {dims} for fuse_wgrad_accumulation, but there is none (nor can there be one under "
+            "fully_shard, which hands the layer a gathered parameter without it)"
+        )
+    if part.shape != weight.shape:
+        fail(f"{what} of shape {dims} = {tuple(weight.shape)}, but got {tuple(part.shape)}")
+    if part.dtype not in (accumulator(weight.dtype), weight.dtype):
+        must = " or ".join(map(str, dict.fromkeys((accumulator(weight.dtype), weight.dtype))))
+        fail(f"{what} {must}, but got {part.dtype}", TypeError)
+    if part.device != weight.device:
+        fail(f"{what} on {weight.device} like the weight, but got {part.device}")
+    if part.requires_grad:
+        fail(f"`{name}.main_grad` must require no grad, but it does")
+    if dims.startswith("[G") and not torch.compiler.is_compiling() and not is_aligned(part):
+        fail(f"{what} aligned to {ALIGNMENT} bytes, but got an address off by {part.data_ptr() % ALIGNMENT}")
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether a GEMM can write ``t [G, N, K]``, and every slot of it."""
+    return t.device.type == "meta" or (
+        t.data_ptr() % ALIGNMENT == 0 and t.stride(0) * t.element_size() % ALIGNMENT == 0
+    )
+
+
+def wants_stand_in(weight: nn.Parameter) -> bool:
+    """Whether a framework looks for a gradient in ``grad`` although it knows of ``main_grad``."""
+    return weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")
+
+
+def stand_for_main_grad(weights: Sequence[nn.Parameter]) -> None:
+    """Give zeros as ``grad`` to those that want a stand-in and have nothing."""
+    for weight in weights:
+        if wants_stand_in(weight) and weight.grad is None:
+            weight.grad = stand_in(weight.detach(), weight.shape, weight.dtype)
+
+
+def mark(weights: Sequence[nn.Parameter]) -> None:
+    """Tell the framework that asks (by setting the attribute itself) that the gradient is not in ``grad``."""
+    for weight in weights:
+        if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True

@@ -1,0 +1,63 @@
+"""Layers inside of other modules: when a call must go through the module itself, and what stands in a layer's place."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+
+from ._errors import fail
+from .grouped_linear import GroupedLinear
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its forward."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_backward_pre_hooks
+        or _module._global_backward_hooks
+    )
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether ``layer`` is something else than a ``GroupedLinear`` that computes as such: a wrapper, an adapter."""
+    return (
+        not isinstance(layer, GroupedLinear)
+        or type(layer).forward is not GroupedLinear.forward
+        or "forward" in layer.__dict__
+    )
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def linears(*layers: nn.Module) -> list[GroupedLinear]:
+    """The ``GroupedLinear`` among ``layers``, and those inside of what stands in a layer's place."""
+    return [m for layer in layers for m in layer.modules() if isinstance(m, GroupedLinear)]
+
+
+def check_takes(name: str, layer: nn.Module, options: dict[str, Any]) -> None:
+    """``layer``, which stands in the place of ``name``, can be called as ``layer(inp, m_splits, **options)``."""
+    try:
+        inspect.signature(layer.forward).bind(None, None, **options)
+    except TypeError as error:
+        wanted = ", ".join(["inp", "m_splits", *(f"{option}=..." for option in options)])
+        fail(
+            f"`{name}` must be a module whose forward takes ({wanted}) and returns [T, N], but got a "
+            f"{type(layer).__name__}: {error}",
+            TypeError,
+        )
+
+
+def splits_of(offs: Tensor) -> Tensor:
+    """``m_splits`` that add up to ``offs``."""
+    return offs.diff(prepend=offs.new_zeros(1))

@@ -1,0 +1,109 @@
+"""Where the gradients of a layer's parameters go in its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._gemms import Gemms, Operand
+from ._hooks import apply_tensor_hooks, defer_tensor_hooks, have_tensor_hooks, postpone_hooks, stand_in
+from ._main_grad import MainGrad, mark
+
+SLOT_ALIGNMENT = 256  # bytes, of each group's weight gradient when groups have parameters of their own
+
+Stash = Callable[[Operand, Operand, Tensor, Tensor | None, bool], None]
+Gradients = tuple[Tensor | None, ...]
+
+
+class ParameterGradients(NamedTuple):
+    """What becomes of the gradients of one layer's parameters.
+
+    Attributes:
+        num_weights, num_biases: how many parameters there are.
+        weight_shape, weight_dtype, bias_dtype: of one of them.
+        discrete: whether every group has a weight (and a bias) parameter of its own.
+        main_grad: what the weight gradient is added to, or a function that says so in the backward; None for neither.
+        overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
+        stands_in: of every weight, whether it gets a gradient of zeros for the one that is in ``main_grad``.
+        stash: takes ``(x, dy, offs, dbias, overwrite_main_grad)`` in the backward instead of the weight and bias
+            gradients being formed.
+        parameters: the weights, then the biases, whose hooks and attributes the backward looks at; ``()`` in a graph.
+    """
+
+    num_weights: int
+    num_biases: int
+    weight_shape: torch.Size
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    discrete: bool
+    main_grad: MainGrad | Callable[[], MainGrad] | None = None
+    overwrite_main_grad: bool = False
+    stands_in: tuple[bool, ...] = ()
+    stash: Stash | None = None
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    def checked(self, wanted: Sequence[bool]) -> ParameterGradients:
+        """With ``main_grad`` as it is now, which may not fit: to be asked before anything is written."""
+        if callable(self.main_grad) and any(wanted[: self.num_weights]):
+            return self._replace(main_grad=self.main_grad())
+        return self
+
+    def form(
+        self,
+        gemms: Gemms,
+        x: Operand,
+        dy: Operand,
+        offs: Tensor,
+        dbias: Tensor | None,
+        wanted: tuple[bool, ...],
+        grad: Tensor,
+    ) -> Gradients:
+        """One gradient per parameter that is ``wanted`` (weights, then biases), where they are autograd's to add.
+
+        ``x`` and ``dy`` are the operands of the weight gradient; ``dbias [G, N]`` is that of the biases; ``grad`` any
+        tensor of the backward. What outlives the backward is done here, so that it comes last of all.
+        """
+        weights, biases = wanted[: self.num_weights], wanted[self.num_weights :]
+        if not any(biases):
+            dbias = None
+        if not any(weights):
+            return (*([None] * self.num_weights), *self._biases(dbias))
+        if self.stash is not None:
+            postpone_hooks(self.parameters)
+            self.stash(x, dy, offs, dbias, self.overwrite_main_grad)
+            return (None,) * len(wanted)
+        dbiases = self._biases(dbias)
+        if self.main_grad is not None:
+            dweights = self._stand_ins(grad, weights)
+            self._into_main_grad(gemms, x, dy, offs, weights)
+        elif self.discrete:
+            # Plain views of one allocation, which the caching allocator and streams know of, as they would not of
+            # addresses.
+            dweights = gemms.wgrad(x, dy, offs, out_dtype=self.weight_dtype, alignment=SLOT_ALIGNMENT).unbind()
+        else:
+            dweights = (gemms.wgrad(x, dy, offs, out_dtype=self.weight_dtype),)
+        return (*dweights, *dbiases)
+
+    def _into_main_grad(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor, wanted: tuple[bool, ...]) -> None:
+        main_grad, weights = self.main_grad, self.parameters[: self.num_weights]
+        assert isinstance(main_grad, MainGrad)
+        if have_tensor_hooks(weights):
+            defer_tensor_hooks(weights)
+            gradients = apply_tensor_hooks(weights, main_grad.gradients(gemms, x, dy, offs))
+            main_grad.add_gradients(gradients, wanted, overwrite=self.overwrite_main_grad)
+        else:
+            main_grad.add(gemms, x, dy, offs, wanted, overwrite=self.overwrite_main_grad)
+        mark([weight for weight, want in zip(weights, wanted) if want])
+
+    def _stand_ins(self, grad: Tensor, wanted: tuple[bool, ...]) -> Gradients:
+        shape, dtype = self.weight_shape, self.weight_dtype
+        return tuple([stand_in(grad, shape, dtype) if a and b else None for a, b in zip(self.stands_in, wanted)])
+
+    def _biases(self, dbias: Tensor | None) -> Gradients:
+        if dbias is None:
+            return (None,) * self.num_biases
+        dbias = dbias.to(self.bias_dtype)
+        return dbias.unbind() if self.discrete else (dbias,)
