@@ -15,191 +15,172 @@ for ``copy`` the fraction of its bandwidth that tgl reaches), and ``--out FILE``
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from harness import swiglu
+from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.compared import Comparison, Result, compared, of_result
+from harness.report import save
+from harness.shapes import MODELS, SMALL, Expert, growing
 
 import tgl
 from tgl.meta import formats
 
-L2_BYTES = 256 << 20
 DTYPE = torch.bfloat16
 GROUPS = 16
-SHAPES = {"mixtral": (16384, 14336), "qwen3": (65536, 768), "deepseek": (65536, 2048), "small": (4096, 2048)}
+LAYERS = {
+    "mixtral": MODELS["mixtral"],
+    "qwen3": MODELS["qwen3-g16"],
+    "deepseek": MODELS["deepseek-g32"],
+    "small": SMALL,
+}
 QUICK = ("qwen3", "deepseek", "small")
 QUANTIZED: dict[str, dict[str, str]] = {
     "mxfp8": {"format": "mxfp8", "scale_layout": "blocked"},
     "fp8_block": {"format": "fp8_block"},
     "fp8_tensor": {"format": "fp8_tensor"},
 }
-OPS = ("forward", "forward interleaved", "backward", "backward probs", *QUANTIZED)
-ARMS = ("copy", "eager", "compiled", "apart")
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """As models write it."""
-    gate, linear = x.chunk(2, 1)
-    return torch.nn.functional.silu(gate) * linear
-
-
-def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """As autograd computes it, in the dtype of the rows."""
-    gate, linear = x.chunk(2, 1)
-    s = torch.sigmoid(gate)
-    return torch.cat([dy * linear * s * (1 + gate * (1 - s)), dy * gate * s], 1)
+COMPARISON = Comparison(
+    names={"shape": ">10", "op": ">20"},
+    ms=">9.4f",
+    rate=("TB/s", ">7.2f"),
+    rivals=(("copy", "eager", "compiled", "apart"), ">8.3f"),
+    speed=lambda result: result["bytes"] / result["ms"]["tgl"] / 1e9,
+)
 
 
 class Problem:
-    """Operands of one op and its arms; ragged groups, no tail."""
+    """Operands of one op and its arms; ragged groups, no tail.
 
-    def __init__(self, op: str, rows: int, columns: int):
+    Attributes:
+        bytes: what the op must move.
+    """
+
+    bytes: int
+
+    def __init__(self, layer: Expert, device: str = "cuda"):
         torch.manual_seed(0)
-        self.op = op
-        self.x = torch.randn(rows, 2 * columns, device="cuda", dtype=DTYPE)
-        self.dy = torch.randn(rows, columns, device="cuda", dtype=DTYPE)
-        self.probs = torch.rand(rows, device="cuda") if op.endswith("probs") else None
-        weights = torch.arange(GROUPS, dtype=torch.float64).add(1).cumsum(0)
-        self.offs = (weights / weights[-1] * rows).to("cuda", torch.int32)
-        per_group = op in QUANTIZED and not formats.FORMATS[op].block
-        self.scale = torch.full((GROUPS,), 16.0, device="cuda") if per_group else None
-        if op in QUANTIZED:
-            self.bytes = self.x.nbytes + sum(t.nbytes for t in self.tgl())  # type: ignore[attr-defined]
-        elif op.startswith("backward"):
-            self.bytes = 2 * self.x.nbytes + self.dy.nbytes
-        else:
-            self.bytes = self.x.nbytes + self.dy.nbytes
-        self.source = torch.zeros(self.bytes // 8, device="cuda")
-        self.target = torch.empty_like(self.source)
+        self.x = torch.randn(layer.rows, 2 * layer.inner, device=device, dtype=DTYPE)
+        self.dy = torch.randn(layer.rows, layer.inner, device=device, dtype=DTYPE)
+        self.offs = growing(GROUPS, layer.rows, least=1).to(device)
 
-    def tgl(self) -> object:
-        if self.op in QUANTIZED:
-            return tgl.grouped_activation_quantize(self.x, self.offs, None, self.scale, **QUANTIZED[self.op])
-        if self.op.startswith("backward"):
-            return torch.ops.tgl.grouped_activation_backward(self.dy, self.x, self.offs, self.probs)
-        return tgl.grouped_activation(self.x, self.offs, interleaved=self.op.endswith("interleaved"))
+    def copy(self) -> Callable[[], object]:
+        source = torch.zeros(self.bytes // 8, device=self.x.device)
+        target = torch.empty_like(source)
+        return lambda: torch.neg(source, out=target)
 
-    def arms(self) -> dict[str, Callable[[], object]]:
-        arms: dict[str, Callable[[], object]] = {
-            "tgl": self.tgl,
-            "copy": lambda: torch.neg(self.source, out=self.target),
-        }
-        if self.op == "forward":
-            arms["eager"] = lambda: swiglu(self.x)
-            arms["compiled"] = lambda: compiled(self.x)
-        elif self.op == "backward":
-            arms["eager"] = lambda: swiglu_backward(self.dy, self.x)
-            arms["compiled"] = lambda: compiled_backward(self.dy, self.x)
-        elif self.op in QUANTIZED:
-            arms["apart"] = self.apart
-        return arms
 
-    def apart(self) -> object:
-        y = tgl.grouped_activation(self.x, self.offs)
-        return tgl.group_quantize(y, self.offs, self.scale, **QUANTIZED[self.op])
+class Forward(Problem):
+    """``grouped_activation``; in turns or halves side by side."""
 
-    def wrong(self, got: object) -> str | None:
-        """What is wrong with tgl's result on the first rows, or None."""
-        if self.op in QUANTIZED:
-            pairs = zip(got, self.apart())  # type: ignore[call-overload]
-            same = all(torch.equal(a.float(), b.float()) for a, b in pairs)
-            return None if same else "not the bytes of the two ops"
+    def __init__(self, layer: Expert, device: str = "cuda", interleaved: bool = False):
+        super().__init__(layer, device)
+        self.interleaved = interleaved
+        self.bytes = self.x.nbytes + self.dy.nbytes
+
+    def tgl(self) -> torch.Tensor:
+        return tgl.grouped_activation(self.x, self.offs, interleaved=self.interleaved)
+
+    def rivals(self) -> dict[str, Callable[[], object]]:
+        if self.interleaved:
+            return {}
+        return {"eager": lambda: swiglu.forward(self.x), "compiled": lambda: swiglu.compiled(self.x)}
+
+    def wrong(self, got: torch.Tensor) -> str | None:
         x = self.x[:256].double()
-        if self.op.endswith("interleaved"):
-            x = torch.cat([x[:, 0::2], x[:, 1::2]], 1)
-        if self.op.startswith("backward"):
-            dy, first = self.dy[:256].double(), got[0][:256].double()  # type: ignore[index]
-            wanted = swiglu_backward(dy if self.probs is None else dy * self.probs[:256, None].double(), x)
-        else:
-            wanted, first = swiglu(x), got[:256].double()  # type: ignore[index]
-        error = ((first - wanted).norm() / wanted.norm()).item()
-        return None if error < 2**-8 else f"error {error:.2e}"
+        return far(got, swiglu.forward(torch.cat([x[:, 0::2], x[:, 1::2]], 1) if self.interleaved else x))
 
 
-compiled = torch.compile(swiglu, dynamic=False)
-compiled_backward = torch.compile(swiglu_backward, dynamic=False)
+class Backward(Problem):
+    """``grouped_activation_backward``, with probabilities or without."""
+
+    def __init__(self, layer: Expert, device: str = "cuda", probs: bool = False):
+        super().__init__(layer, device)
+        self.probs = torch.rand(layer.rows, device=device) if probs else None
+        self.bytes = 2 * self.x.nbytes + self.dy.nbytes
+
+    def tgl(self) -> Sequence[torch.Tensor]:
+        return torch.ops.tgl.grouped_activation_backward(self.dy, self.x, self.offs, self.probs)
+
+    def rivals(self) -> dict[str, Callable[[], object]]:
+        if self.probs is not None:
+            return {}
+        return {
+            "eager": lambda: swiglu.backward(self.dy, self.x),
+            "compiled": lambda: swiglu.compiled_backward(self.dy, self.x),
+        }
+
+    def wrong(self, got: Sequence[torch.Tensor]) -> str | None:
+        dy = self.dy[:256].double()
+        dy = dy if self.probs is None else dy * self.probs[:256, None].double()
+        return far(got[0], swiglu.backward(dy, self.x[:256].double()))
 
 
-def captured(call: Callable[[], object], kept: list[object]) -> torch.cuda.CUDAGraph:
-    """``call`` as a graph, after three runs to warm up; what it returns is kept."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept.append(call())
-    return graph
+class Quantized(Problem):
+    """``grouped_activation_quantize``, by given scales where a scale belongs to a group."""
+
+    def __init__(self, layer: Expert, device: str = "cuda", format: str = "mxfp8"):
+        super().__init__(layer, device)
+        self.options = QUANTIZED[format]
+        per_group = not formats.FORMATS[format].block
+        self.scale = torch.full((GROUPS,), 16.0, device=device) if per_group else None
+        self.bytes = self.x.nbytes + sum(t.nbytes for t in self.tgl())
+
+    def tgl(self) -> Sequence[torch.Tensor]:
+        return tgl.grouped_activation_quantize(self.x, self.offs, None, self.scale, **self.options)
+
+    def apart(self) -> Sequence[torch.Tensor]:
+        y = tgl.grouped_activation(self.x, self.offs)
+        return tgl.group_quantize(y, self.offs, self.scale, **self.options)
+
+    def rivals(self) -> dict[str, Callable[[], object]]:
+        return {"apart": self.apart}
+
+    def wrong(self, got: Sequence[torch.Tensor]) -> str | None:
+        same = all(torch.equal(a.float(), b.float()) for a, b in zip(got, self.apart()))
+        return None if same else "not the bytes of the two ops"
 
 
-def measure(graphs: dict[str, torch.cuda.CUDAGraph], samples: int) -> dict[str, float]:
-    """Median milliseconds of replays, taken in turns."""
-    flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
-    names = list(graphs)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
-    for sample in range(samples + 3):
-        turn = sample % len(names)
-        for name in names[turn:] + names[:turn]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(500_000)  # the host gets ahead, so that no launch latency is timed
-            flush.zero_()
-            start.record()
-            graphs[name].replay()
-            end.record()
-            if sample >= 3:
-                events[name].append((start, end))
-        torch.cuda.synchronize()
-    return {name: statistics.median(s.elapsed_time(e) for s, e in pairs) for name, pairs in events.items()}
+OPS: dict[str, Callable[..., Forward | Backward | Quantized]] = {
+    "forward": Forward,
+    "forward interleaved": lambda *args: Forward(*args, interleaved=True),
+    "backward": Backward,
+    "backward probs": lambda *args: Backward(*args, probs=True),
+    **{format: lambda *args, format=format: Quantized(*args, format=format) for format in QUANTIZED},
+}
 
 
-def run_case(shape: str, op: str, samples: int) -> dict:
-    rows, columns = SHAPES[shape]
-    problem, kept = Problem(op, rows, columns), []  # type: tuple[Problem, list[object]]
-    result = {"shape": shape, "op": op, "rows": rows, "columns": columns, "bytes": problem.bytes}
-    if wrong := problem.wrong(problem.tgl()):
-        return {**result, "wrong": wrong}
-    graphs = {name: captured(call, kept) for name, call in problem.arms().items()}
-    return {**result, "ms": measure(graphs, samples)}
+def far(got: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    """What is wrong with the first rows of a result, or None."""
+    error = ((got[: len(wanted)].double() - wanted).norm() / wanted.norm()).item()
+    return None if error < 2**-8 else f"error {error:.2e}"
 
 
-def line(result: dict) -> str:
-    head = f"{result['shape']:>10} {result['op']:>20}"
-    if "wrong" in result:
-        return f"{head}  WRONG: {result['wrong']}"
-    ms = result["ms"]
-    cells = "".join(f"{ms[arm] / ms['tgl']:9.3f}" if arm in ms else f"{'-':>9}" for arm in ARMS)
-    return f"{head} {ms['tgl']:9.4f} {result['bytes'] / ms['tgl'] / 1e9:7.2f}{cells}"
+def run_case(shape: str, op: str, args: argparse.Namespace) -> Result:
+    layer = LAYERS[shape]
+    problem = OPS[op](layer)
+    found = compared({"tgl": problem.tgl, "copy": problem.copy(), **problem.rivals()}, of_result(problem.wrong), args)
+    return {"rows": layer.rows, "columns": layer.inner, "bytes": problem.bytes, **found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three shapes")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--samples", type=int, default=50)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}, SwiGLU")
-    print(f"{'shape':>10} {'op':>20} {'tgl ms':>9} {'TB/s':>7}" + "".join(f"{arm:>9}" for arm in ARMS))
-    results = []
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = gpu_parser(__doc__, quick="three shapes")
+    choice(parser, "--shapes", LAYERS, default=False)
+    choice(parser, "--ops", OPS)
+    args = parser.parse_args(argv)
+    args.shapes = args.shapes or list(QUICK if args.quick else LAYERS)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}, SwiGLU\n{COMPARISON.header()}")
     with torch.no_grad():
-        for shape in args.shapes or (QUICK if args.quick else SHAPES):
-            for op in args.ops:
-                results.append(run_case(shape, op, args.samples))
-                print(line(results[-1]), flush=True)
-    for arm in ARMS:
-        ratios = [r["ms"][arm] / r["ms"]["tgl"] for r in results if arm in r.get("ms", {})]
-        if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            print(f"{arm}: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+        every = cases(shape=args.shapes, op=args.ops)
+        results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
+    print(COMPARISON.report(results))
+    save(args.out, results)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ group does not fill from registers, element by element; ours stages every tile i
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.command import parser
+from harness.report import save
 from torch import Tensor
 
+from tests.kernel_cases import ends, integers, product
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
@@ -87,25 +90,25 @@ def measure(run: Any, config: GemmConfig, sizes: tuple[int, ...], depth: int, co
     """Run a kernel on one problem, check its result, count."""
     torch.manual_seed(0)
     rows, groups = sum(sizes), len(sizes)
-    a = torch.randint(-1, 2, (rows, depth)).bfloat16()
-    b = torch.randint(-1, 2, (groups, columns, depth)).bfloat16().transpose(1, 2)
-    offs = torch.tensor(sizes).cumsum(0).int()
+    a, b, offs = integers(rows, depth), integers(groups, columns, depth).transpose(1, 2), ends(sizes)
     out = torch.full((rows, columns), 7.0).bfloat16()
     with emulate("sm_100a", detect_races=False) as machine:
         run(config, a, b, offs, out)
         record = machine.launches[-1]
-    expected = torch.cat([x.double() @ w.double() for x, w in zip(a.split(sizes), b)]).bfloat16()
-    if not torch.equal(out, expected):
+    if not torch.equal(out, product(a, b, sizes).bfloat16()):
         raise SystemExit(f"wrong result: {config}, {sizes}")
     tiles = sum(-(-size // config.tile_m) for size in sizes) * -(-columns // config.tile_n)
     return counts(record, tiles)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one routing, half the depth")
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
-    args = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__, quick="one routing, half the depth")
+    made.add_argument("--json", type=Path, help="write the counts to this file")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
     depth, columns = (256, 256) if args.quick else (512, 512)
     routings = {"ragged": ROUTINGS["ragged"]} if args.quick else ROUTINGS
     kernel = their_kernel()
@@ -121,8 +124,7 @@ def main() -> None:
                 rows.append({"tile": tile, "routing": routing, "measure": name, "tgl": ours[name], "operators": other})
                 right = f"{other:10.1f} {ours[name] / other:6.2f}" if other else f"{'-':>10} {'-':>6}"
                 print(f"{tile:>12} {routing:>8} {name:>20} {ours[name]:10.1f} {right}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

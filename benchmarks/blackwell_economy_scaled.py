@@ -21,26 +21,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from blackwell_economy import CTAS, MEASURES, ROUTINGS, counts
+from harness.command import parser
+from harness.report import save
 from torch import Tensor
 
 import tgl
+from tests.emulator.third_party import quack_gemm as driver
+from tests.kernel_cases import ends
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm_scaled
 from tgl.meta import formats
 from tgl.testing.emulator import LaunchRecord, emulate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.emulator.third_party import quack_gemm as driver
 
 TILES = ((128, 128), (256, 128), (256, 256))  # of an MMA; 256 rows by two CTAs
 UNIT_AMAX = 6.0 * 448.0  # NVFP4: the amax whose factor is 1
@@ -124,7 +125,7 @@ def run_ours(p: Problem, tile: tuple[int, int], out: Tensor) -> None:
     spec = EpilogueSpec("bfloat16", alpha=form.alpha)
     element = GEMMS[p.format].element
     key = gemm_scaled.ScaledGemmKey(VARLEN_M, "sm_100", True, p.format, element, element, True, spec, config)
-    offs = torch.tensor(p.sizes).cumsum(0).int()
+    offs = ends(p.sizes)
     amax = torch.full((len(p.sizes),), UNIT_AMAX) if form.alpha == "amax" else None
     a, b = (t.view(formats.FORMATS[p.format].data_dtypes[0]) for t in (p.a, p.b))
     scales = p.a_scale.flatten(), p.b_scale.flatten(1)
@@ -162,7 +163,7 @@ def quantised(name: str, columnwise: bool, sizes: tuple[int, ...], columns: int)
     """Bytes per element that ``group_quantize`` moves."""
     torch.manual_seed(0)
     x = torch.randn(sum(sizes), columns).bfloat16()
-    offs = torch.tensor(sizes).cumsum(0).int()
+    offs = ends(sizes)
     cast = CASTS[name]
     scale = torch.ones(len(sizes)) if name == "fp8_tensor, delayed" else None
     with emulate("sm_100a", detect_races=False) as machine:
@@ -184,7 +185,7 @@ def activated(sizes: tuple[int, ...], depth: int, columns: int) -> dict[str, flo
     """Bytes per element of an activation in MXFP8, by the GEMM itself and by a kernel after it."""
     torch.manual_seed(0)
     names = {"format": "mxfp8", "scale_layout": "blocked"}
-    offs = torch.tensor(sizes).cumsum(0).int()
+    offs = ends(sizes)
     x = tgl.group_quantize(torch.randn(sum(sizes), depth).bfloat16(), offs, **names)
     w = tgl.group_quantize(torch.randn(len(sizes), 2 * columns, depth).bfloat16(), None, **names)
     operands = (x.data, x.scale, w.data, w.scale, offs)
@@ -199,11 +200,14 @@ def activated(sizes: tuple[int, ...], depth: int, columns: int) -> dict[str, flo
     return {"one op": one / (sum(sizes) * columns), "two ops": sum(two) / (sum(sizes) * columns)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one routing and tile, half the depth")
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
-    args = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__, quick="one routing and tile, half the depth")
+    made.add_argument("--json", type=Path, help="write the counts to this file")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
     depth, columns = (256, 256) if args.quick else (512, 512)
     cases = [
         (format, tile, routing)
@@ -243,8 +247,7 @@ def main() -> None:
                          "tgl": ours[name], "quack": other})  # fmt: skip
             right = f"{other:10.1f} {ours[name] / other:6.2f}" if other else f"{'-':>10} {'-':>6}"
             print(f"{format:>6} {shown:>12} {routing:>8} {name:>20} {ours[name]:10.1f} {right}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -13,114 +13,95 @@ faster), and ``--out FILE`` as JSON.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from activation import DTYPE, captured, measure
+from harness import swiglu
+from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.compared import Comparison, Result, compared, of_result
+from harness.report import save
+from harness.shapes import MODELS, SMALL, Expert, growing
+from harness.timing import Arms
 from torch import Tensor
 
 import tgl
 
-# rows, hidden size, I, groups
-SHAPES = {
-    "mixtral": (16384, 4096, 14336, 8),
-    "qwen3": (65536, 2048, 768, 128),
-    "qwen3-g16": (65536, 2048, 768, 16),
-    "deepseek": (32768, 7168, 2048, 32),
-    "small": (4096, 2048, 2048, 16),
+DTYPE = torch.bfloat16
+LAYERS = {
+    "mixtral": MODELS["mixtral"],
+    "qwen3": MODELS["qwen3-g128"],
+    "qwen3-g16": MODELS["qwen3-g16"],
+    "deepseek": MODELS["deepseek-g32"]._replace(rows=32768),
+    "small": SMALL,
 }
-ARMS = ("apart", "torch", "gemm")
-
-
-def swiglu_backward(da: Tensor, h: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``silu(gate) * linear * probs``."""
-    gate, linear = h.float().chunk(2, 1)
-    s = torch.sigmoid(gate)
-    a = gate * s
-    da = da.float()
-    dprobs = (da * a * linear).sum(1)
-    da = da * probs[:, None]
-    return torch.cat([da * linear * s * (1 + gate * (1 - s)), da * a], 1).to(h.dtype), dprobs
-
-
-compiled = torch.compile(swiglu_backward, dynamic=False)
+COMPARISON = Comparison(
+    names={"shape": ">10"},
+    ms=">9.4f",
+    rate=("TF/s", ">6.0f"),
+    rivals=(("apart", "torch", "gemm"), ">8.3f"),
+    speed=lambda r: 2 * r["rows"] * r["depth"] * r["columns"] / r["ms"]["tgl"] / 1e9,
+)
 
 
 class Problem:
     """Operands and arms; ragged groups, no tail."""
 
-    def __init__(self, rows: int, depth: int, columns: int, groups: int):
+    def __init__(self, layer: Expert, device: str = "cuda"):
+        groups, rows, depth, columns = layer
         torch.manual_seed(0)
-        self.dy = torch.randn(rows, depth, device="cuda", dtype=DTYPE)
+        self.dy = torch.randn(rows, depth, device=device, dtype=DTYPE)
         # The layer's weight is [G, depth, I], of which the transpose would be the forward's operand.
-        self.b = torch.randn(groups, depth, columns, device="cuda", dtype=DTYPE) / depth**0.5
-        self.h = torch.randn(rows, 2 * columns, device="cuda", dtype=DTYPE)
-        self.probs = torch.rand(rows, device="cuda")
-        weights = torch.arange(groups, dtype=torch.float64).add(groups).cumsum(0)
-        self.offs = (weights / weights[-1] * rows).to("cuda", torch.int32)
+        self.b = torch.randn(groups, depth, columns, device=device, dtype=DTYPE) / depth**0.5
+        self.h = torch.randn(rows, 2 * columns, device=device, dtype=DTYPE)
+        self.probs = torch.rand(rows, device=device)
+        self.offs = growing(groups, rows, least=groups).to(device)
 
     def tgl(self) -> tuple[Tensor, Tensor]:
         return tgl.grouped_gemm_dactivation(self.dy, self.b, self.h, self.offs, self.probs)
 
+    def gemm(self) -> Tensor:
+        return tgl.grouped_gemm(self.dy, self.b, self.offs)
+
     def apart(self) -> tuple[Tensor, Tensor]:
-        da = tgl.grouped_gemm(self.dy, self.b, self.offs)
-        return torch.ops.tgl.grouped_activation_backward(da, self.h, self.offs, self.probs)
+        return torch.ops.tgl.grouped_activation_backward(self.gemm(), self.h, self.offs, self.probs)
 
-    def by_torch(self) -> tuple[Tensor, Tensor]:
-        return compiled(torch._grouped_mm(self.dy, self.b, offs=self.offs), self.h, self.probs)
+    def torch(self) -> tuple[Tensor, Tensor]:
+        da = torch._grouped_mm(self.dy, self.b, offs=self.offs)
+        return swiglu.compiled_backward_with_probs(da, self.h, self.probs)
 
-    def arms(self) -> dict[str, Callable[[], object]]:
-        return {
-            "tgl": self.tgl,
-            "apart": self.apart,
-            "torch": self.by_torch,
-            "gemm": lambda: tgl.grouped_gemm(self.dy, self.b, self.offs),
-        }
+    def arms(self) -> Arms:
+        return {"tgl": self.tgl, "apart": self.apart, "torch": self.torch, "gemm": self.gemm}
 
-    def wrong(self) -> str | None:
+    def wrong(self, got: tuple[Tensor, Tensor]) -> str | None:
         """What is wrong with tgl's result, or None."""
-        (dh, dprobs), (wanted, wanted_probs) = self.tgl(), self.apart()
+        (dh, dprobs), (wanted, wanted_probs) = got, self.apart()
         if not torch.equal(dh, wanted):
             return f"{(dh != wanted).sum().item()} elements differ from those of two launches"
         error = ((dprobs - wanted_probs).norm() / wanted_probs.norm()).item()
         return None if error < 1e-5 else f"error of dprobs {error:.2e}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
-    parser.add_argument("--samples", type=int, default=50)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}, SwiGLU with probabilities")
-    print(f"{'shape':>10} {'tgl ms':>9} {'TF/s':>6}" + "".join(f"{arm:>9}" for arm in ARMS))
-    results = []
+def run_case(shape: str, args: argparse.Namespace) -> Result:
+    groups, rows, depth, columns = LAYERS[shape]
+    problem = Problem(LAYERS[shape])
+    found = compared(problem.arms(), of_result(problem.wrong), args)
+    return {"rows": rows, "depth": depth, "columns": columns, "groups": groups, **found}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = gpu_parser(__doc__)
+    choice(parser, "--shapes", LAYERS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}, SwiGLU with probabilities\n{COMPARISON.header()}")
     with torch.no_grad():
-        for shape in args.shapes:
-            rows, depth, columns, groups = SHAPES[shape]
-            problem, kept = Problem(rows, depth, columns, groups), []  # type: tuple[Problem, list[object]]
-            result = {"shape": shape, "rows": rows, "depth": depth, "columns": columns, "groups": groups}
-            if wrong := problem.wrong():
-                print(f"{shape:>10}  WRONG: {wrong}", flush=True)
-                results.append({**result, "wrong": wrong})
-                continue
-            ms = measure({name: captured(call, kept) for name, call in problem.arms().items()}, args.samples)
-            results.append({**result, "ms": ms})
-            cells = "".join(f"{ms[arm] / ms['tgl']:9.3f}" for arm in ARMS)
-            print(
-                f"{shape:>10} {ms['tgl']:9.4f} {2 * rows * depth * columns / ms['tgl'] / 1e9:6.0f}{cells}", flush=True
-            )
-    for arm in ARMS:
-        ratios = [r["ms"][arm] / r["ms"]["tgl"] for r in results if "ms" in r]
-        if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            print(f"{arm}: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+        every = cases(shape=args.shapes)
+        results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
+    print(COMPARISON.report(results))
+    save(args.out, results)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ with one expert's matrices): where a layer is little else than its products, not
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from harness.command import parser
+from harness.report import mean_of, medians
+from harness.timing import HostClock, interleaved
 from torch import Tensor, nn
 
 from tgl.integrations import transformers as integration
@@ -131,19 +131,6 @@ def dense(case: Case, dtype: torch.dtype) -> Callable[[], None]:
     return run
 
 
-def interleaved(arms: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every run, the arms taken in turn and each first equally often."""
-    names = list(arms)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            start = time.process_time()
-            arms[name]()
-            times[name].append(time.process_time() - start)
-    return times
-
-
 def measure(case: Case, dtype: torch.dtype, compiled: bool, seconds: float) -> dict[str, float]:
     """Median seconds of every arm and of the dense products."""
     torch._dynamo.reset()
@@ -151,11 +138,12 @@ def measure(case: Case, dtype: torch.dtype, compiled: bool, seconds: float) -> d
     layer.check(compiled)
     arms: dict[str, Callable[[], object]] = {arm: (lambda arm=arm: layer.step(arm, compiled)) for arm in ARMS}
     arms["dense"] = dense(case, dtype)
-    once = {name: times[0] for name, times in interleaved(arms, 1).items()}
+    clock = HostClock()
+    once = medians(interleaved(arms, clock, range(1)))
     if once["eager"] > 3 * once["grouped_mm"]:
         del arms["eager"]  # its backward fills a gradient of all experts for each expert: no contender, and very slow
     repeats = max(5, min(60, int(seconds / sum(once[name] for name in arms))))
-    return once | {name: statistics.median(t) for name, t in interleaved(arms, repeats).items()}
+    return once | medians(interleaved(arms, clock, range(repeats)))
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
@@ -176,20 +164,23 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
                 yield f"{mode} {dtype} {case}", best / t["tgl"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three balanced cases instead of all")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--mode", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=8.0, help="time to spend on each line, roughly")
-    options = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__, quick="three balanced cases instead of all")
+    made.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    made.add_argument("--mode", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    made.add_argument("--case", default="", help="only cases whose name contains this")
+    made.add_argument("--seconds", type=float, default=8.0, help="time to spend on each line, roughly")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.set_num_threads(1)
     integration.register()
     ratios = dict(rows(options))
-    worst = min(ratios, key=ratios.__getitem__)
-    mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
-    print(f"geometric mean {mean:.2f} over {len(ratios)} cases; worst {ratios[worst]:.2f} ({worst})")
+    mean = mean_of(ratios.items())
+    if mean is not None:
+        print(f"geometric mean {mean.mean:.2f} over {mean.of} cases; worst {mean.worst:.2f} ({mean.where})")
 
 
 if __name__ == "__main__":

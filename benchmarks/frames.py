@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from harness.command import parser
 
 import tgl
 
@@ -79,15 +80,19 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--functions", action="store_true", help="how often each function was called")
-    arguments = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--functions", action="store_true", help="how often each function was called")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.manual_seed(0)
     for name, run in cases().items():
         seen = run()
         print(f"{name:22} {sum(seen.values()):5}")
-        if arguments.functions:
+        if options.functions:
             for function, calls in seen.most_common():
                 print(f"    {calls:4}  {function}")
 

@@ -14,88 +14,89 @@ that of tgl (above 1: tgl is faster).
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from activation import DTYPE, captured, compiled, measure
+from harness import swiglu
+from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.compared import Comparison, Result, compared, of_result
+from harness.report import save
+from harness.shapes import MODELS, SMALL, Expert, growing
+from harness.timing import Arms
+from torch import Tensor
 
 import tgl
 
-SHAPES = {  # groups, rows, K, I
-    "mixtral": (8, 16384, 4096, 14336),
-    "qwen3-g128": (128, 65536, 2048, 768),
-    "qwen3-g16": (16, 65536, 2048, 768),
-    "deepseek-g32": (32, 65536, 7168, 2048),
-    "small": (16, 4096, 2048, 2048),
-}
+DTYPE = torch.bfloat16
+LAYERS = {name: MODELS[name] for name in ("mixtral", "qwen3-g128", "qwen3-g16", "deepseek-g32")} | {"small": SMALL}
 QUICK = ("qwen3-g128", "qwen3-g16", "deepseek-g32", "small")
-FORMS = ("halves", "interleaved")
-ARMS = ("apart", "torch", "gemm")
+FORMS = {"halves": {"interleaved": False}, "interleaved": {"interleaved": True}}
+COMPARISON = Comparison(
+    names={"shape": ">14", "form": ">12"},
+    ms=">9.4f",
+    rate=("TFLOP/s", ">8.0f"),
+    rivals=(("apart", "torch", "gemm"), ">8.3f"),
+    speed=lambda result: result["flops"] / result["ms"]["tgl"] / 1e9,
+)
 
 
-def run_case(shape: str, form: str, samples: int) -> dict:
-    groups, rows, depth, columns = SHAPES[shape]
-    torch.manual_seed(0)
-    a = torch.randn(rows, depth, device="cuda", dtype=DTYPE)
-    weight = torch.randn(groups, 2 * columns, depth, device="cuda", dtype=DTYPE) * depth**-0.5
-    probs, b = torch.rand(rows, device="cuda"), weight.transpose(1, 2)
-    shares = torch.arange(groups, dtype=torch.float64).add(groups).cumsum(0)
-    offs = (shares / shares[-1] * rows).to("cuda", torch.int32)
-    options = {"interleaved": form == "interleaved"}
+class Problem:
+    """Operands and arms; ragged groups, no tail."""
 
-    def apart() -> tuple[torch.Tensor, torch.Tensor]:
-        h = tgl.grouped_gemm(a, b, offs)
-        return tgl.grouped_activation(h, offs, probs, **options), h
+    def __init__(self, layer: Expert, form: str, device: str = "cuda"):
+        groups, rows, depth, columns = layer
+        torch.manual_seed(0)
+        self.form, self.options = form, FORMS[form]
+        self.a = torch.randn(rows, depth, device=device, dtype=DTYPE)
+        weight = torch.randn(groups, 2 * columns, depth, device=device, dtype=DTYPE) * depth**-0.5
+        self.b, self.probs = weight.transpose(1, 2), torch.rand(rows, device=device)
+        self.offs = growing(groups, rows, least=groups).to(device)
 
-    arms = {
-        "tgl": lambda: tgl.grouped_gemm_activation(a, b, offs, None, probs, **options),
-        "apart": apart,
-        "gemm": lambda: tgl.grouped_gemm(a, b, offs),
-    }
-    if form == "halves":
-        arms["torch"] = lambda: compiled(torch._grouped_mm(a, b, offs=offs))
-    result = {"shape": shape, "form": form, "groups": groups, "rows": rows, "depth": depth, "columns": columns}
-    if not all(torch.equal(x, y) for x, y in zip(arms["tgl"](), apart())):
-        return {**result, "wrong": "not the bytes of the two ops"}
-    kept: list[object] = []
-    graphs = {name: captured(call, kept) for name, call in arms.items()}
-    return {**result, "flops": 4 * rows * depth * columns, "ms": measure(graphs, samples)}
+    def tgl(self) -> tuple[Tensor, Tensor]:
+        return tgl.grouped_gemm_activation(self.a, self.b, self.offs, None, self.probs, **self.options)
 
+    def gemm(self) -> Tensor:
+        return tgl.grouped_gemm(self.a, self.b, self.offs)
 
-def line(result: dict) -> str:
-    head = f"{result['shape']:>14} {result['form']:>12}"
-    if "wrong" in result:
-        return f"{head}  WRONG: {result['wrong']}"
-    ms = result["ms"]
-    cells = "".join(f"{ms[arm] / ms['tgl']:9.3f}" if arm in ms else f"{'-':>9}" for arm in ARMS)
-    return f"{head} {ms['tgl']:9.4f} {result['flops'] / ms['tgl'] / 1e9:8.0f}{cells}"
+    def apart(self) -> tuple[Tensor, Tensor]:
+        h = self.gemm()
+        return tgl.grouped_activation(h, self.offs, self.probs, **self.options), h
+
+    def torch(self) -> Tensor:
+        return swiglu.compiled(torch._grouped_mm(self.a, self.b, offs=self.offs))
+
+    def arms(self) -> Arms:
+        arms = {"tgl": self.tgl, "apart": self.apart, "gemm": self.gemm}
+        return {**arms, "torch": self.torch} if self.form == "halves" else arms
+
+    def wrong(self, got: tuple[Tensor, Tensor]) -> str | None:
+        """What is wrong with tgl's result, or None."""
+        return None if all(map(torch.equal, got, self.apart())) else "not the bytes of the two ops"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="without the largest shape")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--samples", type=int, default=50)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}, SwiGLU")
-    print(f"{'shape':>14} {'form':>12} {'tgl ms':>9} {'TFLOP/s':>8}" + "".join(f"{arm:>9}" for arm in ARMS))
-    results = []
+def run_case(shape: str, form: str, args: argparse.Namespace) -> Result:
+    groups, rows, depth, columns = LAYERS[shape]
+    problem = Problem(LAYERS[shape], form)
+    sizes = {"groups": groups, "rows": rows, "depth": depth, "columns": columns}
+    return {**sizes, "flops": 4 * rows * depth * columns, **compared(problem.arms(), of_result(problem.wrong), args)}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = gpu_parser(__doc__, quick="without the largest shape")
+    choice(parser, "--shapes", LAYERS, default=False)
+    args = parser.parse_args(argv)
+    args.shapes = args.shapes or list(QUICK if args.quick else LAYERS)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}, SwiGLU\n{COMPARISON.header()}")
     with torch.no_grad():
-        for shape in args.shapes or (QUICK if args.quick else SHAPES):
-            for form in FORMS:
-                results.append(run_case(shape, form, args.samples))
-                print(line(results[-1]), flush=True)
-    for arm in ARMS:
-        ratios = [r["ms"][arm] / r["ms"]["tgl"] for r in results if arm in r.get("ms", {})]
-        if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            print(f"{arm}: geometric mean {mean:.3f}, worst {min(ratios):.3f}")
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+        every = cases(shape=args.shapes, form=FORMS)
+        results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
+    print(COMPARISON.report(results))
+    save(args.out, results)
 
 
 if __name__ == "__main__":

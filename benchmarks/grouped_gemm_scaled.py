@@ -19,21 +19,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import math
-import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from grouped_gemm import QUICK, ROUTINGS, SHAPES, Shape, captured, measure, relative_error, split, summary
+from harness import gates, tiled
+from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.compared import Result
+from harness.report import mean_of, quotient, save, summaries, with_machine
+from harness.shapes import QUICK, QUICK_ROUTINGS, ROUTINGS, SHAPES, Shape, split
+from harness.timing import Arms, Replay, captured, replays
 from torch import Tensor
 
 import tgl
+from tests.kernel_cases import ends, gradient, product
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm import scaling
-from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta import formats, placement
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -109,14 +111,15 @@ class Operand:
 class Problem:
     """Operands of one op in every arm."""
 
-    def __init__(self, op: str, shape: Shape, sizes: list[int]):
+    def __init__(self, op: str, shape: Shape, sizes: Sequence[int], device: str = "cuda"):
         self.op, self.shape, self.sizes = op, shape, sizes
-        device = "cuda"
-        self.offs = torch.tensor(sizes, device=device).cumsum(0).int()
+        self.offs = ends(sizes, device)
         x = torch.randn(shape.rows, shape.depth, device=device, dtype=BF16)
         dy = torch.randn(shape.rows, shape.columns, device=device, dtype=BF16)
         w = torch.randn(shape.groups, shape.columns, shape.depth, device=device, dtype=BF16)
         self.rowwise = op in ("fprop", "dgrad")
+        self.per_group = not self.rowwise
+        self.fill = 0.0 if op == "accumulate" else float("nan")
         self.a = x if op == "fprop" else dy
         self.b = {"fprop": w, "dgrad": w.transpose(1, 2).contiguous()}.get(op, x)  # of weights, [G, N, K]
         kind = torch.float32 if op == "accumulate" else BF16
@@ -135,13 +138,17 @@ class Problem:
             Operand(format, self.b, self.offs, columns=not self.rowwise, square=self.rowwise),
         )
 
-    def route(self, sizes: list[int]) -> None:
+    def forget(self, format: str) -> None:
+        """Let go of what only the oracle needs."""
+        for operand in self.operands[format]:
+            operand.values = None
+
+    def route(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
-        self.offs.copy_(torch.tensor(sizes).cumsum(0))
+        self.offs.copy_(ends(sizes))
         if not self.rowwise:
-            for pair in self.operands.values():
-                for operand in pair:
-                    operand.fill(self.offs)
+            for operand in (o for pair in self.operands.values() for o in pair if o.values is not None):
+                operand.fill(self.offs)
 
     def scaled(self, format: str) -> None:
         a, b = self.operands[format]
@@ -161,14 +168,14 @@ class Problem:
         else:
             tgl.grouped_gemm_wgrad_accumulate_(self.a, self.b, self.offs, self.out)
 
-    def rivals(self) -> dict[str, Callable[[], None]]:
-        """The arms of others, on operands of their own."""
+    def others(self) -> Arms:
+        """The arms beside tgl's own on quantised operands, those of torch on operands of their own."""
         a, b = cast(self.a.float()), cast(self.b.float())
         if not self.rowwise:
             a, b = (t.view(torch.uint8).t().contiguous().view(FP8) for t in (a, b))
-        one, groups = torch.ones(1, 1, device="cuda"), self.shape.groups
+        one, groups = torch.ones(1, 1, device=a.device), self.shape.groups
         shapes = ((len(a),), b.shape[:2]) if self.rowwise else ((len(a) * groups,), (len(b) * groups,))
-        scales = [torch.ones(shape, device="cuda") for shape in shapes]
+        scales = [torch.ones(shape, device=a.device) for shape in shapes]
 
         def grouped() -> None:
             torch._scaled_grouped_mm(
@@ -179,46 +186,21 @@ class Problem:
             matrix = b[0] if self.rowwise else b
             torch._scaled_mm(a, matrix.t(), one[0], one[0], out_dtype=BF16, use_fast_accum=False)
 
-        if not self.rowwise and any(size % 16 for size in self.sizes):  # it would stop the device
-            return {"dense": dense}
-        return {"torch": grouped, "dense": dense}
+        arms: dict[str, Callable[[], None]] = {"bf16": self.bf16, "torch": grouped, "dense": dense}
+        if not self.rowwise and any(size % 16 for size in self.sizes):
+            del arms["torch"]  # it would stop the device
+        return arms
 
     def oracle(self, format: str) -> Tensor:
         """The result in float32."""
         a, b = (operand.values for operand in self.operands[format])
-        out = torch.zeros_like(self.out, dtype=torch.float32)
-        start = 0
-        for g, size in enumerate(self.sizes):
-            rows = slice(start, start + size)
-            if self.rowwise:
-                out[rows] = a[rows] @ b[g].t()
-            else:
-                out[g] = a[rows].t() @ b[rows]
-            start += size
-        return out
+        if self.rowwise:
+            return product(a, b.transpose(1, 2), self.sizes, dtype=torch.float32)
+        return gradient(a, b, self.sizes, dtype=torch.float32)
 
 
-def gate(problem: Problem, format: str, graph: torch.cuda.CUDAGraph) -> str | None:
-    """What is wrong with the graph of one of tgl's arms, or None."""
-    poison = 0.0 if problem.op == "accumulate" else float("nan")
-
-    def run() -> Tensor:
-        problem.out.fill_(poison)
-        graph.replay()
-        return problem.out.clone()
-
-    sizes = problem.sizes
-    for attempt in (sizes, sizes[1:] + sizes[:1], sizes):
-        problem.route(attempt)
-        wanted, got = problem.oracle(format), run()
-        if got.isnan().any():
-            return "poison is left in the output"
-        if not torch.equal(got, run()):
-            return "not the same bits again"
-        ours, rounding = relative_error(got, wanted), relative_error(wanted.to(BF16), wanted)
-        if not ours <= 2 * rounding + 1e-5:
-            return f"error {ours:.2e}, rounding to bf16 has {rounding:.2e}"
-    return None
+def rounding(wanted: Tensor) -> tuple[str, float]:
+    return "rounding to bf16", gates.relative_error(wanted.to(BF16), wanted)
 
 
 def existing(format: str, kind: str) -> list[GemmConfig]:
@@ -230,65 +212,38 @@ def existing(format: str, kind: str) -> list[GemmConfig]:
     return [t for t in every if tilings.reason("sm_90", kind, t, scaling.OPERANDS[format]) is None]
 
 
-def named(chosen: GemmConfig) -> str:
-    return f"{chosen.tile_m}x{chosen.tile_n}" + "x2" * (chosen.ctas == 2)
+def tilings_of(format: str, problem: Problem, sweep: bool) -> dict[str, GemmConfig | None]:
+    """Arms of a format: in every tiling, or in that which tgl chooses."""
+    if not sweep:
+        return {format: None}
+    kind = VARLEN_M if problem.rowwise else VARLEN_K
+    return {f"{format} {tiled.named(tiling)}": tiling for tiling in existing(format, kind)}
 
 
-def run_case(name: str, op: str, routing: str, args: argparse.Namespace) -> dict:
-    shape = SHAPES[name]
+def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Result:
     torch.manual_seed(0)
-    problem = Problem(op, shape, split(routing, shape.groups, shape.rows))
-    result = {"shape": name, "op": op, "routing": routing, "flops": problem.flops}
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    problem = Problem(op, SHAPES[shape], split(routing, SHAPES[shape].groups, SHAPES[shape].rows))
+    graphs: dict[str, Replay] = {}
     wrong: dict[str, str] = {}
-    keep = []
-
-    def attempt(arm: str, call: Callable[[], None]) -> None:
-        try:
-            graphs[arm] = captured(call)
-        except Exception as error:
-            torch.cuda.synchronize()
-            wrong[arm] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-
-    def check(arm: str, format: str) -> None:
-        if arm in graphs and (reason := gate(problem, format, graphs[arm])):
-            wrong[arm] = reason
-            del graphs[arm]
-
-    choose = tilings.choose_scaled
     for format in (f for f in FORMATS if f in args.arms):
         problem.quantize(format)
-        if not args.sweep:
-            attempt(format, lambda f=format: problem.scaled(f))
-            check(format, format)
-        kind = VARLEN_M if problem.rowwise else VARLEN_K
-        for chosen in existing(format, kind) if args.sweep else ():
-            arm = f"{format} {named(chosen)}"
-            tilings.choose_scaled = lambda *_, chosen=chosen: chosen
-            launcher.forget()
-            attempt(arm, lambda f=format: problem.scaled(f))
-            check(arm, format)
-        tilings.choose_scaled = choose
-        launcher.forget()
-        for operand in problem.operands[format]:
-            operand.values = None
-    if not args.sweep:
-        if "bf16" in args.arms:
-            attempt("bf16", problem.bf16)
-        for arm, call in problem.rivals().items():
-            if arm in args.arms:
-                attempt(arm, call)
-                keep.append(call)
-    times = {arm: summary(t) for arm, t in measure(graphs, args.samples).items()}
-    return {**result, "times": times, "wrong": wrong}
+        for arm, tiling in tilings_of(format, problem, args.sweep).items():
+            with tiled.used(tiling, "choose_scaled"):
+                made, failed = captured({arm: partial(problem.scaled, format)})
+            wrong |= failed
+            for graph in made.values():
+                if reason := gates.wrong(problem, graph, partial(problem.oracle, format), rounding):
+                    wrong[arm] = reason
+                else:
+                    graphs[arm] = graph
+        problem.forget(format)
+    others = {} if args.sweep else problem.others()
+    made, failed = captured({arm: call for arm, call in others.items() if arm in args.arms})
+    times = summaries(replays(graphs | made, args.samples, args.clean_l2))
+    return {"flops": problem.flops, "times": times, "wrong": wrong | failed}
 
 
-def ratio(result: dict, arm: str, ours: str) -> float | None:
-    times = result["times"]
-    return times[arm]["median"] / times[ours]["median"] if arm in times and ours in times else None
-
-
-def line(result: dict) -> str:
+def line(result: Result) -> str:
     head = f"{result['shape']:>18} {result['op']:>10} {result['routing']:>13}"
     rates = {arm: result["flops"] / t["median"] / 1e9 for arm, t in result["times"].items()}
     cells = "  ".join(f"{arm} {rate:.0f}" for arm, rate in sorted(rates.items(), key=lambda item: -item[1]))
@@ -296,49 +251,37 @@ def line(result: dict) -> str:
     return f"{head}  TF/s: {cells}{wrong}"
 
 
-def report(results: list[dict]) -> None:
-    print("\ntime of the arm / time of tgl: geometric mean (worst, where)")
+def report(results: list[Result]) -> str:
+    lines = ["", "time of the arm / time of tgl: geometric mean (worst, where)"]
     for op, ours, arm in itertools.product(OPS, FORMATS, OTHERS):
-        found = [(x, r) for r in results if r["op"] == op and (x := ratio(r, arm, ours))]
-        if found:
-            mean = math.exp(statistics.fmean(math.log(x) for x, _ in found))
-            low, worst = min(found, key=lambda pair: pair[0])
-            where = f"{low:.3f}, {worst['shape']} {worst['routing']}, of {len(found)}"
-            print(f"{op:>10} {arm:>6} / {ours:<10} {mean:6.3f}  ({where})")
+        own = [r for r in results if r["op"] == op]
+        if mean := mean_of((f"{r['shape']} {r['routing']}", quotient(r["times"], arm, ours)) for r in own):
+            lines.append(f"{op:>10} {arm:>6} / {ours:<10} {mean}")
+    return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few shapes, two routings")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=None)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument("--arms", nargs="+", choices=FORMATS + OTHERS, default=FORMATS + OTHERS)
-    parser.add_argument("--samples", type=int, default=50)
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = gpu_parser(__doc__, quick="a few shapes, two routings")
+    choice(parser, "--shapes", SHAPES, default=False)
+    choice(parser, "--routings", ROUTINGS, default=False)
+    choice(parser, "--ops", OPS)
+    choice(parser, "--arms", FORMATS + OTHERS)
     parser.add_argument("--sweep", action="store_true", help="time tgl in every tiling there is on sm_90")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device")
-    args.shapes = args.shapes or (QUICK if args.quick or args.sweep else [n for n in SHAPES if n != "glm"])
-    args.routings = args.routings or (
-        ["balanced"] if args.sweep else ["balanced", "zipf"] if args.quick else list(ROUTINGS)
-    )
-    device = torch.cuda.get_device_name()
+    args = parser.parse_args(argv)
+    args.shapes = args.shapes or [n for n in (QUICK if args.quick or args.sweep else SHAPES) if n != "glm"]
+    usual = ("balanced",) if args.sweep else QUICK_ROUTINGS if args.quick else ROUTINGS
+    args.routings = args.routings or list(usual)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    device = needs_device()
     print(f"{device}, torch {torch.__version__}, {args.samples} samples")
-    results = []
-    for name, op, routing in itertools.product(args.shapes, args.ops, args.routings):
-        try:
-            results.append(run_case(name, op, routing, args))
-            print(line(results[-1]), flush=True)
-        except torch.OutOfMemoryError:
-            print(f"{name:>18} {op:>10} {routing:>13}  out of memory", flush=True)
-        torch.cuda.empty_cache()
-    report(results)
-    if args.out:
-        args.out.write_text(
-            json.dumps({"device": device, "torch": torch.__version__, "results": results}, indent=1) + "\n"
-        )
+    every = cases(shape=args.shapes, op=args.ops, routing=args.routings)
+    results = run_all(every, lambda **case: run_case(**case, args=args), line)
+    print(report(results))
+    save(args.out, with_machine(device, results))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from harness.command import parser
+from harness.report import medians
+from harness.timing import HostClock, interleaved, shuffled
 
 import tgl
 
@@ -95,26 +96,22 @@ ARMS: dict[str, tuple[str, Callable[[], Callable]]] = {
 
 def measure(functions: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[str, float]:
     """Median microseconds of each; every round takes them in another order."""
-    names, order = list(functions), random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in names}
     for function in functions.values():
         for _ in range(50):
             function()
-    for _ in range(rounds):
-        for name in order.sample(names, len(names)):
-            function = functions[name]
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: statistics.median(own) for name, own in times.items()}
+    clock = HostClock(time.perf_counter, calls)
+    return {name: 1e6 * t for name, t in medians(interleaved(functions, clock, range(rounds), shuffled)).items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1500, help="rounds of each arm")
-    parser.add_argument("--calls", type=int, default=3, help="calls of each round")
-    options = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--rounds", type=int, default=1500, help="rounds of each arm")
+    made.add_argument("--calls", type=int, default=3, help="calls of each round")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.set_num_threads(1)
     with no_arithmetic():
         times = measure({name: make() for name, (_, make) in ARMS.items()}, options.rounds, options.calls)

@@ -26,22 +26,20 @@ are those of the routed rows' nine products. Ratios are the baseline's time divi
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import math
-import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from grouped_gemm import L2_BYTES, ROUTINGS, SHAPES, relative_error, split, summary
+from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.gates import relative_error
+from harness.report import mean_of, quotient, save, summaries, with_machine
+from harness.shapes import MODELS, QUICK_ROUTINGS, ROUTINGS, Expert, split
+from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import tgl
+from tests.kernel_cases import ends, spans
 from tgl import recipes
 from tgl.meta import formats
 
@@ -59,25 +57,11 @@ RESULTS = ("output", "gradient of rows", "gradient of probabilities", "gradient 
 SAMPLE = (4, 512, 256)  # experts, rows and width of what `explain` is asked about
 
 
-class Layer(NamedTuple):
-    """Experts, routed rows, width of the layer and of its activation."""
-
-    groups: int
-    rows: int
-    hidden: int
-    inner: int
-
-    @property
-    def flops(self) -> float:
-        """Of a step: three products, each forward and for two gradients."""
-        return 18.0 * self.rows * self.hidden * self.inner
+def flops(layer: Expert) -> float:
+    """Of a step: three products, each forward and for two gradients."""
+    return 18.0 * layer.rows * layer.hidden * layer.inner
 
 
-LAYERS = {
-    name.removesuffix("-fc1"): Layer(s.groups, s.rows, s.depth, s.columns)
-    for name, s in SHAPES.items()
-    if name.endswith("-fc1")
-}
 QUICK = ("mixtral", "qwen3-g16", "deepseek-g32")
 
 
@@ -96,40 +80,29 @@ class Arm:
     Attributes:
         step: returns what ``RESULTS`` names.
         state: buffers that a step changes, and their values before it.
-        graph: replays ``step`` if the arm is a graph; its results are then ``held``.
+        graph: of ``step``, if the arm is replayed.
     """
 
     step: Callable[[], list[Tensor]]
     recipe: recipes.Recipe | None = None
     module: nn.Module | None = None
     state: tuple[Tensor, ...] = ()
-    graph: torch.cuda.CUDAGraph | None = None
-    held: Sequence[Tensor] = ()
+    graph: Replay | None = None
 
     def warm(self, replayed: bool) -> None:
         """Run a few times, so that recipes have seen the values, and capture."""
         if replayed:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self.step()
-            torch.cuda.current_stream().wait_stream(stream)
+            warm_up(self.step)
         else:
-            for _ in range(3):
+            for _ in range(WARM_UP):
                 self.step()
         self.state = tuple(b.clone() for b in self.module.buffers()) if self.module else ()
         if replayed:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.held = self.step()
+            self.graph = Replay(self.step, runs=0)
 
     def run(self) -> None:
         """One step for the clock."""
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.step()
+        (self.graph or self.step)()
 
     def results(self, called: bool = False) -> list[Tensor]:
         """Of a step from the state after warming up; ``called``: not by the graph."""
@@ -137,14 +110,14 @@ class Arm:
             buffer.copy_(value)
         if self.graph is None or called:
             return self.step()
-        self.graph.replay()
-        return [t.clone() for t in self.held]
+        self.graph()
+        return [t.clone() for t in self.graph.result]
 
 
 class Problem:
     """The values all arms share."""
 
-    def __init__(self, layer: Layer, sizes: list[int], device: str = "cuda"):
+    def __init__(self, layer: Expert, sizes: list[int], device: str = "cuda"):
         self.layer, self.device = layer, device
         groups, rows, hidden, inner = layer
         options: dict = {"device": device, "dtype": BF16}
@@ -158,7 +131,7 @@ class Problem:
 
     def route(self, sizes: list[int]) -> None:
         self.sizes = sizes
-        self.offs.copy_(torch.tensor(sizes).cumsum(0))
+        self.offs.copy_(ends(sizes))
 
     def _step(self, forward: Callable[[], Tensor], w1: Tensor, w2: Tensor) -> list[Tensor]:
         y = forward()
@@ -192,10 +165,8 @@ class Problem:
         leaves = [t.detach().float().requires_grad_() for t in (self.x, self.probs, self.w1, self.w2)]
         x, probs, w1, w2 = leaves
         grads = [torch.zeros_like(t) for t in leaves]
-        y, start = torch.zeros_like(x), 0
-        for g, size in enumerate(self.sizes):
-            rows = slice(start, start + size)
-            start += size
+        y = torch.zeros_like(x)
+        for g, rows in spans(self.sizes):
             part = [leaf.detach().requires_grad_() for leaf in (x[rows], probs[rows], w1[g], w2[g])]
             out = gated(part[0] @ part[2].t(), part[1]) @ part[3].t()
             for grad, found in zip(
@@ -229,12 +200,12 @@ def _unserved(recipe: recipes.Recipe, device: str) -> str | None:
     offs = torch.empty(groups, device=device, dtype=torch.int32)
     specs = recipe.operands
     made = []
-    for spec, values, ends in zip(specs, (x, w, x), (offs, None, offs)):
+    for spec, values, given in zip(specs, (x, w, x), (offs, None, offs)):
         scale = torch.empty(groups, device=device) if spec.delayed else None
         rng = torch.empty(2, dtype=torch.int64, device=device) if spec.stochastic else None
-        if reason := _refusal("group_quantize", values, ends, scale, None, rng, **spec.options()):
+        if reason := _refusal("group_quantize", values, given, scale, None, rng, **spec.options()):
             return reason
-        made.append(spec.quantize(values, ends, scale=scale, rng=rng))
+        made.append(spec.quantize(values, given, scale=scale, rng=rng))
     one, matrix, grad = made
     amax = formats.FORMATS[recipe.format].decodes_with_amax
     names = {"format": recipe.format, "scale_layout": specs.input.scale_layout}
@@ -288,7 +259,7 @@ def gated_arms(problem: Problem, names: Sequence[str], replays: bool = True) -> 
             arms[name].warm(replays and name not in ("called", "eager", "compiled"))
         except Exception as error:  # of an arm; the others go on
             arms.pop(name, None)
-            reasons[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            reasons[name] = why(error)
     sizes = problem.sizes
     for attempt in (sizes[1:] + sizes[:1], sizes):
         problem.route(attempt)
@@ -304,41 +275,29 @@ def gated_arms(problem: Problem, names: Sequence[str], replays: bool = True) -> 
     return arms, reasons
 
 
-def measure(arms: dict[str, Arm], samples: int) -> dict[str, list[float]]:
-    """Milliseconds of ``samples`` rounds of all arms, each in an order of its own: a clock follows what ran before."""
-    flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
-    names = list(arms)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
-    order = random.Random(0)
-    for sample in range(samples + 3):
-        for name in order.sample(names, len(names)):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            torch.cuda.synchronize()  # what the host takes to issue a call is part of it
-            start.record()
-            arms[name].run()
-            end.record()
-            if sample >= 3:
-                events[name].append((start, end))
-        torch.cuda.synchronize()
-    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+def measure(arms: dict[str, Arm], samples: int, clean_l2: bool) -> dict[str, list[float]]:
+    """Milliseconds of ``samples`` steps of all arms: what the host takes to issue a call is part of it.
+
+    Every round has an order of its own: a clock follows what ran before.
+    """
+    clock = DeviceClock(L2(clean_l2), host=True)
+    calls = {name: arm.run for name, arm in arms.items()}
+    return interleaved(calls, clock, range(samples + WARM_UP), shuffled, WARM_UP)
 
 
-def run_case(name: str, routing: str, names: Sequence[str], samples: int) -> dict:
-    layer = LAYERS[name]
+def run_case(shape: str, routing: str, args: argparse.Namespace) -> dict:
+    layer = MODELS[shape]
     torch.manual_seed(0)
     torch._dynamo.reset()
     problem = Problem(layer, split(routing, layer.groups, layer.rows))
-    arms, reasons = gated_arms(problem, names)
-    times = {arm: summary(t) for arm, t in measure(arms, samples).items()} if arms else {}
-    result = {"shape": name, "routing": routing, **layer._asdict(), "flops": layer.flops}
-    return {**result, "times": times, "left out": reasons}
+    arms, reasons = gated_arms(problem, args.arms)
+    times = summaries(measure(arms, args.samples, args.clean_l2)) if arms else {}
+    return {**layer._asdict(), "flops": flops(layer), "times": times, "left out": reasons}
 
 
 def ratio(result: dict, arm: str) -> float | None:
     """The baseline's time divided by the arm's."""
-    times = result["times"]
-    return times[BASELINE]["median"] / times[arm]["median"] if arm in times and BASELINE in times else None
+    return quotient(result["times"], BASELINE, arm)
 
 
 def header(names: Sequence[str]) -> str:
@@ -358,15 +317,11 @@ def report(results: list[dict], names: Sequence[str]) -> str:
     """Geometric means and worst cases, then the arms that were left out and why."""
     lines = ["", "time of torch / time of the arm: geometric mean (worst, where)"]
     for name in names:
-        found = [(r, result) for result in results if (r := ratio(result, name))]
-        if found:
-            mean = math.exp(statistics.fmean(math.log(r) for r, _ in found))
-            low, worst = min(found, key=lambda pair: pair[0])
-            where = f"{low:.3f}, {worst['shape']} {worst['routing']}, of {len(found)}"
-            lines.append(f"{name:>12} {mean:6.3f}  ({where})")
+        if mean := mean_of((f"{r['shape']} {r['routing']}", ratio(r, name)) for r in results):
+            lines.append(f"{name:>12} {mean}")
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        for arm, reason in result["left out"].items():
+        for arm, reason in result.get("left out", {}).items():
             reasons.setdefault((arm, reason), []).append(f"{result['shape']} {result['routing']}")
     for (arm, reason), where in reasons.items():
         lines.append(f"{arm:>12} not in {'all' if len(where) == len(results) else ', '.join(where)}: {reason}")
@@ -374,37 +329,25 @@ def report(results: list[dict], names: Sequence[str]) -> str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three shapes, two routings")
-    parser.add_argument("--shapes", nargs="+", choices=LAYERS)
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS)
-    parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=ARMS[1:], help=f"besides {BASELINE}")
-    parser.add_argument("--samples", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser = gpu_parser(__doc__, quick="three shapes, two routings")
+    choice(parser, "--shapes", MODELS, default=False)
+    choice(parser, "--routings", ROUTINGS, default=False)
+    choice(parser, "--arms", ARMS[1:])
     args = parser.parse_args(argv)
-    args.shapes = args.shapes or list(QUICK if args.quick else LAYERS)
-    args.routings = args.routings or list(("balanced", "zipf") if args.quick else ROUTINGS)
+    args.shapes = args.shapes or list(QUICK if args.quick else MODELS)
+    args.routings = args.routings or list(QUICK_ROUTINGS if args.quick else ROUTINGS)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device")
-    device = torch.cuda.get_device_name()
+    device = needs_device()
     print(f"{device}, torch {torch.__version__}, {args.samples} samples\n{header(args.arms)}")
-    results = []
-    for name, routing in itertools.product(args.shapes, args.routings):
-        try:
-            results.append(run_case(name, routing, args.arms, args.samples))
-            print(line(results[-1], args.arms), flush=True)
-        except torch.OutOfMemoryError:
-            print(f"{name:>15} {routing:>13}  out of memory", flush=True)
-        torch.cuda.empty_cache()
+    every = cases(shape=args.shapes, routing=args.routings)
+    run = lambda **case: run_case(**case, args=args)  # noqa: E731
+    results = run_all(every, run, lambda result: line(result, args.arms))
     print(report(results, args.arms))
-    if args.out:
-        found = {"device": device, "torch": torch.__version__, "results": results}
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(args.out, with_machine(device, results))
 
 
 if __name__ == "__main__":

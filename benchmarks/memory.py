@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from expert_layer import CASES, QUICK, Layer
+from harness.command import parser
 
-from tgl.integrations import transformers as integration
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.peak_memory import peak_memory
+from tgl.integrations import transformers as integration
 
 MIB = 1 << 20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three balanced cases instead of all")
-    options = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    return parser(__doc__, quick="three balanced cases instead of all").parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.set_num_threads(1)
     integration.register()
     worst = 0.0

@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -377,12 +377,16 @@ def measure_rows(name: str, serves: str, dtype: torch.dtype) -> None:
     print(f"{name:39} {serves:8} {'other T':19} {one:6.1f} {'':6} {other:6.1f} {other / one:9.2f}", flush=True)
 
 
-def main() -> None:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2500, help="rounds of each cell")
     parser.add_argument("--calls", type=int, default=4, help="calls of each round")
     parser.add_argument("--ops", nargs="*", default=list(CASES), choices=list(CASES), help="those to measure")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.set_num_threads(1)
     libraries = define_plain_ops("tgl_plain"), define_bare_ops("tgl_bare")
     print(f"{options.rounds * options.calls} calls per figure, microseconds per call")

@@ -316,10 +316,14 @@ def draw(out: Path) -> None:
             plt.close(figure)
 
 
-def main() -> None:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=PLOTS)
-    draw(parser.parse_args().out)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    draw(arguments(argv).out)
 
 
 if __name__ == "__main__":

@@ -30,28 +30,42 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import logging
-import math
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from harness.command import parser
+from harness.report import geometric, medians
+from harness.shapes import growing
+from harness.timing import HostClock, for_seconds, interleaved
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import tgl
 from tgl.meta import formats
 
-logging.disable(logging.WARNING)  # torchao says which of its CUDA libraries it could not load
-warnings.simplefilter("ignore")
 
-from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated  # noqa: E402
-from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx  # noqa: E402
-from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale  # noqa: E402
-from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8  # noqa: E402
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings: torchao says which of its CUDA libraries it could not load."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+with quiet():
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+    from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
 
 E4M3 = torch.float8_e4m3fn
 DIRECTIONS = ("rowwise", "columnwise", "both")
@@ -76,10 +90,7 @@ class Case(NamedTuple):
         """Rows and their group ends: ragged groups, the first of them empty."""
         rows = self.rows * factor
         x = torch.randn(rows, self.columns, generator=torch.Generator().manual_seed(0)).to(self.dtype)
-        weights = torch.arange(self.groups)
-        sizes = weights * (rows // max(int(weights.sum()), 1))
-        sizes[-1] += rows - sizes.sum()
-        return x, sizes.cumsum(0).to(torch.int32)
+        return x, growing(self.groups, rows, least=0)
 
     def ours(self, direction: str, x: Tensor, offs: Tensor, out: Any = None) -> Any:
         chosen = {"rowwise": direction != "columnwise", "columnwise": direction != "rowwise"}
@@ -158,16 +169,9 @@ def cases(quick: bool, groups: int) -> Iterator[Case]:
                 yield Case(format, options, dtype, *shape, groups)
 
 
-def interleaved(arms: list[Callable[[], object]], seconds: float) -> list[float]:
+def seconds_of(arms: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Median CPU seconds of each arm, called in turns for about ``seconds``."""
-    times: list[list[float]] = [[] for _ in arms]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 4:
-        for arm, taken in zip(arms, times):
-            start = time.process_time()
-            arm()
-            taken.append(time.process_time() - start)
-    return [statistics.median(taken[1:]) for taken in times]
+    return medians(interleaved(arms, HostClock(), for_seconds(seconds, least=4), warm_up=1))
 
 
 def allocated(call: Callable[[], object]) -> tuple[int, int]:
@@ -195,8 +199,10 @@ def throughput(options: argparse.Namespace) -> None:
             def run() -> None:
                 case.ours(direction, x, offs)  # noqa: B023
 
-            grouped, ours = interleaved([case.theirs(direction, x, offs), run], options.seconds)
-            one, beside = interleaved([case.theirs(direction, x, offs[-1:]), run], options.seconds / 2)
+            arms = {"torchao": case.theirs(direction, x, offs), "tgl": run}
+            grouped, ours = seconds_of(arms, options.seconds).values()
+            alone = {"torchao": case.theirs(direction, x, offs[-1:]), "tgl": run}
+            one, beside = seconds_of(alone, options.seconds / 2).values()
             ratios.append(grouped / ours)
             rate = x.nbytes / ours / 1e9
             print(
@@ -205,8 +211,7 @@ def throughput(options: argparse.Namespace) -> None:
                 flush=True,
             )
     if ratios:
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"geometric mean {mean:.2f}, worst {min(ratios):.2f}")
+        print(f"geometric mean {geometric(ratios):.2f}, worst {min(ratios):.2f}")
 
 
 def memory() -> None:
@@ -223,15 +228,18 @@ def memory() -> None:
         print(f"{case!s:38} {out_:9} {peak:9} {largest:9}   {'':7} {out_4:9} {peak_4:9}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one shape, bfloat16")
-    parser.add_argument("--groups", type=int, default=8, help="how many, of 0, 1, 2, ... parts of the rows")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each line")
-    parser.add_argument("--case", default="", help="only cases whose name contains this")
-    options = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__, quick="one shape, bfloat16")
+    made.add_argument("--groups", type=int, default=8, help="how many, of 0, 1, 2, ... parts of the rows")
+    made.add_argument("--seconds", type=float, default=2.0, help="for each line")
+    made.add_argument("--case", default="", help="only cases whose name contains this")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.set_num_threads(1)
-    with torch.no_grad():
+    with torch.no_grad(), quiet():
         throughput(options)
         memory()
 

@@ -1,39 +1,42 @@
 """Quantisation on a GPU, or dequantisation, against a copy, on the shapes and routings of real models.
 
-    python benchmarks/quantize_gpu.py [--dequantize] [--formats mxfp8 ...] [--shapes mixtral-fc1 ...] [--samples 40]
+    python benchmarks/quantize_gpu.py [--dequantize] [--formats mxfp8 ...] [--shapes mixtral-fc1 ...] [--samples N]
                                       [--out FILE]
 
 For every format: both directions, rowwise only, columnwise only; of dequantisation, which gives bfloat16, rowwise and
 columnwise. Bandwidth counts the bytes that must move, x once and every component once, and is given as a fraction of
 that of ``copy_`` of x. Formats with a scale per group read x twice to quantise it, the first time for maxima; the last
 column counts that. Every arm is a captured graph; before each replay 256 MB are written, so L2 holds none of x; arms
-take turns and medians are compared. Nothing is timed before its bytes are those of the CPU implementation on a smaller
-problem.
+take turns in rotating order and medians are compared. Nothing is timed before its bytes are those of the CPU
+implementation on a smaller problem.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from harness.command import cases, choice, gpu_parser, needs_device
+from harness.report import Table, save, summaries
+from harness.shapes import QUICK_ROUTINGS, SHAPES, Shape, split
+from harness.timing import Replay, replays
+from torch import Tensor
 
 import tgl
+from tests.kernel_cases import ends
+from tests.memory import same_bytes
 from tgl.meta import formats
 from tgl.meta.quantized import Components, Options, component_specs
 
-SHAPES = {  # groups, rows, columns
-    "mixtral-fc1": (8, 16384, 4096),
-    "mixtral-fc2": (8, 16384, 14336),
-    "qwen3-fc1": (128, 65536, 2048),
-    "qwen3-fc2": (128, 65536, 768),
-    "deepseek-fc1": (32, 65536, 7168),
+MATRICES = {  # their rows and depth are quantised
+    "mixtral-fc1": SHAPES["mixtral-fc1"],
+    "mixtral-fc2": SHAPES["mixtral-fc2"],
+    "qwen3-fc1": SHAPES["qwen3-g128-fc1"],
+    "qwen3-fc2": SHAPES["qwen3-g128-fc2"],
+    "deepseek-fc1": SHAPES["deepseek-g32-fc1"],
 }
-ROUTINGS = ("balanced", "zipf")
 FORMATS: dict[str, dict[str, Any]] = {
     "mxfp8": dict(format="mxfp8", scale_layout="blocked"),
     "fp8_block": dict(format="fp8_block"),
@@ -42,180 +45,178 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nvfp4_rht": dict(format="nvfp4", scale_layout="blocked", rht=True),
     "nvfp4_seeded": dict(format="nvfp4", scale_layout="blocked", rng=torch.tensor([1, 2])),
 }
-DIRECTIONS = {"both": {}, "rowwise": dict(columnwise=False), "columnwise": dict(rowwise=False)}
-LINE = "{shape:14} {routing:9} {arm:22} {ms:8.4f} {tb_per_s:6.2f} {of_copy:8.2f} {read_twice:9.2f}"
+DIRECTIONS: dict[str, dict[str, bool]] = {
+    "both": {},
+    "rowwise": dict(columnwise=False),
+    "columnwise": dict(rowwise=False),
+}
 DEQUANTIZED = ("mxfp8", "fp8_block", "fp8_tensor", "nvfp4")
-FLUSH_BYTES = 256 << 20
+TABLE = Table(
+    {
+        "shape": "<14",
+        "routing": "<9",
+        "arm": "<22",
+        "ms": ">8.4f",
+        "TB/s": ">6.2f",
+        "of copy": ">8.2f",
+        "all reads": ">9.2f",
+    }
+)
 
 
-def ends(groups: int, rows: int, routing: str) -> torch.Tensor:
-    """Cumulative ends of ``groups`` groups that have ``rows`` rows together."""
-    weights = torch.ones(groups) if routing == "balanced" else 1 / torch.arange(1, groups + 1)
-    sizes = (weights / weights.sum() * rows).int()
-    sizes[0] += rows - sizes.sum()
-    return sizes.cumsum(0).int()
-
-
-def directions(name: str) -> dict[str, dict[str, Any]]:
+def directions(name: str) -> dict[str, dict[str, bool]]:
     """The directions of a format; a transform is of columnwise data."""
     return {d: given for d, given in DIRECTIONS.items() if d != "rowwise" or not FORMATS[name].get("rht")}
 
 
-def placed(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the seed, if there is one, on the GPU."""
-    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+def placed(options: dict[str, Any], device: str) -> dict[str, Any]:
+    """The options with the seed, if there is one, on a device."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
-def check(options: dict[str, Any]) -> None:
-    """Raise if the bytes are not those of the CPU implementation."""
-    sizes = torch.tensor([5, 0, 130, 127, 128, 129, 1, 0, 40, 300])
-    x = torch.randn(int(sizes.sum()) + 100, 1168) * torch.exp2(torch.randint(-20, 20, (1168,)).float())
-    x, offs = x.bfloat16(), sizes.cumsum(0).int()
-    expected = tgl.group_quantize(x, offs, **options)
-    got = tgl.group_quantize(x.cuda(), offs.cuda(), **placed(options))
-    for name, ours, theirs in zip(Components._fields, got, expected):
-        if not torch.equal(ours.cpu().contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
-            raise AssertionError(f"{options}: {name} differs from that of the CPU")
+def small_problem() -> tuple[Tensor, Tensor]:
+    """Rows of many exponents with a tail, and their group ends."""
+    sizes = (5, 0, 130, 127, 128, 129, 1, 0, 40, 300)
+    x = torch.randn(sum(sizes) + 100, 1168) * torch.exp2(torch.randint(-20, 20, (1168,)).float())
+    return x.bfloat16(), ends(sizes)
 
 
-def check_values(options: dict[str, Any], columnwise: bool) -> None:
-    """Raise if the values are not those of the CPU implementation."""
-    sizes = torch.tensor([5, 0, 130, 127, 128, 129, 1, 0, 40, 300])
-    x = torch.randn(int(sizes.sum()) + 100, 1168) * torch.exp2(torch.randint(-20, 20, (1168,)).float())
-    offs = sizes.cumsum(0).int()
-    made = tgl.group_quantize(x, offs, rowwise=not columnwise, columnwise=columnwise, **options)
-    data, scale, amax = made[3:6] if columnwise else made[:3]
-    args = (data, scale, offs, amax if formats.FORMATS[options["format"]].decodes_with_amax else None)
-    keywords = {**options, "columnwise": columnwise, "rows": len(x)}
-    got = tgl.group_dequantize(*(None if t is None else t.cuda() for t in args), **keywords)
-    if not torch.equal(got.cpu(), tgl.group_dequantize(*args, **keywords)):
-        raise AssertionError(f"{options}: the values differ from those of the CPU")
+class Arm(NamedTuple):
+    """A call, the bytes that it must move, and those of x that it reads once more."""
+
+    call: Callable[[], object]
+    moved: int
+    again: int = 0
 
 
-def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of ``work``, which has run before."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
+class Quantize:
+    """``group_quantize`` into existing components."""
 
+    formats = tuple(FORMATS)
 
-def medians(graphs: dict[str, torch.cuda.CUDAGraph], samples: int) -> dict[str, float]:
-    """Milliseconds of each graph."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(samples):
-        for name, graph in graphs.items():
-            flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(t) for name, t in times.items()}
+    @staticmethod
+    def check(name: str, device: str) -> None:
+        """Raise if some bytes are not those of the CPU implementation."""
+        x, offs = small_problem()
+        for given in directions(name).values():
+            options = FORMATS[name] | given
+            expected = tgl.group_quantize(x, offs, **options)
+            got = tgl.group_quantize(x.to(device), offs.to(device), **placed(options, device))
+            for component, ours, theirs in zip(Components._fields, got, expected):
+                if not same_bytes(ours.cpu(), theirs):
+                    raise AssertionError(f"{options}: {component} differs from that of the CPU")
 
-
-def measure(shape: str, routing: str, formats: list[str], samples: int) -> list[dict[str, Any]]:
-    """One row per format and direction."""
-    groups, rows, columns = SHAPES[shape]
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    offs, copy = ends(groups, rows, routing).cuda(), torch.empty_like(x)
-    kept = []  # graphs do not keep what they write to
-    graphs, moved, again = {"copy": captured(lambda: copy.copy_(x))}, {"copy": 2 * x.nbytes}, {"copy": 0}
-    for name in formats:
+    @staticmethod
+    def arms(name: str, x: Tensor, offs: Tensor) -> Iterator[tuple[str, Arm]]:
+        """One per direction."""
         for direction, given in directions(name).items():
-            options = placed(FORMATS[name] | given)
+            options = placed(FORMATS[name] | given, str(x.device))
             out = tgl.group_quantize(x, offs, **options)
-            kept.append(out)
-            arm = f"{name} {direction}"
-            graphs[arm] = captured(lambda o=options, b=out: tgl.group_quantize(x, offs, **o, out=b))
-            moved[arm] = x.nbytes + sum(t.nbytes for t in out)
-            again[arm] = x.nbytes if out.amax.numel() or out.columnwise_amax.numel() else 0
-    times = medians(graphs, samples)
-    speeds = {name: moved[name] / times[name] / 1e9 for name in times}
-    return [
-        dict(
-            shape=shape,
-            routing=routing,
-            arm=a,
-            ms=times[a],
-            tb_per_s=speeds[a],
-            of_copy=speeds[a] / speeds["copy"],
-            read_twice=(moved[a] + again[a]) / moved[a] * speeds[a] / speeds["copy"],
-        )
-        for a in times
-    ]
+            twice = out.amax.numel() or out.columnwise_amax.numel()
+
+            def call(options: dict[str, Any] = options, out: Components = out) -> object:
+                return tgl.group_quantize(x, offs, **options, out=out)
+
+            yield direction, Arm(call, x.nbytes + sum(t.nbytes for t in out), x.nbytes if twice else 0)
 
 
-def measure_values(shape: str, routing: str, formats: list[str], samples: int) -> list[dict[str, Any]]:
-    """One row per format and direction, of dequantisation of any bytes."""
-    groups, rows, columns = SHAPES[shape]
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    offs, copy = ends(groups, rows, routing).cuda(), torch.empty_like(x)
-    kept = []
-    graphs, moved = {"copy": captured(lambda: copy.copy_(x))}, {"copy": 2 * x.nbytes}
-    for name in formats:
+class Dequantize:
+    """``group_dequantize`` of any bytes, to the dtype of x."""
+
+    formats = DEQUANTIZED
+
+    @staticmethod
+    def check(name: str, device: str) -> None:
+        """Raise if some values are not those of the CPU implementation."""
+        x, offs = small_problem()
         for columnwise in (False, True):
-            given = dict(rowwise=not columnwise, columnwise=columnwise)
-            options = Options(**FORMATS[name], **given).resolved("group_quantize")
-            specs = component_specs(options, (rows, columns), groups, x.device, grouped=True)
+            options = FORMATS[name]
+            made = tgl.group_quantize(x, offs, rowwise=not columnwise, columnwise=columnwise, **options)
+            data, scale, amax = made[3:6] if columnwise else made[:3]
+            args = (data, scale, offs, amax if formats.FORMATS[options["format"]].decodes_with_amax else None)
+            keywords = {**options, "columnwise": columnwise, "rows": len(x)}
+            got = tgl.group_dequantize(*(None if t is None else t.to(device) for t in args), **keywords)
+            if not torch.equal(got.cpu(), tgl.group_dequantize(*args, **keywords)):
+                raise AssertionError(f"{options}: the values differ from those of the CPU")
+
+    @staticmethod
+    def arms(name: str, x: Tensor, offs: Tensor) -> Iterator[tuple[str, Arm]]:
+        """One per direction."""
+        for direction in ("rowwise", "columnwise"):
+            columnwise = direction == "columnwise"
+            options = Options(**FORMATS[name], rowwise=not columnwise, columnwise=columnwise)
+            options = options.resolved("group_quantize")
+            specs = component_specs(options, tuple(x.shape), len(offs), x.device, grouped=True)
             data, scale, amax = (spec.empty() for spec in (specs[3:6] if columnwise else specs[:3]))
             data.view(torch.uint8).random_()
             scale.fill_(1)
             amax.fill_(1)
             args = (data, scale, offs, amax if options.description.decodes_with_amax else None)
-            keywords = {**FORMATS[name], "columnwise": columnwise, "rows": rows}
-            kept.append(args)
-            arm = f"{name} {'columnwise' if columnwise else 'rowwise'}"
-            graphs[arm] = captured(lambda a=args, k=keywords: tgl.group_dequantize(*a, **k))
-            moved[arm] = x.nbytes + data.nbytes + scale.nbytes
-    times = medians(graphs, samples)
-    speeds = {name: moved[name] / times[name] / 1e9 for name in times}
-    return [
-        dict(
-            shape=shape,
-            routing=routing,
-            arm=a,
-            ms=times[a],
-            tb_per_s=speeds[a],
-            of_copy=speeds[a] / speeds["copy"],
-            read_twice=speeds[a] / speeds["copy"],
-        )
-        for a in times
-    ]
+            keywords = {**FORMATS[name], "columnwise": columnwise, "rows": len(x)}
+
+            def call(args: tuple = args, keywords: dict[str, Any] = keywords) -> object:
+                return tgl.group_dequantize(*args, **keywords)
+
+            yield direction, Arm(call, x.nbytes + data.nbytes + scale.nbytes)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arms_of(work: type[Quantize | Dequantize], names: Sequence[str], x: Tensor, offs: Tensor) -> dict[str, Arm]:
+    """A copy of x, then every format in every direction."""
+    copy = torch.empty_like(x)
+    arms = {"copy": Arm(lambda: copy.copy_(x), 2 * x.nbytes)}
+    for name in names:
+        arms |= {f"{name} {direction}": arm for direction, arm in work.arms(name, x, offs)}
+    return arms
+
+
+def rows_of(arms: dict[str, Arm], times: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """One row per arm; speeds in TB/s."""
+    speeds = {name: arm.moved / times[name]["median"] / 1e9 for name, arm in arms.items()}
+    for name, arm in arms.items():
+        of_copy = speeds[name] / speeds["copy"]
+        yield {
+            "arm": name,
+            "ms": times[name]["median"],
+            "tb_per_s": speeds[name],
+            "of_copy": of_copy,
+            "read_twice": (arm.moved + arm.again) / arm.moved * of_copy,
+            **times[name],
+        }
+
+
+def measure(work: type[Quantize | Dequantize], shape: Shape, routing: str, args: argparse.Namespace) -> Iterator[dict]:
+    x = torch.randn(shape.rows, shape.depth, device="cuda", dtype=torch.bfloat16)
+    offs = ends(split(routing, shape.groups, shape.rows), "cuda")
+    arms = arms_of(work, args.formats, x, offs)
+    graphs = {name: Replay(arm.call) for name, arm in arms.items()}
+    return rows_of(arms, summaries(replays(graphs, args.samples, args.clean_l2)))
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = gpu_parser(__doc__)
     parser.add_argument("--dequantize", action="store_true")
-    parser.add_argument("--formats", nargs="*", choices=FORMATS)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    formats = args.formats or list(DEQUANTIZED if args.dequantize else FORMATS)
-    for name in formats:
-        if args.dequantize:
-            for columnwise in (False, True):
-                check_values(FORMATS[name], columnwise)
-        else:
-            for given in directions(name).values():
-                check(FORMATS[name] | given)
+    parser.add_argument("--formats", nargs="*", choices=list(FORMATS))
+    choice(parser, "--shapes", MATRICES)
+    args = parser.parse_args(argv)
+    args.formats = args.formats or list((Dequantize if args.dequantize else Quantize).formats)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    device = needs_device()
+    work = Dequantize if args.dequantize else Quantize
+    for name in args.formats:
+        work.check(name, "cuda")
+    print(f"{device}\n{TABLE.header()}")
     results = []
-    head = f"{'shape':14} {'routing':9} {'arm':22} {'ms':>8} {'TB/s':>6} {'of copy':>8} {'all reads':>9}"
-    print(f"{torch.cuda.get_device_name()}\n{head}")
-    for shape in args.shapes:
-        for routing in ROUTINGS:
-            for row in (measure_values if args.dequantize else measure)(shape, routing, formats, args.samples):
-                results.append(row)
-                print(LINE.format(**row))
-            torch.cuda.empty_cache()
-    if args.out:
-        args.out.write_text(json.dumps(dict(device=torch.cuda.get_device_name(), results=results), indent=1))
+    for case in cases(shape=args.shapes, routing=QUICK_ROUTINGS):
+        for row in measure(work, MATRICES[case["shape"]], case["routing"], args):
+            results.append({**case, **row})
+            shown = ("shape", "routing", "arm", "ms", "tb_per_s", "of_copy", "read_twice")
+            print(TABLE.line(results[-1][column] for column in shown), flush=True)
+        torch.cuda.empty_cache()
+    save(args.out, {"device": device, "results": results})
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ of a float32 layer's output, input gradient and weight gradient, on normal input
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
+from harness.command import parser
 from torch import Tensor, nn
 
 import tgl
@@ -70,10 +72,12 @@ def quality(recipe: tgl.recipes.Recipe, groups: int, features: int, sizes: Tenso
     return [decibels(got, want) for want, got in zip(*found)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens and of the width")
-    options = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    return parser(__doc__, quick="a quarter of the tokens and of the width").parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     torch.set_num_threads(1)
     groups, features, rows = 8, 512 >> options.quick, 8192 >> 2 * options.quick
     sizes = torch.full((groups,), rows // groups)

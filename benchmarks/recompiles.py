@@ -7,8 +7,10 @@ then called forward and backward with 100 random routings of each of 10 token co
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
+from harness.command import parser
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -45,11 +47,15 @@ def count(routings: int, backend: str) -> int:
     return counter.frame_count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--routings", type=int, default=100, help="routings of each token count")
-    parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
-    options = parser.parse_args()
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--routings", type=int, default=100, help="routings of each token count")
+    made.add_argument("--backend", default="inductor", help="backend of torch.compile")
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
     compilations = count(options.routings, options.backend)
     print(f"compilations over {options.routings} routings x {len(TOKENS)} token counts: {compilations}")
 

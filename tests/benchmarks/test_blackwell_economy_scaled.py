@@ -1,24 +1,14 @@
 """What quantised operands may cost: the counts of ``benchmarks/blackwell_economy_scaled.py`` on small problems."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def economy():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("blackwell_economy_scaled")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def economy(load):
+    return load("blackwell_economy_scaled")
 
 
 @pytest.mark.parametrize("columnwise", [True, False])

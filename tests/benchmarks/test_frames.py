@@ -1,12 +1,7 @@
 """Python frames of warm calls: their numbers may fall."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOST = {
     "grouped_gemm": 7,
     "group_quantize": 14,
@@ -18,12 +13,8 @@ MOST = {
 
 
 @pytest.fixture(scope="module")
-def frames():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("frames")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def frames(load):
+    return load("frames")
 
 
 def test_no_more_than_there_were(frames):

@@ -1,10 +1,8 @@
 """Result files, the pages that quote them, the plots drawn from them and the README's table agree."""
 
-import importlib
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,13 +24,9 @@ def quoted(mean, worst):
 
 
 @pytest.fixture(scope="module")
-def plots():
+def plots(load):
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("plots")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return load("plots")
 
 
 @pytest.mark.parametrize("name", RESULTS)

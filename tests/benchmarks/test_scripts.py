@@ -1,0 +1,297 @@
+"""Every script of ``benchmarks``: it is imported, its arguments are parsed, and those for a GPU run on the CPU.
+
+What stands for the GPU here captures no graphs: a replay calls once more. Its clock adds a millisecond per reading, so
+that every arm takes as long.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tgl import backends
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+NEEDS = {
+    "blackwell_economy": "cutlass",
+    "blackwell_economy_scaled": "cutlass",
+    "expert_layer": "transformers",
+    "memory": "transformers",
+    "plots": "matplotlib",
+    "quantize": "torchao",
+}
+GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
+GPU += ("gemm_activation",)
+
+
+class Replay:
+    """A call in place of its graph: writes where the first one did."""
+
+    def __init__(self, call, runs=3):
+        self.call, self.result = call, call()
+
+    def __call__(self):
+        again = self.call()
+        pairs = zip(self.result, again) if isinstance(again, list | tuple) else [(self.result, again)]
+        for held, made in pairs:
+            if held is not None and held is not made:
+                held.copy_(made)
+
+
+class Clock:
+    def __init__(self, l2, host=False):
+        self.taken = 0
+
+    def take(self, call):
+        call()
+        self.taken += 1
+        return self.taken
+
+    def settle(self):
+        pass
+
+    def read(self, mark):
+        return 1.0
+
+
+class OnCpu(TorchFunctionMode):
+    """Calls of torch that name the GPU get the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        args = ["cpu" if isinstance(a, str) and a == "cuda" else a for a in args]
+        kwargs = {name: "cpu" if str(a) == "cuda" else a for name, a in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@pytest.fixture
+def gpu(load, monkeypatch):
+    """Something that passes for a GPU."""
+    timing = load("harness.timing")
+    for name in ("compared", "tiled", "dense"):
+        load(f"harness.{name}")
+    monkeypatch.setattr(load("harness.dense"), "quack", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    monkeypatch.setattr(timing, "Replay", Replay)
+    monkeypatch.setattr(timing, "DeviceClock", Clock)
+    monkeypatch.setattr(timing, "L2", lambda clean: None)
+    monkeypatch.setattr(timing, "warm_up", lambda call: call())
+    swiglu = load("harness.swiglu")
+    for name in ("", "_backward", "_backward_with_probs"):
+        monkeypatch.setattr(swiglu, f"compiled{name}", getattr(swiglu, name.strip("_") or "forward"))
+
+    def module(name):
+        script = load(name)
+        for shared in ("Replay", "DeviceClock", "L2", "warm_up"):
+            if hasattr(script, shared):
+                monkeypatch.setattr(script, shared, getattr(timing, shared))
+        return script
+
+    with OnCpu():
+        yield module
+
+
+def test_every_script_is_named():
+    assert set(GPU) | set(NEEDS) < set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(load, name, capsys):
+    """Its docstring says how to call it, and its options are those it parses."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    script = load(name)
+    with pytest.raises(SystemExit) as stopped:
+        script.arguments(["--help"])
+    assert stopped.value.code == 0
+    assert script.__doc__.splitlines()[0] in capsys.readouterr().out
+    assert isinstance(script.arguments([]), argparse.Namespace)
+    with pytest.raises(SystemExit):
+        script.arguments(["--no-such-option"])
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_it_says_that_it_needs_a_device(load, name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        load(name).main([])
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_shared_options(load, name):
+    args = load(name).arguments(["--samples", "7", "--clean-l2", "--out", "results.json"])
+    assert (args.samples, args.clean_l2, args.out) == (7, True, Path("results.json"))
+    assert load(name).arguments([]).samples == 50
+
+
+def ran(script, tmp_path, capsys, *options):
+    """What it prints, in words, and its results."""
+    path = tmp_path / "results.json"
+    script.main(["--samples", "2", "--out", str(path), *options])
+    return [line.split() for line in capsys.readouterr().out.splitlines()], json.loads(path.read_text())
+
+
+def test_grouped_gemm(gpu, load, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    script, shapes = gpu("grouped_gemm"), load("harness.shapes")
+    monkeypatch.setattr(script, "host_time", lambda: 1.0)
+    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "four", "--routings", "zipf", "quarter empty")
+    assert set(found) == {"device", "torch", "results"}
+    assert [(r["shape"], r["op"], r["routing"]) for r in found["results"]] == [
+        ("four", op, routing) for op in script.OPS for routing in ("zipf", "quarter empty")
+    ]
+    for result in found["results"]:
+        assert not result["failed"]
+        assert set(result["times"]) == {"tgl", "loop"} | ({"copy"} if result["op"] == "dbias" else {"torch", "dense"})
+        assert result["times"]["tgl"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
+        assert (result["groups"], result["rows"], result["depth"], result["columns"]) == (4, 96, 64, 48)
+    header = ["shape", "op", "routing", "tgl", "ms", "rate", "torch", "loop", "dense", "quack", "copy"]
+    assert header in lines
+    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "1.000", "-", "-"] in lines
+    assert ["four", "dbias", "zipf", "1.000", "0.00", "TB/s", "-", "1.000", "-", "-", "1.000"] in lines
+    assert ["fprop", "/", "torch", "1.000", "(1.000,", "four", "zipf,", "of", "2)"] in lines
+    assert (tmp_path / "results.png").exists()
+
+
+def test_a_wrong_result_is_not_timed(gpu, load, monkeypatch, tmp_path, capsys):
+    script, shapes, dense = gpu("grouped_gemm"), load("harness.shapes"), load("harness.dense")
+    monkeypatch.setattr(script, "host_time", lambda: 1.0)
+    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
+    monkeypatch.setattr(dense.Forward, "tgl", lambda self: self.out.zero_())
+    options = ("--shapes", "four", "--routings", "zipf", "--ops", "fprop", "dgrad")
+    lines, found = ran(script, tmp_path, capsys, *options)
+    assert ["four", "fprop", "zipf", "WRONG:", "error", "1.00e+00,"] in [line[:6] for line in lines]
+    assert all("times" not in result for result in found["results"])
+
+
+def test_sweep_of_tilings(gpu, load, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("grouped_gemm"), load("harness.shapes")
+    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
+    options = ("--sweep-configs", "--shapes", "four", "--tiles", "64x64", "128x128x2", "128x128pp")
+    lines, found = ran(script, tmp_path, capsys, *options)
+    assert [r["op"] for r in found["results"]] == ["fprop", "dgrad", "wgrad", "accumulate"]
+    for result in found["results"]:
+        assert set(result["times"]) == {"64x64", "128x128x2", "128x128pp"}
+        assert result["wrong"] == dict.fromkeys(result["times"])
+    assert lines[1][:4] == ["four", "fprop", "balanced", "TF/s:"]
+
+
+def test_grouped_gemm_scaled(gpu, load, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("grouped_gemm_scaled"), load("harness.shapes")
+    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 512, 256, 128))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "four", "--routings", "zipf")
+    assert [r["op"] for r in found["results"]] == list(script.OPS)
+    for result in found["results"]:
+        assert {"fp8_tensor", "fp8_block", "bf16"} <= set(result["times"]), result["wrong"]
+        assert set(result["wrong"]) <= {"torch", "dense"}
+    assert ["fprop", "bf16", "/", "fp8_block", "1.000", "(1.000,", "four", "zipf,", "of", "1)"] in lines
+
+
+def test_sweep_of_scaled_tilings(gpu, load, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("grouped_gemm_scaled"), load("harness.shapes")
+    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 512, 256, 128))
+    _, found = ran(script, tmp_path, capsys, "--sweep", "--shapes", "four", "--ops", "fprop", "--arms", "fp8_block")
+    (result,) = found["results"]
+    names = [script.tiled.named(tiling) for tiling in script.existing("fp8_block", "varlen_m")]
+    assert set(result["times"]) == {f"fp8_block {name}" for name in names}
+    assert not result["wrong"]
+
+
+def test_layer(gpu, load, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("layer_gpu"), load("harness.shapes")
+    monkeypatch.setattr(script, "compiled_gated", script.gated)
+    monkeypatch.setitem(shapes.MODELS, "mixtral", shapes.Expert(3, 96, 64, 48))
+    monkeypatch.setattr(script, "unserved", lambda recipe, device: "no kernel" if recipe is mxfp8 else None)
+    mxfp8 = script.RECIPES["mxfp8"]
+    options = ("--shapes", "mixtral", "--routings", "zipf", "--arms", "called", "eager", "bf16", "fp8_block", "mxfp8")
+    lines, found = ran(script, tmp_path, capsys, *options)
+    (result,) = found["results"]
+    assert set(result["times"]) == {"torch", "called", "eager", "bf16", "fp8_block"}, result["left out"]
+    assert result["left out"] == {"mxfp8": "no kernel"}
+    assert ["mixtral", "zipf", "1.000", "0", "1.000", "1.000", "1.000", "1.000", "-"] in lines
+    assert ["mxfp8", "not", "in", "all:", "no", "kernel"] in lines
+
+
+@pytest.mark.parametrize("way", [(), ("--dequantize",)], ids=["quantize", "dequantize"])
+def test_quantize(gpu, load, monkeypatch, tmp_path, capsys, way):
+    script, shapes = gpu("quantize_gpu"), load("harness.shapes")
+    monkeypatch.setitem(script.MATRICES, "mixtral-fc1", shapes.Shape(4, 512, 256, 128))
+    options = ("--shapes", "mixtral-fc1", "--formats", "mxfp8", "fp8_tensor")
+    lines, found = ran(script, tmp_path, capsys, *options, *way)
+    arms = [f"{f} {d}" for f in ("mxfp8", "fp8_tensor") for d in ("both", "rowwise", "columnwise")[len(way) :]]
+    assert [(r["routing"], r["arm"]) for r in found["results"]] == [
+        (routing, arm) for routing in ("balanced", "zipf") for arm in ("copy", *arms)
+    ]
+    for result in found["results"]:
+        assert (result["ms"], result["shape"]) == (1.0, "mixtral-fc1")
+        more = result["arm"].startswith("fp8_tensor") and not way
+        assert (result["read_twice"] > result["of_copy"]) == more
+    assert ["shape", "routing", "arm", "ms", "TB/s", "of", "copy", "all", "reads"] in lines
+    assert ["mixtral-fc1", "zipf", "copy", "1.0000", "0.00", "1.00", "1.00"] in lines
+
+
+def test_bytes_that_differ_from_the_cpu_stop_quantisation(gpu, monkeypatch):
+    script = gpu("quantize_gpu")
+    quantize, calls = script.tgl.group_quantize, []
+
+    def faulty(*args, **options):
+        made = quantize(*args, **options)
+        calls.append(options)
+        if len(calls) % 2 == 0:
+            made.data.view(torch.uint8)[0, 0] += 1
+        return made
+
+    monkeypatch.setattr(script.tgl, "group_quantize", faulty)
+    with pytest.raises(AssertionError, match="data differs from that of the CPU"):
+        script.Quantize.check("mxfp8", "cpu")
+
+
+def test_activation(gpu, load, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("activation"), load("harness.shapes")
+    monkeypatch.setitem(script.LAYERS, "small", shapes.Expert(16, 300, 64, 128))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
+    rivals = {"forward": {"eager", "compiled"}, "backward": {"eager", "compiled"}}
+    rivals |= {format: {"apart"} for format in script.QUANTIZED}
+    for result in found:
+        assert set(result["ms"]) == {"tgl", "copy"} | rivals.get(result["op"], set()), result
+        assert set(result["ms"].values()) == {1.0}
+    assert [result["op"] for result in found] == list(script.OPS)
+    assert ["shape", "op", "tgl", "ms", "TB/s", "copy", "eager", "compiled", "apart"] in lines
+    assert ["small", "forward", "1.0000", "0.00", "1.000", "1.000", "1.000", "-"] in lines
+    assert ["apart:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
+
+
+@pytest.mark.parametrize("name", ["dactivation", "gemm_activation"])
+def test_gemms_with_activations(gpu, load, monkeypatch, tmp_path, capsys, name):
+    script, shapes = gpu(name), load("harness.shapes")
+    monkeypatch.setitem(script.LAYERS, "small", shapes.Expert(4, 300, 64, 128))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
+    assert set(found[0]["ms"]) == {"tgl", "apart", "torch", "gemm"}, found
+    assert (found[0]["groups"], found[0]["rows"], found[0]["depth"], found[0]["columns"]) == (4, 300, 64, 128)
+    assert lines[2][-3:] == ["1.000"] * 3
+    assert ["gemm:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
+
+
+@pytest.mark.parametrize("name", ["dactivation", "gemm_activation", "activation"])
+def test_wrong_activations_are_not_timed(gpu, load, monkeypatch, tmp_path, capsys, name):
+    script, shapes = gpu(name), load("harness.shapes")
+    monkeypatch.setitem(script.LAYERS, "small", shapes.Expert(4, 300, 64, 128))
+    faulty = script.Forward if name == "activation" else script.Problem
+    right = faulty.tgl
+
+    def wrong(self):
+        made = right(self)
+        (made[0] if isinstance(made, tuple) else made)[0].add_(1)
+        return made
+
+    monkeypatch.setattr(faulty, "tgl", wrong)
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
+    assert any("WRONG:" in line for line in lines)
+    assert "ms" not in found[0]
