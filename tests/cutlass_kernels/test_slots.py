@@ -21,6 +21,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 SIZES, TAIL = (3, 0, 70, 65, 1), 5
 ROWS = sum(SIZES) + TAIL
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
+BEYOND = None  # the first number outside the packed tensor
 TILINGS = [
     ("sm_90", GemmConfig(64, 64)),
     ("sm_90", GemmConfig(128, 64, pingpong=True)),
@@ -83,10 +84,10 @@ def test_rows(arch, config, b_row_major):
     view = packed.view if b_row_major else packed.view.transpose(1, 2)
     spec = EpilogueSpec("bfloat16", "bfloat16", tail=True)
     call = kernel(arch, config, VARLEN_M, 2 if b_row_major else 1, spec)
-    for absent in (None, -1, LOW, HIGH):
+    for absent in ({}, {0: LOW, 2: -1, 3: HIGH}):
         slots = packed.slots.clone()
-        if absent is not None:
-            slots[2] = absent
+        for g, number in absent.items():
+            slots[g] = number
         expected = torch.zeros(ROWS, 104, dtype=torch.float64)
         for g, rows in enumerate(spans()):
             product = a[rows].double() @ b[g].double() if slots[g] == packed.slots[g] else 0
@@ -104,12 +105,12 @@ def test_depth(arch, config, dtype, accumulate):
     a, b = integers(ROWS, 72, dtype=BF16), integers(ROWS, 104, dtype=BF16)
     a[sum(SIZES) :] = b[sum(SIZES) :] = float("nan")
     call = kernel(arch, config, VARLEN_K, 1, EpilogueSpec(names.name(dtype), accumulate=accumulate))
-    for absent in (None, "first", -1, LOW, HIGH):
+    for absent in ({}, {0: LOW, 2: -1, 3: HIGH}, {2: BEYOND}):
         packed = Packed(integers(5, 72, 104, dtype=dtype))
         expected = Packed(packed.matrices)
         slots = packed.slots.clone()
-        if absent is not None:
-            slots[3] = packed.view.shape[0] if absent == "first" else absent
+        for g, number in absent.items():
+            slots[g] = packed.view.shape[0] if number is BEYOND else number
         for g, rows in enumerate(spans()):
             if slots[g] == packed.slots[g]:
                 product = a[rows].double().t() @ b[rows].double()
