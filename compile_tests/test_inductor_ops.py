@@ -138,7 +138,13 @@ def splits() -> Iterator[Call]:
         yield [torch.tensor([4, 0, 3], dtype=dtype)], {}
 
 
+def choices() -> Iterator[Call]:
+    for dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        yield [torch.tensor([[4, 0, 3], [0, 1, 7]], dtype=dtype), 5], {}
+
+
 OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
+    "route": (torch.ops.tgl.route, choices),
     "splits_to_offsets": (torch.ops.tgl.splits_to_offsets, splits),
     "grouped_gemm": (torch.ops.tgl.grouped_gemm, gemm),
     "grouped_gemm, layouts": (torch.ops.tgl.grouped_gemm, gemm_layouts),

@@ -142,7 +142,7 @@ def outputs(call: Call, args: tuple, named: dict) -> list[torch.Tensor]:
     return [*returned, *(t for name, t in given.items() if name in written)]
 
 
-BYTES = {"group_quantize", "group_dequantize", "splits_to_offsets"}
+BYTES = {"group_quantize", "group_dequantize", "splits_to_offsets", "route"}
 """Ops whose results are the CPU's to the byte; others sum in another order, or have another exponential."""
 
 

@@ -266,6 +266,15 @@ def check_splits():
         assert torch.equal(tgl.splits_to_offsets(place(splits, placement)).full_tensor(), OFFS)
 
 
+def check_route():
+    """Every rank needs the choices of all, since the row of a pair depends on those before it."""
+    index = torch.tensor([[2, 0], [0, -1], [1, 2], [2, 2]])
+    wanted = torch.ops.tgl.route(index, 3)
+    for placement in (R, S0):
+        for ours, theirs in zip(torch.ops.tgl.route(place(index, placement), 3), wanted, strict=True):
+            assert torch.equal(ours.full_tensor(), theirs)
+
+
 def check_tensor_parallel_mlp():
     """Column-parallel FC1, row-parallel FC2, as Megatron does it: one all-reduce each way."""
     mlp = tgl.GroupedMLP(G, K, I, bias=True, interleaved=True, params_dtype=torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
-from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, scale_layout
+from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, routing, scale_layout
 
 GROUPED_MM_ARCHS = frozenset({"sm_90", "sm_100", "sm_103"})
 _LOOP = "reads offs on the host; one GEMM per group"
@@ -16,6 +16,7 @@ for _device in ("cpu", "cuda"):
     for _op, _move in (("scale_to_layout", scale_layout.scatter), ("scale_from_layout", scale_layout.gather)):
         add(Implementation(_op, "map of offsets", _device, _move, note="" if _device == "cpu" else _MAP))
 
+add(Implementation("route", "stable sort", "cuda", routing.route, note="a sort and small ops of aten"))
 add(Implementation("grouped_activation", "masked aten", "cuda", activation.forward))
 add(Implementation("grouped_activation_backward", "masked aten", "cuda", activation.backward))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..aten import loops
 from ..backends import Implementation, add
-from . import activation, gemm, quantize, scaled_gemm
+from . import activation, gemm, quantize, routing, scaled_gemm
 
 _GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
 _DECODED = "float32 products of decoded groups"
@@ -39,6 +39,7 @@ add(
 add(Implementation("grouped_gemm_scaled", "decode and mm", "cpu", scaled_gemm.gemm, note=_DECODED))
 for _op, _slots in (("grouped_gemm_scaled_wgrad", False), ("grouped_gemm_scaled_wgrad_accumulate_", True)):
     add(Implementation(_op, "decode and mm", "cpu", scaled_gemm.wgrad, note=_DECODED, slots=_slots))
+add(Implementation("route", "stable sort", "cpu", None, produce=routing.produce_route))
 add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quantize))
 add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
 add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))

@@ -13,6 +13,7 @@ from .ops import (
     gemm_scaled_quantize,
     quantize,
     reduce,
+    routing,
 )
 from .runtime.launcher import Launcher
 
@@ -30,6 +31,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     *gemm_scaled_quantize.LAUNCHERS,
     *activation.LAUNCHERS,
     *reduce.LAUNCHERS,
+    *routing.LAUNCHERS,
     dequantize.GROUP_DEQUANTIZE,
     quantize.GROUPED_ACTIVATION_QUANTIZE,
 )

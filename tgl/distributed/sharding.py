@@ -170,6 +170,11 @@ def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [replicated(1, m_splits)]
 
 
+def _route(top_k_index: Any, num_experts: int) -> list[Rule]:
+    results, operands = replicated(4, top_k_index)
+    return [(results, [*operands, None])]
+
+
 def _any_placement(t: Any) -> list[Placement]:
     return [Replicate(), Partial(), *(Shard(dim) for dim in range(len(t.shape)))]
 
@@ -203,6 +208,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_mlp.default: _grouped_mlp,
     _ops.grouped_mlp_backward.default: _grouped_mlp_backward,
     _ops.splits_to_offsets.default: _splits_to_offsets,
+    _ops.route.default: _route,
     _ops.offload.default: _offload,
     _ops.reload.default: _reload,
     _ops.after.default: _after,

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import activations, checks
 
+_INT32_MAX = 2**31 - 1
+
 Dim = int | torch.SymInt  # what a size is while a graph is traced
 
 
@@ -78,6 +80,26 @@ def splits_to_offsets(m_splits: Tensor) -> TensorSpec:
     checks.ndim(op, "m_splits", m_splits, 1, "[G]")
     checks.require(m_splits.dtype in checks.INTEGERS, op, "m_splits", "an integer tensor", m_splits.dtype, TypeError)
     return TensorSpec((m_splits.shape[0],), torch.int32, m_splits.device)
+
+
+def route(
+    top_k_index: Tensor, num_experts: int | torch.SymInt
+) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
+    """``[S, k]`` choices, any integer dtype -> int32 ``source``, ``position``, ``token`` ``[S k]`` and ``offs [G]``."""
+    op = "route"
+    checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")
+    dtype, device = top_k_index.dtype, top_k_index.device
+    checks.require(dtype in checks.INTEGERS, op, "top_k_index", "an integer tensor", dtype, TypeError)
+    tokens, top_k = top_k_index.shape
+    if (some := top_k >= 1) is not True:
+        checks.require(some, op, "top_k_index", "[S, k] with k of at least 1", top_k_index.shape)
+    if (counted := num_experts >= 0) is not True:
+        checks.require(counted, op, "num_experts", "at least 0", num_experts)
+    pairs = tokens * top_k
+    if not isinstance(pairs, torch.SymInt) and pairs > _INT32_MAX:  # of symbols the real call asks
+        checks.require(False, op, "top_k_index", "of fewer than 2^31 elements, which int32 counts", top_k_index.shape)
+    rows = TensorSpec((pairs,), torch.int32, device)
+    return rows, rows, rows, TensorSpec((num_experts,), torch.int32, device)
 
 
 def grouped_gemm(

@@ -296,6 +296,17 @@ class SampleInput:
         return lay_out(values.to(self.device), "padded" if operand.written and layout != "row" else layout)
 
 
+def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """int64 ``top_k_index [S, 2]``: the groups of rows in no order, twice, and for rows of the tail no choice."""
+    sizes, rows = torch.tensor(sample.routing.sizes, dtype=torch.int64, device="cpu"), sample.routing.rows
+    groups = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
+    none = torch.tensor([-1, 1 << 40], device="cpu").repeat(rows)[: rows - len(groups)]
+    order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
+    shuffled = torch.cat([groups, none])[order]
+    index = torch.stack([shuffled, shuffled.flip(0)], 1).to(sample.device)
+    return {"top_k_index": lay_out(index, sample.layout)}
+
+
 def lay_out(values: Tensor, layout: str) -> Tensor:
     """``values`` in memory order ``layout`` (see ``SampleInput``); a vector is strided for ``"padded"`` only."""
     if layout == "row":

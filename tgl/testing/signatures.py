@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ..meta.activations import TABLE
 from .quantized import QUANTIZED_SIGNATURES
-from .samples import SampleInput, Signature
+from .samples import SampleInput, Signature, choices
 from .scaled_samples import QuantizedSignature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
@@ -35,6 +37,15 @@ _SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G]
 
 SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "splits_to_offsets": (Signature("m_splits[G]:sizes -> offs[G]", differentiable=False),),
+    "route": (
+        Signature(
+            "top_k_index[S,2]:derived -> source[R], position[R], token[R], offs[E]",
+            options={"num_experts": (4, 0, 300)},
+            derive=choices,
+            differentiable=False,
+            dtypes=(torch.int64,),
+        ),
+    ),
     "grouped_gemm": (
         Signature(
             "a[T,K], b[G,K,N], offs[G]:ends, bias[G,N]?, bias_scale[T]? -> y[T,N]",

@@ -1,0 +1,39 @@
+"""Choices of a router grouped by expert, where values may be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..aten import routing
+
+_RADIX = 1 << 15  # elements from which on torch sorts integers digit by digit, so that narrow ones take fewer passes
+_NARROW = torch.iinfo(torch.uint8).max
+
+
+def produce_route(specs: Any, operands: list) -> dict[str, Tensor]:
+    """The outputs; choices of no expert cost steps of their own, where there are any."""
+    top_k_index, num_experts = operands
+    (pairs,), device = specs["source"].shape, top_k_index.device
+    choices = routing.flattened(top_k_index)
+    narrow = pairs >= _RADIX and num_experts < _NARROW
+    if narrow:
+        choices = choices.clamp(-1, num_experts).to(torch.uint8)  # in which -1 sorts behind the experts
+    experts, order = torch.sort(choices, stable=True)
+    if not narrow and pairs and int(experts[0]) < 0:
+        experts, order = torch.sort(routing.behind(choices, num_experts), stable=True)
+    groups = torch.arange(num_experts, dtype=experts.dtype, device=device)
+    offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
+    source = order.int()
+    rows = torch.arange(pairs, dtype=torch.int32, device=device)
+    position = torch.empty_like(source).scatter_(0, order, rows)
+    top_k = top_k_index.shape[1]
+    power_of_two = top_k & (top_k - 1) == 0
+    token = source >> top_k.bit_length() - 1 if power_of_two else source // top_k  # a division takes ten times as long
+    routed = int(offs[-1]) if num_experts else 0
+    if routed < pairs:
+        source[routed:] = token[routed:] = -1
+        position[order[routed:]] = -1
+    return {"source": source, "position": position, "token": token, "offs": offs}

@@ -1,0 +1,1 @@
+"""Kernels that sort the choices of a router by expert."""

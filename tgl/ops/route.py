@@ -1,0 +1,43 @@
+"""``tgl::route``: the choices of a router, grouped by expert; ``tgl.route`` puts its outputs in a ``tgl.Routing``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..meta import specs
+from ._library import define
+
+NAME = "route"
+_OUTPUTS = ("source", "position", "token", "offs")
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _kernel(top_k_index: Tensor, num_experts: int) -> Outputs:
+    wanted = dict(zip(_OUTPUTS, specs.route(top_k_index, num_experts)))
+    made = backends.produce(NAME, top_k_index.device, wanted, [top_k_index, num_experts])
+    return made["source"], made["position"], made["token"], made["offs"]
+
+
+def _fake(top_k_index: Tensor, num_experts: int) -> Outputs:
+    source, position, token, offs = specs.empty_all(specs.route(top_k_index, num_experts))
+    return source, position, token, offs
+
+
+_op = define(
+    "route(Tensor top_k_index, SymInt num_experts) -> (Tensor source, Tensor position, Tensor token, Tensor offs)",
+    _kernel,
+    _fake,
+)
+
+
+def _call(top_k_index: Tensor, num_experts: int) -> tuple[torch.device, tuple, dict[str, Any]]:
+    made = {name: spec.meta() for name, spec in zip(_OUTPUTS, specs.route(top_k_index, num_experts))}
+    return top_k_index.device, (top_k_index, num_experts), made
+
+
+backends.describe_op(NAME, _call)
