@@ -25,7 +25,7 @@ NEEDS = {
     "quantize": "torchao",
 }
 GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += ("gemm_activation",)
+GPU += ("gemm_activation", "route_gpu")
 
 
 class Replay:
@@ -266,6 +266,15 @@ def test_activation(gpu, load, monkeypatch, tmp_path, capsys):
     assert ["shape", "op", "tgl", "ms", "TB/s", "copy", "eager", "compiled", "apart"] in lines
     assert ["small", "forward", "1.0000", "0.00", "1.000", "1.000", "1.000", "-"] in lines
     assert ["apart:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
+
+
+def test_route(gpu, monkeypatch, tmp_path, capsys):
+    script = gpu("route_gpu")
+    monkeypatch.setattr(script, "compiled", script.sort)
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "one token", "64 tokens")
+    assert [(result["choices"], result["experts"]) for result in found] == [(8, 128), (512, 128)]
+    assert all(set(result["ms"]) == {"tgl", "sort", "compiled"} for result in found)
+    assert ["64", "tokens", "1.0000", "0.5", "1.000", "1.000"] in lines
 
 
 @pytest.mark.parametrize("name", ["dactivation", "gemm_activation"])

@@ -68,7 +68,7 @@ def gemms(tiling: GemmConfig) -> None:
 
 
 def reductions() -> None:
-    """Offsets and sums of rows, of few columns and of many."""
+    """Offsets, sums of rows of few columns and of many, and choices grouped by expert."""
     sizes = torch.tensor(MANY)
     offs = tgl.splits_to_offsets(sizes.cuda())
     assert torch.equal(offs.cpu(), sizes.cumsum(0).int())
@@ -76,6 +76,10 @@ def reductions() -> None:
         dy = integers(sum(MANY) + TAIL, columns)
         wanted = torch.stack([part.sum(0) for part in groups(dy, MANY)])
         assert torch.equal(tgl.grouped_dbias(dy.cuda(), offs).cpu().double(), wanted)
+    for tokens in (100, 1500):  # one launch and two
+        index = torch.randint(-1, 130, (tokens, 4))
+        for ours, theirs in zip(torch.ops.tgl.route(index.cuda(), 128), torch.ops.tgl.route(index, 128)):
+            assert torch.equal(ours.cpu(), theirs)
 
 
 def training(recipe: str) -> None:

@@ -91,10 +91,10 @@ def route(
     dtype, device = top_k_index.dtype, top_k_index.device
     checks.require(dtype in checks.INTEGERS, op, "top_k_index", "an integer tensor", dtype, TypeError)
     tokens, top_k = top_k_index.shape
-    if (some := top_k >= 1) is not True:
-        checks.require(some, op, "top_k_index", "[S, k] with k of at least 1", top_k_index.shape)
-    if (counted := num_experts >= 0) is not True:
-        checks.require(counted, op, "num_experts", "at least 0", num_experts)
+    if top_k < 1:
+        checks.require(False, op, "top_k_index", "[S, k] with k of at least 1", top_k_index.shape)
+    if num_experts < 0:
+        checks.require(False, op, "num_experts", "at least 0", num_experts)
     pairs = tokens * top_k
     if not isinstance(pairs, torch.SymInt) and pairs > _INT32_MAX:  # of symbols the real call asks
         checks.require(False, op, "top_k_index", "of fewer than 2^31 elements, which int32 counts", top_k_index.shape)
