@@ -3,11 +3,11 @@
     python benchmarks/route_gpu.py [--shapes qwen3 ...] [--samples N] [--out FILE]
 
 Arms: ``tgl``; ``sort`` and ``compiled``, a stable ``torch.sort`` and the small operations that follow it, as they are
-and through torch.compile. Choices are random, int64, as ``torch.topk`` makes them. Every arm is a captured graph, 256 MB
-are written before each replay, arms take turns in rotating order, and medians are compared.
+and through torch.compile. Choices are random, int64, as ``torch.topk`` makes them. Every arm is a captured graph, 256
+MB are written before each replay, arms take turns in rotating order, and medians are compared.
 
-Nothing is timed before tgl's result is that of the CPU. Results: a table of milliseconds, millions of choices per second
-and ratios of times (above 1: tgl is faster), and ``--out FILE`` as JSON.
+Nothing is timed before tgl's result is that of the CPU. Results: a table of milliseconds, millions of choices per
+second and ratios of times (above 1: tgl is faster), and ``--out FILE`` as JSON.
 """
 
 from __future__ import annotations
