@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 PAGE = (Path(__file__).parents[1] / "docs" / "support.md").read_text()
 ARCHS = ("sm_90", "sm_100")
 OFFS = torch.tensor([128, 256], dtype=torch.int32)
+PLACES = torch.arange(256)
 
 
 def table(first_column: str) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -49,6 +50,9 @@ def dense(op, dtype):
         "grouped_gemm_dactivation": (rows, matrices, wide, OFFS),
         "grouped_activation": (rows, OFFS),
         "grouped_dbias": (rows, OFFS),
+        "dispatch": (rows, PLACES, PLACES, 1),
+        "combine": (rows, PLACES, PLACES, 1),
+        "combine_backward": (rows, rows, PLACES, PLACES, 1, torch.ones(256, 1)),
     }[op]
 
 

@@ -18,7 +18,8 @@ def debug_checks() -> Iterator[None]:
     """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
 
     Other values are validated too: sizes of groups are not negative and their sum fits int32; ``slots`` lie within the
-    packed tensor, and matrices that are written do not overlap; the group ends of a ``GroupedTensor`` that is a layer's
+    packed tensor, and matrices that are written do not overlap; the token of every row and the row of every choice are
+    each other's inverse; the group ends of a ``GroupedTensor`` that is a layer's
     input are those of the call.
 
     Works around an eager call and around a call of a compiled function (the check runs inside the op). Inside a
@@ -88,6 +89,39 @@ def check_slots(op: str, slots: Tensor | None, argument: str, packed: Tensor, *,
                     f"tgl::{op}: `slots` must be matrices of `{argument}` that do not overlap, but slots[{group}] = "
                     f"{table[group]} and slots[{other}] = {table[other]} do"
                 )
+
+
+def check_places(op: str, token: Tensor, position: Tensor, top_k: int) -> None:
+    """Raise ``ValueError`` for the first row or choice that the two disagree on if inside ``debug_checks()``; free
+    otherwise.
+
+    Args:
+        token: the token of every row.
+        position: the row of every choice of every token.
+    """
+    if not active:
+        return
+    tokens, rows = token.tolist(), position.tolist()
+    owner: dict[int, int] = {}
+    for pair, row in enumerate(rows):
+        if 0 <= row < len(tokens):
+            if row in owner:
+                raise ValueError(
+                    f"tgl::{op}: `position` must give every choice a row of its own, but position[{owner[row]}] and "
+                    f"position[{pair}] are both {row}"
+                )
+            owner[row] = pair
+            if tokens[row] != pair // top_k:
+                raise ValueError(
+                    f"tgl::{op}: `token` must be the inverse of `position`, but position[{pair}] = {row}, which is a "
+                    f"choice of token {pair // top_k}, and token[{row}] = {tokens[row]}"
+                )
+    for row, owned in enumerate(tokens):
+        if row not in owner and 0 <= owned < len(rows) // top_k:
+            raise ValueError(
+                f"tgl::{op}: `token` must be the inverse of `position`, but token[{row}] = {owned} and no choice has "
+                f"row {row}"
+            )
 
 
 def check_splits(op: str, splits: Tensor) -> None:

@@ -177,6 +177,26 @@ def check_dbias():
     assert torch.equal(dscales.full_tensor(), expected[1])
 
 
+def check_permutation():
+    position = torch.tensor([4, 0, 1, -1, 3, 2], dtype=torch.int32)
+    token = torch.tensor([0, 1, 2, 2, 0], dtype=torch.int32)
+    x, y, weights = integers(3, N), integers(5, N), integers(3, 2)
+    ops, where = torch.ops.tgl, [place(t, R) for t in (token, position)]
+    for op, rows in ((ops.dispatch, x), (ops.combine, y)):
+        expected = op(rows, token, position, 2, weights)
+        for placement in (R, S1, Partial()):
+            shards, factors = place(rows, placement), place(weights, R)
+            with CommDebugMode() as counter:
+                actual = op(shards, *where, 2, factors)
+            assert counter.get_total_counts() == 0
+            assert actual.placements == (placement,)
+            assert torch.equal(actual.full_tensor(), expected)
+    expected = ops.combine_backward(x, y, token, position, 2, weights)
+    actual = ops.combine_backward(place(x, S1), place(y, S1), *where, 2, place(weights, R))
+    assert [t.placements for t in actual] == [(S1,), (Partial(),)]
+    assert all(torch.equal(mine.full_tensor(), theirs) for mine, theirs in zip(actual, expected))
+
+
 def check_gemm_activation():
     a, b, bias = integers(T, K), integers(G, K, 2 * I), integers(G, 2 * I)
     probs = torch.rand(T, dtype=torch.float64)

@@ -9,6 +9,9 @@ NAMES = sorted(tgl.testing.SIGNATURES)
 ON_THEIR_OWN = {  # and where they are under test
     "after",  # tests/test_offload.py
     "allocate_wgrad",  # below
+    "combine",  # test_permutation.py
+    "combine_backward",
+    "dispatch",
     "grouped_activation_quantize",  # test_activation_quantize.py: the bytes of two ops that are here
     "grouped_gemm_scaled_activation_quantize",  # test_gemm_activation_quantize.py, likewise
     "offload",  # tests/test_offload.py

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
-from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, routing, scale_layout
+from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, permutation, routing, scale_layout
 
 GROUPED_MM_ARCHS = frozenset({"sm_90", "sm_100", "sm_103"})
 _LOOP = "reads offs on the host; one GEMM per group"
@@ -19,6 +19,13 @@ for _device in ("cpu", "cuda"):
 add(Implementation("route", "stable sort", "cuda", routing.route, note="a sort and small ops of aten"))
 add(Implementation("grouped_activation", "masked aten", "cuda", activation.forward))
 add(Implementation("grouped_activation_backward", "masked aten", "cuda", activation.backward))
+
+for _op, _step in (
+    ("dispatch", permutation.dispatch),
+    ("combine", permutation.combine),
+    ("combine_backward", permutation.combine_backward),
+):
+    add(Implementation(_op, "steps of aten", "cuda", _step, note="a few for every choice"))
 
 for _op, _loop in (
     ("grouped_gemm", loops.grouped_gemm),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..aten import loops
 from ..backends import Implementation, add
-from . import activation, gemm, quantize, routing, scaled_gemm
+from . import activation, gemm, permutation, quantize, routing, scaled_gemm
 
 _GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
 _DECODED = "float32 products of decoded groups"
@@ -44,3 +44,6 @@ add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quan
 add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
 add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))
 add(Implementation("grouped_activation_backward", "steps of aten", "cpu", activation.backward))
+add(Implementation("dispatch", "index_select", "cpu", permutation.dispatch))
+add(Implementation("combine", "embedding_bag", "cpu", permutation.combine, produce=permutation.produce_combine))
+add(Implementation("combine_backward", "steps of aten", "cpu", permutation.combine_backward))

@@ -11,6 +11,7 @@ from .ops import (
     gemm_dactivation,
     gemm_scaled,
     gemm_scaled_quantize,
+    permutation,
     quantize,
     reduce,
     routing,
@@ -22,6 +23,7 @@ COPYING: tuple[Launcher, ...] = (
     *gemm_activation.LAUNCHERS,
     *gemm_dactivation.LAUNCHERS,
     *gemm_scaled.LAUNCHERS,
+    *permutation.LAUNCHERS,
     quantize.GROUP_QUANTIZE,
 )
 """Those that serve a call between copies, too."""

@@ -12,6 +12,8 @@ For one dimension of the mesh, besides all operands replicated:
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
 | ``grouped_activation``, ``..._backward`` | columns, in whole pairs | sharded in columns, ``dprobs`` a partial sum |
 | ``grouped_gemm_dactivation`` | I of ``b`` and columns of ``h``, pairs | ``dh`` in columns, ``dprobs`` a partial sum |
+| ``dispatch``, ``combine`` | H, or ``x`` (``y``) a partial sum | sharded in H, or a partial sum |
+| ``combine_backward`` | H of ``grad`` and ``y`` | ``dy`` sharded in H, ``dweights`` a partial sum |
 | ``offload``, ``reload``, ``after`` | any dimension | the placement of the operand |
 
 Ops on quantised operands follow this pattern, with all components of an operand sharded together: see
@@ -166,6 +168,22 @@ def _grouped_mlp_backward(
     return [replicated(6, dy, x, w1, w2, offs, h, act, probs, bias2)]
 
 
+def _permutation(t: Any, token: Any, position: Any, top_k: int, weights: Any = None) -> list[Rule]:
+    whole = Replicate()
+    rest = (token, whole), (position, whole), (None, whole), (weights, whole)
+    ways = (whole, Partial(), *([Shard(1)] if len(t.shape) == 2 else []))
+    return [rule([way], (t, way), *rest) for way in ways]
+
+
+def _combine_backward(grad: Any, y: Any, token: Any, position: Any, top_k: int, weights: Any) -> list[Rule]:
+    whole = Replicate()
+    rest = (token, whole), (position, whole), (None, whole), (weights, whole)
+    rules = [rule([whole, whole], (grad, whole), (y, whole), *rest)]
+    if len(y.shape) == 2:
+        rules.append(rule([Shard(1), Partial()], (grad, Shard(1)), (y, Shard(1)), *rest))
+    return rules
+
+
 def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [replicated(1, m_splits)]
 
@@ -207,6 +225,9 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_dactivation.default: _grouped_gemm_dactivation,
     _ops.grouped_mlp.default: _grouped_mlp,
     _ops.grouped_mlp_backward.default: _grouped_mlp_backward,
+    _ops.dispatch.default: _permutation,
+    _ops.combine.default: _permutation,
+    _ops.combine_backward.default: _combine_backward,
     _ops.splits_to_offsets.default: _splits_to_offsets,
     _ops.route.default: _route,
     _ops.offload.default: _offload,

@@ -1,19 +1,20 @@
 """From a router's choice to groups of rows and back: sort by expert, gather, and weighted sum.
 
-Forward and backward are gathers only, never a scatter-add, so they are deterministic on every device and need no
-atomics.
+No gradient is a scatter-add: every row and every token is written once, so the results are deterministic on every
+device.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..meta import checks
+from ..meta.specs import accumulator
+from . import _routing_expressions as expressions
 from ._errors import fail
-from ._transforms import applier
 
 
 class Routing(NamedTuple):
@@ -72,94 +73,6 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     return Routing(source, position, offs, top_k, source // top_k if top_k != 1 else source)
 
 
-def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
-    """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
-    if top_k == 1:
-        return rows.index_select(0, position)
-    if torch.compiler.is_compiling():  # the compiler makes one loop of them
-        return rows.index_select(0, position).unflatten(0, (-1, top_k)).sum(1)
-    # One pass over the rows, where a gather and a sum would write and read another [T, H].
-    starts = torch.arange(0, position.shape[0], top_k, device=position.device)
-    return torch.embedding_bag(rows, position, starts, mode=0)[0]
-
-
-def _transposed_dispatch(grad: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-    if torch.is_grad_enabled():  # a second order may follow
-        return _sum(grad, token, position, top_k)
-    return _sum_choices(grad, position, top_k)
-
-
-class _Dispatch(torch.autograd.Function):
-    """Row ``t`` of the result is row ``token[t]`` of ``x``."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        return x.index_select(0, token)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, token, position, ctx.top_k = inputs
-        ctx.save_for_backward(token, position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        token, position = ctx.saved_tensors
-        return _transposed_dispatch(grad, token, position, ctx.top_k), None, None, None
-
-
-class _DispatchBoth(torch.autograd.Function):
-    """``_Dispatch`` of tokens ``[S, H]`` and of weights ``[S, k]``, as one node."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, weights: Tensor, token: Tensor, source: Tensor, position: Tensor, top_k: int
-    ) -> tuple[Tensor, Tensor]:
-        return x.index_select(0, token), weights.reshape(-1).index_select(0, source)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        _, _, token, source, position, ctx.top_k = inputs
-        ctx.save_for_backward(token, source, position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        token, source, position = ctx.saved_tensors
-        dx = _transposed_dispatch(grad, token, position, ctx.top_k) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None, None, None, None
-        dweights = _transposed_dispatch(grad_weights, source, position, 1).view(-1, ctx.top_k)
-        return dx, dweights, None, None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The transpose of ``_Dispatch``: each is the other's derivative."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        return _sum_choices(y, position, top_k)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, token, position, ctx.top_k = inputs
-        ctx.save_for_backward(token, position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        token, position = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second order may follow
-            return _dispatch(grad, token, position, ctx.top_k), None, None, None
-        return grad.index_select(0, token), None, None, None
-
-
-_dispatch, _dispatch_both, _sum = applier(_Dispatch), applier(_DispatchBoth), applier(_Sum)
-
-
 def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expected: int | torch.SymInt) -> None:
     """Dimension ``dim`` of ``t``, whose dimensions are called ``letters``, is what ``routing`` says."""
     same = t.shape[dim] == expected
@@ -207,11 +120,18 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     return _dispatch(x, routing.token, routing.position, routing.top_k)
 
 
+def _dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+    if expressions.wanted(x.device):
+        return expressions.dispatch(x, token, position, top_k)
+    return torch.ops.tgl.dispatch(x, token, position, top_k)
+
+
 def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]`` at the price of one."""
+    """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]``."""
     _check_rows("dispatch_both", "x", x, routing, "[S, H]")
     _check_weights("dispatch_both", weights, routing)
-    return _dispatch_both(x, weights, routing.token, routing.source, routing.position, routing.top_k)
+    rows = _dispatch(x, routing.token, routing.position, routing.top_k)
+    return rows, _weights_in_order(weights, routing)
 
 
 def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
@@ -256,5 +176,10 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     _check_rows("combine", "y", y, routing, "[T, H]")
     if weights is not None:
         _check_weights("combine", weights, routing)
-    rows = y if weights is None else y * _weights_in_order(weights, routing)[:, None]
-    return _sum(rows, routing.token, routing.position, routing.top_k).to(y.dtype)
+    token, position, top_k = routing.token, routing.position, routing.top_k
+    if expressions.wanted(y.device):
+        rows = y if weights is None else y.to(accumulator(y.dtype)) * _weights_in_order(weights, routing)[:, None]
+        return expressions.combine(rows, token, position, top_k).to(y.dtype)
+    if weights is not None and weights.dtype != y.dtype:
+        weights = weights.to(accumulator(y.dtype))
+    return torch.ops.tgl.combine(y, token, position, top_k, weights)

@@ -300,7 +300,7 @@ def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float)
     """int64 ``top_k_index [S, 2]``: the groups of rows in no order, twice, and for rows of the tail no choice."""
     sizes, rows = torch.tensor(sample.routing.sizes, dtype=torch.int64, device="cpu"), sample.routing.rows
     groups = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
-    none = torch.tensor([-1, 1 << 40], device="cpu").repeat(rows)[: rows - len(groups)]
+    none = torch.tensor([-1, 1 << 40], dtype=torch.int64, device="cpu").repeat(rows)[: rows - len(groups)]
     order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
     shuffled = torch.cat([groups, none])[order]
     index = torch.stack([shuffled, shuffled.flip(0)], 1).to(sample.device)

@@ -1,0 +1,153 @@
+"""Dispatch, combine and its backward on the emulator: exactly, with nothing read or written that is nobody's."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.test_quantize import CANARY, MARGIN
+from tests.ops.test_permutation import SOME, combined, dispatched, dots, integers, places, problem
+from tgl import backends
+from tgl.cutlass_kernels.ops import permutation as calls
+from tgl.cutlass_kernels.permute.cut import LANES, cut_of
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+OPS = torch.ops.tgl
+
+
+@pytest.fixture(autouse=True)
+def _forget_kernels():
+    yield
+    launcher.plans.clear()
+    launcher.forget()
+
+
+def framed(like):
+    """A tensor like ``like`` in the middle of canaries, and the canaries."""
+    buffer = torch.full((like.numel() * like.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8)
+    return buffer[MARGIN:-MARGIN].view(like.dtype).view(like.shape), buffer
+
+
+def run(op, *operands, top_k, likes):
+    """The outputs of one launch, the same bits under two schedules, in the middle of canaries."""
+    found = []
+    for seed in (0, 1):
+        emulator.active().seed = seed
+        launches = len(emulator.active().launches)
+        outputs, buffers = zip(*(framed(t) for t in likes.values()))
+        backends.run(op, operands[0].device, *operands, top_k=top_k, **dict(zip(likes, outputs)))
+        assert len(emulator.active().launches) == launches + 1
+        assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
+        found.append(buffers)
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    return outputs
+
+
+def check(x, y, token, position, top_k, weights, given=("none", "wide", "narrow")):
+    """All three kernels, without weights and with them in the accumulator's dtype and in that of the rows."""
+    chosen = {"none": None, "wide": weights, "narrow": weights.to(x.dtype)}
+    for w in (chosen[name] for name in given):
+        (rows,) = run("dispatch", x, token, position, w, top_k=top_k, likes={"out": y})
+        assert torch.equal(rows, dispatched(x, token, position, top_k, w).to(x.dtype))
+        (sums,) = run("combine", y, position, w, top_k=top_k, likes={"out": x})
+        assert torch.equal(sums, combined(y, position, top_k, w).to(x.dtype))
+        if w is None:
+            continue
+        likes = {"dy": y, "dweights": weights.float()}
+        dy, dweights = run("combine_backward", x, y, token, position, w, top_k=top_k, likes=likes)
+        assert torch.equal(dy, dispatched(x, token, position, top_k, w).to(x.dtype))
+        assert torch.equal(dweights, dots(x, y, position, top_k).float())
+
+
+CASES = [
+    ("sm_90a", 8, BF16, 264, "both"),
+    pytest.param("sm_100a", 2, F16, 36, "both", marks=pytest.mark.slow),
+    pytest.param("sm_90a", 1, BF16, 520, "both", marks=pytest.mark.slow),
+    pytest.param("sm_90a", 4, F32, 36, "spare rows", marks=pytest.mark.slow),
+    pytest.param("sm_100a", 6, BF16, 264, "absent", marks=pytest.mark.slow),
+    pytest.param("sm_90a", 10, F16, 5, "both", marks=pytest.mark.slow),
+    pytest.param("sm_100a", 16, BF16, 24, "absent", marks=pytest.mark.slow),
+    pytest.param("sm_90a", 17, F32, 4, "both", marks=pytest.mark.slow),
+    pytest.param("sm_90a", 2, BF16, 264, "nothing but", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("arch", "top_k", "dtype", "columns", "some"), CASES, ids=str)
+def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
+    """And in machine code whose loads have 16 bytes where rows allow it, with nothing in local memory."""
+    compile, kernels = launcher.compiled, []
+    monkeypatch.setattr(launcher, "compiled", lambda *args: kernels.append(compile(*args)) or kernels[-1])
+    spare, absent = SOME[some]
+    x, y, token, position, weights = problem(top_k, dtype, columns, spare=spare, absent=absent)
+    with emulator.emulate(arch):
+        check(x, y, token, position, top_k, weights, given=("none", "wide"))
+    assert len(kernels) == 5
+    if columns * dtype.itemsize % 16 == 0:
+        for kernel in kernels:
+            assert "ld.global.v4.b32" in kernel.artifacts.PTX
+            assert "st.global.v4.b32" in kernel.artifacts.PTX
+    if sass.nvdisasm() is not None:
+        for report in (sass.inspect(kernel.artifacts.CUBIN) for kernel in kernels):
+            assert report.spills == report.frame == 0
+            assert report.registers <= 128
+
+
+def test_through_the_ops():
+    """Places of int64, numbers instead of rows, gradients, and rows that are copied first."""
+    token, position = places(7, 3, spare=2, absent=0.3, dtype=torch.int64)
+    weights = integers(7, 3)
+    for columns, lay in ((None, torch.Tensor.clone), (6, lambda t: t.t().contiguous().t())):
+        shape = () if columns is None else (columns,)
+        x, y = lay(integers(7, *shape)).requires_grad_(), lay(integers(len(token), *shape)).requires_grad_()
+        w = weights.clone().requires_grad_()
+        ours = []
+        for arch in ("sm_90a", None):
+            with emulator.emulate(arch) if arch else contextlib.nullcontext():
+                rows, sums = OPS.dispatch(x, token, position, 3, w), OPS.combine(y, token, position, 3, w)
+                ours.append((rows, sums, *torch.autograd.grad([rows, sums], [x, y, w], [y, x])))
+        assert all(torch.equal(a, b) for a, b in zip(*ours))
+
+
+def test_what_it_does_not_take_is_said():
+    token, position = places(4, 2)
+    with backends.emulated_device("sm_90"):
+        rows = torch.zeros(4, 8)
+        assert tgl.explain("dispatch", rows, token, position, 2).chosen.name == "tgl kernel"
+        assert "float64" in str(tgl.explain("dispatch", rows.double(), token, position, 2))
+        columns = torch.zeros(8, 4).t()
+        assert "row-major" in str(tgl.explain("dispatch", columns, token, position, 2))
+        assert tgl.explain("dispatch", columns, token, position, 2).chosen.name == "tgl kernel between copies"
+
+
+@pytest.mark.parametrize(
+    ("columns", "vector", "top_k", "expected"),
+    [
+        (7168, 8, 8, (8, LANES, 1, 8, 8)),
+        (7168, 8, 10, (8, LANES, 1, 10, 5)),
+        (7168, 8, 1, (8, LANES, 4, 1, 1)),
+        (40, 8, 2, (8, 8, 1, 2, 2)),
+        (1, 1, 1, (1, 1, 1, 1, 1)),
+    ],
+)
+def test_how_rows_are_dealt(columns, vector, top_k, expected):
+    assert cut_of(columns, vector, top_k) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "vector"),
+    [
+        (torch.empty(4, 24, dtype=BF16), 8),
+        (torch.empty(4, 20, dtype=BF16), 4),
+        (torch.empty(4, 24, dtype=BF16)[:, 2:18], 2),
+        (torch.empty(4, 5), 1),
+    ],
+)
+def test_accesses_are_as_wide_as_rows_allow(rows, vector):
+    assert calls.vector_of(rows) == vector

@@ -1,0 +1,233 @@
+"""Tokens to rows of experts and back: dispatch, combine and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ..permute.cut import LANES, MOST, Cut, cut_of
+from ..runtime import device
+from ..runtime.launcher import Call, Launcher, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import ALIGNMENT, MAX_ROWS, Need
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = Need("rows", pitch=1, address=1)
+
+
+class PermutationKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    cut: Cut
+    element: str
+    token: str | None
+    position: str
+    weights: str | None
+
+
+class DispatchCall(NamedTuple):
+    """A call of ``dispatch``."""
+
+    x: Tensor
+    token: Tensor
+    position: Tensor
+    weights: Tensor | None
+    top_k: int
+    out: Tensor
+
+
+class CombineCall(NamedTuple):
+    """A call of ``combine``."""
+
+    y: Tensor
+    position: Tensor
+    weights: Tensor | None
+    top_k: int
+    out: Tensor
+
+
+class CombineBackwardCall(NamedTuple):
+    """A call of ``combine_backward``."""
+
+    grad: Tensor
+    y: Tensor
+    token: Tensor
+    position: Tensor
+    weights: Tensor
+    top_k: int
+    dy: Tensor
+    dweights: Tensor
+
+
+class Permutation(Launcher[Call]):
+    """What the three have in common.
+
+    Attributes:
+        matrices: the fields with rows of H columns; the first two are of tokens and of rows, or the other way round.
+        least: lanes side by side on a row, at least.
+        most: choices that are worked on at a time.
+    """
+
+    matrices: tuple[str, ...]
+    least: int = 1
+    most: int = MOST
+    note = "one launch, one pass over the rows"
+
+    def refuses(self, c: Any) -> backends.Reason:
+        """Dtypes and numbers of rows."""
+        reason = device.packages_reason()
+        if reason is not None:
+            return reason
+        first = getattr(c, self.matrices[0])
+        if first.dtype not in DTYPES:
+            return f"takes float32, bfloat16 and float16, got {first.dtype}"
+        rows = max(c.position.shape[0], *(getattr(c, field).shape[0] for field in self.matrices))
+        return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None
+
+    def alike(self, c: Any) -> tuple | None:
+        """All but the numbers of tokens and rows."""
+        addresses, facts = 0, []
+        for field in self.matrices:
+            t = getattr(c, field)
+            addresses |= t.data_ptr()
+            facts.append(t.stride())
+            if 0 in facts[-1]:
+                return None
+        if not c.position.shape[0] or not warm(t.shape[0], addresses):
+            return None
+        token = getattr(c, "token", None)
+        weights = c.weights if c.weights is None else c.weights.dtype
+        return t.dtype, t.shape[1], c.top_k, token is None or token.dtype, c.position.dtype, weights, *facts
+
+    def key(self, c: Any, arch: str) -> PermutationKey:
+        """The width of accesses follows from where the rows lie."""
+        matrices = [getattr(c, field) for field in self.matrices]
+        first = matrices[0]
+        cut = cut_of(first.shape[1], vector_of(*matrices), c.top_k, self.least, self.most)
+        token = name(getattr(c, "token", None))
+        return PermutationKey(arch, not first.is_cuda, cut, name(first), token, name(c.position), name(c.weights))
+
+
+class Dispatch(Permutation[DispatchCall]):
+    """``out[position[s, j]] = weights[s, j] x[s]``."""
+
+    op = "dispatch"
+    call = DispatchCall
+    matrices = ("x", "out")
+    reach = Reach({"x": ROWS, "out": ROWS}, outputs=("out",))
+
+    def nothing(self, c: DispatchCall) -> bool:
+        """No rows, or no tokens for them."""
+        return c.out.numel() == 0 or c.x.shape[0] == 0
+
+    def without(self, c: DispatchCall) -> None:
+        """Rows of no token."""
+        c.out.zero_()
+
+    def build(self, key: PermutationKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        from ..permute.kernel import Dispatch as Kernel
+
+        return build(key, Kernel(key.cut), "rows", "token", "position", "weights", "rows")
+
+    def arguments(self, c: DispatchCall) -> tuple:
+        """What the kernel is called with."""
+        return c.x, c.token, c.position, c.weights, c.out
+
+
+class Combine(Permutation[CombineCall]):
+    """``out[s] = sum over j of weights[s, j] y[position[s, j]]``."""
+
+    op = "combine"
+    call = CombineCall
+    matrices = ("y", "out")
+    reach = Reach({"y": ROWS, "out": ROWS}, outputs=("out",))
+
+    def nothing(self, c: CombineCall) -> bool:
+        """No tokens, or no rows for them."""
+        return c.out.numel() == 0 or c.y.shape[0] == 0
+
+    def without(self, c: CombineCall) -> None:
+        """Sums of nothing."""
+        c.out.zero_()
+
+    def build(self, key: PermutationKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        from ..permute.kernel import Combine as Kernel
+
+        return build(key, Kernel(key.cut), "rows", "position", "weights", "rows")
+
+    def arguments(self, c: CombineCall) -> tuple:
+        """What the kernel is called with."""
+        return c.y, c.position, c.weights, c.out
+
+
+class CombineBackward(Permutation[CombineBackwardCall]):
+    """``dy[position[s, j]] = weights[s, j] grad[s]`` and ``dweights[s, j] = grad[s] . y[position[s, j]]``."""
+
+    op = "combine_backward"
+    call = CombineBackwardCall
+    matrices = ("grad", "y", "dy")
+    least = LANES  # a warp sums over all columns of a token
+    most = 4  # whose rows registers hold, read and written
+    reach = Reach({"grad": ROWS, "y": ROWS, "dy": ROWS}, outputs=("dy",))
+
+    def nothing(self, c: CombineBackwardCall) -> bool:
+        """No tokens, rows or columns."""
+        return c.grad.numel() == 0 or c.y.numel() == 0
+
+    def without(self, c: CombineBackwardCall) -> None:
+        """Rows of no token, and products of nothing."""
+        c.dy.zero_()
+        c.dweights.zero_()
+
+    def build(self, key: PermutationKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        from ..permute.kernel import CombineBackward as Kernel
+
+        return build(key, Kernel(key.cut), "rows", "rows", "token", "position", "weights", "rows", "dweights")
+
+    def arguments(self, c: CombineBackwardCall) -> tuple:
+        """What the kernel is called with."""
+        return c.grad, c.y, c.token, c.position, c.weights, c.dy, c.dweights
+
+
+def vector_of(*matrices: Tensor) -> int:
+    """Elements of an access: what divides the rows, their pitch and the addresses of all matrices, up to 16 bytes."""
+    size = matrices[0].element_size()
+    vector, low = ALIGNMENT // size, matrices[0].shape[1]
+    for t in matrices:
+        low |= t.stride(0) | device.address(t) // size
+    while low % vector:
+        vector //= 2
+    return vector
+
+
+def build(key: PermutationKey, kernel: Callable, *arguments: str) -> Callable:
+    """Compile a kernel of such arguments."""
+    from ..runtime.compiling import compiled, matrix, strided
+    from ..runtime.elements import TYPES
+
+    width = key.cut.vector * TYPES[key.element].width // 8
+
+    def stand_in(argument: str) -> Any:
+        if argument == "rows":
+            return matrix(key.element, pitch=width, columns=key.cut.vector, align=width)
+        if argument == "dweights":
+            return matrix("float32", pitch=4, align=4)
+        return strided(getattr(key, argument), dims=2 if argument == "weights" else 1)
+
+    return compiled(key.arch, kernel, *map(stand_in, arguments))
+
+
+DISPATCH = Dispatch()
+COMBINE = Combine()
+COMBINE_BACKWARD = CombineBackward()
+LAUNCHERS = (DISPATCH, COMBINE, COMBINE_BACKWARD)

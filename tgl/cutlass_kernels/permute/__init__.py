@@ -1,0 +1,1 @@
+"""Kernels that move tokens to rows of experts and back."""

@@ -1,0 +1,453 @@
+"""Dispatch, combine and its backward, each in one launch and one pass over memory, without atomics.
+
+A token is worked on by its own lanes: they know its choices' rows from ``position``. So dispatch reads a token once and
+writes it to all its rows, where a gather by rows would read it once for each, and combine adds a token's rows in the
+order of its choices. A row of no token, which ``token`` tells, is written as zeros by the lanes of the token whose
+choices would have the rows around it. A place out of range is neither read nor written.
+
+The bandwidth of memory times its latency is what must be in flight: 4.8 TB/s times 0.8 us is 3.8 MB, 29 KB for each of
+132 multiprocessors. A lane has at least ``LOADS`` pieces of 16 bytes to read, of which two or more are on their way at
+a time. Up to 64 registers leave room for 1,024 lanes on a multiprocessor or more: 32 KB by two pieces, 64 KB by four.
+The backward has up to 128 registers, hence 512 lanes, which read ``LOADS`` pieces of ``y`` beside those of ``grad``.
+
+=================  =================================================================================================
+class              lanes
+=================  =================================================================================================
+Dispatch, Combine  ``across`` on ``strips`` pieces of a token's row, so that few tokens of many columns fill the device
+CombineBackward    a warp on a whole token, whose dot products are sums over all columns: lane by lane, then across
+=================  =================================================================================================
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int16, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+
+from ..activation.kernel import clear_row, neighbours
+from ..tiles import ceil_div
+from .cut import LANES, Cut
+
+THREADS = 256
+
+
+@cute.jit
+def place(places: cute.Tensor, index: Int32, count: Int32) -> Int32:
+    """The place of that number, -1 for one that is not below ``count``."""
+    found = places[index]
+    row = Int32(-1)
+    if found >= 0 and found < count:
+        row = Int32(found)
+    return row
+
+
+@cute.jit
+def weight(weights: cute.Tensor, token: Int32, choice: Int32, row: Int32) -> Float32:
+    """The choice's weight, 0 for one without a row."""
+    value = Float32(0.0)
+    if row >= 0:
+        value = weights[token, choice].to(Float32)
+    return value
+
+
+class Access(NamedTuple):
+    """A piece of a row in PTX: the instruction's suffix, its registers, their constraint and their type."""
+
+    suffix: str
+    registers: int
+    constraint: str
+    word: Any
+
+
+ACCESSES = {
+    16: Access("v4.b32", 4, "r", Int32),
+    8: Access("v2.b32", 2, "r", Int32),
+    4: Access("b32", 1, "r", Int32),
+    2: Access("b16", 1, "h", Int16),
+}
+"""By bytes."""
+
+
+def _reached(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor) -> tuple[Access, cute.Tensor, list]:
+    """How a piece is accessed, its registers as words, and the operands: address, and whether it is in the row."""
+    access = ACCESSES[cute.size(held) * held.element_type.width // 8]
+    address = neighbours(rows, cutlass.max(row, Int32(0)), column, cute.size(held)).iterator.toint()
+    present = Int32((row >= 0) & (column < rows.shape[1]))
+    return access, cute.recast_tensor(held, access.word), [Int64(address).ir_value(), present.ir_value()]
+
+
+def load(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
+    """A piece of a row into registers; zeros of row -1 and behind the last column.
+
+    A load under a predicate, since around a branch the compiler would wait for one before it starts the next.
+    """
+    access, words, operands = _reached(rows, row, column, held)
+    count = access.registers
+    names = [f"${i}" for i in range(count)]
+    taken = names[0] if count == 1 else "{" + ", ".join(names) + "}"
+    kind = access.suffix.rpartition(".")[2]
+    zeros = " ".join(f"mov.{kind} {name}, 0;" for name in names)
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p ld.global.{access.suffix} {taken}, [${count}]; }}"
+    )
+    word = access.word.mlir_type
+    result = word if count == 1 else llvm.StructType.get_literal([word] * count)
+    constraints = ",".join([f"=&{access.constraint}"] * count + ["l", "r"])
+    loaded = llvm.inline_asm(result, operands, text, constraints, has_side_effects=True)
+    for i in range(count):
+        words[i] = access.word(loaded if count == 1 else llvm.extractvalue(word, loaded, [i]))
+
+
+def store(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
+    """The inverse of ``load``, which writes nothing for row -1 and behind the last column."""
+    access, words, operands = _reached(rows, row, column, held)
+    count = access.registers
+    names = [f"${i + 2}" for i in range(count)]
+    given = names[0] if count == 1 else "{" + ", ".join(names) + "}"
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{access.suffix} [$0], {given}; }}"
+    operands += [words[i].ir_value() for i in range(count)]
+    constraints = ",".join(["l", "r", *[access.constraint] * count])
+    llvm.inline_asm(None, operands, text, constraints, has_side_effects=True)
+
+
+class Choices:
+    """What the kernels have in common: a token's choices, batch by batch.
+
+    Args:
+        cut: how rows and choices are dealt; its ``vector`` divides the number of columns, the pitch of rows and the
+            alignment of all of them.
+    """
+
+    def __init__(self, cut: Cut):
+        self.cut = cut
+
+    def batch(
+        self, of: Callable[..., Int32], places: cute.Tensor, token: Int32, count: Int32, first: Any
+    ) -> list[Int32]:
+        """``of`` each choice of a batch, from ``first`` on."""
+        return [of(places, token, count, first + j) for j in range(self.cut.batch)]
+
+    @cute.jit
+    def row_of(self, position: cute.Tensor, token: Int32, count: Int32, choice: Int32) -> Int32:
+        """The choice's row, -1 if it has none of ``count``."""
+        row = Int32(-1)
+        if token >= 0 and choice < self.cut.top_k:
+            row = place(position, token * self.cut.top_k + choice, count)
+        return row
+
+    @cute.jit
+    def absent_row(self, owners: cute.Tensor, token: Int32, count: Int32, choice: Int32) -> Int32:
+        """The row that has the choice's number if it has none of ``count`` tokens, else -1."""
+        row = Int32(-1)
+        at = token * self.cut.top_k + choice
+        if choice < self.cut.top_k and at < owners.shape[0]:
+            row = self.absent(owners, at, count)
+        return row
+
+    @cute.jit
+    def absent(self, owners: cute.Tensor, row: Int32, count: Int32) -> Int32:
+        """The row if it has none of ``count`` tokens, else -1."""
+        found = Int32(-1)
+        if place(owners, row, count) < 0:
+            found = row
+        return found
+
+    def column(self, first: Int32, strip: int) -> Int32:
+        """Where a lane's piece of a strip begins."""
+        return first + strip * self.cut.across * self.cut.vector
+
+    @cute.jit
+    def share(self, columns: Int32) -> tuple[Int32, Int32]:
+        """The lane's token, and the first column of its pieces."""
+        cut = self.cut
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        team = block * (THREADS // cut.across) + thread // cut.across
+        shares = ceil_div(columns, cut.across * cut.vector * cut.strips)
+        token = team // shares
+        first = (team - token * shares) * (cut.strips * cut.across * cut.vector)
+        return token, first + thread % cut.across * cut.vector
+
+    def blocks(self, tokens: Int32, columns: Int32) -> Int32:
+        """Of ``share``. There are fewer shares than 2^31 of any tensors that a GPU holds."""
+        shares = ceil_div(columns, self.cut.across * self.cut.vector * self.cut.strips)
+        return ceil_div(tokens * shares, THREADS // self.cut.across)
+
+
+class Combine(Choices):
+    """``out[s] = sum over j of weights[s, j] y[position[s, j]]``."""
+
+    @cute.jit
+    def __call__(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor, stream):
+        """Launch.
+
+        Args:
+            y: ``[T, H]``, unit stride along rows.
+            position: int32 or int64 ``[S k]``.
+            weights: ``[S, k]`` or None.
+            out: ``[S, H]`` like y; S and H at least 1.
+            stream: CUDA stream.
+        """
+        self.kernel(y, position, weights, out).launch(
+            grid=(self.blocks(Int32(out.shape[0]), Int32(out.shape[1])), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor):
+        """Some strips of some tokens."""
+        cut = self.cut
+        token, first = self.share(Int32(out.shape[1]))
+        if token >= out.shape[0]:
+            token = Int32(-1)  # no choices and no result, but all lanes of a warp stay together
+        total = cute.make_rmem_tensor((cut.vector, cut.strips), Float32)
+        total.fill(0.0)
+        if cutlass.const_expr(cut.batch == cut.top_k):
+            self.add(y, position, weights, token, 0, first, total)
+        else:
+            for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
+                self.add(y, position, weights, token, choice, first, total)
+        for i in cutlass.range_constexpr(cut.strips):
+            rounded = cute.make_rmem_tensor(cut.vector, out.element_type)
+            rounded.store(total[None, i].load().to(out.element_type))
+            store(out, token, self.column(first, i), rounded)
+
+    @cute.jit
+    def add(
+        self,
+        y: cute.Tensor,
+        position: cute.Tensor,
+        weights: Any,
+        token: Int32,
+        choice: Any,
+        first: Int32,
+        total: cute.Tensor,
+    ):
+        """The rows of a batch of choices, all asked for before the first is added."""
+        cut = self.cut
+        rows = self.batch(self.row_of, position, token, Int32(y.shape[0]), choice)
+        cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
+        held = cute.make_rmem_tensor((cut.vector, cut.strips, cut.batch), y.element_type)
+        for j in cutlass.range_constexpr(cut.batch):
+            for i in cutlass.range_constexpr(cut.strips):
+                load(y, rows[j], self.column(first, i), held[None, i, j])
+        for j in cutlass.range_constexpr(cut.batch):
+            factor = Float32(1.0)
+            if cutlass.const_expr(weights is not None):
+                factor = weight(weights, token, choice + j, rows[j])
+            for i in cutlass.range_constexpr(cut.strips):
+                value = held[None, i, j].load().to(Float32)
+                if cutlass.const_expr(weights is not None):
+                    value = value * factor
+                total[None, i].store(total[None, i].load() + value)
+
+
+class Dispatch(Choices):
+    """``out[position[s, j]] = weights[s, j] x[s]``, and zeros in rows whose ``token`` is none."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        owners: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor | None,
+        out: cute.Tensor,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            x: ``[S, H]``, unit stride along rows; S and H at least 1.
+            owners: int32 or int64 ``[T]``, the token of every row; T at least 1.
+            position: int32 or int64 ``[S k]``.
+            weights: ``[S, k]`` or None.
+            out: ``[T, H]`` like x.
+            stream: CUDA stream.
+        """
+        self.kernel(x, owners, position, weights, out).launch(
+            grid=(self.blocks(Int32(x.shape[0]), Int32(x.shape[1])), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        owners: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor | None,
+        out: cute.Tensor,
+    ):
+        """Some strips of some tokens."""
+        cut = self.cut
+        tokens, rows = Int32(x.shape[0]), Int32(out.shape[0])
+        token, first = self.share(Int32(x.shape[1]))
+        if token < tokens:
+            held = cute.make_rmem_tensor((cut.vector, cut.strips), x.element_type)
+            for i in cutlass.range_constexpr(cut.strips):
+                load(x, token, self.column(first, i), held[None, i])
+            if cutlass.const_expr(cut.batch == cut.top_k):
+                self.spread(held, owners, position, weights, out, token, tokens, 0, first)
+            else:
+                for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
+                    self.spread(held, owners, position, weights, out, token, tokens, choice, first)
+            # more rows than choices
+            for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
+                if place(owners, row, tokens) < 0:
+                    self.clear(out, row, first)
+
+    @cute.jit
+    def spread(
+        self,
+        held: cute.Tensor,
+        owners: cute.Tensor,
+        position: cute.Tensor,
+        weights: Any,
+        out: cute.Tensor,
+        token: Int32,
+        tokens: Int32,
+        choice: Any,
+        first: Int32,
+    ):
+        """The token's pieces to the rows of a batch of choices, and zeros to the rows that have their numbers."""
+        cut = self.cut
+        rows = self.batch(self.row_of, position, token, Int32(out.shape[0]), choice)
+        absent = self.batch(self.absent_row, owners, token, tokens, choice)
+        for j in cutlass.range_constexpr(cut.batch):
+            factor = Float32(1.0)
+            if cutlass.const_expr(weights is not None):
+                factor = weight(weights, token, choice + j, rows[j])
+            for i in cutlass.range_constexpr(cut.strips):
+                piece = held[None, i]
+                if cutlass.const_expr(weights is not None):
+                    piece = weighted(held[None, i], factor)
+                store(out, rows[j], self.column(first, i), piece)
+            if absent[j] >= 0:
+                self.clear(out, absent[j], first)
+
+    @cute.jit
+    def clear(self, out: cute.Tensor, row: Int32, first: Int32):
+        """Zeros."""
+        zeros = cute.make_rmem_tensor(self.cut.vector, out.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(self.cut.strips):
+            store(out, row, self.column(first, i), zeros)
+
+
+def weighted(held: cute.Tensor, factor: Float32) -> cute.Tensor:
+    """A product in float32, rounded once."""
+    piece = cute.make_rmem_tensor(cute.size(held), held.element_type)
+    piece.store((held.load().to(Float32) * factor).to(held.element_type))
+    return piece
+
+
+class CombineBackward(Choices):
+    """``dy[position[s, j]] = weights[s, j] grad[s]``, zeros in rows whose ``token`` is none, and
+    ``dweights[s, j] = grad[s] . y[position[s, j]]``.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        grad: cute.Tensor,
+        y: cute.Tensor,
+        owners: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor,
+        dy: cute.Tensor,
+        dweights: cute.Tensor,
+        stream,
+    ):
+        """Launch; ``across`` is a warp.
+
+        Args:
+            grad: ``[S, H]``, unit stride along rows; S and H at least 1.
+            y: ``[T, H]`` like grad; T at least 1.
+            owners: int32 or int64 ``[T]``, the token of every row.
+            position: int32 or int64 ``[S k]``.
+            weights: ``[S, k]``.
+            dy: like y.
+            dweights: float32 ``[S, k]``.
+            stream: CUDA stream.
+        """
+        self.kernel(grad, y, owners, position, weights, dy, dweights).launch(
+            grid=(ceil_div(Int32(grad.shape[0]), THREADS // LANES), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=2,  # as many lanes as the bytes in flight take
+            preferred_smem_carveout=15,  # in %, the rest is cache; without a number the compiler asks a driver
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        grad: cute.Tensor,
+        y: cute.Tensor,
+        owners: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor,
+        dy: cute.Tensor,
+        dweights: cute.Tensor,
+    ):
+        """A token for every warp."""
+        cut = self.cut
+        block, _, _ = cute.arch.block_idx()
+        tokens, rows = Int32(grad.shape[0]), Int32(dy.shape[0])
+        token = block * (THREADS // LANES) + cute.arch.warp_idx()
+        if token < tokens:
+            if cutlass.const_expr(cut.batch == cut.top_k):
+                self.differentiate(grad, y, owners, position, weights, dy, dweights, token, 0)
+            else:
+                for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
+                    self.differentiate(grad, y, owners, position, weights, dy, dweights, token, choice)
+            # more rows than choices
+            for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
+                if place(owners, row, tokens) < 0:
+                    clear_row(dy, row, cute.arch.lane_idx(), cut.vector)
+
+    @cute.jit
+    def differentiate(
+        self,
+        grad: cute.Tensor,
+        y: cute.Tensor,
+        owners: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor,
+        dy: cute.Tensor,
+        dweights: cute.Tensor,
+        token: Int32,
+        choice: Any,
+    ):
+        """A batch of choices, by one warp."""
+        cut, lane = self.cut, cute.arch.lane_idx()
+        columns = Int32(grad.shape[1])
+        rows = self.batch(self.row_of, position, token, Int32(y.shape[0]), choice)
+        absent = self.batch(self.absent_row, owners, token, Int32(grad.shape[0]), choice)
+        factors = [weight(weights, token, choice + j, rows[j]) for j in range(cut.batch)]
+        cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
+        dots = cute.make_rmem_tensor(cut.batch, Float32)
+        dots.fill(0.0)
+        upper = cute.make_rmem_tensor((cut.vector, cut.strips), grad.element_type)
+        held = cute.make_rmem_tensor((cut.vector, cut.strips, cut.batch), y.element_type)
+        step = cut.strips * LANES * cut.vector
+        for first in cutlass.range(lane * cut.vector, columns + lane * cut.vector, step, unroll=1):
+            for i in cutlass.range_constexpr(cut.strips):
+                load(grad, token, self.column(first, i), upper[None, i])
+            for j in cutlass.range_constexpr(cut.batch):
+                for i in cutlass.range_constexpr(cut.strips):
+                    load(y, rows[j], self.column(first, i), held[None, i, j])
+            for j in cutlass.range_constexpr(cut.batch):
+                for i in cutlass.range_constexpr(cut.strips):
+                    products = upper[None, i].load().to(Float32) * held[None, i, j].load().to(Float32)
+                    dots[j] += products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                    store(dy, rows[j], self.column(first, i), weighted(upper[None, i], factors[j]))
+        for j in cutlass.range_constexpr(cut.batch):
+            total = dots[j]
+            for i in cutlass.range_constexpr(5):
+                total += cute.arch.shuffle_sync_bfly(total, 1 << i)
+            if rows[j] < 0:
+                total = Float32(0.0)  # the token's own row may hold NaN
+            if lane == 0 and choice + j < cut.top_k:
+                dweights[token, choice + j] = total
+            if absent[j] >= 0:
+                clear_row(dy, absent[j], lane, cut.vector)

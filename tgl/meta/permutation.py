@@ -1,0 +1,89 @@
+"""Output specs of ``dispatch`` and ``combine``: every function checks its arguments and says what the op returns.
+
+Letters: S tokens, k choices of each, T rows in the order of experts, H columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .specs import Dim, TensorSpec, accumulator
+
+INDICES = (torch.int32, torch.int64)
+
+
+def _rows(op: str, argument: str, t: Tensor, letter: str) -> None:
+    """``t`` has rows, or one element instead of each."""
+    if t.dim() != 2 and t.dim() != 1:
+        checks.require(False, op, argument, f"2-D [{letter}, H] or 1-D [{letter}]", t.shape)
+
+
+def _index(op: str, argument: str, t: Tensor, letters: str, reference: str, device: torch.device) -> None:
+    """``t`` is a vector of places, on the device of the argument called ``reference``."""
+    if t.dtype not in INDICES:
+        checks.require(False, op, argument, "int32 or int64", t.dtype, TypeError)
+    checks.ndim(op, argument, t, 1, letters)
+    checks.same_device(op, argument, t, reference, device)
+
+
+def _pairs(op: str, token: Tensor, position: Tensor, top_k: Dim, reference: str, device: torch.device) -> None:
+    if (some := top_k >= 1) is not True:
+        checks.require(some, op, "top_k", "at least 1", top_k)
+    _index(op, "token", token, "[T]", reference, device)
+    _index(op, "position", position, "[S k]", reference, device)
+
+
+def _weights(op: str, weights: Tensor, tokens: Dim, top_k: Dim, reference: str, t: Tensor) -> None:
+    """``weights`` has one number for each choice of each token, in the dtype of ``t`` or the accumulator's."""
+    checks.floating(op, reference, t)
+    checks.shape(op, "weights", weights, (tokens, top_k), "[S, k]")
+    checks.either_dtype(op, "weights", weights, t.dtype, accumulator(t.dtype))
+    checks.same_device(op, "weights", weights, reference, t.device)
+
+
+def dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None = None) -> TensorSpec:
+    """``[S, H] -> [T, H]``, or ``[S] -> [T]``."""
+    op = "dispatch"
+    _rows(op, "x", x, "S")
+    tokens = x.shape[0]
+    _pairs(op, token, position, top_k, "x", x.device)
+    if (same := position.shape[0] == tokens * top_k) is not True:
+        checks.require(same, op, "position", lambda: f"[S k] with S = {tokens} like `x`, k = {top_k}", position.shape)
+    if weights is not None:
+        _weights(op, weights, tokens, top_k, "x", x)
+    return TensorSpec((token.shape[0], *x.shape[1:]), x.dtype, x.device)
+
+
+def combine(y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None = None) -> TensorSpec:
+    """``[T, H] -> [S, H]``, or ``[T] -> [S]``."""
+    return _combine("combine", y, token, position, top_k, weights)
+
+
+def _combine(op: str, y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None) -> TensorSpec:
+    _rows(op, "y", y, "T")
+    checks.floating(op, "y", y)
+    _pairs(op, token, position, top_k, "y", y.device)
+    rows, pairs = y.shape[0], position.shape[0]
+    if (same := token.shape[0] == rows) is not True:
+        checks.require(same, op, "token", lambda: f"[T] with T = {rows} like `y`", token.shape)
+    tokens = pairs // top_k
+    if (whole := tokens * top_k == pairs) is not True:
+        checks.require(whole, op, "position", lambda: f"[S k] with k = {top_k}", position.shape)
+    if weights is not None:
+        _weights(op, weights, tokens, top_k, "y", y)
+    return TensorSpec((tokens, *y.shape[1:]), y.dtype, y.device)
+
+
+def combine_backward(
+    grad: Tensor, y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor
+) -> tuple[TensorSpec, TensorSpec]:
+    """``dy`` like ``y``, and ``dweights [S, k]`` in the accumulator's dtype."""
+    op = "combine_backward"
+    out = _combine(op, y, token, position, top_k, weights)
+    checks.shape(op, "grad", grad, out.shape, "[S, H]" if y.dim() == 2 else "[S]")
+    checks.same_dtype(op, "grad", grad, "y", y.dtype)
+    checks.same_device(op, "grad", grad, "y", y.device)
+    dweights = TensorSpec((out.shape[0], top_k), accumulator(y.dtype), y.device)
+    return TensorSpec(tuple(y.shape), y.dtype, y.device), dweights

@@ -1,0 +1,70 @@
+"""Dispatch and combine in a graph compiled for a CPU: expressions of aten, which Inductor makes one loop of.
+
+An op would end that loop. Forward and backward are gathers, never a scatter-add. A place out of range reads some row
+and counts as zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._transforms import applier
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether a graph is being compiled for a CPU, by what leaves the backward of an ``autograd.Function`` in."""
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return compiled and device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+
+
+def _taken(t: Tensor, places: Tensor) -> Tensor:
+    """Rows of ``t`` at ``places``; zeros for those out of range."""
+    absent = (places < 0) | (places >= t.shape[0])
+    rows = t.index_select(0, places.masked_fill(absent, 0))
+    return rows.masked_fill(absent if t.dim() == 1 else absent[:, None], 0)
+
+
+def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
+    """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
+    taken = _taken(rows, position)
+    return taken if top_k == 1 else taken.unflatten(0, (-1, top_k)).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Row ``t`` of the result is row ``token[t]`` of ``x``."""
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+        return _taken(x, token)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, token, position, ctx.top_k = inputs
+        ctx.save_for_backward(token, position)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_choices(grad, ctx.saved_tensors[1], ctx.top_k), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The transpose of ``_Dispatch``."""
+
+    @staticmethod
+    def forward(y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+        return _sum_choices(y, position, top_k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, token, position, ctx.top_k = inputs
+        ctx.save_for_backward(token, position)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _taken(grad, ctx.saved_tensors[0]), None, None, None
+
+
+dispatch, combine = applier(_Dispatch), applier(_Sum)

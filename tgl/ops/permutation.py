@@ -1,0 +1,196 @@
+"""``tgl::dispatch``, ``tgl::combine`` and ``tgl::combine_backward``: tokens to rows of experts and back.
+
+The three are closed under differentiation. With ``D(w)`` the dispatch of tokens with weights ``w`` and ``C(w)`` the
+combination of rows, ``C(w)`` is the transpose of ``D(w)``. Both are linear in ``w`` too, and the derivative in a weight
+is the dot product of a token's row with that of its choice. ``combine_backward`` forms those products and ``D(w)`` of
+the gradient as one op, since both read the gradient: two ops would read its ``S H`` elements once more, beside the
+``(2 k + 1) S H`` that are moved, and take another launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import permutation
+from ..meta.remembered import remembered
+from ._library import Formula, define
+
+DISPATCH, COMBINE, BACKWARD = "dispatch", "combine", "combine_backward"
+
+_TOKENS = {"token": "tokens", "position": "tokens", "weights": "tokens"}
+_checked = remembered(permutation.dispatch, {"x": "rows", **_TOKENS})
+_checked_combine = remembered(permutation.combine, {"y": "rows", **_TOKENS})
+_checked_backward = remembered(permutation.combine_backward, {"grad": "tokens", "y": "rows", **_TOKENS})
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
+    spec = _checked(x, token, position, top_k, weights)
+    debug.check_places(DISPATCH, token, position, top_k)
+    if x.dim() == 2:
+        return backends.produce(DISPATCH, x.device, spec, [x, token, position, weights], top_k=top_k)
+    out = spec.empty()
+    backends.run(DISPATCH, x.device, x[:, None], token, position, weights, top_k=top_k, out=out[:, None])
+    return out
+
+
+def _kernel_combine(y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
+    spec = _checked_combine(y, token, position, top_k, weights)
+    debug.check_places(COMBINE, token, position, top_k)
+    if y.dim() == 2:
+        return backends.produce(COMBINE, y.device, spec, [y, position, weights], top_k=top_k)
+    out = spec.empty()
+    backends.run(COMBINE, y.device, y[:, None], position, weights, top_k=top_k, out=out[:, None])
+    return out
+
+
+def _kernel_backward(
+    grad: Tensor, y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    dy, dweights = (spec.empty() for spec in _checked_backward(grad, y, token, position, top_k, weights))
+    debug.check_places(BACKWARD, token, position, top_k)
+    rows = (grad, y, dy) if y.dim() == 2 else (grad[:, None], y[:, None], dy[:, None])
+    backends.run(BACKWARD, y.device, *rows[:2], token, position, weights, top_k=top_k, dy=rows[2], dweights=dweights)
+    return dy, dweights
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    x: Tensor,
+    token: Tensor,
+    position: Tensor,
+    top_k: int,
+    weights: Tensor | None,
+    *,
+    output: Tensor,
+) -> None:
+    ctx.save_for_backward(token, position, weights, None if weights is None or not needs[4] else x)
+    ctx.top_k = top_k
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    token, position, weights, x = ctx.saved_tensors
+    ops, dx, dweights = torch.ops.tgl, None, None
+    if needs[0]:
+        dx = ops.combine(grad, token, position, ctx.top_k, weights)
+    if weights is not None and needs[4]:
+        _, dweights = ops.combine_backward(x, grad, token, position, ctx.top_k, weights)
+        dweights = dweights.to(weights.dtype)
+    return dx, None, None, None, dweights
+
+
+def _save_combine(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    y: Tensor,
+    token: Tensor,
+    position: Tensor,
+    top_k: int,
+    weights: Tensor | None,
+    *,
+    output: Tensor,
+) -> None:
+    ctx.save_for_backward(token, position, weights, None if weights is None or not needs[4] else y)
+    ctx.top_k = top_k
+
+
+def _backward_combine(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    token, position, weights, y = ctx.saved_tensors
+    if weights is not None and needs[4]:
+        dy, dweights = torch.ops.tgl.combine_backward(grad, y, token, position, ctx.top_k, weights)
+        return dy if needs[0] else None, None, None, None, dweights.to(weights.dtype)
+    return torch.ops.tgl.dispatch(grad, token, position, ctx.top_k, weights), None, None, None, None
+
+
+def _save_backward(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    grad: Tensor,
+    y: Tensor,
+    token: Tensor,
+    position: Tensor,
+    top_k: int,
+    weights: Tensor,
+    *,
+    output: tuple[Tensor, Tensor],
+) -> None:
+    ctx.save_for_backward(grad, y, token, position, weights)
+    ctx.top_k = top_k
+
+
+def _second_backward(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
+    """Of ``<D(w) g, u> + sum over choices of v <g, y>``: ``C(w) u + C(v) y`` in g, ``D(v) g`` in y, ``<g, u>`` in w."""
+    grad, y, token, position, weights = ctx.saved_tensors
+    ops, places = torch.ops.tgl, (token, position, ctx.top_k)
+    d_grad = d_y = d_weights = None
+    if needs[0]:
+        d_grad = ops.combine(u, *places, weights) + ops.combine(y, *places, v)
+    if needs[5]:
+        d_y, d_weights = ops.combine_backward(grad, u, *places, v)
+        d_weights = d_weights.to(weights.dtype)
+    elif needs[1]:
+        d_y = ops.dispatch(grad, *places, v)
+    return d_grad, d_y if needs[1] else None, None, None, None, d_weights
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_PLACES = "Tensor token, Tensor position, SymInt top_k"
+define(
+    f"{DISPATCH}(Tensor x, {_PLACES}, Tensor? weights=None) -> Tensor",
+    _kernel,
+    lambda *args: permutation.dispatch(*args).empty(),
+    formula=Formula(_save, _backward),
+)
+define(
+    f"{COMBINE}(Tensor y, {_PLACES}, Tensor? weights=None) -> Tensor",
+    _kernel_combine,
+    lambda *args: permutation.combine(*args).empty(),
+    formula=Formula(_save_combine, _backward_combine),
+)
+define(
+    f"{BACKWARD}(Tensor grad, Tensor y, {_PLACES}, Tensor weights) -> (Tensor dy, Tensor dweights)",
+    _kernel_backward,
+    lambda *args: tuple(spec.empty() for spec in permutation.combine_backward(*args)),
+    formula=Formula(_save_backward, _second_backward),
+)
+
+
+def _as_rows(t: Tensor) -> Tensor:
+    return t if t.dim() == 2 else t[:, None]
+
+
+def _call(
+    x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    out = permutation.dispatch(x, token, position, top_k, weights).meta()
+    return x.device, (_as_rows(x), token, position, weights), {"top_k": top_k, "out": _as_rows(out)}
+
+
+def _call_combine(
+    y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    out = permutation.combine(y, token, position, top_k, weights).meta()
+    return y.device, (_as_rows(y), position, weights), {"top_k": top_k, "out": _as_rows(out)}
+
+
+def _call_backward(
+    grad: Tensor, y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    dy, dweights = (s.meta() for s in permutation.combine_backward(grad, y, token, position, top_k, weights))
+    operands = (_as_rows(grad), _as_rows(y), token, position, weights)
+    return y.device, operands, {"top_k": top_k, "dy": _as_rows(dy), "dweights": dweights}
+
+
+backends.describe_op(DISPATCH, _call)
+backends.describe_op(COMBINE, _call_combine)
+backends.describe_op(BACKWARD, _call_backward)
