@@ -10,6 +10,7 @@ often each function was called.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,10 +70,16 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
         made = [forward() for _ in range(6)]
         return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
 
+    growing = itertools.count(T + 1)
+
+    def quantize_other_rows() -> tgl.Components:
+        return tgl.group_quantize(torch.empty(next(growing), K), offs, format="mxfp8")
+
     recipe = tgl.recipes.MXFP8BlockScaling()
     return {
         "grouped_gemm": lambda: frames_of(lambda: tgl.grouped_gemm(x, w, offs)),
         "group_quantize": lambda: frames_of(lambda: tgl.group_quantize(x, offs, format="mxfp8")),
+        "group_quantize, other T": lambda: frames_of(quantize_other_rows),
         "MLP, forward": lambda: expert(False),
         "MLP, backward": lambda: expert(True),
         "MXFP8 MLP, forward": lambda: expert(False, recipe=recipe),

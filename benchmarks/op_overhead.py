@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import math
 import statistics
 import sys
 import time
@@ -32,13 +34,22 @@ from torch import Tensor
 import tgl
 from tgl import backends
 from tgl.cutlass_kernels.runtime import device, launcher
-from tgl.meta.placement import blocked_size, padded_rows
-from tgl.meta.quantized import ROW_UNIT
+from tgl.meta.placement import ROW_UNIT, blocked_size, padded_rows
 
 T, G, K, N = 4, 2, 64, 64
 FP8 = torch.float8_e4m3fn
 MXFP8 = {"format": "mxfp8", "scale_layout": "blocked"}
-A_SCALES, B_SCALES = (blocked_size(padded_rows(T, G, ROW_UNIT), K // 32),), (G, blocked_size(2 * N, K // 32))  # MXFP8
+B_SCALES = (G, blocked_size(2 * N, K // 32))  # of MXFP8
+
+
+def _a_scales(rows: int) -> tuple[int]:
+    """The shape of the scales of MXFP8 rows."""
+    return (int(blocked_size(padded_rows(rows, G, ROW_UNIT), K // 32)),)
+
+
+def _transposed(rows: int) -> tuple[int, int]:
+    """The shape of transposed FP8 rows."""
+    return K, int(padded_rows(rows, G, 32))
 
 
 class Case(NamedTuple):
@@ -52,6 +63,7 @@ class Case(NamedTuple):
         dtype: of the operands, where it is the op's own.
         after: shapes of the operands that follow ``offs``; None for one left out.
         arch: whose kernels stand for those of a GPU.
+        by_rows: shapes for a number of rows, by the operand's place, where that is not the first size.
     """
 
     shapes: tuple[tuple[Any, ...], ...]
@@ -61,6 +73,7 @@ class Case(NamedTuple):
     dtype: torch.dtype | None = None
     after: tuple[tuple[Any, ...] | None, ...] = ()
     arch: str = "sm_90"
+    by_rows: Mapping[int, Callable[[int], tuple[int, ...]]] = types.MappingProxyType({})
 
     def operands(self, dtype: torch.dtype) -> list[Any]:
         """Tensors of a call."""
@@ -161,27 +174,37 @@ CASES: dict[str, Case] = {
         dtype=FP8,
     ),
     "grouped_gemm_scaled_wgrad": Case(
-        ((K, 64), (G,), (N, 64), (G,)),
+        (_transposed(T), (G,), _transposed(T), (G,)),
         lambda a, a_scale, b, b_scale, offs, *_, **__: a.new_empty(
             (offs.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16
         ),
         options={"format": "fp8_tensor"},
         dtype=FP8,
+        by_rows={0: _transposed, 2: _transposed},
     ),
     "grouped_gemm_scaled_activation_quantize": Case(
-        ((T, K), (torch.uint8, *A_SCALES), (G, 2 * N, K), (torch.uint8, *B_SCALES)),
+        ((T, K), (torch.uint8, *_a_scales(T)), (G, 2 * N, K), (torch.uint8, *B_SCALES)),
         _quantized_activation,
         options={**MXFP8, "interleaved": True},
         dtype=FP8,
         after=(None, None, (torch.bfloat16, G, 2 * N), (T,)),
         arch="sm_100",
+        by_rows={1: _a_scales},
     ),
     "group_quantize": Case(((T, K),), _components, options=MXFP8),
     "group_dequantize": Case(
-        ((T, K), (torch.uint8, *A_SCALES)),
+        ((T, K), (torch.uint8, *_a_scales(T))),
         lambda data, *_, **__: data.new_empty((data.shape[0], data.shape[1]), dtype=torch.bfloat16),
         options=MXFP8,
         dtype=FP8,
+        by_rows={1: _a_scales},
+    ),
+    "group_requantize": Case(
+        ((T, K), (torch.uint8, *_a_scales(T))),
+        lambda data, *_, **__: _sides(data, data.shape[1])[:3],
+        options=MXFP8,
+        dtype=FP8,
+        by_rows={1: _a_scales},
     ),
 }
 
@@ -195,9 +218,15 @@ OTHER_T = (
     "grouped_dbias_dscales",
     "grouped_gemm_activation",
     "grouped_gemm_dactivation",
+    "grouped_gemm_scaled",
+    "grouped_gemm_scaled_wgrad",
     "group_quantize",
+    "grouped_activation_quantize",
+    "grouped_gemm_scaled_activation_quantize",
+    "group_dequantize",
+    "group_requantize",
 )
-"""Those whose other operands and options do not follow from T."""
+"""Those that take rows."""
 
 
 def define_plain_ops(namespace: str) -> torch.library.Library:
@@ -351,11 +380,16 @@ def measure_rows(name: str, serves: str, dtype: torch.dtype) -> None:
     """
     case, op = CASES[name], getattr(torch.ops.tgl, name).default
     given = case.operands(dtype)
-    by_rows = [t is not None and t.dtype != torch.int32 and t.shape[0] == T for t in given]
-    most = [torch.zeros(2 * ROWS, *t.shape[1:], dtype=t.dtype) if grows else t for t, grows in zip(given, by_rows)]
+    shapes = dict(case.by_rows)
+    for place, t in enumerate(given):
+        if t is not None and t.dtype != torch.int32 and t.shape[0] == T:
+            shapes[place] = functools.partial(lambda t, rows: (rows, *t.shape[1:]), t)
+    most = {p: torch.zeros(math.prod(shape(2 * ROWS)), dtype=given[p].dtype) for p, shape in shapes.items()}
 
     def operands(rows: int) -> list[Any]:
-        return [t[:rows] if grows else t for t, grows in zip(most, by_rows)]
+        sizes = {place: shape(rows) for place, shape in shapes.items()}
+        new = {place: most[place][: math.prod(size)].view(size) for place, size in sizes.items()}
+        return [new.get(place, t) for place, t in enumerate(given)]
 
     def timed(calls: list[list[Any]]) -> float:
         start = time.perf_counter()

@@ -28,7 +28,8 @@ import tgl
 from tests.kernel_cases import ends
 from tests.memory import same_bytes
 from tgl.meta import formats
-from tgl.meta.quantized import Components, Options, component_specs
+from tgl.meta.components import Components, component_specs
+from tgl.meta.quantized import Options
 
 MATRICES = {  # their rows and depth are quantised
     "mixtral-fc1": SHAPES["mixtral-fc1"],

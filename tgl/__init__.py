@@ -3,7 +3,7 @@
 from . import _implementations, backends, recipes  # noqa: F401 (register)
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
-from .meta.quantized import Components
+from .meta.components import Components
 from .nn import (
     GroupedActivation,
     GroupedLinear,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .meta.components import Components
 from .meta.formats import E4M3, E5M2, FORMATS, SCALE_LAYOUTS, SCALINGS
-from .meta.quantized import Components
 from .ops.group_quantize import group_quantize
 
 __all__ = [

@@ -14,7 +14,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
-from tgl.meta.quantized import Components
+from tgl.meta.components import Components
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,8 +8,9 @@ import torch
 import tgl
 from tgl import backends
 from tgl.cutlass_kernels.runtime import device, launcher
-from tgl.meta.placement import blocked_size, padded_rows
-from tgl.meta.quantized import OUT_NAMES, ROW_UNIT, Options, component_specs
+from tgl.meta.components import sized_components
+from tgl.meta.placement import ROW_UNIT, blocked_size, padded_rows
+from tgl.meta.quantized import OUT_NAMES, Options
 
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
@@ -57,7 +58,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
     scales = torch.zeros(blocked_size(padded_rows(T, groups, ROW_UNIT), across), dtype=torch.uint8)
     w_scales = torch.zeros(groups, blocked_size(2 * columns, across), dtype=torch.uint8)
     quantized = Options("mxfp8", scale_layout="blocked").resolved("group_quantize")
-    quantized = component_specs(quantized, (T, depth), groups, a.device, grouped=True).empty()
+    quantized = sized_components(quantized, (T, depth), groups, a.device, grouped=True).empty()
     y, dw = dy.clone(), torch.zeros(groups, depth, columns)
     return {
         "grouped_gemm": ((a, w, offs, bias, probs), {}),
@@ -275,7 +276,7 @@ def test_buffers_of_components_are_checked_once(launched, monkeypatch):
     args, options = bases()["group_quantize.out"]
     expected = outcome(launched, "group_quantize.out", args, options)
     assert len(expected[0]) == 1
-    monkeypatch.setattr(tgl.meta.quantized, "component_specs", None)
+    monkeypatch.setattr(tgl.meta.quantized, "sized_components", None)
     assert outcome(launched, "group_quantize.out", args, options) == expected
 
 

@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests.gpu.test_sm90 import DEVICE, ROUTINGS, TAIL, ends, served
 from tests.memory import raw
-from tgl.meta.quantized import Components
+from tgl.meta.components import Components
 
 pytestmark = pytest.mark.gpu
 

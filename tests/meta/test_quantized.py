@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from tgl.meta.components import component_specs
 from tgl.meta.formats import FORMATS
-from tgl.meta.quantized import Options, component_specs
+from tgl.meta.quantized import Options
 from tgl.meta.table import OnePerName
 
 CPU = torch.device("cpu")

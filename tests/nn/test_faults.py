@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tgl
 from tests import chips
 from tests.journeys import HALF_STEP, RECIPES
-from tgl.meta import quantized
+from tgl.meta.components import Components, SizedComponents
 from tgl.meta.specs import TensorSpec
 
 ARCH = chips.arch()
@@ -113,7 +113,7 @@ class OutOfMemory(Fault):
             return empty(spec)
 
         self.patch.setattr(TensorSpec, "empty", allocate)
-        self.patch.setattr(quantized, "empty_all", lambda specs: [allocate(spec) for spec in specs])
+        self.patch.setattr(SizedComponents, "empty", lambda sized: Components(*map(allocate, sized.specs())))
         return self
 
     def __exit__(self, *_):

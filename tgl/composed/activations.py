@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import backends
 from ..meta import specs
-from ..meta.quantized import Components, Options
+from ..meta.components import Components
+from ..meta.quantized import Options
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params

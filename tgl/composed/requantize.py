@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import backends
 from ..meta import quantized
-from ..meta.quantized import Components, DequantizeOptions, Options
+from ..meta.components import Components
+from ..meta.quantized import DequantizeOptions, Options
 from ..meta.specs import TensorSpec
 
 Steps = tuple[tuple[str, tuple, dict[str, Any]], ...]

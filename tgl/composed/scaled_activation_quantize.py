@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..meta.quantized import Components, Options
+from ..meta.components import Components
+from ..meta.quantized import Options
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params

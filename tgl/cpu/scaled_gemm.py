@@ -15,7 +15,7 @@ from torch import Tensor
 from ..aten.segments import segment_sizes
 from ..meta import placement
 from ..meta.formats import E8M0, FORMATS, Format
-from ..meta.quantized import ROW_UNIT
+from ..meta.placement import ROW_UNIT
 from ..meta.scaled import most_tokens
 from ..meta.slots import on_host
 from .quantize import GROUP_FACTORS

@@ -12,6 +12,8 @@ row-major: ``offset(y, x) = ((y // 128) * ceil(cols / 4) + x // 4) * 512 + (y % 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from .specs import Dim
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 TILE_BYTES = TILE_ROWS * TILE_COLUMNS
+ROW_UNIT = 128  # unit of the placement of blocked rowwise scales
 
 
 def ceil_div(x: Dim, y: int) -> Dim:
@@ -34,6 +37,14 @@ def units(rows: Dim, groups: Dim, u: int) -> Dim:
 def padded_rows(rows: Dim, groups: Dim, u: int) -> Dim:
     """How many tokens to allocate for them: Tp, ``u`` per unit."""
     return u * units(rows, groups, u)
+
+
+def room(groups: Dim, u: int) -> Callable[[Dim], Dim]:
+    """``padded_rows`` of any number of rows; where there are groups, no size need be kept from being negative."""
+    if isinstance(groups, int) and groups > 0:
+        spare = groups - 1
+        return lambda rows: ((rows + u - 1) // u + spare) * u
+    return lambda rows: padded_rows(rows, groups, u)
 
 
 def starts(offs: Tensor, u: int) -> Tensor:

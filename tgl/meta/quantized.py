@@ -1,69 +1,25 @@
-"""Components of quantised operands, and what the ops that make and read them accept.
+"""What the ops that make and read quantised operands accept; shapes of their parts are those of ``components``.
 
 Letters: T rows (tokens), G groups, K and N the dimensions of a matrix, Tp the padded number of tokens (``placement``).
-Shapes follow from (T, K, G) alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .components import COLUMNWISE_SCALE, SCALE, Components, SizedComponents, component_plan, sized_components
 from .formats import ELEMENTS, FORMATS, SCALINGS, Format
-from .placement import blocked_size, ceil_div, padded_rows
-from .specs import Dim, TensorSpec, empty_all
+from .specs import Dim, RowsSpec, TensorSpec
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-ROW_UNIT = 128  # unit of the placement of blocked rowwise scales
-
 _OP = "group_quantize"
-
-
-class Components(NamedTuple):
-    """A quantised operand. What the format or the call does not have is an empty tensor of shape ``[0]``.
-
-    Attributes:
-        data: rowwise elements, blocks along K.
-        scale: their scales.
-        amax: float32 ``[G]``, largest magnitude of each group.
-        columnwise_data: elements with blocks along the tokens (the rows of a weight).
-        columnwise_scale: their scales.
-        columnwise_amax: like ``amax``, of what ``columnwise_data`` was made from.
-        dbias: float32 ``[G, K]``, sum over the rows of each group.
-    """
-
-    data: Tensor
-    scale: Tensor
-    amax: Tensor
-    columnwise_data: Tensor
-    columnwise_scale: Tensor
-    columnwise_amax: Tensor
-    dbias: Tensor
-
-
-class ComponentSpecs(NamedTuple):
-    """``Components`` to be allocated."""
-
-    data: TensorSpec
-    scale: TensorSpec
-    amax: TensorSpec
-    columnwise_data: TensorSpec
-    columnwise_scale: TensorSpec
-    columnwise_amax: TensorSpec
-    dbias: TensorSpec
-
-    def empty(self) -> Components:
-        """Allocate them, uninitialised."""
-        return Components(*empty_all(self))
-
-    def meta(self) -> Components:
-        """Stand-ins without memory."""
-        return Components(*(spec.meta() for spec in self))
 
 
 @dataclass(frozen=True)
@@ -138,81 +94,6 @@ def _only_for(op: str, f: Format, argument: str, value: object, default: object)
         checks.require(False, op, argument, f"left at its default for {f.name} (it is for {users})", value)
 
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
-
-
-def component_specs(
-    options: Options, shape: tuple[Dim, ...], groups: Dim, device: torch.device, *, grouped: bool
-) -> ComponentSpecs:
-    """The components of a tensor of the given shape.
-
-    Args:
-        options: resolved.
-        shape: ``(T, K)`` of rows in groups, or ``(G, N, K)`` of G matrices.
-        groups: G.
-        device: where they live.
-        grouped: whether it is rows in groups.
-    """
-    f = options.description
-    assert options.dtype is not None
-    make = _grouped_shapes if grouped else _matrix_shapes
-    data, scale, columnwise_data, columnwise_scale = make(options, shape, groups)
-
-    def spec(present: bool, size: tuple[Dim, ...], dtype: torch.dtype, stride: Any = None) -> TensorSpec:
-        return TensorSpec(size, dtype, device, stride) if present else TensorSpec((0,), dtype, device)
-
-    rowwise, columnwise = options.rowwise, options.columnwise
-    # One column lies as it would by rows, with the strides that PyTorch takes for those of a contiguous tensor.
-    several = grouped and f.scale_by_columns and not checks.guard_or_false(scale[-1] == 1)
-    pitch = max(shape[0], 1) if isinstance(shape[0], int) else shape[0]
-    stride = (1, pitch) if several else None
-    return ComponentSpecs(
-        data=spec(rowwise, data, options.dtype),
-        scale=spec(rowwise, scale, f.scale_dtype, stride),
-        amax=spec(rowwise and f.has_amax, (groups,), torch.float32),
-        columnwise_data=spec(columnwise, columnwise_data, options.dtype),
-        columnwise_scale=spec(columnwise, columnwise_scale, f.scale_dtype),
-        columnwise_amax=spec(columnwise and f.has_amax, (groups,), torch.float32),
-        dbias=spec(options.dbias, (groups, shape[-1]), torch.float32),
-    )
-
-
-_Shapes = tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]
-
-
-def _grouped_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Shapes:
-    """Rows ``[T, K]`` in G groups: data, scale, columnwise data, columnwise scale."""
-    f, (rows, k) = options.description, shape
-    data = (rows, ceil_div(k, f.per_byte))
-    columnwise_data = (
-        (k, padded_rows(rows, groups, f.unit_data) // f.per_byte) if f.transposed_columnwise else (rows, k)
-    )
-    if not f.block:
-        return data, (groups,), columnwise_data, (groups,)
-    across = ceil_div(k, f.block)
-    down = padded_rows(rows, groups, f.unit_scale) // f.block
-    if options.blocked:
-        scale: tuple[Dim, ...] = (blocked_size(padded_rows(rows, groups, ROW_UNIT), across),)
-        return data, scale, columnwise_data, (blocked_size(k, down),)
-    return data, (rows, across), columnwise_data, (k, down) if f.transposed_scale else (down, k)
-
-
-def _matrix_shapes(options: Options, shape: tuple[Dim, ...], groups: Dim) -> _Shapes:
-    """G matrices ``[N, K]``, each on its own: data, scale, columnwise data, columnwise scale."""
-    f, (_, n, k) = options.description, shape
-    data = (groups, n, ceil_div(k, f.per_byte))
-    columnwise_data = (groups, k, ceil_div(n, f.per_byte)) if f.transposed_columnwise else data
-    if not f.block:
-        return data, (groups,), columnwise_data, (groups,)
-    across, down = ceil_div(k, f.block), ceil_div(n, f.block)
-    if options.blocked:
-        return data, (groups, blocked_size(n, across)), columnwise_data, (groups, blocked_size(k, down))
-    if f.square_scales and options.block_2d:
-        return data, (groups, down, across), columnwise_data, (groups, across, down)
-    columnwise_scale = (groups, k, down) if f.transposed_scale else (groups, down, k)
-    return data, (groups, n, across), columnwise_data, columnwise_scale
-
-
 # --- group_quantize ---------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +105,7 @@ def group_quantize(
     rng: Tensor | None = None,
     *,
     options: Options,
-) -> ComponentSpecs:
+) -> SizedComponents:
     """``[T, K]`` with ``offs``, or ``[G, N, K]`` without; ``options`` resolved."""
     f = options.description
     if offs is None:
@@ -265,7 +146,7 @@ def group_quantize(
         checks.shape(_OP, "rng", rng, (2,), "[seed, offset]")
         checks.either_dtype(_OP, "rng", rng, torch.int64)
         checks.same_device(_OP, "rng", rng, "x", x.device)
-    return component_specs(options, tuple(x.shape), groups, x.device, grouped=offs is not None)
+    return sized_components(options, tuple(x.shape), groups, x.device, grouped=offs is not None)
 
 
 def group_quantize_out(
@@ -279,7 +160,7 @@ def group_quantize_out(
     options: Options,
 ) -> None:
     """Checks of ``group_quantize.out``: those of ``group_quantize``, the flag, and buffers that fit."""
-    specs = group_quantize(x, offs, scale, row_scale, rng, options=options)
+    specs = group_quantize(x, offs, scale, row_scale, rng, options=options).specs()
     if noop is not None:
         checks.either_dtype(_OP, "noop", noop, torch.float32, torch.bool)
         if noop.dim() != 0:
@@ -289,6 +170,13 @@ def group_quantize_out(
         _component(_OP, name, buffer, spec, f"{options.scale_layout} {options.format}", "x")
         if spec.stride is not None:
             checks.strides(_OP, name, buffer, spec.stride, "as `scale` comes out")
+
+
+def group_quantize_out_moves(x: Tensor, offs: Tensor, *_: Any, options: Options) -> Callable[[int], tuple]:
+    """Layouts of the buffers of a call of rows in groups, by T; see ``remembered``."""
+    plan = component_plan(options, x.shape[1], offs.shape[0], x.device)
+    layouts = [plan.layout(part) for part in range(len(OUT_NAMES))]
+    return lambda rows: (rows, [layout(rows) for layout in layouts])
 
 
 def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
@@ -380,7 +268,7 @@ def group_dequantize(
             shape = (data.shape[0], data.shape[1] * f.per_byte)
             if rows is not None:
                 checks.require(rows == shape[0], op, "rows", f"{shape[0]} like `data`", rows)
-    specs = component_specs(made_with, shape, groups, data.device, grouped=offs is not None)
+    specs = sized_components(made_with, shape, groups, data.device, grouped=offs is not None).specs()
     picked = specs[3:6] if options.columnwise else specs[:3]
     for name, spec, t in zip(("data", "scale", "amax"), picked, (data, scale, amax)):
         if name == "amax" and not f.decodes_with_amax:
@@ -390,22 +278,43 @@ def group_dequantize(
             checks.require(False, op, name, f"given for {f.name}", None)
             continue
         _component(op, name, t, spec, f"{options.scale_layout} {options.format}", "data")
-    return TensorSpec(shape, dtype, data.device)
+    return (TensorSpec if offs is None else RowsSpec)(shape, dtype, data.device)
+
+
+def group_dequantize_moves(
+    data: Tensor, scale: Tensor, offs: Tensor, amax: Tensor | None = None, *, options: DequantizeOptions, **_: Any
+) -> Callable[[int], tuple]:
+    """The layout of ``scale`` of rows in groups that are not transposed, by T; see ``remembered``."""
+    made_with = options.made_with("group_dequantize", data.dtype)
+    plan = component_plan(made_with, data.shape[1] * options.description.per_byte, offs.shape[0], data.device)
+    layout = plan.layout(COLUMNWISE_SCALE if options.columnwise else SCALE)
+    return lambda rows: (rows, layout(rows))
 
 
 def group_requantize(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, options: Options
-) -> ComponentSpecs:
+) -> SizedComponents:
     """Columnwise components for rowwise ones; ``options`` resolved, without ``rowwise``."""
     op = "group_requantize"
-    read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
+    read = _read_by_requantize(options)
     spec = group_dequantize(data, scale, offs, amax, options=read, op=op)
     groups = data.shape[0] if offs is None else offs.shape[0]
     if offs is None:
         checks.require(not options.rht, op, "rht", "False when `offs` is None", True)
         if options.description.per_byte == 2:
             checks.size_even(op, "data", data, 1, "[G, N, K / 2] with an even N (two elements share a byte)")
-    return component_specs(options, spec.shape, groups, data.device, grouped=offs is not None)
+    return sized_components(options, spec.shape, groups, data.device, grouped=offs is not None)
+
+
+def group_requantize_moves(
+    data: Tensor, scale: Tensor, offs: Tensor, amax: Tensor | None = None, *, options: Options
+) -> Callable[[int], tuple]:
+    """The layout of ``scale`` of rows in groups, by T; see ``remembered``."""
+    return group_dequantize_moves(data, scale, offs, amax, options=_read_by_requantize(options))
+
+
+def _read_by_requantize(options: Options) -> DequantizeOptions:
+    return DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
 
 
 # --- the history of delayed scaling -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from .components import SizedComponents
 from .specs import TensorSpec
 
 Check = TypeVar("Check", bound=Callable[..., Any])
@@ -41,14 +42,23 @@ KINDS = {
     "vector": _Kind("t.stride(), t.dtype, t.device", "t.shape[0] == _rows"),
     # [T, columns] to be written, with the pitch of its rows, which of a single row means nothing
     "destination": _Kind("t.shape[1:], t.stride(), t.dtype, t.device", "t.shape[0] == _rows > 1"),
-    # [features, tokens], as many tokens as follow from T
-    "transposed": _Kind("t.shape[0], t.dtype, t.device", "t.is_contiguous()", "t.shape"),
+    # [features, tokens]; as many tokens as follow from T, which stand for T
+    "transposed": _Kind("t.shape[0], t.dtype, t.device", "t.shape[1] == _rows and t.is_contiguous()"),
     # of sizes that follow from T otherwise
     "tokens": _Kind("t.dtype, t.device", "", "t.shape, t.stride()"),
 }
 
 
-def remembered(check: Check, kinds: Mapping[str, str] | None = None) -> Check:
+SIZE = {"rows": "shape[0]", "contiguous rows": "shape[0]", "transposed": "shape[1]"}
+"""What T is, by the kind of the first tensor that says it."""
+
+Moves = Callable[[int], tuple | None]
+"""What ``_Kind.moving`` of a call is for T, behind T itself; None where that has to be checked."""
+
+
+def remembered(
+    check: Check, kinds: Mapping[str, str] | None = None, moves: Callable[..., Moves] | None = None
+) -> Check:
     """``check``, which maps tensors and options to output specs, at the price of a look-up for what it has passed.
 
     For real tensors alone: sizes of traced ones are symbols. What raises is not remembered. Between the products of a
@@ -59,7 +69,9 @@ def remembered(check: Check, kinds: Mapping[str, str] | None = None) -> Check:
     Args:
         check: takes tensors or None (annotated so) and what can be hashed; looks at the tensors' shapes, strides,
             dtypes and devices and at nothing else. Of a ``RowsSpec`` that it returns the first size is T.
-        kinds: of parameters (``KINDS``), where T has a part in them; the first one by rows is never None, and has T.
+        kinds: of parameters (``KINDS``), where T has a part in them; the first one of ``SIZE`` is never None.
+        moves: for the arguments of a call that has passed, what a call with another T must have in common with it to
+            pass too, where there is more than T; without it, such calls are checked.
     """
     kinds = kinds or {}
     key, plain, moving, parameters, given = [], [], [], [], []
@@ -87,13 +99,15 @@ def remembered(check: Check, kinds: Mapping[str, str] | None = None) -> Check:
             plain.append(f"({name} is None or {kind.plain})" if optional else kind.plain)
         if kind.moving:
             moving.append(f"None if {name} is None else ({kind.moving})" if optional else f"({kind.moving})")
-    first = next((name for name, kind in kinds.items() if kind in ("rows", "contiguous rows")), None)
-    plain = [text.replace(f"{first}.shape[0] == _rows and ", "", 1) for text in plain]  # it says what T is
+    first = next((name for name, kind in kinds.items() if kind in SIZE), None)
+    size = f"{first}.{SIZE[kinds[first]]}" if first else None
+    plain = [text.replace(f"{size} == _rows and ", "", 1) for text in plain]  # it says what T is
     call = f"_check({', '.join(given)})"
+    moved = ("_moves_to(_rows) == _moving" if moves else False) if moving else True
     source = f"""
 def once({", ".join(parameters)}):
     try:
-        _rows = {f"{first}.shape[0]" if first else None}
+        _rows = {size}
         if not ({" and ".join(plain) or True}):
             return {call}
         _key = ({", ".join(key)},)
@@ -105,27 +119,30 @@ def once({", ".join(parameters)}):
         _result = {call}
         if len(_passed) >= _limit():
             _passed.clear()
-        _passed[_key] = [(_moving, _result), {"None" if moving else "_remaking(_result)"}]
+        _passed[_key] = [(_moving, _result), _remaking(_result), {f"_moves({', '.join(given)})" if moves else None}]
         return _result
-    _last, _remake = _found
+    _last, _remake, _moves_to = _found
     if _last[0] == _moving:
         return _last[1]
-    _result = {call} if _remake is None else _remake(_rows)
+    _result = _remake(_rows) if {moved} else {call}
     _found[0] = _moving, _result  # in one step, for other threads
     return _result
 """
     passed: dict[tuple, list] = {}
-    space: dict[str, Any] = {"_check": check, "_passed": passed, "_limit": lambda: LIMIT, "_remaking": _remaking}
+    space: dict[str, Any] = {"_check": check, "_moves": moves, "_remaking": _remaking}
+    space |= {"_passed": passed, "_limit": lambda: LIMIT}
     exec(compile(source, f"<remembered {check.__name__}>", "exec"), space)
     once: Any = functools.wraps(check)(space["once"])
     once.passed = passed
     return once
 
 
-def _remaking(result: Any) -> Callable[[int], Any] | None:
-    """What makes a check's result for another number of rows; None if that takes the check."""
-    if isinstance(result, TensorSpec):
-        return result.at
+def _remaking(result: Any) -> Callable[[int], Any]:
+    """What makes a check's result for another number of rows."""
     if type(result) is tuple:
-        return lambda rows: tuple([spec.at(rows) for spec in result])
-    return (lambda rows: None) if result is None else None
+        made = [_remaking(spec) for spec in result]
+        if len(made) == 2:  # most of them; a loop over two costs twice what they do
+            first, second = made
+            return lambda rows: (first(rows), second(rows))
+        return lambda rows: tuple([make(rows) for make in made])
+    return result.for_rows() if isinstance(result, TensorSpec | SizedComponents) else lambda rows: result

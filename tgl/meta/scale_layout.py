@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from . import checks, placement
+from .components import ComponentSpecs, component_specs
 from .formats import FORMATS, Format, ScaleMatrix
-from .placement import Dim, blocked_offset, ceil_div
-from .quantized import ROW_UNIT, ComponentSpecs, Options, component_specs, known_format
+from .placement import ROW_UNIT, Dim, blocked_offset, ceil_div
+from .quantized import Options, known_format
 from .specs import TensorSpec
 
 LAYOUTS = ("blocked", "torch", "te", "te_swizzled")

@@ -6,23 +6,18 @@ Operands are the components that ``group_quantize`` makes. Letters as in ``specs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import activations, checks, placement
+from .components import COLUMNWISE_SCALE, SCALE, SizedComponents, component_plan, sized_components
 from .formats import FORMATS, Format
-from .placement import ceil_div
-from .quantized import (
-    ROW_UNIT,
-    SOURCES,
-    ComponentSpecs,
-    Options,
-    component_specs,
-    known_data,
-    known_format,
-    known_layout,
-)
-from .specs import Dim, TensorSpec, accumulator, grouped_activation, packed_slots, wgrad_buffer
+from .placement import ROW_UNIT, ceil_div
+from .quantized import SOURCES, Options, known_data, known_format, known_layout
+from .specs import Dim, RowsSpec, TensorSpec, accumulator, grouped_activation, packed_slots, wgrad_buffer
 
 DIRECTIONS = ("rowwise", "columnwise")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,7 +105,7 @@ def _matrix_scale(form: Format, scale_layout: str, groups: Dim, width: Dim, dept
 
 def grouped_activation_quantize(
     x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, *, kind: str, options: Options
-) -> ComponentSpecs:
+) -> SizedComponents:
     """``[T, 2 I]`` (gated) or ``[T, I]`` to the components of ``[T, I]``; ``options`` resolved."""
     op = "grouped_activation_quantize"
     shape, dtype, *_ = grouped_activation(x, offs, probs, kind=kind)
@@ -120,7 +115,7 @@ def grouped_activation_quantize(
 
 def _activated(
     op: str, argument: str, source: Tensor, shape: tuple[Dim, ...], groups: Dim, scale: Tensor | None, options: Options
-) -> ComponentSpecs:
+) -> SizedComponents:
     """Checks of what quantises an activation of ``shape``; ``source`` is the argument that says how wide it is."""
     form = options.description
     if form.per_byte == 2 and (even := shape[1] % 2 == 0) is not True:
@@ -131,7 +126,7 @@ def _activated(
         checks.either_dtype(op, "scale", scale, torch.float32)
         checks.same_device(op, "scale", scale, argument, source.device)
         checks.contiguous(op, "scale", scale)
-    return component_specs(options, shape, groups, source.device, grouped=True)
+    return sized_components(options, shape, groups, source.device, grouped=True)
 
 
 def grouped_gemm_scaled(
@@ -188,7 +183,18 @@ def grouped_gemm_scaled(
         checks.shape(op, "bias_scale", bias_scale, (rows,), "[T]")
         checks.either_dtype(op, "bias_scale", bias_scale, *OUT_DTYPES)
         checks.same_device(op, "bias_scale", bias_scale, "a", a.device)
-    return TensorSpec((rows, width), dtype, a.device)
+    return RowsSpec((rows, width), dtype, a.device)
+
+
+def grouped_gemm_scaled_moves(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *_: Any, **names: Any
+) -> Callable[[int], tuple]:
+    """The layout of ``a_scale`` by T; see ``remembered``. For every op of a ``grouped_gemm_scaled``."""
+    options = names.get("options") or Options(names["format"], scale_layout=names["scale_layout"])
+    made_with = Options(options.format, columnwise=False, dtype=a.dtype, scale_layout=options.scale_layout)
+    depth = a.shape[1] * options.description.per_byte
+    layout = component_plan(made_with, depth, offs.shape[0], a.device).layout(SCALE)
+    return lambda rows: (rows, layout(rows))
 
 
 def grouped_gemm_scaled_activation_quantize(
@@ -207,7 +213,7 @@ def grouped_gemm_scaled_activation_quantize(
     kind: str,
     options: Options,
     out_dtype: torch.dtype | None,
-) -> tuple[TensorSpec, ComponentSpecs]:
+) -> tuple[TensorSpec, SizedComponents]:
     """``h [T, 2 I]`` (gated) or ``[T, I]``, and the components of ``[T, I]``.
 
     ``options`` are resolved; their format and layout of scales are those of the operands too.
@@ -352,6 +358,31 @@ def _wgrad(
     _amax(op, "a_amax", a_amax, form, groups, a.device)
     _amax(op, "b_amax", b_amax, form, groups, a.device)
     return groups, m, n
+
+
+def grouped_gemm_scaled_wgrad_moves(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *_: Any, format: str, **names: Any
+) -> Callable[[int], tuple | None]:
+    """Layouts of both scales by T, or by the second size of transposed data; see ``remembered``.
+
+    None for data that has not the size of any T.
+    """
+    form, groups = FORMATS[format], offs.shape[0]
+    made_with = Options(format, rowwise=False, dtype=a.dtype, scale_layout=names["scale_layout"])
+    unit, features = form.unit_data, 0 if form.transposed_columnwise else 1
+    plans = (component_plan(made_with, t.shape[features], groups, a.device) for t in (a, b))
+    of_a, of_b = (plan.layout(COLUMNWISE_SCALE) for plan in plans)
+    least = unit * (groups - 1)
+
+    def moves(size: int) -> tuple | None:
+        rows = size
+        if form.transposed_columnwise:
+            rows = size * form.per_byte - least
+            if rows < 0 or (rows + least) % unit:
+                return None
+        return size, of_a(rows), of_b(rows)
+
+    return moves
 
 
 def grouped_gemm_scaled_wgrad_out(

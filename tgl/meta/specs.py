@@ -6,7 +6,7 @@ Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +44,9 @@ class TensorSpec(NamedTuple):
         """A stand-in without memory, for asking what would happen."""
         return self._replace(device=torch.device("meta")).empty()
 
-    def at(self, rows: Dim) -> TensorSpec:
-        """For a call with another number of rows T."""
-        return self
+    def for_rows(self) -> Callable[[Dim], TensorSpec]:
+        """For calls with other numbers of rows T."""
+        return lambda rows: self
 
 
 class RowsSpec(TensorSpec):
@@ -54,12 +54,14 @@ class RowsSpec(TensorSpec):
 
     __slots__ = ()
 
-    def at(self, rows: Dim) -> TensorSpec:
-        return tuple.__new__(RowsSpec, ((rows, *self[0][1:]), self[1], self[2], None))  # a call less
+    def for_rows(self) -> Callable[[Dim], TensorSpec]:
+        (_, *rest), dtype, device, _ = self
+        new = tuple.__new__  # a call less
+        return lambda rows: new(RowsSpec, ((rows, *rest), dtype, device, None))
 
 
 def empty_all(specs: Iterable[TensorSpec]) -> list[Tensor]:
-    """``spec.empty()`` of each; in one call, as an op with seven outputs would spend half its time on calls."""
+    """``spec.empty()`` of each; in one call, as an op with many outputs would spend half its time on calls."""
     made = []
     for shape, dtype, device, stride in specs:
         if stride is not None:
@@ -67,6 +69,16 @@ def empty_all(specs: Iterable[TensorSpec]) -> list[Tensor]:
         else:
             made.append(torch.empty(*(shape or ((),)), dtype=dtype, device=device))
     return made
+
+
+def row_major(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The strides of a contiguous tensor of numbers, not symbols."""
+    if len(shape) == 1:
+        return (1,)
+    strides: list[Dim] = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(strides[::-1])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

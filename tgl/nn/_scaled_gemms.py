@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..meta.components import Components, sized_components
 from ..meta.formats import FORMATS
-from ..meta.quantized import Components, Options, component_specs
+from ..meta.quantized import Options
 from ..ops import (
     fp8_scale_from_history,
     fp8_update_history_,
@@ -250,7 +251,7 @@ class ScaledGemms(nn.Module):
         for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
             options = {k: v for k, v in spec.options().items() if v is not None}
             resolved = Options(**options, rowwise=False).resolved("group_quantize")
-            made = component_specs(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
+            made = sized_components(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
             found.append(_columnwise(made.empty(), form))
         return found[0], found[1]
 

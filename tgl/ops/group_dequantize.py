@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ NAME = "group_dequantize"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-_checked = remembered(quantized.group_dequantize, {"data": "contiguous rows", "scale": "tokens"})
+_checked = remembered(
+    quantized.group_dequantize, {"data": "contiguous rows", "scale": "tokens"}, quantized.group_dequantize_moves
+)
+_checked_matrices = remembered(quantized.group_dequantize)
 
 
 def _kernel(
@@ -33,7 +37,10 @@ def _kernel(
     **keywords: Any,
 ) -> Tensor:
     options = DequantizeOptions(**keywords)
-    check = _checked if rows is None else quantized.group_dequantize  # T is in `data` otherwise where it is given
+    if rows is not None:
+        check: Callable[..., TensorSpec] = quantized.group_dequantize  # T is in `data` otherwise
+    else:
+        check = _checked if offs is not None else _checked_matrices
     out = check(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows).empty()
     if offs is not None:
         debug.check_offs(NAME, offs, out.shape[0])

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import memory, quantized
-from ..meta.quantized import OUT_NAMES, Components, Options
+from ..meta.components import Components
+from ..meta.quantized import OUT_NAMES, Options
 from ..meta.remembered import remembered
 from ._library import define
 
@@ -25,7 +26,7 @@ _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg"
 
 _ROWS = {"x": "rows", "row_scale": "vector"}
 _checked = remembered(quantized.group_quantize, _ROWS)
-_checked_out = remembered(quantized.group_quantize_out, {**_ROWS, "out": "tokens"})
+_checked_out = remembered(quantized.group_quantize_out, {**_ROWS, "out": "tokens"}, quantized.group_quantize_out_moves)
 _checked_matrices = remembered(quantized.group_quantize)
 _checked_matrices_out = remembered(quantized.group_quantize_out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import quantized
-from ..meta.quantized import ComponentSpecs, Options
+from ..meta.components import SizedComponents
+from ..meta.quantized import Options
+from ..meta.remembered import remembered
 from ._library import define
 
 NAME = "group_requantize"
@@ -17,22 +20,31 @@ NAME = "group_requantize"
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+def _options(data_dtype: torch.dtype, **keywords: Any) -> Options:
+    given = {name: value for name, value in keywords.items() if value is not None}
+    return Options(rowwise=False, columnwise=True, **{"dtype": data_dtype, **given}).resolved(NAME)
+
+
 def _specs(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any
-) -> tuple[Options, ComponentSpecs]:
-    options = Options(rowwise=False, columnwise=True, **{"dtype": data.dtype, **_given(keywords)}).resolved(NAME)
+) -> tuple[Options, SizedComponents]:
+    options = _options(data.dtype, **keywords)
     return options, quantized.group_requantize(data, scale, offs, amax, options=options)
 
 
-def _given(keywords: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if value is not None}
+_known_options = functools.lru_cache(maxsize=256)(_options)
+_checked = remembered(
+    quantized.group_requantize, {"data": "contiguous rows", "scale": "tokens"}, quantized.group_requantize_moves
+)
+_checked_matrices = remembered(quantized.group_requantize)
 
 
 def _kernel(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options, specs = _specs(data, scale, offs, amax, **keywords)
-    out = specs.empty()
+    options = _known_options(data.dtype, **keywords)
+    check = _checked if offs is not None else _checked_matrices
+    out = check(data, scale, offs, amax, options=options).empty()
     if offs is not None:
         debug.check_offs(NAME, offs, data.shape[0])
     backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)

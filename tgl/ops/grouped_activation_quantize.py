@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import scaled
-from ..meta.quantized import Components, Options
+from ..meta.components import Components
+from ..meta.quantized import Options
 from ..meta.remembered import remembered
 from ._library import define
 from .grouped_activation import SCHEMA, Params

@@ -21,8 +21,10 @@ _OPTIONS = 'str format, str b_direction="rowwise", str scale_layout="compact"'
 ADVICE = "GroupedLinear(recipe=...) is the layer that gradients pass through; or use torch.no_grad()"
 
 _ROWS = {"a": "contiguous rows", "a_scale": "tokens", "bias_scale": "vector"}
-_checked = remembered(scaled.grouped_gemm_scaled, _ROWS)
-_checked_out = remembered(scaled.grouped_gemm_scaled_out, {**_ROWS, "out": "destination"})
+_checked = remembered(scaled.grouped_gemm_scaled, _ROWS, scaled.grouped_gemm_scaled_moves)
+_checked_out = remembered(
+    scaled.grouped_gemm_scaled_out, {**_ROWS, "out": "destination"}, scaled.grouped_gemm_scaled_moves
+)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import scaled
-from ..meta.quantized import Components, ComponentSpecs, Options
+from ..meta.components import Components, SizedComponents
+from ..meta.quantized import Options
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from ._library import autocast_nothing, define
@@ -55,7 +56,7 @@ def _options(*, b_direction: str = "rowwise", **keywords: Any) -> dict[str, Any]
 
 def _specs(
     *arguments: Any, b_direction: str, params: Params, options: Options, out_dtype: torch.dtype | None
-) -> tuple[TensorSpec, ComponentSpecs]:
+) -> tuple[TensorSpec, SizedComponents]:
     return scaled.grouped_gemm_scaled_activation_quantize(
         *arguments, b_direction=b_direction, kind=params.kind, options=options, out_dtype=out_dtype
     )
@@ -63,7 +64,9 @@ def _specs(
 
 _known_options = functools.lru_cache(maxsize=256)(_options)
 _checked = remembered(
-    scaled.grouped_gemm_scaled_activation_quantize, {"a": "contiguous rows", "a_scale": "tokens", "probs": "vector"}
+    scaled.grouped_gemm_scaled_activation_quantize,
+    {"a": "contiguous rows", "a_scale": "tokens", "probs": "vector"},
+    scaled.grouped_gemm_scaled_moves,
 )
 
 

@@ -25,9 +25,9 @@ _OPTIONS = 'str format, str scale_layout="compact"'
 
 def _remembered(check: Callable[..., Any]) -> Callable[..., Any]:
     """``check`` as ``remembered``, of data by rows and of transposed data."""
-    scales = {"a_scale": "tokens", "b_scale": "tokens"}
-    by_rows = remembered(check, {"a": "contiguous rows", "b": "contiguous rows", **scales})
-    transposed = remembered(check, {"a": "transposed", "b": "transposed", **scales})
+    moves, scales = scaled.grouped_gemm_scaled_wgrad_moves, {"a_scale": "tokens", "b_scale": "tokens"}
+    by_rows = remembered(check, {"a": "contiguous rows", "b": "contiguous rows", **scales}, moves)
+    transposed = remembered(check, {"a": "transposed", "b": "transposed", **scales}, moves)
 
     @functools.wraps(check)
     def once(*operands: Tensor | None, format: str, **options: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
-from ..meta.placement import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, blocked_size, ceil_div
-from ..meta.quantized import ROW_UNIT, Options
+from ..meta.placement import ROW_UNIT, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, blocked_size, ceil_div
+from ..meta.quantized import Options
 from ..meta.specs import Dim, TensorSpec
 
 if TYPE_CHECKING:

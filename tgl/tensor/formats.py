@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..meta import checks
 from ..meta.checks import OUT_ALIGNMENT
+from ..meta.components import component_specs
 from ..meta.formats import FORMATS
-from ..meta.quantized import SOURCES, Options, component_specs
+from ..meta.quantized import SOURCES, Options
 from ..meta.quantized import group_quantize as check_quantize
 from ..meta.specs import Dim, TensorSpec
 from ..meta.table import OnePerName

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..meta import checks
-from ..meta.quantized import SOURCES, Components, Options
+from ..meta.components import Components
+from ..meta.quantized import SOURCES, Options
 from ..meta.specs import Dim, TensorSpec
 from . import _autograd, _dispatch, _structure
 from ._structure import CLASSES, Shapes, Static

@@ -48,7 +48,7 @@ def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], 
     if "noop" in sample.given:
         derived["noop"] = torch.zeros(1, dtype=torch.float32, device=x.device)
     if "data" in made:
-        specs = quantized.group_quantize(x, offs, options=_options(sample))
+        specs = quantized.group_quantize(x, offs, options=_options(sample)).specs()
         for name, spec in zip(OUT_NAMES, specs):
             derived[name] = spec.empty()
             _fill_bytes(derived[name], _GARBAGE)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..meta import placement
 from ..meta.formats import E4M3, E8M0, E8M0_BIAS, FORMATS, Format
-from ..meta.quantized import ROW_UNIT
+from ..meta.placement import ROW_UNIT
 from ..meta.specs import Dim
 from .quantized import SAMPLES
 from .samples import NAN, ROUTINGS, GroupSizes, SampleInput, Signature, lay_out

@@ -30,8 +30,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ...meta.components import Components
 from ...meta.formats import FORMATS
-from ...meta.quantized import Components, DequantizeOptions, Options
+from ...meta.quantized import DequantizeOptions, Options
 from ...meta.table import OnePerName
 from . import fp8, mxfp8, nvfp4
 from ._dbias import dbias

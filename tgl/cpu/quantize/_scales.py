@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...meta.placement import blocked_offset, blocked_size, padded_rows
-from ...meta.quantized import ROW_UNIT
+from ...meta.placement import ROW_UNIT, blocked_offset, blocked_size, padded_rows
 from ._rows import Blocks, Groups
 
 

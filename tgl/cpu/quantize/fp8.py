@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ...aten.fp8_scales import EXPONENT, LARGEST, scales_of
+from ...meta.components import Components
 from ...meta.formats import ELEMENTS
-from ...meta.quantized import Components, DequantizeOptions, Options
+from ...meta.quantized import DequantizeOptions, Options
 from ..scratch import Scratch
 from ._blocks import Pieces, along_rows, clear_tail, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table

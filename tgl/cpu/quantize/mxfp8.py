@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...meta.components import Components
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
-from ...meta.quantized import Components, DequantizeOptions, Options
+from ...meta.quantized import DequantizeOptions, Options
 from ..scratch import Scratch
 from ._blocks import Pieces, clear_tail, columnwise, magnitude, rowwise
 from ._decode import cast_saturates, fp8_values, multiply_blocks, power_of_two, table

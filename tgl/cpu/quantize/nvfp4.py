@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...meta import placement
-from ...meta.quantized import Components, DequantizeOptions, Options
+from ...meta.components import Components
+from ...meta.quantized import DequantizeOptions, Options
 from . import fp4
 from ._rows import Groups
 from ._scales import RowScales

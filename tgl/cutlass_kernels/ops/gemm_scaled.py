@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from ...meta.quantized import Options, component_specs
+from ...meta.components import component_specs
+from ...meta.quantized import Options
 from .. import tilings
 from ..archs import arch_of
 from ..config import VARLEN_K, VARLEN_M, GemmConfig

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from ...meta.quantized import Components, Options
+from ...meta.components import Components
+from ...meta.quantized import Options
 from .. import tilings
 from ..activation.activation_spec import spec_of
 from ..archs import arch_of

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta.components import Components
 from ...meta.formats import FORMATS
-from ...meta.quantized import Components, Options
+from ...meta.quantized import Options
 from ...meta.table import OnePerName
 from ..activation.activation_spec import spec_of
 from ..archs import arch_of
