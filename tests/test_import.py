@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("sympy", "triton", "torch._dynamo", "torch._inductor", "cutlass", "transformers", "numpy")
+HEAVY = ("sympy", "triton", "torch._dynamo", "torch._inductor", "cutlass", "transformers", "numpy", "platformdirs")
 
 
 def run(code):

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import platformdirs
 import pytest
 import torch
 
@@ -47,6 +48,16 @@ def never():
 
 def objects(directory):
     return sorted(p for p in directory.rglob("*.o"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where caches of a user lie on Linux")
+def test_the_default_place_is_the_one_of_the_platform(monkeypatch):
+    for variable, below in (("/somewhere/caches", "/somewhere/caches/tgl"), ("", "/home/someone/.cache/tgl")):
+        monkeypatch.setenv("XDG_CACHE_HOME", variable)
+        monkeypatch.setenv("HOME", "/home/someone")
+        assert cache.directory() == Path(below) / cache.fingerprint()
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name, appauthor: f"/caches of this platform/{name}")
+    assert cache.directory().parent == Path("/caches of this platform/tgl")
 
 
 def test_a_kernel_is_built_once_and_loaded_afterwards(directory):

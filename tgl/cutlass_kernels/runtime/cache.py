@@ -38,17 +38,21 @@ _loaded: list[Any] = []  # modules whose functions are in use
 
 
 def set_directory(path: str | os.PathLike | None) -> None:
-    """Keep compiled kernels in ``path``; None means the default, ``tgl`` in the user's cache directory."""
+    """Keep compiled kernels in ``path``; None means the default, ``default_directory``."""
     global _directory
     _directory = Path(path) if path is not None else None
 
 
 def directory() -> Path:
     """Where kernels of this version are kept."""
-    base = _directory
-    if base is None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tgl"
-    return base / fingerprint()
+    return (_directory or default_directory()) / fingerprint()
+
+
+def default_directory() -> Path:
+    """``tgl`` in the place that the platform has for caches of the user."""
+    import platformdirs  # not needed before the first kernel
+
+    return Path(platformdirs.user_cache_dir("tgl", appauthor=False))
 
 
 @functools.cache

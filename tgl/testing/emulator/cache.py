@@ -1,7 +1,7 @@
 """Translated kernels, in memory and on disk.
 
 A kernel is translated once per PTX text and version of the emulator; the result (compiled Python code and launch facts)
-is kept under ``$XDG_CACHE_HOME/tgl/emulator`` (``~/.cache`` without it). The PTX of a cubin is kept beside it, so that
+is kept under ``emulator`` in the directory of compiled kernels. The PTX of a cubin is kept beside it, so that
 a function compiled by an earlier process and reloaded from an object file still finds its source. A damaged or foreign
 entry counts as absent.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from ...cutlass_kernels.runtime.cache import default_directory
 from .codegen import Generator
 from .errors import EmulatorError
 from .parser import parse_module
@@ -51,8 +52,7 @@ def fingerprint() -> str:
 @functools.cache
 def directory() -> Path | None:
     """Where translations are kept; None if no place can be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    d = Path(base) / "tgl" / "emulator"
+    d = default_directory() / "emulator"
     try:
         d.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=d):
