@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.memory import like
-from tgl.meta.quantized import Components
+from tgl.meta.components import Components
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CANARY = 7.0
