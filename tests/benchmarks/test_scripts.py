@@ -25,7 +25,7 @@ NEEDS = {
     "quantize": "torchao",
 }
 GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += ("gemm_activation", "route_gpu")
+GPU += ("gemm_activation", "route_gpu", "routing_gpu")
 
 
 class Replay:
@@ -275,6 +275,20 @@ def test_route(gpu, monkeypatch, tmp_path, capsys):
     assert [(result["choices"], result["experts"]) for result in found] == [(8, 128), (512, 128)]
     assert all(set(result["ms"]) == {"tgl", "sort", "compiled"} for result in found)
     assert ["64", "tokens", "1.0000", "0.5", "1.000", "1.000"] in lines
+
+
+def test_routing(gpu, monkeypatch, tmp_path, capsys):
+    script = gpu("routing_gpu")
+    monkeypatch.setattr(script, "ROWS", 128)
+    lines, found = ran(script, tmp_path, capsys, "--choices", "2", "--widths", "1536")
+    arms = {"dispatch": {"tgl", "copy", "aten"}, "combine": {"tgl", "copy", "aten"}}
+    for result in found:
+        assert set(result["ms"]) == arms.get(result["op"], {"tgl", "copy"}), result
+    assert [result["bytes"] for result in found] == [3072 * (64 + 128)] * 3 + [3072 * (64 + 2 * 128)]
+    assert ["dispatch", "2", "1536", "1.0000", "0.00", "1.000", "1.000"] in lines
+    monkeypatch.setattr(script.Combine, "tgl", lambda self: torch.zeros_like(self.x))
+    lines, _ = ran(script, tmp_path, capsys, "--choices", "2", "--widths", "1536", "--ops", "combine")
+    assert any("WRONG:" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["dactivation", "gemm_activation"])
