@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tgl
+from tests.routing_oracle import expected
 from tgl.nn.routing import dispatch_both
-
-
-def naive(index, num_experts):
-    """Pairs sorted by expert, stably; those of no expert last. Returns the pairs and the ends."""
-    pairs = [(e if e >= 0 else num_experts, i) for i, e in enumerate(index.reshape(-1).tolist())]
-    ordered = [i for e, i in sorted(pairs)]
-    ends = [sum(e <= g for e, _ in pairs) for g in range(num_experts)]
-    return ordered, ends
 
 
 def layer(x, index, weights, scale):
@@ -57,14 +50,26 @@ def test_route_against_a_loop(tokens, top_k, experts, sentinel, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     index = torch.randint(-sentinel, experts + sentinel, (tokens, top_k), generator=generator).to(dtype)
     routing = tgl.route(index, experts)
-    source, ends = naive(index, experts)
-    assert routing.source.tolist() == source
-    assert routing.offs.tolist() == ends
-    assert routing.offs.dtype == torch.int32
+    for name, wanted in expected(index, experts)._asdict().items():
+        assert getattr(routing, name).dtype == torch.int32
+        assert torch.equal(getattr(routing, name), wanted)
     assert routing.top_k == top_k
-    assert [source[p] for p in routing.position.tolist()] == list(range(tokens * top_k))
-    x = torch.randn(tokens, 3)
-    assert torch.equal(tgl.dispatch(x, routing), x[routing.source // top_k])
+    x = torch.cat([torch.randn(tokens, 3), torch.zeros(1, 3)])  # which the last rows have, too
+    assert torch.equal(tgl.dispatch(x[:-1], routing), x[routing.token])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8])
+@pytest.mark.parametrize("experts", [0, 100, 254, 255])
+def test_compiled_route(experts, dtype):
+    """A graph for a CPU, which has expressions in place of the op."""
+    limits = torch.iinfo(dtype)
+    index = torch.randint(max(limits.min, -2), min(limits.max, experts + 2), (200, 3))
+    index[::50, 0], index[1::50, 0] = limits.min, limits.max
+    routing = torch.compile(tgl.route, fullgraph=True)(index.to(dtype), experts)
+    for name, wanted in expected(index, experts)._asdict().items():
+        assert getattr(routing, name).dtype == torch.int32
+        assert torch.equal(getattr(routing, name), wanted), name
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_route_against_a_loop(tokens, top_k, experts, sentinel, seed, dtype):
 def test_narrow_index_dtypes_with_many_experts(dtype, experts):
     """More experts than the dtype of the choices can count."""
     index = torch.tensor([[3, 1], [0, 100], [2, 2]]).clamp(max=experts - 1).to(dtype)
-    assert tgl.route(index, experts).offs.tolist() == naive(index, experts)[1]
+    assert torch.equal(tgl.route(index, experts).offs, expected(index, experts).offs)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
@@ -83,8 +88,9 @@ def test_indices_out_of_range_belong_to_no_expert(dtype):
     index = torch.tensor([[1, -1], [limits.min, 0], [2, limits.max]], dtype=dtype)
     routing = tgl.route(index, 2)
     assert routing.offs.tolist() == [1, 2]
-    assert routing.source.tolist()[:2] == [3, 0]
-    assert sorted(routing.source.tolist()[2:]) == [1, 2, 4, 5]
+    assert routing.source.tolist() == [3, 0, -1, -1, -1, -1]
+    assert routing.token.tolist() == [1, 0, -1, -1, -1, -1]
+    assert routing.position.tolist() == [1, -1, -1, 0, -1, -1]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])

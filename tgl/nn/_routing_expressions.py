@@ -1,4 +1,4 @@
-"""Dispatch and combine in a graph compiled for a CPU: expressions of aten, which Inductor makes one loop of.
+"""Routing, dispatch and combine in a graph compiled for a CPU: expressions of aten, which Inductor makes one loop of.
 
 An op would end that loop. Forward and backward are gathers, never a scatter-add. A place out of range reads some row
 and counts as zeros.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..meta import specs
 from ._transforms import applier
 
 
@@ -18,6 +19,26 @@ def wanted(device: torch.device) -> bool:
     """Whether a graph is being compiled for a CPU, by what leaves the backward of an ``autograd.Function`` in."""
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     return compiled and device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+
+
+def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``tgl::route`` returns."""
+    specs.route(top_k_index, num_experts)
+    choices, pairs = top_k_index.reshape(-1), top_k_index.numel()
+    if choices.dtype.itemsize < 4:
+        choices = choices.int()  # a dtype that may be too narrow to count the experts
+    if num_experts < torch.iinfo(torch.uint8).max:  # of which a sort by digits takes one pass
+        choices = choices.clamp(-1, num_experts).to(torch.uint8)  # in which -1 sorts behind the experts
+    else:
+        choices = choices.masked_fill(choices < 0, num_experts)
+    experts, order = torch.sort(choices, stable=True)
+    groups = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
+    offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
+    of_none = experts >= num_experts
+    source = order.int().masked_fill(of_none, -1)
+    rows = torch.arange(pairs, dtype=torch.int32, device=order.device).masked_fill(of_none, -1)
+    position = torch.empty_like(source).scatter(0, order, rows)
+    return source, position, source // top_k_index.shape[1], offs
 
 
 def _taken(t: Tensor, places: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..meta import checks
 from ..meta.specs import accumulator
 from . import _routing_expressions as expressions
 from ._errors import fail
@@ -21,11 +20,13 @@ class Routing(NamedTuple):
     """The row of every (token, choice) pair, in both directions. S tokens, k choices each, T = S k rows, G experts.
 
     Attributes:
-        source: int64 ``[T]``: row ``t`` of the grouped order is choice ``source[t] % k`` of token ``source[t] // k``.
-        position: int64 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) is row ``position[i]``.
+        source: int32 ``[T]``: row ``t`` of the grouped order is choice ``source[t] % k`` of token ``source[t] // k``.
+            From row ``offs[-1]`` on -1: these rows are no pair's.
+        position: int32 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) is row ``position[i]``. -1
+            of a pair that chose no expert.
         offs: int32 ``[G]``: cumulative ends of the experts' rows.
         top_k: k.
-        token: int64 ``[T]``: the token of every row, ``source // k``.
+        token: int32 ``[T]``: the token of every row, ``source // k``; -1 from row ``offs[-1]`` on.
     """
 
     source: Tensor
@@ -40,8 +41,8 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 
     Args:
         top_k_index: integer ``[S, k]``: experts chosen by each token. Values out of range, negative or ``num_experts``
-            and more (the sentinels of expert parallelism), go to the tail: no expert's rows, and zeros in every grouped
-            op.
+            and more (the sentinels of expert parallelism), are no choice: they have no row, and add nothing to a token.
+            As many rows at the end are no pair's: ``dispatch`` fills them with zeros.
         num_experts: G.
 
     Returns:
@@ -49,28 +50,14 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 
     Raises:
         TypeError: ``top_k_index`` is of no integer dtype, or ``num_experts`` no integer.
-        ValueError: ``top_k_index`` does not have two dimensions or no choices, or ``num_experts`` is negative.
+        ValueError: ``top_k_index`` does not have two dimensions, or has no choices or 2^31 elements, or ``num_experts``
+            is negative.
     """
-    op = "route"
-    checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")
-    dtype = top_k_index.dtype
-    checks.require(dtype in checks.INTEGERS, op, "top_k_index", "an integer tensor", dtype, TypeError)
     if not isinstance(num_experts, (int, torch.SymInt)):
-        fail(f"tgl::{op}: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
-    if num_experts < 0:
-        fail(f"tgl::{op}: `num_experts` must be at least 0, but got {num_experts}")
-    if top_k_index.shape[1] == 0:
-        fail(f"tgl::{op}: `top_k_index` must be [S, k] with k of at least 1, but got shape {tuple(top_k_index.shape)}")
-    choices = top_k_index.reshape(-1)
-    if choices.dtype.itemsize < 4:
-        choices = choices.int()  # a dtype that may be too narrow to count the experts
-    choices = choices.masked_fill(choices < 0, num_experts)
-    experts, source = torch.sort(choices, stable=True)
-    top_k = top_k_index.shape[-1]
-    position = torch.empty_like(source).scatter_(0, source, torch.arange(source.shape[0], device=source.device))
-    groups = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
-    offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
-    return Routing(source, position, offs, top_k, source // top_k if top_k != 1 else source)
+        fail(f"tgl::route: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
+    make = expressions.route if expressions.wanted(top_k_index.device) else torch.ops.tgl.route.default
+    source, position, token, offs = make(top_k_index, num_experts)
+    return Routing(source, position, offs, top_k_index.shape[1], token)
 
 
 def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expected: int | torch.SymInt) -> None:
