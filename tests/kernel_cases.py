@@ -7,7 +7,7 @@ last of them is the tail. Random values come from the generator of ``torch.manua
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tests.memory import like
-from tgl.meta.components import Components
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CANARY = 7.0
@@ -113,28 +112,34 @@ def framed(*shape: int, dtype: torch.dtype, device: Place = "cpu") -> Framed:
 
 
 @dataclass(frozen=True)
-class FramedComponents:
-    """What a quantiser writes, each component in the middle of a room of bytes."""
+class FramedBytes:
+    """Outputs of any dtypes, each in the middle of a room of bytes."""
 
     rooms: tuple[Tensor, ...]
-    inside: Components
+    inside: tuple[Tensor, ...]
 
     def refill(self) -> None:
-        """Canaries everywhere, in the components as well."""
+        """Canaries everywhere, in the outputs as well."""
         for room in self.rooms:
             room.fill_(BYTE)
 
     def intact(self) -> bool:
-        """Whether nothing was written around any component."""
+        """Whether nothing was written around any output."""
         return all(bool((torch.cat([room[:MARGIN], room[-MARGIN:]]) == BYTE).all()) for room in self.rooms)
 
+    def untouched(self) -> bool:
+        """Whether nothing was written at all since canaries were there."""
+        return all(bool((room == BYTE).all()) for room in self.rooms)
 
-def framed_components(components: Components, device: Place = "cpu") -> FramedComponents:
-    """Rooms for outputs laid out as ``components`` are."""
-    sizes = [t.numel() * t.element_size() + 2 * MARGIN for t in components]
-    rooms = tuple(torch.full((size,), BYTE, dtype=torch.uint8, device=device) for size in sizes)
-    views = (like(room[MARGIN:-MARGIN].view(t.dtype), t) for room, t in zip(rooms, components))
-    return FramedComponents(rooms, Components(*views))
+
+def framed_like(outputs: Iterable[Tensor], device: Place = "cpu") -> FramedBytes:
+    """Rooms for outputs laid out as these are."""
+    rooms, inside = [], []
+    for t in outputs:
+        size = t.numel() * t.element_size() + 2 * MARGIN
+        rooms.append(torch.full((size,), BYTE, dtype=torch.uint8, device=device))
+        inside.append(like(rooms[-1][MARGIN:-MARGIN].view(t.dtype), t))
+    return FramedBytes(tuple(rooms), tuple(inside))
 
 
 # --- oracle -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, integers, stored
+from tests.cutlass_kernels.gemm_cases import CLUSTERS
+from tests.kernel_cases import ends, framed, integers, poisoned, product, stored
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
@@ -54,47 +55,31 @@ def kernel(arch: str, case: Case):
 def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     """Run ``case``: ``h`` exact, ``y`` the bytes of the activation kernel on ``h``, both between canaries."""
     torch.manual_seed(case.columns)
-    groups, routed = len(case.sizes), sum(case.sizes)
-    rows, width = routed + case.tail, case.columns * (2 if case.params.gated else 1)
-    a = integers(rows, case.depth, dtype=case.dtype)
+    groups, sizes = len(case.sizes), case.sizes
+    rows, width = sum(sizes) + case.tail, case.columns * (2 if case.params.gated else 1)
+    a = poisoned(integers(rows, case.depth, dtype=case.dtype), sizes)
     b = integers(groups, case.depth, width, dtype=case.dtype)
     bias = integers(groups, width, dtype=case.bias) if case.bias else None
-    probs = torch.rand(rows).to(case.probs) if case.probs else None
-    exact = torch.zeros(rows, width, dtype=torch.float64)
-    for g, (size, end) in enumerate(zip(case.sizes, torch.tensor(case.sizes).cumsum(0).tolist())):
-        product = a[end - size : end].double() @ b[g].double()
-        exact[end - size : end] = product if bias is None else product + bias[g].double()
-    a[routed:] = float("nan")
-    if probs is not None:
-        probs[routed:] = float("nan")
-    ends = torch.tensor(case.sizes if case.offs is None else case.offs)
-    offs = (ends.cumsum(0) if case.offs is None else ends).to(torch.int32)
+    probs = poisoned(torch.rand(rows).to(case.probs), sizes) if case.probs else None
+    wanted = product(a, b, sizes, bias).to(case.out)
+    wanted_y = torch.empty(rows, case.columns, dtype=case.out)
+    offs = ends(sizes) if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
     a, b = stored(a, True), stored(b, case.b_row_major)
-    (h_frame, h), (y_frame, y) = (framed(rows, n, dtype=case.out) for n in (width, case.columns))
-    wanted, wanted_y = exact.to(case.out), torch.empty(rows, case.columns, dtype=case.out)
+    frames = h, y = tuple(framed(rows, n, dtype=case.out) for n in (width, case.columns))
     with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         backends.run("grouped_activation", a.device, wanted, offs, probs, params=case.params, out=wanted_y)
         assert len(machine.launches) == 1
-        assert len(machine.launches) == 1
         function, first = kernel(arch, case), None
         for seed in seeds:
-            h_frame.fill_(CANARY)
-            y_frame.fill_(CANARY)
+            for frame in frames:
+                frame.refill()
             machine.seed = seed
-            function(a, b, offs, h, y, bias, probs, CLUSTERS)
+            function(a, b, offs, h.inside, y.inside, bias, probs, CLUSTERS)
             if case.offs is None:
-                assert torch.equal(h, wanted), f"seed {seed}: {(h != wanted).nonzero()[:3].tolist()} of h"
-                assert _same_bytes(y, wanted_y), f"seed {seed}: {(y != wanted_y).nonzero()[:3].tolist()} of y"
-            first = first or (h.clone(), y.clone())
-            assert _same_bytes(h, first[0])
-            assert _same_bytes(y, first[1])
-            for frame, inside in ((h_frame, h), (y_frame, y)):
-                before = inside.clone()
-                inside.fill_(CANARY)
-                assert (frame == CANARY).all(), f"seed {seed}: written around the output"
-                inside.copy_(before)
+                for name, frame, values in (("h", h, wanted), ("y", y, wanted_y)):
+                    where = (frame.inside != values).nonzero()
+                    assert same_bytes(frame.inside, values), f"seed {seed}: {where[:3].tolist()} of {name}"
+            first = first or [frame.inside.clone() for frame in frames]
+            assert all(same_bytes(frame.inside, once) for frame, once in zip(frames, first))
+            assert all(frame.intact() for frame in frames), f"seed {seed}: written around the output"
         return machine.launches[-1]
-
-
-def _same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return same_bytes(x, y)

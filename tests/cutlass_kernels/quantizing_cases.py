@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 import tgl
-from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
-from tests.cutlass_kernels.scaled_cases import exact
-from tests.cutlass_kernels.test_quantize import framed as framed_components
+from tests.cutlass_kernels.gemm_cases import CLUSTERS
+from tests.kernel_cases import ends, exact, framed, framed_like, poisoned
 from tgl import backends
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.config import GemmConfig
@@ -17,6 +16,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm_scaled_quantize
 from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.cutlass_kernels.runtime import names
+from tgl.meta.components import Components
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -91,37 +91,32 @@ def run(case: Case, seeds=(0,)) -> emulator.LaunchRecord:
     ``h`` must be the CPU's, and the components the CPU's of what the activation kernel makes of that ``h``.
     """
     torch.manual_seed(sum(case.sizes))
-    groups, routed = len(case.sizes), sum(case.sizes)
+    groups, routed, right = len(case.sizes), sum(case.sizes), ends(case.sizes)
     rows, width = routed + case.tail, case.columns * (2 if case.params.gated else 1)
-    ends = torch.tensor(case.sizes).cumsum(0).int()
-    x = exact(rows, case.depth)
-    probs = torch.rand(rows).to(case.probs) if case.probs else None
-    x[routed:] = float("nan")
-    if probs is not None:
-        probs[routed:] = float("nan")
+    x = poisoned(exact(rows, case.depth), case.sizes)
+    probs = poisoned(torch.rand(rows).to(case.probs), case.sizes) if case.probs else None
     bias = torch.randint(-3, 4, (groups, width)).to(case.bias) if case.bias else None
     across = case.direction == "columnwise"
     w = exact(groups, *((case.depth, width) if across else (width, case.depth)))
-    a, a_scale = tgl.group_quantize(x, ends, **NAMES)[:2]
+    a, a_scale = tgl.group_quantize(x, right, **NAMES)[:2]
     b, b_scale = tgl.group_quantize(w, None, **NAMES, dtype=case.b_dtype)[3 if across else 0 :][:2]
     a[routed:].view(torch.uint8).fill_(0x7F)
     product = {**NAMES, "b_direction": case.direction, "out_dtype": case.out}
-    wanted_h = tgl.grouped_gemm_scaled(a, a_scale, b, b_scale, ends, bias=bias, **product)
+    wanted_h = tgl.grouped_gemm_scaled(a, a_scale, b, b_scale, right, bias=bias, **product)
     y = torch.empty(rows, case.columns, dtype=case.out)
     with emulator.emulate("sm_100a"):
-        backends.run("grouped_activation", y.device, wanted_h, ends, probs, params=case.params, out=y)
-    wanted = tgl.group_quantize(y, ends, **case.quantizing)
-    frame, h = framed(rows, width, dtype=case.out)
-    buffers, out = framed_components(wanted)
+        backends.run("grouped_activation", y.device, wanted_h, right, probs, params=case.params, out=y)
+    wanted = tgl.group_quantize(y, right, **case.quantizing)
+    frame, frames = framed(rows, width, dtype=case.out), framed_like(wanted)
+    h, out = frame.inside, Components(*frames.inside)
     row = (out.data, out.scale) if case.rowwise else (None, None)
     column = (out.columnwise_data, out.columnwise_scale) if case.columnwise else (None, None)
-    offs = ends if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
+    offs = right if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
     with emulator.emulate("sm_100a") as machine, backends.emulated_device("sm_100"):
         function, first = kernel(case), None
         for seed in seeds:
-            frame.fill_(CANARY)
-            for buffer in buffers:
-                buffer.fill_(0xA5)
+            frame.refill()
+            frames.refill()
             machine.seed = seed
             function(a, a_scale, b, b_scale, offs, h, bias, probs, *row, *column, CLUSTERS)
             if case.offs is None:
@@ -129,10 +124,9 @@ def run(case: Case, seeds=(0,)) -> emulator.LaunchRecord:
                 for name, ours, theirs in zip(wanted._fields, out, wanted):
                     differs = ours.view(torch.uint8) != theirs.view(torch.uint8)
                     assert not differs.any(), f"seed {seed}: {differs.nonzero()[:3].tolist()} of {name}"
-            made = [t.contiguous().view(torch.uint8).clone() for t in (h, *buffers)]
+            made = [t.contiguous().view(torch.uint8).clone() for t in (h, *frames.rooms)]
             first = first or made
             assert all(torch.equal(*pair) for pair in zip(made, first))
-            assert all((b[:64] == 0xA5).all() and (b[-64:] == 0xA5).all() for b in buffers)
-            h.fill_(CANARY)
-            assert (frame == CANARY).all(), f"seed {seed}: written around h"
+            assert frames.intact(), f"seed {seed}: written around a component"
+            assert frame.intact(), f"seed {seed}: written around h"
         return machine.launches[-1]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 import tgl
-from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed
+from tests.cutlass_kernels.gemm_cases import CLUSTERS
+from tests.kernel_cases import CANARY, ends, exact, framed, poisoned
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
@@ -53,14 +54,6 @@ class ScaledCase:
         return {"format": self.format} | ({"scale_layout": "blocked"} if OPERANDS[self.format].vector else {})
 
 
-def exact(*shape: int) -> torch.Tensor:
-    """-1, 0 and 1 times a power of two per square of 16: every sum of products of their quantised values is exact."""
-    values = torch.randint(-1, 2, shape).float()
-    blocks = torch.randint(0, 3, (*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16)))
-    powers = blocks.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., : shape[-2], : shape[-1]]
-    return (values * 2.0**powers).bfloat16()
-
-
 def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     name, form = names.name, OPERANDS[case.format]
@@ -81,14 +74,13 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
     """Run ``case`` and compare every byte of the output's buffer, for every seed."""
     torch.manual_seed(sum(case.sizes))
     rows, groups = sum(case.sizes) + case.tail, len(case.sizes)
-    offs = torch.tensor(case.sizes).cumsum(0).int()
-    x = exact(rows, case.depth)
-    x[rows - case.tail :] = float("nan")
+    offs = ends(case.sizes)
+    x = poisoned(exact(rows, case.depth), case.sizes)
     bias = torch.randint(-3, 4, (groups, case.columns)).to(case.bias) if case.bias else None
     scale = torch.randint(-2, 3, (rows,)).to(case.bias_scale) if case.bias_scale else None
     q = tgl.group_quantize(x, offs, **case.options)
     shape = (rows, case.columns) if kind == VARLEN_M else (groups, case.depth, case.columns)
-    buffer, out = framed(*shape, dtype=case.out)
+    frame = framed(*shape, dtype=case.out)
     expected = torch.full(shape, CANARY, dtype=case.out)
     amax = OPERANDS[case.format].alpha == "amax"
     if kind == VARLEN_M:
@@ -100,8 +92,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
         options = case.options | {"b_direction": case.direction}
         value = tgl.grouped_gemm_scaled
     else:
-        dy = exact(rows, case.columns)
-        dy[rows - case.tail :] = float("nan")
+        dy = poisoned(exact(rows, case.columns), case.sizes)
         p = tgl.group_quantize(dy, offs, **case.options, **({"dtype": case.b_dtype} if case.b_dtype else {}))
         a, b, options, value = q[3:6], p[3:6], case.options, tgl.grouped_gemm_scaled_wgrad
     factors = (a[2], b[2]) if amax else (None, None)
@@ -116,10 +107,10 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
     with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
         call = function(kind, case, a[0], b[0])
         for seed in seeds:
-            buffer.fill_(CANARY)
+            frame.refill()
             machine.seed = seed
-            call(a[0], a[1], b[0], b[1], offs, *factors, out, bias, scale, None, CLUSTERS)
-            assert torch.equal(out, expected), f"seed {seed}: {(out != expected).sum()} elements differ"
-            out.fill_(CANARY)
-            assert (buffer == CANARY).all(), f"seed {seed}: written around the output"
+            call(a[0], a[1], b[0], b[1], offs, *factors, frame.inside, bias, scale, None, CLUSTERS)
+            differ = (frame.inside != expected).sum()
+            assert torch.equal(frame.inside, expected), f"seed {seed}: {differ} elements differ"
+            assert frame.intact(), f"seed {seed}: written around the output"
         return machine.launches[-1]

@@ -9,10 +9,11 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.test_quantize import CANARY, MARGIN, framed
+from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.components import Components
 from tgl.meta.quantized import Options
 from tgl.testing import emulator
 
@@ -38,23 +39,19 @@ def run(dy, x, offs, probs, params, seeds=(0,)):
     """Both kernels into the middle of canaries, the same bits under every seed; returns y, dx and dprobs."""
     y, dx = torch.empty_like(dy), torch.empty_like(x)
     dprobs = torch.empty(0 if probs is None else len(x))
-    shapes = (y, dx, dprobs)
-    buffers = [torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8) for t in shapes]
-    y, dx, dprobs = (b[MARGIN:-MARGIN].view(t.dtype).view(t.shape) for b, t in zip(buffers, shapes))
+    frame = framed_like((y, dx, dprobs))
+    y, dx, dprobs = frame.inside
     first = None
     for seed in seeds:
         emulator.active().seed = seed
         before = len(emulator.active().launches)
-        for buffer in buffers:
-            buffer[MARGIN:-MARGIN] = CANARY
+        frame.refill()
         backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=y)
         backends.run("grouped_activation_backward", x.device, dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
         assert len(emulator.active().launches) == before + 2
-        for buffer in buffers:
-            assert (buffer[:MARGIN] == CANARY).all()
-            assert (buffer[-MARGIN:] == CANARY).all()
-        first = first or [b.clone() for b in buffers]
-        assert all(torch.equal(a, b) for a, b in zip(first, buffers))
+        assert frame.intact()
+        first = first or [room.clone() for room in frame.rooms]
+        assert all(torch.equal(a, b) for a, b in zip(first, frame.rooms))
     return y, dx, dprobs
 
 
@@ -209,14 +206,15 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, options):
     with emulator.emulate(arch):
         y = tgl.grouped_activation(x, offs, probs, **params._asdict())
     wanted = tgl.group_quantize(y, offs, scale, **options)
-    buffers, out = framed(wanted)
+    frame = framed_like(wanted)
+    out = Components(*frame.inside)
     call = {"params": params, "options": Options(**options).resolved("group_quantize"), "out": out}
     with emulator.emulate(arch, seed=1) as machine:
         backends.run("grouped_activation_quantize", x.device, x, offs, probs, scale, **call)
         assert len(machine.launches) == 1
     for field, a, b in zip(wanted._fields, out, wanted):
         assert same_bytes(a, b), field
-    assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
+    assert frame.intact()
 
 
 @pytest.mark.parametrize("options", [{"format": "fp8_block"}, {"format": "fp8_tensor"}], ids=str)

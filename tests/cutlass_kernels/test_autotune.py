@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tests.cutlass_kernels.gemm_cases import integers
+from tests.kernel_cases import integers
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, Case, framed, integers, kernel, stored
+from tests.cutlass_kernels.gemm_cases import CLUSTERS, Case, kernel
+from tests.kernel_cases import framed, integers, stored
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
@@ -25,17 +26,16 @@ def test_nothing_is_touched_outside(arch, kind):
     a = stored(integers(case.rows, case.depth, dtype=case.dtype), True)
     if kind == VARLEN_M:
         b = stored(integers(groups, case.depth, case.columns, dtype=case.dtype), True)
-        buffer, out = framed(case.rows, case.columns, dtype=case.out)
+        frame = framed(case.rows, case.columns, dtype=case.out)
     else:
         b = stored(integers(case.rows, case.columns, dtype=case.dtype), True)
-        buffer, out = framed(groups, case.depth, case.columns, dtype=case.out)
+        frame = framed(groups, case.depth, case.columns, dtype=case.out)
     with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         call = kernel(arch, kind, case)
         for offs in OFFSETS:
-            buffer.fill_(CANARY)
-            call(a, b, torch.tensor(offs, dtype=torch.int32), out, None, None, None, CLUSTERS)
-            out.fill_(CANARY)
-            assert buffer.eq(CANARY).all(), offs
+            frame.refill()
+            call(a, b, torch.tensor(offs, dtype=torch.int32), frame.inside, None, None, None, CLUSTERS)
+            assert frame.intact(), offs
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
@@ -45,7 +45,7 @@ def test_ends_are_clamped(arch):
     case = Case(tile, (64,), tail=0, depth=40, columns=40, out=torch.float32)
     a = stored(integers(64, 40, dtype=case.dtype), True)
     b = stored(integers(4, 40, 40, dtype=case.dtype), True)
-    _, out = framed(64, 40, dtype=case.out)
+    out = framed(64, 40, dtype=case.out).inside
     with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         offs = torch.tensor([-5, 10, 3, 1 << 30], dtype=torch.int32)
         kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, None, CLUSTERS)

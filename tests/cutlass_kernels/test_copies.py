@@ -7,8 +7,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tests.cutlass_kernels.gemm_cases import CANARY, integers
-from tests.cutlass_kernels.scaled_cases import exact
+from tests.kernel_cases import CANARY, column_major, ends, exact, gradient, integers, product
+from tests.kernel_cases import poisoned as poisoned_behind
 from tests.memory import like, raw
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing.emulator import emulate
@@ -24,10 +24,6 @@ def machine(request):
         yield machine
 
 
-def column_major(t):
-    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
 def misaligned(t):
     return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
 
@@ -37,17 +33,11 @@ def expanded(t):
 
 
 def poisoned(t):
-    t[sum(SIZES) :] = float("nan")
-    return t
+    return poisoned_behind(t, SIZES)
 
 
 def offs():
-    return torch.tensor(SIZES).cumsum(0).int()
-
-
-def spans():
-    ends = offs().tolist()
-    return list(zip([0, *ends], ends))
+    return ends(SIZES)
 
 
 def served(machine, op, *args, **kwargs):
@@ -79,18 +69,14 @@ def test_grouped_gemm(machine, layout):
     a, b = layout(integers(ROWS, 72, dtype=BF16), integers(len(SIZES), 72, 40, dtype=BF16))
     if a.stride(0):
         poisoned(a)
-    wanted = torch.zeros(ROWS, b.shape[2], dtype=torch.float64)
-    for g, (start, end) in enumerate(spans()):
-        wanted[start:end] = a[start:end].double() @ b[g].double()
-    assert torch.equal(served(machine, tgl.grouped_gemm, a, b, offs()), wanted.to(BF16))
+    assert torch.equal(served(machine, tgl.grouped_gemm, a, b, offs()), product(a, b, SIZES).to(BF16))
 
 
 def test_an_output_of_odd_pitch_keeps_its_tail(machine):
     a, b = poisoned(integers(ROWS, 72, dtype=BF16)), integers(len(SIZES), 72, 39, dtype=BF16)
     buffer = torch.full((ROWS, 45), CANARY, dtype=BF16)
     served(machine, tgl.grouped_gemm, a, b, offs(), out=buffer[:, :39])
-    for g, (start, end) in enumerate(spans()):
-        assert torch.equal(buffer[start:end, :39], (a[start:end].double() @ b[g].double()).to(BF16))
+    assert torch.equal(buffer[: sum(SIZES), :39], product(a, b, SIZES)[: sum(SIZES)].to(BF16))
     assert buffer[sum(SIZES) :].eq(CANARY).all()
     assert buffer[:, 39:].eq(CANARY).all()
 
@@ -110,7 +96,7 @@ def test_wgrad(machine, layout):
     for t in (a, b):
         if t.stride(0):
             poisoned(t)
-    wanted = torch.stack([a[start:end].double().t() @ b[start:end].double() for start, end in spans()])
+    wanted = gradient(a, b, SIZES)
     assert torch.equal(served(machine, tgl.grouped_gemm_wgrad, a, b, offs()), wanted.to(BF16))
     for dtype in (F32, BF16):
         main_grad = integers(*wanted.shape, dtype=dtype)

@@ -12,7 +12,8 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.test_quantize import BF16, CANARY, E5M2, F16, F32, MANY, MARGIN, RAGGED, awkward, grouped
+from tests.cutlass_kernels.test_quantize import BF16, E5M2, F16, F32, MANY, RAGGED, awkward, grouped
+from tests.kernel_cases import framed_like
 from tests.memory import like, raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
@@ -71,17 +72,16 @@ OP = "group_dequantize", torch.device("cpu")
 
 def check(q, dtype=BF16, arch="sm_100a", seeds=(0,)):
     expected = q.values(dtype)
-    buffer = torch.empty(expected.numel() * expected.element_size() + 2 * MARGIN, dtype=torch.uint8)
-    out = buffer[MARGIN:-MARGIN].view(dtype).view(expected.shape)
+    frame = framed_like([torch.empty(expected.shape, dtype=dtype)])
+    (out,) = frame.inside
     options = DequantizeOptions(**q.options)
     with emulator.emulate(arch) as machine:
         for seed in seeds:
             machine.seed = seed
-            buffer.fill_(CANARY)
+            frame.refill()
             backends.run(*OP, q.data, q.scale, q.offs, q.amax, options=options, out=out)
             assert same(out, expected)
-            assert (buffer[:MARGIN] == CANARY).all()
-            assert (buffer[-MARGIN:] == CANARY).all()
+            assert frame.intact()
         assert len(machine.launches) == (len(seeds) if q.offs is None or len(q.offs) else 0)
 
 
@@ -161,13 +161,11 @@ def test_odd_columns_of_groups():
 def test_bad_offsets_stay_inside(name):
     x, offs = torch.randn(100, 64).bfloat16(), torch.tensor([10, 20, 30, 40], dtype=torch.int32)
     q = operand(x, offs, **CASES[name])
-    buffer = torch.full((100 * 64 * 2 + 2 * MARGIN,), CANARY, dtype=torch.uint8)
-    out = buffer[MARGIN:-MARGIN].view(BF16).view(100, 64)
+    frame = framed_like([torch.empty(100, 64, dtype=BF16)])
     bad = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
     with emulator.emulate("sm_100a"):
-        backends.run(*OP, q.data, q.scale, bad, q.amax, options=DequantizeOptions(**q.options), out=out)
-    assert (buffer[:MARGIN] == CANARY).all()
-    assert (buffer[-MARGIN:] == CANARY).all()
+        backends.run(*OP, q.data, q.scale, bad, q.amax, options=DequantizeOptions(**q.options), out=frame.inside[0])
+    assert frame.intact()
 
 
 def misaligned(t):

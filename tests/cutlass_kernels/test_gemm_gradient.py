@@ -12,8 +12,9 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, framed, stored
+from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.cutlass_kernels.matrix import REGISTER_FILE, USUAL, pairwise, threads
+from tests.kernel_cases import CANARY, ends, framed, stored
 from tgl import backends
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
@@ -67,7 +68,7 @@ def operands(case):
     for t in (dy, h, probs):
         if t is not None:
             t[routed:] = float("nan")
-    offs = torch.tensor(case.sizes).cumsum(0).int()
+    offs = ends(case.sizes)
     return (
         stored(dy.to(case.dtype), True),
         stored(b.to(case.dtype), case.b_row_major),
@@ -89,7 +90,8 @@ def run(case, seeds=(0, 1)):
     """``dh`` bit by bit, and ``dprobs`` within the error of a float32 sum; the same bits for every seed."""
     dy, b, h, offs, probs = given = operands(case)
     wanted, wanted_probs = expected(case, *given)
-    buffer, dh = framed(*h.shape, dtype=case.dtype)
+    frame = framed(*h.shape, dtype=case.dtype)
+    dh = frame.inside
     tiles = -(-case.columns // case.config.tile_n)
     sum_buffer, sums = torch.full((tiles + 2, h.shape[0]), CANARY), None
     if probs is not None:
@@ -99,15 +101,13 @@ def run(case, seeds=(0, 1)):
         function = kernel(case)
         for seed in seeds:
             machine.seed = seed
-            buffer.fill_(CANARY)
+            frame.refill()
             sum_buffer.fill_(CANARY)
             function(dy, b, offs, dh, h, probs, sums, CLUSTERS)
             record = machine.launches[-1]
             where = (dh.view(torch.int16) != wanted.view(torch.int16)).nonzero()
             assert not len(where), f"seed {seed}: {len(where)} elements differ, the first at {where[:3].tolist()}"
-            frame = buffer.clone()
-            frame[2:-2, : h.shape[1]] = CANARY
-            assert (frame == CANARY).all(), f"seed {seed}: written around the output"
+            assert frame.intact(), f"seed {seed}: written around the output"
             assert (sum_buffer[0] == CANARY).all()
             assert (sum_buffer[-1] == CANARY).all()
             first = sum_buffer.clone() if first is None else first
@@ -214,15 +214,15 @@ def test_bad_offsets_stay_inside(arch):
     low, high = -(1 << 31), (1 << 31) - 1
     case = CASES["together" if arch == "sm_90" else "one CTA"]
     dy, b, h, _, probs = operands(replace(case, sizes=(20, 30, 40, 50), tail=0))
-    buffer, dh = framed(*h.shape, dtype=case.dtype)
+    frame = framed(*h.shape, dtype=case.dtype)
+    dh = frame.inside
     sums = torch.full((5, h.shape[0]), CANARY)
     with emulator.emulate(ARCHS[arch].target, detect_races=False), backends.emulated_device(arch):
-        for ends in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
-            buffer.fill_(CANARY)
-            offs = torch.tensor(ends, dtype=torch.int32)
+        for wrong in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
+            frame.refill()
+            offs = torch.tensor(wrong, dtype=torch.int32)
             kernel(case)(dy, b, offs, dh, h, probs, None if probs is None else sums[1:-1], CLUSTERS)
-            dh.fill_(CANARY)
-            assert buffer.eq(CANARY).all(), ends
+            assert frame.intact(), wrong
             assert sums[0].eq(CANARY).all()
             assert sums[-1].eq(CANARY).all()
 

@@ -10,7 +10,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tests.cutlass_kernels.gemm_cases import CANARY, Case, framed, integers, kernel, stored
+from tests.cutlass_kernels.gemm_cases import Case, kernel
+from tests.kernel_cases import CANARY, ends, framed, integers, poisoned, stored
 from tgl import backends
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.ops import gemm
@@ -27,11 +28,8 @@ def machine():
 
 
 def operands(sizes, tail=9, depth=72, columns=40, dtype=BF16):
-    rows = sum(sizes) + tail
-    offs = torch.tensor(sizes).cumsum(0).int()
-    a, b = integers(rows, depth, dtype=dtype), integers(len(sizes), depth, columns, dtype=dtype)
-    a[rows - tail :] = float("nan")
-    return a, b, offs
+    a = poisoned(integers(sum(sizes) + tail, depth, dtype=dtype), sizes)
+    return a, integers(len(sizes), depth, columns, dtype=dtype), ends(sizes)
 
 
 def test_importing_tgl_does_not_import_the_dsl():
@@ -182,11 +180,10 @@ def test_bad_offsets_write_nothing_outside_the_output(machine, kind, offs):
     a = stored(integers(case.rows, case.depth, dtype=BF16), True)
     if kind == VARLEN_M:
         b = stored(integers(3, case.depth, case.columns, dtype=BF16), True)
-        buffer, out = framed(case.rows, case.columns, dtype=BF16)
+        frame = framed(case.rows, case.columns, dtype=BF16)
     else:
         b = stored(integers(case.rows, case.columns, dtype=BF16), True)
-        buffer, out = framed(3, case.depth, case.columns, dtype=BF16)
-    kernel("sm_100", kind, case)(a, b, torch.tensor(offs, dtype=torch.int32), out, None, None, None, 3)
-    assert out.isfinite().all()
-    out.fill_(CANARY)
-    assert buffer.eq(CANARY).all()
+        frame = framed(3, case.depth, case.columns, dtype=BF16)
+    kernel("sm_100", kind, case)(a, b, torch.tensor(offs, dtype=torch.int32), frame.inside, None, None, None, 3)
+    assert frame.inside.isfinite().all()
+    assert frame.intact()

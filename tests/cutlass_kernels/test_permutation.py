@@ -10,7 +10,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.test_quantize import CANARY, MARGIN
+from tests.kernel_cases import framed_like
 from tests.ops.test_permutation import SOME, combined, dispatched, dots, integers, places, problem
 from tgl import backends
 from tgl.cutlass_kernels.ops import permutation as calls
@@ -29,25 +29,19 @@ def _forget_kernels():
     launcher.forget()
 
 
-def framed(like):
-    """A tensor like ``like`` in the middle of canaries, and the canaries."""
-    buffer = torch.full((like.numel() * like.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8)
-    return buffer[MARGIN:-MARGIN].view(like.dtype).view(like.shape), buffer
-
-
 def run(op, *operands, top_k, likes):
     """The outputs of one launch, the same bits under two schedules, in the middle of canaries."""
     found = []
     for seed in (0, 1):
         emulator.active().seed = seed
         launches = len(emulator.active().launches)
-        outputs, buffers = zip(*(framed(t) for t in likes.values()))
-        backends.run(op, operands[0].device, *operands, top_k=top_k, **dict(zip(likes, outputs)))
+        frame = framed_like(torch.empty(t.shape, dtype=t.dtype) for t in likes.values())
+        backends.run(op, operands[0].device, *operands, top_k=top_k, **dict(zip(likes, frame.inside)))
         assert len(emulator.active().launches) == launches + 1
-        assert all((b[:MARGIN] == CANARY).all() and (b[-MARGIN:] == CANARY).all() for b in buffers)
-        found.append(buffers)
+        assert frame.intact()
+        found.append(frame.rooms)
     assert all(torch.equal(a, b) for a, b in zip(*found))
-    return outputs
+    return frame.inside
 
 
 def check(x, y, token, position, top_k, weights, given=("none", "wide", "narrow")):

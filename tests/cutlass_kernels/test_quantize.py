@@ -8,7 +8,8 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels import sass
-from tests.memory import like, raw, same_bytes
+from tests.kernel_cases import ends, framed_like, poisoned
+from tests.memory import raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
@@ -21,7 +22,6 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 MANY = (*([0, 3, 1, 0, 9, 0, 130, 2] * 5), *([0] * 95), 7, 0)  # more than are looked up at a time
-MARGIN, CANARY = 64, 0xA5
 
 
 def awkward(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,41 +37,28 @@ def awkward(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def framed(components: Components) -> tuple[list[torch.Tensor], Components]:
-    """Buffers like ``components`` in the middle of canaries."""
-    buffers, views = [], []
-    for t in components:
-        buffer = torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8)
-        buffers.append(buffer)
-        views.append(like(buffer[MARGIN:-MARGIN].view(t.dtype), t))
-    return buffers, Components(*views)
-
-
 def check(x, offs, arch="sm_100a", seeds=(0,), **options):
     expected = tgl.group_quantize(x, offs, **options)
     extra = {k: options.pop(k) for k in ("row_scale", "scale", "rng") if k in options}
-    buffers, out = framed(expected)
+    frame = framed_like(expected)
+    out = Components(*frame.inside)
     with emulator.emulate(arch) as machine:
         for seed in seeds:
             machine.seed = seed
             before = len(machine.launches)
-            for buffer in buffers:
-                buffer.fill_(CANARY)
+            frame.refill()
             tgl.group_quantize(x, offs, **extra, **options, out=out)
             assert len(machine.launches) > before
             for name, ours, theirs in zip(Components._fields, out, expected):
                 differ = (raw(ours) != raw(theirs)).sum()
                 assert differ == 0, f"{name}: {differ} bytes differ"
-            for buffer in buffers:
-                assert (buffer[:MARGIN] == CANARY).all()
-                assert (buffer[-MARGIN:] == CANARY).all()
+            assert frame.intact()
 
 
 def grouped(sizes, tail, columns, dtype):
     torch.manual_seed(len(sizes))
     x = awkward(sum(sizes) + tail, columns, dtype=dtype)
-    x[sum(sizes) :] = float("nan")
-    return x, torch.tensor(sizes).cumsum(0).int()
+    return poisoned(x, sizes), ends(sizes)
 
 
 CASES = {
@@ -141,24 +128,24 @@ def test_hopper_and_many_schedules():
 @pytest.mark.parametrize("flag", [torch.tensor([1.0]), torch.tensor(True)])
 def test_noop_writes_nothing(flag):
     x, offs = grouped((3, 40), 9, 64, BF16)
-    buffers, out = framed(tgl.group_quantize(x, offs, format="mxfp8"))
+    frame = framed_like(tgl.group_quantize(x, offs, format="mxfp8"))
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a") as machine:
         tgl.group_quantize(x, offs, noop=flag, format="mxfp8", out=out)
         assert len(machine.launches) == 1
-        assert all((buffer == CANARY).all() for buffer in buffers)
+        assert frame.untouched()
         tgl.group_quantize(x, offs, noop=torch.zeros_like(flag), format="mxfp8", out=out)
-    assert not all((buffer == CANARY).all() for buffer in buffers)
+    assert not frame.untouched()
 
 
 def test_bad_offsets_stay_inside():
     x = torch.randn(100, 64).bfloat16()
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
-    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="mxfp8"))
+    frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="mxfp8"))
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a"):
         tgl.group_quantize(x, offs, format="mxfp8", out=out)
-    for buffer in buffers:
-        assert (buffer[:MARGIN] == CANARY).all()
-        assert (buffer[-MARGIN:] == CANARY).all()
+    assert frame.intact()
 
 
 def test_what_it_does_not_take_is_said():

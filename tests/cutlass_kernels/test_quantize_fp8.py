@@ -10,19 +10,17 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import (
     BF16,
-    CANARY,
     E5M2,
     F16,
     F32,
     MANY,
-    MARGIN,
     RAGGED,
     awkward,
     check,
     cost_without_rows,
-    framed,
     grouped,
 )
+from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
@@ -30,6 +28,7 @@ from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes, windows
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.components import Components
 from tgl.testing import emulator
 
 FORMATS = ("fp8_block", "fp8_tensor")
@@ -86,23 +85,23 @@ def test_many_schedules(format):
 
 def test_noop_writes_nothing():
     x, offs = grouped((3, 40), 9, 64, BF16)
-    buffers, out = framed(tgl.group_quantize(x, offs, format="fp8_block"))
+    frame = framed_like(tgl.group_quantize(x, offs, format="fp8_block"))
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a") as machine:
         tgl.group_quantize(x, offs, noop=torch.tensor(True), format="fp8_block", out=out)
         assert len(machine.launches) == 1
-    assert all((buffer == CANARY).all() for buffer in buffers)
+    assert frame.untouched()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_bad_offsets_stay_inside(format):
     x = torch.randn(100, 64).bfloat16()
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
-    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format=format))
+    frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format=format))
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a"):
         tgl.group_quantize(x, offs, format=format, out=out)
-    for buffer in buffers:
-        assert (buffer[:64] == CANARY).all()
-        assert (buffer[-64:] == CANARY).all()
+    assert frame.intact()
 
 
 @pytest.mark.parametrize("groups", [0, 3])
@@ -110,7 +109,8 @@ def test_bad_offsets_stay_inside(format):
 def test_no_rows(format, groups):
     x, offs = torch.zeros(0, 40, dtype=BF16), torch.zeros(groups, dtype=torch.int32)
     expected = tgl.group_quantize(x, offs, format=format)
-    _, out = framed(expected)
+    frame = framed_like(expected)
+    out = Components(*frame.inside)
     with emulator.emulate("sm_90a"):
         tgl.group_quantize(x, offs, format=format, out=out)
     for ours, theirs in zip(out, expected):
@@ -171,14 +171,11 @@ def test_bad_offsets_stop_nobody():
     for seed in range(2):
         torch.manual_seed(seed)
         offs = torch.randint(-300, 1200, (7,), dtype=torch.int32)
-        buffers, out = framed(
-            tgl.group_quantize(x, torch.arange(100, 800, 100, dtype=torch.int32), format="fp8_tensor")
-        )
+        frame = framed_like(tgl.group_quantize(x, torch.arange(100, 800, 100, dtype=torch.int32), format="fp8_tensor"))
+        out = Components(*frame.inside)
         with emulator.emulate("sm_90a"):
             tgl.group_quantize(x, offs, format="fp8_tensor", out=out)
-        for buffer in buffers:
-            assert (buffer[:MARGIN] == CANARY).all()
-            assert (buffer[-MARGIN:] == CANARY).all()
+        assert frame.intact()
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

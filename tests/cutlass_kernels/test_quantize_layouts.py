@@ -7,8 +7,10 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tests.cutlass_kernels.test_quantize import BF16, CANARY, F32, MARGIN, awkward, check, framed, grouped
+from tests.cutlass_kernels.test_quantize import BF16, F32, awkward, check, grouped
+from tests.kernel_cases import framed_like
 from tgl import recipes
+from tgl.meta.components import Components
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulator
@@ -113,12 +115,11 @@ def test_sums_of_rows_and_other_options():
 def test_bad_offsets_stay_inside():
     x = torch.randn(100, 38).bfloat16()
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
-    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="fp8_tensor"))
+    frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="fp8_tensor"))
+    out = Components(*frame.inside)
     with emulator.emulate("sm_90a"):
         tgl.group_quantize(x, offs, format="fp8_tensor", out=out)
-    for buffer in buffers:
-        assert (buffer[:MARGIN] == CANARY).all()
-        assert (buffer[-MARGIN:] == CANARY).all()
+    assert frame.intact()
 
 
 @pytest.mark.parametrize(

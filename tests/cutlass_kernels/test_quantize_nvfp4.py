@@ -10,24 +10,23 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import (
     BF16,
-    CANARY,
     F16,
     F32,
     MANY,
-    MARGIN,
     RAGGED,
     awkward,
     check,
     cost_without_rows,
-    framed,
     grouped,
 )
+from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import arch_of
 from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
+from tgl.meta.components import Components
 from tgl.testing import emulator
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -130,11 +129,12 @@ def test_seed_on_a_stride():
 def test_noop_writes_nothing(format, flag):
     x, offs = grouped((3, 40), 9, 64, BF16)
     expected = tgl.group_quantize(x, offs, format=format)
-    buffers, out = framed(expected)
+    frame = framed_like(expected)
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a") as machine:
         tgl.group_quantize(x, offs, noop=flag, format=format, out=out)
         assert len(machine.launches) == (3 if format == "nvfp4" else 2)
-        assert all((buffer == CANARY).all() for buffer in buffers)
+        assert frame.untouched()
         tgl.group_quantize(x, offs, noop=torch.zeros_like(flag), format=format, out=out)
     for ours, theirs in zip(out, expected):
         assert same_bytes(ours, theirs)
@@ -144,19 +144,19 @@ def test_noop_writes_nothing(format, flag):
 def test_bad_offsets_stay_inside(options):
     x = torch.randn(100, 64).bfloat16()
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
-    buffers, out = framed(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), **options))
+    frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), **options))
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a"):
         tgl.group_quantize(x, offs, **options, out=out)
-    for buffer in buffers:
-        assert (buffer[:MARGIN] == CANARY).all()
-        assert (buffer[-MARGIN:] == CANARY).all()
+    assert frame.intact()
 
 
 @pytest.mark.parametrize("shape, groups", [((0, 40), 3), ((0, 40), 1), ((40, 0), 3)])
 def test_nothing_to_quantise(shape, groups):
     offs = torch.zeros(groups, dtype=torch.int32)
     expected = tgl.group_quantize(torch.zeros(shape, dtype=BF16), offs, **COMPACT)
-    _, out = framed(expected)
+    frame = framed_like(expected)
+    out = Components(*frame.inside)
     with emulator.emulate("sm_100a"):
         tgl.group_quantize(torch.zeros(shape, dtype=BF16), offs, **COMPACT, out=out)
     for ours, theirs in zip(out, expected):

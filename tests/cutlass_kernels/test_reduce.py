@@ -5,6 +5,7 @@ import torch
 
 import tgl
 from tests import oracle
+from tests.kernel_cases import integers
 from tgl import backends
 from tgl.cutlass_kernels.ops import reduce as calls
 from tgl.cutlass_kernels.runtime import device, launcher
@@ -26,10 +27,6 @@ def machine(request, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda _: MULTIPROCESSORS)
     with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
         yield machine
-
-
-def integers(*shape, dtype):
-    return torch.randint(-1, 2, shape).to(dtype)
 
 
 def cut_of(dy):

@@ -9,7 +9,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tests.cutlass_kernels.gemm_cases import CANARY, CLUSTERS, integers
+from tests.cutlass_kernels.gemm_cases import CLUSTERS
+from tests.kernel_cases import CANARY, ends, gradient, integers, spans
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
@@ -33,12 +34,7 @@ tilings = pytest.mark.parametrize("arch, config", TILINGS, ids=str)
 
 
 def offs():
-    return torch.tensor(SIZES).cumsum(0).int()
-
-
-def spans():
-    ends = offs().tolist()
-    return [slice(start, end) for start, end in zip([0, *ends], ends)]
+    return ends(SIZES)
 
 
 def table(*numbers):
@@ -89,7 +85,7 @@ def test_rows(arch, config, b_row_major):
         for g, number in absent.items():
             slots[g] = number
         expected = torch.zeros(ROWS, 104, dtype=torch.float64)
-        for g, rows in enumerate(spans()):
+        for g, rows in spans(SIZES):
             product = a[rows].double() @ b[g].double() if slots[g] == packed.slots[g] else 0
             expected[rows] = product + bias[g].double()
         out = torch.full((ROWS, 104), CANARY, dtype=BF16)
@@ -111,7 +107,7 @@ def test_depth(arch, config, dtype, accumulate):
         slots = packed.slots.clone()
         for g, number in absent.items():
             slots[g] = packed.view.shape[0] if number is BEYOND else number
-        for g, rows in enumerate(spans()):
+        for g, rows in spans(SIZES):
             if slots[g] == packed.slots[g]:
                 product = a[rows].double().t() @ b[rows].double()
                 old = packed.matrices[g].double() if accumulate else 0
@@ -153,16 +149,16 @@ def test_ops(machine):
     kernel = "tgl kernel"
     a, b, dy = integers(ROWS, 72, dtype=BF16), integers(5, 72, 104, dtype=BF16), integers(ROWS, 104, dtype=BF16)
     packed = Packed(b, float("nan"))
-    y = torch.cat([*(a[rows] @ b[g] for g, rows in enumerate(spans())), a.new_zeros(TAIL, 104)])
+    y = torch.cat([*(a[rows] @ b[g] for g, rows in spans(SIZES)), a.new_zeros(TAIL, 104)])
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, a, packed.view, offs(), slots=packed.slots), y)
-    dx = torch.cat([*(dy[rows] @ b[g].t() for g, rows in enumerate(spans())), a.new_zeros(TAIL, 72)])
+    dx = torch.cat([*(dy[rows] @ b[g].t() for g, rows in spans(SIZES)), a.new_zeros(TAIL, 72)])
     turned = packed.view.transpose(1, 2)
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, dy, turned, offs(), slots=packed.slots), dx)
     # In order without a table, at the same shapes: another kernel.
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, a, b, offs()), y)
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, a, b.flip(0), offs(), slots=table(4, 3, 2, 1, 0)), y)
 
-    dw = torch.stack([a[rows].double().t() @ dy[rows].double() for rows in spans()])
+    dw = gradient(a, dy, SIZES)
     grad = Packed(integers(5, 72, 104, dtype=F32))
     expected = Packed((grad.matrices + 2 * dw).float())
     served(machine, kernel, tgl.grouped_gemm_wgrad_accumulate_, a, dy, offs(), grad.view, grad.slots)
@@ -182,7 +178,7 @@ def test_ops(machine):
 def test_one_slot(machine):
     kernel, slots = "tgl kernel", table(-1, HIGH, 0, LOW, 1)
     a, b, dy = integers(ROWS, 72, dtype=BF16), integers(1, 72, 104, dtype=BF16), integers(ROWS, 104, dtype=BF16)
-    rows, y = spans()[2], torch.zeros(ROWS, 104, dtype=BF16)
+    rows, y = dict(spans(SIZES))[2], torch.zeros(ROWS, 104, dtype=BF16)
     y[rows] = a[rows] @ b[0]
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, a, b, offs(), slots=slots), y)
     dw = (a[rows].double().t() @ dy[rows].double())[None].float()
@@ -201,15 +197,15 @@ def test_between_copies(machine):
     _, view = odd(packed)
     slots = packed.slots.clone()
     slots[3] = HIGH
-    y = torch.cat([*(a[rows] @ b[g] * (g != 3) for g, rows in enumerate(spans())), a.new_zeros(TAIL, 104)])
+    y = torch.cat([*(a[rows] @ b[g] * (g != 3) for g, rows in spans(SIZES)), a.new_zeros(TAIL, 104)])
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, a, view, offs(), slots=slots), y)
-    dx = torch.cat([*(dy[rows] @ b[g].t() * (g != 3) for g, rows in enumerate(spans())), a.new_zeros(TAIL, 72)])
+    dx = torch.cat([*(dy[rows] @ b[g].t() * (g != 3) for g, rows in spans(SIZES)), a.new_zeros(TAIL, 72)])
     turned = view.transpose(1, 2)
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, dy, turned, offs(), slots=slots), dx)
     # A packed tensor within reach of a call whose rows are not is read and written where it is.
     far = a.t().contiguous().t()
     assert torch.equal(served(machine, kernel, tgl.grouped_gemm, far, packed.view, offs(), slots=slots), y)
-    dw = torch.stack([a[rows].double().t() @ dy[rows].double() for rows in spans()]).float()
+    dw = gradient(a, dy, SIZES).float()
     grad = Packed(torch.zeros(5, 72, 104))
     served(machine, kernel, tgl.grouped_gemm_wgrad_accumulate_, far, dy, offs(), grad.view, grad.slots)
     assert torch.equal(grad.buffer, Packed(2 * dw).buffer)
@@ -218,7 +214,7 @@ def test_between_copies(machine):
 def test_an_output_out_of_reach(machine):
     kernel = "tgl kernel between copies"
     a, dy = integers(ROWS, 72, dtype=BF16), integers(ROWS, 135, dtype=BF16)
-    dw = torch.stack([a[rows].double().t() @ dy[rows].double() for rows in spans()]).float()
+    dw = gradient(a, dy, SIZES).float()
     start, size = table(4, 3, 2, 1, 0), 72 * 135
     for absent in ((), (1,), (0, 1, 2, 3, 4)):
         slots = start.clone()
@@ -249,7 +245,7 @@ def scaled_operands(format, x, dy):
 def test_scaled_wgrad(arch, format, overwrite):
     x, dy = integers(ROWS, 64, dtype=BF16), integers(ROWS, 96, dtype=BF16)
     operands, how = scaled_operands(format, x, dy)
-    dw = torch.stack([x[rows].double().t() @ dy[rows].double() for rows in spans()]).float()
+    dw = gradient(x, dy, SIZES).float()
     grad, wanted = Packed(torch.zeros(5, 64, 96)), Packed(dw * (1 if overwrite else 2))
     slots = grad.slots.clone()
     for g, number in enumerate((HIGH, LOW, -1)):
@@ -263,7 +259,7 @@ def test_scaled_wgrad(arch, format, overwrite):
 def test_a_scaled_output_out_of_reach():
     x, dy = integers(ROWS, 64, dtype=BF16), integers(ROWS, 90, dtype=BF16)
     operands, how = scaled_operands("fp8_tensor", x, dy)
-    dw = torch.stack([x[rows].double().t() @ dy[rows].double() for rows in spans()]).float()
+    dw = gradient(x, dy, SIZES).float()
     grad, slots = torch.full((7, 64, 90), CANARY), table(6, 5, 3, -1, 0)
     expected = grad.clone()
     expected[[6, 5, 3, 0]] += 2 * dw[[0, 1, 2, 4]]

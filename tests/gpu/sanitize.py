@@ -28,6 +28,7 @@ import tgl
 from tests import chips, demo_training
 from tests.cutlass_kernels.matrix import TILINGS
 from tests.demo_training import Size
+from tests.kernel_cases import ends, gradient, integers, product, row_sums
 from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
@@ -40,24 +41,13 @@ BF16 = torch.bfloat16
 TRAINING = "training"
 
 
-def integers(*shape: int) -> torch.Tensor:
-    return torch.randint(-1, 2, shape).to(BF16)
-
-
-def groups(t: torch.Tensor, sizes: tuple[int, ...] = SIZES) -> tuple[torch.Tensor, ...]:
-    return t[: sum(sizes)].double().split(sizes)
-
-
 def gemms(tiling: GemmConfig) -> None:
     """The three GEMMs in one tiling."""
     tilings.choose = lambda *_: tiling  # type: ignore[assignment]
     launcher.forget()
     rows = sum(SIZES) + TAIL
     a, b, dy = integers(rows, DEPTH), integers(len(SIZES), DEPTH, COLUMNS), integers(rows, COLUMNS)
-    offs = torch.tensor(SIZES).cumsum(0).int().cuda()
-    y = torch.zeros(rows, COLUMNS, dtype=BF16)
-    y[: sum(SIZES)] = torch.cat([part @ b[g].double() for g, part in enumerate(groups(a))])
-    dw = torch.stack([left.t() @ right for left, right in zip(groups(a), groups(dy))])
+    offs, y, dw = ends(SIZES).cuda(), product(a, b, SIZES).to(BF16), gradient(a, dy, SIZES)
     ours = [torch.zeros_like(y).cuda(), torch.zeros(dw.shape, dtype=BF16).cuda(), torch.ones(dw.shape).cuda()]
     left, right = a.cuda(), dy.cuda()
     tgl.grouped_gemm(left, b.cuda(), offs, out=ours[0])
@@ -74,8 +64,7 @@ def reductions() -> None:
     assert torch.equal(offs.cpu(), sizes.cumsum(0).int())
     for columns in (136, 768):
         dy = integers(sum(MANY) + TAIL, columns)
-        wanted = torch.stack([part.sum(0) for part in groups(dy, MANY)])
-        assert torch.equal(tgl.grouped_dbias(dy.cuda(), offs).cpu().double(), wanted)
+        assert torch.equal(tgl.grouped_dbias(dy.cuda(), offs).cpu().double(), row_sums(dy, MANY))
     for tokens in (100, 1500):  # one launch and two
         index = torch.randint(-1, 130, (tokens, 4))
         for ours, theirs in zip(torch.ops.tgl.route(index.cuda(), 128), torch.ops.tgl.route(index, 128)):

@@ -5,35 +5,15 @@ import torch
 
 import tgl
 from tests.activation_cases import CASES, width
+from tests.gpu.device import DEVICE, TAIL, ends, served
+from tests.kernel_cases import ROUTINGS as ALL
 from tests.memory import same_bytes
-from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
 from tgl.meta.activations import TABLE
 
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TAIL = 77
-ROUTINGS = {
-    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
-    "one takes all": (0, 0, 2000, 0),
-    "all empty": (0, 0, 0),
-    "many": tuple(i % 5 for i in range(300)),
-}
-
-
-def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
-
-
-if not kernels_here():
-    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
-
-DEVICE = torch.device("cuda", 0)
-
-
-def ends(sizes):
-    return torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+ROUTINGS = {name: ALL[name] for name in ("edges", "one takes all", "all empty", "many")}
 
 
 def inputs(kind, sizes, columns, dtype, probs):
@@ -46,12 +26,6 @@ def inputs(kind, sizes, columns, dtype, probs):
         if t is not None:
             t[sum(sizes) :] = float("nan")
     return dy, x, ends(sizes), probs
-
-
-def served(op, *args, **kwargs):
-    """The call, after proof that one of our kernels takes it."""
-    assert "runs tgl kernel" in str(tgl.explain(op, *args, **kwargs)), str(tgl.explain(op, *args, **kwargs))
-    return (getattr(tgl, op, None) or getattr(torch.ops.tgl, op))(*args, **kwargs)
 
 
 def close(got, wanted):

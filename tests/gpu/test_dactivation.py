@@ -5,23 +5,17 @@ import torch
 
 import tgl
 from tests.activation_cases import CASES, width
-from tgl import backends
+from tests.gpu.device import ARCH, DEVICE, TAIL, ends, served
+from tests.kernel_cases import ROUTINGS as ALL
+from tests.kernel_cases import column_major
 from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
 
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TAIL = 77
-ROUTINGS = {
-    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
-    "one takes all": (0, 0, 2000, 0),
-    "all empty": (0, 0, 0),
-    "even": (256, 256, 256, 256),
-    "many": tuple(i % 5 for i in range(300)),
-}
+ROUTINGS = {name: ALL[name] for name in ("edges", "one takes all", "all empty", "even", "many")}
 SM90 = [GemmConfig(64, 64), GemmConfig(64, 256), GemmConfig(128, 192), GemmConfig(128, 256), GemmConfig(256, 128)]
 SM90 += [GemmConfig(128, 128, cluster_n=2), GemmConfig(64, 128, pingpong=True), GemmConfig(128, 128, pingpong=True)]
 SM100 = [GemmConfig(128, n) for n in (64, 128, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)]
@@ -29,17 +23,7 @@ SHAPES = ("swiglu", "swiglu interleaved", "srelu")  # what a tiling tells apart:
 TILINGS = {"sm_90": SM90, "sm_100": SM100}
 
 
-def arch() -> str:
-    return backends.device_arch(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
-
-
-if arch() not in ARCHS:
-    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
-
-DEVICE = torch.device("cuda", 0)
-
-
-def inputs(kind, sizes, depth, columns, dtype, probs_dtype, column_major=False):
+def inputs(kind, sizes, depth, columns, dtype, probs_dtype, by_columns=False):
     """dy, b, h, offs and probs; NaN in every tail."""
     rows = sum(sizes) + TAIL
     dy = torch.randn(rows, depth, device=DEVICE).to(dtype)
@@ -49,15 +33,13 @@ def inputs(kind, sizes, depth, columns, dtype, probs_dtype, column_major=False):
     for t in (dy, h, probs):
         if t is not None:
             t[sum(sizes) :] = float("nan")
-    if column_major:
-        b = b.transpose(1, 2).contiguous().transpose(1, 2)
-    return dy, b, h, torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32), probs
+    if by_columns:
+        b = column_major(b)
+    return dy, b, h, ends(sizes), probs
 
 
 def check(dy, b, h, offs, probs, options, again=3):
-    explained = str(tgl.explain("grouped_gemm_dactivation", dy, b, h, offs, probs, **options))
-    assert "runs tgl kernel" in explained, explained
-    dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs, **options)
+    dh, dprobs = served("grouped_gemm_dactivation", dy, b, h, offs, probs, **options)
     da = tgl.grouped_gemm(dy, b, offs)
     wanted, wanted_probs = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **options)
     assert torch.equal(dh, wanted)
@@ -82,7 +64,7 @@ def test_the_bits_of_two_launches(sizes, options, dtype, probs, column_major):
     check(*inputs(options["kind"], sizes, 520, 776, dtype, probs, column_major), options)
 
 
-@pytest.mark.parametrize("tiling", TILINGS[arch()], ids=str)
+@pytest.mark.parametrize("tiling", TILINGS[ARCH], ids=str)
 @pytest.mark.parametrize("options", [CASES[name] for name in SHAPES], ids=SHAPES)
 def test_every_tiling(monkeypatch, tiling, options):
     monkeypatch.setattr(tilings, "choose", lambda *_: tiling)

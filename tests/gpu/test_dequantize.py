@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import tgl
+from tests.gpu.device import DEVICE, ends, integers, served
 from tests.gpu.test_quantize import F16, F32, awkward, differing, rows
-from tests.gpu.test_sm90 import DEVICE, ROUTINGS, ends, integers, served
+from tests.kernel_cases import ROUTINGS
 from tests.memory import same_bytes
 from tgl.cutlass_kernels.runtime import cache, launcher
 

@@ -6,10 +6,10 @@ import torch
 import tgl
 from tests.activation_cases import CASES
 from tests.activation_cases import width as width_of
-from tests.gpu.test_activation import BF16, DEVICE, F16, F32, ROUTINGS, ends, served
+from tests.gpu.device import DEVICE, TAIL, ends, served
+from tests.gpu.test_activation import BF16, F16, F32, ROUTINGS
 
 pytestmark = pytest.mark.gpu
-TAIL = 77
 
 
 def inputs(kind, sizes, depth, columns, dtype, row_major=False):

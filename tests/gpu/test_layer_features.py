@@ -4,27 +4,14 @@ import pytest
 import torch
 
 import tgl
-from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
+from tests.gpu.device import DEVICE, integers
+from tests.kernel_cases import CANARY
 
 pytestmark = pytest.mark.gpu
 
 
-def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
-
-
-if not kernels_here():
-    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
-
-DEVICE = torch.device("cuda", 0)
 BF16, F32 = torch.bfloat16, torch.float32
 G, K, N, T = 4, 264, 328, 600
-CANARY = 7.0
-
-
-def integers(*shape):
-    return torch.randint(-1, 2, shape, device=DEVICE).to(BF16)
 
 
 def make_layer(**options):

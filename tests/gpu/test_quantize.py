@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tgl
-from tests.gpu.test_sm90 import DEVICE, ROUTINGS, TAIL, ends, served
+from tests.gpu.device import DEVICE, TAIL, ends, served
+from tests.kernel_cases import ROUTINGS, framed_like, poisoned
 from tests.memory import raw
 from tgl.meta.components import Components
 
@@ -12,7 +13,6 @@ pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MARGIN, CANARY = 64, 0xA5
 SQUARES = (dict(format="fp8_block", block_2d=True), dict(format="nvfp4", block_2d=True, scale_layout="blocked"))
 OPTIONS = {
     "blocked": dict(format="mxfp8", scale_layout="blocked"),
@@ -41,9 +41,7 @@ def awkward(*shape, dtype=BF16):
 
 
 def rows(sizes, columns, dtype=BF16):
-    x = awkward(sum(sizes) + TAIL, columns, dtype=dtype)
-    x[sum(sizes) :] = float("nan")
-    return x
+    return poisoned(awkward(sum(sizes) + TAIL, columns, dtype=dtype), sizes)
 
 
 def differing(ours, theirs):
@@ -115,16 +113,11 @@ def test_wide_rows_and_canaries():
     sizes = (300, 0, 517, 2)
     x = rows(sizes, 4104)
     expected = tgl.group_quantize(x, ends(sizes).cpu(), format="mxfp8", scale_layout="blocked")
-    buffers = [
-        torch.full((t.numel() * t.element_size() + 2 * MARGIN,), CANARY, dtype=torch.uint8, device=DEVICE)
-        for t in expected
-    ]
-    out = Components(*(b[MARGIN:-MARGIN].view(t.dtype).view(t.shape) for b, t in zip(buffers, expected)))
+    frame = framed_like(expected, DEVICE)
+    out = Components(*frame.inside)
     tgl.group_quantize(x.to(DEVICE), ends(sizes), format="mxfp8", scale_layout="blocked", out=out)
     assert not differing(out, expected)
-    for buffer in buffers:
-        assert (buffer[:MARGIN] == CANARY).all()
-        assert (buffer[-MARGIN:] == CANARY).all()
+    assert frame.intact()
 
 
 @pytest.mark.parametrize("name", ["blocked", "FP8 blocks", "FP8 per group", "NVFP4, blocked"])

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import tgl
+from tests.kernel_cases import ROUTINGS as ALL
+from tests.kernel_cases import ends, exact, poisoned
 from tests.memory import like, raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels import tilings
@@ -24,22 +26,8 @@ if not HERE:
 
 BF16, F32 = torch.bfloat16, torch.float32
 E5M2 = torch.float8_e5m2
-CANARY, TAIL = 7.0, 77
-ROUTINGS = {
-    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
-    "forty": tuple((i * 37) % 150 for i in range(40)),
-    "one takes all": (0, 0, 2000, 0),
-    "all empty": (0, 0, 0),
-    "even": (256, 256, 256, 256),
-}
-
-
-def values(*shape):
-    """-1, 0 and 1 times a power of two per square of 16: sums of their products need few bits."""
-    ternary = torch.randint(-1, 2, shape).float()
-    blocks = torch.randint(0, 3, (*shape[:-2], -(-shape[-2] // 16), -(-shape[-1] // 16)))
-    powers = blocks.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., : shape[-2], : shape[-1]]
-    return (ternary * 2.0**powers).bfloat16()
+TAIL = 77
+ROUTINGS = {name: ALL[name] for name in ("edges", "forty", "one takes all", "all empty", "even")}
 
 
 def quantized(x, offs, format, **options):
@@ -61,10 +49,9 @@ class Gemm:
     """A call on the host and the same on the device."""
 
     def __init__(self, format, sizes, depth=320, columns=264, direction="rowwise"):
-        self.offs = torch.tensor(sizes).cumsum(0).int()
-        x = values(sum(sizes) + TAIL, depth)
-        x[sum(sizes) :] = float("nan")
-        w = values(len(sizes), *((columns, depth) if direction == "rowwise" else (depth, columns)))
+        self.offs = ends(sizes)
+        x = poisoned(exact(sum(sizes) + TAIL, depth), sizes)
+        w = exact(len(sizes), *((columns, depth) if direction == "rowwise" else (depth, columns)))
         q, p = quantized(x, self.offs, format), quantized(w, None, format)
         first = 0 if direction == "rowwise" else 3
         b, amax = p[first : first + 2], (q[2], p[first + 2])
@@ -84,11 +71,9 @@ class Wgrad:
     """The same for weight gradients."""
 
     def __init__(self, format, sizes, rows=320, columns=264, b_dtype=None):
-        self.offs = torch.tensor(sizes).cumsum(0).int()
+        self.offs = ends(sizes)
         self.shape = (len(sizes), rows, columns)
-        q, p = (values(sum(sizes) + TAIL, features) for features in (rows, columns))
-        for t in (q, p):
-            t[sum(sizes) :] = float("nan")
+        q, p = (poisoned(exact(sum(sizes) + TAIL, features), sizes) for features in (rows, columns))
         options = {"dtype": b_dtype} if b_dtype else {}
         q, p = quantized(q, self.offs, format), quantized(p, self.offs, format, **options)
         amax = (q[5], p[5]) if format == "nvfp4" else (None, None)
@@ -198,8 +183,8 @@ def test_one_graph_for_every_routing(format):
     routings = [(1000, 0, 0, 0, 0, 0), (1, 31, 32, 33, 128, 129), (0, 0, 0, 0, 0, 0), (200, 0, 300, 7, 0, 493)]
     cases = []
     for sizes in routings:
-        offs = torch.tensor(sizes).cumsum(0).int()
-        x, dy, w = values(rows, 320), values(rows, 264), values(groups, 264, 320)
+        offs = ends(sizes)
+        x, dy, w = exact(rows, 320), exact(rows, 264), exact(groups, 264, 320)
         cases.append((offs, quantized(x, offs, format), quantized(dy, offs, format), quantized(w, None, format)))
     offs, x, dy, w = ([t.to(DEVICE) for t in c] if isinstance(c, tuple) else c.to(DEVICE) for c in cases[0])
     names = layout(format)
@@ -230,7 +215,7 @@ def test_one_graph_for_every_routing(format):
 def test_close_to_float32_and_the_same_bits(format):
     torch.manual_seed(0)
     sizes = (1000, 0, 37, 900, 128)
-    offs = torch.tensor(sizes).cumsum(0).int()
+    offs = ends(sizes)
     x, w = torch.randn(sum(sizes), 1024).bfloat16(), torch.randn(len(sizes), 384, 1024).bfloat16()
     q, p = quantized(x, offs, format), quantized(w, None, format)
     amax = (q[2], p[2]) if format == "nvfp4" else (None, None)

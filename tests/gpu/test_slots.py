@@ -1,52 +1,29 @@
 """Matrices at slots of a packed tensor, on a device: exact, nothing else written, under graphs whose table changes."""
 
-import itertools
-
 import pytest
 import torch
 
 import tgl
-from tgl import backends
-from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.archs import ARCHS
+from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
+from tests.kernel_cases import CANARY, gradient
+from tests.kernel_cases import poisoned as poisoned_behind
+from tests.kernel_cases import product as product_of
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.runtime import launcher
 
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-CANARY = 7.0
-SIZES, TAIL = (300, 0, 3, 129, 64, 1, 517), 77
+SIZES = (300, 0, 3, 129, 64, 1, 517)
 ROWS, GROUPS = sum(SIZES) + TAIL, len(SIZES)
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
 
 
-def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
-
-
-if not kernels_here():
-    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
-
-DEVICE = torch.device("cuda", 0)
-
-
-def integers(*shape, dtype=BF16):
-    return torch.randint(-1, 2, shape, device=DEVICE).to(dtype)
-
-
 def offs():
-    return torch.tensor(SIZES, device=DEVICE).cumsum(0).int()
-
-
-def spans():
-    ends = list(itertools.accumulate(SIZES))
-    return [slice(start, end) for start, end in zip([0, *ends], ends)]
+    return ends(SIZES)
 
 
 def poisoned(t):
-    t[sum(SIZES) :] = float("nan")
-    return t
+    return poisoned_behind(t, SIZES)
 
 
 class Packed:
@@ -65,33 +42,12 @@ class Packed:
             self.view[start] = matrices[g]
 
 
-def served(op, *args, **kwargs):
-    explanation = tgl.explain(op, *args, **kwargs)
-    assert "runs tgl kernel" in str(explanation), str(explanation)
-    return op(*args, **kwargs)
-
-
 def product(a, b, bias=None):
-    y = torch.zeros(ROWS, b.shape[2], dtype=torch.float64, device=DEVICE)
-    for g, rows in enumerate(spans()):
-        y[rows] = a[rows].double() @ b[g].double() + (0 if bias is None else bias[g].double())
-    return y
+    return product_of(a, b, SIZES, bias)
 
 
 def wgrads(a, b):
-    return torch.stack([a[rows].double().t() @ b[rows].double() for rows in spans()])
-
-
-@pytest.fixture
-def tiling(monkeypatch):
-    """Makes every GEMM use a given tiling."""
-
-    def use(chosen):
-        monkeypatch.setattr(tilings, "choose", lambda *_: chosen)
-        launcher.forget()
-
-    yield use
-    launcher.forget()
+    return gradient(a, b, SIZES)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -140,7 +96,7 @@ SM90 += [GemmConfig(128, 128, pingpong=True, cluster_n=2)]
 SM100 = [GemmConfig(128, n) for n in (64, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 256)]
 
 
-@pytest.mark.parametrize("chosen", SM90 if backends.device_arch(DEVICE) == "sm_90" else SM100, ids=str)
+@pytest.mark.parametrize("chosen", SM90 if ARCH == "sm_90" else SM100, ids=str)
 def test_tilings(tiling, chosen):
     tiling(chosen)
     a, b, dy = poisoned(integers(ROWS, 264)), integers(GROUPS, 264, 328), poisoned(integers(ROWS, 328))
@@ -203,7 +159,7 @@ def test_what_no_tensor_map_describes_is_copied():
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_scaled_wgrad(format, overwrite):
-    if format == "mxfp8" and backends.device_arch(DEVICE) != "sm_100":
+    if format == "mxfp8" and ARCH != "sm_100":
         pytest.skip("this device has no tensor cores for it")
     a, dy = poisoned(integers(ROWS, 256)), poisoned(integers(ROWS, 384))
     layout = "blocked" if format == "mxfp8" else "compact"
@@ -220,11 +176,11 @@ def test_scaled_wgrad(format, overwrite):
 def test_no_host_read():
     """The table is read on the device alone: with synchronising calls forbidden, every op passes."""
     a, b, dy = integers(ROWS, 264), integers(GROUPS, 264, 328), integers(ROWS, 328)
-    packed, grad, ends = Packed(b), Packed(torch.ones(GROUPS, 264, 328, device=DEVICE)), offs()
+    packed, grad, given = Packed(b), Packed(torch.ones(GROUPS, 264, 328, device=DEVICE)), offs()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tgl.grouped_gemm(a, packed.view, ends, slots=packed.slots)
-        tgl.grouped_gemm_wgrad_accumulate_(a, dy, ends, grad.view, grad.slots)
+        tgl.grouped_gemm(a, packed.view, given, slots=packed.slots)
+        tgl.grouped_gemm_wgrad_accumulate_(a, dy, given, grad.view, grad.slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import tgl
-from tgl import backends
-from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.archs import ARCHS
+from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
+from tests.kernel_cases import CANARY, ROUTINGS, column_major, gradient, product, row_sums, spans
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.ops import reduce as calls
 from tgl.cutlass_kernels.runtime import cache, launcher
@@ -14,77 +13,6 @@ from tgl.cutlass_kernels.runtime import cache, launcher
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-CANARY = 7.0
-ROUTINGS = {
-    "edges": (5, 0, 130, 127, 128, 129, 1, 0, 40),
-    "forty": tuple((i * 37) % 150 for i in range(40)),
-    "one takes all": (0, 0, 2000, 0),
-    "all empty": (0, 0, 0),
-    "even": (256, 256, 256, 256),
-    "many": tuple(i % 5 for i in range(300)),
-}
-TAIL = 77
-
-
-def kernels_here() -> bool:
-    return torch.cuda.is_available() and backends.device_arch(torch.device("cuda", 0)) in ARCHS
-
-
-if not kernels_here():
-    pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
-
-DEVICE = torch.device("cuda", 0)
-
-
-def integers(*shape, dtype=BF16):
-    return torch.randint(-1, 2, shape, device=DEVICE).to(dtype)
-
-
-def ends(sizes):
-    return torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
-
-
-def column_major(t):
-    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def spans(sizes):
-    start = 0
-    for g, size in enumerate(sizes):
-        yield g, slice(start, start + size)
-        start += size
-
-
-def gemm_reference(a, b, sizes, bias=None, scale=None, fill=0.0):
-    out = torch.full((len(a), b.shape[2]), fill, dtype=torch.float64, device=DEVICE)
-    for g, rows in spans(sizes):
-        out[rows] = a[rows].double() @ b[g].double()
-        if bias is not None:
-            out[rows] += bias[g].double() * (1 if scale is None else scale[rows, None].double())
-    return out
-
-
-def wgrad_reference(a, b, sizes):
-    return torch.stack([a[rows].double().t() @ b[rows].double() for _, rows in spans(sizes)])
-
-
-def served(op, *args, **kwargs):
-    """The call, after proof that one of our kernels takes it."""
-    assert "runs tgl kernel" in str(tgl.explain(op, *args, **kwargs)), str(tgl.explain(op, *args, **kwargs))
-    return op(*args, **kwargs)
-
-
-@pytest.fixture
-def tiling(monkeypatch):
-    """Makes every GEMM use a given tiling."""
-
-    def use(chosen):
-        monkeypatch.setattr(tilings, "choose", lambda *_: chosen)
-        launcher.forget()
-
-    yield use
-    launcher.forget()
-
 
 # --- forward and input gradient ---------------------------------------------------------------------------------------
 
@@ -95,7 +23,7 @@ def tiling(monkeypatch):
 def test_grouped_gemm(sizes, dtype, b_major):
     a, b = integers(sum(sizes) + TAIL, 200, dtype=dtype), integers(len(sizes), 200, 328, dtype=dtype)
     a[sum(sizes) :] = float("nan")
-    expected = gemm_reference(a, b, sizes)
+    expected = product(a, b, sizes)
     b = b if b_major == "row" else column_major(b)
     assert torch.equal(served(tgl.grouped_gemm, a, b, ends(sizes)), expected.to(dtype))
 
@@ -117,7 +45,7 @@ def test_epilogues(dtype, wide, vectors):
         scale[sum(sizes) :] = float("nan")
     out_dtype = F32 if wide else dtype
     got = served(tgl.grouped_gemm, a, b, ends(sizes), bias, scale, out_dtype=out_dtype)
-    assert torch.equal(got, gemm_reference(a, b, sizes, bias, scale).to(out_dtype))
+    assert torch.equal(got, product(a, b, sizes, bias, scale).to(out_dtype))
 
 
 def test_out_keeps_its_tail_and_its_surroundings():
@@ -127,7 +55,9 @@ def test_out_keeps_its_tail_and_its_surroundings():
     buffer = torch.full((rows + 4, 216), CANARY, dtype=BF16, device=DEVICE)
     out = buffer[2:-2, 8:-8]
     tgl.grouped_gemm(a, b, ends(sizes), out=out)
-    assert torch.equal(out, gemm_reference(a, b, sizes, fill=CANARY).to(BF16))
+    wanted = product(a, b, sizes).to(BF16)
+    wanted[sum(sizes) :] = CANARY
+    assert torch.equal(out, wanted)
     out.fill_(CANARY)
     assert buffer.eq(CANARY).all()
 
@@ -140,7 +70,7 @@ SM90 += [GemmConfig(128, 128, pingpong=True, cluster_n=2)]
 SM100 = [GemmConfig(128, n) for n in (64, 128, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)]
 
 
-@pytest.mark.parametrize("chosen", SM90 if backends.device_arch(DEVICE) == "sm_90" else SM100, ids=str)
+@pytest.mark.parametrize("chosen", SM90 if ARCH == "sm_90" else SM100, ids=str)
 def test_every_tiling(tiling, chosen):
     tiling(chosen)
     sizes = (700, 0, 3, 1025, 64, 512)
@@ -148,10 +78,10 @@ def test_every_tiling(tiling, chosen):
     a[sum(sizes) :] = float("nan")
     dy[sum(sizes) :] = float("nan")
     offs = ends(sizes)
-    assert torch.equal(served(tgl.grouped_gemm, a, b, offs), gemm_reference(a, b, sizes).to(BF16))
-    assert torch.equal(served(tgl.grouped_gemm_wgrad, a, dy, offs), wgrad_reference(a, dy, sizes).to(BF16))
+    assert torch.equal(served(tgl.grouped_gemm, a, b, offs), product(a, b, sizes).to(BF16))
+    assert torch.equal(served(tgl.grouped_gemm_wgrad, a, dy, offs), gradient(a, dy, sizes).to(BF16))
     main_grad = integers(len(sizes), 1000, 776, dtype=F32)
-    expected = wgrad_reference(a, dy, sizes) + main_grad.double()
+    expected = gradient(a, dy, sizes) + main_grad.double()
     served(tgl.grouped_gemm_wgrad_accumulate_, a, dy, offs, main_grad)
     assert torch.equal(main_grad.double(), expected)
 
@@ -169,7 +99,7 @@ def test_wgrad(sizes, dtype, wide):
         t[sum(sizes) :] = float("nan")
     out_dtype = F32 if wide else dtype
     got = served(tgl.grouped_gemm_wgrad, a, b, ends(sizes), out_dtype=out_dtype)
-    assert torch.equal(got, wgrad_reference(a, b, sizes).to(out_dtype))
+    assert torch.equal(got, gradient(a, b, sizes).to(out_dtype))
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
@@ -181,7 +111,7 @@ def test_accumulate(sizes, dtype):
         t[sum(sizes) :] = float("nan")
     main_grad = tgl.allocate_wgrad(len(sizes), (136, 200), dtype, DEVICE)
     main_grad.copy_(integers(*main_grad.shape, dtype=dtype))
-    expected = wgrad_reference(a, b, sizes) + main_grad.double()
+    expected = gradient(a, b, sizes) + main_grad.double()
     empty = torch.tensor([g for g, n in enumerate(sizes) if not n], dtype=torch.long, device=DEVICE)
     main_grad[empty] = float("nan")  # an empty group's slot keeps its bytes
     served(tgl.grouped_gemm_wgrad_accumulate_, a, b, ends(sizes), main_grad)
@@ -196,7 +126,7 @@ def test_what_no_tensor_map_describes_is_copied():
     a, b, dy = integers(rows, 136), integers(len(sizes), 136, 200), integers(rows, 200)
     for t in (a, dy):
         t[sum(sizes) :] = float("nan")
-    offs, y, dw = ends(sizes), gemm_reference(a, b, sizes).to(BF16), wgrad_reference(a, dy, sizes)
+    offs, y, dw = ends(sizes), product(a, b, sizes).to(BF16), gradient(a, dy, sizes)
     shifted = torch.empty(b.numel() + 1, dtype=BF16, device=DEVICE)[1:].view(b.shape).copy_(b)
 
     def calls():
@@ -232,7 +162,7 @@ def test_dbias(sizes, dtype, columns):
     for t in (dy, scale):
         t[sum(sizes) :] = float("nan")
     offs = ends(sizes)
-    sums = torch.stack([dy[rows].double().sum(0) for _, rows in spans(sizes)])
+    sums = row_sums(dy, sizes)
     assert torch.equal(served(tgl.grouped_dbias, dy, offs).double(), sums)
     dbias, dscales = served(tgl.grouped_dbias_dscales, dy, bias, scale, offs)
     weighted = torch.stack([(dy[rows].double() * scale[rows, None].double()).sum(0) for _, rows in spans(sizes)])
@@ -284,7 +214,7 @@ def test_the_same_bits_every_time_and_close_to_float32():
         first = op()
         for _ in range(20):
             assert torch.equal(op(), first)
-    reference = gemm_reference(a, b, sizes)
+    reference = product(a, b, sizes)
     error = (ops[0]().double() - reference).abs().max() / reference.abs().max()
     theirs = torch.cat([a[rows] @ b[g] for g, rows in spans(sizes)])
     assert error <= 2 * (theirs.double() - reference).abs().max() / reference.abs().max() + 1e-5
@@ -320,12 +250,12 @@ def test_one_graph_for_every_routing():
             result.fill_(float("nan"))
         graph.replay()
         y, dx, dw, dbias = results
-        assert torch.equal(y, gemm_reference(a, b, sizes).to(BF16)), turn
-        assert torch.equal(dx, gemm_reference(dy, b.transpose(1, 2), sizes).to(BF16)), turn
-        wanted = wgrad_reference(a, dy, sizes)
+        assert torch.equal(y, product(a, b, sizes).to(BF16)), turn
+        assert torch.equal(dx, product(dy, b.transpose(1, 2), sizes).to(BF16)), turn
+        wanted = gradient(a, dy, sizes)
         assert torch.equal(dw, wanted.to(BF16)), turn
         assert torch.equal(main_grad.double(), wanted), turn
-        assert torch.equal(dbias.double(), torch.stack([dy[r].double().sum(0) for _, r in spans(sizes)])), turn
+        assert torch.equal(dbias.double(), row_sums(dy, sizes)), turn
 
 
 def test_two_streams_at_once():
@@ -333,7 +263,7 @@ def test_two_streams_at_once():
     for sizes in (ROUTINGS["edges"], ROUTINGS["forty"]):
         rows = sum(sizes)
         a, b, dy = integers(rows, 520), integers(len(sizes), 520, 392), integers(rows, 392)
-        expected = gemm_reference(a, b, sizes).to(BF16), wgrad_reference(a, dy, sizes).to(BF16)
+        expected = product(a, b, sizes).to(BF16), gradient(a, dy, sizes).to(BF16)
         problems.append((a, b, dy, ends(sizes), expected))
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -363,6 +293,6 @@ def test_capture_wants_a_compiled_kernel(tmp_path, monkeypatch):
         with torch.cuda.graph(graph):
             out = tgl.grouped_gemm(a, b, offs)
         graph.replay()
-        assert torch.equal(out, gemm_reference(a, b, (30, 34)).to(BF16))
+        assert torch.equal(out, product(a, b, (30, 34)).to(BF16))
     finally:
         cache.set_directory(before)
