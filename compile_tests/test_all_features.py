@@ -104,9 +104,9 @@ def test_training_with_everything_on(recipe: str, backend: str) -> None:
     forward = block if backend == "eager" else torch.compile(block, backend=counter, fullgraph=True)
     losses, parameters = train(block, forward)
     for have, exact in zip([*losses, *parameters], [*want_losses, *want], strict=True):
-        if backend == "inductor":
-            torch.testing.assert_close(have, exact, rtol=1e-5, atol=1e-6)
-        else:
+        if backend == "eager":
             assert torch.equal(have, exact)
+        else:  # `combine` is expressions there, which round a product before they add it
+            torch.testing.assert_close(have, exact, rtol=1e-5, atol=1e-6)
     assert counter.frame_count == (0 if backend == "eager" else 1)
     assert graph_breaks() == 0
