@@ -4,6 +4,7 @@ import multiprocessing
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import platformdirs
 import pytest
@@ -17,7 +18,7 @@ import tgl
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
-from tgl.cutlass_kernels.runtime import cache
+from tgl.cutlass_kernels.runtime import cache, launcher
 from tgl.testing.emulator import active, emulate
 from tgl.testing.emulator.arguments import as_cuda
 
@@ -86,6 +87,16 @@ def test_other_keys_and_other_sources_are_other_files(directory, monkeypatch):
     monkeypatch.setattr(cache, "fingerprint", lambda: "another version")
     with pytest.raises(AssertionError, match="built again"):
         cache.fetch(KEY, never)
+
+
+def test_kernels_of_two_ops_with_one_key_are_two_files(directory):
+    """Both directions of an activation depend on one and the same key, say."""
+    where = torch.device("cuda", 0)
+    with patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+        launcher.compiled("grouped_gemm", KEY, where, lambda: gemm.build(KEY))
+        with pytest.raises(AssertionError, match="built again"):
+            launcher.compiled("grouped_gemm_wgrad", KEY, where, never)
+        assert callable(launcher.compiled("grouped_gemm", KEY, where, never))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "digest"])

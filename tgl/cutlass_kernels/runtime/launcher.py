@@ -240,7 +240,7 @@ def compiled(op: str, key: Hashable, where: torch.device, build: Callable[[], Ca
             f"{backends.qualified(op)}: the kernel for this call is not compiled yet, which CUDA graph capture forbids;"
             f" call tgl.warmup({op!r}, ...) with such arguments, or the op itself, before the capture"
         )
-    return cache.fetch(key, build)
+    return cache.fetch((op, key), build)
 
 
 def warm(rows: int, addresses: int) -> bool:
