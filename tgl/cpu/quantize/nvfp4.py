@@ -110,9 +110,9 @@ class _Source:
 
     def rows(self, step: Step) -> Tensor:
         """``[P, R, K]``, contiguous, in x's dtype."""
-        x = self.stack.stacked(self.x)[step]
+        x = self.stack.stacked(self.x)[step].contiguous()
         if self.row_scale is None:
-            return x.contiguous()
+            return x
         return (x.float() * self.row_scale[step[1]].float()[:, None]).to(x.dtype)
 
     def runs(self, step: Step) -> tuple[Tensor, Tensor | None]:
