@@ -133,6 +133,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     assert offs is not None
     acts = bring_back(ctx, 1, acts, grad)
     n_x, n_act, n_hidden, n_weight = ctx.sizes
+    weights1, weights2 = tuple(weights[:n_weight]), tuple(weights[n_weight:])
+    del weights
     act_operand = acts[:n_act]
     hidden = acts[n_act] if n_hidden else None
     probs = acts[n_act + n_hidden] if len(acts) > n_act + n_hidden else None
@@ -144,7 +146,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad, offs, dgrad=into_hidden, wgrad=wgrad2, dbias=dbias2_wanted and (bias is None or probs is None)
     )
     if into_hidden:
-        dact = second.gemms.dgrad(dy.dgrad, tuple(weights[n_weight:]), offs, out_dtype=ctx.dtypes[1])
+        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, out_dtype=ctx.dtypes[1])
         dhidden, dprobs = torch.ops.tgl.grouped_activation_backward(dact, hidden, offs, probs, **activation)
         del dact
     if bias is not None and probs is not None and (dbias2_wanted or needs_dprobs):
@@ -161,13 +163,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # What the second layer has read is not needed any more.
     if not compiling and unobserved(grad):
         ctx.maybe_clear_saved_tensors()
-    del hidden, acts, act_operand, dy, dbias, weights[n_weight:]
+    del hidden, acts, act_operand, dy, dbias, weights2
     assert dhidden is not None
     rows = bring_back(ctx, 0, rows, dhidden)
     x_operand = rows[:n_x]
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
-        dx = first.gemms.dgrad(dy.dgrad, tuple(weights[:n_weight]), offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
+        dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
         if first.dgrad_out is not None:
             dx = dx.detach()
     if wgrad1 and first.save_original_input:
