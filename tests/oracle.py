@@ -22,9 +22,15 @@ def groups(offs):
         start = end
 
 
-def grouped_gemm(a, b, offs, bias=None, bias_scale=None):
-    rows, depth = a.shape
-    out = np.zeros((rows, b.shape[2]), dtype=np.int64)
+def in_order(t, rows):
+    """Row ``rows[i]`` of ``t`` as row i; ``t`` itself without ``rows``."""
+    return t if rows is None else np.stack([t[row] for row in rows]) if len(rows) else t[:0]
+
+
+def grouped_gemm(a, b, offs, bias=None, bias_scale=None, rows=None):
+    a = in_order(a, rows)
+    count, depth = a.shape
+    out = np.zeros((count, b.shape[2]), dtype=np.int64)
     for g, start, end in groups(offs):
         for t in range(start, end):
             for n in range(b.shape[2]):
@@ -37,7 +43,8 @@ def grouped_gemm(a, b, offs, bias=None, bias_scale=None):
     return out
 
 
-def grouped_gemm_wgrad(a, b, offs):
+def grouped_gemm_wgrad(a, b, offs, a_rows=None, b_rows=None):
+    a, b = in_order(a, a_rows), in_order(b, b_rows)
     out = np.zeros((len(offs), a.shape[1], b.shape[1]), dtype=np.int64)
     for g, start, end in groups(offs):
         for m in range(a.shape[1]):

@@ -20,6 +20,9 @@ from .meta.specs import TensorSpec
 
 Reason = str | None
 
+ROW_INDICES = ("rows", "a_rows", "b_rows")
+"""Keywords of calls that read rows of an operand by an index."""
+
 
 class NoImplementationError(RuntimeError):
     """No registered implementation can serve the call; the message lists every reason."""
@@ -45,6 +48,7 @@ class Implementation:
         emulable: whether it is a kernel compiled for ``archs`` that an emulator can run on CPU tensors.
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         slots: whether it takes a table of ``slots``, which is a keyword of calls that have one and of no others.
+        rows: whether it reads rows by an index, in the same way a keyword: one of ``ROW_INDICES``.
         note: a sentence for ``explain`` about what to expect.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
         produce: for one that serves every call and makes the outputs itself: called with their specs (see ``produce``
@@ -64,6 +68,7 @@ class Implementation:
     note: str = ""
     emulable: bool = False
     slots: bool = False
+    rows: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
@@ -82,6 +87,10 @@ class Implementation:
             return "reads offs on the host, which CUDA graph capture forbids"
         if "slots" in kwargs and not self.slots:
             return "takes matrices in the order of the groups, not at `slots`"
+        if not self.rows:
+            for index in ROW_INDICES:
+                if index in kwargs:
+                    return f"reads rows in the order of the groups, not by `{index}`"
         return self.supports(*args, **kwargs) if self.supports is not None else None
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
@@ -229,6 +238,7 @@ def register_implementation(
     priority: int = 10,
     syncs: bool = False,
     slots: bool = False,
+    rows: bool = False,
     note: str = "",
 ) -> Callable[[Callable[..., None]], Implementation]:
     """Decorator that lets a function serve ``op`` on ``device``, ahead of everything of lower ``priority``.
@@ -244,7 +254,8 @@ def register_implementation(
 
     def decorate(run: Callable[..., None]) -> Implementation:
         frozen = frozenset(archs) if archs is not None else None
-        return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note, slots=slots))
+        made = Implementation(op, name, device, run, supports, frozen, priority, syncs, note, slots=slots, rows=rows)
+        return add(made)
 
     return decorate
 

@@ -18,9 +18,9 @@ def debug_checks() -> Iterator[None]:
     """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
 
     Other values are validated too: sizes of groups are not negative and their sum fits int32; ``slots`` lie within the
-    packed tensor, and matrices that are written do not overlap; the token of every row and the row of every choice are
-    each other's inverse; the group ends of a ``GroupedTensor`` that is a layer's
-    input are those of the call.
+    packed tensor, and matrices that are written do not overlap; an index of rows names rows that there are; the token
+    of every row and the row of every choice are each other's inverse; the group ends of a ``GroupedTensor`` that is a
+    layer's input are those of the call.
 
     Works around an eager call and around a call of a compiled function (the check runs inside the op). Inside a
     compiled function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to
@@ -89,6 +89,28 @@ def check_slots(op: str, slots: Tensor | None, argument: str, packed: Tensor, *,
                     f"tgl::{op}: `slots` must be matrices of `{argument}` that do not overlap, but slots[{group}] = "
                     f"{table[group]} and slots[{other}] = {table[other]} do"
                 )
+
+
+def check_rows(op: str, argument: str, index: Tensor | None, offs: Tensor, t: Tensor) -> None:
+    """Raise ``ValueError`` for the first number before the tail that is no row's of ``t`` if inside ``debug_checks()``;
+    free otherwise.
+
+    Args:
+        op: name of the op.
+        argument: name of ``index``.
+        index: the row of ``t`` that stands in every row of the groups.
+        offs: the groups' ends.
+        t: what is read by it.
+    """
+    if not active or index is None or not offs.shape[0]:
+        return
+    count, routed = t.shape[0], offs[-1].item()
+    for row, number in enumerate(index[:routed].tolist()):
+        if not 0 <= number < count:
+            raise ValueError(
+                f"tgl::{op}: `{argument}` must be numbers below {count} before row offs[-1] = {routed}, but "
+                f"{argument}[{row}] = {number}"
+            )
 
 
 def check_places(op: str, token: Tensor, position: Tensor, top_k: int) -> None:

@@ -112,6 +112,26 @@ def check_slots():
         assert torch.equal(buffer.full_tensor(), expected)
 
 
+def check_rows():
+    """An index is on every rank; the columns of what it reads are sharded as without one."""
+    a, b, rows = integers(5, K), integers(G, K, N), torch.tensor([4, 0, 0, 2, 1, 3, 4, -1, -1], dtype=torch.int32)
+    expected = tgl.grouped_gemm(a, b, OFFS, rows=rows)
+    for a_placement, b_placement, result in ((R, R, R), (R, S2, S1), (S1, S1, Partial())):
+        y = tgl.grouped_gemm(place(a, a_placement), place(b, b_placement), place(OFFS, R), rows=place(rows, R))
+        assert y.placements == (result,)
+        assert torch.equal(y.full_tensor(), expected)
+    dy, main_grad = integers(T, N), integers(G, K, N)
+    expected, summed = tgl.grouped_gemm_wgrad(a, dy, OFFS, a_rows=rows), main_grad.clone()
+    tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, summed, a_rows=rows)
+    for a_placement, b_placement, result in ((R, R, R), (S1, R, S1), (R, S1, S2)):
+        operands, index = (place(a, a_placement), place(dy, b_placement), place(OFFS, R)), place(rows, R)
+        dw, buffer = tgl.grouped_gemm_wgrad(*operands, a_rows=index), place(main_grad, result)
+        tgl.grouped_gemm_wgrad_accumulate_(*operands, buffer, a_rows=index)
+        assert dw.placements == buffer.placements == (result,)
+        assert torch.equal(dw.full_tensor(), expected)
+        assert torch.equal(buffer.full_tensor(), summed)
+
+
 def check_out_dtype_is_part_of_the_key():
     """The same shapes with another ``out_dtype``: DTensor must not answer from its cache."""
     a, b = integers(T, K).float(), integers(G, K, N).float()

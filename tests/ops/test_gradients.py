@@ -1,5 +1,6 @@
 """First and second derivatives in float64, and what a backward computes and keeps."""
 
+import dataclasses
 import itertools
 import math
 
@@ -12,6 +13,7 @@ import tgl
 from tests import oracle
 from tgl.meta.activations import TABLE
 from tgl.testing import SIGNATURES, GroupSizes
+from tgl.testing.samples import SampleInput
 
 ROUTING = GroupSizes("small", (2, 0, 1), 4)
 OFFS = ROUTING.ends()
@@ -27,10 +29,14 @@ CASES = [
 
 def random_operands(signature, given):
     """float64 leaves off the grid of integers; the tail holds ordinary numbers, whose derivative must be zero."""
-    small = type(signature)(signature.text, dimensions={"K": 2, "M": 2, "N": 3, "I": 2})
+    few = {"K": 2, "M": 2, "N": 3, "I": 2}
+    small = dataclasses.replace(signature, dimensions={**signature.dimensions, **few})
+    made = SampleInput(small, ROUTING, torch.float64, given=given).tensors()
     generator = torch.Generator().manual_seed(3)
     for operand in small.operands:
-        if operand.role == "ends":
+        if operand.role == "derived":
+            yield made[operand.name]
+        elif operand.role == "ends":
             yield OFFS
         elif operand.optional and operand.name not in given:
             yield None
@@ -45,12 +51,13 @@ def test_gradcheck_and_gradgradcheck(name, signature, given, options):
     if options.get("kind") in TABLE:
         given_constants = {"limit": 1.25, "alpha": 1.3, "offset": 0.5}  # a limit that the samples cross
         options = {**options, **{k: v for k, v in given_constants.items() if k in TABLE[options["kind"]].constants}}
-    operands = list(random_operands(signature, given))
-    leaves = [t for t in operands if t is not None and t.requires_grad]
+    operands = dict(zip([o.name for o in signature.operands], random_operands(signature, given)))
+    leaves = [t for t in operands.values() if t is not None and t.requires_grad]
 
     def function(*values):
         values = iter(values)
-        results = op(*(next(values) if t is not None and t.requires_grad else t for t in operands), **options)
+        changed = {n: next(values) if t is not None and t.requires_grad else t for n, t in operands.items()}
+        results = op(**changed, **options)
         return tuple(r for r in results if r.numel()) if isinstance(results, tuple) else results
 
     assert gradcheck(function, leaves)
@@ -249,7 +256,7 @@ def test_second_derivatives_never_read_a_tail(name, signature, given, options):
             operands.append(poison(t, role).requires_grad_() if floating else t)
         leaves = [t for t in operands if t is not None and t.requires_grad]
         roles = [r for r, t in zip(signature.operands, operands) if t is not None and t.requires_grad]
-        outputs = op(*operands, **options)
+        outputs = op(**dict(zip([o.name for o in signature.operands], operands)), **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         shaped = [(y, r) for y, r in zip(outputs, signature.outputs) if y.numel()]
         seeds = [poison(torch.ones_like(y), r).requires_grad_() for y, r in shaped]

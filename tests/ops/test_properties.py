@@ -46,6 +46,18 @@ def test_flops_of_the_gemms():
     assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
 
 
+def test_flops_of_rows_by_an_index_are_those_of_the_rows():
+    a, b, dy, rows = torch.randn(5, K), torch.randn(G, K, N), torch.randn(T, N), torch.zeros(T, dtype=torch.int32)
+    every = 2 * T * K * N
+    assert count(lambda: tgl.grouped_gemm(a, b, OFFS, rows=rows)) == every
+    assert count(lambda: tgl.grouped_gemm(a, b, OFFS, rows=rows, out=torch.empty(T, N))) == every
+    assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, a_rows=rows)) == every
+    assert count(lambda: tgl.grouped_gemm_wgrad(dy, a, OFFS, b_rows=rows)) == every
+    assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, a_rows=rows, out=torch.empty(G, K, N))) == every
+    main_grad = torch.zeros(G, K, N)
+    assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, main_grad, a_rows=rows)) == every
+
+
 @pytest.mark.parametrize("make", [tgl.recipes.MXFP8BlockScaling, tgl.recipes.NVFP4BlockScaling])
 def test_flops_of_a_layer_with_a_recipe(make):
     """Those of any other layer; NVFP4's weight gradient is stored by place, of which there are more than rows."""

@@ -36,6 +36,7 @@ def grouped_gemm(
     out: Tensor,
     zero_tail: bool,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     _bias_alone(offs, bias, bias_scale, out=out, zero_tail=zero_tail)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..meta import specs
 from ..meta.slots import on_host
+from .indexed import Indexed, indexed, split, split_transposed
 from .segments import below_autograd, native_matmul, segment_sizes
 
 
@@ -28,15 +29,16 @@ def grouped_gemm(
     out: Tensor,
     zero_tail: bool,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """One matrix product per group, accumulated in float32 and rounded once."""
-    sizes = segment_sizes(offs, a.shape[0])
+    sizes = segment_sizes(offs, out.shape[0])
     direct = rounds_once(a, bias, bias_scale, out.dtype)
-    gemm(a, b, sizes, bias, bias_scale, out, direct=direct, zero_tail=zero_tail, slots=slots)
+    gemm(indexed(a, rows), b, sizes, bias, bias_scale, out, direct=direct, zero_tail=zero_tail, slots=slots)
 
 
 def gemm(
-    a: Tensor,
+    a: Tensor | Indexed,
     b: Tensor,
     sizes: tuple[int, ...],
     bias: Tensor | None,
@@ -58,8 +60,8 @@ def gemm(
         return
     with below_autograd():
         matrices = b.unbind() if slots is None else _at(b, slots)
-        *a_parts, _ = torch.split_with_sizes(a, sizes)  # Tensor.split is Python and costs twice as much
-        *out_parts, _ = torch.split_with_sizes(out, sizes)
+        a_parts = split(a, sizes, done)
+        *out_parts, _ = torch.split_with_sizes(out, sizes)  # Tensor.split is Python and costs twice as much
         if not direct:
             _widened(a_parts, matrices, sizes, bias, bias_scale, out_parts)
         elif bias is None:
@@ -79,7 +81,7 @@ def _at(b: Tensor, slots: Tensor) -> list[Tensor]:
 
 
 def _widened(
-    a_parts: list[Tensor],
+    a_parts: Iterable[Tensor],
     matrices: Sequence[Tensor],
     sizes: tuple[int, ...],
     bias: Tensor | None,
@@ -87,7 +89,7 @@ def _widened(
     out_parts: list[Tensor],
 ) -> None:
     """Products of operands in the accumulator's dtype, for what torch.mm cannot do in one rounding."""
-    acc = specs.accumulator(a_parts[0].dtype)
+    acc = specs.accumulator(matrices[0].dtype)
     scales = bias_scale.split(sizes) if bias_scale is not None else None
     for g, (x, w, y) in enumerate(zip(a_parts, matrices, out_parts)):
         if not x.shape[0]:
@@ -102,15 +104,25 @@ def _widened(
         y.copy_(value)
 
 
-def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, slots: Tensor | None = None) -> None:
+def grouped_gemm_wgrad(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
     """One matrix product per group; an empty group's slot is zeroed."""
     direct = rounds_once(a, None, None, out.dtype)
-    wgrad(a, b, segment_sizes(offs, a.shape[0]), out, direct=direct, slots=slots)
+    x, y = indexed(a, a_rows), indexed(b, b_rows)
+    wgrad(x, y, segment_sizes(offs, x.shape[0]), out, direct=direct, slots=slots)
 
 
 def wgrad(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Indexed,
+    b: Tensor | Indexed,
     sizes: tuple[int, ...],
     out: Tensor,
     *,
@@ -123,7 +135,7 @@ def wgrad(
         return
     acc = specs.accumulator(a.dtype)
     with below_autograd():
-        for g, (size, xt, y, slot) in enumerate(_parts(a, b, sizes, out, slots)):
+        for g, (size, xt, y, slot) in enumerate(_parts(a, b, sizes, out, slots, done)):
             if slot is None:
                 continue
             if not size:
@@ -137,12 +149,27 @@ def wgrad(
 
 
 def grouped_gemm_wgrad_accumulate(
-    a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, slots: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
 ) -> None:
     """Every group's product added to its slot in the accumulator's dtype; an empty group's slot is not touched."""
+    x, y = indexed(a, a_rows), indexed(b, b_rows)
+    accumulate(x, y, segment_sizes(offs, x.shape[0]), out, slots)
+
+
+def accumulate(
+    a: Tensor | Indexed, b: Tensor | Indexed, sizes: tuple[int, ...], out: Tensor, slots: Tensor | None
+) -> None:
+    """``grouped_gemm_wgrad_accumulate_`` for groups of those sizes (the last is the tail's)."""
     acc = specs.accumulator(a.dtype)
     with below_autograd():
-        for size, xt, y, slot in _parts(a, b, segment_sizes(offs, a.shape[0]), out, slots):
+        for size, xt, y, slot in _parts(a, b, sizes, out, slots):
             if not size or slot is None:
                 continue
             if slot.dtype == acc:
@@ -151,10 +178,17 @@ def grouped_gemm_wgrad_accumulate(
                 slot.copy_(torch.addmm(slot.to(acc), xt.to(acc), y.to(acc)))
 
 
-def _parts(a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor, slots: Tensor | None) -> zip:
+def _parts(
+    a: Tensor | Indexed,
+    b: Tensor | Indexed,
+    sizes: tuple[int, ...],
+    out: Tensor,
+    slots: Tensor | None,
+    done: Collection[int] = (),
+) -> zip:
     """Size, rows of ``a`` transposed, rows of ``b`` and slot, None if there is none, of every group."""
     places = out.unbind() if slots is None else on_host(out, slots)
-    return zip(sizes, torch.split_with_sizes(a.t(), sizes, 1), torch.split_with_sizes(b, sizes), places)
+    return zip(sizes, split_transposed(a, sizes, done), split(b, sizes, done), places)
 
 
 def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:

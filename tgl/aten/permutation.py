@@ -13,7 +13,7 @@ from torch import Tensor
 from ..meta.specs import accumulator
 
 
-def _taken(t: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def taken(t: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of ``t`` at ``places``, some row for those out of range, and which those are, ``[n, 1]``."""
     absent = (places < 0) | (places >= t.shape[0])
     return t.index_select(0, places.masked_fill(absent, 0)), absent[:, None]
@@ -23,7 +23,7 @@ def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None,
     if not x.shape[0]:
         out.zero_()
         return
-    rows, absent = _taken(x, token)
+    rows, absent = taken(x, token)
     if weights is not None:
         rows = rows.to(accumulator(x.dtype)) * in_order_of_rows(weights, position, token.shape[0])[:, None]
     rows.view(torch.uint8).masked_fill_(absent, 0)  # zeros of any dtype
@@ -41,7 +41,7 @@ def combine(y: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, 
     total = torch.zeros(out.shape, dtype=accumulator(y.dtype), device=y.device)
     if y.shape[0]:
         for j, choice in enumerate(position.view(-1, top_k).unbind(1)):
-            rows, absent = _taken(y, choice)
+            rows, absent = taken(y, choice)
             rows = rows.to(total.dtype)
             if weights is not None:
                 rows = rows * weights[:, j, None]
@@ -66,5 +66,5 @@ def combine_backward(
         return
     wide = grad.to(dweights.dtype)
     for j, choice in enumerate(position.view(-1, top_k).unbind(1)):
-        rows, absent = _taken(y, choice)
+        rows, absent = taken(y, choice)
         torch.sum((wide * rows).masked_fill_(absent, 0), 1, out=dweights[:, j])

@@ -32,7 +32,7 @@ for _op, _loop in (
     ("grouped_gemm_wgrad", loops.grouped_gemm_wgrad),
     ("grouped_gemm_wgrad_accumulate_", loops.grouped_gemm_wgrad_accumulate),
 ):
-    add(Implementation(_op, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note=_LOOP, slots=True))
+    add(Implementation(_op, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note=_LOOP, slots=True, rows=True))
 for _op, _sums in (("grouped_dbias", loops.grouped_dbias), ("grouped_dbias_dscales", loops.grouped_dbias_dscales)):
     add(Implementation(_op, "loop of sums", "cpu", _sums))
     add(Implementation(_op, "loop of sums", "cuda", _sums, priority=-10, syncs=True, note="reads offs on the host"))
@@ -53,7 +53,7 @@ for _op, _run, _supports, _note in (
         )
     )
 
-for _op, _run, _slots in (
+for _op, _run, _dense in (
     ("grouped_gemm", bias_alone.grouped_gemm, True),
     ("grouped_gemm_scaled", bias_alone.grouped_gemm_scaled, False),
 ):
@@ -67,6 +67,7 @@ for _op, _run, _slots in (
             priority=3,
             note="steps of aten, for K = 0",
             emulable=True,
-            slots=_slots,
+            slots=_dense,
+            rows=_dense,
         )
     )

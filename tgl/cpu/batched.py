@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .indexed import InScratch
+
 # Costs in units of one multiply-add of a bfloat16 product (about 9 ps), measured.
 _SETUP = 1_700_000  # one torch.mm
 _BATCH = 7_000_000  # one bmm, and the calls around it
@@ -94,7 +96,7 @@ class _Places(NamedTuple):
     used: Tensor
     padding: Tensor
 
-    def rows(self, t: Tensor) -> Tensor:
+    def rows(self, t: Tensor | InScratch) -> Tensor:
         """``[groups, height, columns]``: the rows of ``t`` in their places."""
         return t.index_select(0, self.source).view(len(self.groups), self.height, t.shape[1])
 
@@ -113,7 +115,9 @@ def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _Places:
     return _Places(index, height, source, used.nonzero().view(-1), used.logical_not_().nonzero().view(-1))
 
 
-def gemm(a: Tensor, b: Tensor, sizes: tuple[int, ...], batches: Batches, bias: Tensor | None, out: Tensor) -> set[int]:
+def gemm(
+    a: Tensor | InScratch, b: Tensor, sizes: tuple[int, ...], batches: Batches, bias: Tensor | None, out: Tensor
+) -> set[int]:
     """Write ``a @ b[g] + bias[g]`` for the groups of ``batches``, which it returns as a set."""
     for batch in batches:
         _gemm(a, b, sizes, batch, bias, out)
@@ -125,7 +129,12 @@ def _consecutive(groups: tuple[int, ...]) -> bool:
 
 
 def _gemm(
-    a: Tensor, b: Tensor, sizes: tuple[int, ...], groups: tuple[int, ...], bias: Tensor | None, out: Tensor
+    a: Tensor | InScratch,
+    b: Tensor,
+    sizes: tuple[int, ...],
+    groups: tuple[int, ...],
+    bias: Tensor | None,
+    out: Tensor,
 ) -> None:
     # baddbmm of bfloat16 adds the bias before it rounds, as addmm does.
     at, consecutive = _places(sizes, groups), _consecutive(groups)
@@ -149,14 +158,18 @@ def _select(matrices: Tensor, index: Tensor) -> Tensor:
     return matrices.index_select(0, index)
 
 
-def wgrad(a: Tensor, b: Tensor, sizes: tuple[int, ...], batches: Batches, out: Tensor) -> set[int]:
+def wgrad(
+    a: Tensor | InScratch, b: Tensor | InScratch, sizes: tuple[int, ...], batches: Batches, out: Tensor
+) -> set[int]:
     """Write ``a[rows]^T @ b[rows]`` for the groups of ``batches``, which it returns as a set."""
     for batch in batches:
         _wgrad(a, b, sizes, batch, out)
     return {g for batch in batches for g in batch}
 
 
-def _wgrad(a: Tensor, b: Tensor, sizes: tuple[int, ...], groups: tuple[int, ...], out: Tensor) -> None:
+def _wgrad(
+    a: Tensor | InScratch, b: Tensor | InScratch, sizes: tuple[int, ...], groups: tuple[int, ...], out: Tensor
+) -> None:
     # Padding is zero on both sides: 0 * NaN would be NaN.
     at = _places(sizes, groups)
     x, y = at.rows(a), at.rows(b)

@@ -17,6 +17,8 @@ from ..aten import loops
 from ..aten.segments import native_matmul, sizes_of
 from ..meta.specs import TensorSpec
 from . import batched as _batched_cpu
+from .indexed import InScratch
+from .scratch import Scratch
 
 ALIGNMENT = 16  # bytes, of what ATen's loop takes
 
@@ -43,6 +45,10 @@ class Ways(NamedTuple):
     def one_by_one(self) -> Ways:
         """For matrices that do not lie in the order of the groups."""
         return self._replace(batches=False, aten=False)
+
+    def of_index(self, rows: int) -> Ways:
+        """For that many rows by an index: there are none in order that ATen's loop could take."""
+        return self._replace(rows=rows, aten=False)
 
 
 def ways(
@@ -114,20 +120,46 @@ def grouped_gemm(
     out: Tensor,
     zero_tail: bool,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
     found = ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
     if slots is not None:
         found = found.one_by_one
-    _gemm(a, b, found, work(tuple(offs.tolist()), found), bias, bias_scale, out, zero_tail, slots)
+    if rows is None:
+        _gemm(a, b, found, work(tuple(offs.tolist()), found), bias, bias_scale, out, zero_tail, slots)
+        return
+    scratch, found = Scratch(), found.of_index(rows.shape[0])
+    asked, (x,) = _indexed(offs, found, scratch, (a, rows))
+    _gemm(x, b, found, asked, bias, bias_scale, out, zero_tail, slots)
+    scratch.keep()
 
 
-def produce_grouped_gemm(spec: TensorSpec, operands: list, *, zero_tail: bool, slots: Tensor | None = None) -> Tensor:
+def _indexed(
+    offs: Tensor, found: Ways, scratch: Scratch, *operands: tuple[Tensor, Tensor | None]
+) -> tuple[Work, list[Tensor | InScratch]]:
+    """``work``, and the operands by their indices, in memory of ``scratch``."""
+    asked = work(tuple(offs.tolist()), found)
+    made: list[Tensor | InScratch] = []
+    for place, (t, index) in enumerate(operands):
+        if index is None:
+            made.append(t)
+            continue
+        rows = InScratch(t, index, found.rows - asked.sizes[-1], scratch, f"rows of operand {place}")
+        made.append(rows)
+        if not rows.within:
+            asked = asked._replace(batches=())  # which read some row for those that are not there
+    return asked, made
+
+
+def produce_grouped_gemm(
+    spec: TensorSpec, operands: list, *, zero_tail: bool, slots: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
     """``grouped_gemm`` into new memory: by ATen's loop where that takes the operands and there is nothing to batch."""
     a, b, offs, bias, bias_scale = operands
-    if slots is not None:
+    if slots is not None or rows is not None:
         out = spec.empty()
-        grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail, slots=slots)
+        grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail, slots=slots, rows=rows)
         return out
     found = ways(a, b, bias, columns=b.shape[2], dtype=spec.dtype, scaled=bias_scale is not None)
     asked = work(tuple(offs.tolist()), found)
@@ -142,7 +174,7 @@ def produce_grouped_gemm(spec: TensorSpec, operands: list, *, zero_tail: bool, s
 
 
 def _gemm(
-    a: Tensor,
+    a: Tensor | InScratch,
     b: Tensor,
     ways: Ways,
     work: Work,
@@ -156,17 +188,58 @@ def _gemm(
     loops.gemm(a, b, work.sizes, bias, bias_scale, out, direct=ways.direct, zero_tail=zero_tail, slots=slots, done=done)
 
 
-def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor, slots: Tensor | None = None) -> None:
+def grouped_gemm_wgrad(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
     """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
     found = ways(a, b, columns=b.shape[1], dtype=out.dtype)
     if slots is not None:
         found = found.one_by_one
-    _wgrad(a, b, found, work(tuple(offs.tolist()), found), out, slots)
+    if a_rows is None and b_rows is None:
+        _wgrad(a, b, found, work(tuple(offs.tolist()), found), out, slots)
+        return
+    scratch, found = Scratch(), found.of_index((a if a_rows is None else a_rows).shape[0])
+    asked, (x, y) = _indexed(offs, found, scratch, (a, a_rows), (b, b_rows))
+    _wgrad(x, y, found, asked, out, slots)
+    scratch.keep()
 
 
-def produce_grouped_gemm_wgrad(spec: TensorSpec, operands: list) -> Tensor:
+def grouped_gemm_wgrad_accumulate(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
+    """Every group's product added to its slot; an empty group's slot is not touched."""
+    if a_rows is None and b_rows is None:
+        loops.grouped_gemm_wgrad_accumulate(a, b, offs, out=out, slots=slots)
+        return
+    scratch, rows = Scratch(), (a if a_rows is None else a_rows).shape[0]
+    asked, (x, y) = _indexed(offs, Ways(rows, a.shape[1], b.shape[1]), scratch, (a, a_rows), (b, b_rows))
+    loops.accumulate(x, y, asked.sizes, out, slots)
+    scratch.keep()
+
+
+def produce_grouped_gemm_wgrad(
+    spec: TensorSpec, operands: list, *, a_rows: Tensor | None = None, b_rows: Tensor | None = None
+) -> Tensor:
     """``grouped_gemm_wgrad`` into new memory: by ATen's loop on the same terms."""
     a, b, offs = operands
+    if a_rows is not None or b_rows is not None:
+        out = spec.empty()
+        grouped_gemm_wgrad(a, b, offs, out=out, a_rows=a_rows, b_rows=b_rows)
+        return out
     found = ways(a, b, columns=b.shape[1], dtype=spec.dtype)
     asked = work(tuple(offs.tolist()), found)
     if asked.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
@@ -176,6 +249,13 @@ def produce_grouped_gemm_wgrad(spec: TensorSpec, operands: list) -> Tensor:
     return out
 
 
-def _wgrad(a: Tensor, b: Tensor, ways: Ways, work: Work, out: Tensor, slots: Tensor | None = None) -> None:
+def _wgrad(
+    a: Tensor | InScratch,
+    b: Tensor | InScratch,
+    ways: Ways,
+    work: Work,
+    out: Tensor,
+    slots: Tensor | None = None,
+) -> None:
     done = _batched_cpu.wgrad(a, b, work.sizes, work.batches, out) if work.batches else ()
     loops.wgrad(a, b, work.sizes, out, direct=ways.direct, slots=slots, done=done)

@@ -15,7 +15,7 @@ from ..meta.specs import TensorSpec, accumulator
 CACHED = 1 << 16  # elements of rows that are worked on at a time
 
 
-def _within(places: Tensor, count: int) -> bool:
+def within(places: Tensor, count: int) -> bool:
     if not places.shape[0]:
         return True
     least, most = torch.aminmax(places)
@@ -25,7 +25,7 @@ def _within(places: Tensor, count: int) -> bool:
 def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
     if weights is not None or not x.shape[0]:
         aten.dispatch(x, token, position, weights, top_k=top_k, out=out)
-    elif _within(token, x.shape[0]):
+    elif within(token, x.shape[0]):
         torch.index_select(x, 0, token, out=out)
     else:
         absent = (token < 0) | (token >= x.shape[0])
@@ -46,7 +46,7 @@ def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int) -
     pairs, rows = position.shape[0], y.shape[0]
     starts = torch.arange(0, pairs, top_k, dtype=position.dtype, device=y.device)
     factors = weights if weights is None else weights.to(accumulator(y.dtype)).reshape(-1)
-    if not _within(position, rows):
+    if not within(position, rows):
         present = (position >= 0) & (position < rows)
         position = position[present]
         factors = factors if factors is None else factors[present]
@@ -72,7 +72,7 @@ def combine_backward(
 ) -> None:
     """Some rows at a time, whose float32 stays in the cache."""
     rows, columns = y.shape
-    if not (columns and _within(position, rows) and _within(token, grad.shape[0])):
+    if not (columns and within(position, rows) and within(token, grad.shape[0])):
         aten.combine_backward(grad, y, token, position, weights, top_k=top_k, dy=dy, dweights=dweights)
         return
     acc = dweights.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..aten import loops
 from ..backends import Implementation, add
 from . import activation, gemm, permutation, quantize, routing, scaled_gemm
 
@@ -18,6 +17,7 @@ add(
         produce=gemm.produce_grouped_gemm,
         note=_GEMM,
         slots=True,
+        rows=True,
     )
 )
 add(
@@ -29,11 +29,17 @@ add(
         produce=gemm.produce_grouped_gemm_wgrad,
         note=_GEMM,
         slots=True,
+        rows=True,
     )
 )
 add(
     Implementation(
-        "grouped_gemm_wgrad_accumulate_", "loop of mm", "cpu", loops.grouped_gemm_wgrad_accumulate, slots=True
+        "grouped_gemm_wgrad_accumulate_",
+        "loop of mm",
+        "cpu",
+        gemm.grouped_gemm_wgrad_accumulate,
+        slots=True,
+        rows=True,
     )
 )
 add(Implementation("grouped_gemm_scaled", "decode and mm", "cpu", scaled_gemm.gemm, note=_DECODED))

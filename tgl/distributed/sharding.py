@@ -43,27 +43,44 @@ _ops = torch.ops.tgl
 
 
 def _grouped_gemm(
-    a: Any, b: Any, offs: Any, bias: Any = None, bias_scale: Any = None, slots: Any = None, **_: Any
+    a: Any,
+    b: Any,
+    offs: Any,
+    bias: Any = None,
+    bias_scale: Any = None,
+    slots: Any = None,
+    rows: Any = None,
+    **_: Any,
 ) -> list[Rule]:
     whole = Replicate()
-    rest = (bias_scale, whole), (slots, whole)
+    rest = (bias_scale, whole), (slots, whole), (rows, whole)
     return [
-        replicated(1, a, b, offs, bias, bias_scale, slots),
+        replicated(1, a, b, offs, bias, bias_scale, slots, rows),
         rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), *rest),
         rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), *rest),
     ]
 
 
-def _wgrad(a: Any, b: Any, offs: Any, **_: Any) -> list[Rule]:
+def _wgrad(a: Any, b: Any, offs: Any, a_rows: Any = None, b_rows: Any = None, **_: Any) -> list[Rule]:
     whole = Replicate()
+    rest = (offs, whole), (a_rows, whole), (b_rows, whole)
     return [
-        replicated(1, a, b, offs),
-        rule([Shard(1)], (a, Shard(1)), (b, whole), (offs, whole)),
-        rule([Shard(2)], (a, whole), (b, Shard(1)), (offs, whole)),
+        replicated(1, a, b, offs, a_rows, b_rows),
+        rule([Shard(1)], (a, Shard(1)), (b, whole), *rest),
+        rule([Shard(2)], (a, whole), (b, Shard(1)), *rest),
     ]
 
 
-def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, slots: Any = None, **_: Any) -> list[Rule]:
+def _wgrad_accumulate(
+    a: Any,
+    b: Any,
+    offs: Any,
+    main_grad: Any,
+    slots: Any = None,
+    a_rows: Any = None,
+    b_rows: Any = None,
+    **_: Any,
+) -> list[Rule]:
     """The rules of ``grouped_gemm_wgrad`` where ``main_grad`` is placed: writes to a redistributed copy would be lost.
 
     DTensor takes the first operand for the one that is written, and does not redistribute it either.
@@ -75,7 +92,11 @@ def _wgrad_accumulate(a: Any, b: Any, offs: Any, main_grad: Any, slots: Any = No
             f"but got {main_grad.placements}"
         )
     table = None if slots is None else Replicate()
-    return [([], [*inputs, *result, table]) for result, inputs in _wgrad(a, b, offs) if result[0] in placements]
+    rules: list[Rule] = []
+    for result, (*inputs, a_index, b_index) in _wgrad(a, b, offs, a_rows, b_rows):
+        if result[0] in placements:
+            rules.append(([], [*inputs, *result, table, a_index, b_index]))
+    return rules
 
 
 def _grouped_dbias(dy: Any, offs: Any) -> list[Rule]:

@@ -167,6 +167,17 @@ def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, 
         require(False, op, "offs", "contiguous", f"strides {offs.stride()}")
 
 
+def row_index(op: str, argument: str, index: Tensor, reference: str, device: torch.device) -> None:
+    """``index`` is a contiguous int32 vector of numbers of rows of the argument called ``reference``."""
+    if index.dtype != torch.int32:
+        require(False, op, argument, f"int32 (numbers of rows of `{reference}`)", index.dtype, TypeError)
+    ndim(op, argument, index, 1, "[T]")
+    same_device(op, argument, index, reference, device)
+    (stride,) = index.stride()
+    if (stride == 1) is not True and not (guard_or_true(stride == 1) or guard_or_true(index.shape[0] <= 1)):
+        require(False, op, argument, "contiguous", f"strides {index.stride()}")
+
+
 def slots(
     op: str, argument: str, packed: Tensor, table: Tensor, groups: int | SymInt, reference: str, device: torch.device
 ) -> None:

@@ -121,17 +121,21 @@ def grouped_gemm(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     op: str = "grouped_gemm",
 ) -> TensorSpec:
-    """``[T, K] x [G, K, N] -> [T, N]``; with ``slots``, ``b`` is ``[S, K, N]``."""
-    checks.ndim(op, "a", a, 2, "[T, K]")
+    """``[T, K] x [G, K, N] -> [T, N]``; with ``slots``, ``b`` is ``[S, K, N]``; with ``rows``, ``a`` is ``[S, K]``."""
+    checks.ndim(op, "a", a, 2, "[T, K]" if rows is None else "[S, K]")
     checks.floating(op, "a", a)
     checks.dense_matrix(op, "a", a)
     checks.ndim(op, "b", b, 3, "[G, K, N]")
-    (rows, depth), (groups, b_depth, columns) = a.shape, b.shape
+    (count, depth), (groups, b_depth, columns) = a.shape, b.shape
     dtype, device = a.dtype, a.device
+    if rows is not None:
+        checks.row_index(op, "rows", rows, "a", device)
+        count = rows.shape[0]
     checks.same_dtype(op, "b", b, "a", dtype)
     checks.same_device(op, "b", b, "a", device)
     if (same := b_depth == depth) is not True:
@@ -149,10 +153,10 @@ def grouped_gemm(
         checks.same_device(op, "bias", bias, "a", device)
     if bias_scale is not None:
         checks.require(bias is not None, op, "bias_scale", "None when there is no `bias`", "a tensor")
-        checks.shape(op, "bias_scale", bias_scale, (rows,), "[T]")
+        checks.shape(op, "bias_scale", bias_scale, (count,), "[T]")
         checks.either_dtype(op, "bias_scale", bias_scale, dtype, accumulator(dtype))
         checks.same_device(op, "bias_scale", bias_scale, "a", device)
-    return RowsSpec((rows, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
+    return RowsSpec((count, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
 
 
 def grouped_gemm_out(
@@ -162,36 +166,57 @@ def grouped_gemm_out(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out: Tensor,
 ) -> None:
     """Checks of ``grouped_gemm.out``: those of ``grouped_gemm``, and a buffer that fits."""
-    shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale, slots)
+    shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale, slots, rows)
     checks.out_buffer("grouped_gemm", "out", out, shape, "[T, N]", device)
     checks.out_dtype("grouped_gemm", "out", a.dtype, out.dtype)
 
 
-def _wgrad(op: str, a: Tensor, b: Tensor, offs: Tensor) -> tuple[Dim, Dim, Dim]:
-    checks.ndim(op, "a", a, 2, "[T, M]")
+def _wgrad(
+    op: str, a: Tensor, b: Tensor, offs: Tensor, a_rows: Tensor | None = None, b_rows: Tensor | None = None
+) -> tuple[Dim, Dim, Dim]:
+    checks.ndim(op, "a", a, 2, "[T, M]" if a_rows is None else "[S, M]")
     checks.floating(op, "a", a)
     checks.dense_matrix(op, "a", a)
-    checks.ndim(op, "b", b, 2, "[T, N]")
-    (rows, a_columns), (b_rows, b_columns), device = a.shape, b.shape, a.device
+    checks.ndim(op, "b", b, 2, "[T, N]" if b_rows is None else "[S, N]")
+    (count, a_columns), (b_count, b_columns), device = a.shape, b.shape, a.device
     checks.same_dtype(op, "b", b, "a", a.dtype)
     checks.same_device(op, "b", b, "a", device)
-    if (same := b_rows == rows) is not True:
-        checks.require(same, op, "b", f"[T, N] with T = {rows} like `a`", b.shape)
+    counted, reference = b, "a"
+    if a_rows is not None:
+        checks.row_index(op, "a_rows", a_rows, "a", device)
+        count, reference = a_rows.shape[0], "a_rows"
+    if b_rows is not None:
+        checks.row_index(op, "b_rows", b_rows, "b", device)
+        b_count, counted = b_rows.shape[0], b_rows
+    if (same := b_count == count) is not True:
+        argument, letters = ("b", "[T, N]") if b_rows is None else ("b_rows", "[T]")
+        checks.require(same, op, argument, f"{letters} with T = {count} like `{reference}`", counted.shape)
     checks.dense_matrix(op, "b", b)
     checks.offsets(op, offs, None, "a", device)
     return offs.shape[0], a_columns, b_columns
 
 
 def grouped_gemm_wgrad(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
 ) -> TensorSpec:
-    """``[T, M]^T x [T, N] -> [G, M, N]``; with an ``alignment``, packed as ``allocate_wgrad`` does."""
+    """``[T, M]^T x [T, N] -> [G, M, N]``; with an ``alignment``, packed as ``allocate_wgrad`` does.
+
+    With ``a_rows``, ``a`` is ``[S, M]``; with ``b_rows``, ``b`` is ``[S, N]``, of another number of rows maybe.
+    """
     op = "grouped_gemm_wgrad"
-    shape = _wgrad(op, a, b, offs)
+    shape = _wgrad(op, a, b, offs, a_rows, b_rows)
     dtype = checks.out_dtype(op, "out_dtype", a.dtype, out_dtype)
     if alignment is not None:
         return packed_slots(op, shape[0], shape[1:], dtype, a.device, alignment)
@@ -209,19 +234,34 @@ def wgrad_buffer(op: str, argument: str, t: Tensor, expected: tuple, slots: Tens
     checks.slots(op, argument, t, slots, groups, "a", device)
 
 
-def grouped_gemm_wgrad_out(a: Tensor, b: Tensor, offs: Tensor, slots: Tensor | None = None, *, out: Tensor) -> None:
+def grouped_gemm_wgrad_out(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    out: Tensor,
+) -> None:
     """Checks of ``grouped_gemm_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` makes them."""
     op = "grouped_gemm_wgrad"
-    wgrad_buffer(op, "out", out, _wgrad(op, a, b, offs), slots, a.device)
+    wgrad_buffer(op, "out", out, _wgrad(op, a, b, offs, a_rows, b_rows), slots, a.device)
     checks.out_dtype(op, "out", a.dtype, out.dtype)
 
 
 def grouped_gemm_wgrad_accumulate_(
-    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, slots: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
 ) -> None:
     """Checks of the accumulating wgrad: ``main_grad`` is ``[G, M, N]`` in the accumulator's or the operands' dtype."""
     op = "grouped_gemm_wgrad_accumulate_"
-    wgrad_buffer(op, "main_grad", main_grad, _wgrad(op, a, b, offs), slots, a.device)
+    wgrad_buffer(op, "main_grad", main_grad, _wgrad(op, a, b, offs, a_rows, b_rows), slots, a.device)
     checks.either_dtype(op, "main_grad", main_grad, accumulator(a.dtype), a.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,16 +50,34 @@ def _flops(*ops: torch._ops.OpOverloadPacket) -> Callable[[Callable[..., int]], 
     return keep
 
 
-@_flops(_ops.grouped_gemm, _ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation)
-def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
+def _rows(a_shape: list[int], tables: Sequence[list[int] | None], place: int) -> int:
+    """T: of the index of ``a``, which is argument ``place`` of ``tables``, or of ``a`` in a call that has none."""
+    index = tables[place] if len(tables) > place else None
+    return (index or a_shape)[0]
+
+
+@_flops(_ops.grouped_gemm)
+def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kwargs: Any) -> int:
     """``2 T K N``: every row counts, since which of them are routed is known on the device alone."""
+    return 2 * _rows(a_shape, tables, 4) * a_shape[1] * b_shape[2]
+
+
+@_flops(_ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation)
+def grouped_gemm_and_activation_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
+    """Those of the GEMM."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[2]
 
 
-@_flops(_ops.grouped_gemm_wgrad, _ops.grouped_gemm_wgrad_accumulate_)
-def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
-    """``2 T M N``: every row counts."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+@_flops(_ops.grouped_gemm_wgrad)
+def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *tables: Any, out: Any = None, **_: Any) -> int:
+    """``2 T M N``: every row counts. With ``out``, ``slots`` stands before the indices."""
+    return 2 * _rows(a_shape, tables, 1 if out is None else 2) * a_shape[1] * b_shape[1]
+
+
+@_flops(_ops.grouped_gemm_wgrad_accumulate_)
+def grouped_gemm_wgrad_accumulate_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kwargs: Any) -> int:
+    """Those of the product."""
+    return 2 * _rows(a_shape, tables, 3) * a_shape[1] * b_shape[1]
 
 
 @_flops(_ops.grouped_mlp)

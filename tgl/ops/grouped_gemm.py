@@ -12,16 +12,22 @@ from ..meta import memory, specs
 from ..meta.remembered import remembered
 from ..meta.slots import gather
 from ._library import CASTS, Formula, autocast_operand, define
+from ._rows import given, summed
 
 NAME = "grouped_gemm"
-_ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None, Tensor? slots=None"
+_ARGS = (
+    "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None, Tensor? slots=None, Tensor? rows=None"
+)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 _ROWS = {"a": "rows", "bias_scale": "vector"}
+_INDEXED = {"a": "tokens", "bias_scale": "tokens", "rows": "tokens"}
 _spec = remembered(specs.grouped_gemm, _ROWS)
+_spec_indexed = remembered(specs.grouped_gemm, _INDEXED)
 _checked_out = remembered(specs.grouped_gemm_out, {**_ROWS, "out": "destination"})
+_checked_out_indexed = remembered(specs.grouped_gemm_out, {**_INDEXED, "out": "tokens"})
 
 
 def _kernel(
@@ -31,32 +37,27 @@ def _kernel(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if slots is not None:
-        return _kernel_slots(a, b, offs, bias, bias_scale, slots, out_dtype=out_dtype)
+    if slots is not None or rows is not None:
+        checked = _spec if rows is None else _spec_indexed
+        spec = checked(a, b, offs, bias, bias_scale, slots, rows, out_dtype=out_dtype)
+        tables = _tables(a, b, offs, slots, rows)
+        return backends.produce(NAME, a.device, spec, [a, b, offs, bias, bias_scale], zero_tail=True, **tables)
     spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
     if debug.active:
         debug.check_offs(NAME, offs, a.shape[0])
     return backends.produce(NAME, a.device, spec, [a, b, offs, bias, bias_scale], zero_tail=True)
 
 
-def _kernel_slots(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    slots: Tensor,
-    *,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    spec = _spec(a, b, offs, bias, bias_scale, slots, out_dtype=out_dtype)
-    debug.check_offs(NAME, offs, a.shape[0])
+def _tables(a: Tensor, b: Tensor, offs: Tensor, slots: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
+    """Those of a call, whose values are looked at inside ``debug_checks()``."""
+    debug.check_offs(NAME, offs, (a if rows is None else rows).shape[0])
     debug.check_slots(NAME, slots, "b", b, written=False)
-    operands: list = [a, b, offs, bias, bias_scale]
-    return backends.produce(NAME, a.device, spec, operands, zero_tail=True, slots=slots)
+    debug.check_rows(NAME, "rows", rows, offs, a)
+    return given(slots=slots, rows=rows)
 
 
 def _kernel_out(
@@ -66,20 +67,21 @@ def _kernel_out(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out: Tensor,
 ) -> None:
-    if slots is None:
+    if slots is None and rows is None:
         _checked_out(a, b, offs, bias, bias_scale, out=out)
         memory.writable(NAME, "out", out, a=a, b=b, offs=offs, bias=bias, bias_scale=bias_scale)
         debug.check_offs(NAME, offs, a.shape[0])
         backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=False)
         return
-    _checked_out(a, b, offs, bias, bias_scale, slots, out=out)
-    memory.writable(NAME, "out", out, a=a, b=b, offs=offs, bias=bias, bias_scale=bias_scale, slots=slots)
-    debug.check_offs(NAME, offs, a.shape[0])
-    debug.check_slots(NAME, slots, "b", b, written=False)
-    backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=False, slots=slots)
+    checked = _checked_out if rows is None else _checked_out_indexed
+    checked(a, b, offs, bias, bias_scale, slots, rows, out=out)
+    memory.writable(NAME, "out", out, a=a, b=b, offs=offs, bias=bias, bias_scale=bias_scale, slots=slots, rows=rows)
+    tables = _tables(a, b, offs, slots, rows)
+    backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=False, **tables)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -99,6 +101,7 @@ def _save(
     bias: Tensor | None,
     bias_scale: Tensor | None,
     slots: Tensor | None,
+    rows: Tensor | None,
     *,
     output: Tensor,
     out_dtype: torch.dtype | None,
@@ -113,8 +116,9 @@ def _save(
         bias if scaled else None,
         bias_scale if scaled else None,
         slots if needs[0] else None,
+        rows,
     )
-    ctx.dtype = a.dtype
+    ctx.dtype, ctx.tokens = a.dtype, a.shape[0]
     # The gradient of b is formed in b's own memory order, so that accumulating it into a weight does not copy it.
     ctx.transposed_b = b.stride(1) == 1 and b.stride(2) != 1
     ctx.bias_dtype = bias.dtype if bias is not None else None
@@ -122,28 +126,31 @@ def _save(
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """da = dy b^T;  db = a^T dy;  dbias = sum of dy (times bias_scale) per group;  dbias_scale = dy . bias per row."""
-    a, b, offs, bias, bias_scale, slots = ctx.saved_tensors
+    """da = dy b^T;  db = a^T dy;  dbias = sum of dy (times bias_scale) per group;  dbias_scale = dy . bias per row.
+
+    With ``rows``, the gradient of a row of ``a`` is the sum over the rows that read it.
+    """
+    a, b, offs, bias, bias_scale, slots, rows = ctx.saved_tensors
     da = db = dbias = dscale = None
     operand = dy.to(ctx.dtype)
     if needs[1]:
         if ctx.transposed_b:
-            db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs).transpose(1, 2)
+            db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs, **given(b_rows=rows)).transpose(1, 2)
         else:
-            db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs)
+            db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs, **given(a_rows=rows))
     # Without a second backward to come, nobody needs ``a`` any more: da may take its memory.
     ctx.maybe_clear_saved_tensors()
     del a
     if needs[0]:
-        table = {} if slots is None else {"slots": slots}
-        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs, **table)
+        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs, **given(slots=slots))
+        da = da if rows is None else summed(da, rows, ctx.tokens)
     if needs[3] or needs[4]:
         if bias_scale is None:
             dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
         else:
             dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
             dbias, dscale = dbias.to(ctx.bias_dtype), dscale.to(ctx.scale_dtype)
-    return da, db, None, dbias if needs[3] else None, dscale if needs[4] else None, None
+    return da, db, None, dbias if needs[3] else None, dscale if needs[4] else None, None, None
 
 
 def _autocast(
@@ -154,6 +161,7 @@ def _autocast(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[tuple, dict]:
     """Operands and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own.
@@ -168,7 +176,7 @@ def _autocast(
     bias = autocast_operand(dtype, bias) if bias is not None else None
     if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
         bias_scale = bias_scale.float()
-    return (a, b, offs, bias, bias_scale, slots), kwargs
+    return (a, b, offs, bias, bias_scale, slots, rows), kwargs
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -190,17 +198,18 @@ def _call(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     functional = out is None
     if out is not None:
-        specs.grouped_gemm_out(a, b, offs, bias, bias_scale, slots, out=out)
+        specs.grouped_gemm_out(a, b, offs, bias, bias_scale, slots, rows, out=out)
     else:
-        out = specs.grouped_gemm(a, b, offs, bias, bias_scale, slots, out_dtype=out_dtype).meta()
-    table = {} if slots is None else {"slots": slots}
-    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": functional, **table}
+        out = specs.grouped_gemm(a, b, offs, bias, bias_scale, slots, rows, out_dtype=out_dtype).meta()
+    tables = given(slots=slots, rows=rows)
+    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": functional, **tables}
 
 
 backends.describe_op(NAME, _call)
@@ -213,6 +222,7 @@ def grouped_gemm(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
@@ -223,10 +233,17 @@ def grouped_gemm(
     for float64) and rounded once. Group ``g`` holds the rows ``offs[g-1] <= t < offs[g]``; groups may be empty and of
     any number. Rows past ``offs[-1]`` come out as zeros and are never read, so NaN there goes nowhere.
 
-    Differentiable in ``a``, ``b`` (without ``slots``), ``bias`` and ``bias_scale``, twice; without ``out``.
+    With ``rows``, row ``rows[t]`` of ``a`` stands for ``a[t]``: tokens are gathered as they are read, and no ``[T, K]``
+    of them lies in memory where a kernel does that (``tgl.explain`` says which copy another one makes).
+
+    Differentiable in ``a``, ``b`` (without ``slots``), ``bias`` and ``bias_scale``, twice; without ``out``. With
+    ``rows``, the gradient of ``a`` takes a ``[T, K]`` and a stable sort of ``rows``: that of a row is the sum over all
+    ``t`` that read it, in their order and rounded once, with equal bits every time. Where the rows of every token are
+    known (``tgl.Routing.position``), ``tgl.dispatch`` in front of the op has that gradient without a sort.
 
     Args:
-        a: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        a: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded). With ``rows``, ``[S,
+            K]`` with any number of rows.
         b: ``[G, K, N]`` of the same dtype, either major.
         offs: int32 ``[G]`` on the same device: cumulative group ends, as in ``torch.nn.functional.grouped_mm``. Values
             are not read on the host; see ``tgl.debug_checks``.
@@ -237,6 +254,10 @@ def grouped_gemm(
             view whose slot stride is a common divisor of the distances. Slots of ``b`` may overlap, and a slot that is
             not in the table is not read. Values are not read on the host; a number outside ``[0, S)`` reads a matrix of
             zeros. With ``slots``, ``b`` must not require grad.
+        rows: int32 ``[T]`` on the device of ``a``, contiguous: the row of ``a`` for every row of the groups, such as
+            ``tgl.Routing.token``. Numbers may repeat, and rows of ``a`` that none names are not read. From ``offs[-1]``
+            on, numbers mean nothing. Values are not read on the host; before the tail, a number outside ``[0, S)``
+            stands for a row of zeros, and is an error inside ``tgl.debug_checks()``.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
         out: buffer ``[T, N]``, row-major (rows may be padded), 16-byte aligned, sharing no memory with an operand and
             requiring no grad. Its rows past ``offs[-1]`` are not written. Its dtype is the output dtype.
@@ -251,8 +272,8 @@ def grouped_gemm(
             forward-mode derivative is requested.
     """
     if out is None:
-        return _op(a, b, offs, bias, bias_scale, slots, out_dtype=out_dtype)
+        return _op(a, b, offs, bias, bias_scale, slots, rows, out_dtype=out_dtype)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
-    _op_out(a, b, offs, bias, bias_scale, slots, out=out)
+    _op_out(a, b, offs, bias, bias_scale, slots, rows, out=out)
     return out

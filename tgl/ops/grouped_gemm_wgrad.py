@@ -11,61 +11,109 @@ from .. import backends, debug
 from ..meta import memory, specs
 from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
+from ._rows import given, summed
 from .allocate_wgrad import aligned
 
 NAME = "grouped_gemm_wgrad"
 ACCUMULATE = "grouped_gemm_wgrad_accumulate_"
+_INDICES = "Tensor? a_rows=None, Tensor? b_rows=None"
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 _ROWS = {"a": "rows", "b": "rows"}
+_INDEXED = {"a": "tokens", "b": "tokens", "a_rows": "tokens", "b_rows": "tokens"}
 _spec = remembered(specs.grouped_gemm_wgrad, _ROWS)
+_spec_indexed = remembered(specs.grouped_gemm_wgrad, _INDEXED)
 _checked_out = remembered(specs.grouped_gemm_wgrad_out, _ROWS)
+_checked_out_indexed = remembered(specs.grouped_gemm_wgrad_out, _INDEXED)
 _checked_accumulate = remembered(specs.grouped_gemm_wgrad_accumulate_, _ROWS)
+_checked_accumulate_indexed = remembered(specs.grouped_gemm_wgrad_accumulate_, _INDEXED)
 
 
 def _kernel(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None, alignment: int | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    alignment: int | None = None,
 ) -> Tensor:
-    spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
-    if debug.active:
-        debug.check_offs(NAME, offs, a.shape[0])
+    if a_rows is not None or b_rows is not None:
+        spec = _spec_indexed(a, b, offs, a_rows, b_rows, out_dtype=out_dtype, alignment=alignment)
+        indices = given(a_rows=a_rows, b_rows=b_rows)
+        _check_indices(NAME, a, b, offs, a_rows, b_rows)
+    else:
+        spec = _spec(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+        indices = {}
+        if debug.active:
+            debug.check_offs(NAME, offs, a.shape[0])
     if alignment is None:
-        return backends.produce(NAME, a.device, spec, [a, b, offs])
+        return backends.produce(NAME, a.device, spec, [a, b, offs], **indices)
     out = aligned(spec, alignment)
-    backends.run(NAME, a.device, a, b, offs, out=out)
+    backends.run(NAME, a.device, a, b, offs, out=out, **indices)
     return out
 
 
-def _kernel_out(a: Tensor, b: Tensor, offs: Tensor, slots: Tensor | None = None, *, out: Tensor) -> None:
-    if slots is None:
+def _check_indices(op: str, a: Tensor, b: Tensor, offs: Tensor, a_rows: Tensor | None, b_rows: Tensor | None) -> None:
+    """Look at values if inside ``debug_checks()``."""
+    debug.check_offs(op, offs, (a if a_rows is None else a_rows).shape[0])
+    debug.check_rows(op, "a_rows", a_rows, offs, a)
+    debug.check_rows(op, "b_rows", b_rows, offs, b)
+
+
+def _kernel_out(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    out: Tensor,
+) -> None:
+    if slots is None and a_rows is None and b_rows is None:
         _checked_out(a, b, offs, out=out)
         memory.writable(NAME, "out", out, a=a, b=b, offs=offs)
         debug.check_offs(NAME, offs, a.shape[0])
         backends.run(NAME, a.device, a, b, offs, out=out)
         return
-    _checked_out(a, b, offs, slots, out=out)
-    memory.writable(NAME, "out", out, a=a, b=b, offs=offs, slots=slots)
-    debug.check_offs(NAME, offs, a.shape[0])
+    checked = _checked_out if a_rows is None and b_rows is None else _checked_out_indexed
+    checked(a, b, offs, slots, a_rows, b_rows, out=out)
+    tables = given(slots=slots, a_rows=a_rows, b_rows=b_rows)
+    memory.writable(NAME, "out", out, a=a, b=b, offs=offs, **tables)
+    _check_indices(NAME, a, b, offs, a_rows, b_rows)
     debug.check_slots(NAME, slots, "out", out, written=True)
-    backends.run(NAME, a.device, a, b, offs, out=out, slots=slots)
+    backends.run(NAME, a.device, a, b, offs, out=out, **tables)
 
 
 def _kernel_accumulate(
-    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, slots: Tensor | None = None, *, overwrite: bool = False
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
-    if slots is None:
+    op = NAME if overwrite else ACCUMULATE
+    if slots is None and a_rows is None and b_rows is None:
         _checked_accumulate(a, b, offs, main_grad)
         memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs)
         debug.check_offs(ACCUMULATE, offs, a.shape[0])
-        backends.run(NAME if overwrite else ACCUMULATE, a.device, a, b, offs, out=main_grad)
+        backends.run(op, a.device, a, b, offs, out=main_grad)
         return
-    _checked_accumulate(a, b, offs, main_grad, slots)
-    memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs, slots=slots)
-    debug.check_offs(ACCUMULATE, offs, a.shape[0])
+    checked = _checked_accumulate if a_rows is None and b_rows is None else _checked_accumulate_indexed
+    checked(a, b, offs, main_grad, slots, a_rows, b_rows)
+    tables = given(slots=slots, a_rows=a_rows, b_rows=b_rows)
+    memory.writable(ACCUMULATE, "main_grad", main_grad, a=a, b=b, offs=offs, **tables)
+    _check_indices(ACCUMULATE, a, b, offs, a_rows, b_rows)
     debug.check_slots(ACCUMULATE, slots, "main_grad", main_grad, written=True)
-    backends.run(NAME if overwrite else ACCUMULATE, a.device, a, b, offs, out=main_grad, slots=slots)
+    backends.run(op, a.device, a, b, offs, out=main_grad, **tables)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -77,22 +125,28 @@ def _save(
     a: Tensor,
     b: Tensor,
     offs: Tensor,
+    a_rows: Tensor | None,
+    b_rows: Tensor | None,
     *,
     output: Tensor,
     out_dtype: torch.dtype | None,
     alignment: int | None,
 ) -> None:
-    ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs)
-    ctx.dtype = a.dtype
+    ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, a_rows, b_rows)
+    ctx.dtype, ctx.counts = a.dtype, (a.shape[0], b.shape[0])
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dw: Tensor) -> tuple[Tensor | None, ...]:
-    """da[t] = b[t] dw[g]^T;  db[t] = a[t] dw[g]."""
-    a, b, offs = ctx.saved_tensors
-    dw = dw.to(ctx.dtype)
-    da = torch.ops.tgl.grouped_gemm(b, dw.transpose(1, 2), offs) if needs[0] else None
-    db = torch.ops.tgl.grouped_gemm(a, dw, offs) if needs[1] else None
-    return da, db, None
+    """da[t] = b[t] dw[g]^T;  db[t] = a[t] dw[g]; of an operand with an index, summed over the rows that read a row."""
+    a, b, offs, a_rows, b_rows = ctx.saved_tensors
+    dw, (a_count, b_count) = dw.to(ctx.dtype), ctx.counts
+    da = torch.ops.tgl.grouped_gemm(b, dw.transpose(1, 2), offs, **given(rows=b_rows)) if needs[0] else None
+    db = torch.ops.tgl.grouped_gemm(a, dw, offs, **given(rows=a_rows)) if needs[1] else None
+    if da is not None and a_rows is not None:
+        da = summed(da, a_rows, a_count)
+    if db is not None and b_rows is not None:
+        db = summed(db, b_rows, b_count)
+    return da, db, None, None, None
 
 
 def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
@@ -102,19 +156,20 @@ def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: An
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor a, Tensor b, Tensor offs, *, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
+    f"{NAME}(Tensor a, Tensor b, Tensor offs, {_INDICES}, *, ScalarType? out_dtype=None, int? alignment=None) "
+    "-> Tensor",
     _kernel,
     lambda *args, **kwargs: specs.grouped_gemm_wgrad(*args, **kwargs).empty(),
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
 _op_out = define(
-    f"{NAME}.out(Tensor a, Tensor b, Tensor offs, Tensor? slots=None, *, Tensor(a!) out) -> ()",
+    f"{NAME}.out(Tensor a, Tensor b, Tensor offs, Tensor? slots=None, {_INDICES}, *, Tensor(a!) out) -> ()",
     _kernel_out,
     specs.grouped_gemm_wgrad_out,
 )
 _op_accumulate = define(
-    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad, Tensor? slots=None, *, "
+    f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad, Tensor? slots=None, {_INDICES}, *, "
     "bool overwrite=False) -> ()",
     _kernel_accumulate,
     lambda *args, overwrite=False: specs.grouped_gemm_wgrad_accumulate_(*args),
@@ -127,23 +182,33 @@ def _call(
     b: Tensor,
     offs: Tensor,
     slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     alignment: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     if out is not None:
-        specs.grouped_gemm_wgrad_out(a, b, offs, slots, out=out)
+        specs.grouped_gemm_wgrad_out(a, b, offs, slots, a_rows, b_rows, out=out)
     else:
-        out = specs.grouped_gemm_wgrad(a, b, offs, out_dtype=out_dtype, alignment=alignment).meta()
-    return a.device, (a, b, offs), {"out": out} if slots is None else {"out": out, "slots": slots}
+        out = specs.grouped_gemm_wgrad(a, b, offs, a_rows, b_rows, out_dtype=out_dtype, alignment=alignment).meta()
+    return a.device, (a, b, offs), {"out": out, **given(slots=slots, a_rows=a_rows, b_rows=b_rows)}
 
 
 def _call_accumulate(
-    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, slots: Tensor | None = None, *, overwrite: bool = False
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    overwrite: bool = False,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad, slots)
-    return a.device, (a, b, offs), {"out": main_grad} if slots is None else {"out": main_grad, "slots": slots}
+    specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad, slots, a_rows, b_rows)
+    return a.device, (a, b, offs), {"out": main_grad, **given(slots=slots, a_rows=a_rows, b_rows=b_rows)}
 
 
 backends.describe_op(NAME, _call)
@@ -155,6 +220,8 @@ def grouped_gemm_wgrad(
     b: Tensor,
     offs: Tensor,
     slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     alignment: int | None = None,
@@ -164,7 +231,7 @@ def grouped_gemm_wgrad(
 
     ``out[g] = a[rows of g]^T @ b[rows of g]``, accumulated in float32 (float64 for float64) and rounded once; exactly
     zero for an empty group. Rows past ``offs[-1]`` are never read. Differentiable in ``a`` and ``b``, twice; without
-    ``out``.
+    ``out``. The gradient of an operand with an index takes a stable sort, see ``grouped_gemm``.
 
     Args:
         a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
@@ -173,6 +240,10 @@ def grouped_gemm_wgrad(
         slots: only with ``out``: int32 ``[G]`` on the device of ``a``, as in ``grouped_gemm``: group ``g`` writes
             ``out[slots[g]]``, and ``out`` is ``[S, M, N]``. Slots in the table must not overlap; other slots are not
             written, and a group whose number is not in ``[0, S)`` writes nothing.
+        a_rows: int32 ``[T]`` on the device of ``a``, as ``rows`` in ``grouped_gemm``: row ``a_rows[t]`` of ``a`` stands
+            for ``a[t]``, and ``a`` is ``[S, M]`` with any number of rows. Before the tail, a number of no row stands
+            for a row of zeros, and is an error inside ``tgl.debug_checks()``.
+        b_rows: such an index of ``b``, which then is ``[S, N]``, with an S of its own.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
         alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
             if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
@@ -190,17 +261,25 @@ def grouped_gemm_wgrad(
     if out is None:
         if slots is not None:
             raise ValueError(f"tgl::{NAME}: `slots` must be None when there is no `out`, but got a tensor")
-        return _op(a, b, offs, out_dtype=out_dtype, alignment=alignment)
+        return _op(a, b, offs, a_rows, b_rows, out_dtype=out_dtype, alignment=alignment)
     if alignment is not None:
         raise ValueError(f"tgl::{NAME}: `alignment` must be None when `out` is given, but got {alignment}")
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
-    _op_out(a, b, offs, slots, out=out)
+    _op_out(a, b, offs, slots, a_rows, b_rows, out=out)
     return out
 
 
 def grouped_gemm_wgrad_accumulate_(
-    a: Tensor, b: Tensor, offs: Tensor, main_grad: Tensor, slots: Tensor | None = None, *, overwrite: bool = False
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    main_grad: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Add the weight gradient of every group to ``main_grad``, in place.
 
@@ -217,6 +296,7 @@ def grouped_gemm_wgrad_accumulate_(
         slots: int32 ``[G]`` on the device of ``a``, as in ``grouped_gemm``: group ``g`` adds to
             ``main_grad[slots[g]]``, and ``main_grad`` is ``[S, M, N]``. Slots in the table must not overlap; other
             slots may, and are not written. A group whose number is not in ``[0, S)`` adds nothing.
+        a_rows, b_rows: int32 ``[T]``, as in ``grouped_gemm_wgrad``.
         overwrite: replace the content of ``main_grad`` instead of adding; the slot of an empty group becomes zero.
 
     Raises:
@@ -224,4 +304,4 @@ def grouped_gemm_wgrad_accumulate_(
         ValueError: shapes, layouts or devices that do not fit.
         RuntimeError: an argument requires grad while grad mode is on.
     """
-    _op_accumulate(a, b, offs, main_grad, slots, overwrite=overwrite)
+    _op_accumulate(a, b, offs, main_grad, slots, a_rows, b_rows, overwrite=overwrite)

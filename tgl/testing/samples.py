@@ -269,8 +269,13 @@ class SampleInput:
         return made
 
     def call(self, op: Any, tensors: Mapping[str, Tensor | None]) -> tuple[tuple, dict[str, Any]]:
-        """``args, kwargs`` for a call of ``op`` (an ``OpOverload``): keyword-only arguments go by name."""
+        """``args, kwargs`` for a call of ``op`` (an ``OpOverload``).
+
+        By name go keyword-only arguments and those behind one that the signature leaves out.
+        """
+        positional = {a.name: place for place, a in enumerate(op._schema.arguments) if not a.kwarg_only}
         by_name = {a.name for a in op._schema.arguments if a.kwarg_only}
+        by_name |= {name for place, name in enumerate(tensors) if positional.get(name, place) != place}
         args = tuple(t for name, t in tensors.items() if name not in by_name)
         return args, {**{n: t for n, t in tensors.items() if n in by_name}, **self.options}
 
@@ -305,6 +310,25 @@ def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float)
     shuffled = torch.cat([groups, none])[order]
     index = torch.stack([shuffled, shuffled.flip(0)], 1).to(sample.device)
     return {"top_k_index": lay_out(index, sample.layout)}
+
+
+def named_rows(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """int32 ``[T]`` for every index that the signature leaves to this: a row of S, some often, the last one never.
+
+    In the tail there are numbers of no row or, where ``tail`` is a number, of some.
+    """
+    sizes = sample.signature.dimensions
+    found = {}
+    for operand in sample.signature.operands:
+        if operand.role != "derived":
+            continue
+        seed = zlib.crc32(f"{operand.name} {sample.routing.name}".encode())
+        shape, generator = (sample.routing.rows,), torch.Generator("cpu").manual_seed(seed)
+        index = torch.randint(0, sizes["S"] - 1, shape, generator=generator, dtype=torch.int32, device="cpu")
+        if tail != tail:
+            index[sample.routing.routed :] = -1
+        found[operand.name] = index.to(sample.device)
+    return found
 
 
 def lay_out(values: Tensor, layout: str) -> Tensor:

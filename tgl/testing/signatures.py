@@ -9,7 +9,7 @@ import torch
 
 from ..meta.activations import TABLE
 from .quantized import QUANTIZED_SIGNATURES
-from .samples import SampleInput, Signature, choices
+from .samples import DIMENSIONS, SampleInput, Signature, choices, named_rows
 from .scaled_samples import QuantizedSignature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
@@ -34,6 +34,7 @@ _MLP_BACKWARD = (
 _ALL: dict[str, Sequence[Any]] = {"output_mask": ((True,) * 6,)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
 _SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G]"
+_INDEXED: dict[str, Any] = {"derive": named_rows, "dimensions": {**DIMENSIONS, "S": 6}}
 
 SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "splits_to_offsets": (Signature("m_splits[G]:sizes -> offs[G]", differentiable=False),),
@@ -52,6 +53,12 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
             requires={"bias_scale": "bias"},
             wide=("bias", "bias_scale"),
         ),
+        Signature(
+            "a[S,K], b[G,K,N], offs[G]:ends, bias[G,N]?, bias_scale[T]?, rows[T]:derived -> y[T,N]",
+            requires={"bias_scale": "bias"},
+            wide=("bias", "bias_scale"),
+            **_INDEXED,
+        ),
     ),
     "grouped_gemm.out": (
         Signature(
@@ -59,15 +66,30 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
             requires={"bias_scale": "bias"},
             wide=("bias", "bias_scale", "out"),
         ),
+        Signature("a[S,K], b[G,K,N], offs[G]:ends, rows[T]:derived, out[T,N]! ->", wide=("out",), **_INDEXED),
     ),
     "grouped_gemm_activation": (
         Signature(_FUSED.format("2I"), options=_GATED, exact=False, wide=("bias", "probs")),
         Signature(_FUSED.format("I"), options=_PLAIN, exact=False, wide=("bias", "probs")),
     ),
-    "grouped_gemm_wgrad": (Signature("a[T,M], b[T,N], offs[G]:ends -> dw[G,M,N]"),),
-    "grouped_gemm_wgrad.out": (Signature("a[T,M], b[T,N], offs[G]:ends, out[G,M,N]! ->", wide=("out",)),),
+    "grouped_gemm_wgrad": (
+        Signature("a[T,M], b[T,N], offs[G]:ends -> dw[G,M,N]"),
+        Signature("a[S,M], b[T,N], offs[G]:ends, a_rows[T]:derived -> dw[G,M,N]", **_INDEXED),
+        Signature("a[T,M], b[S,N], offs[G]:ends, b_rows[T]:derived -> dw[G,M,N]", **_INDEXED),
+        Signature("a[S,M], b[S,N], offs[G]:ends, a_rows[T]:derived, b_rows[T]:derived -> dw[G,M,N]", **_INDEXED),
+    ),
+    "grouped_gemm_wgrad.out": (
+        Signature("a[T,M], b[T,N], offs[G]:ends, out[G,M,N]! ->", wide=("out",)),
+        Signature("a[S,M], b[T,N], offs[G]:ends, a_rows[T]:derived, out[G,M,N]! ->", wide=("out",), **_INDEXED),
+    ),
     "grouped_gemm_wgrad_accumulate_": (
         Signature("a[T,M], b[T,N], offs[G]:ends, main_grad[G,M,N]! ->", wide=("main_grad",), accumulates=True),
+        Signature(
+            "a[T,M], b[S,N], offs[G]:ends, main_grad[G,M,N]!, b_rows[T]:derived ->",
+            wide=("main_grad",),
+            accumulates=True,
+            **_INDEXED,
+        ),
     ),
     "grouped_dbias": (Signature("dy[T,N], offs[G]:ends -> dbias[G,N]"),),
     "grouped_dbias_dscales": (

@@ -45,6 +45,7 @@ class GemmCall(NamedTuple):
     out: Tensor
     zero_tail: bool
     slots: Tensor | None = None
+    rows: Tensor | None = None
 
 
 class WgradCall(NamedTuple):
@@ -55,6 +56,8 @@ class WgradCall(NamedTuple):
     offs: Tensor
     out: Tensor
     slots: Tensor | None = None
+    a_rows: Tensor | None = None
+    b_rows: Tensor | None = None
 
 
 class PersistentGemm(Launcher[Call]):
@@ -70,17 +73,23 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     op = "grouped_gemm"
     call = GemmCall
-    reach = Reach({"a": ROWS, "b": MATRIX, "out": ROW_MAJOR}, ("out",), keeps=lambda c: not c.zero_tail, slotted="b")
+    reach = Reach(
+        {"a": ROWS, "b": MATRIX, "out": ROW_MAJOR},
+        ("out",),
+        keeps=lambda c: not c.zero_tail,
+        slotted="b",
+        indexed={"a": "rows"},
+    )
 
     def refuses(self, c: GemmCall) -> backends.Reason:
         """Dtypes, and K = 0."""
-        return gemm_reason(c.a, c.out)
+        return gemm_reason(c.a, c.out, c.rows)
 
     def alike(self, c: GemmCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, bias, bias_scale, out, zero_tail, slots = c
+        a, b, _, bias, bias_scale, out, zero_tail, slots, index = c
         rows, shape = a.shape[0], b.shape
-        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+        if index is not None or not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
         size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
         layouts = (a.stride(), b.stride(), out.stride(), shape)
@@ -111,7 +120,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def arguments(self, c: GemmCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, bias, bias_scale, out, _, slots = c
+        a, b, offs, bias, bias_scale, out, _, slots, _ = c
         return a, b, offs, out, bias, bias_scale, slots
 
     def scratch(self, c: GemmCall) -> GemmCall:
@@ -137,25 +146,30 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
         self.op, self.accumulate = op, accumulate
         # The slot of an empty group keeps its bytes where sums are added to.
         self.reach = Reach(  # type: ignore[misc]
-            {"a": ROWS, "b": ROWS, "out": ROW_MAJOR}, ("out",), keeps=lambda c: accumulate, slotted="out"
+            {"a": ROWS, "b": ROWS, "out": ROW_MAJOR},
+            ("out",),
+            keeps=lambda c: accumulate,
+            slotted="out",
+            indexed={"a": "a_rows", "b": "b_rows"},
         )
 
     def refuses(self, c: WgradCall) -> backends.Reason:
         """Dtypes."""
-        return dense_reason(c.a, c.out)
+        return dense_reason(c.a, c.out, c.a_rows, c.b_rows)
 
     def alike(self, c: WgradCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, out, slots = c
+        a, b, _, out, slots, a_index, b_index = c
         rows, shape = a.shape[0], out.shape
-        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+        if a_index is not None or b_index is not None or not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
         size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
         return (a.stride(), b.stride(), out.stride(), shape), a.dtype, out.dtype, size, slots is None
 
     def nothing(self, c: WgradCall) -> bool:
         """No matrices, or no rows to form them of."""
-        return c.out.numel() == 0 or groups_of(c.out, c.slots) == 0 or c.a.shape[0] == 0
+        operands = (c.a, c.b, *(index for index in (c.a_rows, c.b_rows) if index is not None))
+        return c.out.numel() == 0 or groups_of(c.out, c.slots) == 0 or any(t.shape[0] == 0 for t in operands)
 
     def without(self, c: WgradCall) -> None:
         """The sums of no rows."""
@@ -176,7 +190,7 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
 
     def arguments(self, c: WgradCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, out, slots = c
+        a, b, offs, out, slots, _, _ = c
         return a, b, offs, out, None, None, slots
 
     def scratch(self, c: WgradCall) -> WgradCall:
@@ -186,9 +200,9 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
         return WgradCall(small(c.a, 8, 8), small(c.b, 8, 8), offs, out, None if c.slots is None else offs)
 
 
-def gemm_reason(a: Tensor, out: Tensor) -> backends.Reason:
+def gemm_reason(a: Tensor, out: Tensor, rows: Tensor | None = None) -> backends.Reason:
     """Why no dense kernel forms ``out`` of ``a``, wherever they lie, or None."""
-    reason = dense_reason(a, out)
+    reason = dense_reason(a, out, rows)
     return "does not take K = 0" if reason is None and a.shape[1] == 0 and out.numel() else reason
 
 

@@ -194,6 +194,7 @@ class Launcher(ABC, Generic[Call]):
             note=self.note,
             emulable=True,
             slots="slots" in self.call._fields,
+            rows=bool(self.reach.indexed),
             prepare=self._taking(self.prepare),
             launcher=self,
         )
@@ -211,6 +212,7 @@ class Launcher(ABC, Generic[Call]):
             note="what the kernel cannot reach in place is copied; no synchronisation",
             emulable=True,
             slots="slots" in self.call._fields,
+            rows=bool(self.reach.indexed),
             prepare=self._taking(self.prepare_copied),
             copies=self._taking(self.copies),
         )

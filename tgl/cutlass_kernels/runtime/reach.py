@@ -3,7 +3,7 @@
 A tensor map describes rows that begin on 16 bytes, and along its contiguous dimension it is read from multiples of 16
 bytes on. Groups begin at any row, so column-major operands with groups along their columns are out of its reach, as are
 misaligned views, odd row pitches and expanded tensors. Each such operand costs a copy, and each such output one too,
-besides the one launch.
+besides the one launch. So does an operand whose rows are to be read by an index: a copy has them in order.
 
 ``Reach`` is the table of an op: what its kernel needs of every tensor. All that has to do with copies follows from it.
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ... import backends
 from ...meta.slots import gather, room, scatter
 from .requirements import Need
 
@@ -32,17 +33,19 @@ class Reach(NamedTuple):
         keeps: of a call: whether something of its outputs is read or must stay as it is.
         slotted: the field whose matrices a table of ``slots`` numbers, in a call that has one. Of it those alone are
             copied.
+        indexed: the fields whose rows a call may ask for by an index, and the fields with that index.
     """
 
     needs: Mapping[str, Need]
     outputs: tuple[str, ...] = ()
     keeps: Callable[[Any], bool] = _nothing
     slotted: str | None = None
+    indexed: Mapping[str, str] = {}
 
     def reason(self, c: Any) -> str | None:
         """Why the kernel cannot reach a tensor where it lies: the first reason there is."""
-        for name, need in self.needs.items():
-            reason = need.reason(name, getattr(c, name))
+        for name in self.needs:
+            reason = self._reason(c, name)
             if reason is not None:
                 return reason
         return None
@@ -57,6 +60,9 @@ class Reach(NamedTuple):
         for name in self._beyond(c):
             t: Tensor = getattr(c, name)
             elements = t.numel() if slots is None or name != self.slotted else slots.shape[0] * t[0].numel()
+            index = self._index(c, name)
+            if index is not None:
+                elements = index.shape[0] * t.shape[1]
             found[name] = elements * t.element_size()
         return found
 
@@ -72,11 +78,14 @@ class Reach(NamedTuple):
             self.copied(c._replace(**{slotted: values, "slots": None}), run)
             scatter(matrices, slots, values)
             return
-        made = {name: self.needs[name].room(getattr(c, name)) for name in self._beyond(c)}
+        made = self._rooms(c)
         for name, t in made.items():
-            if name not in self.outputs or self.keeps(c):
+            index = self._index(c, name)
+            if index is not None:
+                _gather(backends.run, getattr(c, name), index, t)
+            elif name not in self.outputs or self.keeps(c):
                 t.copy_(getattr(c, name))
-        run(c._replace(**made))
+        run(self._in_order(c, made))
         for name in self.outputs:
             if name in made:
                 getattr(c, name).copy_(made[name])
@@ -86,8 +95,43 @@ class Reach(NamedTuple):
         slots, slotted = getattr(c, "slots", None), self.slotted
         if slots is not None and slotted is not None and slotted in self._beyond(c):
             c = c._replace(**{slotted: room(getattr(c, slotted), slots), "slots": None})
-        prepare(c._replace(**{name: self.needs[name].room(getattr(c, name)) for name in self._beyond(c)}))
+        made = self._rooms(c)
+        for name, t in made.items():
+            index = self._index(c, name)
+            if index is not None:
+                _gather(backends.prepare, getattr(c, name), index, t)
+        prepare(self._in_order(c, made))
+
+    def _index(self, c: Any, name: str) -> Tensor | None:
+        """By which the call reads rows of the field ``name``; None: in order."""
+        return getattr(c, self.indexed[name]) if name in self.indexed else None
+
+    def _reason(self, c: Any, name: str) -> str | None:
+        """Why the kernel cannot reach the tensor where it lies, or None."""
+        if self._index(c, name) is not None:
+            return f"reads rows of `{name}` in the order of the groups, not by `{self.indexed[name]}`"
+        return self.needs[name].reason(name, getattr(c, name))
 
     def _beyond(self, c: Any) -> list[str]:
         """The tensors that the kernel cannot reach."""
-        return [name for name, need in self.needs.items() if need.reason(name, getattr(c, name)) is not None]
+        return [name for name in self.needs if self._reason(c, name) is not None]
+
+    def _rooms(self, c: Any) -> dict[str, Tensor]:
+        """Uninitialised tensors for copies of those, by name."""
+        made = {}
+        for name in self._beyond(c):
+            t, index = getattr(c, name), self._index(c, name)
+            made[name] = self.needs[name].room(t, None if index is None else index.shape[0])
+        return made
+
+    def _in_order(self, c: Any, made: Mapping[str, Tensor]) -> Any:
+        """The call with the tensors of ``made``, whose rows are in order."""
+        return c._replace(**made, **{self.indexed[name]: None for name in made if name in self.indexed})
+
+
+def _gather(act: Callable[..., object], t: Tensor, index: Tensor, out: Tensor) -> None:
+    """Row ``index[i]`` of ``t`` to row i of ``out``, zeros for a number of no row; ``act`` runs or prepares it.
+
+    As a sum of one choice per token: ``dispatch`` would want the choices of every token.
+    """
+    act("combine", out.device, t, index, None, top_k=1, out=out)

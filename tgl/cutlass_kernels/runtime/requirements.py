@@ -58,13 +58,19 @@ class Need:
                     )
         return f"needs `{name}` aligned to {self.address} bytes" if device.address(t) % self.address else None
 
-    def room(self, t: Tensor) -> Tensor:
-        """An uninitialised tensor like ``t``, row-major unless nothing asks for it, which a kernel reaches."""
+    def room(self, t: Tensor, rows: int | None = None) -> Tensor:
+        """An uninitialised tensor like ``t``, row-major unless nothing asks for it, which a kernel reaches.
+
+        Args:
+            t: what it is to be like.
+            rows: how many, of a matrix; default: as many as ``t`` has.
+        """
         if self.major == "any":
             return torch.empty_like(t) if t.dim() < 3 else t.new_empty(t.shape)
         step = max(self.pitch // t.element_size(), 1)
         pitch = (t.shape[-1] + step - 1) // step * step
-        return t.new_empty(*t.shape[:-1], pitch)[..., : t.shape[-1]]
+        outer = t.shape[:-1] if rows is None else (rows,)
+        return t.new_empty(*outer, pitch)[..., : t.shape[-1]]
 
 
 MATRIX = Need("either")  # what a tensor map describes
@@ -76,8 +82,8 @@ START = Need("any")  # contiguous by contract; loaded 16 bytes at a time
 ANY = Need("any", pitch=1, address=1)
 
 
-def dense_reason(a: Tensor, out: Tensor) -> str | None:
-    """Why no kernel takes the dtypes and the rows of a dense call."""
+def dense_reason(a: Tensor, out: Tensor, *indices: Tensor | None) -> str | None:
+    """Why no kernel takes the dtypes and the rows, maybe by ``indices``, of a dense call."""
     reason = device.packages_reason()
     if reason is not None:
         return reason
@@ -85,6 +91,5 @@ def dense_reason(a: Tensor, out: Tensor) -> str | None:
         return f"takes bfloat16 and float16, got {a.dtype}"
     if out.dtype is not a.dtype and out.dtype is not torch.float32:
         return f"writes {a.dtype} or torch.float32, not {out.dtype}"
-    if a.shape[0] > MAX_ROWS:
-        return f"takes up to {MAX_ROWS} rows, got {a.shape[0]}"
-    return None
+    rows = max(t.shape[0] for t in (a, *indices) if t is not None)
+    return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None

@@ -1,0 +1,136 @@
+"""Rows by an index where no kernel gathers them: a copy in order on the device, told by ``explain``, and the kernel."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.kernel_cases import CANARY, column_major, ends, gradient, integers, product
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.testing.emulator import emulate
+
+BF16, F32 = torch.bfloat16, torch.float32
+SIZES, TAIL, TOKENS = (3, 0, 70, 1), 5, 40
+ROUTED = sum(SIZES)
+ROWS = ROUTED + TAIL
+NEVER = TOKENS - 1  # a token of no row
+LOW, HIGH = -(1 << 31), (1 << 31) - 1
+KERNEL = "tgl kernel between copies"
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def machine(request):
+    with emulate(request.param) as machine:
+        yield machine
+
+
+def offs():
+    return ends(SIZES)
+
+
+def index(seed=0):
+    """Tokens of the rows and, in the tail, numbers that mean nothing."""
+    numbers = torch.randint(0, NEVER, (ROUTED,), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([numbers, torch.tensor([-1, LOW, HIGH, TOKENS, NEVER])]).int()
+
+
+def tokens(columns):
+    """NaN for the token of no row."""
+    made = integers(TOKENS, columns, dtype=BF16)
+    made[NEVER] = float("nan")
+    return made
+
+
+def in_order(t, rows):
+    return t[rows.clamp(0, NEVER - 1).long()]
+
+
+def served(machine, launches, copies, op, *args, **kwargs):
+    """The call's result, after proof of what runs it and copies, and that a warmed-up one compiles nothing."""
+    report = tgl.warmup(op, *args, **kwargs)
+    assert report.chosen.name == KERNEL
+    assert not report.syncs
+    assert dict(report.copies) == copies
+    before, known = len(machine.launches), len(launcher.plans)
+    result = op(*args, **kwargs)
+    assert len(machine.launches) == before + launches
+    assert len(launcher.plans) == known
+    return result
+
+
+def test_grouped_gemm(machine):
+    a, b, bias, rows = (
+        tokens(72),
+        integers(len(SIZES), 72, 40, dtype=BF16),
+        integers(len(SIZES), 40, dtype=BF16),
+        index(),
+    )
+    size = ROWS * 72 * 2
+    wanted = product(in_order(a, rows), b, SIZES).to(BF16)
+    assert torch.equal(served(machine, 2, {"a": size}, tgl.grouped_gemm, a, b, offs(), rows=rows), wanted)
+    assert "reads rows of `a` in the order of the groups, not by `rows`" in str(
+        tgl.explain(tgl.grouped_gemm, a, b, offs(), rows=rows)
+    )
+    # A call in order, of the same shapes as its copy, finds a plan of its own before and behind.
+    whole = in_order(a, rows)
+    assert torch.equal(tgl.grouped_gemm(whole, b, offs()), wanted)
+    assert torch.equal(tgl.grouped_gemm(a, b, offs(), rows=rows), wanted)
+    # One copy brings rows in order and within reach.
+    far = column_major(tokens(71))
+    narrow = b[:, :71].contiguous()
+    wanted = product(in_order(far, rows), narrow, SIZES).to(BF16)
+    got = served(machine, 2, {"a": ROWS * 71 * 2}, tgl.grouped_gemm, far, narrow, offs(), rows=rows)
+    assert torch.equal(got, wanted)
+    slots = torch.tensor([3, 2, 1, 0], dtype=torch.int32)
+    out = torch.full((ROWS, 40), CANARY, dtype=BF16)
+    served(machine, 2, {"a": size}, tgl.grouped_gemm, a, b.flip(0), offs(), slots=slots, rows=rows, out=out)
+    assert torch.equal(out[:ROUTED], product(in_order(a, rows), b, SIZES)[:ROUTED].to(BF16))
+    assert out[ROUTED:].eq(CANARY).all()
+    absent = rows.clone()
+    absent[5] = -1
+    zeros = in_order(a, rows)
+    zeros[5] = 0
+    assert torch.equal(tgl.grouped_gemm(a, b, offs(), bias, rows=absent), tgl.grouped_gemm(zeros, b, offs(), bias))
+
+
+@pytest.mark.parametrize("which", [("a",), ("b",), ("a", "b")], ids="+".join)
+def test_wgrad(machine, which):
+    a, b = tokens(72), tokens(40)
+    x, y = in_order(a, index(1)), in_order(b, index(2))
+    operands = (a if "a" in which else x, b if "b" in which else y, offs())
+    indices = {f"{name}_rows": index({"a": 1, "b": 2}[name]) for name in which}
+    copies = {name: ROWS * {"a": 72, "b": 40}[name] * 2 for name in which}
+    launches = 1 + len(which)
+    wanted = gradient(x, y, SIZES)
+    got = served(machine, launches, copies, tgl.grouped_gemm_wgrad, *operands, **indices)
+    assert torch.equal(got, wanted.to(BF16))
+    main_grad = integers(*wanted.shape, dtype=F32)
+    total = main_grad + wanted.float()
+    main_grad[1] = float("nan")  # an empty group's slot keeps its bytes
+    served(machine, launches, copies, tgl.grouped_gemm_wgrad_accumulate_, *operands, main_grad, **indices)
+    assert main_grad[1].isnan().all()
+    assert torch.equal(main_grad[[0, 2, 3]], total[[0, 2, 3]])
+    slots = torch.tensor([3, 2, 1, 0], dtype=torch.int32)
+    served(machine, launches, copies, tgl.grouped_gemm_wgrad, *operands, slots, **indices, out=main_grad)
+    assert torch.equal(main_grad.flip(0), wanted.float())
+
+
+def test_nothing_to_launch(machine):
+    b, rows = integers(len(SIZES), 72, 40, dtype=BF16), index()
+    none, bias = tokens(72)[:0], integers(len(SIZES), 40, dtype=BF16)
+    wanted = tgl.grouped_gemm(torch.zeros(ROWS, 72, dtype=BF16), b, offs(), bias)
+    assert torch.equal(tgl.grouped_gemm(none, b, offs(), bias, rows=rows), wanted)
+    assert tgl.grouped_gemm(tokens(72), b, offs() * 0, rows=rows[:0]).shape == (0, 40)
+    assert not tgl.grouped_gemm_wgrad(none, integers(ROWS, 40, dtype=BF16), offs(), a_rows=rows).any()
+    assert not tgl.grouped_gemm_wgrad(tokens(72), integers(0, 40, dtype=BF16), offs() * 0, a_rows=rows[:0]).any()
+
+
+def test_no_depth(machine):
+    """Of no columns there is nothing to copy."""
+    a, b, bias = tokens(72)[:, :0], integers(len(SIZES), 0, 40, dtype=BF16), integers(len(SIZES), 40, dtype=BF16)
+    report = tgl.explain(tgl.grouped_gemm, a, b, offs(), bias, rows=index())
+    assert report.chosen.name == "bias alone"
+    wanted = tgl.grouped_gemm(torch.zeros(ROWS, 0, dtype=BF16), b, offs(), bias)
+    assert torch.equal(tgl.grouped_gemm(a, b, offs(), bias, rows=index()), wanted)
