@@ -117,6 +117,29 @@ def test_wgrad(machine, which):
     assert torch.equal(main_grad.flip(0), wanted.float())
 
 
+def test_activation(machine):
+    a, b, rows = tokens(72), integers(len(SIZES), 72, 48, dtype=BF16), index()
+    probs = torch.rand(ROWS)
+    wanted = tgl.grouped_gemm_activation(in_order(a, rows), b, offs(), None, probs)
+    copies = {"a": ROWS * 72 * 2}
+    got = served(machine, 2, copies, tgl.grouped_gemm_activation, a, b, offs(), None, probs, rows)
+    assert all(map(torch.equal, got, wanted))
+    # The op that has no kernel is two that have.
+    narrow = b[..., :44].contiguous()
+    wanted = tgl.grouped_gemm_activation(in_order(a, rows), narrow, offs())
+    assert tgl.explain(tgl.grouped_gemm_activation, a, narrow, offs(), rows=rows).chosen.name == "GEMM, then activation"
+    assert all(map(torch.equal, tgl.grouped_gemm_activation(a, narrow, offs(), rows=rows), wanted))
+
+
+def test_dactivation(machine):
+    dy, b, rows = tokens(72), integers(len(SIZES), 72, 24, dtype=BF16), index()
+    h, probs = integers(ROWS, 48, dtype=BF16), torch.rand(ROWS)
+    wanted = tgl.grouped_gemm_dactivation(in_order(dy, rows), b, h, offs(), probs)
+    copies = {"dy": ROWS * 72 * 2}
+    got = served(machine, 2, copies, tgl.grouped_gemm_dactivation, dy, b, h, offs(), probs, rows)
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_nothing_to_launch(machine):
     b, rows = integers(len(SIZES), 72, 40, dtype=BF16), index()
     none, bias = tokens(72)[:0], integers(len(SIZES), 40, dtype=BF16)

@@ -132,6 +132,22 @@ def check_rows():
         assert torch.equal(buffer.full_tensor(), summed)
 
 
+def check_rows_around_an_activation():
+    a, b, rows = integers(5, K), integers(G, K, 2 * I), torch.tensor([4, 0, 0, 2, 1, 3, 4, -1, -1], dtype=torch.int32)
+    expected = tgl.grouped_gemm_activation(a, b, OFFS, rows=rows, interleaved=True)
+    back, h = integers(G, K, I), integers(T, 2 * I)
+    gradients = tgl.grouped_gemm_dactivation(a, back, h, OFFS, torch.ones(T).double(), rows, interleaved=True)
+    for b_placement, h_placement, result, sums in ((R, R, R, R), (S2, S1, S1, Partial())):
+        x, offs, index = place(a, R), place(OFFS, R), place(rows, R)
+        found = tgl.grouped_gemm_activation(x, place(b, b_placement), offs, rows=index, interleaved=True)
+        assert all(t.placements == (result,) for t in found)
+        operands = x, place(back, b_placement), place(h, h_placement), offs, place(torch.ones(T).double(), R), index
+        dh, dprobs = tgl.grouped_gemm_dactivation(*operands, interleaved=True)
+        assert (dh.placements, dprobs.placements) == ((result,), (sums,))
+        for mine, theirs in zip((*found, dh, dprobs), (*expected, *gradients)):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
 def check_out_dtype_is_part_of_the_key():
     """The same shapes with another ``out_dtype``: DTensor must not answer from its cache."""
     a, b = integers(T, K).float(), integers(G, K, N).float()

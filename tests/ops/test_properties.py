@@ -51,6 +51,8 @@ def test_flops_of_rows_by_an_index_are_those_of_the_rows():
     every = 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm(a, b, OFFS, rows=rows)) == every
     assert count(lambda: tgl.grouped_gemm(a, b, OFFS, rows=rows, out=torch.empty(T, N))) == every
+    assert count(lambda: tgl.grouped_gemm_activation(a, b, OFFS, rows=rows)) == every
+    assert count(lambda: tgl.grouped_gemm_dactivation(a, b, dy.repeat(1, 2), OFFS, rows=rows)) == every
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, a_rows=rows)) == every
     assert count(lambda: tgl.grouped_gemm_wgrad(dy, a, OFFS, b_rows=rows)) == every
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, a_rows=rows, out=torch.empty(G, K, N))) == every

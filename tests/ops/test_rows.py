@@ -99,6 +99,49 @@ def test_wgrad(dtype, which):
             assert torch.equal(mine[order], wanted)
 
 
+KINDS = pytest.mark.parametrize("kind, columns", [("swiglu", N // 2), ("srelu", N)])
+
+
+@dtypes
+@KINDS
+@pytest.mark.parametrize("weighted", [False, True])
+def test_activation(dtype, kind, columns, weighted):
+    a, b, bias, rows = tokens(K, dtype), matrices(dtype), torch.randn(len(SIZES), N).to(dtype), index(LOW, HIGH, TOKENS)
+    probs = torch.rand(ROWS).to(dtype) if weighted else None
+    wanted = tgl.grouped_gemm_activation(gathered(a), b, ends(), bias, probs, kind=kind)
+    got = tgl.grouped_gemm_activation(a, b, ends(), bias, probs, rows, kind=kind)
+    assert wanted[0].shape[1] == columns
+    assert all(map(torch.equal, got, wanted))
+
+
+@dtypes
+@KINDS
+@pytest.mark.parametrize("weighted", [False, True])
+def test_dactivation(dtype, kind, columns, weighted):
+    dy, b, rows = tokens(K, dtype), matrices(dtype)[..., :columns], index(LOW, HIGH, TOKENS)
+    h, probs = torch.randn(ROWS, N).to(dtype), torch.rand(ROWS).to(dtype) if weighted else None
+    h[ROUTED:] = NAN
+    wanted = tgl.grouped_gemm_dactivation(gathered(dy), b, h, ends(), probs, kind=kind)
+    got = tgl.grouped_gemm_dactivation(dy, b, h, ends(), probs, rows, kind=kind)
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_the_backward_of_a_weighted_sum_reads_the_gradient_of_every_token():
+    """Of ``out[s] = sum of probs[t] A(h[t]) w over the rows t of s``, by autograd of expressions and by the op."""
+    h, w = torch.randn(ROWS, N).double().requires_grad_(), torch.randn(len(SIZES), N // 2, K).double()
+    probs, grad = torch.rand(ROWS).double().requires_grad_(), torch.randn(TOKENS, K).double()
+    out = torch.zeros(TOKENS, K).double()
+    start = 0
+    for g, end in enumerate(ends().tolist()):
+        gate, linear = h[start:end].chunk(2, 1)
+        rows = (torch.nn.functional.silu(gate) * linear * probs[start:end, None]) @ w[g]
+        out = out.index_add(0, index()[start:end], rows)
+        start = end
+    wanted = torch.autograd.grad(out, (h, probs), grad)
+    got = tgl.grouped_gemm_dactivation(grad, w.transpose(1, 2), h.detach(), ends(), probs.detach(), index())
+    torch.testing.assert_close(got, wanted)
+
+
 @dtypes
 @pytest.mark.parametrize("absent", [-1, LOW, TOKENS, HIGH])
 def test_a_number_of_no_row_is_a_row_of_zeros(dtype, absent):
@@ -212,6 +255,19 @@ def test_the_gradient_is_rounded_once_and_repeats(dtype):
     assert not da[NEVER].any()
 
 
+def test_the_gradients_of_the_activation_op():
+    a, b = (torch.randint(-2, 3, shape).double().requires_grad_() for shape in ((TOKENS, K), (len(SIZES), K, N)))
+    probs = torch.randint(-2, 3, (ROWS,)).double().requires_grad_()
+
+    def call(x, rows=None):
+        return tgl.grouped_gemm_activation(x, b, ends(), None, probs, rows, kind="srelu")
+
+    seeds = [torch.randint(-2, 3, (ROWS, N)).double() for _ in range(2)]
+    got = torch.autograd.grad(call(a, index(LOW, NEVER, 0)), (a, b, probs), seeds)
+    wanted = torch.autograd.grad(through_gather(call, a), (a, b, probs), seeds)
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_twice():
     a, b, dy = torch.randn(TOKENS, K).double(), matrices(torch.float64), torch.randn(TOKENS, N).double()
     leaves, other = (a.requires_grad_(), b.requires_grad_(), dy.requires_grad_()), index().flip(0).roll(-TAIL)
@@ -272,6 +328,8 @@ def test_bad_indices(case):
     for call, name, operand in (
         (lambda: tgl.grouped_gemm(a, b, ends(), rows=rows), "rows", "a"),
         (lambda: tgl.grouped_gemm(a, b, ends(), rows=rows, out=torch.empty(ROWS, N)), "rows", "a"),
+        (lambda: tgl.grouped_gemm_activation(a, b, ends(), rows=rows), "rows", "a"),
+        (lambda: tgl.grouped_gemm_dactivation(a, b, dy.repeat(1, 2), ends(), rows=rows), "rows", "dy"),
         (lambda: tgl.grouped_gemm_wgrad(a, dy, ends(), a_rows=rows), "a_rows", "a"),
         (lambda: tgl.grouped_gemm_wgrad(dy, a, ends(), b_rows=rows, out=other), "b_rows", "b"),
         (lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, ends(), main_grad, a_rows=rows), "a_rows", "a"),
@@ -290,6 +348,10 @@ def test_other_numbers_of_rows():
         tgl.grouped_gemm_wgrad(dy, a, ends(), b_rows=index())
     with pytest.raises(ValueError, match=r"`bias_scale` must be of shape \[T\] = \(12,\), but got shape \(7,\)"):
         tgl.grouped_gemm(a, b, ends(), torch.ones(len(SIZES), N), torch.ones(TOKENS), rows=index())
+    with pytest.raises(ValueError, match=r"`h` must be of shape \[T, 2 I\] = \(12, 32\), but got shape \(7, 32\)"):
+        tgl.grouped_gemm_dactivation(a, b, torch.ones(TOKENS, 2 * N), ends(), rows=index())
+    with pytest.raises(ValueError, match=r"`probs` must be of shape \[T\] = \(12,\), but got shape \(7,\)"):
+        tgl.grouped_gemm_activation(a, b, ends(), None, torch.ones(TOKENS), index())
     with pytest.raises(ValueError, match=r"`a` must be 2-D \[S, K\], but got shape"):
         tgl.grouped_gemm(a[0], b, ends(), rows=index())
 
@@ -312,6 +374,10 @@ def test_debug_checks(bad):
         rows[4] = bad
         with pytest.raises(ValueError, match=message.format("rows")):
             tgl.grouped_gemm(a, b, ends(), rows=rows)
+        with pytest.raises(ValueError, match=message.format("rows")):
+            tgl.grouped_gemm_activation(a, b, ends(), rows=rows)
+        with pytest.raises(ValueError, match=message.format("rows")):
+            tgl.grouped_gemm_dactivation(a, b, dy.repeat(1, 2), ends(), rows=rows)
         with pytest.raises(ValueError, match=message.format("a_rows")):
             tgl.grouped_gemm_wgrad(a, dy, ends(), a_rows=rows)
         with pytest.raises(ValueError, match=message.format("b_rows")):

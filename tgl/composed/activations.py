@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
 
 
-def produce_gemm_activation(made: dict[str, specs.TensorSpec], operands: list, *, params: Params) -> dict[str, Tensor]:
+def produce_gemm_activation(
+    made: dict[str, specs.TensorSpec], operands: list, *, params: Params, rows: Tensor | None = None
+) -> dict[str, Tensor]:
     """The product, then the activation of what it was rounded to."""
     a, b, offs, bias, probs = operands
-    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True)
+    index = {} if rows is None else {"rows": rows}
+    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True, **index)
     y = made["y"].empty()
     backends.run("grouped_activation", a.device, h, offs, probs, params=params, out=y)
     return {"y": y, "h": h}
@@ -34,10 +37,11 @@ def gemm_dactivation(
     params: Params,
     dh: Tensor,
     dprobs: Tensor,
+    rows: Tensor | None = None,
 ) -> None:
     """The product rounded to the dtype of ``h``, then the activation's backward."""
-    spec = specs.TensorSpec((dy.shape[0], b.shape[2]), h.dtype, h.device)
-    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False)
+    spec, index = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device), {} if rows is None else {"rows": rows}
+    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **index)
     backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
 
 

@@ -20,6 +20,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note=_TWO_OPS,
             produce=activations.produce_gemm_activation,
+            rows=True,
         )
     )
     add(
@@ -30,6 +31,7 @@ for _device in ("cpu", "cuda"):
             activations.gemm_dactivation,
             priority=-10,
             note="two ops",
+            rows=True,
         )
     )
     add(

@@ -133,15 +133,16 @@ def _grouped_gemm_activation(
     offs: Any,
     bias: Any = None,
     probs: Any = None,
+    rows: Any = None,
     *,
     kind: str = "swiglu",
     interleaved: bool = False,
     **_: Any,
 ) -> list[Rule]:
     whole = Replicate()
-    rules = [replicated(2, a, b, offs, bias, probs)]
+    rules = [replicated(2, a, b, offs, bias, probs, rows)]
     if _columns_can_be_sharded(b, kind, interleaved):
-        columns = (b, Shard(2)), (offs, whole), (bias, Shard(1)), (probs, whole)
+        columns = (b, Shard(2)), (offs, whole), (bias, Shard(1)), (probs, whole), (rows, whole)
         rules.append(rule([Shard(1), Shard(1)], (a, whole), *columns))
     return rules
 
@@ -163,16 +164,17 @@ def _grouped_gemm_dactivation(
     h: Any,
     offs: Any,
     probs: Any = None,
+    rows: Any = None,
     *,
     kind: str = "swiglu",
     interleaved: bool = False,
     **_: Any,
 ) -> list[Rule]:
     whole = Replicate()
-    rules = [replicated(2, dy, b, h, offs, probs)]
+    rules = [replicated(2, dy, b, h, offs, probs, rows)]
     if _columns_can_be_sharded(h, kind, interleaved):
         dprobs = Partial() if probs is not None else whole  # of shape [0] without probs
-        operands = ((dy, whole), (b, Shard(2)), (h, Shard(1)), (offs, whole), (probs, whole))
+        operands = ((dy, whole), (b, Shard(2)), (h, Shard(1)), (offs, whole), (probs, whole), (rows, whole))
         rules.append(rule([Shard(1), dprobs], *operands))
     return rules
 

@@ -370,6 +370,7 @@ def grouped_gemm_activation(
     offs: Tensor,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     kind: str = "swiglu",
     out_dtype: torch.dtype | None = None,
@@ -377,16 +378,16 @@ def grouped_gemm_activation(
     """``y [T, I]`` and ``h [T, 2 I]`` for gated kinds, ``[T, I]`` both for the others."""
     op = "grouped_gemm_activation"
     activation = activations.named(kind, op=op)
-    h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype, op=op)
-    rows, width = h.shape
+    h = grouped_gemm(a, b, offs, bias, None, None, rows, out_dtype=out_dtype, op=op)
+    count, width = h.shape
     if activation.gated:
         checks.require(width % 2 == 0, op, "b", "[G, K, 2 I] with an even number of columns", b.shape)
         width = width // 2
     if probs is not None:
-        checks.shape(op, "probs", probs, (rows,), "[T]")
+        checks.shape(op, "probs", probs, (count,), "[T]")
         checks.either_dtype(op, "probs", probs, h.dtype, accumulator(h.dtype))
         checks.same_device(op, "probs", probs, "a", a.device)
-    return h._replace(shape=(rows, width)), h
+    return h._replace(shape=(count, width)), h
 
 
 def grouped_activation_backward(
@@ -403,28 +404,41 @@ def grouped_activation_backward(
 
 
 def grouped_gemm_dactivation(
-    dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, *, kind: str = "swiglu"
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    rows: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
 ) -> tuple[TensorSpec, TensorSpec]:
-    """``[T, K] x [G, K, I]`` -> ``dh`` like ``h``, and ``dprobs [T]`` (``[0]`` without ``probs``)."""
+    """``[T, K] x [G, K, I]`` -> ``dh`` like ``h``, and ``dprobs [T]`` (``[0]`` without ``probs``).
+
+    With ``rows``, ``dy`` is ``[S, K]``.
+    """
     op = "grouped_gemm_dactivation"
     activation = activations.named(kind, op=op)
-    checks.ndim(op, "dy", dy, 2, "[T, K]")
+    checks.ndim(op, "dy", dy, 2, "[T, K]" if rows is None else "[S, K]")
     checks.floating(op, "dy", dy)
     checks.dense_matrix(op, "dy", dy)
     checks.ndim(op, "b", b, 3, "[G, K, I]")
-    (rows, depth), (groups, b_depth, columns) = dy.shape, b.shape
+    (count, depth), (groups, b_depth, columns) = dy.shape, b.shape
     dtype, device, acc = dy.dtype, dy.device, accumulator(dy.dtype)
+    if rows is not None:
+        checks.row_index(op, "rows", rows, "dy", device)
+        count = rows.shape[0]
     checks.same_dtype(op, "b", b, "dy", dtype)
     checks.same_device(op, "b", b, "dy", device)
     checks.require(b_depth == depth, op, "b", f"[G, K, I] with K = {depth} like `dy`", b.shape)
     checks.dense_matrix(op, "b", b)
-    checks.shape(op, "h", h, (rows, activation.width(columns)), "[T, 2 I]" if activation.gated else "[T, I]")
+    checks.shape(op, "h", h, (count, activation.width(columns)), "[T, 2 I]" if activation.gated else "[T, I]")
     checks.same_dtype(op, "h", h, "dy", dtype)
     checks.same_device(op, "h", h, "dy", device)
     checks.dense_matrix(op, "h", h)
     checks.offsets(op, offs, groups, "dy", device)
     if probs is not None:
-        checks.shape(op, "probs", probs, (rows,), "[T]")
+        checks.shape(op, "probs", probs, (count,), "[T]")
         checks.either_dtype(op, "probs", probs, dtype, acc)
         checks.same_device(op, "probs", probs, "dy", device)
     return RowsSpec(tuple(h.shape), dtype, device), _one_per_row(probs, h)

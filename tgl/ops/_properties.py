@@ -63,9 +63,9 @@ def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kw
 
 
 @_flops(_ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation)
-def grouped_gemm_and_activation_flop(a_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any) -> int:
+def grouped_gemm_and_activation_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kwargs: Any) -> int:
     """Those of the GEMM."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[2]
+    return 2 * _rows(a_shape, tables, 3) * a_shape[1] * b_shape[2]
 
 
 @_flops(_ops.grouped_gemm_wgrad)

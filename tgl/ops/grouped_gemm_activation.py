@@ -11,12 +11,14 @@ from .. import backends, debug
 from ..meta import specs
 from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
+from ._rows import given, summed
 from .grouped_activation import SCHEMA, Params
 
 NAME = "grouped_gemm_activation"
-_ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None"
+_ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None, Tensor? rows=None"
 
 _checked = remembered(specs.grouped_gemm_activation, {"a": "rows", "probs": "vector"})
+_checked_indexed = remembered(specs.grouped_gemm_activation, {"a": "tokens", "probs": "tokens", "rows": "tokens"})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -27,14 +29,21 @@ def _kernel(
     offs: Tensor,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
-    y, h = _checked(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype)
-    debug.check_offs(NAME, offs, a.shape[0])
-    made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed)
+    if rows is None:
+        y, h = _checked(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype)
+        debug.check_offs(NAME, offs, a.shape[0])
+        made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed)
+        return made["y"], made["h"]
+    y, h = _checked_indexed(a, b, offs, bias, probs, rows, kind=parsed.kind, out_dtype=out_dtype)
+    debug.check_offs(NAME, offs, rows.shape[0])
+    debug.check_rows(NAME, "rows", rows, offs, a)
+    made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed, rows=rows)
     return made["y"], made["h"]
 
 
@@ -49,43 +58,48 @@ def _save(
     offs: Tensor,
     bias: Tensor | None,
     probs: Tensor | None,
+    rows: Tensor | None,
     *,
     output: tuple[Tensor, Tensor],
     out_dtype: torch.dtype | None,
     **params: Any,
 ) -> None:
     ctx.set_materialize_grads(False)  # mostly nothing but this backward uses h
-    ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, probs, output[1])
-    ctx.params, ctx.dtype = params, a.dtype
+    ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, probs, rows, output[1])
+    ctx.params, ctx.dtype, ctx.tokens = params, a.dtype, a.shape[0]
     # The gradient of b is formed in b's own memory order, so that accumulating it into a weight does not copy it.
     ctx.transposed_b = b.stride(1) == 1 and b.stride(2) != 1
     ctx.bias_dtype = bias.dtype if bias is not None else None
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dh += the activation's gradient in h; then da = dh b^T, db = a^T dh and dbias = sum of dh per group."""
-    a, b, offs, probs, h = ctx.saved_tensors
+    """dh += the activation's gradient in h; then da = dh b^T, db = a^T dh and dbias = sum of dh per group.
+
+    With ``rows``, the gradient of a row of ``a`` is the sum over the rows that read it.
+    """
+    a, b, offs, probs, rows, h = ctx.saved_tensors
     da = db = dbias = dprobs = None
     if dy is not None:
         through, dprobs = torch.ops.tgl.grouped_activation_backward(dy, h, offs, probs, **ctx.params)
         dh = through if dh is None else dh + through
         dprobs = dprobs.to(probs.dtype) if probs is not None and needs[4] else None
     if dh is None:
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     operand = dh.to(ctx.dtype)
     if needs[1]:
         if ctx.transposed_b:
-            db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs).transpose(1, 2)
+            db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs, **given(b_rows=rows)).transpose(1, 2)
         else:
-            db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs)
+            db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs, **given(a_rows=rows))
     # Without a second backward to come, nobody needs ``a`` and ``h`` any more: da may take their memory.
     ctx.maybe_clear_saved_tensors()
     del a, h
     if needs[0]:
         da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
+        da = da if rows is None else summed(da, rows, ctx.tokens)
     if needs[3]:
         dbias = torch.ops.tgl.grouped_dbias(dh, offs).to(ctx.bias_dtype)
-    return da, db, None, dbias, dprobs
+    return da, db, None, dbias, dprobs, None
 
 
 def _autocast(
@@ -95,6 +109,7 @@ def _autocast(
     offs: Tensor,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[tuple, dict]:
     """Operands and bias in the autocast dtype; ``probs`` keeps its own."""
@@ -102,7 +117,7 @@ def _autocast(
     bias = autocast_operand(dtype, bias) if bias is not None else None
     if probs is not None and probs.dtype not in (kwargs.get("out_dtype") or a.dtype, torch.float32):
         probs = probs.float()
-    return (a, b, offs, bias, probs), kwargs
+    return (a, b, offs, bias, probs, rows), kwargs
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -114,12 +129,13 @@ def _specs(
     offs: Tensor,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     kind: str = "swiglu",
     out_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> tuple[specs.TensorSpec, specs.TensorSpec]:
-    return specs.grouped_gemm_activation(a, b, offs, bias, probs, kind=kind, out_dtype=out_dtype)
+    return specs.grouped_gemm_activation(a, b, offs, bias, probs, rows, kind=kind, out_dtype=out_dtype)
 
 
 _op = define(
@@ -137,13 +153,14 @@ def _call(
     offs: Tensor,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed = Params(**params)
-    y, h = (spec.meta() for spec in _specs(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype))
-    return a.device, (a, b, offs, bias, probs), {"params": parsed, "y": y, "h": h}
+    y, h = (spec.meta() for spec in _specs(a, b, offs, bias, probs, rows, kind=parsed.kind, out_dtype=out_dtype))
+    return a.device, (a, b, offs, bias, probs), {"params": parsed, "y": y, "h": h, **given(rows=rows)}
 
 
 backends.describe_op(NAME, _call)
@@ -155,6 +172,7 @@ def grouped_gemm_activation(
     offs: Tensor,
     bias: Tensor | None = None,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     kind: str = "swiglu",
     interleaved: bool = False,
@@ -165,15 +183,15 @@ def grouped_gemm_activation(
 ) -> tuple[Tensor, Tensor]:
     """Multiply every group of rows of ``a`` by its own matrix and apply the expert's activation to the result.
 
-    Equal to the bit to ``h = grouped_gemm(a, b, offs, bias, out_dtype=out_dtype)`` and then ``y = grouped_activation(h,
-    offs, probs, ...)``. As one op, a kernel need not read ``h`` back from memory. Rows past ``offs[-1]`` come out as
-    zeros in both and are never read.
+    Equal to the bit to ``h = grouped_gemm(a, b, offs, bias, rows=rows, out_dtype=out_dtype)`` and then ``y =
+    grouped_activation(h, offs, probs, ...)``. As one op, a kernel need not read ``h`` back from memory. Rows past
+    ``offs[-1]`` come out as zeros in both and are never read.
 
     Differentiable in ``a``, ``b``, ``bias`` and ``probs`` through both results, twice.
 
     Args:
-        a, b, offs, bias, out_dtype: see ``grouped_gemm``; ``b`` is ``[G, K, 2 I]`` for the gated kinds and ``[G, K,
-            I]`` for the others, its columns as ``grouped_activation`` takes those of ``x``.
+        a, b, offs, bias, rows, out_dtype: see ``grouped_gemm``; ``b`` is ``[G, K, 2 I]`` for the gated kinds and ``[G,
+            K, I]`` for the others, its columns as ``grouped_activation`` takes those of ``x``.
         probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``; ``probs`` in the dtype of the result
             or float32.
 
@@ -188,4 +206,4 @@ def grouped_gemm_activation(
     # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
     constants = {"limit": limit, "alpha": alpha, "offset": offset}
     options |= {name: value for name, value in constants.items() if value is not None}
-    return _op(a, b, offs, bias, probs, **options)
+    return _op(a, b, offs, bias, probs, rows, **options)

@@ -15,22 +15,37 @@ from .. import backends, debug
 from ..meta import specs
 from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
+from ._rows import given, summed
 from .grouped_activation import SCHEMA, Params, second_order
 
 NAME = "grouped_gemm_dactivation"
 
 _checked = remembered(specs.grouped_gemm_dactivation, {"dy": "rows", "h": "rows", "probs": "vector"})
+_INDEXED = {"dy": "tokens", "h": "tokens", "probs": "tokens", "rows": "tokens"}
+_checked_indexed = remembered(specs.grouped_gemm_dactivation, _INDEXED)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def _kernel(
-    dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    rows: Tensor | None = None,
+    **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
-    dh, dprobs = (s.empty() for s in _checked(dy, b, h, offs, probs, kind=parsed.kind))
-    debug.check_offs(NAME, offs, dy.shape[0])
-    backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs)
+    if rows is None:
+        dh, dprobs = (s.empty() for s in _checked(dy, b, h, offs, probs, kind=parsed.kind))
+        debug.check_offs(NAME, offs, dy.shape[0])
+        backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs)
+        return dh, dprobs
+    dh, dprobs = (s.empty() for s in _checked_indexed(dy, b, h, offs, probs, rows, kind=parsed.kind))
+    debug.check_offs(NAME, offs, rows.shape[0])
+    debug.check_rows(NAME, "rows", rows, offs, dy)
+    backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs, rows=rows)
     return dh, dprobs
 
 
@@ -45,54 +60,68 @@ def _save(
     h: Tensor,
     offs: Tensor,
     probs: Tensor | None,
+    rows: Tensor | None,
     *,
     output: tuple[Tensor, Tensor],
     **params: Any,
 ) -> None:
-    ctx.save_for_backward(dy, b, h, offs, probs)
+    ctx.save_for_backward(dy, b, h, offs, probs, rows)
     ctx.params = Params(**params)
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tuple[Tensor | None, ...]:
     """With ``a = dy b``: the activation's second order gives the derivatives in ``a``, ``h`` and ``probs``."""
-    dy, b, h, offs, probs = ctx.saved_tensors
-    da = torch.ops.tgl.grouped_gemm(dy, b, offs)
+    dy, b, h, offs, probs, rows = ctx.saved_tensors
+    da = torch.ops.tgl.grouped_gemm(dy, b, offs, **given(rows=rows))
     along, d_h, d_probs = second_order(ctx.params, da, h, offs, probs, cx, cp)
     d_dy = torch.ops.tgl.grouped_gemm(along, b.transpose(1, 2), offs) if needs[0] else None
-    d_b = torch.ops.tgl.grouped_gemm_wgrad(dy, along, offs) if needs[1] else None
-    return d_dy, d_b, d_h, None, d_probs
+    if d_dy is not None and rows is not None:
+        d_dy = summed(d_dy, rows, dy.shape[0])
+    d_b = torch.ops.tgl.grouped_gemm_wgrad(dy, along, offs, **given(a_rows=rows)) if needs[1] else None
+    return d_dy, d_b, d_h, None, d_probs, None
 
 
 def _autocast(
-    dtype: torch.dtype, dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **kwargs: Any
+    dtype: torch.dtype,
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    rows: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[tuple, dict]:
     """Operands in the autocast dtype; probabilities keep their own."""
     dy, b, h = (autocast_operand(dtype, t) for t in (dy, b, h))
     if probs is not None and probs.dtype not in (dy.dtype, torch.float32):
         probs = probs.float()
-    return (dy, b, h, offs, probs), kwargs
+    return (dy, b, h, offs, probs, rows), kwargs
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> "
+    f"{NAME}(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? probs=None, Tensor? rows=None, *, {SCHEMA}) -> "
     "(Tensor dh, Tensor dprobs)",
     _kernel,
-    lambda dy, b, h, offs, probs=None, *, kind="swiglu", **_: tuple(
-        spec.empty() for spec in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, kind=kind)
-    ),
+    lambda *args, kind="swiglu", **_: tuple(spec.empty() for spec in specs.grouped_gemm_dactivation(*args, kind=kind)),
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
 
 
 def _call(
-    dy: Tensor, b: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
+    dy: Tensor,
+    b: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    rows: Tensor | None = None,
+    **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed = Params(**params)
-    dh, dprobs = (s.meta() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, kind=parsed.kind))
-    return dy.device, (dy, b, h, offs, probs), {"params": parsed, "dh": dh, "dprobs": dprobs}
+    dh, dprobs = (s.meta() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, rows, kind=parsed.kind))
+    return dy.device, (dy, b, h, offs, probs), {"params": parsed, "dh": dh, "dprobs": dprobs, **given(rows=rows)}
 
 
 backends.describe_op(NAME, _call)
@@ -104,6 +133,7 @@ def grouped_gemm_dactivation(
     h: Tensor,
     offs: Tensor,
     probs: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     kind: str = "swiglu",
     interleaved: bool = False,
@@ -121,14 +151,21 @@ def grouped_gemm_dactivation(
     - ``dprobs``, the sum of ``da A(g) L(u)`` over the row, in a fixed order. The order depends on the implementation,
       so ``dprobs`` of two implementations may differ in the last bits; ``dh`` does not.
 
-    Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all but ``offs``, twice.
+    Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all but ``offs`` and ``rows``, twice.
+
+    With ``rows``, row ``rows[t]`` of ``dy`` stands for ``dy[t]``: for tokens whose result is the sum over their choices
+    of ``y``, with routing weights inside the activation as ``probs``, the gradient of every row ``t`` is that of its
+    token, ``tgl.Routing.token[t]``. No other factor is needed: ``dh`` has the weight by ``probs``, and ``dprobs`` is
+    the gradient of the weight.
 
     Args:
-        dy: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        dy: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded); with ``rows``, ``[S,
+            K]`` with any number of rows.
         b: ``[G, K, I]`` of the same dtype, either major.
         h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; of the same dtype: the activation's input.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         probs: ``[T]``, dtype of ``h`` or float32: the ``probs`` of the forward.
+        rows: int32 ``[T]`` on the device of ``dy``, as in ``grouped_gemm``: the row of ``dy`` for every row of ``h``.
         kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
 
     Returns:
@@ -142,4 +179,4 @@ def grouped_gemm_dactivation(
     # None rather than a float default, which would make Dynamo compile twice under dynamic=True.
     constants = {"limit": limit, "alpha": alpha, "offset": offset}
     given = {name: value for name, value in constants.items() if value is not None}
-    return _op(dy, b, h, offs, probs, kind=kind, interleaved=interleaved, **given)
+    return _op(dy, b, h, offs, probs, rows, kind=kind, interleaved=interleaved, **given)

@@ -16,6 +16,9 @@ _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
 _BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
 _FUSED = "a[T,K], b[G,K,{0}], offs[G]:ends, bias[G,{0}]?, probs[T]? -> y[T,I], h[T,{0}]"
 _DACTIVATION = "dy[T,K], b[G,K,I], h[T,{h}], offs[G]:ends, probs[T]? -> dh[T,{h}], dprobs[T]"
+# With the default activation: an index belongs to the product.
+_FUSED_INDEXED = "a[S,K], b[G,K,2I], offs[G]:ends, bias[G,2I]?, probs[T]?, rows[T]:derived -> y[T,I], h[T,2I]"
+_DACTIVATION_INDEXED = "dy[S,K], b[G,K,I], h[T,2I], offs[G]:ends, probs[T]?, rows[T]:derived -> dh[T,2I], dprobs[T]"
 _GATED: dict[str, Sequence[Any]] = {
     "kind": tuple(a.name for a in TABLE.values() if a.gated),
     "interleaved": (False, True),
@@ -71,6 +74,7 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_gemm_activation": (
         Signature(_FUSED.format("2I"), options=_GATED, exact=False, wide=("bias", "probs")),
         Signature(_FUSED.format("I"), options=_PLAIN, exact=False, wide=("bias", "probs")),
+        Signature(_FUSED_INDEXED, exact=False, wide=("bias", "probs"), **_INDEXED),
     ),
     "grouped_gemm_wgrad": (
         Signature("a[T,M], b[T,N], offs[G]:ends -> dw[G,M,N]"),
@@ -108,6 +112,7 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_gemm_dactivation": (
         Signature(_DACTIVATION.format(h="2I"), options=_GATED, **_ACTIVATION),
         Signature(_DACTIVATION.format(h="I"), options=_PLAIN, **_ACTIVATION),
+        Signature(_DACTIVATION_INDEXED, **_ACTIVATION, **_INDEXED),
     ),
     "grouped_mlp": (Signature(_MLP_FORWARD, options=_EXACT, wide=_MLP_WIDE),),
     "grouped_mlp_backward": (

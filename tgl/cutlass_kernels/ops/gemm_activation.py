@@ -35,6 +35,7 @@ class GemmActivationCall(NamedTuple):
     params: Params
     y: Tensor
     h: Tensor
+    rows: Tensor | None = None
 
 
 class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
@@ -42,11 +43,11 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     op = "grouped_gemm_activation"
     call = GemmActivationCall
-    reach = Reach({"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR}, ("y", "h"))
+    reach = Reach({"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR}, ("y", "h"), indexed={"a": "rows"})
 
     def refuses(self, c: GemmActivationCall) -> backends.Reason:
         """Widths, and matrices whose halves no tensor map tells apart."""
-        reason = gemm_reason(c.a, c.h)
+        reason = gemm_reason(c.a, c.h, c.rows)
         if reason is not None or c.h.numel() == 0:
             return reason
         step = ALIGNMENT // c.y.element_size()
@@ -62,9 +63,9 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def alike(self, c: GemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, bias, probs, params, y, h = c
+        a, b, _, bias, probs, params, y, h, index = c
         rows, shape = a.shape[0], b.shape
-        if not warm(rows, a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
+        if index is not None or not warm(rows, a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
             return None
         layouts = (a.stride(), b.stride(), h.stride(), y.stride(), shape)
         dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)

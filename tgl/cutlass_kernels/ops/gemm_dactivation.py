@@ -47,6 +47,7 @@ class DactivationCall(NamedTuple):
     params: Params
     dh: Tensor
     dprobs: Tensor
+    rows: Tensor | None = None
 
 
 class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
@@ -57,12 +58,12 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     op = "grouped_gemm_dactivation"
     call = DactivationCall
-    reach = Reach({"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR}, ("dh",))
+    reach = Reach({"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR}, ("dh",), indexed={"dy": "rows"})
     note = "one launch and, for dprobs, a sum over tiles; groups read on the device"
 
     def refuses(self, c: DactivationCall) -> backends.Reason:
         """Dtypes and widths."""
-        reason = dense_reason(c.dy, c.dh)
+        reason = dense_reason(c.dy, c.dh, c.rows)
         if reason is not None or c.dh.numel() == 0:
             return reason
         if c.dy.shape[1] == 0:
@@ -76,9 +77,9 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     def alike(self, c: DactivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        dy, b, h, _, probs, params, dh, _ = c
+        dy, b, h, _, probs, params, dh, _, index = c
         rows, shape = dy.shape[0], b.shape
-        if not warm(rows, dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr()):
+        if index is not None or not warm(rows, dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr()):
             return None
         layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), shape)
         return layouts, dy.dtype, probs is None or probs.dtype, params, rows_class(rows, shape[0])
