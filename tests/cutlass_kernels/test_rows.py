@@ -95,6 +95,22 @@ def test_grouped_gemm(machine):
     assert torch.equal(tgl.grouped_gemm(a, b, offs(), bias, rows=absent), tgl.grouped_gemm(zeros, b, offs(), bias))
 
 
+def test_the_gradient_of_tokens(machine):
+    """The sums of their rows are a launch, and another number of tokens fills no table."""
+    b, rows = integers(len(SIZES), 72, 40, dtype=BF16), index()
+    dy = integers(ROWS, 40, dtype=BF16)
+    by_row = product(dy, b.transpose(1, 2), SIZES)
+    for count in (TOKENS, TOKENS + 1, TOKENS + 9):
+        a = integers(count, 72, dtype=BF16).requires_grad_()
+        y = tgl.grouped_gemm(a, b, offs(), rows=rows)
+        before, known = len(machine.launches), len(launcher.known)
+        (da,) = torch.autograd.grad(y, a, dy)
+        assert len(machine.launches) == before + 2
+        assert count == TOKENS or len(launcher.known) == known
+        wanted = torch.zeros(count, 72, dtype=torch.float64).index_add_(0, rows[:ROUTED], by_row[:ROUTED])
+        assert torch.equal(da, wanted.to(BF16))
+
+
 @pytest.mark.parametrize("which", [("a",), ("b",), ("a", "b")], ids="+".join)
 def test_wgrad(machine, which):
     a, b = tokens(72), tokens(40)

@@ -18,8 +18,8 @@ def given(**tables: Tensor | None) -> dict[str, Tensor]:
 def summed(values: Tensor, index: Tensor, count: Dim) -> Tensor:
     """``[T, columns] -> [count, columns]``: row s is the sum of the rows t of ``values`` with ``index[t] = s``.
 
-    The gradient of rows that an index names. It adds in the order of the rows, in the accumulator's dtype, and rounds
-    once. A stable sort finds a token's rows, since an index alone does not tell where they are.
+    The gradient of rows that an index names. It adds in an order that does not change, in the accumulator's dtype, and
+    rounds once. A stable sort finds a token's rows, since an index alone does not tell where they are.
     """
     owner, order = torch.sort(index.masked_fill(index < 0, _BEHIND), stable=True)
     tokens = torch.arange(count, dtype=torch.int32, device=index.device)  # type: ignore[arg-type]

@@ -238,7 +238,7 @@ def grouped_gemm(
 
     Differentiable in ``a``, ``b`` (without ``slots``), ``bias`` and ``bias_scale``, twice; without ``out``. With
     ``rows``, the gradient of ``a`` takes a ``[T, K]`` and a stable sort of ``rows``: that of a row is the sum over all
-    ``t`` that read it, in their order and rounded once, with equal bits every time. Where the rows of every token are
+    ``t`` that read it, rounded once and with equal bits every time. Where the rows of every token are
     known (``tgl.Routing.position``), ``tgl.dispatch`` in front of the op has that gradient without a sort.
 
     Args:

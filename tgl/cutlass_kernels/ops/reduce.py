@@ -98,12 +98,12 @@ class GroupedDbias(RowSums[DbiasCall]):
     call = DbiasCall
 
     def alike(self, c: DbiasCall) -> tuple | None:
-        """All but the number of rows, of which it matters whether they are many."""
+        """All but the numbers of rows and groups, of which it matters whether there are many, or any."""
         dy, _, out = c
         rows, strides = dy.shape[0], dy.stride()
         if not warm(rows, dy.data_ptr()) or 0 in strides:
             return None
-        return dy.dtype, out.shape, strides, rows >= RING_ROWS
+        return dy.dtype, out.numel() > 0, out.shape[1], strides, rows >= RING_ROWS
 
     def nothing(self, c: DbiasCall) -> bool:
         """No columns or groups, or no rows."""
