@@ -13,6 +13,7 @@ from .nn import (
     combine,
     dispatch,
     dispatch_weights,
+    moe,
     route,
 )
 from .offload import cpu_offload
@@ -105,6 +106,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_accumulate_",
     "grouped_mlp",
+    "moe",
     "quantize",
     "recipes",
     "register_implementation",

@@ -113,13 +113,14 @@ def check_rows(op: str, argument: str, index: Tensor | None, offs: Tensor, t: Te
             )
 
 
-def check_places(op: str, token: Tensor, position: Tensor, top_k: int) -> None:
+def check_places(op: str, token: Tensor, position: Tensor, top_k: int, name: str = "token") -> None:
     """Raise ``ValueError`` for the first row or choice that the two disagree on if inside ``debug_checks()``; free
     otherwise.
 
     Args:
         token: the token of every row.
         position: the row of every choice of every token.
+        name: what ``token`` is called.
     """
     if not active:
         return
@@ -135,13 +136,13 @@ def check_places(op: str, token: Tensor, position: Tensor, top_k: int) -> None:
             owner[row] = pair
             if tokens[row] != pair // top_k:
                 raise ValueError(
-                    f"tgl::{op}: `token` must be the inverse of `position`, but position[{pair}] = {row}, which is a "
-                    f"choice of token {pair // top_k}, and token[{row}] = {tokens[row]}"
+                    f"tgl::{op}: `{name}` must be the inverse of `position`, but position[{pair}] = {row}, which is a "
+                    f"choice of token {pair // top_k}, and {name}[{row}] = {tokens[row]}"
                 )
     for row, owned in enumerate(tokens):
         if row not in owner and 0 <= owned < len(rows) // top_k:
             raise ValueError(
-                f"tgl::{op}: `token` must be the inverse of `position`, but token[{row}] = {owned} and no choice has "
+                f"tgl::{op}: `{name}` must be the inverse of `position`, but {name}[{row}] = {owned} and no choice has "
                 f"row {row}"
             )
 

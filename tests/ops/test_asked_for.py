@@ -39,9 +39,22 @@ def mlp(leaf):
     return y, operands, products, 2 * T * K * K
 
 
+def moe(leaf):
+    """The block of square layers, with two choices per token."""
+    x, weights = torch.randn(T, K, requires_grad=True), torch.rand(T, 2, requires_grad=True)
+    w1, w2 = torch.randn(G, K, K, requires_grad=True), torch.randn(G, K, K, requires_grad=True)
+    operands = {"x": x, "weights": weights, "w1": w1, "w2": w2}
+    if not leaf:
+        operands = {name: t * 1 for name, t in operands.items()}
+    x, *rest = operands.values()
+    y = tgl.moe(x, torch.arange(2 * T).view(T, 2) % G, *rest, kind="srelu")
+    products = {"x": {"back", "dx"}, "weights": {"back"}, "w1": {"back", "dw1"}, "w2": {"dw2"}}
+    return y, operands, products, 2 * 2 * T * K * K
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("leaf", [False, True])
-@pytest.mark.parametrize("make", [linear, mlp])
+@pytest.mark.parametrize("make", [linear, mlp, moe])
 def test_products_of_the_gradients_asked_for(make, leaf, create_graph):
     y, operands, products, one = make(leaf)
     dy = torch.randn_like(y)
@@ -60,7 +73,7 @@ def test_products_of_the_gradients_asked_for(make, leaf, create_graph):
                 torch.testing.assert_close(result[name], every[name])
 
 
-@pytest.mark.parametrize("make", [linear, mlp])
+@pytest.mark.parametrize("make", [linear, mlp, moe])
 def test_backward_into_some_inputs(make):
     y, operands, products, one = make(True)
     for name, operand in operands.items():

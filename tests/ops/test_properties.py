@@ -99,6 +99,16 @@ def test_flops_of_an_mlp_are_those_of_the_gemms_it_needs():
     assert count(lambda: tgl.grouped_mlp(x, w1, w2, offs).sum().backward()) == first + 2 * second
 
 
+def test_flops_of_a_block_are_those_of_its_rows():
+    x, chosen = torch.randn(T, K, requires_grad=True), torch.arange(2 * T).view(T, 2) % G
+    w1, w2 = torch.randn(G, K, 2 * N, requires_grad=True), torch.randn(G, N, K, requires_grad=True)
+    first, second = 2 * 2 * T * K * 2 * N, 2 * 2 * T * N * K
+    assert count(lambda: tgl.moe(x, chosen, None, w1, w2)) == first + second
+    assert count(lambda: tgl.moe(x, chosen, None, w1, w2).sum().backward()) == 3 * (first + second)
+    w1.requires_grad_(False)
+    assert count(lambda: tgl.moe(x, chosen, None, w1, w2).sum().backward()) == 2 * first + 3 * second
+
+
 def test_save_list_holds_overloads():
     """Packets would silently match nothing."""
     ops = torch.ops.tgl
@@ -108,6 +118,7 @@ def test_save_list_holds_overloads():
         ops.grouped_gemm_scaled,
         ops.grouped_gemm_scaled_activation_quantize,
         ops.grouped_mlp,
+        ops.moe,
         ops.offload,
     ]
     assert [packet.default for packet in saved] == tgl.SAC_SAVE_LIST

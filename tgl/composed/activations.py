@@ -20,10 +20,12 @@ def produce_gemm_activation(
 ) -> dict[str, Tensor]:
     """The product, then the activation of what it was rounded to."""
     a, b, offs, bias, probs = operands
+    operands.clear()
     index = {} if rows is None else {"rows": rows}
     h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True, **index)
+    del a  # which nobody else may hold
     y = made["y"].empty()
-    backends.run("grouped_activation", a.device, h, offs, probs, params=params, out=y)
+    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
     return {"y": y, "h": h}
 
 

@@ -42,17 +42,9 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         if act is None:
             act = h.new_empty(h.shape[0], w2.shape[1])
             backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
-        grads["dw2"] = _wgrad(act, dy, offs, made["dw2"])
+        grads["dw2"] = wgrad(act, dy, offs, made["dw2"])
         del act
-    scaled = None
-    if bias2 is not None and probs is not None and (made["dbias2"] is not None or made["dprobs"] is not None):
-        scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
-        sums = torch.empty(bias2.shape, dtype=acc, device=device)
-        backends.run("grouped_dbias_dscales", device, dy, bias2, probs, offs, dbias=sums, dscales=scaled)
-        grads["dbias2"] = sums if made["dbias2"] is not None else None
-    elif made["dbias2"] is not None:
-        grads["dbias2"] = made["dbias2"].empty()
-        backends.run("grouped_dbias", device, dy, offs, out=grads["dbias2"])
+    grads["dbias2"], scaled = bias_gradients(dy, bias2, probs, offs, made["dbias2"], made["dprobs"])
     if not further:
         return grads
 
@@ -69,7 +61,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         grads["dbias1"] = made["dbias1"].empty()
         backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
     if made["dw1"] is not None:
-        grads["dw1"] = _wgrad(x, dh, offs, made["dw1"])
+        grads["dw1"] = wgrad(x, dh, offs, made["dw1"])
     del x
     if made["dx"] is not None:
         given = [dh, w1.transpose(1, 2), offs, None, None]
@@ -77,11 +69,34 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         del given
     del dh
     if made["dw2"] is not None and last:
-        grads["dw2"] = _wgrad(act, dy, offs, made["dw2"])
+        grads["dw2"] = wgrad(act, dy, offs, made["dw2"])
     return grads
 
 
-def _wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec) -> Tensor:
+def bias_gradients(
+    dy: Tensor,
+    bias: Tensor | None,
+    probs: Tensor | None,
+    offs: Tensor,
+    dbias: TensorSpec | None,
+    dprobs: TensorSpec | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of ``probs bias``: the gradient of ``bias`` if it has a spec, and per row its share of the gradient of ``probs``
+    if one of the two has a spec."""
+    device, acc = dy.device, specs.accumulator(dy.dtype)
+    if bias is not None and probs is not None and (dbias is not None or dprobs is not None):
+        scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
+        sums = torch.empty(bias.shape, dtype=acc, device=device)
+        backends.run("grouped_dbias_dscales", device, dy, bias, probs, offs, dbias=sums, dscales=scaled)
+        return sums if dbias is not None else None, scaled
+    if dbias is None:
+        return None, None
+    sums = dbias.empty()
+    backends.run("grouped_dbias", device, dy, offs, out=sums)
+    return sums, None
+
+
+def wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec) -> Tensor:
     """``a^T b`` of every group, in the memory order of ``spec``."""
     if spec.stride is not None:
         return backends.produce("grouped_gemm_wgrad", a.device, spec.by_rows, [b, a, offs]).transpose(1, 2)

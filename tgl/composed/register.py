@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from ..backends import Implementation, add
-from . import activations, mlp, requantize, scaled_activation_quantize
+from collections.abc import Callable
 
-_MLP = "the implementations of the ops it is made of, see their own reports"
+from ..backends import Implementation, add
+from . import activations, mlp, moe, requantize, scaled_activation_quantize
+
+_PARTS = "the implementations of the ops it is made of, see their own reports"
 _TWO_OPS = "two ops; see `explain` of each"
+_EXPERTS: dict[str, Callable] = {
+    "grouped_mlp": mlp.forward,
+    "grouped_mlp_backward": mlp.backward,
+    "moe": moe.forward,
+    "moe_backward": moe.backward,
+}
 
 for _device in ("cpu", "cuda"):
-    for _op, _produce in (("grouped_mlp", mlp.forward), ("grouped_mlp_backward", mlp.backward)):
-        add(Implementation(_op, "composition", _device, None, emulable=_device == "cuda", note=_MLP, produce=_produce))
+    for _op, _produce in _EXPERTS.items():
+        add(
+            Implementation(_op, "composition", _device, None, emulable=_device == "cuda", note=_PARTS, produce=_produce)
+        )
     add(
         Implementation(
             "grouped_gemm_activation",

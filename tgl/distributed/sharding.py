@@ -191,6 +191,39 @@ def _grouped_mlp_backward(
     return [replicated(6, dy, x, w1, w2, offs, h, act, probs, bias2)]
 
 
+def _moe(
+    x: Any,
+    w1: Any,
+    w2: Any,
+    source: Any,
+    position: Any,
+    token: Any,
+    offs: Any,
+    weights: Any = None,
+    bias1: Any = None,
+    bias2: Any = None,
+    **_: Any,
+) -> list[Rule]:
+    return [replicated(2, x, w1, w2, source, position, token, offs, weights, bias1, bias2)]
+
+
+def _moe_backward(
+    dy: Any,
+    x: Any,
+    w1: Any,
+    w2: Any,
+    source: Any,
+    position: Any,
+    token: Any,
+    offs: Any,
+    h: Any,
+    weights: Any = None,
+    bias2: Any = None,
+    **_: Any,
+) -> list[Rule]:
+    return [replicated(6, dy, x, w1, w2, source, position, token, offs, h, weights, bias2)]
+
+
 def _permutation(t: Any, token: Any, position: Any, top_k: int, weights: Any = None) -> list[Rule]:
     whole = Replicate()
     rest = (token, whole), (position, whole), (None, whole), (weights, whole)
@@ -248,6 +281,8 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_dactivation.default: _grouped_gemm_dactivation,
     _ops.grouped_mlp.default: _grouped_mlp,
     _ops.grouped_mlp_backward.default: _grouped_mlp_backward,
+    _ops.moe.default: _moe,
+    _ops.moe_backward.default: _moe_backward,
     _ops.dispatch.default: _permutation,
     _ops.combine.default: _permutation,
     _ops.combine_backward.default: _combine_backward,

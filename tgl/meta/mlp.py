@@ -6,6 +6,7 @@ Letters: T rows, G groups, H width of the input, N of FC1's result (2 I for gate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -34,13 +35,11 @@ def grouped_mlp(
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     """``y [T, O]``, ``h [T, N]`` and the activation's result ``[T, I]``, or ``[0, I]`` to ``recompute``."""
     op = "grouped_mlp"
-    rows, width, inter, columns = _operands(op, ("x", x), w1, w2, offs, probs, kind)
-    groups, dtype, device = w1.shape[0], x.dtype, x.device
-    for name, bias, size, letters in (("bias1", bias1, width, "[G, N]"), ("bias2", bias2, columns, "[G, O]")):
-        if bias is not None:
-            checks.shape(op, name, bias, (groups, size), letters)
-            checks.either_dtype(op, name, bias, dtype, accumulator(dtype))
-            checks.same_device(op, name, bias, "x", device)
+    width, inter, columns = operands(op, Matrix("x", x, "[T, H]"), w1, w2, offs, kind)
+    rows, dtype, device = x.shape[0], x.dtype, x.device
+    _probs(op, probs, "x", x)
+    bias(op, "bias1", bias1, "[G, N]", (w1.shape[0], width), Matrix("x", x))
+    bias(op, "bias2", bias2, "[G, O]", (w1.shape[0], columns), Matrix("x", x))
     return (
         RowsSpec((rows, columns), dtype, device),
         RowsSpec((rows, width), dtype, device),
@@ -48,24 +47,24 @@ def grouped_mlp(
     )
 
 
-def _operands(
-    op: str,
-    matrix: tuple[str, Tensor],
-    w1: Tensor,
-    w2: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    kind: str,
-) -> tuple[Dim, Dim, Dim, Dim]:
-    """T, N, I and O, where ``matrix`` is ``x`` or, without that, ``dy``, and its name."""
-    name, x = matrix
+class Matrix(NamedTuple):
+    """The argument that the others are to fit: its name, and the letters of its two dimensions."""
+
+    name: str
+    t: Tensor
+    letters: str = ""
+
+
+def operands(op: str, matrix: Matrix, w1: Tensor, w2: Tensor, offs: Tensor, kind: str) -> tuple[Dim, Dim, Dim]:
+    """N, I and O, where ``matrix`` is ``x`` or, without that, ``dy``."""
+    name, x, letters = matrix
     activation = activations.named(kind, op=op)
-    checks.ndim(op, name, x, 2, "[T, H]" if name == "x" else "[T, O]")
+    checks.ndim(op, name, x, 2, letters)
     checks.floating(op, name, x)
     checks.dense_matrix(op, name, x)
     checks.ndim(op, "w1", w1, 3, "[G, H, N]")
     checks.ndim(op, "w2", w2, 3, "[G, I, O]")
-    rows, (groups, _, width), columns = x.shape[0], w1.shape, w2.shape[2]
+    (groups, _, width), columns = w1.shape, w2.shape[2]
     dtype, device = x.dtype, x.device
     inter: Dim = width
     if activation.gated:
@@ -81,11 +80,31 @@ def _operands(
     checks.dense_matrix(op, "w1", w1)
     checks.dense_matrix(op, "w2", w2)
     checks.offsets(op, offs, groups, name, device)
+    return width, inter, columns
+
+
+def _probs(op: str, probs: Tensor | None, name: str, x: Tensor) -> None:
     if probs is not None:
-        checks.shape(op, "probs", probs, (rows,), "[T]")
-        checks.either_dtype(op, "probs", probs, dtype, accumulator(dtype))
-        checks.same_device(op, "probs", probs, name, device)
-    return rows, width, inter, columns
+        checks.shape(op, "probs", probs, (x.shape[0],), "[T]")
+        checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
+        checks.same_device(op, "probs", probs, name, x.device)
+
+
+def bias(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], matrix: Matrix) -> None:
+    """``t``, if given, has that shape and goes with ``matrix``."""
+    if t is not None:
+        checks.shape(op, name, t, shape, letters)
+        checks.either_dtype(op, name, t, matrix.t.dtype, accumulator(matrix.t.dtype))
+        checks.same_device(op, name, t, matrix.name, matrix.t.device)
+
+
+def of_weights(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], w1: Tensor) -> None:
+    """``t``, if given, is a dense matrix of that shape, with the dtype and on the device of ``w1``."""
+    if t is not None:
+        checks.shape(op, name, t, shape, letters)
+        checks.same_dtype(op, name, t, "w1", w1.dtype)
+        checks.same_device(op, name, t, "w1", w1.device)
+        checks.dense_matrix(op, name, t)
 
 
 def grouped_mlp_backward(
@@ -105,33 +124,39 @@ def grouped_mlp_backward(
     """The six gradients, ``[0]`` where ``output_mask`` does not ask for one; without ``x`` there is none of ``w1``."""
     op = "grouped_mlp_backward"
     checks.ndim(op, "dy", dy, 2, "[T, O]")
-    rows, width, inter, columns = _operands(op, ("dy", dy) if x is None else ("x", x), w1, w2, offs, probs, kind)
-    groups, dtype, device = w1.shape[0], dy.dtype, dy.device
-    for name, t, size, letters in (
-        ("dy", dy, columns, "[T, O]"),
-        ("h", h, width, "[T, N]"),
-        ("act", act, inter, "[T, I]"),
-    ):
-        if t is not None:
-            checks.shape(op, name, t, (rows, size), letters)
-            checks.same_dtype(op, name, t, "w1", w1.dtype)
-            checks.same_device(op, name, t, "w1", w1.device)
-            checks.dense_matrix(op, name, t)
-    if bias2 is not None:
-        checks.shape(op, "bias2", bias2, (groups, columns), "[G, O]")
-        checks.either_dtype(op, "bias2", bias2, dtype, accumulator(dtype))
-        checks.same_device(op, "bias2", bias2, "dy", device)
+    matrix = Matrix("dy", dy, "[T, O]") if x is None else Matrix("x", x, "[T, H]")
+    width, inter, columns = operands(op, matrix, w1, w2, offs, kind)
+    rows, dtype, device = matrix.t.shape[0], dy.dtype, dy.device
+    _probs(op, probs, matrix.name, matrix.t)
+    of_weights(op, "dy", dy, "[T, O]", (rows, columns), w1)
+    of_weights(op, "h", h, "[T, N]", (rows, width), w1)
+    of_weights(op, "act", act, "[T, I]", (rows, inter), w1)
+    bias(op, "bias2", bias2, "[G, O]", (w1.shape[0], columns), Matrix("dy", dy))
+    check_mask(op, output_mask, {1: ("w1 without `x`", x), 3: ("absent probs", probs)})
+    dx = RowsSpec((rows, w1.shape[1]), dtype, device)
+    dprobs = RowsSpec((rows,), dtype if probs is None else probs.dtype, device)
+    return gradients(dx, dprobs, w1, w2, output_mask)
+
+
+def check_mask(op: str, output_mask: Sequence[bool], without: dict[int, tuple[str, Tensor | None]]) -> None:
+    """``output_mask`` has a flag for each gradient, and asks for none that takes an absent tensor of ``without``."""
     checks.require(len(output_mask) == GRADIENTS, op, "output_mask", f"{GRADIENTS} flags", len(output_mask))
-    for i, name, given in ((1, "w1 without `x`", x), (3, "absent probs", probs)):
+    for i, (name, given) in without.items():
         checks.require(given is not None or not output_mask[i], op, "output_mask", f"False for {name}", "True")
-    acc = accumulator(dtype)
+
+
+def gradients(
+    dx: TensorSpec, dprobs: TensorSpec, w1: Tensor, w2: Tensor, output_mask: Sequence[bool]
+) -> tuple[TensorSpec, ...]:
+    """The six gradients in their order, ``[0]`` where ``output_mask`` does not ask for one."""
+    groups, acc, device = w1.shape[0], accumulator(w1.dtype), w1.device
     wanted = (
-        RowsSpec((rows, w1.shape[1]), dtype, device),
+        dx,
         _weight_gradient(w1),
         _weight_gradient(w2),
-        RowsSpec((rows,), dtype if probs is None else probs.dtype, device),
-        TensorSpec((groups, width), acc, device),
-        TensorSpec((groups, columns), acc, device),
+        dprobs,
+        TensorSpec((groups, w1.shape[2]), acc, device),
+        TensorSpec((groups, w2.shape[2]), acc, device),
     )
     return tuple(spec if want else TensorSpec((0,), spec.dtype, spec.device) for spec, want in zip(wanted, output_mask))
 

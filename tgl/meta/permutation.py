@@ -20,7 +20,7 @@ def _rows(op: str, argument: str, t: Tensor, letter: str) -> None:
         checks.require(False, op, argument, f"2-D [{letter}, H] or 1-D [{letter}]", t.shape)
 
 
-def _index(op: str, argument: str, t: Tensor, letters: str, reference: str, device: torch.device) -> None:
+def check_index(op: str, argument: str, t: Tensor, letters: str, reference: str, device: torch.device) -> None:
     """``t`` is a vector of places, on the device of the argument called ``reference``."""
     if t.dtype not in INDICES:
         checks.require(False, op, argument, "int32 or int64", t.dtype, TypeError)
@@ -28,14 +28,15 @@ def _index(op: str, argument: str, t: Tensor, letters: str, reference: str, devi
     checks.same_device(op, argument, t, reference, device)
 
 
-def _pairs(op: str, token: Tensor, position: Tensor, top_k: Dim, reference: str, device: torch.device) -> None:
+def check_pairs(op: str, token: Tensor, position: Tensor, top_k: Dim, reference: str, device: torch.device) -> None:
+    """``token`` and ``position`` are places, on the device of the argument called ``reference``."""
     if (some := top_k >= 1) is not True:
         checks.require(some, op, "top_k", "at least 1", top_k)
-    _index(op, "token", token, "[T]", reference, device)
-    _index(op, "position", position, "[S k]", reference, device)
+    check_index(op, "token", token, "[T]", reference, device)
+    check_index(op, "position", position, "[S k]", reference, device)
 
 
-def _weights(op: str, weights: Tensor, tokens: Dim, top_k: Dim, reference: str, t: Tensor) -> None:
+def check_weights(op: str, weights: Tensor, tokens: Dim, top_k: Dim, reference: str, t: Tensor) -> None:
     """``weights`` has one number for each choice of each token, in the dtype of ``t`` or the accumulator's."""
     checks.floating(op, reference, t)
     checks.shape(op, "weights", weights, (tokens, top_k), "[S, k]")
@@ -48,11 +49,11 @@ def dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Te
     op = "dispatch"
     _rows(op, "x", x, "S")
     tokens = x.shape[0]
-    _pairs(op, token, position, top_k, "x", x.device)
+    check_pairs(op, token, position, top_k, "x", x.device)
     if (same := position.shape[0] == tokens * top_k) is not True:
         checks.require(same, op, "position", lambda: f"[S k] with S = {tokens} like `x`, k = {top_k}", position.shape)
     if weights is not None:
-        _weights(op, weights, tokens, top_k, "x", x)
+        check_weights(op, weights, tokens, top_k, "x", x)
     return TensorSpec((token.shape[0], *x.shape[1:]), x.dtype, x.device)
 
 
@@ -64,7 +65,7 @@ def combine(y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Ten
 def _combine(op: str, y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None) -> TensorSpec:
     _rows(op, "y", y, "T")
     checks.floating(op, "y", y)
-    _pairs(op, token, position, top_k, "y", y.device)
+    check_pairs(op, token, position, top_k, "y", y.device)
     rows, pairs = y.shape[0], position.shape[0]
     if (same := token.shape[0] == rows) is not True:
         checks.require(same, op, "token", lambda: f"[T] with T = {rows} like `y`", token.shape)
@@ -72,7 +73,7 @@ def _combine(op: str, y: Tensor, token: Tensor, position: Tensor, top_k: Dim, we
     if (whole := tokens * top_k == pairs) is not True:
         checks.require(whole, op, "position", lambda: f"[S k] with k = {top_k}", position.shape)
     if weights is not None:
-        _weights(op, weights, tokens, top_k, "y", y)
+        check_weights(op, weights, tokens, top_k, "y", y)
     return TensorSpec((tokens, *y.shape[1:]), y.dtype, y.device)
 
 

@@ -3,6 +3,7 @@
 from . import layouts
 from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
+from .moe import moe
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 from .sequential import GroupedActivation, Sequential
 
@@ -16,5 +17,6 @@ __all__ = [
     "dispatch",
     "dispatch_weights",
     "layouts",
+    "moe",
     "route",
 ]

@@ -73,7 +73,7 @@ def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expec
     torch._check(same, lambda: message)  # of symbols, which a message cannot hold
 
 
-def _check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str) -> None:
+def check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str) -> None:
     """``t`` has the rows of ``routing`` that the first of ``letters`` means, and is on its device."""
     if not isinstance(routing, Routing):
         fail(f"tgl::{op}: `routing` must be a tgl.Routing, but got {type(routing).__name__}", TypeError)
@@ -85,8 +85,8 @@ def _check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: st
         fail(f"tgl::{op}: `{argument}` must be on {routing.position.device} like `routing`, but got {t.device}")
 
 
-def _check_weights(op: str, weights: Tensor, routing: Routing) -> None:
-    _check_rows(op, "weights", weights, routing, "[S, k]")
+def check_weights(op: str, weights: Tensor, routing: Routing) -> None:
+    check_rows(op, "weights", weights, routing, "[S, k]")
     _check_size(op, "weights", weights, 1, "[S, k]", routing.top_k)
 
 
@@ -103,7 +103,7 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     Raises:
         ValueError: ``x`` does not have the tokens of ``routing``, or is on another device.
     """
-    _check_rows("dispatch", "x", x, routing, "[S, H]")
+    check_rows("dispatch", "x", x, routing, "[S, H]")
     return _dispatch(x, routing.token, routing.position, routing.top_k)
 
 
@@ -115,8 +115,8 @@ def _dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
 
 def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]``."""
-    _check_rows("dispatch_both", "x", x, routing, "[S, H]")
-    _check_weights("dispatch_both", weights, routing)
+    check_rows("dispatch_both", "x", x, routing, "[S, H]")
+    check_weights("dispatch_both", weights, routing)
     rows = _dispatch(x, routing.token, routing.position, routing.top_k)
     return rows, _weights_in_order(weights, routing)
 
@@ -134,7 +134,7 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
     Raises:
         ValueError: ``weights`` does not have the tokens and choices of ``routing``, or is on another device.
     """
-    _check_weights("dispatch_weights", weights, routing)
+    check_weights("dispatch_weights", weights, routing)
     return _weights_in_order(weights, routing)
 
 
@@ -160,9 +160,9 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         ValueError: ``y`` does not have the rows of ``routing``, or ``weights`` its tokens and choices, or one of them
             is on another device.
     """
-    _check_rows("combine", "y", y, routing, "[T, H]")
+    check_rows("combine", "y", y, routing, "[T, H]")
     if weights is not None:
-        _check_weights("combine", weights, routing)
+        check_weights("combine", weights, routing)
     token, position, top_k = routing.token, routing.position, routing.top_k
     if expressions.wanted(y.device):
         rows = y if weights is None else y.to(accumulator(y.dtype)) * _weights_in_order(weights, routing)[:, None]

@@ -18,6 +18,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm_scaled_wgrad,
     grouped_gemm_wgrad,
     grouped_mlp,
+    moe,
     offload,
 )
 
@@ -30,6 +31,7 @@ SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm_scaled.default,
     _ops.grouped_gemm_scaled_activation_quantize.default,
     _ops.grouped_mlp.default,
+    _ops.moe.default,
     _ops.offload.default,
 ]
 """Op overloads whose outputs selective activation checkpointing should save rather than recompute.
@@ -100,6 +102,34 @@ def grouped_mlp_backward_flop(
     dx, dw1, dw2, dprobs, dbias1, _ = output_mask
     first, second = (2 * dy_shape[0] * shape[1] * shape[2] for shape in (w1_shape, w2_shape))
     return first * (dx + dw1) + second * (dw2 + (dx or dw1 or dprobs or dbias1))
+
+
+@_flops(_ops.moe)
+def moe_flop(
+    x_shape: list[int],
+    w1_shape: list[int],
+    w2_shape: list[int],
+    source_shape: list[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """Those of its two GEMMs, over the rows of the choices."""
+    return grouped_mlp_flop(source_shape, w1_shape, w2_shape)
+
+
+@_flops(_ops.moe_backward)
+def moe_backward_flop(
+    dy_shape: list[int],
+    x_shape: list[int] | None,
+    w1_shape: list[int],
+    w2_shape: list[int],
+    source_shape: list[int],
+    *args: Any,
+    output_mask: list[bool],
+    **kwargs: Any,
+) -> int:
+    """Those of the GEMMs that the gradients asked for take."""
+    return grouped_mlp_backward_flop(source_shape, x_shape, w1_shape, w2_shape, output_mask=output_mask)
 
 
 @_flops(_ops.grouped_gemm_scaled, _ops.grouped_gemm_scaled_activation_quantize)

@@ -115,7 +115,7 @@ def _backward(
     """
     mask = [needs[i] for i in (0, 1, 2, 4, 5, 6)]
     if dy is None or dh is not None or dact is not None or torch.is_grad_enabled():
-        grads = _composed(ctx, mask, dy, dh, dact)
+        grads = composed_gradients(ctx.saved_tensors, mask, dy, dh, dact, ctx.params)
     elif unobserved(dy):
         # Past the dispatcher, which would hold all operands to the end: with these the layer's peak is a third higher.
         operands = [dy, *ctx.saved_tensors]
@@ -128,11 +128,16 @@ def _backward(
     return dx, dw1, dw2, None, dprobs, *biases
 
 
-def _composed(
-    ctx: Any, mask: Sequence[bool], dy: Tensor | None, dh: Tensor | None, dact: Tensor | None
+def composed_gradients(
+    saved: Sequence[Any],
+    mask: Sequence[bool],
+    dy: Tensor | None,
+    dh: Tensor | None,
+    dact: Tensor | None,
+    params: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Differentiable in the saved tensors, ``h`` and ``act`` (outputs of this very node) among them."""
-    x, w1, w2, offs, h, act, probs, bias2 = ctx.saved_tensors
+    """Differentiable in the saved tensors, ``h`` and ``act`` (outputs of the node they are saved for) among them."""
+    x, w1, w2, offs, h, act, probs, bias2 = saved
     ops = torch.ops.tgl
     dx = dw1 = dw2 = dprobs = dbias1 = dbias2 = None
     if dact is not None and dact.shape != (h.shape[0], w2.shape[1]):
@@ -140,7 +145,7 @@ def _composed(
     further = any(mask[i] for i in (0, 1, 3, 4))
     if dy is not None:
         if mask[2]:
-            dw2 = _wgrad(ops.grouped_activation(h, offs, probs, **ctx.params) if act is None else act, dy, offs, w2)
+            dw2 = _wgrad(ops.grouped_activation(h, offs, probs, **params) if act is None else act, dy, offs, w2)
         if further:
             back = ops.grouped_gemm(dy, w2.transpose(1, 2), offs)
             dact = back if dact is None else dact + back
@@ -150,7 +155,7 @@ def _composed(
         elif bias2 is not None and mask[5]:
             dbias2 = ops.grouped_dbias(dy, offs)
     if dact is not None and further:
-        back, sums = ops.grouped_activation_backward(dact, h, offs, probs, **ctx.params)
+        back, sums = ops.grouped_activation_backward(dact, h, offs, probs, **params)
         dh = back if dh is None else dh + back
         if probs is not None:
             dprobs = sums.to(probs.dtype) if dprobs is None else sums.to(probs.dtype) + dprobs

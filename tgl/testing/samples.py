@@ -331,6 +331,24 @@ def named_rows(sample: SampleInput, made: Mapping[str, Tensor | None], tail: flo
     return found
 
 
+def places(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """int32 ``source [T]``, ``position [2 T]`` and ``token [T]`` of T tokens with two choices each.
+
+    The rows of the groups are, in no order, the choices of the first tokens; other tokens have no row.
+    """
+    rows, routed = sample.routing.rows, sample.routing.routed
+    source, position = (torch.full((size,), -1, dtype=torch.int32, device="cpu") for size in (rows, 2 * rows))
+    order = torch.randperm(routed, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
+    source[:routed] = order
+    position[order] = torch.arange(routed, dtype=torch.int32, device="cpu")
+    token = source.div(2, rounding_mode="floor")
+    return {
+        "source": source.to(sample.device),
+        "position": position.to(sample.device),
+        "token": token.to(sample.device),
+    }
+
+
 def lay_out(values: Tensor, layout: str) -> Tensor:
     """``values`` in memory order ``layout`` (see ``SampleInput``); a vector is strided for ``"padded"`` only."""
     if layout == "row":

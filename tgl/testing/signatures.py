@@ -9,7 +9,7 @@ import torch
 
 from ..meta.activations import TABLE
 from .quantized import QUANTIZED_SIGNATURES
-from .samples import DIMENSIONS, SampleInput, Signature, choices, named_rows
+from .samples import DIMENSIONS, SampleInput, Signature, choices, named_rows, places
 from .scaled_samples import QuantizedSignature
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
@@ -35,6 +35,14 @@ _MLP_BACKWARD = (
     "dx[T,K], dw1[G,K,I], dw2[G,I,N], dprobs[T], dbias1[G,I], dbias2[G,N]"
 )
 _ALL: dict[str, Sequence[Any]] = {"output_mask": ((True,) * 6,)}
+_MOE_WIDE = ("weights", "bias1", "bias2")
+_MOE_PLACES = "source[T]:derived, position[2T]:derived, token[T]:derived, offs[G]:ends"
+_MOE_FORWARD = f"x[T,K], w1[G,K,I], w2[G,I,N], {_MOE_PLACES}, weights[T,2], bias1[G,I]?, bias2[G,N]? -> y[T,N], h[T,I]"
+_MOE_BACKWARD = (
+    f"dy[T,N], x[T,K], w1[G,K,I], w2[G,I,N], {_MOE_PLACES}, h[T,I], weights[T,2], bias2[G,N]? -> "
+    "dx[T,K], dw1[G,K,I], dw2[G,I,N], dweights[T,2], dbias1[G,I], dbias2[G,N]"
+)
+_TWO: dict[str, Sequence[Any]] = {"kind": ("srelu",), "top_k": (2,)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
 _SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G]"
 _INDEXED: dict[str, Any] = {"derive": named_rows, "dimensions": {**DIMENSIONS, "S": 6}}
@@ -117,6 +125,16 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_mlp": (Signature(_MLP_FORWARD, options=_EXACT, wide=_MLP_WIDE),),
     "grouped_mlp_backward": (
         Signature(_MLP_BACKWARD, options={**_EXACT, **_ALL}, differentiable=False, wide=_MLP_WIDE),
+    ),
+    "moe": (Signature(_MOE_FORWARD, options=_TWO, wide=_MOE_WIDE, derive=places),),
+    "moe_backward": (
+        Signature(
+            _MOE_BACKWARD,
+            options={**_TWO, **_ALL},
+            differentiable=False,
+            wide=_MOE_WIDE,
+            derive=places,
+        ),
     ),
     "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
     "grouped_gemm_scaled.out": (QuantizedSignature(f"{_SCALED}, out[T,N]! ->", requires={"bias_scale": "bias"}),),

@@ -1,0 +1,111 @@
+"""``moe`` and its backward: dispatch, the parts of an expert and combine, one op after the other.
+
+The rows that experts read, ``[T, H]``, and what the activation makes of them, ``[T, I]``, live from one op to the next.
+The backward forms both again: the rows are copies of the tokens, and the activation's result is one pass over ``h``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..meta import specs
+from ..meta.specs import TensorSpec
+from .mlp import Specs, Tensors, bias_gradients, wgrad
+
+if TYPE_CHECKING:
+    from ..ops.grouped_activation import Params
+
+
+class _Places(NamedTuple):
+    """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it."""
+
+    source: Tensor
+    position: Tensor
+    token: Tensor
+    top_k: int
+
+    def rows(self, t: Tensor) -> Tensor:
+        """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
+        return self._dispatched(t, self.token, self.top_k)
+
+    def per_row(self, weights: Tensor | None) -> Tensor | None:
+        """``[T]``: of ``weights [S, k]`` that of every row."""
+        return None if weights is None else self._dispatched(weights.reshape(-1, 1), self.source, 1).view(-1)
+
+    def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
+        spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
+        return backends.produce("dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k)
+
+    def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
+        """``[S, columns]``: the sum of every token's ``rows``."""
+        return backends.produce("combine", rows.device, spec, [rows, self.position, None], top_k=self.top_k)
+
+    def per_choice(self, t: Tensor, spec: TensorSpec) -> Tensor:
+        """``[S, k]``: of ``t [T]`` that of every choice's row; zero for a choice of no expert."""
+        column = TensorSpec((self.position.shape[0], 1), t.dtype, t.device)
+        made = backends.produce("combine", t.device, column, [t[:, None], self.position, None], top_k=1)
+        return made.view(spec.shape)
+
+
+def forward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
+    """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
+    x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
+    places, device = _Places(source, position, token, top_k), x.device
+    probs = places.per_row(weights)
+    first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
+    given = [places.rows(x), w1, offs, bias1, probs]
+    expert = backends.produce("grouped_gemm_activation", device, first, given, params=params)
+    del given
+    answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
+    given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=True)
+    del given
+    return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
+
+
+def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
+    """The gradients that have a spec. What is not needed any more gives its memory to what follows.
+
+    dx comes before dw1: at the peak, dw1's turn, its rows are gone.
+    """
+    dy, x, w1, w2, source, position, token, offs, h, weights, bias2 = operands
+    operands.clear()
+    places, device = _Places(source, position, token, top_k), dy.device
+    probs, answers = places.per_row(weights), places.rows(dy)
+    del dy
+    grads: Tensors = dict.fromkeys(made)
+    further = any(made[name] is not None for name in ("dx", "dw1", "dweights", "dbias1"))
+    if made["dw2"] is not None:
+        act = h.new_empty(h.shape[0], w2.shape[1])
+        backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
+        grads["dw2"] = wgrad(act, answers, offs, made["dw2"])
+        del act
+    grads["dbias2"], scaled = bias_gradients(answers, bias2, probs, offs, made["dbias2"], made["dweights"])
+    if not further:
+        return grads
+
+    dh = torch.empty(h.shape, dtype=h.dtype, device=device)
+    sums = torch.empty(0 if probs is None else h.shape[0], dtype=specs.accumulator(h.dtype), device=device)
+    back = w2.transpose(1, 2)
+    backends.run("grouped_gemm_dactivation", device, answers, back, h, offs, probs, params=params, dh=dh, dprobs=sums)
+    del answers, h
+    if made["dweights"] is not None:
+        dprobs = sums.to(made["dweights"].dtype)
+        dprobs = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
+        grads["dweights"] = places.per_choice(dprobs, made["dweights"])
+    if made["dbias1"] is not None:
+        grads["dbias1"] = made["dbias1"].empty()
+        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
+    if made["dx"] is not None:
+        spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
+        given = [dh, w1.transpose(1, 2), offs, None, None]
+        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=True)
+        grads["dx"] = places.combined(rows, made["dx"])
+        del given, rows
+    if made["dw1"] is not None:
+        grads["dw1"] = wgrad(places.rows(x), dh, offs, made["dw1"])
+    return grads
