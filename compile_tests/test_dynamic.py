@@ -45,7 +45,29 @@ def layer_step() -> Step:
     return lambda x, splits: layer(x)
 
 
-STEPS = {"op": gemm_step, "mlp": mlp_step, "layer": layer_step}
+def block_step(block: Callable[..., Tensor] = tgl.moe) -> Step:
+    """Router and the block behind it."""
+    shapes = (K, G), (G, K, 2 * N), (G, N, K)
+    router, w1, w2 = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+    def step(x: Tensor, splits: Tensor) -> Tensor:
+        weights, chosen = (x @ router).softmax(-1).topk(2)
+        return block(x, tgl.route(chosen, G), weights, w1, w2)
+
+    return step
+
+
+def block_op_step() -> Step:
+    """The block as the op, which ``tgl.moe`` is not in a graph compiled for a CPU."""
+
+    def block(x: Tensor, routing: tgl.Routing, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        source, position, offs, top_k, token = routing
+        return torch.ops.tgl.moe(x, w1, w2, source, position, token, offs, weights, top_k=top_k)[0]
+
+    return block_step(block)
+
+
+STEPS = {"op": gemm_step, "mlp": mlp_step, "layer": layer_step, "block": block_step, "block op": block_op_step}
 
 
 def check(compiled: Step, eager: Step, rows: int, splits: Tensor, mark: Callable[[Tensor], None] | None) -> None:

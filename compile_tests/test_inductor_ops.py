@@ -133,6 +133,14 @@ def mlp() -> Iterator[Call]:
             yield [x, w1, w2, OFFS, probs, *biases], {"recompute": probs is None}
 
 
+def moe() -> Iterator[Call]:
+    for dtype in DTYPES:
+        x, w1, w2 = torch.randn(6, K).to(dtype), torch.randn(G, K, 2 * N).to(dtype), torch.randn(G, N, K).to(dtype)
+        source, position, token, offs = torch.ops.tgl.route(torch.arange(12).view(6, 2) % (G + 1), G)
+        for weights, *biases in product(*(optional(s, dtype, torch.rand) for s in ((6, 2), (G, 2 * N), (G, K)))):
+            yield [x, w1, w2, source, position, token, offs, weights, *biases], {"top_k": 2}
+
+
 def splits() -> Iterator[Call]:
     for dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         yield [torch.tensor([4, 0, 3], dtype=dtype)], {}
@@ -156,6 +164,7 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "grouped_activation_backward": (torch.ops.tgl.grouped_activation_backward, activation_backward),
     "grouped_gemm_dactivation": (torch.ops.tgl.grouped_gemm_dactivation, dactivation),
     "grouped_mlp": (lambda *args, **options: torch.ops.tgl.grouped_mlp(*args, **options)[0], mlp),
+    "moe": (lambda *args, **options: torch.ops.tgl.moe(*args, **options)[0], moe),
 }
 FUSED_GRADIENTS = ("grouped_activation_backward", "grouped_gemm_dactivation")  # made of aten ops, which Inductor fuses
 

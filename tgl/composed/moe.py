@@ -32,6 +32,15 @@ class _Places(NamedTuple):
         """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
         return self._dispatched(t, self.token, self.top_k)
 
+    def read(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``rows(t)`` for a GEMM: ``t`` and the int32 index by which a kernel gathers its rows, or the rows alone.
+
+        On a CPU it is the rows: the loop of ATen over groups, which costs a third of ours, takes no index.
+        """
+        if backends.device_arch(t.device) == "cpu":
+            return self.rows(t), None
+        return t, self.token if self.token.dtype == torch.int32 else self.token.int()
+
     def per_row(self, weights: Tensor | None) -> Tensor | None:
         """``[T]``: of ``weights [S, k]`` that of every row."""
         return None if weights is None else self._dispatched(weights.reshape(-1, 1), self.source, 1).view(-1)
@@ -51,7 +60,7 @@ class _Places(NamedTuple):
         return made.view(spec.shape)
 
 
-def forward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
+def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int) -> Tensors:
     """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
     places, device = _Places(source, position, token, top_k), x.device
@@ -107,5 +116,6 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
-        grads["dw1"] = wgrad(places.rows(x), dh, offs, made["dw1"])
+        tokens, index = places.read(x)
+        grads["dw1"] = wgrad(tokens, dh, offs, made["dw1"], index)
     return grads

@@ -3,7 +3,7 @@
 from . import layouts
 from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
-from .moe import moe
+from .moe import MoE, moe
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 from .sequential import GroupedActivation, Sequential
 
@@ -11,6 +11,7 @@ __all__ = [
     "GroupedActivation",
     "GroupedLinear",
     "GroupedMLP",
+    "MoE",
     "Routing",
     "Sequential",
     "combine",

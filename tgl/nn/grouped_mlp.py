@@ -159,7 +159,7 @@ class GroupedMLP(nn.Module):
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         fc1, fc2 = self.fc1, self.fc2
-        if has_own_forward(fc1) or has_own_forward(fc2) or hooked(fc1) or hooked(fc2):
+        if self._calls_layers():
             return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=True)
         if out is None and dgrad_out is None and self._is_one_op(fc1, fc2, inp.device):
             return self._by_one_op(inp, offs, probs)
@@ -168,6 +168,10 @@ class GroupedMLP(nn.Module):
         ):
             return self._by_one_function(inp, offs, probs, is_first_microbatch, out, dgrad_out)
         return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=False)
+
+    def _calls_layers(self) -> bool:
+        """Whether the layers have hooks, or something else stands in their place."""
+        return any(has_own_forward(layer) or hooked(layer) for layer in (self.fc1, self.fc2))
 
     def _by_layers(
         self,

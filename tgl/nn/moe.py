@@ -10,6 +10,8 @@ from torch import Tensor
 from ..ops.grouped_gemm import grouped_gemm
 from . import routing as _routing
 from ._activation import activate, is_one_op
+from ._inputs import check_input_dtype
+from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 
 
@@ -62,14 +64,85 @@ def moe(
     activation: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}
     activation |= {"kind": kind, "interleaved": interleaved}
     if is_one_op(x.device, w1, w2):
-        source, position, offs, top_k, token = routing
-        operands = x, w1, w2, source, position, token, offs, weights, bias1, bias2
-        return torch.ops.tgl.moe(*operands, top_k=top_k, **activation)[0]
+        return _by_one_op(x, routing, weights, w1, w2, bias1, bias2, **activation)
     probs = None if weights is None else dispatch_weights(weights, routing)
     hidden = grouped_gemm(dispatch(x, routing), w1, routing.offs, bias1)
     hidden = activate(hidden, routing.offs, probs, **activation)
     rows = grouped_gemm(hidden, w2, routing.offs, bias2, None if bias2 is None else probs)
     return combine(rows, routing)
+
+
+class MoE(GroupedMLP):
+    """A Mixture-of-Experts block behind its router: a ``GroupedMLP`` from tokens to tokens.
+
+    Arguments, parameters, state dicts and what training loops call are those of ``GroupedMLP``. Its ``forward_offsets``
+    runs the experts on rows that are grouped already, as behind the exchange of expert parallelism.
+
+    A plain block is ``tgl.moe``: one op forward and one backward, which holds the tokens ``[S, H]`` and what goes into
+    the activation ``[T, N]``, and no rows. It forms the activation's result again in any case, so that
+    ``recompute_activation`` changes nothing there. With a recipe, hooks of ``fc1`` or ``fc2``, other modules in their
+    place, weights per expert, ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, and in a graph compiled for a
+    CPU, the block is ``dispatch``, the ``GroupedMLP`` with those features, and ``combine``: the values are those of
+    the ``GroupedMLP``, and held is what it holds.
+    """
+
+    buffers_taken: frozenset[str] = frozenset()
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        routing: Routing | Tensor,
+        weights: Tensor | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: ``[S, H]`` tokens, or ``[..., H]``.
+            routing: from ``route``, or the experts chosen by each token, integer ``[S, k]``, as ``route`` takes them.
+            weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones. They multiply the activation
+                and FC2's bias, which is the expert's whole result times the weight.
+            is_first_microbatch: see ``GroupedLinear``.
+
+        Returns:
+            The shape and dtype of ``x``: for every token the weighted sum of what its experts answer.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit.
+        """
+        routing = routed(routing, self.num_gemms)
+        tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
+        _routing.check_rows("MoE", "x", tokens, routing, "[S, H]")
+        if weights is not None:
+            _routing.check_weights("MoE", weights, routing)
+        fc1, fc2 = self.fc1, self.fc2
+        if not self._calls_layers() and self._is_one_op(fc1, fc2, x.device):
+            w1, w2 = (layer.weight.transpose(1, 2) for layer in (fc1, fc2))
+            if x.dtype != w1.dtype:
+                check_input_dtype(x.dtype, w1.dtype, x.device, "`x`")
+            activation = {"kind": self.activation, "interleaved": self.interleaved}
+            y = _by_one_op(tokens, routing, weights, w1, w2, fc1.bias, fc2.bias, **activation)
+        else:
+            probs = None if weights is None else dispatch_weights(weights, routing)
+            rows, offs = dispatch(tokens, routing), routing.offs
+            y = combine(self.forward_offsets(rows, offs, probs, is_first_microbatch=is_first_microbatch), routing)
+        return y if x.dim() == 2 else y.view(x.shape)
+
+
+def _by_one_op(
+    x: Tensor,
+    routing: Routing,
+    weights: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    **activation: Any,
+) -> Tensor:
+    source, position, offs, top_k, token = routing
+    operands = x, w1, w2, source, position, token, offs, weights, bias1, bias2
+    y: Tensor = torch.ops.tgl.moe(*operands, top_k=top_k, **activation)[0]
+    return y
 
 
 def routed(routing: Routing | Tensor, num_experts: int) -> Routing:

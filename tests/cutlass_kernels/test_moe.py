@@ -1,0 +1,40 @@
+"""``tgl.moe`` where kernels serve it: which GEMMs it launches, and results near those of a CPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.testing import emulator
+
+G, S, K, H, I = 3, 80, 2, 64, 64
+
+
+def step(routing: tgl.Routing, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Output and all gradients."""
+    x, weights, w1, w2 = tensors
+    y = tgl.moe(x, routing, weights, w1.transpose(1, 2), w2.transpose(1, 2))
+    return [y.detach(), *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_kernels_serve_every_part(arch):
+    torch.manual_seed(0)
+    tensors = [torch.randn(size).bfloat16() for size in ((S, H), (S, K), (G, 2 * I, H), (G, H, I))]
+    tensors = [t.mul_(t.shape[-1] ** -0.5 if t.dim() == 3 else 1).requires_grad_() for t in tensors]
+    chosen = torch.randint(0, G + 1, (S, K))  # some are no expert's
+    routing = tgl.route(chosen, G)
+    near = step(routing, tensors)
+    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+        found = step(routing, tensors)
+    kernels = [launch.kernel for launch in machine.launches]
+    assert sum("GroupedGemm" in kernel for kernel in kernels) == 2 + 4
+    assert " ".join(kernels).count("ActivatedGroupedGemm") == " ".join(kernels).count("GradientGroupedGemm") == 1
+    for ours, cpu in zip(found, near, strict=True):
+        assert ours.isfinite().all()
+        # What the products round to bfloat16 between them may differ by its last bit.
+        assert (ours.float() - cpu.float()).norm() <= 2.0**-7 * cpu.float().norm()

@@ -1,0 +1,174 @@
+"""``MoE`` is dispatch, ``GroupedMLP`` and combine: as one op where that serves it, else as these."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tgl
+
+G, H, I, S, K = 4, 32, 48, 9, 2
+CHOSEN = torch.tensor([[0, 2], [2, 3], [3, 0], [2, 2], [0, 4], [-1, 3], [3, 2], [0, 3], [4, 9]])
+
+
+def tokens(*shape):
+    return torch.randn(*(shape or (S,)), H, requires_grad=True), torch.rand(S, K, requires_grad=True)
+
+
+def by_pieces(mlp, x, chosen, weights, **options):
+    """With the module's own experts, whose parameters' gradients are the ones compared."""
+    routing = tgl.route(chosen, mlp.num_gemms)
+    probs = None if weights is None else tgl.dispatch_weights(weights, routing)
+    rows = mlp.forward_offsets(tgl.dispatch(x, routing), routing.offs, probs, **options)
+    return tgl.combine(rows, routing)
+
+
+def step(function, module, x, weights):
+    y = function()
+    dy = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    wanted = [t for t in (x, weights, *module.parameters()) if t is not None and t.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Ops(TorchDispatchMode):
+    """Names of tgl's ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "tgl":
+            self.names.append(function._schema.name.removeprefix("tgl::"))
+        return function(*args, **(kwargs or {}))
+
+
+def ops(function):
+    with Ops() as seen:
+        function()
+    return seen.names
+
+
+PLAIN = ({}, {"bias": True}, {"activation": "srelu"}, {"activation": "clamped_qgeglu", "interleaved": True})
+OTHERWISE = (
+    {"recipe": tgl.recipes.Float8CurrentScaling()},
+    {"recipe": tgl.recipes.MXFP8BlockScaling()},
+    {"recipe": tgl.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True), "recompute_activation": True},
+    {"single_grouped_weight": False},
+    {"delay_wgrad_compute": True},
+    {"fuse_wgrad_accumulation": True},
+)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("options", PLAIN)
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_a_plain_block_is_one_op(options, recompute, with_weights):
+    block = tgl.MoE(G, H, I, recompute_activation=recompute, **options)
+    x, weights = tokens()
+    weights = weights if with_weights else None
+    expected = step(lambda: by_pieces(block, x, CHOSEN, weights), block, x, weights)
+    assert same(step(lambda: block(x, CHOSEN, weights), block, x, weights), expected)
+    assert same(step(lambda: block(x, tgl.route(CHOSEN, G), weights), block, x, weights), expected)
+    assert ops(lambda: block(x, CHOSEN, weights)) == ["route", "moe"]
+
+
+@pytest.mark.parametrize("options", OTHERWISE)
+def test_what_the_op_does_not_serve_goes_by_the_pieces(options):
+    block = tgl.MoE(G, H, I, **options)
+    main_grads = []
+    if block.fc1.fuse_wgrad_accumulation:
+        for layer in (block.fc1, block.fc2):
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+            main_grads.append(layer.weight.main_grad)
+    x, weights = tokens()
+    results = []
+    for function in (lambda: by_pieces(block, x, CHOSEN, weights), lambda: block(x, CHOSEN, weights)):
+        y = function()
+        y.backward(torch.ones_like(y))
+        block.backward_dw()
+        found = [y.detach(), x.grad, weights.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
+        results.append([t.clone() for t in (*found, *main_grads)])
+        assert any(t.any() for t in results[-1][3:])
+        x.grad = weights.grad = None
+        block.zero_grad()
+        for t in main_grads:
+            t.zero_()
+    assert same(*results)
+    names = ops(lambda: block(x, CHOSEN, weights))
+    assert "moe" not in names
+    assert names[0] == "route"
+    assert names[-1] == "combine"
+
+
+def test_hooks_of_the_layers_fire():
+    block, (x, weights) = tgl.MoE(G, H, I), tokens()
+    expected = step(lambda: block(x, CHOSEN, weights), block, x, weights)
+    fired = []
+    block.fc2.register_forward_hook(lambda *_: fired.append("fc2"))
+    for result, reference in zip(step(lambda: block(x, CHOSEN, weights), block, x, weights), expected, strict=True):
+        torch.testing.assert_close(result, reference)
+    assert fired == ["fc2"]
+
+
+def test_state_dicts_are_those_of_a_grouped_mlp():
+    for options in ({"bias": True}, {"bias": True, "state_dict_format": "discrete"}):
+        mlp, block = tgl.GroupedMLP(G, H, I, **options), tgl.MoE(G, H, I, bias=True)
+        block.load_state_dict(mlp.state_dict())
+        assert all(torch.equal(*pair) for pair in zip(block.parameters(), mlp.parameters(), strict=True))
+        mlp.load_state_dict(block.state_dict())
+
+
+def test_tokens_of_more_dimensions():
+    block, (x, weights) = tgl.MoE(G, H, I), tokens(3, 3)
+    assert torch.equal(block(x, CHOSEN, weights), block(x.flatten(0, 1), CHOSEN, weights).view(3, 3, H))
+
+
+def test_autocast():
+    block, (x, weights) = tgl.MoE(G, H, I, bias=True), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(x, CHOSEN, weights)
+        expected = by_pieces(block, x, CHOSEN, weights)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+    y.float().sum().backward()
+    assert {p.grad.dtype for p in block.parameters()} == {torch.float32}
+
+
+def test_is_first_microbatch_reaches_the_layers():
+    block, (x, weights) = tgl.MoE(G, H, I, recipe=tgl.recipes.MXFP8BlockScaling()), tokens()
+    first = block(x, CHOSEN, weights, is_first_microbatch=True)
+    with torch.no_grad():
+        block.fc1.weight.zero_()
+    assert torch.equal(block(x, CHOSEN, weights, is_first_microbatch=False), first)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    block, (x, weights) = tgl.MoE(G, H, I, bias=True), tokens()
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    expected = step(lambda: block(x, CHOSEN, weights), block, x, weights)
+    for result, reference in zip(step(lambda: compiled(x, CHOSEN, weights), block, x, weights), expected, strict=True):
+        torch.testing.assert_close(result, reference)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "message"),
+    [
+        ("x", lambda t: t[1:], r"tgl::MoE: `x` must be \[S, H\] with S = 9 like `routing`"),
+        ("x", lambda t: t[:, 1:], r"`w1` must be \[G, H, N\] with H = 31 like `x`"),
+        ("x", torch.Tensor.double, "`x` must be torch.float32 like the layer's weight, but got torch.float64"),
+        ("routing", lambda t: t.float(), "`top_k_index` must be"),
+        ("routing", lambda t: None, "tgl::MoE: `routing` must be a tgl.Routing, but got NoneType"),
+        ("weights", lambda t: t[:, 1:], r"tgl::MoE: `weights` must be \[S, k\] with k = 2 like `routing`"),
+    ],
+)
+def test_bad_input(argument, change, message):
+    x, weights = tokens()
+    arguments = {"x": x, "routing": CHOSEN, "weights": weights}
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises((ValueError, TypeError), match=message):
+        tgl.MoE(G, H, I)(**arguments)
