@@ -33,7 +33,7 @@ class _Places(NamedTuple):
         return self._dispatched(t, self.token, self.top_k)
 
     def read(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``rows(t)`` for a GEMM: ``t`` and the int32 index by which a kernel gathers its rows, or the rows alone.
+        """``rows(t)`` for one GEMM: ``t`` and the int32 index by which it reads the rows, or the rows alone.
 
         On a CPU it is the rows: the loop of ATen over groups, which costs a third of ours, takes no index.
         """
@@ -66,8 +66,11 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     places, device = _Places(source, position, token, top_k), x.device
     probs = places.per_row(weights)
     first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
-    given = [places.rows(x), w1, offs, bias1, probs]
-    expert = backends.produce("grouped_gemm_activation", device, first, given, params=params)
+    tokens, index = places.read(x)
+    given = [tokens, w1, offs, bias1, probs]
+    del tokens
+    table = {} if index is None else {"rows": index}
+    expert = backends.produce("grouped_gemm_activation", device, first, given, params=params, **table)
     del given
     answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
