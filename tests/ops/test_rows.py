@@ -384,6 +384,20 @@ def test_debug_checks(bad):
             tgl.grouped_gemm_wgrad_accumulate_(dy, a, ends(), torch.zeros(len(SIZES), N, K), b_rows=rows)
 
 
+@pytest.mark.parametrize("op", [torch.ops.tgl.grouped_gemm_wgrad, torch.ops.tgl.grouped_gemm_wgrad.default], ids=str)
+def test_explain_takes_the_arguments_of_an_overload(op):
+    """The one without ``out`` has indices where the other has slots."""
+    a, b, rows = tokens(K), tokens(N), index()
+    calls = [
+        ((a, b, ends(), rows, rows), {}),
+        ((a, b, ends(), rows), {"b_rows": rows}),
+        ((a, b, ends()), {"a_rows": rows, "b_rows": rows}),
+    ]
+    for args, kwargs in calls:
+        assert op(*args, **kwargs).shape == (len(SIZES), K, N)
+        assert tgl.explain(op, *args, **kwargs).chosen.name == "loop of mm"
+
+
 def test_an_implementation_says_whether_it_takes_an_index():
     a, b = tokens(K), matrices()
 

@@ -192,6 +192,8 @@ def _call(
     if out is not None:
         specs.grouped_gemm_wgrad_out(a, b, offs, slots, a_rows, b_rows, out=out)
     else:
+        if slots is not None:  # the overload without ``out`` has no slots: where they stand it has its indices
+            slots, a_rows, b_rows = None, slots, b_rows if a_rows is None else a_rows
         out = specs.grouped_gemm_wgrad(a, b, offs, a_rows, b_rows, out_dtype=out_dtype, alignment=alignment).meta()
     return a.device, (a, b, offs), {"out": out, **given(slots=slots, a_rows=a_rows, b_rows=b_rows)}
 
