@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 
 import tgl
+from compile_tests._compiling import Captured
+from tests.nn.test_weights_at_slots import NETWORKS, RECIPES, pair, step
+from tests.reversed_weights import Readers
 
 T, G, K, N = 9, 3, 8, 16
 UNIT = 4  # elements
@@ -80,3 +84,57 @@ def test_a_gradient_of_the_matrices_is_refused(backend):
     compiled = torch.compile(lambda *args: torch.ops.tgl.grouped_gemm(*args), backend=backend, fullgraph=True)
     with pytest.raises(Exception, match="`b` must not require grad when `slots` is given"):
         compiled(a, b, OFFS, None, None, table)
+
+
+class Observed(Captured):
+    """Runs AOTAutograd's graphs and notes what reads the weights in them."""
+
+    def __init__(self, readers):
+        super().__init__()
+        self.readers = readers
+
+    def _keep_forward(self, gm, inputs):
+        super()._keep_forward(gm, inputs)
+        return self._observed(gm)
+
+    def _keep_backward(self, gm, inputs):
+        super()._keep_backward(gm, inputs)
+        return self._observed(gm)
+
+    def _observed(self, gm):
+        def run(*arguments):
+            with self.readers:
+                return gm.forward(*arguments)
+
+        return make_boxed_func(run)
+
+
+QUICK = ("mxfp8", "MLP"), ("fp8 delayed", "linear")
+
+
+@pytest.mark.parametrize(
+    "recipe, network",
+    [
+        pytest.param(recipe, network, marks=() if (recipe, network) in QUICK else pytest.mark.slow)
+        for recipe in RECIPES
+        for network in NETWORKS
+    ],
+)
+def test_no_copy_of_weights_in_reverse_order(recipe, network):
+    recipe, make = RECIPES[recipe], NETWORKS[network]
+    layer, other, buffers = pair(make, recipe)
+    backend = Observed(Readers(buffers))
+    compiled = torch.compile(other, backend=backend, fullgraph=True)
+    for _ in range(2):
+        backend.readers.found.clear()
+        assert all(map(torch.equal, step(other, compiled), step(layer, layer)))
+        assert backend.readers.found == ["tgl.group_quantize.default"] * len(buffers)
+    assert backend.compilations == 1
+
+
+def test_inductor_reads_weights_in_reverse_order():
+    layer, other, _ = pair(lambda recipe: tgl.GroupedMLP(4, 64, 96, bias=False, recipe=recipe), RECIPES["fp8 blocks"])
+    x, sizes = torch.randn(64, 64), torch.tensor([20, 0, 33, 7])
+    compiled = torch.compile(other, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, sizes), torch.compile(layer, fullgraph=True)(x, sizes))

@@ -99,6 +99,7 @@ class QuantizeSpec:
         row_scale: Tensor | None = None,
         rng: Tensor | None = None,
         noop: Tensor | None = None,
+        slots: Tensor | None = None,
         dbias: bool = False,
         out: Components | None = None,
     ) -> Components:
@@ -107,7 +108,7 @@ class QuantizeSpec:
         Args:
             scale: ``[G]``, required if ``delayed``.
             rng: ``[seed, offset]``, required if ``stochastic``.
-            x, offs, rowwise, columnwise, row_scale, noop, dbias, out: see ``group_quantize``.
+            x, offs, rowwise, columnwise, row_scale, noop, slots, dbias, out: see ``group_quantize``.
         """
         if self.delayed != (scale is not None):
             raise ValueError(f"`scale` must be {'given' if self.delayed else 'None'} for {self}")
@@ -120,6 +121,7 @@ class QuantizeSpec:
             row_scale,
             rng,
             noop,
+            slots,
             rowwise=rowwise,
             columnwise=columnwise,
             dbias=dbias,

@@ -1,5 +1,7 @@
 """Matrices at slots of a packed tensor, on a device: exact, nothing else written, under graphs whose table changes."""
 
+import copy
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import CANARY, gradient
 from tests.kernel_cases import poisoned as poisoned_behind
 from tests.kernel_cases import product as product_of
+from tests.memory import same_bytes
+from tgl import recipes
 from tgl.cutlass_kernels.config import GemmConfig
 
 pytestmark = pytest.mark.gpu
@@ -173,6 +177,92 @@ def test_scaled_wgrad(format, overwrite):
     assert torch.equal(grad.buffer, wanted.buffer)
 
 
+QUANTIZED = {
+    "mxfp8": dict(format="mxfp8", scale_layout="blocked"),
+    "mxfp8, compact": dict(format="mxfp8"),
+    "nvfp4": dict(format="nvfp4", scale_layout="blocked"),
+    "nvfp4, squares": dict(format="nvfp4", block_2d=True),
+    "FP8 per group": dict(format="fp8_tensor"),
+    "FP8 blocks": dict(format="fp8_block"),
+    "FP8 squares": dict(format="fp8_block", block_2d=True),
+}
+ABSENT = {"all": (), "some": (0, 3), "none": tuple(range(GROUPS))}
+
+
+def same_components(ours, theirs):
+    return all(same_bytes(a.cpu(), b.cpu()) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("options", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("absent", ABSENT.values(), ids=ABSENT)
+@pytest.mark.parametrize("number", [-1, LOW, HIGH, "first"])
+def test_group_quantize(options, dtype, absent, number):
+    w = torch.randn(GROUPS, 320, 264, device=DEVICE).to(dtype)
+    packed = Packed(w, float("nan"))
+    packed.slots[list(absent)] = packed.view.shape[0] if number == "first" else number
+    w[list(absent)] = 0
+    wanted = tgl.group_quantize(w.cpu(), None, **options)
+    assert same_components(served(tgl.group_quantize, packed.view, None, slots=packed.slots, **options), wanted)
+    assert same_components(served(tgl.group_quantize, w, None, **options), wanted)
+
+
+@pytest.mark.parametrize("options", QUANTIZED.values(), ids=QUANTIZED)
+def test_group_quantize_of_any_layout(options):
+    """Transposed matrices of odd sizes at odd distances, which kernels reach by elements: none is copied."""
+    w = torch.randn(GROUPS, 38, 58).bfloat16()
+    buffer = torch.full((GROUPS * (38 * 58 + 1),), float("nan"), dtype=BF16, device=DEVICE)
+    view = buffer.as_strided((GROUPS, 38, 58), (38 * 58 + 1, 1, 38))
+    slots = torch.arange(GROUPS - 1, -1, -1, device=DEVICE).int()
+    view.copy_(w.flip(0))
+    slots[2], w[2] = HIGH, 0
+    explained = tgl.explain("group_quantize", view, None, slots=slots, **options)
+    assert explained.chosen.name == "tgl kernel, element by element"
+    got = served(tgl.group_quantize, view, None, slots=slots, **options)
+    assert same_components(got, tgl.group_quantize(w, None, **options))
+
+
+@pytest.mark.parametrize("options", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_graph_of_group_quantize_follows_its_table(options):
+    w, slots = torch.randn(GROUPS, 320, 264, device=DEVICE).bfloat16(), torch.arange(GROUPS, device=DEVICE).int()
+    out = tgl.group_quantize(w, None, slots=slots, **options)
+    graph = torch.cuda.CUDAGraph()
+    tgl.group_quantize(w, None, slots=slots, out=out, **options)
+    with torch.cuda.graph(graph):
+        tgl.group_quantize(w, None, slots=slots, out=out, **options)
+    for _ in range(3):
+        order = torch.randperm(GROUPS, device=DEVICE)
+        slots.copy_(order)
+        graph.replay()
+        assert same_components(out, tgl.group_quantize(w[order], None, **options))
+
+
+@pytest.mark.parametrize("network", [tgl.GroupedLinear, tgl.GroupedMLP])
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()], ids=repr)
+def test_a_layer_does_not_copy_its_weights(network, recipe):
+    """Those of a buffer in reverse order: the memory that a step takes is that of the layer with weights in order."""
+    layer = network(GROUPS, 256, 384, bias=False, params_dtype=BF16, device=DEVICE, recipe=recipe)
+    other = copy.deepcopy(layer)
+    for linear in other.modules():
+        if isinstance(linear, tgl.GroupedLinear):
+            weights = linear.group_parameters("weight")
+            packed = Packed(torch.stack([w.detach() for w in weights]), float("nan"))
+            for weight, slot in zip(weights, packed.slots.tolist()):
+                weight.data = packed.view[slot]
+    x, sizes = integers(sum(SIZES), 256), torch.tensor(SIZES, device=DEVICE)
+    peaks, results = [], []
+    for network in (layer, other):
+        with torch.no_grad():
+            network(x, sizes)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            results.append(network(x, sizes))
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert torch.equal(*results)
+    assert peaks[0] == peaks[1]
+
+
 def test_no_host_read():
     """The table is read on the device alone: with synchronising calls forbidden, every op passes."""
     a, b, dy = integers(ROWS, 264), integers(GROUPS, 264, 328), integers(ROWS, 328)
@@ -181,6 +271,8 @@ def test_no_host_read():
     torch.cuda.set_sync_debug_mode("error")
     try:
         tgl.grouped_gemm(a, packed.view, given, slots=packed.slots)
+        for options in QUANTIZED.values():
+            tgl.group_quantize(packed.view, None, slots=packed.slots, **options)
         tgl.grouped_gemm_wgrad_accumulate_(a, dy, given, grad.view, grad.slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -195,6 +195,7 @@ def _group_quantize(
     scale: Any = None,
     row_scale: Any = None,
     rng: Any = None,
+    slots: Any = None,
     *,
     format: str,
     rowwise: bool = True,
@@ -205,7 +206,7 @@ def _group_quantize(
     **_: Any,
 ) -> list[Rule]:
     f = FORMATS[format]
-    rules = [replicated(7, x, offs, scale, row_scale, rng)]
+    rules = [replicated(7, x, offs, scale, row_scale, rng, slots)]
     if scale_layout != "compact" or f.has_amax:
         return rules
     for dim in range(1, len(x.shape)):
@@ -217,7 +218,8 @@ def _group_quantize(
         if offs is None and f.transposed_columnwise and not turned:  # unlike the data
             columns = columns[0], Shard(dim)
         results = [*_results(rows, columns, rowwise, columnwise), Shard(1) if dbias else WHOLE]
-        rules.append(rule(results, (x, Shard(dim)), (offs, WHOLE), (scale, WHOLE), (row_scale, WHOLE), (rng, WHOLE)))
+        whole = [(t, WHOLE) for t in (offs, scale, row_scale, rng, slots)]
+        rules.append(rule(results, (x, Shard(dim)), *whole))
     return rules
 
 

@@ -103,14 +103,16 @@ def group_quantize(
     scale: Tensor | None = None,
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     options: Options,
 ) -> SizedComponents:
-    """``[T, K]`` with ``offs``, or ``[G, N, K]`` without; ``options`` resolved."""
+    """``[T, K]`` with ``offs``, ``[G, N, K]`` without, ``[S, N, K]`` with ``slots``; ``options`` resolved."""
     f = options.description
     if offs is None:
         checks.ndim(_OP, "x", x, 3, "[G, N, K] when `offs` is None")
     else:
+        checks.require(slots is None, _OP, "slots", "None when `offs` is given (they number matrices)", "a tensor")
         checks.ndim(_OP, "x", x, 2, "[T, K] when `offs` is given")
     checks.require(x.dtype in SOURCES, _OP, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
     checks.dense_matrix(_OP, "x", x)
@@ -127,7 +129,12 @@ def group_quantize(
         checks.size_even(_OP, "x", x, -1, even.format("K"))
         if offs is None and options.columnwise:
             checks.size_even(_OP, "x", x, -2, "[G, N, K] with an even N (two elements share a byte): pad it with zeros")
-    groups = x.shape[0] if offs is None else offs.shape[0]
+    shape, groups = tuple(x.shape), x.shape[0] if offs is None else offs.shape[0]
+    if slots is not None:
+        checks.ndim(_OP, "slots", slots, 1, "[G]")
+        groups = slots.shape[0]
+        checks.slots(_OP, "x", x, slots, groups, "x", x.device)
+        shape = (groups, *shape[1:])
     if scale is not None:
         _only_for(_OP, f, "scale", "a tensor", None)
         shaped = options.eps == 0 and not options.power_of_two
@@ -146,7 +153,7 @@ def group_quantize(
         checks.shape(_OP, "rng", rng, (2,), "[seed, offset]")
         checks.either_dtype(_OP, "rng", rng, torch.int64)
         checks.same_device(_OP, "rng", rng, "x", x.device)
-    return sized_components(options, tuple(x.shape), groups, x.device, grouped=offs is not None)
+    return sized_components(options, shape, groups, x.device, grouped=offs is not None)
 
 
 def group_quantize_out(
@@ -156,11 +163,12 @@ def group_quantize_out(
     row_scale: Tensor | None,
     rng: Tensor | None,
     noop: Tensor | None,
+    slots: Tensor | None,
     *out: Tensor,
     options: Options,
 ) -> None:
     """Checks of ``group_quantize.out``: those of ``group_quantize``, the flag, and buffers that fit."""
-    specs = group_quantize(x, offs, scale, row_scale, rng, options=options).specs()
+    specs = group_quantize(x, offs, scale, row_scale, rng, slots, options=options).specs()
     if noop is not None:
         checks.either_dtype(_OP, "noop", noop, torch.float32, torch.bool)
         if noop.dim() != 0:

@@ -44,11 +44,9 @@ class Gemms(Protocol):
 
     Attributes:
         fuses_activation: whether ``activated_input`` is better than an activation and ``input``.
-        takes_slots: whether a weight may be ``(w, slots)``, as ``grouped_gemm`` has them; else it must be in order.
     """
 
     fuses_activation: bool
-    takes_slots: bool
 
     def reset_state(self) -> None:
         """Start afresh, with the layer's parameters."""
@@ -61,8 +59,12 @@ class Gemms(Protocol):
     ) -> Operands:
         """Prepare ``grouped_activation(h, offs, probs, **activation)`` as input of the requested GEMMs."""
 
-    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
+    def weight(
+        self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
+    ) -> Operands:
         """Prepare the weight for fprop, and for dgrad if asked for; called without grad.
+
+        With ``slots`` it is ``w [S, N, K]``, as ``grouped_gemm`` and ``group_quantize`` have it.
 
         ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
         """
@@ -120,7 +122,6 @@ class DenseGemms:
     """The GEMMs on the tensors as they are."""
 
     fuses_activation = False
-    takes_slots = True
 
     def reset_state(self) -> None:
         pass
@@ -133,8 +134,11 @@ class DenseGemms:
     ) -> Operands:
         return self.input(grouped_activation(h, offs, probs, **activation), offs, fprop=fprop, wgrad=wgrad)
 
-    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
-        return Operands(fprop=(w,), dgrad=(w,) if dgrad else ())
+    def weight(
+        self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
+    ) -> Operands:
+        operand = (w,) if slots is None else (w, slots)
+        return Operands(fprop=operand, dgrad=operand if dgrad else ())
 
     def grad(
         self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool

@@ -60,7 +60,6 @@ class ScaledGemms(nn.Module):
     """
 
     fuses_activation = True
-    takes_slots = False
     rng_state: Tensor
     kept_data: Tensor | None
     kept_is_old = False  # of what was pickled without it
@@ -207,7 +206,9 @@ class ScaledGemms(nn.Module):
                 RuntimeError,
             )
 
-    def weight(self, w: Tensor, *, dgrad: bool, is_first_microbatch: bool | Tensor | None) -> Operands:
+    def weight(
+        self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
+    ) -> Operands:
         """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""
         form = self.format
         self.check_weight(w, is_first_microbatch, dgrad=dgrad)
@@ -215,13 +216,13 @@ class ScaledGemms(nn.Module):
             return _forward_operands(w.components(), form, True, dgrad=dgrad)
         spec = self.specs.weight
         if is_first_microbatch is None:
-            made = spec.quantize(w, None, columnwise=dgrad, scale=self._scale("weight"))
+            made = spec.quantize(w, None, columnwise=dgrad, scale=self._scale("weight"), slots=slots)
             self._remember("weight", made)
             return _forward_operands(made, form, True, dgrad=dgrad)
         first, kept = is_first_microbatch, self._kept()
         if kept is None:
             with lasting():
-                kept = spec.quantize(w, None, scale=self._scale("weight"))
+                kept = spec.quantize(w, None, scale=self._scale("weight"), slots=slots)
             self._keep(kept)
             self.kept_is_old = False
             self._remember("weight", kept)
@@ -233,7 +234,7 @@ class ScaledGemms(nn.Module):
         if first is not False:
             noop = first.logical_not() if isinstance(first, Tensor) and not self.kept_is_old else None
             try:
-                spec.quantize(w, None, scale=self._scale("weight"), noop=noop, out=kept)
+                spec.quantize(w, None, scale=self._scale("weight"), noop=noop, slots=slots, out=kept)
             except BaseException:
                 self._forget_kept()  # the old weight, or half of the new: later microbatches must not read it
                 raise

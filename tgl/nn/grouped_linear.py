@@ -17,7 +17,7 @@ from ..tensor import GroupedTensor
 from ._buffers import check_buffer, check_disjoint
 from ._delaying import DelayedGradients
 from ._errors import fail
-from ._gemms import Gemms, Operands
+from ._gemms import Gemms
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._lasting import lasting
 from ._linear_function import Call, LinearFunction, TransformedFunction, fprop
@@ -331,11 +331,7 @@ class GroupedLinear(DelayedGradients):
                 weight = autocast_operand(out_dtype, weight)
                 bias = autocast_operand(out_dtype, bias) if bias is not None else None
         main_grad = self._check_gradients(needs_wgrad)
-        if table is not None and not gemms.takes_slots:
-            weight, table = weight.index_select(0, table), None
-        operands = gemms.weight(weight, dgrad=needs_dgrad, is_first_microbatch=is_first_microbatch)
-        if table is not None:
-            operands = Operands(fprop=(*operands.fprop, table), dgrad=(*operands.dgrad, table))
+        operands = gemms.weight(weight, table, dgrad=needs_dgrad, is_first_microbatch=is_first_microbatch)
         weights, biases = parts
         fuses = needs_wgrad and self.fuse_wgrad_accumulation
         gradients = ParameterGradients(

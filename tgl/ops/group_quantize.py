@@ -22,6 +22,7 @@ _OPTIONS = (
     'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool block_2d=False, '
     "bool rht=False, bool dbias=False"
 )
+_RESULTS = ", ".join(f"Tensor {name}" for name in Components._fields)
 _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg", OUT_NAMES))
 
 _ROWS = {"x": "rows", "row_scale": "vector"}
@@ -44,9 +45,15 @@ def _kernel(
     scale: Tensor | None = None,
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
+    slots: Tensor | None = None,
     **keywords: Any,
 ) -> Components:
     options = _resolved(**keywords)
+    if slots is not None:
+        out = _checked_matrices(x, offs, scale, row_scale, rng, slots, options=options).empty()
+        debug.check_slots(NAME, slots, "x", x, written=False)
+        backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out, slots=slots)
+        return out
     check = _checked if offs is not None else _checked_matrices
     out = check(x, offs, scale, row_scale, rng, options=options).empty()
     if debug.active and offs is not None:
@@ -62,20 +69,23 @@ def _kernel_out(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     noop: Tensor | None = None,
+    slots: Tensor | None = None,
     **keywords: Any,
 ) -> None:
     out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = _resolved(**keywords)
     check = _checked_out if offs is not None else _checked_matrices_out
-    check(x, offs, scale, row_scale, rng, noop, *out, options=options)
-    operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop}
+    check(x, offs, scale, row_scale, rng, noop, slots, *out, options=options)
+    operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop, "slots": slots}
     for name, buffer in zip(OUT_NAMES, out):
         if buffer.numel():
             memory.writable(NAME, name, buffer, **operands)
         operands[name] = buffer
     if debug.active and offs is not None:
         debug.check_offs(NAME, offs, x.shape[0])
-    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out)
+    debug.check_slots(NAME, slots, "x", x, written=False)
+    table = {} if slots is None else {"slots": slots}
+    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out, **table)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -87,10 +97,11 @@ def _fake(
     scale: Tensor | None = None,
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
+    slots: Tensor | None = None,
     **keywords: Any,
 ) -> Components:
     options = Options(**keywords).resolved(NAME)
-    return quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).empty()
+    return quantized.group_quantize(x, offs, scale, row_scale, rng, slots, options=options).empty()
 
 
 def _fake_out(
@@ -100,22 +111,23 @@ def _fake_out(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     noop: Tensor | None = None,
+    slots: Tensor | None = None,
     **keywords: Any,
 ) -> None:
     out = [keywords.pop(name) for name in OUT_NAMES]
     options = Options(**keywords).resolved(NAME)
-    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, *out, options=options)
+    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, *out, options=options)
 
 
 _ADVICE = "tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()"
 _op = define(
-    f"{NAME}({_ARGS}, *, {_OPTIONS}) -> ({', '.join(f'Tensor {name}' for name in Components._fields)})",
+    f"{NAME}({_ARGS}, Tensor? slots=None, *, {_OPTIONS}) -> ({_RESULTS})",
     _kernel,
     _fake,
     no_derivative=_ADVICE,
 )
 _op_out = define(
-    f"{NAME}.out({_ARGS}, Tensor? noop=None, *, {_OPTIONS}, {_BUFFERS}) -> ()",
+    f"{NAME}.out({_ARGS}, Tensor? noop=None, Tensor? slots=None, *, {_OPTIONS}, {_BUFFERS}) -> ()",
     _kernel_out,
     _fake_out,
     no_derivative=_ADVICE,
@@ -129,6 +141,7 @@ def _call(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     noop: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     out: Components | None = None,
     **keywords: Any,
@@ -137,10 +150,13 @@ def _call(
         out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = Options(**keywords).resolved(NAME)
     if out is None:
-        out = quantized.group_quantize(x, offs, scale, row_scale, rng, options=options).meta()
+        if noop is not None:  # the overload without ``out`` has no flag: where it stands it has slots
+            noop, slots = None, noop
+        out = quantized.group_quantize(x, offs, scale, row_scale, rng, slots, options=options).meta()
     else:
-        quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, *out, options=options)
-    return x.device, (x, offs, scale, row_scale, rng, noop), {"options": options, "out": out}
+        quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, *out, options=options)
+    table = {} if slots is None else {"slots": slots}
+    return x.device, (x, offs, scale, row_scale, rng, noop), {"options": options, "out": out, **table}
 
 
 backends.describe_op(NAME, _call)
@@ -153,6 +169,7 @@ def group_quantize(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     noop: Tensor | None = None,
+    slots: Tensor | None = None,
     *,
     format: str,
     rowwise: bool = True,
@@ -216,8 +233,8 @@ def group_quantize(
     Not differentiable; ``tgl.quantize`` makes a GroupedTensor with the straight-through estimator.
 
     Args:
-        x: ``[T, K]``, or ``[G, N, K]`` without ``offs``; float32, bfloat16 or float16, rows or columns contiguous (or
-            expanded). nvfp4 needs an even K (and N, columnwise).
+        x: ``[T, K]``, or ``[G, N, K]`` without ``offs``, or ``[S, N, K]`` with ``slots``; float32, bfloat16 or float16,
+            rows or columns contiguous (or expanded). nvfp4 needs an even K (and N, columnwise).
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         scale: float32 ``[G]``; fp8_tensor only.
         row_scale: ``[T]``, dtype of ``x`` or float32: rows are multiplied by it, and rounded to the dtype of ``x``,
@@ -225,6 +242,10 @@ def group_quantize(
         rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. Equal seed and offset: equal bytes.
         noop: float32 or bool, ``[]`` or ``[1]``, only with ``out``: if not zero, nothing is written. Not read on the
             host.
+        slots: int32 ``[G]`` on the device of ``x``, as in ``grouped_gemm``: the matrix of group ``g`` is
+            ``x[slots[g]]``, and components are in the order of the groups. Slots of ``x`` may overlap, and a slot that
+            is not in the table is not read. Values are not read on the host; a number outside ``[0, S)`` reads a matrix
+            of zeros. Not with ``offs``.
         format: which format.
         rowwise, columnwise: which directions; at least one.
         dtype: element dtype of the FP8 formats, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.
@@ -263,6 +284,6 @@ def group_quantize(
     if out is None:
         if noop is not None:
             raise ValueError(f"tgl::{NAME}: `noop` must be None without `out`, but got a tensor")
-        return Components(*_op(x, offs, scale, row_scale, rng, **options))
-    _op_out(x, offs, scale, row_scale, rng, noop, **options, **dict(zip(OUT_NAMES, out)))
+        return Components(*_op(x, offs, scale, row_scale, rng, slots, **options))
+    _op_out(x, offs, scale, row_scale, rng, noop, slots, **options, **dict(zip(OUT_NAMES, out)))
     return out

@@ -15,15 +15,15 @@ from ..meta.quantized import OUT_NAMES, Options
 from ..meta.table import OnePerName
 from .samples import SampleInput, Signature
 
-DIMENSIONS = {"K": 40, "N": 24, "L": 3}
+DIMENSIONS = {"K": 40, "N": 24, "L": 3, "S": 6}
 _GARBAGE = 0x5B
-_NEVER = {"offs": "nothing", "scale": "nothing", "row_scale": "nothing", "rng": "nothing"}
-_INPUTS = "x[{x}], offs[G]:{offs}, scale[G]:derived?, row_scale[T]?, rng[2]:derived?"
+_NEVER = {name: "nothing" for name in ("offs", "scale", "row_scale", "rng", "slots")}
+_INPUTS = "x[{x}], offs[G]:{offs}, scale[G]:derived?, row_scale[T]?, rng[2]:derived?{noop}, slots[G]:derived{slots}"
 _OUTPUTS = (
     "data[{lead},K], scale[{scale},K], amax[{amax}], columnwise_data[{columnwise},K], columnwise_scale[P,K], "
     "columnwise_amax[{amax}], dbias[{dbias}]"
 )
-_BUFFERS = ", noop[]:derived?, " + ", ".join(f"{name}[]:derived!" for name in OUT_NAMES)
+_BUFFERS = ", " + ", ".join(f"{name}[]:derived!" for name in OUT_NAMES)
 _PLAIN: dict[str, Any] = {
     "differentiable": False,
     "dtypes": (torch.float32, torch.bfloat16, torch.float16),
@@ -36,19 +36,26 @@ def _options(sample: SampleInput) -> Options:
 
 
 def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """Scales and seeds where they are given, a flag that says no, and buffers full of garbage."""
+    """Scales and seeds where they are given, slots, a flag that says no, and buffers full of garbage.
+
+    Slots are from the last to the first, and beyond: of many groups most have none.
+    """
     x, offs = made["x"], made["offs"]
     assert x is not None
     derived: dict[str, Tensor] = {}
+    groups = x.shape[0] if offs is None else offs.shape[0]
+    if _at_slots(sample.signature):
+        groups = len(sample.routing.sizes)
+        last = sample.signature.dimensions["S"] - 1
+        derived["slots"] = last - torch.arange(groups, dtype=torch.int32, device=x.device)
     if "scale" in sample.given:
-        groups = x.shape[0] if offs is None else offs.shape[0]
         derived["scale"] = torch.arange(1, groups + 1, dtype=torch.float32, device=x.device) / 4
     if "rng" in sample.given:
         derived["rng"] = torch.tensor([7, 11], dtype=torch.int64, device=x.device)
     if "noop" in sample.given:
         derived["noop"] = torch.zeros(1, dtype=torch.float32, device=x.device)
     if "data" in made:
-        specs = quantized.group_quantize(x, offs, options=_options(sample)).specs()
+        specs = quantized.group_quantize(x, offs, slots=derived.get("slots"), options=_options(sample)).specs()
         for name, spec in zip(OUT_NAMES, specs):
             derived[name] = spec.empty()
             _fill_bytes(derived[name], _GARBAGE)
@@ -90,9 +97,18 @@ def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: fl
 def _quantize(
     format: str, options: Mapping[str, Sequence[Any]], *given: str, grouped: bool = True, out: bool = False
 ) -> Signature:
-    """``group_quantize`` of rows in groups or of matrices; ``given`` are the optional arguments that may be."""
+    """``group_quantize`` of rows in groups or of matrices; ``given`` are the optional arguments that may be.
+
+    ``"slots"`` among them are always given, of matrices.
+    """
     f, blocked = FORMATS[format], "blocked" in options.get("scale_layout", ())
-    inputs = _INPUTS.format(x="T,K" if grouped else "G,N,K", offs="ends" if grouped else "derived?")
+    at_slots = "slots" in given
+    inputs = _INPUTS.format(
+        x="T,K" if grouped else "S,N,K" if at_slots else "G,N,K",
+        offs="ends" if grouped else "derived?",
+        noop=", noop[]:derived?" if out else "",
+        slots="" if at_slots else "?",
+    )
     outputs = _OUTPUTS.format(
         lead="T" if grouped else "M",
         scale="T" if grouped and not blocked and f.block else "S",
@@ -106,8 +122,12 @@ def _quantize(
         wide=("row_scale",) if "row_scale" in given else (),
         options={"format": (format,), **options},
         derive=_quantize_arguments,
-        **_PLAIN,
+        **({**_PLAIN, "dtypes": (torch.bfloat16,)} if at_slots else _PLAIN),
     )
+
+
+def _at_slots(signature: Signature) -> bool:
+    return signature.text.startswith("x[S,")
 
 
 def _amax(format: str) -> str:
@@ -182,8 +202,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("mxfp8", {"scaling": ("rceil", "floor", "even")}, "row_scale"),
                 _quantize("mxfp8", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
                 _quantize("mxfp8", {**_E5M2, **_BOTH_LAYOUTS}, grouped=False),
+                _quantize("mxfp8", _BOTH_LAYOUTS, "slots", grouped=False),
             ),
-            out=(_quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),),
+            out=(
+                _quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),
+                _quantize("mxfp8", {}, "slots", grouped=False, out=True),
+            ),
             dequantize=(_dequantize("mxfp8", {"columnwise": (False, True), **_BOTH_LAYOUTS}),),
             requantize=(_requantize("mxfp8", _BOTH_LAYOUTS),),
         ),
@@ -193,8 +217,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("nvfp4", {"rht": (True, False), **_BOTH_LAYOUTS}, "row_scale"),
                 _quantize("nvfp4", {"dbias": (True,)}, "rng"),
                 _quantize("nvfp4", {"block_2d": (True, False)}, "rng", grouped=False),
+                _quantize("nvfp4", {"block_2d": (True, False)}, "rng", "slots", grouped=False),
             ),
-            out=(_quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),),
+            out=(
+                _quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),
+                _quantize("nvfp4", {}, "slots", grouped=False, out=True),
+            ),
             dequantize=(
                 _dequantize("nvfp4", _BOTH_LAYOUTS),
                 _dequantize("nvfp4", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),
@@ -207,8 +235,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
             quantize=(
                 _quantize("fp8_tensor", {"columnwise": (True, False)}, "scale", "row_scale"),
                 _quantize("fp8_tensor", _E5M2, grouped=False),
+                _quantize("fp8_tensor", {}, "scale", "slots", grouped=False),
             ),
-            out=(_quantize("fp8_tensor", {}, "scale", out=True),),
+            out=(
+                _quantize("fp8_tensor", {}, "scale", out=True),
+                _quantize("fp8_tensor", {}, "slots", grouped=False, out=True),
+            ),
             dequantize=(
                 _dequantize("fp8_tensor", {}),
                 _dequantize("fp8_tensor", {"columnwise": (False, True)}, grouped=False),
@@ -220,8 +252,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
             quantize=(
                 _quantize("fp8_block", {"power_of_two": (True, False)}, "row_scale"),
                 _quantize("fp8_block", {"block_2d": (True, False)}, grouped=False),
+                _quantize("fp8_block", {"block_2d": (True, False)}, "slots", grouped=False),
             ),
-            out=(_quantize("fp8_block", {}, out=True),),
+            out=(
+                _quantize("fp8_block", {}, out=True),
+                _quantize("fp8_block", {}, "slots", grouped=False, out=True),
+            ),
             dequantize=(
                 _dequantize("fp8_block", {}),
                 _dequantize("fp8_block", {"columnwise": (False, True), "block_2d": (False, True)}, grouped=False),

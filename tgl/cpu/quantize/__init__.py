@@ -2,10 +2,11 @@
 
 Every format has three functions:
 
-``quantize(x, offs, scale, row_scale, rng, *, options, out) -> None``
+``quantize(x, offs, scale, row_scale, rng, slots, *, options, out) -> None``
     ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``, float32, bfloat16 or float16, in any layout
-    with a unit stride (or expanded). ``options`` is a resolved ``meta.quantized.Options``, ``out`` the ``Components``
-    to write; all arguments have been checked. Writes every byte of every component that is not ``[0]``, zeros in tails
+    with a unit stride (or expanded); with ``slots`` it is ``[S, N, K]``, and group g has the matrix ``slots[g]``.
+    ``options`` is a resolved ``meta.quantized.Options``, ``out`` the ``Components`` to write; all arguments have been
+    checked. Writes every byte of every component that is not ``[0]``, zeros in tails
     and padding included, except ``out.dbias``, which the caller writes. Values in x's tail are not read.
 
 ``dequantize(data, scale, offs, amax, *, options, out) -> None``
@@ -17,7 +18,8 @@ Every format has three functions:
     What a GEMM's sum of every group is multiplied by: the scales that a whole group shares, of both operands. Empty
     where all scales are those of blocks.
 
-``offs`` lies on the host, so it may be read (``_rows.Groups``); bad values must not lead out of bounds. Work is done in
+``offs`` and ``slots`` lie on the host, so they may be read (``_rows.Groups``, ``_rows.Rows``); bad values must not lead
+out of bounds. Work is done in
 steps of rows that fit the cache, through buffers that every step reuses (and, if they are small, the next call of the
 same thread), so that memory beyond ``out`` does not grow with T. There is no Python loop over rows or blocks, and one
 over groups only to say where each begins. ``row_scale`` multiplies rows when they are loaded (``_rows.Rows``), rounded
@@ -87,6 +89,7 @@ def group_quantize(
     *,
     options: Options,
     out: Components,
+    slots: Tensor | None = None,
 ) -> None:
     if noop is not None and noop.any():
         return
@@ -94,7 +97,7 @@ def group_quantize(
     if options.dbias:
         assert offs is not None
         dbias(x, offs, row_scale, out=out.dbias)
-    quantize(x, offs, scale, row_scale, rng, options=options, out=out)
+    quantize(x, offs, scale, row_scale, rng, slots, options=options, out=out)
 
 
 def group_dequantize(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...meta.slots import on_host
 from ..scratch import Scratch
 
 _STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
@@ -49,7 +50,7 @@ def aligned_steps(stop: int, width: int, unit: int, buffers: int = _BUFFERS) -> 
 
 
 class Groups:
-    """Ranges of rows. Matrices ``[G, N, K]`` are G groups of N rows each.
+    """Ranges of rows. Matrices ``[G, N, K]``, or G of them at ``slots``, are G groups of N rows each.
 
     Bad offsets give wrong numbers but never an access out of bounds: ends are clamped to the rows there are, and a
     descending end makes an empty group.
@@ -62,10 +63,10 @@ class Groups:
         bounds: 0 and the G ends. On the host: with few groups, tensors of G take longer.
     """
 
-    def __init__(self, x: Tensor, offs: Tensor | None) -> None:
+    def __init__(self, x: Tensor, offs: Tensor | None, slots: Tensor | None = None) -> None:
         self.each: int | None = None
         if offs is None:
-            self.count, self.each = x.shape[0], x.shape[1]
+            self.count, self.each = (x if slots is None else slots).shape[0], x.shape[1]
             self.rows = self.count * self.each
             self.bounds = [g * self.each for g in range(self.count + 1)]
         else:
@@ -170,18 +171,29 @@ class Blocks:
         return numbers
 
 
+def matrices_at(x: Tensor, slots: Tensor) -> list[Tensor]:
+    """The matrix of each group, zeros for a number that is no slot's."""
+    nothing = x.new_zeros(()).expand(x.shape[1:])
+    return [nothing if matrix is None else matrix for matrix in on_host(x, slots)]
+
+
 class Rows:
     """Rows of ``x`` as float32, multiplied by ``row_scale`` and rounded to the dtype of ``x`` if there is one.
 
-    Matrices are seen as one stack of rows, which copies those that are not stacked that way in memory.
+    Matrices are seen as one stack of rows, which copies those that are not stacked that way in memory; those at
+    ``slots`` are read where they are, and of a step that takes several the parts are put together in a buffer.
 
     Attributes:
         as_is: whether ``load`` needs no buffer.
         buffers: float32 buffers that ``load`` and what is made of its result take.
     """
 
-    def __init__(self, x: Tensor, row_scale: Tensor | None, scratch: Scratch) -> None:
-        self.x = x if x.dim() == 2 else x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+    def __init__(self, x: Tensor, row_scale: Tensor | None, scratch: Scratch, slots: Tensor | None = None) -> None:
+        self.matrices = None if slots is None else matrices_at(x, slots)
+        if self.matrices is not None:
+            self.x = x[0]
+        else:
+            self.x = x if x.dim() == 2 else x.reshape(x.shape[0] * x.shape[1], x.shape[2])
         self.row_scale, self.scratch = row_scale, scratch
         self.columns = self.x.shape[1]
         self.as_is = x.dtype == torch.float32 and row_scale is None and self.x.stride(1) == 1
@@ -222,9 +234,22 @@ class Rows:
         return self.scratch.room("rows", -(-part.numel() // 2)).view(torch.int16)[: part.numel()].view(part.shape)
 
     def _part(self, start: int, stop: int, left: int, right: int | None) -> Tensor:
+        if self.matrices is not None:
+            return self._gathered(self.matrices, start, stop, left, right)
         rows = self.x if stop - start == self.x.shape[0] else self.x[start:stop]
         whole = not left and (right is None or right == self.columns)
         return rows if whole else rows[:, left:right]
+
+    def _gathered(self, matrices: list[Tensor], start: int, stop: int, left: int, right: int | None) -> Tensor:
+        each = max(self.x.shape[0], 1)
+        parts = []
+        for g in range(start // each, -(-stop // each)):
+            first = g * each
+            parts.append(matrices[g][max(start - first, 0) : stop - first, left:right])
+        if len(parts) == 1:
+            return parts[0]
+        room = self.scratch.room("gathered", stop - start, parts[0].shape[1], dtype=self.x.dtype)
+        return torch.cat(parts, out=room)
 
     def _widen(self, part: Tensor, start: int, stop: int, wide: Tensor) -> None:
         wide.copy_(part)

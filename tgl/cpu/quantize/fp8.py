@@ -67,14 +67,15 @@ def quantize_tensor(
     scale: Tensor | None,
     row_scale: Tensor | None,
     rng: Tensor | None,
+    slots: Tensor | None,
     *,
     options: Options,
     out: Components,
 ) -> None:
     """``fp8_tensor``, both directions; see the package for the contract."""
     assert options.dtype is not None
-    groups, scratch = Groups(x, offs), Scratch()
-    rows = Rows(x, row_scale, scratch)
+    groups, scratch = Groups(x, offs, slots), Scratch()
+    rows = Rows(x, row_scale, scratch, slots)
     largest = ELEMENTS[options.dtype].max
     amax = _group_amax(rows, groups)
     if scale is None:
@@ -150,14 +151,15 @@ def quantize_block(
     scale: Tensor | None,
     row_scale: Tensor | None,
     rng: Tensor | None,
+    slots: Tensor | None,
     *,
     options: Options,
     out: Components,
 ) -> None:
     """``fp8_block``, both directions; see the package for the contract."""
     assert options.dtype is not None
-    dtype, groups, scratch = options.dtype, Groups(x, offs), Scratch()
-    rows, columns = Rows(x, row_scale, scratch), x.shape[-1]
+    dtype, groups, scratch = options.dtype, Groups(x, offs, slots), Scratch()
+    rows, columns = Rows(x, row_scale, scratch, slots), x.shape[-1]
     transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
     if options.block_2d:
         _quantize_2d(rows, groups, transposed, options, out, scratch)

@@ -34,13 +34,14 @@ def quantize(
     scale: Tensor | None,
     row_scale: Tensor | None,
     rng: Tensor | None,
+    slots: Tensor | None,
     *,
     options: Options,
     out: Components,
 ) -> None:
     """Both directions; see the package for the contract."""
-    groups, scratch = Groups(x, offs), Scratch()
-    rows, columns = Rows(x, row_scale, scratch), x.shape[-1]
+    groups, scratch = Groups(x, offs, slots), Scratch()
+    rows, columns = Rows(x, row_scale, scratch, slots), x.shape[-1]
     rule = functools.partial(_scaled, options=options, scratch=scratch)
     if options.rowwise:
         scales = RowScales(out.scale, groups, -(-columns // BLOCK), options.blocked)

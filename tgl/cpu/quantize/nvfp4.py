@@ -18,7 +18,7 @@ from ...meta import placement
 from ...meta.components import Components
 from ...meta.quantized import DequantizeOptions, Options
 from . import fp4
-from ._rows import Groups
+from ._rows import Groups, matrices_at
 from ._scales import RowScales
 from .fp4 import BLOCK
 
@@ -57,12 +57,12 @@ class _Stack:
         runs: runs of 16 rows in each plane, those in the gaps of the placement included; 0 without rows.
     """
 
-    def __init__(self, x: Tensor, offs: Tensor | None) -> None:
-        self.groups = Groups(x, offs)
+    def __init__(self, x: Tensor, offs: Tensor | None, slots: Tensor | None = None) -> None:
+        self.groups = Groups(x, offs, slots)
         self.grouped = offs is not None
         self.columns = x.shape[-1]
         if offs is None:
-            self.planes, self.routed = x.shape[:2]
+            self.planes, self.routed = self.groups.count, x.shape[1]
             self.runs = -(-self.routed // BLOCK)
         else:
             self.planes, self.routed = 1, self.groups.routed
@@ -102,14 +102,18 @@ class _Stack:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is quantised: ``x`` in a stack, times ``row_scale``."""
+    """What is quantised: ``x`` in a stack, times ``row_scale``; ``matrices`` are the planes at slots of it, or None."""
 
     x: Tensor
     row_scale: Tensor | None
     stack: _Stack
+    matrices: list[Tensor] | None
 
     def rows(self, step: Step) -> Tensor:
         """``[P, R, K]``, contiguous, in x's dtype."""
+        if self.matrices is not None:
+            planes, rows = step
+            return torch.stack([matrix[rows] for matrix in self.matrices[planes]])
         x = self.stack.stacked(self.x)[step].contiguous()
         if self.row_scale is None:
             return x
@@ -196,13 +200,14 @@ def quantize(
     scale: Tensor | None,
     row_scale: Tensor | None,
     rng: Tensor | None,
+    slots: Tensor | None,
     *,
     options: Options,
     out: Components,
 ) -> None:
     """See the package."""
-    stack = _Stack(x, offs)
-    source = _Source(x, row_scale, stack)
+    stack = _Stack(x, offs, slots)
+    source = _Source(x, row_scale, stack, None if slots is None else matrices_at(x, slots))
     own = options.rowwise or not options.rht
     amax = _group_amax(source) if own else x.new_empty(0, dtype=torch.float32)
     seed = (int(rng[0]), int(rng[1])) if rng is not None else None

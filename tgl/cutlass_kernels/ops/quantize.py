@@ -87,7 +87,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
         reason = device.packages_reason()
         if reason is not None:
             return reason
-        rows = c.x.numel() // (c.x.shape[-1] or 1)
+        rows = c.x.shape[0] if c.offs is not None else c.matrices * c.x.shape[1]
         if rows > MAX_ROWS:
             return f"takes up to {MAX_ROWS} rows, got {rows}"
         for name, t in zip(Components._fields, c.out):
@@ -102,11 +102,11 @@ class GroupQuantize(Launcher[QuantizeCall]):
             return reason
         if c.options.dbias and (c.row_scale is not None or c.noop is not None):
             return "sums rows as they are and always: not with `row_scale` or `noop`"
-        return ANY.reason("x", c.x) if self.elementwise else vectors_reason(c)
+        return anywhere_reason(c) if self.elementwise else vectors_reason(c)
 
     def alike(self, c: QuantizeCall) -> tuple | None:
         """All but the number of rows in groups."""
-        x, offs, scale, row_scale, rng, noop, options, out = c
+        x, offs, scale, row_scale, rng, noop, options, out, slots = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
         for t in out:
             addresses |= t.data_ptr()  # 0 where nothing is written
@@ -114,7 +114,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
             return None
         sizes = shape if offs is None else shape[1:]
         given = (scale is None, row_scale is None or row_scale.dtype, rng is None, noop is None or noop.dtype)
-        return x.dtype, sizes, strides, offs is None, given, options
+        return x.dtype, sizes, strides, offs is None, given, options, slots is None or slots.shape[0]
 
     def nothing(self, c: QuantizeCall) -> bool:
         """What the format says."""
@@ -156,7 +156,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
     def copies(self, c: QuantizeCall) -> dict[str, int]:
         """Bytes of what ``run_copied`` copies, by name."""
         found = {}
-        if ANY.reason("x", c.x) is not None or (c.options.dbias and c.row_scale is not None):
+        if anywhere_reason(c) is not None or (c.options.dbias and c.row_scale is not None):
             found["x"] = c.x.numel() * c.x.element_size()
         if c.options.dbias and c.noop is not None:
             found["dbias"] = c.out.dbias.numel() * c.out.dbias.element_size()
@@ -167,7 +167,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
         if c.options.dbias and c.row_scale is not None:
             x = (c.x.float() * c.row_scale.float()[:, None]).to(c.x.dtype).contiguous()
             c = c._replace(x=x, row_scale=None)
-        elif ANY.reason("x", c.x) is not None:
+        elif anywhere_reason(c) is not None:
             c = c._replace(x=ANY.room(c.x).copy_(c.x))
         if c.options.dbias and c.noop is not None:
             sums = torch.empty_like(c.out.dbias)
@@ -180,7 +180,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
         """``prepare`` for what ``run_copied`` runs."""
         if c.options.dbias and c.row_scale is not None:
             c = c._replace(x=torch.empty_like(c.x, memory_format=torch.contiguous_format), row_scale=None)
-        elif ANY.reason("x", c.x) is not None:
+        elif anywhere_reason(c) is not None:
             c = c._replace(x=ANY.room(c.x))
         self._serving(c).prepare(c)
 
@@ -235,13 +235,18 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
         return QUANTIZERS[c.options.format].arguments(c.quantizing)
 
 
+def anywhere_reason(c: QuantizeCall) -> backends.Reason:
+    """Why no kernel reaches ``x`` by single elements where it lies, or None; each matrix at a slot has its address."""
+    return ANY.reason("x", c.x) if c.slots is None else None
+
+
 def vectors_reason(c: QuantizeCall) -> backends.Reason:
     """Why no kernel reaches several columns of ``x`` and of the components at once, or None."""
     if c.x.numel() == 0:
         return None
     if c.x.shape[-1] % VECTOR:
         return f"needs K to be a multiple of {VECTOR}, got {c.x.shape[-1]}"
-    reason = ROW_MAJOR.reason("x", c.x) or ANY.reason("x", c.x)
+    reason = ROW_MAJOR.reason("x", c.x) or anywhere_reason(c)
     if reason is not None:
         return reason
     form = c.options.description

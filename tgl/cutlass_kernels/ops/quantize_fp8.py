@@ -19,7 +19,7 @@ from ..quantize import windows
 from ..quantize.quantize_spec import FP8Spec
 from ..runtime.device import multiprocessors
 from ..runtime.names import dtype, name
-from .quantizer import QuantizeCall, Quantizer, by_rows, cleared, flag, rows_of_a_matrix
+from .quantizer import QuantizeCall, Quantizer, by_rows, cleared, flag, rows_of_a_matrix, source
 
 NO_ACTIVATION = "does not take {}, whose scales follow from the largest magnitude of a whole group"
 
@@ -38,7 +38,8 @@ class FP8Quantizer(Quantizer):
         """What a kernel for the call depends on besides the architecture."""
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
         blocks = None if self.whole else "2d" if c.options.block_2d else "1d"
-        return _spec(dtypes, blocks, c.offs is not None, c.scale is not None, c.options, activation, elementwise)
+        order = (c.offs is not None, c.slots is not None)
+        return _spec(dtypes, blocks, order, c.scale is not None, c.options, activation, elementwise)
 
     def without(self, c: QuantizeCall) -> None:
         """Scales and maxima of groups that hold nothing at all."""
@@ -66,12 +67,12 @@ class FP8Quantizer(Quantizer):
             row = (by_rows(out.data), by_rows(out.scale), maxima(out.amax))
         if options.columnwise:
             column = (by_rows(out.columnwise_data), by_rows(out.columnwise_scale), maxima(out.columnwise_amax))
-        source, stop, rows = by_rows(c.x), flag(c.noop), rows_of_a_matrix(c)
+        x, stop, rows = source(c), flag(c.noop), rows_of_a_matrix(c)
         if self.whole and c.scale is None:
-            shared = torch.empty(windows.words_shared(c.x, c.offs), dtype=torch.int32, device=c.x.device)
+            shared = torch.empty(windows.words_shared(c.x, c.offs, c.matrices), dtype=torch.int32, device=c.x.device)
             count = multiprocessors(c.x.device)
-            return source, c.offs, c.row_scale, stop, *row, *column, shared, rows, count
-        return source, c.offs, c.scale, c.row_scale, stop, *row, *column, rows
+            return x, c.offs, c.slots, c.row_scale, stop, *row, *column, shared, rows, count
+        return x, c.offs, c.slots, c.scale, c.row_scale, stop, *row, *column, rows
 
     def build(self, arch: str, spec: FP8Spec) -> Callable:
         """Compile the kernel for ``spec``. Needs no GPU."""
@@ -80,7 +81,7 @@ class FP8Quantizer(Quantizer):
         from ..quantize.activated import ActivateQuantizeFP8
         from ..quantize.fp8 import QuantizeFP8
         from ..quantize.fp8_groups import QuantizeFP8Groups
-        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.compiling import compiled, matrix, source_of, strided, vector
 
         def side(present: bool, pitch: int, *, by_columns: bool = False) -> tuple[Any, Any, Any]:
             if not present:
@@ -90,17 +91,17 @@ class FP8Quantizer(Quantizer):
                 return matrix(spec.element, pitch=pitch), vector("float32"), vector("int32")
             return matrix(spec.element, pitch=pitch), matrix("float32", unit=0 if by_columns else -1, pitch=4), None
 
-        source = strided(spec.source, 2) if spec.elementwise else matrix(spec.source)
-        offs = vector("int32") if spec.grouped else None
+        offs, slots = vector("int32") if spec.grouped else None, strided("int32" if spec.slots else None)
+        order = source_of(spec), offs, slots
         factors = (strided(spec.row_scale), strided(spec.noop))
         sides = (*side(spec.rowwise, 8, by_columns=spec.blocks == "1d" and spec.grouped), *side(spec.columnwise, 16))
         rows = cutlass.Int32(1)
         if spec.blocks is None and not spec.given:
             shared, count = vector("int32"), cutlass.Int32(1)
-            return compiled(arch, QuantizeFP8Groups(spec), source, offs, *factors, *sides, shared, rows, count)
+            return compiled(arch, QuantizeFP8Groups(spec), *order, *factors, *sides, shared, rows, count)
         given = vector("float32") if spec.given else None
         kernel = (QuantizeFP8 if spec.activation is None else ActivateQuantizeFP8)(spec)
-        return compiled(arch, kernel, source, offs, given, *factors, *sides, rows)
+        return compiled(arch, kernel, *order, given, *factors, *sides, rows)
 
 
 def without_values(c: QuantizeCall) -> None:
@@ -131,13 +132,14 @@ def without_values(c: QuantizeCall) -> None:
 def _spec(
     dtypes: tuple[torch.dtype | None, ...],
     blocks: str | None,
-    grouped: bool,
+    order: tuple[bool, bool],
     given: bool,
     options: Options,
     activation: ActivationSpec | None,
     elementwise: bool,
 ) -> FP8Spec:
     source, row_scale, noop = map(name, dtypes)
+    grouped, slots = order
     return FP8Spec(
         source=source,
         element=name(options.dtype),
@@ -147,6 +149,7 @@ def _spec(
         power_of_two=bool(options.power_of_two),
         eps=struct.unpack("<i", struct.pack("<f", options.eps))[0],
         grouped=grouped,
+        slots=slots,
         given=given,
         row_scale=row_scale,
         noop=noop,

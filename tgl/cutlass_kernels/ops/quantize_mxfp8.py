@@ -14,7 +14,7 @@ from ..activation.activation_spec import ActivationSpec
 from ..archs import Arch
 from ..quantize.quantize_spec import MXFP8Spec
 from ..runtime.names import dtype, name
-from .quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix
+from .quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix, source
 
 VECTOR = 8  # columns that a lane takes
 
@@ -25,7 +25,8 @@ class MXFP8Quantizer(Quantizer):
     def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> MXFP8Spec:
         """What a kernel for the call depends on besides the architecture."""
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
-        return _spec(dtypes, c.offs is not None, c.options, activation, elementwise)
+        order = (c.offs is not None, c.slots is not None)
+        return _spec(dtypes, order, c.options, activation, elementwise)
 
     def arguments(self, c: QuantizeCall) -> tuple:
         """What the kernel is called with."""
@@ -38,7 +39,7 @@ class MXFP8Quantizer(Quantizer):
 
         row = (by_rows(out.data), scales(out.scale)) if options.rowwise else (None, None)
         column = (by_rows(out.columnwise_data), scales(out.columnwise_scale)) if options.columnwise else (None, None)
-        return by_rows(c.x), c.offs, c.row_scale, flag(c.noop), *row, *column, rows_of_a_matrix(c)
+        return source(c), c.offs, c.slots, c.row_scale, flag(c.noop), *row, *column, rows_of_a_matrix(c)
 
     def build(self, arch: str, spec: MXFP8Spec) -> Callable:
         """Compile the kernel for ``spec``. Needs no GPU."""
@@ -46,7 +47,7 @@ class MXFP8Quantizer(Quantizer):
 
         from ..quantize.activated import ActivateQuantizeMXFP8
         from ..quantize.mxfp8 import QuantizeMXFP8
-        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.compiling import compiled, matrix, source_of, strided, vector
 
         def side(present: bool) -> tuple[Any, Any]:
             if not present:
@@ -57,8 +58,9 @@ class MXFP8Quantizer(Quantizer):
         return compiled(
             arch,
             (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
-            strided(spec.source, 2) if spec.elementwise else matrix(spec.source),
+            source_of(spec),
             vector("int32") if spec.grouped else None,
+            strided("int32" if spec.slots else None),
             strided(spec.row_scale),
             strided(spec.noop),
             *side(spec.rowwise),
@@ -70,12 +72,13 @@ class MXFP8Quantizer(Quantizer):
 @functools.lru_cache(maxsize=256)
 def _spec(
     dtypes: tuple[torch.dtype | None, ...],
-    grouped: bool,
+    order: tuple[bool, bool],
     options: Options,
     activation: ActivationSpec | None,
     elementwise: bool,
 ) -> MXFP8Spec:
     source, row_scale, noop = map(name, dtypes)
+    grouped, slots = order
     return MXFP8Spec(
         source=source,
         element=name(options.dtype),
@@ -84,6 +87,7 @@ def _spec(
         scaling=options.scaling,
         blocked=options.blocked,
         grouped=grouped,
+        slots=slots,
         row_scale=row_scale,
         noop=noop,
         activation=activation,

@@ -16,7 +16,7 @@ from ..archs import Arch
 from ..quantize.quantize_spec import NVFP4Spec
 from ..runtime.names import dtype, name
 from .quantize_fp8 import NO_ACTIVATION
-from .quantizer import QuantizeCall, Quantizer, by_rows, cleared, flag, rows_of_a_matrix
+from .quantizer import QuantizeCall, Quantizer, cleared, flag, rows_of_a_matrix, source
 
 PIECE = 32  # rows of a 16-byte piece of transposed data
 
@@ -28,7 +28,8 @@ class NVFP4Quantizer(Quantizer):
         """What a kernel for the call depends on besides the architecture."""
         assert activation is None
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
-        return _spec(arch, dtypes, c.offs is not None, c.rng is not None, c.options, elementwise)
+        order = (c.offs is not None, c.slots is not None)
+        return _spec(arch, dtypes, order, c.rng is not None, c.options, elementwise)
 
     def without(self, c: QuantizeCall) -> None:
         """The largest magnitudes of no values are zero."""
@@ -57,14 +58,14 @@ class NVFP4Quantizer(Quantizer):
         if options.columnwise:
             column = (data(out.columnwise_data), scales(out.columnwise_scale), out.columnwise_amax)
         words = None if c.rng is None else c.rng.contiguous().view(torch.int32)
-        return by_rows(c.x), c.offs, c.row_scale, words, flag(c.noop), *row, *column, rows_of_a_matrix(c)
+        return source(c), c.offs, c.slots, c.row_scale, words, flag(c.noop), *row, *column, rows_of_a_matrix(c)
 
     def build(self, arch: str, spec: NVFP4Spec) -> Callable:
         """Compile the kernel for ``spec``. Needs no GPU."""
         import cutlass
 
         from ..quantize.nvfp4 import QuantizeNVFP4
-        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.compiling import compiled, matrix, source_of, strided, vector
 
         def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
             if not present:
@@ -75,8 +76,9 @@ class NVFP4Quantizer(Quantizer):
         return compiled(
             arch,
             QuantizeNVFP4(spec),
-            strided(spec.source, 2) if spec.elementwise else matrix(spec.source),
+            source_of(spec),
             vector("int32") if spec.grouped else None,
+            strided("int32" if spec.slots else None),
             strided(spec.row_scale),
             vector("int32") if spec.stochastic else None,
             strided(spec.noop),
@@ -90,12 +92,13 @@ class NVFP4Quantizer(Quantizer):
 def _spec(
     arch: Arch,
     dtypes: tuple[torch.dtype | None, ...],
-    grouped: bool,
+    order: tuple[bool, bool],
     stochastic: bool,
     options: Options,
     elementwise: bool,
 ) -> NVFP4Spec:
     source, row_scale, noop = map(name, dtypes)
+    grouped, slots = order
     return NVFP4Spec(
         source=source,
         rowwise=options.rowwise,
@@ -103,6 +106,7 @@ def _spec(
         blocks_2d=options.block_2d,
         blocked=options.blocked,
         grouped=grouped,
+        slots=slots,
         rht=options.rht,
         stochastic=stochastic,
         converts=arch.rounds_to_fp4,

@@ -17,7 +17,7 @@ from ..archs import Arch
 
 
 class QuantizeCall(NamedTuple):
-    """A call of ``group_quantize``."""
+    """A call of ``group_quantize``; with ``slots`` the matrix of group g is ``x[slots[g]]``."""
 
     x: Tensor
     offs: Tensor | None
@@ -27,6 +27,12 @@ class QuantizeCall(NamedTuple):
     noop: Tensor | None
     options: Options
     out: Components
+    slots: Tensor | None = None
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices are quantised."""
+        return (self.x if self.slots is None else self.slots).shape[0]
 
 
 class Quantizer(ABC):
@@ -46,6 +52,8 @@ class Quantizer(ABC):
 
     def nothing(self, c: QuantizeCall) -> bool:
         """Whether no kernel has anything to write."""
+        if c.slots is not None and c.slots.shape[0] == 0:
+            return True
         return c.x.shape[-1] == 0 or (c.x.numel() == 0 and (c.offs is None or c.offs.shape[0] == 0))
 
     def without(self, c: QuantizeCall) -> None:
@@ -71,6 +79,11 @@ def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
     else:
         amax.masked_fill_(noop == 0, 0.0)
     return amax.view(torch.int32)
+
+
+def source(c: QuantizeCall) -> Tensor:
+    """What is quantised as kernels take it: matrices one below the other unless they are at slots."""
+    return by_rows(c.x) if c.slots is None else c.x
 
 
 def by_rows(t: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ from .tiles import (
     launch_grid,
     matrix_place,
     matrix_tile,
+    source_of,
+    stack_of,
     tiles_at_most,
 )
 
@@ -106,9 +108,13 @@ class Components(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """A tile: its rows, its place in transposed data, its number down and how many there are, and those across."""
+    """A tile: its rows, those of them that are read, its place in transposed data.
+
+    Its number down and how many there are, its number across and how many there are.
+    """
 
     tile: RowTile
+    read: RowTile
     place: Place
     unit: Int32
     units: Int32
@@ -134,6 +140,7 @@ class QuantizeFP8(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         given: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
@@ -152,6 +159,7 @@ class QuantizeFP8(BandValues):
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
                 element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
+            slots: int32 ``[G]`` or None; with it ``x`` is matrices ``[S, N, K]``, and that of group g is ``slots[g]``.
             given: float32 ``[G]``, the scale of each group, or None.
             row_scale: ``[T]`` or None.
             noop: one element; if not zero, nothing is written.
@@ -163,10 +171,10 @@ class QuantizeFP8(BandValues):
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
             stream: CUDA stream.
         """
-        grid = launch_grid(x, COLUMNS, offs, matrix_rows)
+        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows)
         self.kernel(
-            x, offs, given, row_scale, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
-            matrix_rows, grid.across,
+            x, offs, slots, given, row_scale, noop, data, scale, amax,
+            columnwise_data, columnwise_scale, columnwise_amax, matrix_rows, grid.across,
         ).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
@@ -180,6 +188,7 @@ class QuantizeFP8(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         given: Any,
         row_scale: cute.Tensor | None,
         noop: Any,
@@ -225,20 +234,21 @@ class QuantizeFP8(BandValues):
                             scale[place.group] = whole_inverse
                         if cutlass.const_expr(spec.columnwise):
                             columnwise_scale[place.group] = whole_inverse
-            spot = Spot(tile, place, unit, units, k, across)
+            source, read = source_of(x, slots, matrix_rows, place.group, tile)
+            spot = Spot(tile, read, place, unit, units, k, across)
             if tile.count > 0 and not tile.tail:
-                self.quantize_tile(whole_scale, (turned, maxima, factors), x, row_scale, out, spot, thread)
+                self.quantize_tile(whole_scale, (turned, maxima, factors), source, row_scale, out, spot, thread)
             else:
-                self.clear_tile(x, out, spot, thread)
+                self.clear_tile(source, out, spot, thread)
 
     @cute.jit
     def quantize_tile(self, whole_scale, held, x, row_scale, out, spot, thread):
         """A tile that has rows of a group; ``held`` is the shared memory."""
         spec = self.spec
         turned, maxima, factors = held
-        tile, place, unit, units, k, across = spot
+        tile, read, place, unit, units, k, across = spot
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-        self.read_tile(x, row_scale, values, tile, k, thread)
+        self.read_tile(x, row_scale, values, read, k, thread)
         row_factors = cute.make_rmem_tensor(STEPS, Float32)
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(whole_scale)
@@ -273,7 +283,7 @@ class QuantizeFP8(BandValues):
     @cute.jit
     def clear_tile(self, x, out, spot, thread):
         """Zeros for a tile that has no row of a group; it may have rows past all groups."""
-        tile, place, unit, units, k, _ = spot
+        tile, _, place, unit, units, k, _ = spot
         if cutlass.const_expr(self.spec.rowwise):  # noqa: SIM102 (one is known while tracing, the other is not)
             if tile.count > 0:
                 top, column = self.corner(k, thread)

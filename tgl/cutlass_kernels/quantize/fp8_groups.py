@@ -16,7 +16,7 @@ from .fp8 import UNIT, Components, QuantizeFP8, block_scale
 from .lanes import COLUMNS, INFINITY, LANES, NAN, STEPS, VECTOR, WARPS
 from .quantize_spec import FP8Spec
 from .stages import LOOK, NOTHING, TICKETS, Prepare, Tiles
-from .tiles import ROWS, RowTile, group_place, launch_grid, matrix_place
+from .tiles import ROWS, RowTile, group_place, launch_grid, matrix_place, source_of, stack_of
 
 # What L2 does with a line: keep it among the last, or let it go first.
 KEEP, LET_GO = 0x14F0000000000000, 0x12F0000000000000
@@ -40,6 +40,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
         data: cute.Tensor | None,
@@ -56,19 +57,19 @@ class QuantizeFP8Groups(QuantizeFP8):
         """Two launches.
 
         Args:
-            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
+            x, offs, slots, row_scale, noop, data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
             amax, columnwise_amax: int32 ``[G]``, for the bits of the largest magnitudes.
             shared: int32, what blocks share; see ``stages`` and ``windows.words_shared``.
             matrix_rows: N; see ``QuantizeFP8``.
             multiprocessors: of the device; how many blocks there are follows from it.
             stream: CUDA stream.
         """
-        grid = launch_grid(x, COLUMNS, offs, matrix_rows)
+        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows)
         tiles = Tiles(offs, Int32(x.shape[0]), matrix_rows, grid.across, grid.shape[0])
         Prepare()(shared, tiles, stream)
         self.kernel(
-            x, offs, row_scale, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax, shared,
-            matrix_rows, tiles.across, tiles.number,
+            x, offs, slots, row_scale, noop, data, scale, amax,
+            columnwise_data, columnwise_scale, columnwise_amax, shared, matrix_rows, tiles.across, tiles.number,
         ).launch(
             grid=(cutlass.min(multiprocessors * self.blocks_per_sm, 2 * tiles.number), 1, 1),
             block=(WARPS * LANES, 1, 1),
@@ -83,6 +84,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: Any,
         data: cute.Tensor | None,
@@ -125,12 +127,15 @@ class QuantizeFP8Groups(QuantizeFP8):
                 tile = RowTile(notes[at + stages.FIRST], notes[at + stages.COUNT], notes[at + stages.TAIL] != 0)
                 unit = index // across
                 k = index - unit * across
+                source, read = source_of(x, slots, matrix_rows, group, tile)
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(x, values, tile, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO)))
+                self.load_tile(
+                    source, values, read, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO))
+                )
                 slot = 1 - slot
                 if thread >= (WARPS - 1) * LANES:
                     stages.draw_ticket(notes, slot, shared, tiles)
-                self.finish_tile(x, row_scale, values, tile, k, thread)
+                self.finish_tile(source, row_scale, values, read, k, thread)
                 if work == LOOK:
                     self.look(values, seen, shared, index, thread)
                 else:
@@ -141,7 +146,7 @@ class QuantizeFP8Groups(QuantizeFP8):
                         group_known = group
                     cute.arch.sync_threads()
                     self.quantize(
-                        values, largest(known), x, tiles, tile, unit, k, group, index == low, thread, turned, out
+                        values, largest(known), source, tiles, tile, unit, k, group, index == low, thread, turned, out
                     )
                 cute.arch.sync_threads()
                 work = notes[TICKETS + slot * stages.TICKET + stages.WORK]

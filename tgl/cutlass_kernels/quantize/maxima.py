@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, cute
 from ..tiles import ceil_div
 from .fp4 import hadamard
 from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARPS, BandValues, as_bits
-from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile
+from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, source_of, stack_of
 
 CHUNK = 8  # tiles of columns a block looks in, at most
 BLOCKS = 1024  # with fewer, it looks in fewer
@@ -51,6 +51,7 @@ class GroupMaxima(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
         amax: cute.Tensor | None,
@@ -66,8 +67,10 @@ class GroupMaxima(BandValues):
             stream=stream,
             preferred_smem_carveout=CARVEOUT,
         )
-        grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK, BLOCKS)
-        self.kernel(x, offs, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk).launch(
+        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows, CHUNK, BLOCKS)
+        self.kernel(
+            x, offs, slots, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk
+        ).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
@@ -95,6 +98,7 @@ class GroupMaxima(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: Any,
         amax: cute.Tensor | None,
@@ -116,18 +120,19 @@ class GroupMaxima(BandValues):
             group = unit // ceil_div(matrix_rows, ROWS)
             tile = matrix_tile(matrix_rows, unit)
         first = (block - unit * chunks) * chunk
-        wanted = tile.count > 0 and not tile.tail
+        source, read = source_of(x, slots, matrix_rows, group, tile)
+        wanted = read.count > 0 and not read.tail
         if cutlass.const_expr(noop is not None):
             wanted = wanted and noop[0] == noop.element_type(0)
         if wanted:
             seen, columnwise_seen = Int32(0), Int32(0)
             for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(x, values, tile, k, thread)  # some again where the tile is not whole
+                self.load_tile(source, values, read, k, thread)  # some again where the tile is not whole
                 if cutlass.const_expr(row_scale is not None):
-                    self.multiply_rows(row_scale, values, tile, thread)
+                    self.multiply_rows(row_scale, values, read, thread)
                 if cutlass.const_expr(row_scale is not None or self.transformed is not None):
-                    self.clear_outside(x, values, tile, k, thread)
+                    self.clear_outside(source, values, read, k, thread)
                 if cutlass.const_expr(self.transformed is None or amax is not None):
                     seen = cutlass.max(seen, self.maximum(values, False))
                 if cutlass.const_expr(self.transformed is not None):

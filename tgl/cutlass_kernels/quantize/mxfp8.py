@@ -39,7 +39,7 @@ from .lanes import (
     halves,
 )
 from .quantize_spec import MXFP8Spec
-from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
+from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, source_of, stack_of, tiles_at_most
 
 BLOCK = 32
 ATOM = 512
@@ -95,6 +95,7 @@ class QuantizeMXFP8(LaneValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
         data: cute.Tensor | None,
@@ -110,15 +111,16 @@ class QuantizeMXFP8(LaneValues):
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
                 element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
+            slots: int32 ``[G]`` or None; with it ``x`` is matrices ``[S, N, K]``, and that of group g is ``slots[g]``.
             row_scale: ``[T]`` or None.
             noop: one element; if not zero, nothing is written.
             data, columnwise_data: ``[rows, K]``, contiguous; None without the direction.
             scale, columnwise_scale: bytes, contiguous.
             stream: CUDA stream.
         """
-        grid = launch_grid(x, COLUMNS, offs, matrix_rows, CHUNK)
+        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows, CHUNK)
         self.kernel(
-            x, offs, row_scale, noop, data, scale, columnwise_data, columnwise_scale,
+            x, offs, slots, row_scale, noop, data, scale, columnwise_data, columnwise_scale,
             matrix_rows, grid.across, grid.chunk,
         ).launch(
             grid=grid.shape,
@@ -133,6 +135,7 @@ class QuantizeMXFP8(LaneValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: Any,
         data: cute.Tensor | None,
@@ -160,24 +163,26 @@ class QuantizeMXFP8(LaneValues):
             else:
                 tile = matrix_tile(matrix_rows, unit)
                 units = ceil_div(matrix_rows, ROWS)
+                group = unit // units
+            source, read = source_of(x, slots, matrix_rows, group, tile)
             first = (block - unit * chunks) * chunk
             last = cutlass.min(first + chunk, across) - 1
             if tile.count > 0 and not tile.tail:
                 for k in cutlass.range(first, last + 1, unroll=1):
                     held = atoms[None, None, None, k % 2]
                     values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                    self.read_tile(x, row_scale, values, tile, k, thread)
+                    self.read_tile(source, row_scale, values, read, k, thread)
                     row_word, column_word = self.make_scales(
-                        values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
+                        values, source, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
                     )
-                    self.store_elements(values, row_word, column_word, x, data, columnwise_data, tile, k, thread)
+                    self.store_elements(values, row_word, column_word, source, data, columnwise_data, tile, k, thread)
                     if cutlass.const_expr(self.spec.blocked):
                         cute.arch.sync_threads()
                         self.store_atoms(held, scale, columnwise_scale, unit, units, k, across, thread)
             elif cutlass.const_expr(self.spec.grouped):
                 for k in cutlass.range(first, last + 1, unroll=1):
                     self.clear_tile(
-                        x, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread
+                        source, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread
                     )
 
     @cute.jit

@@ -34,7 +34,18 @@ from .fp4 import BLOCK, SCALES
 from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, store_bytes
 from .maxima import CARVEOUT, GroupMaxima
 from .quantize_spec import NVFP4Spec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
+from .tiles import (
+    ROWS,
+    group_of_unit,
+    group_place,
+    group_tile,
+    launch_grid,
+    matrix_place,
+    matrix_tile,
+    source_of,
+    stack_of,
+    tiles_at_most,
+)
 
 UNIT = 64  # of the placement of columnwise data
 ATOM = 512
@@ -63,6 +74,7 @@ class QuantizeNVFP4(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         rng: cute.Tensor | None,
         noop: cute.Tensor | None,
@@ -81,6 +93,7 @@ class QuantizeNVFP4(BandValues):
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each, K even; unless element
                 by element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
+            slots: int32 ``[G]`` or None; with it ``x`` is matrices ``[S, N, K]``, and that of group g is ``slots[g]``.
             row_scale: ``[T]`` or None.
             rng: four words, those of the seed and of the offset, the lower ones first; or None.
             noop: one element; if not zero, nothing is written.
@@ -94,11 +107,11 @@ class QuantizeNVFP4(BandValues):
             stream: CUDA stream.
         """
         bits = [None if t is None else cute.recast_tensor(t, Int32) for t in (amax, columnwise_amax)]
-        self.find_maxima(x, offs, row_scale, noop, *bits, matrix_rows, stream)
-        grid = launch_grid(x, COLUMNS, offs, matrix_rows)
+        self.find_maxima(x, offs, slots, row_scale, noop, *bits, matrix_rows, stream)
+        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows)
         self.kernel(
-            x, offs, row_scale, rng, noop, data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax,
-            matrix_rows, grid.across,
+            x, offs, slots, row_scale, rng, noop, data, scale, amax,
+            columnwise_data, columnwise_scale, columnwise_amax, matrix_rows, grid.across,
         ).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
@@ -113,6 +126,7 @@ class QuantizeNVFP4(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
+        slots: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         rng: cute.Tensor | None,
         noop: Any,
@@ -146,8 +160,9 @@ class QuantizeNVFP4(BandValues):
                 place = group_place(offs, rows, unit, group, UNIT)
             else:
                 tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
+            source, read = source_of(x, slots, matrix_rows, place.group, tile)
             values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-            self.load_tile(x, values, tile, k, thread)
+            self.load_tile(source, values, read, k, thread)
             cute.arch.griddepcontrol_wait()
             row_table, column_table = tables[None, 0], tables[None, self.tables - 1]
             row_factor, column_factor = Float32(1.0), Float32(1.0)
@@ -161,28 +176,43 @@ class QuantizeNVFP4(BandValues):
             if self.has_rows(tile, thread):
                 self.quantize_warp(
                     values, (row_factor, column_factor), (row_table, column_table), scales, turned,
-                    x, row_scale, rng, data, tile, place, matrix_rows, k, thread,
+                    source, row_scale, rng, data, tile, read, place, matrix_rows, k, thread,
                 )  # fmt: skip
             else:
-                self.clear_warp(scales, turned, x, data, tile, k, thread)
+                self.clear_warp(scales, turned, source, data, tile, k, thread)
             cute.arch.sync_threads()
             if cutlass.const_expr(spec.rowwise):
-                self.store_row_scales(scales[None, None, 0], scale, offs, x, tile, unit, k, thread)
+                self.store_row_scales(scales[None, None, 0], scale, offs, source, tile, unit, k, thread)
             if cutlass.const_expr(spec.columnwise):
                 self.store_column_scales(
-                    scales[None, None, 1], columnwise_scale, offs, x, place, matrix_rows, k, across, thread
+                    scales[None, None, 1], columnwise_scale, offs, source, place, matrix_rows, k, across, thread
                 )
-                self.store_turned(turned, columnwise_data, x, place, k, thread)
+                self.store_turned(turned, columnwise_data, source, place, k, thread)
         else:
             cute.arch.griddepcontrol_wait()  # here too: nothing may follow that finds the kernel before at work
 
     @cute.jit
     def quantize_warp(
-        self, values, factors, tables, scales, turned, x, row_scale, rng, data, tile, place, matrix_rows, k, thread
+        self,
+        values,
+        factors,
+        tables,
+        scales,
+        turned,
+        x,
+        row_scale,
+        rng,
+        data,
+        tile,
+        read,
+        place,
+        matrix_rows,
+        k,
+        thread,
     ):
         """A warp's part: elements of rows to memory, the others and scales to shared memory."""
         spec, lane = self.spec, thread % LANES
-        self.finish_tile(x, row_scale, values, tile, k, thread)
+        self.finish_tile(x, row_scale, values, read, k, thread)
         rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
         row_scales: Any = None
         column_scales: Any = None  # made before elements, if they can: maxima take more registers

@@ -19,6 +19,7 @@ class MXFP8Spec:
         scaling: ``"rceil"``, ``"floor"`` or ``"even"``.
         blocked: whether scales are laid out for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
+        slots: whether a table says where among the matrices of x each group's is.
         row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
         noop: dtype of the flag that stops everything, or None.
         activation: what is applied to x first, or None.
@@ -36,6 +37,7 @@ class MXFP8Spec:
     noop: str | None = None
     activation: ActivationSpec | None = None
     elementwise: bool = False
+    slots: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class FP8Spec:
         power_of_two: whether scales are powers of two.
         eps: bits of the least largest magnitude.
         grouped: whether x is rows in groups rather than matrices.
+        slots: whether a table says where among the matrices of x each group's is.
         given: whether the scales of the groups are given.
         row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
         noop: dtype of the flag that stops everything, or None.
@@ -70,6 +73,7 @@ class FP8Spec:
     noop: str | None = None
     activation: ActivationSpec | None = None
     elementwise: bool = False
+    slots: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class NVFP4Spec:
         blocks_2d: whether a square of 16 x 16 shares a scale.
         blocked: whether scales are laid out for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
+        slots: whether a table says where among the matrices of x each group's is.
         rht: whether columnwise data is made from the Hadamard transform.
         stochastic: whether elements are rounded stochastically.
         converts: whether the architecture has an instruction that rounds to E2M1.
@@ -102,6 +107,7 @@ class NVFP4Spec:
     row_scale: str | None = None
     noop: str | None = None
     elementwise: bool = False
+    slots: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from ..tiles import ceil_div
-from ..tiles.groups import clamp, group_range
+from ..tiles.groups import clamp, group_range, slot_of
 
 ROWS = 128
 LANES = 32
@@ -112,6 +112,30 @@ def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cu
     if group < groups:
         past = cutlass.min((end // u + group + 1) * u, past)
     return Place(first, cutlass.min(past - first, Int32(ROWS)), group, ordinal == 0)
+
+
+def stack_of(x: cute.Tensor, slots: cute.Tensor | None, matrix_rows: Int32) -> cute.Tensor:
+    """``x`` in the shape of its matrices one below the other, of which those at ``slots`` have no such memory."""
+    if slots is None:
+        return x
+    shape = (Int32(cute.size(slots)) * matrix_rows, x.shape[2])
+    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride[1:]))
+
+
+@cute.jit
+def source_of(x: cute.Tensor, slots: cute.Tensor | None, matrix_rows: Int32, matrix: Int32, tile: RowTile):
+    """Where the rows of a tile are to be read, and which of them: no others than the tile's without ``slots``.
+
+    With them, rows of ``stack_of`` as seen from the matrix at its slot. Of a number that is no slot's no row is read,
+    and what is not read counts as zeros.
+    """
+    if cutlass.const_expr(slots is None):
+        return x, tile
+    slot = slot_of(slots, Int32(x.shape[0]), matrix)
+    before = Int64(slot) * x.stride[0] - Int64(matrix) * matrix_rows * x.stride[1]
+    layout = stack_of(x, slots, matrix_rows).layout
+    count = cutlass.select_(slot < x.shape[0], tile.count, Int32(0))
+    return cute.make_tensor(x.iterator + before, layout), RowTile(tile.first, count, tile.tail)
 
 
 @cute.jit

@@ -45,6 +45,12 @@ def strided(name: str | None, dims: int = 1) -> Any:
     return make_fake_tensor(TYPES[name], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
 
 
+def source_of(spec: Any) -> Any:
+    """One for what a quantisation kernel of this spec reads: rows, or with a table of slots matrices."""
+    dims = 3 if spec.slots else 2
+    return strided(spec.source, dims) if spec.elementwise else matrix(spec.source, dims)
+
+
 def compiled(arch: str, kernel: Callable, *arguments: Any) -> Callable:
     """``kernel`` for ``arch``, to be called with the like of ``arguments``, without the stream, which comes last."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
