@@ -32,6 +32,7 @@ class GemmKey(NamedTuple):
     spec: EpilogueSpec
     config: GemmConfig
     slots: bool = False  # whether a table says where matrices are
+    gathered: str | None = None  # the operand whose rows are found by an index
 
 
 class GemmCall(NamedTuple):
@@ -226,11 +227,15 @@ def build(key: GemmKey) -> Callable:
     from ..runtime.compiling import compiled, matrix, strided
     from ..runtime.elements import TYPES
 
-    kernel = arch_of(key.arch).kernel("GroupedGemm")
+    kernel, how = arch_of(key.arch).kernel("GroupedGemm"), {}
+    index: tuple = ()
+    if key.gathered is not None:
+        kernel, how = arch_of(key.arch).kernel("GatheredGroupedGemm"), {"gathered": key.gathered}
+        index = (strided("int32"),)
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
     return compiled(
         key.arch,
-        kernel(key.kind, key.config, key.spec, TYPES[key.element]),
+        kernel(key.kind, key.config, key.spec, TYPES[key.element], **how),
         matrix(key.element),
         matrix(key.element, b_dims, unit=key.b_unit),
         strided("int32"),
@@ -238,6 +243,7 @@ def build(key: GemmKey) -> Callable:
         strided(key.spec.bias, 2),
         strided(key.spec.bias_scale),
         strided("int32") if key.slots else None,
+        *index,
         cutlass.Int32(1),
     )
 

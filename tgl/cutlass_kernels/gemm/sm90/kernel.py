@@ -8,7 +8,8 @@ warps                  role
                        take tiles in turn, so that one multiplies while the other stores
 4 W                    load: TMA of A and B
 4 W + 1                load, where operands have scales of blocks: these
-4 W + 2, 4 W + 3       none; they complete the warpgroup that gives its registers to the consumers
+4 W to 4 W + 3         load, where rows of an operand are gathered: this one; the first of them the other one by TMA
+the others of the 4    none; they complete the warpgroup that gives its registers to the consumers
 =====================  ==========================================================================
 
 Every warp walks the same sequence of tiles on its own. Load and consumers meet at a ring of ``stages`` buffers, which
@@ -34,7 +35,7 @@ from ...tiles.policy import Problem, VarlenK
 from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
 from ..scaling import DENSE, OperandFormat
-from . import store
+from . import gather, store
 from .factors import LANES, factor_count, load_factors
 from .load import Operand, allocate_ring, load_tiles, open_ring
 from .mma import consume_tiles
@@ -56,6 +57,7 @@ class GroupedGemm:
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
         buffers: chunks that each consumer warp stages.
+        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
     """
 
     gradient: ActivationSpec | None = None
@@ -70,7 +72,10 @@ class GroupedGemm:
         a_element: type[cutlass.Numeric],
         b_element: type[cutlass.Numeric] | None = None,
         form: OperandFormat = DENSE,
+        gathered: str | None = None,
     ):
+        gather.check(kind, config, gathered)
+        self.gathered = gathered
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
@@ -91,8 +96,9 @@ class GroupedGemm:
             + store.staging_bytes(4 * self.warpgroups * self.buffers)
         )
         self.factors = factor_count(kind, config, form)  # of a stage
-        # Of 64512: a warp that finds the scales of rows anywhere needs more than one that asks for tiles.
-        self.load_registers, self.consumer_registers = (56, 224) if self.factors and kind == VARLEN_M else (40, 232)
+        # Of 64512: a warp that finds rows, or scales of rows, anywhere needs more than one that asks for tiles.
+        finds = gathered is not None or (self.factors and kind == VARLEN_M)
+        self.load_registers, self.consumer_registers = (56, 224) if finds else (40, 232)
         # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
         self.stages = (SMEM_BYTES - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
@@ -137,6 +143,7 @@ class GroupedGemm:
         second: cute.Tensor | None = None,
         extra=None,
         slots: cute.Tensor | None = None,
+        index: cute.Tensor | None = None,
     ):
         """Make the maps and launch.
 
@@ -145,8 +152,13 @@ class GroupedGemm:
             second: the activation's output, or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
+            index: which rows of what is ``gathered``; None if nothing is.
         """
         problem = self.policy.problem(a, b, offs, out, slots)
+        gathered: Any = None
+        if cutlass.const_expr(self.gathered is not None):
+            gathered = gather.Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
+            problem = problem._replace(rows=Int32(index.shape[0]))
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
         tile_m, _, tile_k = self.tiler
@@ -161,8 +173,14 @@ class GroupedGemm:
         ctas = self.config.ctas
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
-        a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
-        b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
+        a_map: Any = None
+        a_coords: Any = None
+        if cutlass.const_expr(self.gathered != "a"):
+            a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
+        b_map: Any = None
+        b_coords: Any = None
+        if cutlass.const_expr(self.gathered != "b"):
+            b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
         if cutlass.const_expr(self.spec.reduces):
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
@@ -190,6 +208,7 @@ class GroupedGemm:
             args,
             hidden,
             problem,
+            gathered,
         ).launch(
             grid=(running * ctas, 1, 1),
             block=(self.consumers + WARPGROUP, 1, 1),
@@ -223,6 +242,7 @@ class GroupedGemm:
         args: EpilogueArgs,
         hidden,
         problem: Problem,
+        gathered: gather.Gathered | None,
     ):
         """Set up what the roles share, then branch into them."""
         a_map, a_coords, a_smem = a
@@ -255,14 +275,18 @@ class GroupedGemm:
             factors = allocator.allocate_tensor(Float32, cute.make_layout((self.factors, self.stages)), 16)
         if warp == load_warp:
             with cute.arch.elect_one():
-                open_ring(ring, self.stages, 1 + (LANES if self.factors else 0), 4 * self.sharing * ctas)
+                lanes = (LANES if self.factors else 0) + (gather.LANES if self.gathered else 0)
+                open_ring(ring, self.stages, 1 + lanes, 4 * self.sharing * ctas)
         self.meet()
 
         if warp >= load_warp:
             cute.arch.setmaxregister_decrease(self.load_registers)
-            if warp == load_warp:
-                operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
-                load_tiles(self, *operands, ring, problem, rank, first, step)
+            operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
+            if cutlass.const_expr(gathered is not None):
+                gather.gather_tiles(self, gathered, *operands, ring, problem, first, step)
+            else:
+                if warp == load_warp:
+                    load_tiles(self, *operands, ring, problem, rank, first, step)
             if cutlass.const_expr(self.factors):  # noqa: SIM102 - decided while tracing
                 if warp == load_warp + 1:
                     load_factors(self, scales, factors, ring, problem, rank, first, step)

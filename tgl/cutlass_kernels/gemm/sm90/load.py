@@ -1,7 +1,7 @@
 """The producer warp: TMA loads of A and B into the stages of a ring in shared memory.
 
-Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; where operands have scales of blocks, one
-more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one arrival per consumer warp) that
+Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; where operands have scales of blocks, or rows
+that are gathered, one more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one arrival per consumer warp) that
 it may be overwritten.
 
 The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads its own tile of B and an equal part of A,
@@ -102,8 +102,8 @@ def load_tiles(
     while tile.valid:
         a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
         b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
-        a_to, a_from = _boxes(a, a_tile, rank, ctas)
-        b_to, b_from = _boxes(b, b_tile, 0, 1)
+        a_to, a_from = boxes(a, a_tile, rank, ctas)
+        b_to, b_from = boxes(b, b_tile, 0, 1)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
             # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
             # once in the first, since a new barrier counts as having ended a phase of odd parity.
@@ -121,7 +121,7 @@ def load_tiles(
         search, tile = policy.find(search, first, problem)
 
 
-def _boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
+def boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
     """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of ``[rows, tile_k, k]``."""
     ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
     return cpasync.tma_partition(operand.map, index, cute.make_layout(parts), ring, box)

@@ -57,7 +57,7 @@ def multiply(
         wait_turn(team)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        wait_full(gemm, ring, stage, phase)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
@@ -69,7 +69,7 @@ def multiply(
         stage, phase = advance(stage, phase, gemm.stages)
     if cutlass.const_expr(gemm.policy.trims):  # noqa: SIM102 - decided while tracing
         if left > 0:
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
+            wait_full(gemm, ring, stage, phase)
             warpgroup.fence()
             for block in cutlass.range(ceil_div(left, gemm.config.tile_k // cute.size(a, mode=[2])), unroll=1):
                 cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
@@ -84,6 +84,14 @@ def multiply(
             release(ring, stage, ctas)
             stage, phase = advance(stage, phase, gemm.stages)
     return stage, phase
+
+
+@cute.jit
+def wait_full(gemm: cutlass.Constexpr, ring: Ring, stage: Int32, phase: Int32):
+    """Wait until a stage may be multiplied."""
+    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    if cutlass.const_expr(gemm.gathered is not None):
+        cute.arch.fence_view_async_shared()  # copies by lanes wrote a part of it, see ``gather``
 
 
 @cute.jit

@@ -1,0 +1,189 @@
+"""Producers of a kernel that reads rows of one operand by an index: copies of 16 bytes into the swizzled ring.
+
+A tensor map of sm_90 has no rows in an order of its own, so four warps copy the gathered operand piece by piece, while
+the first of them asks for the tiles of the other operand by TMA. A stage is lines of 128 bytes, in one or more columns:
+
+=============  ======================  ======================  =================================================
+kind           a line is               lines of a column       columns of a stage
+=============  ======================  ======================  =================================================
+``varlen_m``   a k tile of a row of A  ``tile_m``              1
+``varlen_k``   64 elements of a token  ``tile_k``              one per 64 rows or columns of the output's tile
+=============  ======================  ======================  =================================================
+
+Eight lanes copy a line, 16 bytes each, and the 128 lanes 16 lines at a time. Piece ``c`` of line ``r`` lies at piece
+``c ^ r % 8``, the swizzle of 128 bytes in which the MMA reads either order of an operand. What a result must not depend
+on is zeros instead of a read: lines of rows behind the group's end, of indices outside the operand, and the bytes behind
+the end of a row.
+
+Copies write through the generic proxy, and the MMA reads through the asynchronous one. The copies of a lane arrive at
+the stage's barrier when they are done, and no lane waits for them; so the fence between the proxies is the consumers',
+behind their wait for the stage: it may stand anywhere between the writes and the reads that they order.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+
+from ...config import VARLEN_K, VARLEN_M, GemmConfig
+from ...tiles import Tile, ceil_div
+from ...tiles.groups import clamp
+from ...tiles.policy import Problem
+from .load import Operand, Ring, advance, boxes
+
+LANES = 128
+PIECE = 16  # bytes
+LINE = 128  # bytes
+LANES_OF_LINE = LINE // PIECE
+LINES = LANES // LANES_OF_LINE  # that all lanes copy at a time
+
+OPERANDS = {VARLEN_M: ("a",), VARLEN_K: ("a", "b")}
+"""Which operand may be gathered, by kind of problem."""
+
+
+class Gathered(NamedTuple):
+    """The operand that is gathered, in global memory."""
+
+    values: cute.Tensor  # [S, columns], row-major
+    index: cute.Tensor  # int32 [T]: the row of ``values`` that is row t of the grouped order
+
+
+def check(kind: str, config: GemmConfig, gathered: str | None):
+    """Whether kernels of a kind and tiling can gather an operand; None is none.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if gathered is None:
+        return
+    if gathered not in OPERANDS[kind]:
+        raise ValueError(f"`gathered` must be None or one of {OPERANDS[kind]} for {kind}, not {gathered!r}")
+    if config.ctas > 1:
+        raise ValueError("rows are gathered by each CTA for itself: there are no clusters")
+
+
+@cute.jit
+def gather_tiles(
+    gemm: cutlass.Constexpr,
+    source: Gathered,
+    a: Operand,
+    b: Operand,
+    ring: Ring,
+    problem: Problem,
+    first: Int32,
+    step: Int32,
+):
+    """Load the k tiles of every tile from ``first`` on in steps of ``step``; a warpgroup calls it.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        source: what is gathered.
+        a, b: the operands; the gathered one has no map.
+        ring: barriers.
+        problem: sizes and offsets.
+    """
+    policy, tile_k = gemm.policy, gemm.config.tile_k
+    thread, _, _ = cute.arch.thread_idx()
+    lane = thread % LANES
+    leads = cute.arch.make_warp_uniform(lane // 32) == 0
+    own, other, extent = (a, b, gemm.tiler[0]) if gemm.gathered == "a" else (b, a, gemm.tiler[1])
+    lines = tile_k if policy.kind == VARLEN_K else extent
+    own_bytes = extent * LINE
+    into = own.buffers.iterator.toint()
+    found, rows = (cute.make_rmem_tensor(lines // LINES, Int32) for _ in range(2))
+    stage, phase = Int32(0), Int32(0)
+    search = policy.start(problem)
+    search, tile = policy.find(search, first, problem)
+    while tile.valid:
+        to, parts = _boxes(gemm, other, tile)
+        row, end = tile.start, tile.start + tile.length
+        column = Int32(0)  # of the stage's first line, in bytes
+        along = tile.m if cutlass.const_expr(gemm.gathered == "a") else tile.n
+        if cutlass.const_expr(policy.kind == VARLEN_M):
+            row += along * extent
+        else:
+            column = along * (own_bytes // tile_k)
+        read_index(source, row, lane, found)
+        if cutlass.const_expr(policy.kind == VARLEN_M):
+            find_rows(source, found, row, end, lane, rows)
+        for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
+            if cutlass.const_expr(policy.kind == VARLEN_K):  # the next ones are on their way while these are copied
+                find_rows(source, found, row, end, lane, rows)
+                row += tile_k
+                read_index(source, row, lane, found)
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            if leads:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes - own_bytes)
+                cute.copy(other.map, parts[None, k], to[None, stage], tma_bar_ptr=ring.full + stage)
+            for part in cutlass.range_constexpr(own_bytes // (lines * LINE)):
+                target = into + stage * own_bytes + part * (lines * LINE)
+                copy_lines(source, rows, column + part * LINE, target, lane)
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+            if cutlass.const_expr(policy.kind == VARLEN_M):
+                column += LINE
+            stage, phase = advance(stage, phase, gemm.stages)
+        first += step
+        search, tile = policy.find(search, first, problem)
+
+
+def _boxes(gemm: Any, other: Operand, tile: Tile) -> tuple[cute.Tensor, cute.Tensor]:
+    """Destination ``[box, stage]`` and source ``[box, k]`` of the operand that TMA loads."""
+    policy, (tile_m, _, tile_k) = gemm.policy, gemm.tiler
+    if gemm.gathered == "a":
+        part = cute.local_tile(policy.b(other.coords, tile), gemm.b_tile, (tile.n, None))
+    else:
+        part = cute.local_tile(policy.a(other.coords, tile), (tile_m, tile_k), (tile.m, None))
+    return boxes(other, part, 0, 1)
+
+
+def read_index(source: Gathered, first: Int32, lane: Int32, found: cute.Tensor):
+    """Write to ``found`` what the index says of a lane's lines, from row ``first`` of the grouped order on.
+
+    Behind the index it is the last row's: without branches, all reads are on their way at once.
+    """
+    last = Int32(source.index.shape[0]) - 1
+    for i in range(cute.size(found)):
+        found[i] = source.index[clamp(first + i * LINES + lane // LANES_OF_LINE, Int32(0), last)]
+
+
+@cute.jit
+def find_rows(source: Gathered, found: cute.Tensor, first: Int32, end: Int32, lane: Int32, rows: cute.Tensor):
+    """Write to ``rows`` those of the operand that ``found`` names; -1 from row ``end`` of the grouped order on."""
+    for i in cutlass.range_constexpr(cute.size(rows)):
+        row = found[i]
+        if first + i * LINES + lane // LANES_OF_LINE >= end or row >= source.values.shape[0]:
+            row = Int32(-1)
+        rows[i] = row
+
+
+@cute.jit
+def copy_lines(source: Gathered, rows: cute.Tensor, column: Int32, target: Int32, lane: Int32):
+    """Start a lane's copies of lines to the address ``target`` in shared memory, which is on a swizzle.
+
+    Args:
+        rows: which rows they are of; zeros of negative ones.
+        column: where in a row the lines begin, in bytes.
+    """
+    values = source.values
+    line, piece = lane // LANES_OF_LINE, lane % LANES_OF_LINE
+    size = values.element_type.width // 8
+    column += piece * PIECE
+    left = clamp(values.shape[1] * size - column, Int32(0), Int32(PIECE))
+    pitch = Int64(values.stride[0]) * size
+    start = values.iterator.toint() + Int64(column)
+    target += line * LINE + (piece ^ line % 8) * PIECE
+    for i in cutlass.range_constexpr(cute.size(rows)):
+        row = rows[i]
+        count = left
+        if row < 0:
+            row, count = Int32(0), Int32(0)
+        copy_piece(start + Int64(row) * pitch, target + i * (LINES * LINE), count)
+
+
+def copy_piece(source: Int64, target: Int32, count: Int32):
+    """Copy ``count`` of 16 bytes to shared memory, and zeros for the others."""
+    operands = [target.ir_value(), source.ir_value(), count.ir_value()]
+    text = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {PIECE}, $2;"
+    llvm.inline_asm(None, operands, text, "r,l,r", has_side_effects=True)
