@@ -25,7 +25,7 @@ NEEDS = {
     "quantize": "torchao",
 }
 GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += ("gemm_activation", "route_gpu", "routing_gpu")
+GPU += ("gemm_activation", "gather_gpu", "route_gpu", "routing_gpu")
 
 
 class Replay:
@@ -288,6 +288,18 @@ def test_routing(gpu, monkeypatch, tmp_path, capsys):
     assert ["dispatch", "2", "1536", "1.0000", "0.00", "1.000", "1.000"] in lines
     monkeypatch.setattr(script.Combine, "tgl", lambda self: torch.zeros_like(self.x))
     lines, _ = ran(script, tmp_path, capsys, "--choices", "2", "--widths", "1536", "--ops", "combine")
+    assert any("WRONG:" in line for line in lines)
+
+
+def test_gathers(gpu, monkeypatch, tmp_path, capsys):
+    script = gpu("gather_gpu")
+    monkeypatch.setitem(script.SHAPES, "small", script.Shape(40, 2, 64, 128, 4))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
+    assert [result["op"] for result in found] == list(script.PROBLEMS)
+    assert all(set(result["ms"]) == {"tgl", "copied", "in order"} for result in found)
+    assert ["grouped_gemm", "small", "1.0000", "0", "1.000", "1.000"] in lines
+    monkeypatch.setattr(script.Forward, "tgl", lambda self: torch.zeros_like(self.hidden))
+    lines, _ = ran(script, tmp_path, capsys, "--shapes", "small", "--ops", "grouped_gemm")
     assert any("WRONG:" in line for line in lines)
 
 

@@ -59,7 +59,7 @@ def random_index(tokens: int, sizes: tuple[int, ...], tail: int, absent: bool) -
 
 
 def scattered(values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values [S, n]`` with NaN in rows that ``index`` does not name, and the rows ``[T, n]`` that it does, or zeros."""
+    """``values [S, n]``, NaN in rows that ``index`` does not name, and the rows ``[T, n]`` that it does, or zeros."""
     present = (index >= 0) & (index < len(values))
     named = torch.zeros(len(values), dtype=torch.bool)
     named[index[present].long()] = True

@@ -17,11 +17,12 @@ from tgl.cutlass_kernels.ops import gemm
 
 PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
 KERNELS = ("GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm")
+GATHERING = ("GatheredGroupedGemm",)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_an_entry_has_its_kernels_and_its_tilings(arch):
-    for name in KERNELS:
+    for name in (*KERNELS, *(GATHERING if arch_of(arch).gathers else ())):
         assert arch_of(arch).kernel(name).__name__ == name
     for kind in KINDS:
         assert tilings.reason(arch, kind, tilings.choose(arch, kind, 512, 512, 256)) is None
@@ -59,7 +60,7 @@ def test_a_name_without_an_entry_is_refused(ask):
 
 def test_an_entry_without_a_folder_gives_no_kernel(monkeypatch):
     """A name planted in the table alone is an error at its first use, never another architecture's kernel."""
-    monkeypatch.setitem(archs.ARCHS, "sm_42", Arch("sm_42", "sm_42", "sm42", ARCHS["sm_90"].tilings, False))
+    monkeypatch.setitem(archs.ARCHS, "sm_42", Arch("sm_42", "sm_42", "sm42", ARCHS["sm_90"].tilings, False, False))
     with pytest.raises(ModuleNotFoundError, match="sm42"):
         gemm.build(PLANTED)
     a, b, offs = torch.zeros(4, 64).bfloat16(), torch.zeros(1, 64, 64).bfloat16(), torch.tensor([4]).int()

@@ -57,6 +57,26 @@ def gemms(tiling: GemmConfig) -> None:
         assert torch.equal(got.cpu(), wanted)
 
 
+def gathers() -> None:
+    """The three GEMMs on rows by an index, half of the tokens unread."""
+    rows, tokens = sum(SIZES) + TAIL, 50
+    a, b, dy = integers(tokens, DEPTH), integers(len(SIZES), DEPTH, COLUMNS), integers(rows, COLUMNS)
+    grad = integers(tokens, COLUMNS)
+    index = torch.randint(0, tokens // 2, (rows,), dtype=torch.int32)
+    index[sum(SIZES) :] = -1
+    given = {
+        name: t.cuda() for name, t in {"a": a, "dy": dy, "grad": grad, "index": index, "offs": ends(SIZES)}.items()
+    }
+    on, offs = given["index"], given["offs"]
+    y = tgl.grouped_gemm(given["a"], b.cuda(), offs, rows=on)
+    dw = tgl.grouped_gemm_wgrad(given["a"], given["dy"], offs, a_rows=on)
+    in_order = a[index.clamp(min=0).long()]
+    other = tgl.grouped_gemm_wgrad(in_order.cuda(), given["grad"], offs, b_rows=on)
+    assert torch.equal(y.cpu()[: sum(SIZES)], product(in_order, b, SIZES)[: sum(SIZES)].to(BF16))
+    assert torch.equal(dw.cpu(), gradient(in_order, dy, SIZES).to(BF16))
+    assert torch.equal(other.cpu(), gradient(in_order, grad[index.clamp(min=0).long()], SIZES).to(BF16))
+
+
 def reductions() -> None:
     """Offsets, sums of rows of few columns and of many, and choices grouped by expert."""
     sizes = torch.tensor(MANY)
@@ -84,7 +104,7 @@ def training(recipe: str) -> None:
 
 def cases() -> dict[str, Callable[[], None]]:
     arch = backends.device_arch(torch.device("cuda", 0))
-    found: dict[str, Callable[[], None]] = {"reductions": reductions}
+    found: dict[str, Callable[[], None]] = {"reductions": reductions, "gathers": gathers}
     for recipe in chips.RECIPES[arch]:
         found[f"{TRAINING} {recipe}"] = functools.partial(training, recipe)
     for kind, tiling in TILINGS:

@@ -25,6 +25,7 @@ class Arch:
         folder: of its GEMM kernels, in ``gemm``; the module ``kernels`` in it has them by name.
         tilings: the module that knows which tilings there are and chooses one; it has the limits, too.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
+        gathers: whether it has dense GEMM kernels that read rows of an operand by an index.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Arch:
     folder: str
     tilings: ModuleType
     rounds_to_fp4: bool
+    gathers: bool
 
     @property
     def smem_bytes(self) -> int:
@@ -53,8 +55,8 @@ class Arch:
 ARCHS = {
     arch.name: arch
     for arch in (
-        Arch("sm_90", "sm_90a", folder="sm90", tilings=sm90_tilings, rounds_to_fp4=False),
-        Arch("sm_100", "sm_100a", folder="sm100", tilings=sm100_tilings, rounds_to_fp4=True),
+        Arch("sm_90", "sm_90a", folder="sm90", tilings=sm90_tilings, rounds_to_fp4=False, gathers=True),
+        Arch("sm_100", "sm_100a", folder="sm100", tilings=sm100_tilings, rounds_to_fp4=True, gathers=False),
     )
 }
 

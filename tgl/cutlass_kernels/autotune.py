@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import backends
 from . import tilings as choices
@@ -64,17 +63,20 @@ def autotune(
     device, operands, options = backends._arguments[name](*args, **kwargs)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(f"tgl::{name} cannot be tuned while a CUDA graph is captured")
-    a, b = operands[:2]
     out = torch.empty_like(options["out"], device=device)
     call = launcher.call(*operands, **{**options, "out": out})
     kind = VARLEN_M if name == "grouped_gemm" else VARLEN_K
     arch = backends.device_arch(device)
-    key = (arch, kind, *_problem(kind, a, b, out))
+    gathers = launcher.reach.gathers(call)
+    key = (arch, kind, *_problem(kind, call), *(() if gathers is None else (gathers,)))
     before = choices.tuned.get(key)
     found: dict[GemmConfig, float] = {}
     try:
-        for tiling in choices.candidates(arch, kind) if tilings is None else tilings:
+        every = [tiling for tiling in choices.candidates(arch, kind) if gathers is None or tiling.ctas == 1]
+        for tiling in every if tilings is None else tilings:
             reason = choices.reason(arch, kind, tiling)
+            if reason is None and gathers is not None and tiling.ctas > 1:
+                reason = "each CTA gathers rows for itself, so there are no clusters"
             if reason is not None:
                 raise ValueError(f"`tilings` must exist, but {tiling}: {reason}")
             choices.tuned[key] = tiling
@@ -89,10 +91,10 @@ def autotune(
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _problem(kind: str, a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int]:
+def _problem(kind: str, call: Any) -> tuple[int, int, int]:
     """Columns, depth and rows as ``tilings.choose`` gets them."""
     if kind == VARLEN_M:
-        groups, depth, columns = b.shape
-        return columns, depth, power_of_two(a.shape[0] // groups)
-    groups, rows, columns = out.shape
-    return columns, power_of_two(a.shape[0] // groups), rows
+        groups, depth, columns = call.b.shape
+        return columns, depth, power_of_two(call.out.shape[0] // groups)
+    groups, rows, columns = call.out.shape
+    return columns, power_of_two(gemm.rows_of(call) // groups), rows

@@ -8,8 +8,8 @@ from .archs import arch_of
 from .config import KINDS, GemmConfig
 from .gemm.scaling import OperandFormat
 
-tuned: dict[tuple[str, str, int, int, int], GemmConfig] = {}
-"""Tilings found by ``autotune``, by the arguments of ``choose``."""
+tuned: dict[tuple, GemmConfig] = {}
+"""Tilings found by ``autotune``, by the arguments of ``choose`` or ``choose_gathering``."""
 
 
 def reason(arch: str, kind: str, tiling: GemmConfig, form: OperandFormat | None = None) -> str | None:
@@ -49,6 +49,12 @@ def choose(arch: str, kind: str, columns: int, depth: int, rows: int, halves: bo
     if found is not None and (found.holds_halves or not halves):
         return found
     return arch_of(arch).tilings.choose(kind, max(columns, 128) if halves else columns, depth, rows)
+
+
+def choose_gathering(arch: str, kind: str, columns: int, depth: int, rows: int, operand: str) -> GemmConfig:
+    """``choose`` for kernels that gather rows of ``operand``, which have no clusters."""
+    found = tuned.get((arch, kind, columns, depth, rows, operand))
+    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand) if found is None else found
 
 
 def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:

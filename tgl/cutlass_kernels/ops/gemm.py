@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.slots import scatter
 from .. import tilings
-from ..archs import arch_of
+from ..archs import ARCHS, arch_of
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..runtime import device
@@ -80,6 +80,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
         keeps=lambda c: not c.zero_tail,
         slotted="b",
         indexed={"a": "rows"},
+        gathers=lambda c: gathered(c.a, a=c.rows),
     )
 
     def refuses(self, c: GemmCall) -> backends.Reason:
@@ -89,13 +90,13 @@ class GroupedGemm(PersistentGemm[GemmCall]):
     def alike(self, c: GemmCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         a, b, _, bias, bias_scale, out, zero_tail, slots, index = c
-        rows, shape = a.shape[0], b.shape
-        if index is not None or not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+        rows, shape = out.shape[0], b.shape
+        if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
         size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
         layouts = (a.stride(), b.stride(), out.stride(), shape)
         dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
-        return layouts, dtypes, size, zero_tail, slots is None
+        return layouts, dtypes, size, zero_tail, slots is None, index is None
 
     def nothing(self, c: GemmCall) -> bool:
         """No results, or no matrices to form them of."""
@@ -109,11 +110,12 @@ class GroupedGemm(PersistentGemm[GemmCall]):
     def key(self, c: GemmCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
         _, depth, columns = c.b.shape
-        rows = power_of_two(c.a.shape[0] // groups_of(c.b, c.slots))
-        tiling = tilings.choose(arch, VARLEN_M, columns, depth, rows)
+        rows = power_of_two(c.out.shape[0] // groups_of(c.b, c.slots))
+        operand = self.reach.gathers(c)
+        tiling = chosen(arch, VARLEN_M, columns, depth, rows, operand)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
-        return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, c.slots is not None)
+        return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, c.slots is not None, operand)
 
     def build(self, key: GemmKey) -> Callable:
         """Compile the kernel for ``key``."""
@@ -121,8 +123,8 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def arguments(self, c: GemmCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, bias, bias_scale, out, _, slots, _ = c
-        return a, b, offs, out, bias, bias_scale, slots
+        a, b, offs, bias, bias_scale, out, _, slots, rows = c
+        return a, b, offs, out, bias, bias_scale, slots, *given(rows)
 
     def scratch(self, c: GemmCall) -> GemmCall:
         """One group without rows."""
@@ -135,6 +137,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
             bias_scale=None if c.bias_scale is None else c.bias_scale.new_zeros(8),
             out=c.out.new_zeros(8, 8, device=c.a.device),
             slots=None if c.slots is None else offs,
+            rows=None if c.rows is None else offs.new_zeros(8),
         )
 
 
@@ -152,6 +155,7 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
             keeps=lambda c: accumulate,
             slotted="out",
             indexed={"a": "a_rows", "b": "b_rows"},
+            gathers=lambda c: gathered(c.a, a=c.a_rows, b=c.b_rows),
         )
 
     def refuses(self, c: WgradCall) -> backends.Reason:
@@ -161,11 +165,12 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
     def alike(self, c: WgradCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         a, b, _, out, slots, a_index, b_index = c
-        rows, shape = a.shape[0], out.shape
-        if a_index is not None or b_index is not None or not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+        shape = out.shape
+        if not warm(max(a.shape[0], b.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
-        size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
-        return (a.stride(), b.stride(), out.stride(), shape), a.dtype, out.dtype, size, slots is None
+        size = rows_class(rows_of(c), shape[0] if slots is None else slots.shape[0])
+        layouts = (a.stride(), b.stride(), out.stride(), shape)
+        return layouts, a.dtype, out.dtype, size, slots is None, a_index is None, b_index is None
 
     def nothing(self, c: WgradCall) -> bool:
         """No matrices, or no rows to form them of."""
@@ -180,10 +185,11 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
     def key(self, c: WgradCall, arch: str) -> GemmKey:
         """The tiling follows from M, N and the class of rows per group."""
         _, rows, columns = c.out.shape
-        depth = power_of_two(c.a.shape[0] // groups_of(c.out, c.slots))
-        tiling = tilings.choose(arch, VARLEN_K, columns, depth, rows)
+        depth = power_of_two(rows_of(c) // groups_of(c.out, c.slots))
+        operand = self.reach.gathers(c)
+        tiling = chosen(arch, VARLEN_K, columns, depth, rows, operand)
         spec = EpilogueSpec(name(c.out), accumulate=self.accumulate)
-        return GemmKey(VARLEN_K, arch, not c.a.is_cuda, name(c.a), 1, spec, tiling, c.slots is not None)
+        return GemmKey(VARLEN_K, arch, not c.a.is_cuda, name(c.a), 1, spec, tiling, c.slots is not None, operand)
 
     def build(self, key: GemmKey) -> Callable:
         """Compile the kernel for ``key``."""
@@ -191,20 +197,53 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
 
     def arguments(self, c: WgradCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, out, slots, _, _ = c
-        return a, b, offs, out, None, None, slots
+        a, b, offs, out, slots, a_rows, b_rows = c
+        return a, b, offs, out, None, None, slots, *given(a_rows, b_rows)
 
     def scratch(self, c: WgradCall) -> WgradCall:
         """One group without rows."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
         out = c.out.new_zeros(1, 8, 8, device=c.a.device)
-        return WgradCall(small(c.a, 8, 8), small(c.b, 8, 8), offs, out, None if c.slots is None else offs)
+        indices = (None if index is None else offs.new_zeros(8) for index in (c.a_rows, c.b_rows))
+        return WgradCall(small(c.a, 8, 8), small(c.b, 8, 8), offs, out, None if c.slots is None else offs, *indices)
 
 
 def gemm_reason(a: Tensor, out: Tensor, rows: Tensor | None = None) -> backends.Reason:
     """Why no dense kernel forms ``out`` of ``a``, wherever they lie, or None."""
     reason = dense_reason(a, out, rows)
     return "does not take K = 0" if reason is None and a.shape[1] == 0 and out.numel() else reason
+
+
+def gathered(on: Tensor, **indices: Tensor | None) -> str | None:
+    """The operand whose rows the kernel finds by its index; None if there is none, or no such kernel on the device.
+
+    Args:
+        on: an operand, for the device.
+        indices: by operand. A kernel takes one, the first that there is.
+    """
+    for operand, index in indices.items():
+        if index is not None:
+            arch = ARCHS.get(backends.device_arch(on.device))
+            return operand if arch is not None and arch.gathers else None
+    return None
+
+
+def chosen(arch: str, kind: str, columns: int, depth: int, rows: int, operand: str | None) -> GemmConfig:
+    """The tiling of a kernel that gathers ``operand``; None: nothing."""
+    if operand is None:
+        return tilings.choose(arch, kind, columns, depth, rows)
+    return tilings.choose_gathering(arch, kind, columns, depth, rows, operand)
+
+
+def given(*indices: Tensor | None) -> tuple[Tensor, ...]:
+    """The index of a call that has one, which is an argument of kernels that gather alone."""
+    return tuple(index for index in indices if index is not None)
+
+
+def rows_of(c: WgradCall) -> int:
+    """T."""
+    rows: int = (c.a if c.a_rows is None else c.a_rows).shape[0]
+    return rows
 
 
 def groups_of(matrices: Tensor, slots: Tensor | None) -> int:

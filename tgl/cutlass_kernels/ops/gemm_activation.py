@@ -96,14 +96,10 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         from ..runtime.compiling import compiled, matrix, strided
         from ..runtime.elements import TYPES
 
-        kernel, how = arch_of(key.arch).kernel("ActivatedGroupedGemm"), {}
-        index: tuple = ()
-        if key.gathered is not None:
-            kernel, how = arch_of(key.arch).kernel("GatheredActivatedGemm"), {"gathered": key.gathered}
-            index = (strided("int32"),)
+        kernel = arch_of(key.arch).kernel("ActivatedGroupedGemm")
         return compiled(
             key.arch,
-            kernel(key.kind, key.config, key.spec, TYPES[key.element], **how),
+            kernel(key.kind, key.config, key.spec, TYPES[key.element]),
             matrix(key.element),
             matrix(key.element, 3, unit=key.b_unit),
             strided("int32"),
@@ -111,7 +107,6 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             matrix(key.spec.out),
             strided(key.spec.bias, 2),
             strided(key.spec.probs),
-            *index,
             cutlass.Int32(1),
         )
 

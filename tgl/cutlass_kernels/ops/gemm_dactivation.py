@@ -34,7 +34,6 @@ class DactivationKey(NamedTuple):
     activation: ActivationSpec
     probs: str | None
     config: GemmConfig
-    gathered: str | None = None  # "a" if rows of dy are found by an index
 
 
 class DactivationCall(NamedTuple):
@@ -108,17 +107,12 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         from ..runtime.compiling import compiled, matrix, strided
         from ..runtime.elements import TYPES
 
-        kernel, how = arch_of(key.arch).kernel("GradientGroupedGemm"), {}
-        index: tuple = ()
-        if key.gathered is not None:
-            kernel, how = arch_of(key.arch).kernel("GatheredGradientGemm"), {"gathered": key.gathered}
-            index = (strided("int32"),)
-        element = TYPES[key.element]
+        kernel, element = arch_of(key.arch).kernel("GradientGroupedGemm"), TYPES[key.element]
         halves = 2 if key.activation.gated and not key.activation.interleaved else 1
         columns = halves * ALIGNMENT * 8 // element.width
         return compiled(
             key.arch,
-            kernel(key.config, element, key.element, key.activation, **how),
+            kernel(key.config, element, key.element, key.activation),
             matrix(key.element),
             matrix(key.element, 3, unit=key.b_unit),
             strided("int32"),
@@ -126,7 +120,6 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             matrix(key.element, columns=columns),
             strided(key.probs),
             None if key.probs is None else matrix("float32", pitch=4, align=4),
-            *index,
             cutlass.Int32(1),
         )
 

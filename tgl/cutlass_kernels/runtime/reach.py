@@ -24,6 +24,10 @@ def _nothing(c: Any) -> bool:
     return False
 
 
+def _none(c: Any) -> str | None:
+    return None
+
+
 class Reach(NamedTuple):
     """What the kernel of an op needs of the tensors of a call, a named tuple.
 
@@ -34,6 +38,7 @@ class Reach(NamedTuple):
         slotted: the field whose matrices a table of ``slots`` numbers, in a call that has one. Of it those alone are
             copied.
         indexed: the fields whose rows a call may ask for by an index, and the fields with that index.
+        gathers: of a call: the field whose rows the kernel itself reads by the index, or None.
     """
 
     needs: Mapping[str, Need]
@@ -41,6 +46,7 @@ class Reach(NamedTuple):
     keeps: Callable[[Any], bool] = _nothing
     slotted: str | None = None
     indexed: Mapping[str, str] = {}
+    gathers: Callable[[Any], str | None] = _none
 
     def reason(self, c: Any) -> str | None:
         """Why the kernel cannot reach a tensor where it lies: the first reason there is."""
@@ -108,7 +114,7 @@ class Reach(NamedTuple):
 
     def _reason(self, c: Any, name: str) -> str | None:
         """Why the kernel cannot reach the tensor where it lies, or None."""
-        if self._index(c, name) is not None:
+        if self._index(c, name) is not None and name != self.gathers(c):
             return f"reads rows of `{name}` in the order of the groups, not by `{self.indexed[name]}`"
         return self.needs[name].reason(name, getattr(c, name))
 

@@ -11,9 +11,9 @@ kind           a line is               lines of a column       columns of a stag
 =============  ======================  ======================  =================================================
 
 Eight lanes copy a line, 16 bytes each, and the 128 lanes 16 lines at a time. Piece ``c`` of line ``r`` lies at piece
-``c ^ r % 8``, the swizzle of 128 bytes in which the MMA reads either order of an operand. What a result must not depend
-on is zeros instead of a read: lines of rows behind the group's end, of indices outside the operand, and the bytes behind
-the end of a row.
+``c ^ r % 8``, the swizzle of 128 bytes in which the MMA reads either order of an operand. Zeros are written, and
+nothing is read, for lines of rows behind the group's end, for indices outside the operand and for bytes behind the end
+of a row.
 
 Copies write through the generic proxy, and the MMA reads through the asynchronous one. The copies of a lane arrive at
 the stage's barrier when they are done, and no lane waits for them; so the fence between the proxies is the consumers',

@@ -158,7 +158,7 @@ class GroupedGemm:
         gathered: Any = None
         if cutlass.const_expr(self.gathered is not None):
             gathered = gather.Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
-            problem = problem._replace(rows=Int32(index.shape[0]))
+            problem = problem._replace(rows=Int32(gathered.index.shape[0]))
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
         tile_m, _, tile_k = self.tiler

@@ -1,8 +1,8 @@
 """The producer warp: TMA loads of A and B into the stages of a ring in shared memory.
 
-Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; where operands have scales of blocks, or rows
-that are gathered, one more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one arrival per consumer warp) that
-it may be overwritten.
+Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; where operands have scales of blocks, or
+rows that are gathered, one more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one
+arrival per consumer warp) that it may be overwritten.
 
 The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads its own tile of B and an equal part of A,
 which it multicasts to all of them; so a stage is empty only when the consumers of every CTA have given it back.
