@@ -12,18 +12,23 @@ pytest.importorskip("tvm_ffi")
 from cutlass import Int32, cute
 
 import tgl
+from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.gather_cases import Case, kernel, run
+from tests.cutlass_kernels.gather_cases import ARCH, Case, kernel, random_index, run, scattered
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
-from tests.kernel_cases import ends, framed, integers
+from tests.kernel_cases import ends, framed, integers, poisoned
+from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.sm90 import gather, mma
+from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_dactivation
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 SHORT = (5, 0, 130, 1)
+TINY = (70, 0, 3)
 TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (64, 256), (128, 64), (128, 128))}
 TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (128, 128), (128, 192), (128, 256), (256, 64), (256, 128))}
 
@@ -87,6 +92,52 @@ def test_the_emulator_misses_the_fence(kind, gathered, monkeypatch):
         run(kind, gathered, case, seeds=(0,))
 
 
+def activation_call(key, gathered):
+    """Outputs of the kernel with an activation, on rows by an index, or on copies of those."""
+    torch.manual_seed(0)
+    sizes, rows = TINY, sum(TINY) + 9
+    index = random_index(50, sizes, 9, True)
+    x, copies = scattered(integers(50, 72), index)
+    b, probs = integers(len(sizes), 72, 144), poisoned(torch.rand(rows), sizes)
+    h, y = (framed(rows, columns, dtype=BF16) for columns in (144, 72))
+    call = gemm_activation.GROUPED_GEMM_ACTIVATION.build(key._replace(gathered=gathered))
+    operands, last = ((x,), (index,)) if gathered else ((copies,), ())
+    call(*operands, b, ends(sizes), h.inside, y.inside, None, probs, *last, CLUSTERS)
+    return h.room, y.room
+
+
+@pytest.mark.parametrize("config", [TILES[128, 256], pytest.param(TURNS[128, 128], marks=pytest.mark.slow)], ids=str)
+def test_activation(config):
+    spec = EpilogueSpec("bfloat16", tail=True, activation=spec_of(PARAMS["swiglu"]), probs="float32")
+    key = gemm.GemmKey(VARLEN_M, ARCH, True, "bfloat16", 2, spec, config)
+    with emulator.emulate("sm_90a"):
+        for got, wanted in zip(activation_call(key, "a"), activation_call(key, None)):
+            assert torch.equal(got, wanted)
+
+
+def gradient_call(key, gathered):
+    """Outputs of the kernel that goes back through the activation, on rows by an index, or on copies of those."""
+    torch.manual_seed(0)
+    sizes, rows = TINY, sum(TINY) + 9
+    index = random_index(50, sizes, 9, True)
+    dy, copies = scattered(integers(50, 72), index)
+    b, h, probs = integers(len(sizes), 72, 136), torch.randn(rows, 272).bfloat16(), torch.rand(rows)
+    dh, sums = framed(rows, 272, dtype=BF16), torch.full((-(-136 // key.config.tile_n), rows), 7.0)
+    call = gemm_dactivation.GROUPED_GEMM_DACTIVATION.build(key._replace(gathered=gathered))
+    operands, last = ((dy,), (index,)) if gathered else ((copies,), ())
+    call(*operands, b, ends(sizes), dh.inside, poisoned(h, sizes), poisoned(probs, sizes), sums, *last, CLUSTERS)
+    return dh.room, sums
+
+
+@pytest.mark.parametrize("config", [TURNS[128, 128], pytest.param(TILES[128, 256], marks=pytest.mark.slow)], ids=str)
+def test_gradient_of_an_activation(config):
+    activation = spec_of(PARAMS["swiglu"])
+    key = gemm_dactivation.DactivationKey(ARCH, True, "bfloat16", 2, activation, "float32", config)
+    with emulator.emulate("sm_90a"):
+        for got, wanted in zip(gradient_call(key, "a"), gradient_call(key, None)):
+            assert torch.equal(got, wanted)
+
+
 def test_any_index_and_any_offsets_stay_inside():
     """What groups overlap or end outside is wrong, and no reason to read or write elsewhere."""
     low, high = -(1 << 31), (1 << 31) - 1
@@ -118,7 +169,11 @@ def test_what_cannot_be_gathered_is_said(kind, config, gathered, message):
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
-@pytest.mark.parametrize("config", [TURNS[128, 128], TURNS[64, 256], TILES[256, 128]], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [TURNS[128, 128], *(pytest.param(t, marks=pytest.mark.slow) for t in (TILES[128, 256], TILES[256, 128]))],
+    ids=str,
+)
 def test_machine_code(kind, config):
     """No local memory for a lane's rows, and no MMA that is waited for by itself."""
     with emulator.emulate("sm_90a"):

@@ -144,7 +144,7 @@ def test_activation(machine):
     probs = torch.rand(ROWS)
     wanted = tgl.grouped_gemm_activation(in_order(a, rows), b, offs(), None, probs)
     copies = {"a": ROWS * 72 * 2}
-    got = served(machine, 2, copies, tgl.grouped_gemm_activation, a, b, offs(), None, probs, rows)
+    got = served(machine, copies, "a", tgl.grouped_gemm_activation, a, b, offs(), None, probs, rows)
     assert all(map(torch.equal, got, wanted))
     # The op that has no kernel is two that have.
     narrow = b[..., :44].contiguous()
@@ -158,7 +158,7 @@ def test_dactivation(machine):
     h, probs = integers(ROWS, 48, dtype=BF16), torch.rand(ROWS)
     wanted = tgl.grouped_gemm_dactivation(in_order(dy, rows), b, h, offs(), probs)
     copies = {"dy": ROWS * 72 * 2}
-    got = served(machine, 2, copies, tgl.grouped_gemm_dactivation, dy, b, h, offs(), probs, rows)
+    got = served(machine, copies, "dy", tgl.grouped_gemm_dactivation, dy, b, h, offs(), probs, rows)
     assert all(map(torch.equal, got, wanted))
 
 

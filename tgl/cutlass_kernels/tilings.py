@@ -51,10 +51,15 @@ def choose(arch: str, kind: str, columns: int, depth: int, rows: int, halves: bo
     return arch_of(arch).tilings.choose(kind, max(columns, 128) if halves else columns, depth, rows)
 
 
-def choose_gathering(arch: str, kind: str, columns: int, depth: int, rows: int, operand: str) -> GemmConfig:
+def choose_gathering(
+    arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, halves: bool = False
+) -> GemmConfig:
     """``choose`` for kernels that gather rows of ``operand``, which have no clusters."""
     found = tuned.get((arch, kind, columns, depth, rows, operand))
-    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand) if found is None else found
+    if found is not None and (found.holds_halves or not halves):
+        return found
+    columns = max(columns, 128) if halves else columns
+    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand)
 
 
 def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +113,8 @@ class GroupedGemm(PersistentGemm[GemmCall]):
         _, depth, columns = c.b.shape
         rows = power_of_two(c.out.shape[0] // groups_of(c.b, c.slots))
         operand = self.reach.gathers(c)
-        tiling = chosen(arch, VARLEN_M, columns, depth, rows, operand)
+        problem = arch, VARLEN_M, columns, depth, rows
+        tiling = tilings.choose(*problem) if operand is None else tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
         return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, c.slots is not None, operand)
@@ -187,7 +189,8 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
         _, rows, columns = c.out.shape
         depth = power_of_two(rows_of(c) // groups_of(c.out, c.slots))
         operand = self.reach.gathers(c)
-        tiling = chosen(arch, VARLEN_K, columns, depth, rows, operand)
+        problem = arch, VARLEN_K, columns, depth, rows
+        tiling = tilings.choose(*problem) if operand is None else tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), accumulate=self.accumulate)
         return GemmKey(VARLEN_K, arch, not c.a.is_cuda, name(c.a), 1, spec, tiling, c.slots is not None, operand)
 
@@ -228,11 +231,19 @@ def gathered(on: Tensor, **indices: Tensor | None) -> str | None:
     return None
 
 
-def chosen(arch: str, kind: str, columns: int, depth: int, rows: int, operand: str | None) -> GemmConfig:
-    """The tiling of a kernel that gathers ``operand``; None: nothing."""
-    if operand is None:
-        return tilings.choose(arch, kind, columns, depth, rows)
-    return tilings.choose_gathering(arch, kind, columns, depth, rows, operand)
+def kernel_of(key: Any, plain: str, gathering: str) -> tuple[Callable, tuple]:
+    """The class of kernels for ``key``, and stand-ins of what those that gather are called with besides.
+
+    Args:
+        key: of any GEMM.
+        plain, gathering: names of the classes.
+    """
+    from ..runtime.compiling import strided
+
+    arch = arch_of(key.arch)
+    if key.gathered is None:
+        return arch.kernel(plain), ()
+    return functools.partial(arch.kernel(gathering), gathered=key.gathered), (strided("int32"),)
 
 
 def given(*indices: Tensor | None) -> tuple[Tensor, ...]:
@@ -266,15 +277,11 @@ def build(key: GemmKey) -> Callable:
     from ..runtime.compiling import compiled, matrix, strided
     from ..runtime.elements import TYPES
 
-    kernel, how = arch_of(key.arch).kernel("GroupedGemm"), {}
-    index: tuple = ()
-    if key.gathered is not None:
-        kernel, how = arch_of(key.arch).kernel("GatheredGroupedGemm"), {"gathered": key.gathered}
-        index = (strided("int32"),)
+    kernel, index = kernel_of(key, "GroupedGemm", "GatheredGroupedGemm")
     out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
     return compiled(
         key.arch,
-        kernel(key.kind, key.config, key.spec, TYPES[key.element], **how),
+        kernel(key.kind, key.config, key.spec, TYPES[key.element]),
         matrix(key.element),
         matrix(key.element, b_dims, unit=key.b_unit),
         strided("int32"),

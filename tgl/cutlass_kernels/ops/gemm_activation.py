@@ -11,14 +11,13 @@ from torch import Tensor
 from ... import backends
 from .. import tilings
 from ..activation.activation_spec import spec_of
-from ..archs import arch_of
 from ..config import VARLEN_M
 from ..epilogue import EpilogueSpec
 from ..runtime.launcher import power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, unit_dimension
-from .gemm import GemmKey, PersistentGemm, gemm_reason
+from .gemm import GemmKey, PersistentGemm, gathered, gemm_reason, given, kernel_of
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -43,7 +42,12 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     op = "grouped_gemm_activation"
     call = GemmActivationCall
-    reach = Reach({"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR}, ("y", "h"), indexed={"a": "rows"})
+    reach = Reach(
+        {"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR},
+        ("y", "h"),
+        indexed={"a": "rows"},
+        gathers=lambda c: gathered(c.a, a=c.rows),
+    )
 
     def refuses(self, c: GemmActivationCall) -> backends.Reason:
         """Widths, and matrices whose halves no tensor map tells apart."""
@@ -64,12 +68,12 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
     def alike(self, c: GemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         a, b, _, bias, probs, params, y, h, index = c
-        rows, shape = a.shape[0], b.shape
-        if index is not None or not warm(rows, a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
+        rows, shape = h.shape[0], b.shape
+        if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
             return None
         layouts = (a.stride(), b.stride(), h.stride(), y.stride(), shape)
         dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
-        return layouts, dtypes, params, rows_class(rows, shape[0])
+        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None
 
     def nothing(self, c: GemmActivationCall) -> bool:
         """No results, or no matrices to form them of."""
@@ -83,11 +87,16 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
     def key(self, c: GemmActivationCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
         groups, depth, columns = c.b.shape
-        rows = power_of_two(c.a.shape[0] // groups)
-        tiling = tilings.choose(arch, VARLEN_M, columns, depth, rows, halves=c.params.gated)
+        problem = arch, VARLEN_M, columns, depth, power_of_two(c.h.shape[0] // groups)
+        operand, halves = self.reach.gathers(c), c.params.gated
+        if operand is None:
+            tiling = tilings.choose(*problem, halves=halves)
+        else:
+            tiling = tilings.choose_gathering(*problem, operand, halves=halves)
         activation = spec_of(c.params)
         spec = EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
-        return GemmKey(VARLEN_M, arch, not c.a.is_cuda, name(c.a), unit_dimension(c.b.stride()), spec, tiling)
+        emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
+        return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, gathered=operand)
 
     def build(self, key: GemmKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -96,7 +105,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         from ..runtime.compiling import compiled, matrix, strided
         from ..runtime.elements import TYPES
 
-        kernel = arch_of(key.arch).kernel("ActivatedGroupedGemm")
+        kernel, index = kernel_of(key, "ActivatedGroupedGemm", "GatheredActivatedGemm")
         return compiled(
             key.arch,
             kernel(key.kind, key.config, key.spec, TYPES[key.element]),
@@ -107,12 +116,13 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             matrix(key.spec.out),
             strided(key.spec.bias, 2),
             strided(key.spec.probs),
+            *index,
             cutlass.Int32(1),
         )
 
     def arguments(self, c: GemmActivationCall) -> tuple:
         """What the kernel is called with."""
-        return c.a, c.b, c.offs, c.h, c.y, c.bias, c.probs
+        return c.a, c.b, c.offs, c.h, c.y, c.bias, c.probs, *given(c.rows)
 
     def scratch(self, c: GemmActivationCall) -> GemmActivationCall:
         """One group without rows."""
@@ -125,6 +135,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             probs=None if c.probs is None else c.probs.new_zeros(8),
             y=c.h.new_zeros(8, 8, device=c.a.device),
             h=c.h.new_zeros(8, width, device=c.a.device),
+            rows=None if c.rows is None else c.rows.new_zeros(8),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,13 +13,12 @@ from ... import backends
 from ...meta.placement import ceil_div
 from .. import tilings
 from ..activation.activation_spec import ActivationSpec, spec_of
-from ..archs import arch_of
 from ..config import VARLEN_M, GemmConfig
 from ..runtime.launcher import Plan, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
-from .gemm import PersistentGemm
+from .gemm import PersistentGemm, gathered, given, kernel_of
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -34,6 +34,7 @@ class DactivationKey(NamedTuple):
     activation: ActivationSpec
     probs: str | None
     config: GemmConfig
+    gathered: str | None = None  # "a" if rows of dy are found by an index
 
 
 class DactivationCall(NamedTuple):
@@ -58,7 +59,12 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     op = "grouped_gemm_dactivation"
     call = DactivationCall
-    reach = Reach({"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR}, ("dh",), indexed={"dy": "rows"})
+    reach = Reach(
+        {"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR},
+        ("dh",),
+        indexed={"dy": "rows"},
+        gathers=lambda c: gathered(c.dy, dy=c.rows),
+    )
     note = "one launch and, for dprobs, a sum over tiles; groups read on the device"
 
     def refuses(self, c: DactivationCall) -> backends.Reason:
@@ -78,11 +84,12 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     def alike(self, c: DactivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         dy, b, h, _, probs, params, dh, _, index = c
-        rows, shape = dy.shape[0], b.shape
-        if index is not None or not warm(rows, dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr()):
+        rows, shape = dh.shape[0], b.shape
+        if not warm(max(rows, dy.shape[0]), dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr()):
             return None
         layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), shape)
-        return layouts, dy.dtype, probs is None or probs.dtype, params, rows_class(rows, shape[0])
+        dtypes = (dy.dtype, probs is None or probs.dtype)
+        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None
 
     def nothing(self, c: DactivationCall) -> bool:
         """No results, or no matrices to form them of."""
@@ -96,9 +103,12 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     def key(self, c: DactivationCall, arch: str) -> DactivationKey:
         """The tiling follows from I, N and the class of rows per group."""
         groups, depth, columns = c.b.shape
-        tiling = tilings.choose(arch, VARLEN_M, columns, depth, power_of_two(c.dy.shape[0] // groups))
-        unit = unit_dimension(c.b.stride())
-        return DactivationKey(arch, not c.dy.is_cuda, name(c.dy), unit, spec_of(c.params), name(c.probs), tiling)
+        tiling = tilings.choose(arch, VARLEN_M, columns, depth, power_of_two(c.dh.shape[0] // groups))
+        operand = None if self.reach.gathers(c) is None else "a"
+        if operand is not None:  # The usual one, whose long epilogue is hidden; each CTA gathers for itself.
+            tiling = replace(tiling, cluster_m=1, cluster_n=1)
+        where = arch, not c.dy.is_cuda, name(c.dy), unit_dimension(c.b.stride())
+        return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand)
 
     def build(self, key: DactivationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -107,7 +117,8 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         from ..runtime.compiling import compiled, matrix, strided
         from ..runtime.elements import TYPES
 
-        kernel, element = arch_of(key.arch).kernel("GradientGroupedGemm"), TYPES[key.element]
+        kernel, index = kernel_of(key, "GradientGroupedGemm", "GatheredGradientGemm")
+        element = TYPES[key.element]
         halves = 2 if key.activation.gated and not key.activation.interleaved else 1
         columns = halves * ALIGNMENT * 8 // element.width
         return compiled(
@@ -120,12 +131,16 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             matrix(key.element, columns=columns),
             strided(key.probs),
             None if key.probs is None else matrix("float32", pitch=4, align=4),
+            *index,
             cutlass.Int32(1),
         )
 
     def arguments(self, c: DactivationCall) -> tuple:
         """What the kernel is called with; ``dprobs`` holds the sums of one tile's columns."""
-        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, None if c.probs is None else c.dprobs.unsqueeze(0)
+        return self._with_sums(c, None if c.probs is None else c.dprobs.unsqueeze(0))
+
+    def _with_sums(self, c: DactivationCall, sums: Tensor | None) -> tuple:
+        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, *given(c.rows)
 
     def start(self, plan: Plan, c: DactivationCall) -> None:
         """Launch; sums of several tiles across I are added up behind it."""
@@ -134,7 +149,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             plan.launch(*self.arguments(c))
             return
         sums = c.dprobs.new_empty(ceil_div(columns, tile_n), c.dprobs.shape[0])
-        plan.launch(c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums)
+        plan.launch(*self._with_sums(c, sums))
         torch.sum(sums, 0, out=c.dprobs)
 
     def scratch(self, c: DactivationCall) -> DactivationCall:
@@ -148,6 +163,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             probs=None if c.probs is None else c.probs.new_zeros(8),
             dh=hidden.clone(),
             dprobs=c.dprobs.new_zeros(8, device=c.dy.device),
+            rows=None if c.rows is None else c.rows.new_zeros(8),
         )
 
 

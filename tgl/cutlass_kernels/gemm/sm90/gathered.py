@@ -1,9 +1,10 @@
-"""The grouped GEMM of ``kernel`` that reads rows of an operand by an index; see ``gather``."""
+"""The grouped GEMMs of ``kernel`` and ``gradient`` that read rows of an operand by an index; see ``gather``."""
 
 from cutlass import Int32, cute
 
 from ...epilogue.vectors import EpilogueArgs
-from .kernel import GroupedGemm
+from .gradient import GradientGroupedGemm
+from .kernel import ActivatedGroupedGemm, GroupedGemm
 
 
 class GatheredGroupedGemm(GroupedGemm):
@@ -25,3 +26,47 @@ class GatheredGroupedGemm(GroupedGemm):
     ):
         """Launch; arguments of ``GroupedGemm`` and ``index``, int32 ``[T]``."""
         self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, slots=slots, index=index)
+
+
+class GatheredActivatedGemm(ActivatedGroupedGemm):
+    """One with an activation as a second output, on rows of ``a [S, K]``."""
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offs: cute.Tensor,
+        h: cute.Tensor,
+        y: cute.Tensor,
+        bias: cute.Tensor | None,
+        probs: cute.Tensor | None,
+        index: cute.Tensor,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch; arguments of ``ActivatedGroupedGemm`` and ``index``, int32 ``[T]``."""
+        args = EpilogueArgs(bias, None, probs=probs)
+        self.start(a, b, None, offs, h, args, clusters, stream, y, index=index)
+
+
+class GatheredGradientGemm(GradientGroupedGemm):
+    """One that goes back through the activation, on rows of ``a [S, N]``."""
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offs: cute.Tensor,
+        dh: cute.Tensor,
+        h: cute.Tensor,
+        probs: cute.Tensor | None,
+        sums: cute.Tensor | None,
+        index: cute.Tensor,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch; arguments of ``GradientGroupedGemm`` and ``index``, int32 ``[T]``."""
+        extra = (h, probs, sums)
+        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, extra=extra, index=index)

@@ -21,11 +21,18 @@ class GradientGroupedGemm(GroupedGemm):
 
     chunk = store.CHUNK_ROWS, store.CHUNK_BYTES // 2
 
-    def __init__(self, config: GemmConfig, element: type[cutlass.Numeric], out: str, activation: ActivationSpec):
+    def __init__(
+        self,
+        config: GemmConfig,
+        element: type[cutlass.Numeric],
+        out: str,
+        activation: ActivationSpec,
+        gathered: str | None = None,
+    ):
         self.gradient = activation
         self.parts = buffers_per_chunk(activation)
         self.buffers = SLOTS * self.parts
-        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element)
+        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element, gathered=gathered)
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
         self.side_by_side = activation.gated and not activation.interleaved
         self.policy = HalvesVarlenM(*tiles, True, self.side_by_side)
