@@ -17,7 +17,7 @@ from tgl.cutlass_kernels.ops import gemm
 
 PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
 KERNELS = ("GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm")
-GATHERING = ("GatheredGroupedGemm", "GatheredActivatedGemm", "GatheredGradientGemm")
+GATHERING = ("GatheredGroupedGemm", "GatheredActivatedGroupedGemm", "GatheredGradientGroupedGemm")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

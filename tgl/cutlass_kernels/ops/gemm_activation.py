@@ -105,7 +105,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         from ..runtime.compiling import compiled, matrix, strided
         from ..runtime.elements import TYPES
 
-        kernel, index = kernel_of(key, "ActivatedGroupedGemm", "GatheredActivatedGemm")
+        kernel, index = kernel_of(key, "ActivatedGroupedGemm", "GatheredActivatedGroupedGemm")
         return compiled(
             key.arch,
             kernel(key.kind, key.config, key.spec, TYPES[key.element]),

@@ -117,7 +117,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         from ..runtime.compiling import compiled, matrix, strided
         from ..runtime.elements import TYPES
 
-        kernel, index = kernel_of(key, "GradientGroupedGemm", "GatheredGradientGemm")
+        kernel, index = kernel_of(key, "GradientGroupedGemm", "GatheredGradientGroupedGemm")
         element = TYPES[key.element]
         halves = 2 if key.activation.gated and not key.activation.interleaved else 1
         columns = halves * ALIGNMENT * 8 // element.width

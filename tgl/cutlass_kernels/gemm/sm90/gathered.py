@@ -28,7 +28,7 @@ class GatheredGroupedGemm(GroupedGemm):
         self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, slots=slots, index=index)
 
 
-class GatheredActivatedGemm(ActivatedGroupedGemm):
+class GatheredActivatedGroupedGemm(ActivatedGroupedGemm):
     """One with an activation as a second output, on rows of ``a [S, K]``."""
 
     @cute.jit
@@ -50,7 +50,7 @@ class GatheredActivatedGemm(ActivatedGroupedGemm):
         self.start(a, b, None, offs, h, args, clusters, stream, y, index=index)
 
 
-class GatheredGradientGemm(GradientGroupedGemm):
+class GatheredGradientGroupedGemm(GradientGroupedGemm):
     """One that goes back through the activation, on rows of ``a [S, N]``."""
 
     @cute.jit

@@ -1,14 +1,14 @@
 """The GEMM kernels of sm_90, by the names that ``archs.Arch.kernel`` asks for."""
 
-from .gathered import GatheredActivatedGemm, GatheredGradientGemm, GatheredGroupedGemm
+from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .scaled import ScaledGroupedGemm
 
 __all__ = [
     "ActivatedGroupedGemm",
-    "GatheredActivatedGemm",
-    "GatheredGradientGemm",
+    "GatheredActivatedGroupedGemm",
+    "GatheredGradientGroupedGemm",
     "GatheredGroupedGemm",
     "GradientGroupedGemm",
     "GroupedGemm",
