@@ -1,7 +1,8 @@
 """Tokens to rows of experts and back on a CPU: one pass over the rows.
 
 ``embedding_bag`` sums a token's choices as it reads them, where a gather and a sum would write and read another
-``[T, H]``. It takes no place out of range: then its bags hold the other choices alone, and may be empty.
+``[T, H]``. Neither it nor ``index_select`` takes a place out of range. Both look at every place themselves and raise.
+Looking beforehand takes as long as a small gather, and is left to the calls which they refuse.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..aten import permutation as aten
+from ..meta.permutation import as_rows
 from ..meta.specs import TensorSpec, accumulator
 
 CACHED = 1 << 16  # elements of rows that are worked on at a time
@@ -22,15 +24,33 @@ def within(places: Tensor, count: int) -> bool:
     return least.item() >= 0 and most.item() < count
 
 
+def _taken(t: Tensor, places: Tensor) -> Tensor:
+    """Rows of ``t`` at ``places``, or its elements; zeros for those out of range."""
+    if not t.numel():  # which torch refuses with other errors
+        return t.new_zeros((places.shape[0], *t.shape[1:]))
+    try:
+        return t.index_select(0, places)
+    except IndexError:
+        absent = (places < 0) | (places >= t.shape[0])
+        taken = t.index_select(0, places.masked_fill(absent, 0))
+        as_rows(taken).view(torch.uint8).index_fill_(0, absent.nonzero().view(-1), 0)  # of any dtype
+        return taken
+
+
 def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
-    if weights is not None or not x.shape[0]:
-        aten.dispatch(x, token, position, weights, top_k=top_k, out=out)
-    elif within(token, x.shape[0]):
-        torch.index_select(x, 0, token, out=out)
+    if weights is None:
+        out.copy_(_taken(x, token))
     else:
-        absent = (token < 0) | (token >= x.shape[0])
-        torch.index_select(x, 0, token.masked_fill(absent, 0), out=out)
-        out.view(torch.uint8).index_fill_(0, absent.nonzero().view(-1), 0)  # of any dtype
+        aten.dispatch(x, token, position, weights, top_k=top_k, out=out)
+
+
+def produce_dispatch(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
+    x, token, position, weights = operands
+    if weights is None:
+        return _taken(x, token)
+    out = spec.empty()
+    dispatch(as_rows(x), token, position, weights, top_k=top_k, out=as_rows(out))
+    return out
 
 
 def combine(y: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
@@ -39,24 +59,33 @@ def combine(y: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, 
 
 def produce_combine(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
     y, position, weights = operands
-    return _combined(y, position, weights, top_k)
+    if y.dim() == 2 or (weights is None and top_k == 1):
+        return _combined(y, position, weights, top_k)
+    out = spec.empty()
+    combine(as_rows(y), position, weights, top_k=top_k, out=as_rows(out))
+    return out
 
 
 def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
-    pairs, rows = position.shape[0], y.shape[0]
-    starts = torch.arange(0, pairs, top_k, dtype=position.dtype, device=y.device)
+    if weights is None and top_k == 1:
+        return _taken(y, position)
+    starts = torch.arange(0, position.shape[0], top_k, dtype=position.dtype, device=y.device)
     factors = weights if weights is None else weights.to(accumulator(y.dtype)).reshape(-1)
-    if not within(position, rows):
-        present = (position >= 0) & (position < rows)
-        position = position[present]
-        factors = factors if factors is None else factors[present]
-        counts = present.view(-1, top_k).sum(1, dtype=position.dtype)
-        starts = counts.cumsum(0, dtype=position.dtype) - counts
-    if factors is None:
-        if top_k == 1 and position.shape[0] == pairs:
-            return y.index_select(0, position)
-        return torch.embedding_bag(y, position, starts, mode=0)[0]
-    return torch.embedding_bag(y.to(factors.dtype), position, starts, mode=0, per_sample_weights=factors)[0].to(y.dtype)
+    rows = y if factors is None else y.to(factors.dtype)
+    try:
+        return _bags(rows, position, starts, factors).to(y.dtype)
+    except RuntimeError:
+        present = (position >= 0) & (position < y.shape[0])
+        if present.all():
+            raise  # of something else
+    counts = present.view(-1, top_k).sum(1, dtype=position.dtype)
+    starts = counts.cumsum(0, dtype=position.dtype) - counts
+    factors = factors if factors is None else factors[present]
+    return _bags(rows, position[present], starts, factors).to(y.dtype)
+
+
+def _bags(rows: Tensor, places: Tensor, starts: Tensor, factors: Tensor | None) -> Tensor:
+    return torch.embedding_bag(rows, places, starts, mode=0, per_sample_weights=factors)[0]
 
 
 def combine_backward(

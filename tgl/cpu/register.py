@@ -50,6 +50,6 @@ add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quan
 add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
 add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))
 add(Implementation("grouped_activation_backward", "steps of aten", "cpu", activation.backward))
-add(Implementation("dispatch", "index_select", "cpu", permutation.dispatch))
+add(Implementation("dispatch", "index_select", "cpu", permutation.dispatch, produce=permutation.produce_dispatch))
 add(Implementation("combine", "embedding_bag", "cpu", permutation.combine, produce=permutation.produce_combine))
 add(Implementation("combine_backward", "steps of aten", "cpu", permutation.combine_backward))

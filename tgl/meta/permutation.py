@@ -14,6 +14,11 @@ from .specs import Dim, TensorSpec, accumulator
 INDICES = (torch.int32, torch.int64)
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """``t [n, H]``, or the one column that a vector ``[n]`` is."""
+    return t if t.dim() == 2 else t[:, None]
+
+
 def _rows(op: str, argument: str, t: Tensor, letter: str) -> None:
     """``t`` has rows, or one element instead of each."""
     if t.dim() != 2 and t.dim() != 1:

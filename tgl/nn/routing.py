@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..meta.specs import accumulator
+from ..ops._library import unobserved_call
 from . import _routing_expressions as expressions
+from . import _routing_function as function
 from ._errors import fail
 
 
@@ -108,6 +110,8 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 
 
 def _dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
+    if unobserved_call(x, token, position):
+        return function.dispatch(token, position, top_k, x)
     if expressions.wanted(x.device):
         return expressions.dispatch(x, token, position, top_k)
     return torch.ops.tgl.dispatch(x, token, position, top_k)
@@ -117,6 +121,8 @@ def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor,
     """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]``."""
     check_rows("dispatch_both", "x", x, routing, "[S, H]")
     check_weights("dispatch_both", weights, routing)
+    if unobserved_call(x, weights, *routing[:2], routing.token):
+        return function.dispatch_both(routing.token, routing.source, routing.position, routing.top_k, x, weights)
     rows = _dispatch(x, routing.token, routing.position, routing.top_k)
     return rows, _weights_in_order(weights, routing)
 
@@ -164,6 +170,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     if weights is not None:
         check_weights("combine", weights, routing)
     token, position, top_k = routing.token, routing.position, routing.top_k
+    if weights is None and unobserved_call(y, token, position):
+        return function.combine(token, position, top_k, y)
     if expressions.wanted(y.device):
         rows = y if weights is None else y.to(accumulator(y.dtype)) * _weights_in_order(weights, routing)[:, None]
         return expressions.combine(rows, token, position, top_k).to(y.dtype)

@@ -20,6 +20,8 @@ def asked_for(ctx: Any) -> tuple[bool, ...]:
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if torch.compiler.is_compiling() or _will_execute is None or _running_task is None or _running_task() == -1:
         return needs
+    if sum(needs) == 1:  # a node runs for one gradient at least, and torch would raise an exception about a leaf
+        return needs
     # Inputs that require grad have an edge each, in order; other tensors have an empty one, and the rest has none.
     edges = iter([node for node, _ in ctx.next_functions if node is not None])
     return tuple([need and _executes(next(edges)) for need in needs])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
 
 from .. import backends
 from ._engine import asked_for
@@ -90,16 +91,30 @@ def define(
     return op
 
 
-def unobserved(t: Tensor) -> bool:
+def unobserved(*tensors: Tensor) -> bool:
     """Whether nothing but the kernel would see a call of an op below autograd: no mode, transform, subclass, autocast.
 
     For a backward, which then may call the kernel itself.
     """
+    for t in tensors:
+        if torch._C._dispatch_keys(t).raw_repr() not in _ORDINARY:
+            return False
     return (
-        torch._C._dispatch_keys(t).raw_repr() in _ORDINARY
-        and not torch._C._len_torch_dispatch_stack()
+        not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
-        and not autocast_enabled(t.device.type)
+        and not autocast_enabled(tensors[0].device.type)
+    )
+
+
+def unobserved_call(*tensors: Tensor) -> bool:
+    """``unobserved`` of a forward, which a trace, a tangent, a function mode or a profiler may follow too."""
+    return (
+        not torch.compiler.is_compiling()
+        and not has_torch_function(tensors)
+        and forward_ad._current_level < 0
+        and not torch.autograd.profiler._is_profiler_enabled
+        and not torch.jit.is_tracing()
+        and unobserved(*tensors)
     )
 
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import permutation
+from ..meta.permutation import as_rows
 from ..meta.remembered import remembered
+from ..meta.specs import TensorSpec
 from ._library import Formula, define
 
 DISPATCH, COMBINE, BACKWARD = "dispatch", "combine", "combine_backward"
@@ -29,33 +31,36 @@ _checked_backward = remembered(permutation.combine_backward, {"grad": "tokens", 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _kernel(x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
+def dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
     spec = _checked(x, token, position, top_k, weights)
     debug.check_places(DISPATCH, token, position, top_k)
-    if x.dim() == 2:
-        return backends.produce(DISPATCH, x.device, spec, [x, token, position, weights], top_k=top_k)
-    out = spec.empty()
-    backends.run(DISPATCH, x.device, x[:, None], token, position, weights, top_k=top_k, out=out[:, None])
-    return out
+    return _produced(DISPATCH, spec, [x, token, position, weights], top_k)
 
 
-def _kernel_combine(y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
+def combine(y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
     spec = _checked_combine(y, token, position, top_k, weights)
     debug.check_places(COMBINE, token, position, top_k)
-    if y.dim() == 2:
-        return backends.produce(COMBINE, y.device, spec, [y, position, weights], top_k=top_k)
+    return _produced(COMBINE, spec, [y, position, weights], top_k)
+
+
+def _produced(op: str, spec: TensorSpec, operands: list, top_k: int) -> Tensor:
+    """The output. What makes it itself takes a vector as it is, what writes it takes rows of one column."""
+    device, rows = spec.device, operands[0]
+    asked_first = backends.first(op, device)
+    if rows.dim() == 2 or (asked_first is not None and asked_first.produce is not None):
+        return backends.produce(op, device, spec, operands, top_k=top_k)
     out = spec.empty()
-    backends.run(COMBINE, y.device, y[:, None], position, weights, top_k=top_k, out=out[:, None])
+    backends.run(op, device, as_rows(rows), *operands[1:], top_k=top_k, out=as_rows(out))
     return out
 
 
-def _kernel_backward(
+def combine_backward(
     grad: Tensor, y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     dy, dweights = (spec.empty() for spec in _checked_backward(grad, y, token, position, top_k, weights))
     debug.check_places(BACKWARD, token, position, top_k)
-    rows = (grad, y, dy) if y.dim() == 2 else (grad[:, None], y[:, None], dy[:, None])
-    backends.run(BACKWARD, y.device, *rows[:2], token, position, weights, top_k=top_k, dy=rows[2], dweights=dweights)
+    operands = as_rows(grad), as_rows(y), token, position, weights
+    backends.run(BACKWARD, y.device, *operands, top_k=top_k, dy=as_rows(dy), dweights=dweights)
     return dy, dweights
 
 
@@ -147,48 +152,44 @@ def _second_backward(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) ->
 _PLACES = "Tensor token, Tensor position, SymInt top_k"
 define(
     f"{DISPATCH}(Tensor x, {_PLACES}, Tensor? weights=None) -> Tensor",
-    _kernel,
+    dispatch,
     lambda *args: permutation.dispatch(*args).empty(),
     formula=Formula(_save, _backward),
 )
 define(
     f"{COMBINE}(Tensor y, {_PLACES}, Tensor? weights=None) -> Tensor",
-    _kernel_combine,
+    combine,
     lambda *args: permutation.combine(*args).empty(),
     formula=Formula(_save_combine, _backward_combine),
 )
 define(
     f"{BACKWARD}(Tensor grad, Tensor y, {_PLACES}, Tensor weights) -> (Tensor dy, Tensor dweights)",
-    _kernel_backward,
+    combine_backward,
     lambda *args: tuple(spec.empty() for spec in permutation.combine_backward(*args)),
     formula=Formula(_save_backward, _second_backward),
 )
-
-
-def _as_rows(t: Tensor) -> Tensor:
-    return t if t.dim() == 2 else t[:, None]
 
 
 def _call(
     x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     out = permutation.dispatch(x, token, position, top_k, weights).meta()
-    return x.device, (_as_rows(x), token, position, weights), {"top_k": top_k, "out": _as_rows(out)}
+    return x.device, (as_rows(x), token, position, weights), {"top_k": top_k, "out": as_rows(out)}
 
 
 def _call_combine(
     y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     out = permutation.combine(y, token, position, top_k, weights).meta()
-    return y.device, (_as_rows(y), position, weights), {"top_k": top_k, "out": _as_rows(out)}
+    return y.device, (as_rows(y), position, weights), {"top_k": top_k, "out": as_rows(out)}
 
 
 def _call_backward(
     grad: Tensor, y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     dy, dweights = (s.meta() for s in permutation.combine_backward(grad, y, token, position, top_k, weights))
-    operands = (_as_rows(grad), _as_rows(y), token, position, weights)
-    return y.device, operands, {"top_k": top_k, "dy": _as_rows(dy), "dweights": dweights}
+    operands = (as_rows(grad), as_rows(y), token, position, weights)
+    return y.device, operands, {"top_k": top_k, "dy": as_rows(dy), "dweights": dweights}
 
 
 backends.describe_op(DISPATCH, _call)
