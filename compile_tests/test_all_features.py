@@ -106,7 +106,7 @@ def test_training_with_everything_on(recipe: str, backend: str) -> None:
     for have, exact in zip([*losses, *parameters], [*want_losses, *want], strict=True):
         if backend == "eager":
             assert torch.equal(have, exact)
-        else:  # `combine` is expressions there, which round a product before they add it
+        else:  # expressions round a weighted row before they add it, `embedding_bag` makes a fused multiply-add of both
             torch.testing.assert_close(have, exact, rtol=1e-5, atol=1e-6)
     assert counter.frame_count == (0 if backend == "eager" else 1)
     assert graph_breaks() == 0
