@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k, self.plain = config.top_k, False
         self.router = nn.Linear(config.dim, config.experts, bias=False)
-        self.experts = tgl.GroupedMLP(config.experts, config.dim, config.expert_width, recipe=config.recipe)
+        self.experts = tgl.MoE(config.experts, config.dim, config.expert_width, recipe=config.recipe)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x [S, dim]`` to the output ``[S, dim]``, the load-balancing loss and int32 rows per expert ``[E]``."""
@@ -81,9 +81,7 @@ class MixtureOfExperts(nn.Module):
             return plain_loop(self.experts, x, chosen, weights), load_balance(probs, rows, self.top_k), rows
         routing = tgl.route(chosen, self.experts.num_gemms)
         rows = torch.diff(routing.offs, prepend=routing.offs.new_zeros(1))
-        per_row = tgl.dispatch_weights(weights, routing)
-        answers = self.experts.forward_offsets(tgl.dispatch(x, routing), routing.offs, per_row)
-        return tgl.combine(answers, routing), load_balance(probs, rows, self.top_k), rows
+        return self.experts(x, routing, weights), load_balance(probs, rows, self.top_k), rows
 
 
 def load_balance(probs: Tensor, rows: Tensor, top_k: int) -> Tensor:
@@ -92,7 +90,7 @@ def load_balance(probs: Tensor, rows: Tensor, top_k: int) -> Tensor:
     return probs.shape[1] * (share * probs.mean(dim=0)).sum()
 
 
-def plain_loop(experts: tgl.GroupedMLP, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def plain_loop(experts: tgl.MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The usual loop over experts: find the rows of each, run its two layers, add the answers up.
 
     ``unbind`` gives each expert its own view, as separate modules would have; indexing ``weight[e]`` in the loop would

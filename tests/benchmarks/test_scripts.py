@@ -25,7 +25,7 @@ NEEDS = {
     "quantize": "torchao",
 }
 GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += ("gemm_activation", "gather_gpu", "route_gpu", "routing_gpu")
+GPU += ("gemm_activation", "gather_gpu", "route_gpu", "routing_gpu", "moe_block")
 
 
 class Replay:
@@ -301,6 +301,57 @@ def test_gathers(gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(script.Forward, "tgl", lambda self: torch.zeros_like(self.hidden))
     lines, _ = ran(script, tmp_path, capsys, "--shapes", "small", "--ops", "grouped_gemm")
     assert any("WRONG:" in line for line in lines)
+
+
+@pytest.fixture
+def moe_block(gpu, monkeypatch):
+    """With two small shapes; nothing is compiled, and no memory is taken."""
+    script = gpu("moe_block")
+    monkeypatch.setitem(script.SHAPES, "small", script.Block(96, 64, 32, 5, 2))
+    monkeypatch.setitem(script.SHAPES, "biased", script.Block(96, 64, 32, 5, 2, biases=True))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 96 * 64 * 2)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    return script
+
+
+def test_moe_block(moe_block, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    options = ("--shapes", "small", "biased", "--routings", "balanced", "zipf")
+    lines, found = ran(moe_block, tmp_path, capsys, *options)
+    assert [(r["shape"], r["routing"]) for r in found["results"]] == [
+        (shape, routing) for shape in ("small", "biased") for routing in ("balanced", "zipf")
+    ]
+    ours = {"pieces", "eager", "compiled", "captured"}
+    for result in found["results"]:
+        served = ours if result["biases"] else ours | {"torch", "hf"}
+        assert set(result["step"]) == set(result["forward"]) == set(result["memory"]) == served, result["left out"]
+        assert set(result["left out"]) == set(moe_block.ARMS) - served
+        assert result["flops"] == 6 * 96 * 2 * 64 * 32
+    assert ["small", "zipf", "captured", "1.000", "0", "1.000", "0", "1.000", "-0", "0"] in lines
+    assert ["biased", "zipf:", "not", "torch:", "ValueError:", "takes", "no", "biases"] in lines
+    assert ["captured", "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
+
+
+def test_a_wrong_block_is_not_timed(moe_block, monkeypatch, tmp_path, capsys):
+    right = moe_block.ARMS["eager"]
+    monkeypatch.setitem(moe_block.ARMS, "eager", lambda p: lambda: right(p)() * 2)
+    _, found = ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "eager")
+    (result,) = found["results"]
+    assert set(result["step"]) == {"pieces"}
+    assert result["left out"]["eager"].startswith("output: error 1.0e+00")
+
+
+@pytest.mark.parametrize("routing", ["balanced", "multinomial", "zipf"])
+def test_choices_of_a_token_are_distinct(load, routing):
+    script = load("moe_block")
+    block = script.Block(4096, 8, 8, 16, 4)
+    chosen = script.chosen(routing, block)
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
+    rows = chosen.flatten().bincount(minlength=16)
+    assert (rows.max() == rows.min()) == (routing == "balanced")
+    assert (rows.max() > 3 * rows.min()) == (routing == "zipf")
 
 
 @pytest.mark.parametrize("name", ["dactivation", "gemm_activation"])

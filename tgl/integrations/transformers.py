@@ -28,8 +28,9 @@ from ..meta import activations
 from ..meta.specs import accumulator
 from ..meta.table import OnePerName
 from ..nn._activation import activate, is_one_op
+from ..nn.moe import moe
 from ..nn.routing import combine, dispatch, dispatch_both, route
-from ..ops import grouped_gemm, grouped_mlp
+from ..ops import grouped_gemm
 
 NAME = "tgl"
 
@@ -77,18 +78,18 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
     early = not getattr(flags, "has_post_expert_norm", False)  # older versions know of no such experts
-    hidden, probs = hidden_states.to(up.dtype), None
+    hidden, probs, weights = hidden_states.to(up.dtype), None, None
     if early:
-        probs = top_k_weights if top_k_weights.dtype == up.dtype else top_k_weights.to(accumulator(up.dtype))
-        rows, probs = dispatch_both(hidden, probs, routing)
-    else:
-        rows = dispatch(hidden, routing)
+        weights = top_k_weights if top_k_weights.dtype == up.dtype else top_k_weights.to(accumulator(up.dtype))
     fused = activation(experts)
     if early and fused is not None and up.dtype == down.dtype and is_one_op(up.device, up, down):
         biases = (getattr(flags, up_bias), flags.down_proj_bias) if flags.has_bias else (None, None)
         matrices = (_matrices(flags, up), _matrices(flags, down))
-        answers = grouped_mlp(rows, *matrices, routing.offs, probs, *biases, **fused.parameters(experts))
-        return combine(answers, routing).to(hidden_states.dtype)
+        return moe(hidden, routing, weights, *matrices, *biases, **fused.parameters(experts)).to(hidden_states.dtype)
+    if weights is not None:
+        rows, probs = dispatch_both(hidden, weights, routing)
+    else:
+        rows = dispatch(hidden, routing)
     rows = _linear(flags, rows, up, up_bias, routing.offs)
     if fused is not None:
         rows = activate(rows, routing.offs, probs, **fused.parameters(experts))
@@ -98,8 +99,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     rows = _linear(flags, rows, down, "down_proj_bias", routing.offs, probs)
     if early:
         return combine(rows, routing).to(hidden_states.dtype)
-    weights = top_k_weights.masked_fill(top_k_index >= flags.num_experts, 0)
-    return combine(flags.post_expert_norm(rows), routing, weights).to(hidden_states.dtype)
+    late = top_k_weights.masked_fill(top_k_index >= flags.num_experts, 0)
+    return combine(flags.post_expert_norm(rows), routing, late).to(hidden_states.dtype)
 
 
 def _linear(

@@ -1,0 +1,373 @@
+"""The Mixture-of-Experts block from tokens to tokens, on a GPU: tgl's one op against its pieces and other packages.
+
+    python benchmarks/moe_block.py [--shapes mixtral ...] [--routings zipf ...] [--arms captured ...] [--out FILE]
+
+A step is the block behind the router (experts chosen and routing weights are given), forward, and backward to the
+gradients of tokens, routing weights, experts' weights and, where the shape has them, biases. All arms have the same
+values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process:
+
+============  =======================================================================================================
+``pieces``    tgl.route, dispatch, grouped_mlp and combine as calls: what the block is made of; the baseline
+``eager``     tgl.moe as a call
+``compiled``  the same under torch.compile(fullgraph=True), as a call
+``captured``  the same, replayed as a CUDA graph
+``torch``     a sort, gathers, torch._grouped_mm and index_add, compiled, as a call; takes no biases
+``sonic``     SonicMoE, where it is installed, as a call
+``hf``        transformers' experts with its ``grouped_mm``, where it is installed, as a call; takes no biases
+============  =======================================================================================================
+
+Nothing is timed before an arm's output and gradients have passed against a loop over the experts in float32: at most
+eight roundings to bfloat16 of error. Arms that fail, or cannot run, are named with the reason.
+
+L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared; what the
+host takes to issue a call is part of it. TFLOP/s are those of the model: nine products of the routed rows in a step,
+three in a forward. ``held`` is what the forward leaves allocated beside its result, ``peak`` the highest point of a
+step above what was there before it, both in MiB. A shape with one routing takes about half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.gates import relative_error
+from harness.report import Table, mean_of, quotient, save, summaries, with_machine
+from harness.shapes import split
+from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
+from torch import Tensor
+
+import tgl
+
+BF16 = torch.bfloat16
+BASELINE = "pieces"
+ROUTINGS = ("balanced", "multinomial", "zipf")
+RESULTS = ("output", "gradient of x", "gradient of weights", "gradient of w1", "gradient of w2")
+BIASED = (*RESULTS, "gradient of bias1", "gradient of bias2")
+BOUND = 8 * torch.finfo(BF16).eps
+
+
+class Block(NamedTuple):
+    """Tokens, width, width of the activation, experts, choices of each token, and whether there are biases."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    biases: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of a forward: three products of the routed rows."""
+        return 6.0 * self.tokens * self.top_k * self.hidden * self.inner
+
+
+SHAPES = {
+    "qwen3-30b": Block(16384, 2048, 768, 128, 8),
+    "sonic-7b": Block(24576, 1536, 256, 128, 8),
+    "deepseek-rank": Block(8192, 7168, 2048, 32, 8),
+    "mixtral": Block(8192, 4096, 14336, 8, 2),
+    "many-tokens": Block(32768, 4096, 1024, 128, 8),
+    "gpt-oss": Block(8192, 2880, 2880, 128, 4, biases=True),
+}
+
+
+def chosen(routing: str, block: Block) -> Tensor:
+    """int64 ``[S, k]`` distinct experts of every token, in about the proportion that the routing has for rows."""
+    generator = torch.Generator().manual_seed(7)
+    if routing == "balanced":
+        pairs = torch.arange(block.tokens * block.top_k).view(block.tokens, block.top_k)
+        return (pairs % block.experts)[torch.randperm(block.tokens, generator=generator)]
+    shares = split(routing, block.experts, block.tokens * block.top_k) if routing == "zipf" else [1] * block.experts
+    chances = torch.tensor(shares, dtype=torch.float32).clamp_min(1e-3)
+    # The k largest of log(chance) + Gumbel noise are a draw without replacement.
+    noise = torch.rand(block.tokens, block.experts, generator=generator).clamp_min(1e-20)
+    return (chances.log() - (-noise.log()).log()).topk(block.top_k).indices
+
+
+class Problem:
+    """The values all arms share."""
+
+    def __init__(self, block: Block, routing: str, device: str = "cuda"):
+        self.block, self.device = block, device
+        tokens, hidden, inner, experts, top_k, biases = block
+
+        def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+            return (torch.randn(shape, device=device, dtype=dtype) * scale).requires_grad_()
+
+        self.x, self.dy = random(tokens, hidden), torch.randn(tokens, hidden, device=device, dtype=BF16)
+        self.weights = torch.rand(tokens, top_k, device=device).requires_grad_()
+        self.w1 = random(experts, 2 * inner, hidden, scale=hidden**-0.5)
+        self.w2 = random(experts, hidden, inner, scale=inner**-0.5)
+        self.biases = (random(experts, 2 * inner), random(experts, hidden)) if biases else ()
+        self.chosen = chosen(routing, block).to(device)
+        self.leaves = [self.x, self.weights, self.w1, self.w2, *self.biases]
+
+    def step(self, forward: Callable[[], Tensor]) -> list[Tensor]:
+        y = forward()
+        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)]
+
+    def oracle(self) -> list[Tensor]:
+        """A step in float32, expert by expert."""
+        y = torch.zeros_like(self.x, dtype=torch.float32)
+        grads = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in self.leaves]
+        for g in range(self.block.experts):
+            token, choice = torch.where(self.chosen == g)
+            own = [self.x[token], self.weights[token, choice], *(leaf[g] for leaf in self.leaves[2:])]
+            part = [t.detach().float().requires_grad_() for t in own]
+            rows, weight, w1, w2, *biases = part
+            bias1, bias2 = biases or (0, 0)
+            gate, linear = (rows @ w1.t() + bias1).chunk(2, -1)
+            out = (torch.nn.functional.silu(gate) * linear @ w2.t() + bias2) * weight[:, None]
+            y.index_add_(0, token, out.detach())
+            found = torch.autograd.grad(out, part, self.dy[token].float())
+            grads[0].index_add_(0, token, found[0])
+            grads[1][token, choice] = found[1]
+            for grad, own_grad in zip(grads[2:], found[2:]):
+                grad[g] = own_grad
+        return [y, *grads]
+
+
+Forward = Callable[[], Tensor]
+
+
+def pieces(p: Problem) -> Forward:
+    def forward() -> Tensor:
+        routing = tgl.route(p.chosen, p.block.experts)
+        rows, probs = tgl.dispatch(p.x, routing), tgl.dispatch_weights(p.weights, routing)
+        matrices = p.w1.transpose(1, 2), p.w2.transpose(1, 2)
+        return tgl.combine(tgl.grouped_mlp(rows, *matrices, routing.offs, probs, *p.biases), routing)
+
+    return forward
+
+
+def block(p: Problem) -> Forward:
+    return lambda: tgl.moe(p.x, p.chosen, p.weights, p.w1.transpose(1, 2), p.w2.transpose(1, 2), *p.biases)
+
+
+def compiled(p: Problem) -> Forward:
+    return torch.compile(block(p), fullgraph=True, dynamic=False)
+
+
+def grouped_mm(p: Problem) -> Forward:
+    def forward() -> Tensor:
+        experts, order = p.chosen.reshape(-1).sort(stable=True)
+        offs = torch.searchsorted(experts, torch.arange(p.block.experts, device=p.device), right=True).int()
+        token = order // p.block.top_k
+        gate, linear = torch._grouped_mm(p.x[token], p.w1.transpose(1, 2), offs=offs).chunk(2, -1)
+        weight = p.weights.reshape(-1)[order, None]
+        hidden = (torch.nn.functional.silu(gate.float()) * linear.float() * weight).to(BF16)
+        rows = torch._grouped_mm(hidden, p.w2.transpose(1, 2), offs=offs)
+        return torch.zeros_like(p.x, dtype=torch.float32).index_add(0, token, rows.float()).to(BF16)
+
+    _without_biases(p)
+    return torch.compile(forward, fullgraph=True, dynamic=False)
+
+
+def sonic(p: Problem) -> Forward:
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_general_routing_inputs
+
+    token = torch.arange(p.block.tokens, device=p.device, dtype=torch.int32).repeat_interleave(p.block.top_k)
+    stream = torch.cuda.current_stream().cuda_stream
+    bias1, bias2 = p.biases or (None, None)
+
+    def forward() -> Tensor:
+        out, _ = moe_general_routing_inputs(
+            p.x,
+            p.weights.reshape(-1),
+            token,
+            p.chosen.reshape(-1).int(),
+            p.w1.permute(1, 2, 0),
+            bias1,
+            p.w2.permute(1, 2, 0),
+            bias2,
+            p.block.experts,
+            stream,
+            ActivationType.SWIGLU,
+            concat_layout=True,
+        )
+        return out
+
+    return forward
+
+
+def hf(p: Problem) -> Forward:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    _without_biases(p)
+    config = SimpleNamespace(
+        num_experts=p.block.experts,
+        hidden_size=p.block.hidden,
+        moe_intermediate_size=p.block.inner,
+        hidden_act="silu",
+        _experts_implementation="grouped_mm",
+    )
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+    # Views of the leaves, not parameters of their own, so that gradients arrive there.
+    for name, leaf in (("gate_up_proj", p.w1), ("down_proj", p.w2)):
+        delattr(experts, name)
+        setattr(experts, name, leaf)
+    return lambda: experts(p.x, p.chosen, p.weights).to(BF16)
+
+
+def _without_biases(p: Problem) -> None:
+    if p.biases:
+        raise ValueError("takes no biases")
+
+
+ARMS: dict[str, Callable[[Problem], Forward]] = {
+    BASELINE: pieces,
+    "eager": block,
+    "compiled": compiled,
+    "captured": block,
+    "torch": grouped_mm,
+    "sonic": sonic,
+    "hf": hf,
+}
+REPLAYED = ("captured",)
+
+
+class Arm:
+    """One way to run the block.
+
+    Args:
+        replayed: whether steps and forwards are CUDA graphs.
+    """
+
+    def __init__(self, problem: Problem, forward: Forward, replayed: bool):
+        self.problem, self.forward = problem, forward
+        self.calls: dict[str, Callable[[], Any]] = {
+            "step": lambda: problem.step(forward),
+            "forward": torch.no_grad()(forward),
+        }
+        for call in self.calls.values():
+            warm_up(call)
+        self.memory = self._memory()
+        if replayed:
+            self.calls = {name: Replay(call) for name, call in self.calls.items()}
+
+    def _memory(self) -> dict[str, float]:
+        """MiB that a call of the forward leaves allocated, and the highest point of a step, above what is there."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = self.forward()
+        held = torch.cuda.memory_allocated() - before - y.nbytes
+        del y
+        self.problem.step(self.forward)
+        peak = torch.cuda.max_memory_allocated() - before
+        return {"held": held / 2**20, "peak": peak / 2**20}
+
+    def results(self) -> list[Tensor]:
+        step = self.calls["step"]
+        found = step()
+        return step.result if isinstance(step, Replay) else found
+
+
+def wrong(arm: Arm, wanted: list[Tensor]) -> str | None:
+    """What is wrong with an arm's results, or None."""
+    for name, ours, right in zip(BIASED, arm.results(), wanted):
+        error = relative_error(ours, right)
+        if not error <= BOUND:
+            return f"{name}: error {error:.1e}, at most {BOUND:.1e}"
+    return None
+
+
+def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The arms that may be timed, and what is wrong with the others."""
+    arms: dict[str, Arm] = {}
+    reasons: dict[str, str] = {}
+    wanted = problem.oracle()
+    for name in dict.fromkeys((BASELINE, *names)):
+        try:
+            arm = Arm(problem, ARMS[name](problem), name in REPLAYED)
+            reason = wrong(arm, wanted)
+        except Exception as error:  # of an arm; the others go on
+            reason = why(error)
+        if reason is None:
+            arms[name] = arm
+        else:
+            reasons[name] = reason
+    return arms, reasons
+
+
+def run_case(shape: str, routing: str, args: argparse.Namespace) -> dict[str, Any]:
+    block = SHAPES[shape]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    arms, reasons = gated_arms(Problem(block, routing), args.arms)
+    clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
+    found: dict[str, Any] = {}
+    for part in ("step", "forward"):
+        calls = {name: arm.calls[part] for name, arm in arms.items()}
+        found[part] = summaries(interleaved(calls, clock, turns, shuffled, WARM_UP)) if calls else {}
+    memory = {name: arm.memory for name, arm in arms.items()}
+    return {**block._asdict(), "flops": block.flops, **found, "memory": memory, "left out": reasons}
+
+
+TABLE = Table(
+    {
+        "shape": "<14",
+        "routing": "<12",
+        "arm": "<9",
+        "step ms": "8.3f",
+        "TF/s": "5.0f",
+        "forward ms": "10.3f",
+        "TF/s ": "5.0f",
+        "ratio": "6.3f",
+        "held": "8.0f",
+        "peak": "8.0f",
+    }
+)
+
+
+def lines(result: dict[str, Any]) -> str:
+    """A line for every arm; ``ratio`` is the baseline's step divided by the arm's."""
+    made = []
+    for arm, step in result.get("step", {}).items():
+        forward, memory = result["forward"][arm], result["memory"][arm]
+        rates = 3 * result["flops"] / step["median"] / 1e9, result["flops"] / forward["median"] / 1e9
+        ratio = quotient(result["step"], BASELINE, arm)
+        cells = step["median"], rates[0], forward["median"], rates[1], ratio, memory["held"], memory["peak"]
+        made.append(TABLE.line([result["shape"], result["routing"], arm, *cells]))
+    for arm, reason in result.get("left out", {}).items():
+        made.append(f"{result['shape']} {result['routing']}: not {arm}: {reason}")
+    return "\n".join(made)
+
+
+def report(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Geometric means and worst cases of the steps' ratios."""
+    made = ["", f"time of {BASELINE} / time of the arm, of a step: geometric mean (worst, where)"]
+    for name in names:
+        pairs = ((f"{r['shape']} {r['routing']}", quotient(r.get("step", {}), BASELINE, name)) for r in results)
+        if mean := mean_of(pairs):
+            made.append(f"{name:>12} {mean}")
+    return "\n".join(made)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = gpu_parser(__doc__)
+    choice(parser, "--shapes", SHAPES)
+    choice(parser, "--routings", ROUTINGS)
+    choice(parser, "--arms", [name for name in ARMS if name != BASELINE])
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    device = needs_device()
+    print(f"{device}, torch {torch.__version__}, {args.samples} samples\n{TABLE.header()}")
+    every = cases(shape=args.shapes, routing=args.routings)
+    results = run_all(every, lambda **case: run_case(**case, args=args), lines)
+    print(report(results, args.arms))
+    save(args.out, with_machine(device, results))
+
+
+if __name__ == "__main__":
+    main()
