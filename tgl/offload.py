@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .ops import offload as ops
 
-
 # A plain ``threading.local``: of a subclass, torch 2.11's Dynamo reads the class's attributes and not the thread's.
 _state = threading.local()
 
