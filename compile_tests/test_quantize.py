@@ -42,11 +42,11 @@ def round_trip(x: Tensor, offs: Tensor, calls: list[dict[str, Any]] = CALLS) -> 
     made: list[Tensor] = []
     for options in calls:
         parts = tgl.group_quantize(x, offs, **options)
-        made += parts
+        made.extend(parts)
         same = {name: options[name] for name in ("format", "scale_layout") if name in options}
         if options.get("rowwise", True):
             made.append(tgl.group_dequantize(parts.data, parts.scale, offs, **same))
-            made += tgl.group_requantize(parts.data, parts.scale, offs, **same)
+            made.extend(tgl.group_requantize(parts.data, parts.scale, offs, **same))
         if options.get("columnwise", True):
             data, scale = parts.columnwise_data, parts.columnwise_scale
             rows = None if same["format"] == "mxfp8" else x.shape[0]
@@ -67,7 +67,7 @@ def test_matrices(backend: str) -> None:
     def quantize(w: Tensor) -> list[Tensor]:
         made: list[Tensor] = []
         for options in (*CALLS[2:], {"format": "fp8_block", "block_2d": True}):
-            made += tgl.group_quantize(w, None, **options)
+            made.extend(tgl.group_quantize(w, None, **options))
         return made
 
     w = torch.randn(3, 33, 40)

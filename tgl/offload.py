@@ -16,13 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .ops import offload as ops
 
+# ``threshold``: the innermost context's min_bytes; None or absent: offload nothing. A traced graph is guarded by it.
 # A plain ``threading.local``: of a subclass, torch 2.11's Dynamo reads the class's attributes and not the thread's.
 _state = threading.local()
-
-
-def _threshold() -> int | None:
-    """The innermost context's min_bytes, or None: offload nothing. A traced graph is guarded by it."""
-    return getattr(_state, "threshold", None)
 
 
 class cpu_offload:
@@ -63,7 +59,7 @@ class cpu_offload:
         self._outer: list[int | None] = []
 
     def __enter__(self) -> cpu_offload:
-        self._outer.append(_threshold())
+        self._outer.append(getattr(_state, "threshold", None))
         _state.threshold = self.min_bytes if self.enabled else None
         if not torch.compiler.is_compiling():
             ops.meters.stack.append(self)
@@ -93,7 +89,7 @@ class cpu_offload:
 
 def in_graph() -> bool:
     """Whether a graph is being traced in which layers must offload what they save."""
-    return _threshold() is not None and torch.compiler.is_compiling()
+    return getattr(_state, "threshold", None) is not None and torch.compiler.is_compiling()
 
 
 def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
@@ -101,7 +97,7 @@ def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     # With sympy, of which importing this package is spared; in a graph both are there already.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    threshold = _threshold()
+    threshold = getattr(_state, "threshold", None)
     if threshold is None or not guard_or_true(sum(t.numel() * t.element_size() for t in operand) >= threshold):
         return None
     return tuple(ops.offload(t) for t in operand)
@@ -119,7 +115,7 @@ _STAYS, _UNIT = "_tgl_stays", "_tgl_unit"
 
 def announce(operand: Sequence[Tensor], resident: Sequence[Tensor | None]) -> None:
     """Before an eager Function saves them: ``operand`` moves as a whole or not at all, ``resident`` stays."""
-    if _threshold() is None:
+    if getattr(_state, "threshold", None) is None:
         return
     unit = sum(map(_nbytes, operand))
     for t in operand:
@@ -159,7 +155,7 @@ _moved: WeakValueDictionary[tuple, _Moved] = WeakValueDictionary()
 
 
 def _pack(t: Tensor) -> _Kept | _Moved | _Wrapped:
-    threshold = _threshold()
+    threshold = getattr(_state, "threshold", None)
     if threshold is None or _stays(t) or getattr(t, _UNIT, _nbytes(t)) < threshold or _called_by_a_graph():
         return _Kept(t.detach(), t._version)
     return _take(t.detach())

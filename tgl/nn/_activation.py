@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import backends, offload
 from ..meta.specs import accumulator
 from ..ops.grouped_activation import Params, grouped_activation
+from ._transforms import compiled_for_cpu
 
 
 def is_one_op(device: torch.device, *weights: Tensor) -> bool:
@@ -32,9 +33,7 @@ def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -
     The tail of ``x`` and of the result's gradient must be zero, as grouped products leave them; what the tail of the
     result holds is for nobody who reads it.
     """
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    # Under a transform of torch.func Dynamo leaves the backward of an autograd.Function out.
-    if compiled and x.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+    if compiled_for_cpu(x.device):
         return _Expressions.apply(x, probs, *_constants(**activation))
     return grouped_activation(x, offs, probs, **activation)
 

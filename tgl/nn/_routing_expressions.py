@@ -15,12 +15,6 @@ from ..meta import specs
 from ._transforms import applier
 
 
-def wanted(device: torch.device) -> bool:
-    """Whether a graph is being compiled for a CPU, by what leaves the backward of an ``autograd.Function`` in."""
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return compiled and device.type == "cpu" and not torch._C._are_functorch_transforms_active()
-
-
 def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``tgl::route`` returns."""
     specs.route(top_k_index, num_experts)

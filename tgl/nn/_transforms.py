@@ -49,6 +49,17 @@ def applier(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
+def compiled_for_cpu(device: torch.device) -> bool:
+    """Whether a graph is being compiled for a CPU, by what leaves the backward of an ``autograd.Function`` in.
+
+    Never with torch 2.11, whose Dynamo takes ``is_exporting()`` for true in every graph, and which gives a gradient of
+    zeros to the ``autograd.Function`` of an activation between two ops: there the ops stay.
+    """
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # Under a transform of torch.func Dynamo leaves the backward of an autograd.Function out.
+    return compiled and device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+
+
 def active() -> bool:
     """Whether a transform of ``torch.func`` runs eagerly."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()

@@ -16,6 +16,7 @@ from ..ops._library import unobserved_call
 from . import _routing_expressions as expressions
 from . import _routing_function as function
 from ._errors import fail
+from ._transforms import compiled_for_cpu
 
 
 class Routing(NamedTuple):
@@ -57,7 +58,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """
     if not isinstance(num_experts, (int, torch.SymInt)):
         fail(f"tgl::route: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
-    make = expressions.route if expressions.wanted(top_k_index.device) else torch.ops.tgl.route.default
+    make = expressions.route if compiled_for_cpu(top_k_index.device) else torch.ops.tgl.route.default
     source, position, token, offs = make(top_k_index, num_experts)
     return Routing(source, position, offs, top_k_index.shape[1], token)
 
@@ -71,8 +72,8 @@ def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expec
     if same is False:
         must = f"{letters} with {letter} = {expected} like `routing`"
         fail(f"tgl::{op}: `{argument}` must be {must}, but got shape {tuple(t.shape)}")
-    message = f"tgl::{op}: `{argument}` must be {letters} with {letter} like `routing`"
-    torch._check(same, lambda: message)  # of symbols, which a message cannot hold
+    # Of symbols, which a message cannot hold; and Dynamo takes no message that is made from variables.
+    torch._check(same, lambda: "tgl: an argument does not have the tokens, rows or choices of its `routing`")
 
 
 def check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str) -> None:
@@ -112,7 +113,7 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 def _dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
     if unobserved_call(x, token, position):
         return function.dispatch(token, position, top_k, x)
-    if expressions.wanted(x.device):
+    if compiled_for_cpu(x.device):
         return expressions.dispatch(x, token, position, top_k)
     return torch.ops.tgl.dispatch(x, token, position, top_k)
 
@@ -172,7 +173,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     token, position, top_k = routing.token, routing.position, routing.top_k
     if weights is None and unobserved_call(y, token, position):
         return function.combine(token, position, top_k, y)
-    if expressions.wanted(y.device):
+    if compiled_for_cpu(y.device):
         rows = y if weights is None else y.to(accumulator(y.dtype)) * _weights_in_order(weights, routing)[:, None]
         return expressions.combine(rows, token, position, top_k).to(y.dtype)
     if weights is not None and weights.dtype != y.dtype:

@@ -65,7 +65,7 @@ def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
         return format if format.format == "dense" else _with_class(op, format.resolved(op))
     if format == "dense":
         checks.require(not options, op, "options", "none for dense values", ", ".join(options))
-        return Options("dense", columnwise=False)
+        return Options("dense", columnwise=False, eps=0.0)  # given: of a float default Dynamo would make an input
     eps = options.get("eps")
     if eps is not None:
         # Dynamo may have made an input of the graph of it, and a key has to be a constant.
