@@ -44,7 +44,9 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
             backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
         grads["dw2"] = wgrad(act, dy, offs, made["dw2"])
         del act
-    grads["dbias2"], scaled = bias_gradients(dy, bias2, probs, offs, made["dbias2"], made["dprobs"])
+    scaled = None
+    if bias2 is not None or made["dbias2"] is not None:
+        grads["dbias2"], scaled = bias_gradients(dy, bias2, probs, offs, made["dbias2"], made["dprobs"])
     if not further:
         return grads
 

@@ -35,6 +35,11 @@ def has_own_forward(layer: nn.Module) -> bool:
     )
 
 
+def to_be_called(layer: nn.Module) -> bool:
+    """Whether ``layer`` has to be called: no op of several layers can stand for it."""
+    return hooked(layer) or has_own_forward(layer)
+
+
 def given(**options: Any) -> dict[str, Any]:
     """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}

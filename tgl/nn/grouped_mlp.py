@@ -18,7 +18,7 @@ from ._errors import fail
 from ._expert_function import Expert, ExpertFunction
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
-from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of
+from ._modules import check_takes, given, has_own_forward, linears, splits_of, to_be_called
 from ._scaled_gemms import fuse_product
 from .grouped_linear import GroupedLinear
 
@@ -111,7 +111,7 @@ class GroupedMLP(nn.Module):
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
         """``GroupedLinear._check_call`` of both layers."""
         for layer in (self.fc1, self.fc2):
-            if not has_own_forward(layer) and not hooked(layer):
+            if not to_be_called(layer):
                 layer._check_call(is_first_microbatch)
 
     def forward(
@@ -159,7 +159,7 @@ class GroupedMLP(nn.Module):
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         fc1, fc2 = self.fc1, self.fc2
-        if self._calls_layers():
+        if to_be_called(fc1) or to_be_called(fc2):
             return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=True)
         if out is None and dgrad_out is None and self._is_one_op(fc1, fc2, inp.device):
             return self._by_one_op(inp, offs, probs)
@@ -168,10 +168,6 @@ class GroupedMLP(nn.Module):
         ):
             return self._by_one_function(inp, offs, probs, is_first_microbatch, out, dgrad_out)
         return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=False)
-
-    def _calls_layers(self) -> bool:
-        """Whether the layers have hooks, or something else stands in their place."""
-        return any(has_own_forward(layer) or hooked(layer) for layer in (self.fc1, self.fc2))
 
     def _by_layers(
         self,

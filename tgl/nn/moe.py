@@ -11,6 +11,7 @@ from ..ops.grouped_gemm import grouped_gemm
 from . import routing as _routing
 from ._activation import activate, is_one_op
 from ._inputs import check_input_dtype
+from ._modules import to_be_called
 from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 
@@ -116,7 +117,7 @@ class MoE(GroupedMLP):
         if weights is not None:
             _routing.check_weights("MoE", weights, routing)
         fc1, fc2 = self.fc1, self.fc2
-        if not self._calls_layers() and self._is_one_op(fc1, fc2, x.device):
+        if not to_be_called(fc1) and not to_be_called(fc2) and self._is_one_op(fc1, fc2, x.device):
             w1, w2 = (layer.weight.transpose(1, 2) for layer in (fc1, fc2))
             if x.dtype != w1.dtype:
                 check_input_dtype(x.dtype, w1.dtype, x.device, "`x`")
