@@ -18,7 +18,7 @@ from ._errors import fail
 from ._expert_function import Expert, ExpertFunction
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
-from ._modules import check_takes, given, has_own_forward, linears, splits_of, to_be_called
+from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
 from ._scaled_gemms import fuse_product
 from .grouped_linear import GroupedLinear
 
@@ -159,7 +159,7 @@ class GroupedMLP(nn.Module):
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         fc1, fc2 = self.fc1, self.fc2
-        if to_be_called(fc1) or to_be_called(fc2):
+        if has_own_forward(fc1) or has_own_forward(fc2) or hooked(fc1) or hooked(fc2):
             return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=True)
         if out is None and dgrad_out is None and self._is_one_op(fc1, fc2, inp.device):
             return self._by_one_op(inp, offs, probs)
