@@ -82,7 +82,7 @@ def test_out_is_functionalised_and_inductor_writes_in_place() -> None:
 forward
   add: f32[9, 16] = aten.add.Tensor(arg0_1, 1)
   auto_functionalized_v2 = auto_functionalized_v2(tgl.grouped_gemm.out, a=arg1_1, b=arg2_1, offs=arg3_1,
-      bias=None, bias_scale=None, slots=None, _out_base_index=0, _all_bases=[add])
+      bias=None, bias_scale=None, slots=None, rows=None, _out_base_index=0, _all_bases=[add])
   getitem_1: f32[9, 16] = getitem(auto_functionalized_v2, 1)
   sum_1: f32[] = aten.sum(getitem_1)
   return [getitem_1, sum_1]""",
@@ -184,8 +184,8 @@ backward
   transpose: f32[3, 16, 8] = aten.transpose.int(primals_2, 1, 2)
   grouped_gemm_1: f32[9, 8] = tgl.grouped_gemm(tangents_1, transpose, primals_3)
   auto_functionalized_v2 = auto_functionalized_v2(tgl.grouped_gemm_wgrad_accumulate_.default, a=primals_1,
-      b=tangents_1, offs=primals_3, slots=None, overwrite=False, _main_grad_base_index=0,
-      _all_bases=[primals_4])
+      b=tangents_1, offs=primals_3, slots=None, a_rows=None, b_rows=None, overwrite=False,
+      _main_grad_base_index=0, _all_bases=[primals_4])
   getitem_1: f32[3, 8, 16] = getitem(auto_functionalized_v2, 1)
   copy_: f32[3, 8, 16] = aten.copy_(primals_4, getitem_1)
   return [grouped_gemm_1, None, None, None]""",

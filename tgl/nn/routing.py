@@ -72,8 +72,9 @@ def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expec
     if same is False:
         must = f"{letters} with {letter} = {expected} like `routing`"
         fail(f"tgl::{op}: `{argument}` must be {must}, but got shape {tuple(t.shape)}")
-    # Of symbols, which a message cannot hold; and Dynamo takes no message that is made from variables.
-    torch._check(same, lambda: "tgl: an argument does not have the tokens, rows or choices of its `routing`")
+    message = f"tgl::{op}: `{argument}` must be {letters} with {letter} like `routing`"
+    # Of symbols, which a message cannot hold. A default, because torch 2.11's Dynamo takes no message with a closure.
+    torch._check(same, lambda message=message: message)
 
 
 def check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str) -> None:
