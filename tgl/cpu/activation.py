@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..meta import specs
-from ..meta.activations import CLAMPED_SILU, IDENTITY, SILU, SQUARED_RELU, Activation, Gate, Linear
+from ..meta.activations import CLAMPED_SILU, IDENTITY, RELU, SILU, SQUARED_RELU, Activation, Gate, Linear
 from .scratch import Scratch
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _ELEMENTS = 1 << 20  # in all the buffers of SwiGLU together: few calls per laye
 
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
+_clamp_min_out = torch.ops.aten.clamp_min.out
+_threshold_backward_out = torch.ops.aten.threshold_backward.grad_input
 
 
 class _Steps:
@@ -148,6 +150,19 @@ class _ClampedSiLU(_FromTable):
         _silu_backward_out(out, z, grad_input=out)
 
 
+class _ReLU(_FromTable):
+    """By the kernels that aten has for it."""
+
+    def value(self, steps: _Steps, g: Tensor, out: Tensor) -> Tensor:
+        return _clamp_min_out(g, 0, out=out)
+
+    def factors(self, steps: _Steps, g: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        return self.value(steps, g, out), g
+
+    def through(self, d: Tensor, g: Tensor, z: Tensor, steps: _Steps, out: Tensor) -> None:
+        _threshold_backward_out(d, z, 0, grad_input=out)
+
+
 class _SquaredReLU(_FromTable):
     """Through buffers; with ``r = max(g, 0)`` the gradient is ``2 d r`` and the summand ``r (d r)``."""
 
@@ -162,7 +177,12 @@ class _SquaredReLU(_FromTable):
         dg.mul_(2)
 
 
-_GATES: dict[Gate, type[_FromTable]] = {SILU: _SiLU, CLAMPED_SILU: _ClampedSiLU, SQUARED_RELU: _SquaredReLU}
+_GATES: dict[Gate, type[_FromTable]] = {
+    SILU: _SiLU,
+    CLAMPED_SILU: _ClampedSiLU,
+    RELU: _ReLU,
+    SQUARED_RELU: _SquaredReLU,
+}
 """Gates with a faster way than the table's expressions, which take a pass and a temporary per operation."""
 
 
