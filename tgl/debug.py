@@ -19,8 +19,8 @@ def debug_checks() -> Iterator[None]:
 
     Other values are validated too: sizes of groups are not negative and their sum fits int32; ``slots`` lie within the
     packed tensor, and matrices that are written do not overlap; an index of rows names rows that there are; the token
-    of every row and the row of every choice are each other's inverse; the group ends of a ``GroupedTensor`` that is a
-    layer's input are those of the call.
+    of every row and the row of every choice are each other's inverse; all choices have a row; the group ends of a
+    ``GroupedTensor`` that is a layer's input are those of the call.
 
     Works around an eager call and around a call of a compiled function (the check runs inside the op). Inside a
     compiled function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to
@@ -145,6 +145,16 @@ def check_places(op: str, token: Tensor, position: Tensor, top_k: int, name: str
                 f"tgl::{op}: `{name}` must be the inverse of `position`, but {name}[{row}] = {owned} and no choice has "
                 f"row {row}"
             )
+
+
+def check_room(op: str, top_k_index: Tensor, num_experts: int, rows: int) -> None:
+    """Raise ``ValueError`` if more choices are experts than there are rows if inside ``debug_checks()``; free
+    otherwise."""
+    if not active:
+        return
+    chosen = int(((top_k_index >= 0) & (top_k_index < num_experts)).sum())
+    if chosen > rows:
+        raise ValueError(f"tgl::{op}: `num_rows` must be at least {chosen}, the choices of experts, but got {rows}")
 
 
 def check_splits(op: str, splits: Tensor) -> None:

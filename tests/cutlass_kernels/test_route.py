@@ -34,12 +34,13 @@ def several(monkeypatch):
     monkeypatch.setattr(calls, "CHUNK", 512)
 
 
-def check(index, experts, seeds=(0,)):
+def check(index, experts, seeds=(0,), num_rows=None):
     """The op's results in the middle of buffers that must survive, the same under every schedule."""
-    wanted, pairs = expected(index, experts), index.numel()
+    wanted, pairs = expected(index, experts, num_rows), index.numel()
+    rows = pairs if num_rows is None else num_rows
     for seed in seeds:
         emulator.active().seed = seed
-        room = [torch.full((size + 2,), CANARY, dtype=torch.int32) for size in (pairs, pairs, pairs, experts)]
+        room = [torch.full((size + 2,), CANARY, dtype=torch.int32) for size in (rows, pairs, rows, experts)]
         backends.run("route", CPU, index, experts, **{name: t[1:-1] for name, t in zip(NAMES, room)})
         for name, t in zip(NAMES, room):
             assert torch.equal(t[1:-1], getattr(wanted, name)), name
@@ -62,6 +63,17 @@ def test_one_launch(machine, experts):
 def test_two_launches(machine, experts):
     check(choices(1100, 2, experts, beyond=1, dtype=torch.int32), experts)
     assert [record.grid for record in machine.launches] == [(4, 1, 1)] * 2
+
+
+@pytest.mark.parametrize("num_rows", [0, 1000, 3000])
+def test_other_numbers_of_rows(several, num_rows):
+    """Fewer than choices of experts, in the middle of a group, and more than all choices."""
+    check(choices(800, 2, 7, beyond=1), 7, num_rows=num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [17, 90])
+def test_other_numbers_of_rows_in_one_launch(num_rows):
+    check(choices(20, 3, 5, beyond=1), 5, num_rows=num_rows)
 
 
 @pytest.mark.usefixtures("several")

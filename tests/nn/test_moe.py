@@ -146,6 +146,29 @@ def test_is_first_microbatch_reaches_the_layers():
     assert torch.equal(block(x, CHOSEN, weights, is_first_microbatch=False), first)
 
 
+FITTING = CHOSEN.masked_fill((CHOSEN < 0) | (CHOSEN >= G), -1)  # 15 choices of experts
+DROPPED = FITTING.masked_fill(FITTING == 3, -1)  # the 9 choices that lie before those of the last expert
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{"bias": True}, {"recipe": tgl.recipes.MXFP8BlockScaling()}])
+@pytest.mark.parametrize(("num_rows", "chosen"), [(15, FITTING), (40, FITTING), (9, DROPPED)])
+def test_other_numbers_of_rows(num_rows, chosen, options, compiled):
+    """Rows behind the choices change nothing, and choices that find no row are as if they had not been made."""
+    block, (x, weights) = tgl.MoE(G, H, I, **options), tokens()
+
+    def result(routing):
+        return block(x, routing, weights)
+
+    def call():
+        return result(tgl.route(CHOSEN, G, num_rows))
+
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for a, b in zip(step(call, block, x, weights), step(lambda: result(chosen), block, x, weights), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
     block, (x, weights) = tgl.MoE(G, H, I, bias=True), tokens()

@@ -244,12 +244,13 @@ def test_dimensions_and_devices():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_one_graph_for_all_sizes():
+@pytest.mark.parametrize("share", [None, 1, 3])
+def test_one_graph_for_all_sizes(share):
     """The comparisons of sizes add no guard on their values."""
     graphs = CompileCounterWithBackend("aot_eager")
 
     def there_and_back(x, weights, index):
-        routing = tgl.route(index, 4)
+        routing = tgl.route(index, 4, None if share is None else share * x.shape[0])
         return tgl.combine(tgl.dispatch(x, routing), routing, weights)
 
     compiled = torch.compile(there_and_back, backend=graphs, fullgraph=True, dynamic=True)

@@ -16,7 +16,7 @@ _NARROW = torch.iinfo(torch.uint8).max
 def produce_route(specs: Any, operands: list) -> dict[str, Tensor]:
     """The outputs; choices of no expert cost steps of their own, where there are any."""
     top_k_index, num_experts = operands
-    (pairs,), device = specs["source"].shape, top_k_index.device
+    (pairs,), (rows,), device = specs["position"].shape, specs["source"].shape, top_k_index.device
     choices = routing.flattened(top_k_index)
     narrow = pairs >= _RADIX and num_experts < _NARROW
     if narrow:
@@ -27,13 +27,15 @@ def produce_route(specs: Any, operands: list) -> dict[str, Tensor]:
     groups = torch.arange(num_experts, dtype=experts.dtype, device=device)
     offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
     source = order.int()
-    rows = torch.arange(pairs, dtype=torch.int32, device=device)
-    position = torch.empty_like(source).scatter_(0, order, rows)
+    position = torch.empty_like(source).scatter_(0, order, torch.arange(pairs, dtype=torch.int32, device=device))
     top_k = top_k_index.shape[1]
     power_of_two = top_k & (top_k - 1) == 0
     token = source >> top_k.bit_length() - 1 if power_of_two else source // top_k  # a division takes ten times as long
-    routed = int(offs[-1]) if num_experts else 0
+    routed = min(int(offs[-1]), rows) if num_experts else 0
     if routed < pairs:
         source[routed:] = token[routed:] = -1
         position[order[routed:]] = -1
+    if rows != pairs:
+        source, token = routing.resized(source, rows), routing.resized(token, rows)
+        offs.clamp_(max=rows)
     return {"source": source, "position": position, "token": token, "offs": offs}

@@ -244,9 +244,9 @@ def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [replicated(1, m_splits)]
 
 
-def _route(top_k_index: Any, num_experts: int) -> list[Rule]:
+def _route(top_k_index: Any, num_experts: int, num_rows: int | None = None) -> list[Rule]:
     results, operands = replicated(4, top_k_index)
-    return [(results, [*operands, None])]
+    return [(results, [*operands, None, None])]
 
 
 def _any_placement(t: Any) -> list[Placement]:

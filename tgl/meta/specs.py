@@ -95,9 +95,12 @@ def splits_to_offsets(m_splits: Tensor) -> TensorSpec:
 
 
 def route(
-    top_k_index: Tensor, num_experts: int | torch.SymInt
+    top_k_index: Tensor, num_experts: Dim, num_rows: Dim | None = None
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-    """``[S, k]`` choices, any integer dtype -> int32 ``source``, ``position``, ``token`` ``[S k]`` and ``offs [G]``."""
+    """``[S, k]`` choices, any integer dtype -> int32 ``source [T]``, ``position [S k]``, ``token [T]``, ``offs [G]``.
+
+    T is ``num_rows``, or a row for every choice.
+    """
     op = "route"
     checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")
     dtype, device = top_k_index.dtype, top_k_index.device
@@ -110,8 +113,16 @@ def route(
     pairs = tokens * top_k
     if (pairs > _INT32_MAX) is True:  # not asked of symbols: the real call has none
         checks.require(False, op, "top_k_index", "of fewer than 2^31 elements, which int32 counts", top_k_index.shape)
-    rows = TensorSpec((pairs,), torch.int32, device)
-    return rows, rows, rows, TensorSpec((num_experts,), torch.int32, device)
+    position = TensorSpec((pairs,), torch.int32, device)
+    rows = position if num_rows is None else TensorSpec((_rows(op, num_rows),), torch.int32, device)
+    return rows, position, rows, TensorSpec((num_experts,), torch.int32, device)
+
+
+def _rows(op: str, num_rows: Dim) -> Dim:
+    """A number of rows that int32 counts."""
+    if (num_rows < 0) is True or (num_rows > _INT32_MAX) is True:
+        checks.require(False, op, "num_rows", "from 0 to 2^31 - 1", num_rows)
+    return num_rows
 
 
 def grouped_gemm(

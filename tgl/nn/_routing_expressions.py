@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..aten import routing
 from ..meta import specs
 from ._transforms import applier
 
 
-def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``tgl::route`` returns."""
-    specs.route(top_k_index, num_experts)
+    specs.route(top_k_index, num_experts, num_rows)
     choices, pairs = top_k_index.reshape(-1), top_k_index.numel()
     if choices.dtype.itemsize < 4:
         choices = choices.int()  # a dtype that may be too narrow to count the experts
@@ -28,10 +29,13 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     experts, order = torch.sort(choices, stable=True)
     groups = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
     offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
-    of_none = experts >= num_experts
+    of_none, rows = experts >= num_experts, torch.arange(pairs, dtype=torch.int32, device=order.device)
+    if num_rows is not None:
+        of_none, offs = of_none | (rows >= num_rows), offs.clamp(max=num_rows)
     source = order.int().masked_fill(of_none, -1)
-    rows = torch.arange(pairs, dtype=torch.int32, device=order.device).masked_fill(of_none, -1)
-    position = torch.empty_like(source).scatter(0, order, rows)
+    position = torch.empty_like(source).scatter(0, order, rows.masked_fill(of_none, -1))
+    if num_rows is not None:
+        source = routing.resized(source, num_rows)
     return source, position, source // top_k_index.shape[1], offs
 
 

@@ -20,13 +20,14 @@ from ._transforms import compiled_for_cpu
 
 
 class Routing(NamedTuple):
-    """The row of every (token, choice) pair, in both directions. S tokens, k choices each, T = S k rows, G experts.
+    """The row of every (token, choice) pair, in both directions. S tokens, k choices each, T rows (S k of them, unless
+    ``route`` is told another number), G experts.
 
     Attributes:
         source: int32 ``[T]``: row ``t`` of the grouped order is choice ``source[t] % k`` of token ``source[t] // k``.
             From row ``offs[-1]`` on -1: these rows are no pair's.
-        position: int32 ``[T]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) is row ``position[i]``. -1
-            of a pair that chose no expert.
+        position: int32 ``[S k]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) is row ``position[i]``.
+            -1 of a pair that chose no expert.
         offs: int32 ``[G]``: cumulative ends of the experts' rows.
         top_k: k.
         token: int32 ``[T]``: the token of every row, ``source // k``; -1 from row ``offs[-1]`` on.
@@ -39,7 +40,7 @@ class Routing(NamedTuple):
     token: Tensor
 
 
-def route(top_k_index: Tensor, num_experts: int) -> Routing:
+def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Routing:
     """Group the (token, choice) pairs by expert, on the device; pairs of one expert keep the order of their tokens.
 
     Args:
@@ -47,19 +48,24 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
             and more (the sentinels of expert parallelism), are no choice: they have no row, and add nothing to a token.
             As many rows at the end are no pair's: ``dispatch`` fills them with zeros.
         num_experts: G.
+        num_rows: T, for choices with a bound below ``S k``, and for buffers of one size; ``S k`` by default. Where more
+            are chosen, the rows of the last experts do not fit: such choices are dropped, which is an error inside
+            ``tgl.debug_checks()``.
 
     Returns:
         The ``Routing``.
 
     Raises:
-        TypeError: ``top_k_index`` is of no integer dtype, or ``num_experts`` no integer.
+        TypeError: ``top_k_index`` is of no integer dtype, or ``num_experts`` or ``num_rows`` no integer.
         ValueError: ``top_k_index`` does not have two dimensions, or has no choices or 2^31 elements, or ``num_experts``
-            is negative.
+            is negative, or ``num_rows`` is negative or 2^31.
     """
     if not isinstance(num_experts, (int, torch.SymInt)):
         fail(f"tgl::route: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
+    if num_rows is not None and not isinstance(num_rows, (int, torch.SymInt)):
+        fail(f"tgl::route: `num_rows` must be an integer or None, but got {num_rows!r}", TypeError)
     make = expressions.route if compiled_for_cpu(top_k_index.device) else torch.ops.tgl.route.default
-    source, position, token, offs = make(top_k_index, num_experts)
+    source, position, token, offs = make(top_k_index, num_experts, num_rows)
     return Routing(source, position, offs, top_k_index.shape[1], token)
 
 
@@ -83,8 +89,9 @@ def check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str
         fail(f"tgl::{op}: `routing` must be a tgl.Routing, but got {type(routing).__name__}", TypeError)
     if t.dim() != 2:
         fail(f"tgl::{op}: `{argument}` must be 2-D {letters}, but got shape {tuple(t.shape)}")
-    pairs = routing.position.shape[0]
-    _check_size(op, argument, t, 0, letters, pairs if letters.startswith("[T") else pairs // routing.top_k)
+    in_rows = letters.startswith("[T")
+    count = routing.source.shape[0] if in_rows else routing.position.shape[0] // routing.top_k
+    _check_size(op, argument, t, 0, letters, count)
     if t.device != routing.position.device:
         fail(f"tgl::{op}: `{argument}` must be on {routing.position.device} like `routing`, but got {t.device}")
 

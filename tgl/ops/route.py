@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, debug
 from ..meta import specs
 from ._library import define
 
@@ -17,26 +17,31 @@ _OUTPUTS = ("source", "position", "token", "offs")
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _kernel(top_k_index: Tensor, num_experts: int) -> Outputs:
-    wanted = dict(zip(_OUTPUTS, specs.route(top_k_index, num_experts)))
+def _kernel(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Outputs:
+    wanted = dict(zip(_OUTPUTS, specs.route(top_k_index, num_experts, num_rows)))
+    if num_rows is not None:
+        debug.check_room(NAME, top_k_index, num_experts, num_rows)
     made = backends.produce(NAME, top_k_index.device, wanted, [top_k_index, num_experts])
     return made["source"], made["position"], made["token"], made["offs"]
 
 
-def _fake(top_k_index: Tensor, num_experts: int) -> Outputs:
-    source, position, token, offs = specs.empty_all(specs.route(top_k_index, num_experts))
+def _fake(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Outputs:
+    source, position, token, offs = specs.empty_all(specs.route(top_k_index, num_experts, num_rows))
     return source, position, token, offs
 
 
 _op = define(
-    "route(Tensor top_k_index, SymInt num_experts) -> (Tensor source, Tensor position, Tensor token, Tensor offs)",
+    "route(Tensor top_k_index, SymInt num_experts, SymInt? num_rows=None) -> "
+    "(Tensor source, Tensor position, Tensor token, Tensor offs)",
     _kernel,
     _fake,
 )
 
 
-def _call(top_k_index: Tensor, num_experts: int) -> tuple[torch.device, tuple, dict[str, Any]]:
-    made = {name: spec.meta() for name, spec in zip(_OUTPUTS, specs.route(top_k_index, num_experts))}
+def _call(
+    top_k_index: Tensor, num_experts: int, num_rows: int | None = None
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    made = {name: spec.meta() for name, spec in zip(_OUTPUTS, specs.route(top_k_index, num_experts, num_rows))}
     return top_k_index.device, (top_k_index, num_experts), made
 
 

@@ -56,12 +56,14 @@ class Route(Launcher[RouteCall]):
             return f"takes up to {MOST_EXPERTS} experts, got {c.num_experts}"
         if c.position.shape[0] > MAX_ROWS:
             return f"takes up to {MAX_ROWS} choices, got {c.position.shape[0]}"
+        if c.source.shape[0] > MAX_ROWS:
+            return f"takes up to {MAX_ROWS} rows, got {c.source.shape[0]}"
         return None
 
     def alike(self, c: RouteCall) -> tuple | None:
         """The dtype, the bits of the number of experts, and whether one block suffices."""
         pairs, experts = c.position.shape[0], c.num_experts
-        if not 0 < pairs <= MAX_ROWS or not 0 < experts <= MOST_EXPERTS:
+        if not 0 < pairs <= MAX_ROWS or c.source.shape[0] > MAX_ROWS or not 0 < experts <= MOST_EXPERTS:
             return None
         return c.top_k_index.dtype, experts.bit_length(), pairs <= TILE
 

@@ -63,7 +63,8 @@ class Route:
 
         Args:
             top_k_index: ``[S, k]``, any integer dtype and strides; S and k > 0, up to 2^30 elements.
-            source, position, token: int32 ``[T]``.
+            source, token: int32 ``[T]``, any number of rows.
+            position: int32 ``[S k]``.
             offs: int32 ``[G]``; ``0 < G <= 1024``.
             table: int32 ``[blocks, G rounded up to 4]``, a workspace; None for one block alone.
             stream: CUDA stream.
@@ -115,7 +116,7 @@ class Route:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        groups, pairs = Int32(cute.size(offs)), Int32(cute.size(position))
+        groups, rows = Int32(cute.size(offs)), Int32(cute.size(source))
         smem = SmemAllocator()
         counts = smem.allocate_tensor(Int32, cute.make_layout((self.experts, WARPS)), byte_alignment=16)
         bases = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
@@ -139,7 +140,7 @@ class Route:
                     cute.arch.griddepcontrol_wait()
                     self.add_chunks(table, sums)
                     cute.arch.sync_threads()
-                routed = self.scan(counts, sums, bases, totals, offs, groups)
+                routed = self.scan(counts, sums, bases, totals, offs, rows)
             for group in cutlass.range(thread, groups, THREADS, unroll=1):
                 row = bases[group]
                 for other in cutlass.range_constexpr(WARPS):
@@ -151,14 +152,17 @@ class Route:
             for i in cutlass.range_constexpr(ROUNDS):
                 pair = run + i * LANES
                 if i < rounds and pair < end:
-                    row = Int32(-1)
+                    row = rows
                     if experts[i] < groups:
                         row = counts[experts[i], warp] + ranks[i]
+                    if row < rows:
                         source[row] = pair
                         token[row] = tokens[i]
+                    else:
+                        row = Int32(-1)
                     position[pair] = row
             cute.arch.sync_threads()
-        for row in cutlass.range(routed + block * THREADS + thread, pairs, blocks * THREADS, unroll=1):
+        for row in cutlass.range(routed + block * THREADS + thread, rows, blocks * THREADS, unroll=1):
             source[row] = Int32(-1)
             token[row] = Int32(-1)
 
@@ -267,9 +271,13 @@ class Route:
         bases: cute.Tensor,
         totals: cute.Tensor,
         offs: cute.Tensor,
-        groups: Int32,
+        rows: Int32,
     ) -> Int32:
-        """Into ``bases``: the first row of every expert in this chunk; by block 0 the ends. Returns the last end."""
+        """Into ``bases``: the first row of every expert in this chunk; by block 0 the ends. Returns the last end.
+
+        An end is at most ``rows``; what goes into ``bases`` and comes back is not cut off.
+        """
+        groups = Int32(cute.size(offs))
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
@@ -307,5 +315,5 @@ class Route:
             if group < groups:
                 bases[group] = value - own + before
                 if block == 0:
-                    offs[group] = value
+                    offs[group] = cutlass.min(value, rows)
         return end
