@@ -15,6 +15,7 @@ from .nn import (
     dispatch,
     dispatch_weights,
     moe,
+    round_tokens,
     route,
 )
 from .offload import cpu_offload
@@ -112,6 +113,7 @@ __all__ = [
     "quantize",
     "recipes",
     "register_implementation",
+    "round_tokens",
     "route",
     "splits_to_offsets",
     "to_blocked_scale",

@@ -6,6 +6,7 @@ from .grouped_mlp import GroupedMLP
 from .moe import MoE, moe
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 from .sequential import GroupedActivation, Sequential
+from .token_rounding import round_tokens
 
 __all__ = [
     "GroupedActivation",
@@ -19,5 +20,6 @@ __all__ = [
     "dispatch_weights",
     "layouts",
     "moe",
+    "round_tokens",
     "route",
 ]

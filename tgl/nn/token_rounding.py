@@ -1,0 +1,103 @@
+"""Token rounding: groups of whole tiles, by dropping the least of an expert's tokens or adding the best of the others.
+
+With many small experts the last tile of a group is mostly padding. The method is that of SonicMoE (Guo et al., 2025,
+arXiv:2512.14080): it changes which experts a token gets, by less than a tile for each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._errors import fail
+
+_ROUNDINGS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "nearest": lambda count, multiple: (count + multiple // 2) // multiple,  # half a tile is rounded up
+    "up": lambda count, multiple: (count + multiple - 1) // multiple,
+    "down": lambda count, multiple: count // multiple,
+}
+
+
+def round_tokens(
+    top_k_index: Tensor,
+    scores: Tensor,
+    *,
+    multiple: int = 128,
+    rounding: str = "nearest",
+    max_choices: int | None = None,
+) -> Tensor:
+    """Choose experts anew so that the number of tokens of each is a multiple of the kernels' tile.
+
+    An expert keeps the tokens that chose it with the highest scores; where it gets more, they are those of the highest
+    scores among the tokens that did not choose it. Of equal scores the earlier token comes first. Reads nothing on the
+    host, and is deterministic. This is for training: the experts of a token depend on its batch, and an expert of less
+    than half a multiple may lose all tokens.
+
+    Use it between the router and ``route``::
+
+        scores = logits.softmax(-1)
+        chosen = tgl.round_tokens(scores.topk(k).indices, scores)
+        weights = scores.gather(1, chosen.clamp(min=0))
+        routing = tgl.route(chosen, num_experts, num_rows=tokens * k + num_experts * 64)  # half a tile for each
+        y = tgl.moe(x, routing, weights, w1, w2)
+
+    Args:
+        top_k_index: integer ``[S, k]``: experts chosen by each token, values out of ``[0, G)`` for none.
+        scores: ``[S, G]``, floating: the router's score of every expert. No gradient passes to them here.
+        multiple: rows of a tile, at least 1.
+        rounding: of each expert's number of tokens: ``nearest``, ``up`` or ``down``; at most the multiples within S.
+        max_choices: C, at most G: where more experts have a token, those of its lowest scores give it up, and are that
+            short of a multiple. By default ``2 k``, or G.
+
+    Returns:
+        int64 ``[S, C]``: the experts of each token in the order of its scores, and -1 for none, as ``route`` takes
+        them. The weight of a choice that is none is not used.
+
+    Raises:
+        TypeError: ``top_k_index`` is of no integer dtype, or ``scores`` not floating.
+        ValueError: shapes or devices that do not fit, or an unknown ``rounding``.
+    """
+    _check(top_k_index, scores, multiple, rounding, max_choices)
+    tokens, experts = scores.shape
+    choices = min(2 * top_k_index.shape[1], experts) if max_choices is None else max_choices
+    scores = scores.detach()
+    none = (top_k_index < 0) | (top_k_index >= experts)
+    chosen = torch.zeros(tokens, experts + 1, dtype=torch.bool, device=scores.device)
+    chosen = chosen.scatter(1, top_k_index.long().masked_fill(none, experts), True)[:, :experts]
+    count = _ROUNDINGS[rounding](chosen.sum(0), multiple).clamp(max=tokens // multiple) * multiple
+
+    by_score = scores.argsort(dim=0, descending=True, stable=True)
+    chosen_first = chosen.gather(0, by_score).byte().argsort(dim=0, descending=True, stable=True)
+    order = by_score.gather(0, chosen_first)  # of tokens, for every expert
+    among_the_first = torch.arange(tokens, device=scores.device)[:, None] < count
+    kept = torch.zeros_like(chosen).scatter(0, order, among_the_first)
+
+    by_score = scores.argsort(dim=1, descending=True, stable=True)
+    kept_first = kept.gather(1, by_score).byte().argsort(dim=1, descending=True, stable=True)[:, :choices]
+    found = by_score.gather(1, kept_first)
+    return found.masked_fill(~kept.gather(1, found), -1)
+
+
+def _check(top_k_index: Tensor, scores: Tensor, multiple: int, rounding: str, max_choices: int | None) -> None:
+    op = "tgl::round_tokens"
+    for name, t, letters in (("top_k_index", top_k_index, "[S, k]"), ("scores", scores, "[S, G]")):
+        if t.dim() != 2:
+            fail(f"{op}: `{name}` must be 2-D {letters}, but got shape {tuple(t.shape)}")
+    if top_k_index.dtype.is_floating_point or top_k_index.dtype.is_complex or top_k_index.dtype == torch.bool:
+        fail(f"{op}: `top_k_index` must be an integer tensor, but got {top_k_index.dtype}", TypeError)
+    if not scores.dtype.is_floating_point:
+        fail(f"{op}: `scores` must be a floating tensor, but got {scores.dtype}", TypeError)
+    if scores.device != top_k_index.device:
+        fail(f"{op}: `scores` must be on {top_k_index.device} like `top_k_index`, but got {scores.device}")
+    if (same := scores.shape[0] == top_k_index.shape[0]) is False:
+        tokens = f"the {top_k_index.shape[0]} tokens of `top_k_index`"
+        fail(f"{op}: `scores` must have {tokens}, but got shape {tuple(scores.shape)}")
+    torch._check(same, lambda: "tgl::round_tokens: `scores` must have the tokens of `top_k_index`")
+    if multiple < 1:
+        fail(f"{op}: `multiple` must be at least 1, but got {multiple}")
+    if rounding not in _ROUNDINGS:
+        fail(f"{op}: `rounding` must be one of {', '.join(_ROUNDINGS)}, but got {rounding!r}")
+    if max_choices is not None and not 1 <= max_choices <= scores.shape[1]:
+        fail(f"{op}: `max_choices` must be from 1 to the {scores.shape[1]} experts, but got {max_choices}")
