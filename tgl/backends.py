@@ -55,6 +55,8 @@ class Implementation:
             of this module), a list of the positional arguments, which it may empty to give memory back early, and the
             keywords of ``run`` but for destinations; returns the outputs.
         copies: called like ``run``; names of the tensors that it copies for such a call, and their bytes.
+        batch_invariant: called like ``run``; whether the bits of a row of the results depend on the row's operands and
+            its group's alone: not on the other rows, on their number or on the row's place. None: never promised.
     """
 
     op: str
@@ -72,6 +74,7 @@ class Implementation:
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
+    batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -332,6 +335,7 @@ class Explanation:
         refused: ``(implementation, reason)`` for those asked before it and those that could not have served.
         unasked: implementations of lower priority that could have served as well.
         copies: names of the tensors that ``chosen`` copies because of where they lie, and their bytes.
+        batch_invariant: whether ``chosen`` gives a row of the results the same bits in any batch.
     """
 
     op: str
@@ -340,6 +344,7 @@ class Explanation:
     refused: tuple[tuple[Implementation, str], ...]
     unasked: tuple[Implementation, ...]
     copies: tuple[tuple[str, int], ...] = ()
+    batch_invariant: bool = False
 
     @property
     def syncs(self) -> bool:
@@ -352,7 +357,12 @@ class Explanation:
             lines.append("  no implementation")
         else:
             copied = " and ".join(f"`{name}` ({size} bytes)" for name, size in self.copies)
-            parts = ("syncs with the host" if self.syncs else "", self.chosen.note, copied and f"copies {copied}")
+            parts = [
+                "syncs with the host" if self.syncs else "",
+                self.chosen.note,
+                copied and f"copies {copied}",
+                "batch-invariant" if self.batch_invariant else "",
+            ]
             about = "; ".join(filter(None, parts))
             lines.append(f"  runs {self.chosen.name}" + (f" ({about})" if about else ""))
         lines += [f"  not  {i.name}: {reason}" for i, reason in self.refused]
@@ -372,7 +382,8 @@ def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Exp
         else:
             unasked.append(implementation)
     copies = {} if chosen is None or chosen.copies is None else chosen.copies(*args, **kwargs)
-    return Explanation(op, device, chosen, tuple(refused), tuple(unasked), tuple(copies.items()))
+    promised = chosen is not None and chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
+    return Explanation(op, device, chosen, tuple(refused), tuple(unasked), tuple(copies.items()), promised)
 
 
 def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:

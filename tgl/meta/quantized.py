@@ -51,6 +51,12 @@ class Options:
         """Whether scales are laid out for tensor cores."""
         return self.scale_layout == "blocked"
 
+    def scales_rows_alone(self, scale: Tensor | None) -> bool:
+        """Whether a row's data follows from the row: scales are given, or belong to pieces of one row."""
+        f = self.description
+        shared = self.block_2d or f.decodes_with_amax or (f.block == 0 and scale is None)
+        return self.rowwise and not shared
+
     def resolved(self, op: str) -> Options:
         """Checked, with the defaults of the format for ``dtype`` and ``power_of_two``."""
         f = known_format(op, self.format)

@@ -104,6 +104,10 @@ class GroupedActivation(Elementwise[ActivationCall]):
     call = ActivationCall
     inputs, output = ("x",), "out"
 
+    def batch_invariant(self, c: ActivationCall) -> bool:
+        """Elements by themselves."""
+        return True
+
     def nothing(self, c: ActivationCall) -> bool:
         """No results."""
         return c.out.numel() == 0

@@ -66,6 +66,10 @@ class GroupDequantize(Launcher[DequantizeCall]):
             sizes = (offs.shape[0],)
         return data.dtype, out.dtype, options, offs is None, sizes, columns, data.shape[-1]
 
+    def batch_invariant(self, c: DequantizeCall) -> bool:
+        """Elements by themselves."""
+        return True
+
     def nothing(self, c: DequantizeCall) -> bool:
         """No values, or no group that has some."""
         return c.out.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)

@@ -99,6 +99,10 @@ class GroupedGemm(PersistentGemm[GemmCall]):
         dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
         return layouts, dtypes, size, zero_tail, slots is None, index is None
 
+    def batch_invariant(self, c: GemmCall) -> bool:
+        """Every tiling adds up K in one order, by MMAs of one depth, for one row alone."""
+        return True
+
     def nothing(self, c: GemmCall) -> bool:
         """No results, or no matrices to form them of."""
         return c.out.numel() == 0 or groups_of(c.b, c.slots) == 0

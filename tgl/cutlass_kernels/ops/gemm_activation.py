@@ -75,6 +75,10 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
         return layouts, dtypes, params, rows_class(rows, shape[0]), index is None
 
+    def batch_invariant(self, c: GemmActivationCall) -> bool:
+        """As for ``grouped_gemm``; the activation is elementwise."""
+        return True
+
     def nothing(self, c: GemmActivationCall) -> bool:
         """No results, or no matrices to form them of."""
         return c.h.numel() == 0 or c.b.shape[0] == 0

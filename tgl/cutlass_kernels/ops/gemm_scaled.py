@@ -127,6 +127,10 @@ class GroupedGemmScaled(ScaledLauncher[ScaledGemmCall]):
         dtypes = (a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
         return layouts, dtypes, rows_class(rows, shape[0]), zero_tail, *meant
 
+    def batch_invariant(self, c: ScaledGemmCall) -> bool:
+        """Every tiling adds up K in one order and scales partial sums of one depth."""
+        return True
+
     def nothing(self, c: ScaledGemmCall) -> bool:
         """No results, or no matrices to form them of."""
         return c.out.numel() == 0 or c.b.shape[0] == 0

@@ -120,6 +120,10 @@ class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
         dtypes = (a.dtype, b.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
         return layouts, dtypes, rows_class(rows, shape[0]), *meant
 
+    def batch_invariant(self, c: ScaledQuantizeCall) -> bool:
+        """Where the scales of the result are."""
+        return c.options.scales_rows_alone(c.scale)
+
     def nothing(self, c: ScaledQuantizeCall) -> bool:
         """No results, or no matrices to form them of."""
         return c.h.numel() == 0 or c.b.shape[0] == 0

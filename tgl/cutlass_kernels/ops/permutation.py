@@ -123,6 +123,10 @@ class Dispatch(Permutation[DispatchCall]):
     matrices = ("x", "out")
     reach = Reach({"x": ROWS, "out": ROWS}, outputs=("out",))
 
+    def batch_invariant(self, c: DispatchCall) -> bool:
+        """Copies, and products of one number each."""
+        return True
+
     def nothing(self, c: DispatchCall) -> bool:
         """No rows, or no tokens for them."""
         return c.out.numel() == 0 or c.x.shape[0] == 0
@@ -150,6 +154,10 @@ class Combine(Permutation[CombineCall]):
     matrices = ("y", "out")
     most = 10  # in one batch: two of five take 1.17 to 1.4 times as long on an H200
     reach = Reach({"y": ROWS, "out": ROWS}, outputs=("out",))
+
+    def batch_invariant(self, c: CombineCall) -> bool:
+        """A token's choices are summed in their order, wherever their rows are."""
+        return True
 
     def nothing(self, c: CombineCall) -> bool:
         """No tokens, or no rows for them."""

@@ -116,6 +116,10 @@ class GroupQuantize(Launcher[QuantizeCall]):
         given = (scale is None, row_scale is None or row_scale.dtype, rng is None, noop is None or noop.dtype)
         return x.dtype, sizes, strides, offs is None, given, options, slots is None or slots.shape[0]
 
+    def batch_invariant(self, c: QuantizeCall) -> bool:
+        """Without scales that several rows share, and random numbers, which belong to places."""
+        return c.rng is None and c.options.scales_rows_alone(c.scale)
+
     def nothing(self, c: QuantizeCall) -> bool:
         """What the format says."""
         return QUANTIZERS[c.options.format].nothing(c)
@@ -216,6 +220,10 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
         if not warm(shape[0], addresses) or 0 in strides:
             return None
         return x.dtype, shape[1], strides, probs is None or probs.dtype, scale is None, params, options
+
+    def batch_invariant(self, c: ActivationQuantizeCall) -> bool:
+        """As for ``group_quantize``."""
+        return c.options.scales_rows_alone(c.scale)
 
     def nothing(self, c: ActivationQuantizeCall) -> bool:
         """No columns."""

@@ -109,6 +109,10 @@ class Launcher(ABC, Generic[Call]):
         """A small call for the same kernel that touches nothing of ``c``, which loads the kernel; None: needs none."""
         return None
 
+    def batch_invariant(self, c: Call) -> bool:
+        """Whether the kernel gives a row of the results the same bits in any batch; see ``Implementation``."""
+        return False
+
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def serve(self, args: Sequence, kwargs: dict) -> backends.Reason:
@@ -196,6 +200,7 @@ class Launcher(ABC, Generic[Call]):
             slots="slots" in self.call._fields,
             rows=bool(self.reach.indexed),
             prepare=self._taking(self.prepare),
+            batch_invariant=self._taking(self.batch_invariant),
             launcher=self,
         )
 
@@ -215,6 +220,7 @@ class Launcher(ABC, Generic[Call]):
             rows=bool(self.reach.indexed),
             prepare=self._taking(self.prepare_copied),
             copies=self._taking(self.copies),
+            batch_invariant=self._taking(self.batch_invariant),
         )
 
 

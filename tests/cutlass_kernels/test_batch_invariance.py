@@ -1,0 +1,149 @@
+"""A row has the same bits in any batch, by every kernel that promises it, on the emulator."""
+
+import functools
+
+import pytest
+import torch
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels.register import LAUNCHERS
+from tgl.cutlass_kernels.runtime.launcher import Launcher
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+emulator = pytest.importorskip("tgl.testing.emulator")
+
+G, K, N, TOP_K = 3, 160, 64, 3
+# Rows ahead of the row in its group, rows behind it, and rows of each other group: other tilings, tiles and places.
+BATCHES = [(0, 0, 0), (70, 100, 3), (5, 0, 130), (131, 300, 40)]
+
+
+def normal(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+SPREAD = torch.logspace(-9, 9, K, base=2)  # so that another order of sums has other bits
+ROW, PROB, W, BIAS = normal(1, K) * SPREAD, 0.37, normal(G, K, N).bfloat16(), normal(G, N).bfloat16()
+
+
+def dispatched(x, offs, probs):
+    """Each row as the only choice of a token of the opposite order."""
+    backwards = x.shape[0] - 1 - torch.arange(x.shape[0], dtype=torch.int32)
+    return torch.ops.tgl.dispatch(x.flip(0).contiguous(), backwards, backwards, 1, probs.flip(0)[:, None].contiguous())
+
+
+def combined(x, offs, probs):
+    """Sums of three rows, which lie elsewhere in every batch."""
+    rows = x.shape[0] * TOP_K
+    position = torch.randperm(rows, generator=torch.Generator().manual_seed(rows), dtype=torch.int32)
+    y = torch.empty(rows, K, dtype=x.dtype)
+    y[position.long()] = (x[:, None] * torch.tensor([[1.0], [1 / 3], [-2 / 7]], dtype=x.dtype)).view(rows, K)
+    token = torch.empty_like(position).scatter_(0, position.long(), torch.arange(rows, dtype=torch.int32) // TOP_K)
+    return torch.ops.tgl.combine(y, token, position, TOP_K, probs[:, None].expand(-1, TOP_K).contiguous())
+
+
+FORMATS = {
+    "sm_90": ({"format": "fp8_block"}, {"format": "fp8_tensor"}),
+    "sm_100": ({"format": "mxfp8", "scale_layout": "blocked"},),
+}
+
+
+def by_formats(make):
+    """``make`` of the formats that the architecture multiplies and whose scales are a row's, or given, side by side."""
+
+    def every(x, offs, probs):
+        results = []
+        for options in FORMATS[backends.emulated_arch]:
+            given = {"scale": torch.full((G,), 1 / 8)} if options["format"] == "fp8_tensor" else {}
+            results.append(make(x, offs, probs, given, options))
+        return torch.cat(results, 1)
+
+    return every
+
+
+def codes(x, offs, probs, given, options):
+    made = tgl.group_quantize(x, offs, row_scale=probs, columnwise=False, **given, format=options["format"])
+    return made.data.float()
+
+
+def values(x, offs, probs, given, options):
+    made = tgl.group_quantize(x, offs, columnwise=False, **given, **options)
+    return tgl.group_dequantize(made.data, made.scale, offs, **options)
+
+
+def activated_codes(x, offs, probs, given, options):
+    made = tgl.grouped_activation_quantize(x, offs, probs, columnwise=False, **given, format=options["format"])
+    return made.data.float()
+
+
+def product(x, offs, probs, given, options):
+    a = tgl.group_quantize(x, offs, columnwise=False, **given, **options)
+    square = {"block_2d": True} if options["format"] == "fp8_block" else {}
+    b = tgl.group_quantize(W.transpose(1, 2).contiguous(), None, columnwise=False, **given, **options, **square)
+    return tgl.grouped_gemm_scaled(a.data, a.scale, b.data, b.scale, offs, bias=BIAS, bias_scale=probs, **options)
+
+
+def product_codes(x, offs, probs, given, options):
+    a = tgl.group_quantize(x, offs, columnwise=False, **given, **options)
+    b = tgl.group_quantize(W.transpose(1, 2).contiguous(), None, columnwise=False, **given, **options)
+    h, made = tgl.grouped_gemm_scaled_activation_quantize(
+        a.data, a.scale, b.data, b.scale, offs, bias=BIAS, probs=probs, kind="srelu", columnwise=False, **options
+    )
+    return torch.cat([h, made.data.float()], 1)
+
+
+ROWS_OF = {
+    "grouped_gemm": lambda x, offs, probs: tgl.grouped_gemm(x, W, offs, BIAS, probs),
+    "grouped_gemm_activation": lambda x, offs, probs: torch.cat(
+        tgl.grouped_gemm_activation(x, W, offs, BIAS, probs), 1
+    ),
+    "grouped_activation": lambda x, offs, probs: tgl.grouped_activation(x, offs, probs),
+    "dispatch": dispatched,
+    "combine": combined,
+    "group_quantize": by_formats(codes),
+    "group_dequantize": by_formats(values),
+    "grouped_activation_quantize": by_formats(activated_codes),
+    "grouped_gemm_scaled": by_formats(product),
+    "grouped_gemm_scaled_activation_quantize": by_formats(product_codes),
+}
+
+
+def test_every_kernel_that_promises_it_is_here():
+    promising = {of.op for of in LAUNCHERS if type(of).batch_invariant is not Launcher.batch_invariant}
+    assert promising == ROWS_OF.keys()
+
+
+def row_of(make, arch, batch):
+    """What becomes of ``ROW`` in group 1 with such rows around it."""
+    ahead, behind, others = batch
+    sizes = torch.tensor([others, ahead + 1 + behind, others])
+    x, place = normal(int(sizes.sum()), K, seed=sum(batch)) * SPREAD, others + ahead
+    probs = normal(x.shape[0], seed=3).abs()
+    x[place], probs[place] = ROW, PROB
+    with emulator.emulate(arch + "a") as machine, backends.emulated_device(arch):
+        result = make(x.bfloat16(), sizes.cumsum(0).int(), probs)
+    assert machine.launches
+    return result[place]
+
+
+SERVED = {of.op: of.archs for of in LAUNCHERS}
+CASES = [
+    pytest.param(op, arch, batch, marks=() if (arch, batch) == ("sm_90", BATCHES[1]) else pytest.mark.slow)
+    for op in ROWS_OF
+    for arch in sorted(SERVED[op])
+    for batch in BATCHES[1:]
+]
+
+
+@pytest.mark.parametrize(("op", "arch", "batch"), CASES)
+def test_a_row_among_others(op, arch, batch):
+    one, other = (row_of(ROWS_OF[op], arch, b) for b in (BATCHES[0], batch))
+    assert one.abs().sum() > 0
+    assert torch.equal(one, other)
+
+
+def test_the_row_tells_orders_of_sums_apart():
+    products = ROW.bfloat16().float().T * W[1].float()
+    there, back = (functools.reduce(torch.add, t) for t in (products, products.flip(0)))
+    assert not torch.equal(there, back)
