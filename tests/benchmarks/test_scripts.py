@@ -25,7 +25,7 @@ NEEDS = {
     "quantize": "torchao",
 }
 GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += ("gemm_activation", "gather_gpu", "route_gpu", "routing_gpu", "moe_block")
+GPU += ("gemm_activation", "gather_gpu", "route_gpu", "routing_gpu", "moe_block", "transformers_models")
 
 
 class Replay:
@@ -304,15 +304,20 @@ def test_gathers(gpu, monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
-def moe_block(gpu, monkeypatch):
-    """With two small shapes; nothing is compiled, and no memory is taken."""
-    script = gpu("moe_block")
-    monkeypatch.setitem(script.SHAPES, "small", script.Block(96, 64, 32, 5, 2))
-    monkeypatch.setitem(script.SHAPES, "biased", script.Block(96, 64, 32, 5, 2, biases=True))
+def uncompiled(monkeypatch):
+    """Nothing is compiled, and no memory is taken."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 96 * 64 * 2)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+
+@pytest.fixture
+def moe_block(gpu, uncompiled, monkeypatch):
+    """With two small shapes."""
+    script = gpu("moe_block")
+    monkeypatch.setitem(script.SHAPES, "small", script.Block(96, 64, 32, 5, 2))
+    monkeypatch.setitem(script.SHAPES, "biased", script.Block(96, 64, 32, 5, 2, biases=True))
     return script
 
 
@@ -381,3 +386,51 @@ def test_wrong_activations_are_not_timed(gpu, load, monkeypatch, tmp_path, capsy
     lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
     assert any("WRONG:" in line for line in lines)
     assert "ms" not in found[0]
+
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+EXPERTS_OF = {
+    "qwen3-moe": {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture
+def models(gpu, uncompiled, monkeypatch):
+    """Each of the models, with every size that it names made small."""
+    pytest.importorskip("transformers")
+    script = gpu("transformers_models")
+    for name, model in script.MODELS.items():
+        small = model._replace(tokens=48, sizes={**model.sizes, **SMALL, **EXPERTS_OF[name]})
+        monkeypatch.setitem(script.MODELS, name, small)
+    return script
+
+
+def test_transformers_models(models, tmp_path, capsys):
+    lines, found = ran(models, tmp_path, capsys)
+    assert [result["model"] for result in found["results"]] == list(models.MODELS) == list(EXPERTS_OF)
+    served = {f"{experts} {way}" for experts in ("tgl", "grouped_mm") for way in models.WAYS}
+    for result in found["results"]:
+        assert set(result["step"]) == set(result["peak"]) == served, result["left out"]
+        assert set(result["left out"]) == set(models.ARMS) - served
+    assert ["captured", "1.000", "(1.000,", "qwen3-moe,", "of", "3)"] in lines
+
+
+def test_a_model_with_a_wrong_loss_is_not_timed(models, monkeypatch, tmp_path, capsys):
+    right = models.Problem.step
+    monkeypatch.setattr(
+        models.Problem, "step", lambda self, loss: [t * (1 if loss == self.loss else 1.1) for t in right(self, loss)]
+    )
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda: function())
+    _, found = ran(models, tmp_path, capsys, "--models", "mixtral", "--arms", "tgl eager", "tgl compiled")
+    (result,) = found["results"]
+    assert set(result["step"]) == {"grouped_mm eager", "tgl eager"}
+    assert result["left out"]["tgl compiled"].startswith("loss: ")

@@ -85,7 +85,7 @@ def test_places(recipe):
 
 
 def test_the_ops_say_so():
-    x, chosen, weights = batch(8, 5)
+    x, chosen, _ = batch(8, 5)
     routing, w = tgl.route(chosen, EXPERTS), torch.empty(EXPERTS, HIDDEN, 2 * INNER, device=DEVICE).bfloat16()
     rows = tgl.dispatch(x, routing)
     assert tgl.explain(tgl.grouped_gemm, rows, w, routing.offs).batch_invariant
