@@ -19,6 +19,7 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 NEEDS = {
     "blackwell_economy": "cutlass",
     "blackwell_economy_scaled": "cutlass",
+    "blackwell_gather": "cutlass",
     "expert_layer": "transformers",
     "memory": "transformers",
     "plots": "matplotlib",

@@ -17,7 +17,6 @@ from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import names
 from tgl.testing import emulator
 
-ARCH = "sm_90"
 ABSENT = (-1, -(1 << 31), (1 << 31) - 1)  # and the number of tokens: no row has these
 _compiled: dict = {}
 
@@ -68,22 +67,22 @@ def scattered(values: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
     return values.masked_fill(~named[:, None], float("nan")), rows
 
 
-def kernel(kind: str, gathered: str, case: Case):
+def kernel(arch: str, kind: str, gathered: str, case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     name, tail = names.name, case.zero_tail and kind == VARLEN_M
     spec = EpilogueSpec(name(case.out), name(case.bias), name(case.bias_scale), case.accumulate, tail)
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
-    key = gemm.GemmKey(kind, ARCH, True, name(case.dtype), b_unit, spec, case.config, case.slots, gathered)
+    key = gemm.GemmKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config, case.slots, gathered)
     if key not in _compiled:
         _compiled[key] = gemm.build(key)
     return _compiled[key]
 
 
-def run(kind: str, gathered: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
+def run(arch: str, kind: str, gathered: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     """Run ``case`` and compare every byte of the output's buffer, for every seed."""
     torch.manual_seed(case.columns)
-    with emulator.emulate(ARCHS[ARCH].target) as machine, backends.emulated_device(ARCH):
-        call, frame, expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(gathered, case)
+    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+        call, frame, expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(arch, gathered, case)
         for seed in seeds:
             frame.refill()
             machine.seed = seed
@@ -94,7 +93,7 @@ def run(kind: str, gathered: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRe
         return machine.launches[-1]
 
 
-def _varlen_m(gathered: str, case: Case) -> tuple[Callable[[], None], Framed, torch.Tensor]:
+def _varlen_m(arch: str, gathered: str, case: Case) -> tuple[Callable[[], None], Framed, torch.Tensor]:
     groups, sizes = len(case.sizes), case.sizes
     index = random_index(case.tokens, sizes, case.tail, case.absent)
     a, rows = scattered(integers(case.tokens, case.depth, dtype=case.dtype), index)
@@ -107,12 +106,12 @@ def _varlen_m(gathered: str, case: Case) -> tuple[Callable[[], None], Framed, to
     slots = torch.arange(groups, dtype=torch.int32).flip(0) if case.slots else None
     a, b = stored(a, True), stored(b.flip(0) if case.slots else b, case.b_row_major)
     frame = framed(case.rows, case.columns, dtype=case.out)
-    function, offs = kernel(VARLEN_M, gathered, case), ends(sizes)
+    function, offs = kernel(arch, VARLEN_M, gathered, case), ends(sizes)
     arguments = (a, b, offs, frame.inside, bias, scale, slots, index, CLUSTERS)
     return lambda: function(*arguments), frame, expected.to(case.out)
 
 
-def _varlen_k(gathered: str, case: Case) -> tuple[Callable[[], None], Framed, torch.Tensor]:
+def _varlen_k(arch: str, gathered: str, case: Case) -> tuple[Callable[[], None], Framed, torch.Tensor]:
     index = random_index(case.tokens, case.sizes, case.tail, case.absent)
     widths = {"a": case.depth, "b": case.columns}
     operands, rows = {}, {}
@@ -123,7 +122,7 @@ def _varlen_k(gathered: str, case: Case) -> tuple[Callable[[], None], Framed, to
             operands[name] = rows[name] = poisoned(integers(case.rows, width, dtype=case.dtype), case.sizes)
     expected = gradient(rows["a"], rows["b"], case.sizes) + (CANARY if case.accumulate else 0)
     frame = framed(len(case.sizes), case.depth, case.columns, dtype=case.out)
-    function, offs = kernel(VARLEN_K, gathered, case), ends(case.sizes)
+    function, offs = kernel(arch, VARLEN_K, gathered, case), ends(case.sizes)
     a, b = (stored(operands[name], True) for name in "ab")
     arguments = (a, b, offs, frame.inside, None, None, None, index, CLUSTERS)
     return lambda: function(*arguments), frame, expected.to(case.out)

@@ -1,7 +1,9 @@
-"""sm_90a kernels that read rows of an operand by an index: exact on integers, the same bits under adversarial timing.
+"""Kernels that read rows of an operand by an index: exact on integers, the same bits under adversarial timing.
 
 Rows that no index names hold NaN, as does everything behind the last group; rows of no token count as zeros.
 """
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,19 +11,22 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute, pipeline
 
 import tgl
 from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.gather_cases import ARCH, Case, kernel, random_index, run, scattered
+from tests.cutlass_kernels.gather_cases import Case, kernel, random_index, run, scattered
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import ends, framed, integers, poisoned
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.sm90 import gather, mma
+from tgl.cutlass_kernels.gemm import gathered as shared
+from tgl.cutlass_kernels.gemm.sm90 import mma
+from tgl.cutlass_kernels.gemm.sm100 import gather
 from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_dactivation
 from tgl.testing import emulator
 
@@ -30,53 +35,124 @@ RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 SHORT = (5, 0, 130, 1)
 TINY = (70, 0, 3)
 TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (64, 256), (128, 64), (128, 128))}
-TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (128, 128), (128, 192), (128, 256), (256, 64), (256, 128))}
+TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (128, 64), (128, 128), (128, 192), (128, 256), (256, 64))}
+PAIRS = {columns: GemmConfig(256, columns, two_cta=True) for columns in (64, 128, 256)}
 
-GEMM = {
-    "in turns": Case(TURNS[128, 128], RAGGED, bias=BF16),
-    "K of one tile": Case(TURNS[64, 128], SHORT, depth=64, bias=F32, bias_scale=BF16, tail=150),
-    "float32 out, odd K": Case(TILES[128, 128], SHORT, out=F32, depth=67),
-    "two blocks, untouched tail": Case(TILES[256, 128], (257, 0, 3), zero_tail=False, tail=300, tokens=700),
-    "at slots": Case(TURNS[128, 64], SHORT, slots=True, columns=40),
-    "all empty": Case(TILES[64, 64], (0, 0, 0), tail=140, columns=40),
-}
-RARER_GEMM = {
-    "deeper than the ring": Case(TURNS[128, 128], (257, 0, 3, 130), tokens=300, depth=520, columns=264),
-    "b column-major": Case(TILES[128, 256], SHORT, b_row_major=False, dtype=F16, out=F16, columns=264, tail=0),
-    "K below a piece": Case(TILES[64, 64], SHORT, depth=5, columns=40),
-    "one token": Case(TILES[128, 192], (3, 70), tokens=1, absent=False),
-    "64 columns": Case(TILES[256, 64], (257, 3), depth=200),
-}
-WGRAD = {
-    "in turns": Case(TURNS[128, 128], (64, 0, 63, 65), columns=264),
-    "odd columns": Case(TILES[128, 192], SHORT, depth=37, columns=205, dtype=F16, out=F16),
-    "all empty": Case(TILES[64, 64], (0, 0), tail=20, columns=40),
-}
-RARER_WGRAD = {
-    "ragged": Case(TURNS[128, 128], RAGGED, columns=264),
-    "accumulate": Case(TURNS[64, 256], (64, 0, 63, 165), columns=264, depth=136, out=F32, accumulate=True),
-    "two blocks": Case(TILES[256, 128], (130, 0, 64, 1, 70), depth=264, tokens=200),
-}
+
+@dataclass(frozen=True)
+class Tilings:
+    """Those of an architecture that the cases take."""
+
+    usual: GemmConfig
+    short: GemmConfig
+    square: GemmConfig
+    odd: GemmConfig
+    wide: GemmConfig
+    wider: GemmConfig
+    high: GemmConfig
+    tall: GemmConfig
+    narrow: GemmConfig
+    least: GemmConfig
+
+
+HIGH = GemmConfig(256, 128)
+SM_90 = Tilings(
+    usual=TURNS[128, 128],
+    short=TURNS[64, 128],
+    square=TILES[128, 128],
+    odd=TILES[128, 192],
+    wide=TILES[128, 256],
+    wider=TURNS[64, 256],
+    high=HIGH,
+    tall=TILES[256, 64],
+    narrow=TURNS[128, 64],
+    least=TILES[64, 64],
+)
+SM_100 = Tilings(
+    usual=PAIRS[128],
+    short=TILES[128, 128],
+    square=TILES[128, 128],
+    odd=PAIRS[64],
+    wide=TILES[128, 256],
+    wider=TILES[128, 256],
+    high=PAIRS[256],
+    tall=PAIRS[64],
+    narrow=TILES[128, 64],
+    least=TILES[128, 64],
+)
+BY_ARCH = {"sm_90": SM_90, "sm_100": SM_100}
+
+
+def gemms(t):
+    return {
+        "usual": Case(t.usual, RAGGED, bias=BF16),
+        "two blocks, untouched tail": Case(t.high, (257, 0, 3), zero_tail=False, tail=300, tokens=700),
+        "float32 out, odd K": Case(t.square, SHORT, out=F32, depth=67),
+        "K of one tile": Case(t.short, SHORT, depth=64, bias=F32, bias_scale=BF16, tail=150),
+        "at slots": Case(t.narrow, SHORT, slots=True, columns=40),
+        "all empty": Case(t.least, (0, 0, 0), tail=140, columns=40),
+    }
+
+
+def rarer_gemms(t):
+    return {
+        "deeper than the ring": Case(t.usual, (257, 0, 3, 130), tokens=300, depth=520, columns=264),
+        "b column-major": Case(t.wide, SHORT, b_row_major=False, dtype=F16, out=F16, columns=264, tail=0),
+        "K below a piece": Case(t.least, SHORT, depth=5, columns=40),
+        "one token": Case(t.odd, (3, 70), tokens=1, absent=False),
+        "64 columns": Case(t.tall, (257, 3), depth=200),
+    }
+
+
+def wgrads(t):
+    return {
+        "usual": Case(t.usual, (64, 0, 63, 65), columns=264),
+        "odd columns": Case(t.odd, SHORT, depth=37, columns=205, dtype=F16, out=F16),
+        "all empty": Case(t.least, (0, 0), tail=20, columns=40),
+    }
+
+
+def rarer_wgrads(t):
+    return {
+        "ragged": Case(t.usual, RAGGED, columns=264),
+        "accumulate": Case(t.wider, (64, 0, 63, 165), columns=264, depth=136, out=F32, accumulate=True),
+        "two blocks": Case(t.high, (130, 0, 64, 1, 70), depth=264, tokens=200),
+    }
 
 
 def kinds(rows, contraction):
-    every = {f"rows: {name}": (VARLEN_M, "a", case) for name, case in rows.items()}
-    return every | {f"contraction of {x}: {n}": (VARLEN_K, x, case) for x in "ab" for n, case in contraction.items()}
+    """Cases of every operand that may be gathered, by architecture."""
+    found = {}
+    for arch, t in BY_ARCH.items():
+        found |= {f"{arch} rows: {name}": (arch, VARLEN_M, "a", case) for name, case in rows(t).items()}
+        for x in "ab":
+            every = contraction(t).items()
+            found |= {f"{arch} contraction of {x}: {name}": (arch, VARLEN_K, x, case) for name, case in every}
+    return found
 
 
-USUAL = kinds(GEMM, WGRAD)
-EVERY = USUAL | kinds(RARER_GEMM, RARER_WGRAD)
+USUAL = kinds(gemms, wgrads)
+EVERY = USUAL | kinds(rarer_gemms, rarer_wgrads)
+LONGER = {f"sm_100 {name}" for name in ("rows: K of one tile", "rows: at slots", "rows: all empty")}
+LONGER |= {f"sm_100 contraction of {name}" for name in ("a: odd columns", "a: all empty", "b: all empty")}
 
 
-@pytest.mark.parametrize(("kind", "gathered", "case"), USUAL.values(), ids=USUAL)
-def test_exact(kind, gathered, case):
-    run(kind, gathered, case, seeds=(0,))
+def test_every_architecture_has_cases():
+    assert {name for name, arch in ARCHS.items() if arch.gathers} == set(BY_ARCH)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "gathered", "case"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in USUAL.items()],
+)
+def test_exact(arch, kind, gathered, case):
+    run(arch, kind, gathered, case, seeds=(0,))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "gathered", "case"), EVERY.values(), ids=EVERY)
-def test_exact_under_many_schedules(kind, gathered, case):
-    run(kind, gathered, case, seeds=range(4))
+@pytest.mark.parametrize(("arch", "kind", "gathered", "case"), EVERY.values(), ids=EVERY)
+def test_exact_under_many_schedules(arch, kind, gathered, case):
+    run(arch, kind, gathered, case, seeds=range(4))
 
 
 @cute.jit
@@ -89,7 +165,23 @@ def test_the_emulator_misses_the_fence(kind, gathered, monkeypatch):
     monkeypatch.setattr(mma, "wait_full", without_fence)
     case = Case(GemmConfig(64, 64), (70, 3), dtype=F16, columns=40)  # of no other test: kernels are kept
     with pytest.raises(emulator.EmulatorError, match=r"fence\.proxy\.async"):
-        run(kind, gathered, case, seeds=(0,))
+        run("sm_90", kind, gathered, case, seeds=(0,))
+
+
+@pytest.mark.parametrize(("kind", "gathered"), [(VARLEN_M, "a"), (VARLEN_K, "b")])
+def test_the_emulator_sees_copies_into_a_stage_that_is_read(kind, gathered, monkeypatch):
+    """Only warps that gather say how many bytes they expect."""
+    acquire = pipeline.PipelineTmaUmma.producer_acquire
+
+    def without_waiting(self, state, *, expected_tx=None):
+        acquire(self, state, None if expected_tx is None else Boolean(True), expected_tx=expected_tx)
+
+    monkeypatch.setattr(pipeline.PipelineTmaUmma, "producer_acquire", without_waiting)
+    deep = Case(
+        TILES[128, 64], (600, 3), depth=600, columns=48, dtype=F16, out=F32
+    )  # of no other test: kernels are kept
+    with pytest.raises(emulator.EmulatorError):
+        run("sm_100", kind, gathered, deep, seeds=(0,))
 
 
 def activation_call(key, gathered):
@@ -106,11 +198,20 @@ def activation_call(key, gathered):
     return h.room, y.room
 
 
-@pytest.mark.parametrize("config", [TILES[128, 256], pytest.param(TURNS[128, 128], marks=pytest.mark.slow)], ids=str)
-def test_activation(config):
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+FORWARD = [("sm_90", TILES[128, 256]), slow("sm_90", TURNS[128, 128]), ("sm_100", PAIRS[128])]
+BACK = [("sm_90", TURNS[128, 128]), slow("sm_90", TILES[128, 256]), ("sm_100", PAIRS[128])]
+BOTH = [slow("sm_100", tiling) for tiling in (TILES[128, 128], TILES[128, 256], PAIRS[256])]
+
+
+@pytest.mark.parametrize(("arch", "config"), FORWARD + BOTH)
+def test_activation(arch, config):
     spec = EpilogueSpec("bfloat16", tail=True, activation=spec_of(PARAMS["swiglu"]), probs="float32")
-    key = gemm.GemmKey(VARLEN_M, ARCH, True, "bfloat16", 2, spec, config)
-    with emulator.emulate("sm_90a"):
+    key = gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", 2, spec, config)
+    with emulator.emulate(ARCHS[arch].target):
         for got, wanted in zip(activation_call(key, "a"), activation_call(key, None)):
             assert torch.equal(got, wanted)
 
@@ -129,59 +230,81 @@ def gradient_call(key, gathered):
     return dh.room, sums
 
 
-@pytest.mark.parametrize("config", [TURNS[128, 128], pytest.param(TILES[128, 256], marks=pytest.mark.slow)], ids=str)
-def test_gradient_of_an_activation(config):
+@pytest.mark.parametrize(("arch", "config"), BACK + BOTH)
+def test_gradient_of_an_activation(arch, config):
     activation = spec_of(PARAMS["swiglu"])
-    key = gemm_dactivation.DactivationKey(ARCH, True, "bfloat16", 2, activation, "float32", config)
-    with emulator.emulate("sm_90a"):
+    key = gemm_dactivation.DactivationKey(arch, True, "bfloat16", 2, activation, "float32", config)
+    with emulator.emulate(ARCHS[arch].target):
         for got, wanted in zip(gradient_call(key, "a"), gradient_call(key, None)):
             assert torch.equal(got, wanted)
 
 
-def test_any_index_and_any_offsets_stay_inside():
+@pytest.mark.parametrize("arch", BY_ARCH)
+def test_any_index_and_any_offsets_stay_inside(arch):
     """What groups overlap or end outside is wrong, and no reason to read or write elsewhere."""
     low, high = -(1 << 31), (1 << 31) - 1
-    case = Case(TILES[64, 64], (0, 0, 0), columns=40)
+    case = Case(BY_ARCH[arch].least, (0, 0, 0), columns=40)
     index = torch.tensor([low, high, 50, -1, 49] * 28, dtype=torch.int32)
     a, b, dy, frame = integers(50, 72), integers(4, 72, 40), integers(140, 40), framed(140, 40, dtype=BF16)
     grads = framed(4, 72, 40, dtype=BF16)
-    with emulator.emulate("sm_90a", detect_races=False):
+    with emulator.emulate(ARCHS[arch].target, detect_races=False):
         for wrong in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (140, 141, high, high)):
             offs = torch.tensor(wrong, dtype=torch.int32)
-            kernel(VARLEN_M, "a", case)(a, b, offs, frame.inside, None, None, None, index, CLUSTERS)
-            kernel(VARLEN_K, "a", case)(a, dy, offs, grads.inside, None, None, None, index, CLUSTERS)
+            kernel(arch, VARLEN_M, "a", case)(a, b, offs, frame.inside, None, None, None, index, CLUSTERS)
+            kernel(arch, VARLEN_K, "a", case)(a, dy, offs, grads.inside, None, None, None, index, CLUSTERS)
             assert frame.intact(), wrong
             assert grads.intact(), wrong
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "gathered", "message"),
+    ("kind", "gathered", "reason", "message"),
     [
-        (VARLEN_M, GemmConfig(), "b", r"`gathered` must be None or one of \('a',\) for varlen_m, not 'b'"),
-        (VARLEN_K, GemmConfig(), "out", "not 'out'"),
-        (VARLEN_K, GemmConfig(cluster_n=2), "a", "there are no clusters"),
+        (VARLEN_M, "b", None, r"`gathered` must be None or one of \('a',\) for varlen_m, not 'b'"),
+        (VARLEN_K, "out", None, "not 'out'"),
+        (VARLEN_K, "a", "there are no clusters", "there are no clusters"),
     ],
 )
-def test_what_cannot_be_gathered_is_said(kind, config, gathered, message):
+def test_what_cannot_be_gathered_is_said(kind, gathered, reason, message):
     with pytest.raises(ValueError, match=message):
-        gather.check(kind, config, gathered)
+        shared.check(kind, gathered, reason)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+def machine_code(arch, kind, config):
+    """By gathered operand, with proof that there is no local memory for the rows that a warp holds."""
+    with emulator.emulate(ARCHS[arch].target):
+        found = {
+            gathered: sass.inspect(kernel(arch, kind, gathered, Case(config, ())).artifacts.CUBIN)
+            for gathered in shared.OPERANDS[kind]
+        }
+    assert all(report.spills == report.frame == 0 for report in found.values())
+    return found
+
+
+disassembled = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+
+
+@disassembled
+@pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
+@pytest.mark.parametrize("config", [TURNS[128, 128], slow(TILES[128, 256]), slow(HIGH)], ids=str)
+def test_machine_code_of_sm_90(kind, config):
+    """No MMA is waited for by itself."""
+    for gathered, report in machine_code("sm_90", kind, config).items():
+        assert report.count("WARPGROUP.DEPBAR") == 2
+        assert report.count("LDGSTS") == config.tile_m // 16 if gathered == "a" else config.tile_n // 16
+
+
+@disassembled
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
 @pytest.mark.parametrize(
     "config",
-    [TURNS[128, 128], *(pytest.param(t, marks=pytest.mark.slow) for t in (TILES[128, 256], TILES[256, 128]))],
+    [PAIRS[128], *(slow(t) for t in (TILES[128, 64], TILES[128, 128], TILES[128, 256], PAIRS[64], PAIRS[256]))],
     ids=str,
 )
-def test_machine_code(kind, config):
-    """No local memory for a lane's rows, and no MMA that is waited for by itself."""
-    with emulator.emulate("sm_90a"):
-        for gathered in gather.OPERANDS[kind]:
-            report = sass.inspect(kernel(kind, gathered, Case(config, ())).artifacts.CUBIN)
-            assert report.spills == report.frame == 0
-            assert report.count("WARPGROUP.DEPBAR") == 2
-            assert report.count("LDGSTS") == config.tile_m // 16 if gathered == "a" else config.tile_n // 16
+def test_machine_code_of_sm_100(kind, config):
+    """Copies of four lines each, by two warps."""
+    for gathered, report in machine_code("sm_100", kind, config).items():
+        lines = config.cta_m if gathered == "a" else max(config.tile_n // config.ctas, 64)
+        assert report.count("UTMALDG.2D") == lines // 4 // gather.WARPS
 
 
 def test_clusters_are_not_tried():

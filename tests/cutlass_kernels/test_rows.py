@@ -1,5 +1,7 @@
 """Rows by an index: a kernel that gathers them, or a copy in order on the device, told by ``explain``, and a kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.kernel_cases import CANARY, column_major, ends, gradient, integers, product
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS, arch_of
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing.emulator import emulate
 
@@ -17,13 +21,23 @@ ROUTED = sum(SIZES)
 ROWS = ROUTED + TAIL
 NEVER = TOKENS - 1  # a token of no row
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
-GATHERING = "sm_90a"  # where kernels gather the rows of one operand
+WITHOUT = "without kernels that gather"
 
 
-@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+@pytest.fixture(scope="module", params=[*ARCHS, WITHOUT])
 def machine(request):
-    with emulate(request.param) as machine:
+    """An architecture, or one whose kernels do not gather: every index is followed by a copy."""
+    arch = arch_of("sm_90" if request.param == WITHOUT else request.param)
+    with pytest.MonkeyPatch.context() as patch, emulate(arch.target) as machine:
+        patch.setitem(ARCHS, arch.name, replace(arch, gathers=request.param != WITHOUT))
+        launcher.forget()
         yield machine
+    launcher.forget()
+
+
+def gathers():
+    """Whether kernels gather rows of one operand."""
+    return arch_of(backends.device_arch(torch.device("cpu"))).gathers
 
 
 def offs():
@@ -54,7 +68,7 @@ def served(machine, copies, gathered, op, *args, **kwargs):
         copies: where no kernel gathers.
         gathered: the operand that needs no copy where one does, or None.
     """
-    if machine.arch == GATHERING:
+    if gathers():
         copies = {name: size for name, size in copies.items() if name != gathered}
     report = tgl.warmup(op, *args, **kwargs)
     assert report.chosen.name == ("tgl kernel between copies" if copies else "tgl kernel")
@@ -79,7 +93,7 @@ def test_grouped_gemm(machine):
     assert torch.equal(served(machine, {"a": size}, "a", tgl.grouped_gemm, a, b, offs(), rows=rows), wanted)
     report = str(tgl.explain(tgl.grouped_gemm, a, b, offs(), rows=rows))
     reason = "reads rows of `a` in the order of the groups, not by `rows`"
-    assert (reason in report) == (machine.arch != GATHERING)
+    assert (reason in report) != gathers()
     # A call in order, of the same shapes as its copy, finds a plan of its own before and behind.
     whole = in_order(a, rows)
     assert torch.equal(tgl.grouped_gemm(whole, b, offs()), wanted)

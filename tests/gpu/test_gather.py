@@ -20,8 +20,7 @@ GATHERS = ARCHS[ARCH].gathers
 EVERY = [
     pytest.param(kind, operand, tiling, id=f"{kind} {operand} {tiling}")
     for kind, operand in ((VARLEN_M, "a"), (VARLEN_K, "a"), (VARLEN_K, "b"))
-    for tiling in tilings.candidates(ARCH, kind)
-    if tiling.ctas == 1
+    for tiling in tilings.candidates(ARCH, kind, gathering=True)
 ]
 
 

@@ -56,7 +56,7 @@ ARCHS = {
     arch.name: arch
     for arch in (
         Arch("sm_90", "sm_90a", folder="sm90", tilings=sm90_tilings, rounds_to_fp4=False, gathers=True),
-        Arch("sm_100", "sm_100a", folder="sm100", tilings=sm100_tilings, rounds_to_fp4=True, gathers=False),
+        Arch("sm_100", "sm_100a", folder="sm100", tilings=sm100_tilings, rounds_to_fp4=True, gathers=True),
     )
 }
 

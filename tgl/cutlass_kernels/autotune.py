@@ -72,11 +72,10 @@ def autotune(
     before = choices.tuned.get(key)
     found: dict[GemmConfig, float] = {}
     try:
-        every = [tiling for tiling in choices.candidates(arch, kind) if gathers is None or tiling.ctas == 1]
+        every = choices.candidates(arch, kind, gathering=gathers is not None)
+        why_not = choices.reason if gathers is None else choices.gathering_reason
         for tiling in every if tilings is None else tilings:
-            reason = choices.reason(arch, kind, tiling)
-            if reason is None and gathers is not None and tiling.ctas > 1:
-                reason = "each CTA gathers rows for itself, so there are no clusters"
+            reason = why_not(arch, kind, tiling)
             if reason is not None:
                 raise ValueError(f"`tilings` must exist, but {tiling}: {reason}")
             choices.tuned[key] = tiling

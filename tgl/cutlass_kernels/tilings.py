@@ -26,14 +26,21 @@ def reason(arch: str, kind: str, tiling: GemmConfig, form: OperandFormat | None 
     return found if found is not None or form is None else tilings.scaled_reason(form, tiling)
 
 
-def candidates(arch: str, kind: str) -> list[GemmConfig]:
-    """Every tiling that a kernel exists for, with the usual order of tiles."""
+def gathering_reason(arch: str, kind: str, tiling: GemmConfig) -> str | None:
+    """``reason`` for a kernel that gathers rows of an operand."""
+    found = reason(arch, kind, tiling)
+    return arch_of(arch).tilings.gathering_reason(tiling) if found is None else found
+
+
+def candidates(arch: str, kind: str, gathering: bool = False) -> list[GemmConfig]:
+    """Every tiling that a kernel exists for, with the usual order of tiles; ``gathering``: one that gathers rows."""
     every = [
         GemmConfig(tile_m, tile_n, two_cta=two_cta, pingpong=pingpong, cluster_n=cluster_n)
         for tile_m, tile_n in itertools.product((64, 128, 256), (64, 128, 192, 256))
         for two_cta, pingpong, cluster_n in itertools.product((False, True), (False, True), (1, 2))
     ]
-    return [tiling for tiling in every if reason(arch, kind, tiling) is None]
+    why_not = gathering_reason if gathering else reason
+    return [tiling for tiling in every if why_not(arch, kind, tiling) is None]
 
 
 def choose(arch: str, kind: str, columns: int, depth: int, rows: int, halves: bool = False) -> GemmConfig:
@@ -54,7 +61,7 @@ def choose(arch: str, kind: str, columns: int, depth: int, rows: int, halves: bo
 def choose_gathering(
     arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, halves: bool = False
 ) -> GemmConfig:
-    """``choose`` for kernels that gather rows of ``operand``, which have no clusters."""
+    """``choose`` for kernels that gather rows of ``operand``."""
     found = tuned.get((arch, kind, columns, depth, rows, operand))
     if found is not None and (found.holds_halves or not halves):
         return found

@@ -21,11 +21,18 @@ class GradientGroupedGemm(GroupedGemm):
 
     chunk = WARP_ROWS, COLUMNS
 
-    def __init__(self, config: GemmConfig, element: type[cutlass.Numeric], out: str, activation: ActivationSpec):
+    def __init__(
+        self,
+        config: GemmConfig,
+        element: type[cutlass.Numeric],
+        out: str,
+        activation: ActivationSpec,
+        gathered: str | None = None,
+    ):
         self.gradient = activation
         self.parts = buffers_per_chunk(activation)
         self.buffers = SLOTS * self.parts
-        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element)
+        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element, gathered=gathered)
         self.side_by_side = activation.gated and not activation.interleaved
         self.policy = HalvesVarlenM(config.tile_m, config.tile_n, config.band, True, self.side_by_side)
 

@@ -6,6 +6,7 @@ warps  role
 0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store, 32 rows each; warp 0 allocates
 4      MMA: issues tcgen05.mma for the CTA, or for the pair of CTAs (then in the even one only)
 5      load: TMA of A and B
+6-7    gather, where rows of an operand are found by an index: TMA of that one, four rows at a time
 =====  ===========================================================================================
 
 Every warp walks the same sequence of tiles on its own. Two pipelines connect them: ``stages`` buffers of A and B
@@ -31,18 +32,19 @@ from ...tiles.gated import varlen_m
 from ...tiles.policy import Problem, VarlenK
 from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
+from ..gathered import Gathered, check
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
+from . import gather
 from .finish import finish_tiles
 from .load import load_tiles
 from .mma import multiply_tiles
 from .pieces import WARP_ROWS
 from .store import store_tiles
-from .tilings import SMEM_BYTES, TMEM_COLUMNS
+from .tilings import SMEM_BYTES, TMEM_COLUMNS, gathering_reason
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
 LOAD_WARP = 5
-THREADS = 32 * 6
 ACCUMULATORS = 2
 STORE_BARRIER, ALLOCATION_BARRIER = 1, 2  # named barriers; 0 is the whole CTA's
 BARRIER_SMEM = 512  # at most, and the tensor memory address
@@ -74,6 +76,7 @@ class GroupedGemm:
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
         buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``turns``.
+        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
     """
 
     gradient: ActivationSpec | None = None
@@ -88,7 +91,12 @@ class GroupedGemm:
         a_element: type[cutlass.Numeric],
         b_element: type[cutlass.Numeric] | None = None,
         form: OperandFormat = DENSE,
+        gathered: str | None = None,
     ):
+        check(kind, gathered, gathering_reason(config))
+        self.gathered = gathered
+        self.load_warps = 1 if gathered is None else 1 + gather.WARPS
+        self.warps = LOAD_WARP + self.load_warps
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
@@ -161,6 +169,7 @@ class GroupedGemm:
         second=None,
         extra=None,
         slots: cute.Tensor | None = None,
+        index: cute.Tensor | None = None,
     ):
         """Make the maps and launch.
 
@@ -169,9 +178,14 @@ class GroupedGemm:
             second: what the activation goes to, see the method of this name; or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
+            index: which rows of what is ``gathered``; None if nothing is.
         """
         config = self.config
         problem = self.policy.problem(a, b, offs, out, slots)
+        gathered: Any = None
+        if cutlass.const_expr(self.gathered is not None):
+            gathered = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
+            problem = problem._replace(rows=Int32(gathered.index.shape[0]))
         a, b, out = self.policy.views(a, b, out)
         tiled_mma = self.tiled_mma(major(a, 1), major(b, 1), self.cta_group, self.tiler[:2])
         cluster = (config.ctas, 1, 1)
@@ -179,17 +193,23 @@ class GroupedGemm:
         a_smem = blackwell_helpers.make_smem_layout_a(tiled_mma, self.tiler, self.a_element, self.stages)
         b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tiler, self.b_element, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
-        a_map, a_coords = cute.nvgpu.make_tiled_tma_atom_A(
-            load, a, cute.slice_(a_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
-        )
-        b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
-            load,
-            b,
-            cute.slice_(b_smem, (None, None, None, 0)),
-            (self.tiler[0], *self.b_tile),
-            tiled_mma,
-            cluster_vmnk.shape,
-        )
+        if cutlass.const_expr(self.gathered == "a"):
+            a_map, a_coords = gather.gather_map(self, gathered, a_smem)
+        else:
+            a_map, a_coords = cute.nvgpu.make_tiled_tma_atom_A(
+                load, a, cute.slice_(a_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
+            )
+        if cutlass.const_expr(self.gathered == "b"):
+            b_map, b_coords = gather.gather_map(self, gathered, b_smem)
+        else:
+            b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
+                load,
+                b,
+                cute.slice_(b_smem, (None, None, None, 0)),
+                (self.tiler[0], *self.b_tile),
+                tiled_mma,
+                cluster_vmnk.shape,
+            )
         scale_operands: Any = None
         if cutlass.const_expr(scales is not None):
             scale_operands = self.scale_maps(tiled_mma, load, cluster_vmnk, *self.policy.scale_views(*scales, problem))
@@ -221,9 +241,10 @@ class GroupedGemm:
             args,
             hidden,
             problem,
+            gathered,
         ).launch(
             grid=(running * config.ctas, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(32 * self.warps, 1, 1),
             cluster=cluster,
             stream=stream,
             min_blocks_per_mp=1,  # shared memory allows no more: registers need not be spared
@@ -287,6 +308,7 @@ class GroupedGemm:
         args: EpilogueArgs,
         hidden,
         problem: Problem,
+        gathered: Gathered | None,
     ):
         """Set up what the roles share, then branch into them."""
         config = self.config
@@ -308,9 +330,9 @@ class GroupedGemm:
         loads = pipeline.PipelineTmaUmma.create(
             barrier_storage=full,
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.load_warps),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-            tx_count=self.stage_bytes,
+            tx_count=self.stage_bytes - (gather.gathered_bytes(self) if self.gathered else 0),
             cta_layout_vmnk=cluster_vmnk,
             defer_sync=True,
         )
@@ -333,7 +355,7 @@ class GroupedGemm:
         pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
         rank = block % config.ctas
         first, step = block // config.ctas, blocks // config.ctas
-        problem = self.policy.arrange(problem, allocator, warp, THREADS // 32, first, step)
+        problem = self.policy.arrange(problem, allocator, warp, self.warps, first, step)
 
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
@@ -354,20 +376,13 @@ class GroupedGemm:
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, self.accumulators)).layout
         pipeline.pipeline_init_wait(cluster_vmnk)
 
+        a, b = (a_map, a_coords, a_buffers), (b_map, b_coords, b_buffers)
         if warp == LOAD_WARP:
-            thread_mma = tiled_mma.get_slice(rank)
-            load_tiles(
-                self,
-                thread_mma,
-                (a_map, a_coords, a_buffers),
-                (b_map, b_coords, b_buffers),
-                scale_loads,
-                loads,
-                problem,
-                rank,
-                first,
-                step,
-            )
+            load_tiles(self, tiled_mma.get_slice(rank), a, b, scale_loads, loads, problem, rank, first, step)
+        if cutlass.const_expr(gathered is not None):  # noqa: SIM102 - decided while tracing
+            if warp > LOAD_WARP:
+                operand, which = a if cutlass.const_expr(self.gathered == "a") else b, warp - LOAD_WARP - 1
+                gather.gather_tiles(self, gathered, operand, loads, problem, which, rank, first, step)
         if warp == MMA_WARP:
             tmem.wait_for_alloc()
             accumulators = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)

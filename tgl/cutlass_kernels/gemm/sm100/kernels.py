@@ -1,11 +1,15 @@
 """The GEMM kernels of sm_100, by the names that ``archs.Arch.kernel`` asks for."""
 
+from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .scaled import QuantizingGroupedGemm, ScaledGroupedGemm
 
 __all__ = [
     "ActivatedGroupedGemm",
+    "GatheredActivatedGroupedGemm",
+    "GatheredGradientGroupedGemm",
+    "GatheredGroupedGemm",
     "GradientGroupedGemm",
     "GroupedGemm",
     "QuantizingGroupedGemm",

@@ -1,4 +1,4 @@
-"""The load warp: A and B tiles into the pipeline's buffers by TMA."""
+"""The load warp: A and B tiles into the pipeline's buffers by TMA, but for an operand that is gathered."""
 
 from typing import Any
 
@@ -49,8 +49,10 @@ def load_tiles(
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
-        a_to, a_from = _partition(a, policy.a(a[1], tile), (tile_m, tile_k), tile.m, thread_mma.partition_A)
-        b_to, b_from = _partition(b, policy.b(b[1], tile), gemm.b_tile, tile.n, thread_mma.partition_B)
+        if cutlass.const_expr(gemm.gathered != "a"):
+            a_to, a_from = _partition(a, policy.a(a[1], tile), (tile_m, tile_k), tile.m, thread_mma.partition_A)
+        if cutlass.const_expr(gemm.gathered != "b"):
+            b_to, b_from = _partition(b, policy.b(b[1], tile), gemm.b_tile, tile.n, thread_mma.partition_B)
         if cutlass.const_expr(scales is not None):
             a_scale, b_scale, single = scales
             wide = policy.a_scale(a_scale[1], tile)
@@ -62,8 +64,10 @@ def load_tiles(
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
             loads.producer_acquire(state)
             barrier = loads.producer_get_barrier(state)
-            cute.copy(a[0], a_from[None, k], a_to[None, state.index], tma_bar_ptr=barrier)
-            cute.copy(b[0], b_from[None, k], b_to[None, state.index], tma_bar_ptr=barrier)
+            if cutlass.const_expr(gemm.gathered != "a"):
+                cute.copy(a[0], a_from[None, k], a_to[None, state.index], tma_bar_ptr=barrier)
+            if cutlass.const_expr(gemm.gathered != "b"):
+                cute.copy(b[0], b_from[None, k], b_to[None, state.index], tma_bar_ptr=barrier)
             if cutlass.const_expr(scales is not None):
                 cute.copy(scales[0][0], sa_from[None, k], sa_to[None, state.index], tma_bar_ptr=barrier)
                 both = {} if ctas == 1 else {"mcast_mask": cutlass.Int16((1 << ctas) - 1)}

@@ -28,6 +28,11 @@ def scaled_reason(form: OperandFormat, tiling: GemmConfig) -> str | None:
     return "float32 scales of blocks have kernels on sm_90 only" if form.block else None
 
 
+def gathering_reason(tiling: GemmConfig) -> str | None:
+    """What else rules a tiling out for kernels that gather rows of an operand: each CTA of a pair gathers its half."""
+    return None
+
+
 def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
     """Wide tiles, as they cost the least bandwidth per MMA, but not where half of one would stay empty.
 
@@ -37,6 +42,11 @@ def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
     if rows >= 256:
         return GemmConfig(tile_m=256, tile_n=tile_n, two_cta=True)
     return GemmConfig(tile_m=128, tile_n=tile_n)
+
+
+def choose_gathering(kind: str, columns: int, depth: int, rows: int, operand: str) -> GemmConfig:
+    """The usual one, since a TMA copy of four rows costs an MMA no more than the copy of a tile that it stands for."""
+    return choose(kind, columns, depth, rows)
 
 
 def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:

@@ -20,16 +20,17 @@ the stage's barrier when they are done, and no lane waits for them; so the fence
 behind their wait for the stage: it may stand anywhere between the writes and the reads that they order.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 
-from ...config import VARLEN_K, VARLEN_M, GemmConfig
+from ...config import VARLEN_K, VARLEN_M
 from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
 from ...tiles.policy import Problem
+from ..gathered import Gathered, find_rows, read_index
 from .load import Operand, Ring, advance, boxes
 
 LANES = 128
@@ -37,30 +38,6 @@ PIECE = 16  # bytes
 LINE = 128  # bytes
 LANES_OF_LINE = LINE // PIECE
 LINES = LANES // LANES_OF_LINE  # that all lanes copy at a time
-
-OPERANDS = {VARLEN_M: ("a",), VARLEN_K: ("a", "b")}
-"""Which operand may be gathered, by kind of problem."""
-
-
-class Gathered(NamedTuple):
-    """The operand that is gathered, in global memory."""
-
-    values: cute.Tensor  # [S, columns], row-major
-    index: cute.Tensor  # int32 [T]: the row of ``values`` that is row t of the grouped order
-
-
-def check(kind: str, config: GemmConfig, gathered: str | None):
-    """Whether kernels of a kind and tiling can gather an operand; None is none.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if gathered is None:
-        return
-    if gathered not in OPERANDS[kind]:
-        raise ValueError(f"`gathered` must be None or one of {OPERANDS[kind]} for {kind}, not {gathered!r}")
-    if config.ctas > 1:
-        raise ValueError("rows are gathered by each CTA for itself: there are no clusters")
 
 
 @cute.jit
@@ -104,14 +81,15 @@ def gather_tiles(
             row += along * extent
         else:
             column = along * (own_bytes // tile_k)
-        read_index(source, row, lane, found)
+        row += lane // LANES_OF_LINE  # of the lane's first line
+        read_index(source, row, LINES, found)
         if cutlass.const_expr(policy.kind == VARLEN_M):
-            find_rows(source, found, row, end, lane, rows)
+            find_rows(source, found, row, LINES, end, rows)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
             if cutlass.const_expr(policy.kind == VARLEN_K):  # the next ones are on their way while these are copied
-                find_rows(source, found, row, end, lane, rows)
+                find_rows(source, found, row, LINES, end, rows)
                 row += tile_k
-                read_index(source, row, lane, found)
+                read_index(source, row, LINES, found)
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
                 with cute.arch.elect_one():
@@ -136,26 +114,6 @@ def _boxes(gemm: Any, other: Operand, tile: Tile) -> tuple[cute.Tensor, cute.Ten
     else:
         part = cute.local_tile(policy.a(other.coords, tile), (tile_m, tile_k), (tile.m, None))
     return boxes(other, part, 0, 1)
-
-
-def read_index(source: Gathered, first: Int32, lane: Int32, found: cute.Tensor):
-    """Write to ``found`` what the index says of a lane's lines, from row ``first`` of the grouped order on.
-
-    Behind the index it is the last row's: without branches, all reads are on their way at once.
-    """
-    last = Int32(source.index.shape[0]) - 1
-    for i in range(cute.size(found)):
-        found[i] = source.index[clamp(first + i * LINES + lane // LANES_OF_LINE, Int32(0), last)]
-
-
-@cute.jit
-def find_rows(source: Gathered, found: cute.Tensor, first: Int32, end: Int32, lane: Int32, rows: cute.Tensor):
-    """Write to ``rows`` those of the operand that ``found`` names; -1 from row ``end`` of the grouped order on."""
-    for i in cutlass.range_constexpr(cute.size(rows)):
-        row = found[i]
-        if first + i * LINES + lane // LANES_OF_LINE >= end or row >= source.values.shape[0]:
-            row = Int32(-1)
-        rows[i] = row
 
 
 @cute.jit

@@ -34,12 +34,13 @@ from ...tiles.gated import varlen_m
 from ...tiles.policy import Problem, VarlenK
 from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
+from ..gathered import Gathered, check
 from ..scaling import DENSE, OperandFormat
 from . import gather, store
 from .factors import LANES, factor_count, load_factors
 from .load import Operand, allocate_ring, load_tiles, open_ring
 from .mma import consume_tiles
-from .tilings import SMEM_BYTES
+from .tilings import SMEM_BYTES, gathering_reason
 
 WARPGROUP = 128
 BARRIER_SMEM = 512  # at most
@@ -74,7 +75,7 @@ class GroupedGemm:
         form: OperandFormat = DENSE,
         gathered: str | None = None,
     ):
-        gather.check(kind, config, gathered)
+        check(kind, gathered, gathering_reason(config))
         self.gathered = gathered
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
@@ -157,7 +158,7 @@ class GroupedGemm:
         problem = self.policy.problem(a, b, offs, out, slots)
         gathered: Any = None
         if cutlass.const_expr(self.gathered is not None):
-            gathered = gather.Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
+            gathered = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
             problem = problem._replace(rows=Int32(gathered.index.shape[0]))
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
@@ -242,7 +243,7 @@ class GroupedGemm:
         args: EpilogueArgs,
         hidden,
         problem: Problem,
-        gathered: gather.Gathered | None,
+        gathered: Gathered | None,
     ):
         """Set up what the roles share, then branch into them."""
         a_map, a_coords, a_smem = a

@@ -37,6 +37,11 @@ def scaled_reason(form: OperandFormat, tiling: GemmConfig) -> str | None:
     return "columns of a tile share a scale of B" if form.block and tiling.tile_n > form.block else None
 
 
+def gathering_reason(tiling: GemmConfig) -> str | None:
+    """What else rules a tiling out for kernels that gather rows of an operand."""
+    return "each CTA gathers rows for itself, so there are no clusters" if tiling.ctas > 1 else None
+
+
 def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
     """128 x 128 tiles of two warpgroups in turns, where rows and columns fill them.
 
