@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Reason
+from ..meta.memory import address
 
 
 def grouped_gemm(
@@ -58,6 +59,6 @@ def _operand_reason(a: Tensor, b: Tensor, out: Tensor) -> Reason:
         strides = sorted(t.stride()[-2:])
         if strides[0] != 1 or any(s * t.element_size() % 16 for s in t.stride() if s != 1):
             return f"needs `{name}` with one unit stride and all others multiples of 16 bytes, got strides {t.stride()}"
-        if t.data_ptr() % 16:
+        if address(t) % 16:
             return f"needs `{name}` aligned to 16 bytes"
     return None

@@ -5,21 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def flattened(top_k_index: Tensor) -> Tensor:
-    """``[T]``: the choices of the pairs, in a dtype that counts any number of experts."""
-    choices = top_k_index.reshape(-1)
-    return choices if choices.dtype.itemsize >= 4 else choices.int()
-
-
-def behind(choices: Tensor, num_experts: int) -> Tensor:
-    """``choices``, but those of no expert sort behind the experts."""
-    return choices.masked_fill(choices < 0, num_experts)
-
-
-def resized(t: Tensor, rows: int | torch.SymInt) -> Tensor:
-    """``t [T]`` with so many rows: those behind the last one are no pair's."""
-    return torch.nn.functional.pad(t, (0, rows - t.shape[0]), value=-1)  # type: ignore[arg-type]  # or cut off
+from ..meta.choices import behind, flattened, resized
 
 
 def route(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..aten import routing
+from ..meta import choices as steps
 
 _RADIX = 1 << 15  # elements from which on torch sorts integers digit by digit, so that narrow ones take fewer passes
 _NARROW = torch.iinfo(torch.uint8).max
@@ -17,13 +17,13 @@ def produce_route(specs: Any, operands: list) -> dict[str, Tensor]:
     """The outputs; choices of no expert cost steps of their own, where there are any."""
     top_k_index, num_experts = operands
     (pairs,), (rows,), device = specs["position"].shape, specs["source"].shape, top_k_index.device
-    choices = routing.flattened(top_k_index)
+    choices = steps.flattened(top_k_index)
     narrow = pairs >= _RADIX and num_experts < _NARROW
     if narrow:
-        choices = choices.clamp(-1, num_experts).to(torch.uint8)  # in which -1 sorts behind the experts
+        choices = steps.narrow(choices, num_experts)
     experts, order = torch.sort(choices, stable=True)
     if not narrow and pairs and int(experts[0]) < 0:
-        experts, order = torch.sort(routing.behind(choices, num_experts), stable=True)
+        experts, order = torch.sort(steps.behind(choices, num_experts), stable=True)
     groups = torch.arange(num_experts, dtype=experts.dtype, device=device)
     offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
     source = order.int()
@@ -36,6 +36,6 @@ def produce_route(specs: Any, operands: list) -> dict[str, Tensor]:
         source[routed:] = token[routed:] = -1
         position[order[routed:]] = -1
     if rows != pairs:
-        source, token = routing.resized(source, rows), routing.resized(token, rows)
+        source, token = steps.resized(source, rows), steps.resized(token, rows)
         offs.clamp_(max=rows)
     return {"source": source, "position": position, "token": token, "offs": offs}

@@ -1,8 +1,9 @@
-"""Checks that need a real pointer, made at run time just before a kernel writes into a caller's buffer."""
+"""Where tensors lie: checks made at run time just before a kernel writes into a caller's buffer."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import OUT_ALIGNMENT, require
 
@@ -49,3 +50,8 @@ def _other_columns(x: Tensor, y: Tensor) -> bool:
         return False
     distance = (y.data_ptr() - x.data_ptr()) % pitch  # from the first column of x to the first column of y
     return distance >= x.shape[1] * x.element_size() and distance + y.shape[1] * y.element_size() <= pitch
+
+
+def address(t: Tensor) -> int:
+    """Where ``t`` lies; where it would in a storage that begins at 0, of one without memory, for ``explain``."""
+    return int(t.storage_offset()) * t.element_size() if isinstance(t, FakeTensor) else t.data_ptr()

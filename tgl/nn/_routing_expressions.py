@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..aten import routing
+from ..meta import choices as steps
 from ..meta import specs
 from ._transforms import applier
 
@@ -19,14 +19,9 @@ from ._transforms import applier
 def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``tgl::route`` returns."""
     specs.route(top_k_index, num_experts, num_rows)
-    choices, pairs = top_k_index.reshape(-1), top_k_index.numel()
-    if choices.dtype.itemsize < 4:
-        choices = choices.int()  # a dtype that may be too narrow to count the experts
-    if num_experts < torch.iinfo(torch.uint8).max:  # of which a sort by digits takes one pass
-        choices = choices.clamp(-1, num_experts).to(torch.uint8)  # in which -1 sorts behind the experts
-    else:
-        choices = choices.masked_fill(choices < 0, num_experts)
-    experts, order = torch.sort(choices, stable=True)
+    choices, pairs = steps.flattened(top_k_index), top_k_index.numel()
+    sortable = steps.narrow if num_experts < torch.iinfo(torch.uint8).max else steps.behind
+    experts, order = torch.sort(sortable(choices, num_experts), stable=True)
     groups = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
     offs = torch.searchsorted(experts, groups, right=True, out_int32=True)
     of_none, rows = experts >= num_experts, torch.arange(pairs, dtype=torch.int32, device=order.device)
@@ -35,7 +30,7 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) ->
     source = order.int().masked_fill(of_none, -1)
     position = torch.empty_like(source).scatter(0, order, rows.masked_fill(of_none, -1))
     if num_rows is not None:
-        source = routing.resized(source, num_rows)
+        source = steps.resized(source, num_rows)
     return source, position, source // top_k_index.shape[1], offs
 
 

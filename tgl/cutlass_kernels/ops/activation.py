@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta.memory import address
 from ..activation.activation_spec import ActivationSpec, spec_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, warm
@@ -74,7 +75,7 @@ class Elementwise(Launcher[Call]):
             if t.shape[0] > MAX_ROWS:
                 return f"takes up to {MAX_ROWS} rows, got {t.shape[0]}"
         x, pair = c.x, 2 * c.x.element_size()
-        if spec_of(c.params).interleaved and (x.stride(0) % 2 or device.address(x) % pair):
+        if spec_of(c.params).interleaved and (x.stride(0) % 2 or address(x) % pair):
             return f"needs interleaved `x` with rows on {pair} bytes, got strides {x.stride()}"
         return None
 
@@ -161,7 +162,7 @@ def vector_of(spec: ActivationSpec, *matrices: Tensor) -> int:
     low = columns = min(t.shape[1] for t in matrices)
     for t in matrices:
         pair = 2 if spec.interleaved and t.shape[1] != columns else 1  # elements of t per column of the output
-        low |= t.stride(0) // pair | device.address(t) // (pair * t.element_size())
+        low |= t.stride(0) // pair | address(t) // (pair * t.element_size())
     while low % vector:
         vector //= 2
     return vector

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta.memory import address
 from ...meta.quantized import DequantizeOptions
 from ..quantize.quantize_spec import DequantizeSpec
 from ..runtime import device
@@ -141,7 +142,7 @@ class GroupDequantize(Launcher[DequantizeCall]):
 
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy if it begins at an address that no access of 16 bytes may have."""
-    return t.clone() if device.address(t) % ALIGNMENT else t
+    return t.clone() if address(t) % ALIGNMENT else t
 
 
 def divisor(size: int, most: int) -> int:

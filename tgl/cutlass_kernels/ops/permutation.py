@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta.memory import address
 from ..permute.cut import LANES, MOST, Cut, cut_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, warm
@@ -213,7 +214,7 @@ def vector_of(*matrices: Tensor) -> int:
     size = matrices[0].element_size()
     vector, low = ALIGNMENT // size, matrices[0].shape[1]
     for t in matrices:
-        low |= t.stride(0) | device.address(t) // size
+        low |= t.stride(0) | address(t) // size
     while low % vector:
         vector //= 2
     return vector

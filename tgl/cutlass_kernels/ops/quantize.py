@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.components import Components
 from ...meta.formats import FORMATS
+from ...meta.memory import address
 from ...meta.quantized import Options
 from ...meta.table import OnePerName
 from ..activation.activation_spec import spec_of
@@ -91,7 +92,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
         if rows > MAX_ROWS:
             return f"takes up to {MAX_ROWS} rows, got {rows}"
         for name, t in zip(Components._fields, c.out):
-            if device.address(t) % ALIGNMENT:
+            if address(t) % ALIGNMENT:
                 return f"needs `{name}` aligned to {ALIGNMENT} bytes"
         return None
 

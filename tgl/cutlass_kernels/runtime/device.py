@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 EMULATED_MULTIPROCESSORS = 4  # few enough that clusters take turns on tiles
 
@@ -34,11 +33,6 @@ def multiprocessors(device: torch.device) -> int:
 def clusters(device: torch.device, ctas: int) -> int:
     """How many clusters of as many CTAs, each with a multiprocessor of its own, a device has room for."""
     return max(multiprocessors(device) // ctas, 1)
-
-
-def address(t: Tensor) -> int:
-    """Where ``t`` lies; where it would in a storage that begins at 0, of one without memory, for ``explain``."""
-    return int(t.storage_offset()) * t.element_size() if isinstance(t, FakeTensor) else t.data_ptr()
 
 
 def on_its_device(function: Callable, *last: Any) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...meta.memory import address
 from . import device
 
 ALIGNMENT = 16  # bytes, of a 128-bit access and of what a tensor map describes
@@ -56,7 +57,7 @@ class Need:
                     return (
                         f"needs strides of `{name}` that are multiples of {self.pitch} bytes and not 0, got {strides}"
                     )
-        return f"needs `{name}` aligned to {self.address} bytes" if device.address(t) % self.address else None
+        return f"needs `{name}` aligned to {self.address} bytes" if address(t) % self.address else None
 
     def room(self, t: Tensor, rows: int | None = None) -> Tensor:
         """An uninitialised tensor like ``t``, row-major unless nothing asks for it, which a kernel reaches.

@@ -1,0 +1,73 @@
+"""The report of ``python -m tgl.doctor``, here and where a GPU is pretended."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tgl import backends, doctor
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.runtime import device
+from tgl.meta.formats import FORMATS
+
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Lets torch believe in one device of an architecture."""
+
+    def pretend(arch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: CAPABILITIES[arch])
+
+    backends._cuda_arch.cache_clear()
+    yield pretend
+    backends._cuda_arch.cache_clear()
+    backends._forget_candidates()
+
+
+def served(where):
+    """``(op, dtype or format)`` to what the report says of it."""
+    lines = doctor.report().split(f"\n{where}: ")[1].split("\n\n")[0].splitlines()
+    cells = (line.split(None, 2) for line in lines[1:])
+    return {(op, of): text for op, of, text in cells if of in ("bfloat16", *FORMATS)}
+
+
+def test_on_a_cpu():
+    found = served("cpu")
+    assert {of for _, of in found} == {"bfloat16", *FORMATS}
+    assert found["grouped_gemm", "bfloat16"] == "loop of mm"
+    assert not any("no implementation" in text for text in found.values())
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_on_a_gpu(gpu, arch):
+    pytest.importorskip("cutlass")
+    gpu(arch)
+    found = served("cuda:0")
+    ours = found["grouped_gemm", "bfloat16"], found["grouped_gemm_scaled", "mxfp8"]
+    assert (
+        ours
+        == {
+            "sm_80": ("loop of mm, reads the device on the host", ours[1]),
+            "sm_90": ("tgl kernel", ours[1]),
+            "sm_100": ("tgl kernel", "tgl kernel"),
+        }[arch]
+    )
+    assert ours[1].startswith("no implementation: ") == (arch != "sm_100")
+    assert (f"tgl has kernels for {', '.join(ARCHS)}, not for {arch}" in doctor.report()) == (arch not in ARCHS)
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(device, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
+    assert "kernels cannot be compiled: this needs the package nvidia-cutlass-dsl" in doctor.report()
+
+
+def test_as_a_command():
+    made = subprocess.run([sys.executable, "-m", "tgl.doctor"], capture_output=True, text=True, check=True)
+    assert made.stdout.startswith("tgl ")
+    assert not made.stderr
