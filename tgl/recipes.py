@@ -100,6 +100,7 @@ class QuantizeSpec:
         rng: Tensor | None = None,
         noop: Tensor | None = None,
         slots: Tensor | None = None,
+        rows: Tensor | None = None,
         dbias: bool = False,
         out: Components | None = None,
     ) -> Components:
@@ -108,7 +109,7 @@ class QuantizeSpec:
         Args:
             scale: ``[G]``, required if ``delayed``.
             rng: ``[seed, offset]``, required if ``stochastic``.
-            x, offs, rowwise, columnwise, row_scale, noop, slots, dbias, out: see ``group_quantize``.
+            x, offs, rowwise, columnwise, row_scale, noop, slots, rows, dbias, out: see ``group_quantize``.
         """
         if self.delayed != (scale is not None):
             raise ValueError(f"`scale` must be {'given' if self.delayed else 'None'} for {self}")
@@ -122,6 +123,7 @@ class QuantizeSpec:
             rng,
             noop,
             slots,
+            rows,
             rowwise=rowwise,
             columnwise=columnwise,
             dbias=dbias,

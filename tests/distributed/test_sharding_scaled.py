@@ -115,7 +115,8 @@ def check_wgrad(format: str) -> None:
 def check_quantize(format: str) -> None:
     """Every component of a shard is the shard of the component."""
     x, w = torch.randn(T, K, dtype=torch.bfloat16), torch.randn(G, N, K, dtype=torch.bfloat16)
-    cases = [(x, OFFS, (1,), {"dbias": True}), (w, None, (1, 2), {})]
+    rows = torch.arange(T - 1, -1, -1, dtype=torch.int32)
+    cases = [(x, OFFS, (1,), {"dbias": True}), (x[:5], OFFS, (1,), {"rows": rows % 5}), (w, None, (1, 2), {})]
     if format == "fp8_block":
         cases.append((w, None, (1, 2), {"block_2d": True}))
     for t, offs, dims, more in cases:
@@ -124,8 +125,9 @@ def check_quantize(format: str) -> None:
             expected = tgl.group_quantize(t, offs, **options)
             for dim in dims:
                 shard, ends = place(t, Shard(dim)), place(offs, R)
+                placed = {name: place(value, R) if name == "rows" else value for name, value in options.items()}
                 with CommDebugMode() as counter:
-                    actual = tgl.group_quantize(shard, ends, **options)
+                    actual = tgl.group_quantize(shard, ends, **placed)
                 assert counter.get_total_counts() == 0
                 for name, mine, theirs in zip(actual._fields, actual, expected):
                     if theirs.numel():

@@ -6,6 +6,7 @@ import torch
 import tgl
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import gradient, product
+from tests.memory import same_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -104,3 +105,29 @@ def test_a_graph_of_a_step_follows_its_index():
             0, rows[:ROUTED], by_row[:ROUTED]
         )
         assert torch.equal(da, wanted.to(BF16))
+
+
+QUANTIZED = {
+    "mxfp8": {"scale_layout": "blocked"},
+    "nvfp4": {"scale_layout": "blocked", "rht": True},
+    "fp8_tensor": {},
+    "fp8_block": {},
+}
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("width", [264, 60])
+def test_quantised(format, width):
+    """The bytes of a copy in order, without one."""
+    x, rows, options = tokens(width), index(), {"format": format, **QUANTIZED[format]}
+    rows[5] = -1
+    ordered = in_order(x, rows)
+    ordered[5] = 0
+    report = tgl.explain(tgl.group_quantize, x, offs(), rows=rows, **options)
+    assert "tgl kernel" in report.chosen.name
+    assert not report.copies
+    made, wanted = tgl.group_quantize(x, offs(), rows=rows, **options), tgl.group_quantize(ordered, offs(), **options)
+    assert all(map(same_bytes, made, wanted))
+    sums = tgl.group_quantize(x, offs(), rows=rows, dbias=True, **options)
+    wanted = tgl.group_quantize(ordered, offs(), dbias=True, **options)
+    assert all(map(same_bytes, sums, wanted))

@@ -46,7 +46,7 @@ add(Implementation("grouped_gemm_scaled", "decode and mm", "cpu", scaled_gemm.ge
 for _op, _slots in (("grouped_gemm_scaled_wgrad", False), ("grouped_gemm_scaled_wgrad_accumulate_", True)):
     add(Implementation(_op, "decode and mm", "cpu", scaled_gemm.wgrad, note=_DECODED, slots=_slots))
 add(Implementation("route", "stable sort", "cpu", None, produce=routing.produce_route))
-add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quantize, slots=True))
+add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quantize, slots=True, rows=True))
 add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
 add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))
 add(Implementation("grouped_activation_backward", "steps of aten", "cpu", activation.backward))

@@ -196,6 +196,7 @@ def _group_quantize(
     row_scale: Any = None,
     rng: Any = None,
     slots: Any = None,
+    rows: Any = None,
     *,
     format: str,
     rowwise: bool = True,
@@ -206,19 +207,19 @@ def _group_quantize(
     **_: Any,
 ) -> list[Rule]:
     f = FORMATS[format]
-    rules = [replicated(7, x, offs, scale, row_scale, rng, slots)]
+    rules = [replicated(7, x, offs, scale, row_scale, rng, slots, rows)]
     if scale_layout != "compact" or f.has_amax:
         return rules
     for dim in range(1, len(x.shape)):
         if not _divides(x.shape[dim], f.block, x.mesh):
             continue
-        rows = Shard(dim), Shard(dim)
+        by_rows = Shard(dim), Shard(dim)
         columns = _features(f) if offs is not None else _matrix(f, True, dim)
         turned = f.transposed_scale or (f.square_scales and block_2d)
         if offs is None and f.transposed_columnwise and not turned:  # unlike the data
             columns = columns[0], Shard(dim)
-        results = [*_results(rows, columns, rowwise, columnwise), Shard(1) if dbias else WHOLE]
-        whole = [(t, WHOLE) for t in (offs, scale, row_scale, rng, slots)]
+        results = [*_results(by_rows, columns, rowwise, columnwise), Shard(1) if dbias else WHOLE]
+        whole = [(t, WHOLE) for t in (offs, scale, row_scale, rng, slots, rows)]
         rules.append(rule(results, (x, Shard(dim)), *whole))
     return rules
 

@@ -110,16 +110,21 @@ def group_quantize(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     options: Options,
 ) -> SizedComponents:
-    """``[T, K]`` with ``offs``, ``[G, N, K]`` without, ``[S, N, K]`` with ``slots``; ``options`` resolved."""
+    """``x`` is ``[T, K]`` with ``offs``, or ``[S, K]`` if there are ``rows``. Without ``offs`` it is ``[G, N, K]``, or
+    ``[S, N, K]`` if there are ``slots``. ``options`` are resolved.
+    """
     f = options.description
     if offs is None:
+        checks.require(rows is None, _OP, "rows", "None when `offs` is None (they are in groups)", "a tensor")
         checks.ndim(_OP, "x", x, 3, "[G, N, K] when `offs` is None")
     else:
         checks.require(slots is None, _OP, "slots", "None when `offs` is given (they number matrices)", "a tensor")
-        checks.ndim(_OP, "x", x, 2, "[T, K] when `offs` is given")
+        letters = "[T, K] when `offs` is given" if rows is None else "[S, K] when `rows` is given"
+        checks.ndim(_OP, "x", x, 2, letters)
     checks.require(x.dtype in SOURCES, _OP, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
     checks.dense_matrix(_OP, "x", x)
     if offs is not None:
@@ -141,6 +146,9 @@ def group_quantize(
         groups = slots.shape[0]
         checks.slots(_OP, "x", x, slots, groups, "x", x.device)
         shape = (groups, *shape[1:])
+    if rows is not None:
+        checks.row_index(_OP, "rows", rows, "x", x.device)
+        shape = (rows.shape[0], *shape[1:])
     if scale is not None:
         _only_for(_OP, f, "scale", "a tensor", None)
         shaped = options.eps == 0 and not options.power_of_two
@@ -151,7 +159,7 @@ def group_quantize(
         checks.contiguous(_OP, "scale", scale)
     if row_scale is not None:
         checks.require(offs is not None, _OP, "row_scale", "None when `offs` is None", "a tensor")
-        checks.shape(_OP, "row_scale", row_scale, (x.shape[0],), "[T]")
+        checks.shape(_OP, "row_scale", row_scale, (shape[0],), "[T]")
         checks.either_dtype(_OP, "row_scale", row_scale, x.dtype, torch.float32)
         checks.same_device(_OP, "row_scale", row_scale, "x", x.device)
     if rng is not None:
@@ -170,11 +178,12 @@ def group_quantize_out(
     rng: Tensor | None,
     noop: Tensor | None,
     slots: Tensor | None,
+    rows: Tensor | None,
     *out: Tensor,
     options: Options,
 ) -> None:
     """Checks of ``group_quantize.out``: those of ``group_quantize``, the flag, and buffers that fit."""
-    specs = group_quantize(x, offs, scale, row_scale, rng, slots, options=options).specs()
+    specs = group_quantize(x, offs, scale, row_scale, rng, slots, rows, options=options).specs()
     if noop is not None:
         checks.either_dtype(_OP, "noop", noop, torch.float32, torch.bool)
         if noop.dim() != 0:

@@ -14,9 +14,11 @@ from ..meta.components import Components
 from ..meta.quantized import OUT_NAMES, Options
 from ..meta.remembered import remembered
 from ._library import define
+from ._rows import given
 
 NAME = "group_quantize"
 _ARGS = "Tensor x, Tensor? offs, Tensor? scale=None, Tensor? row_scale=None, Tensor? rng=None"
+_TABLES = "Tensor? slots=None, Tensor? rows=None"
 _OPTIONS = (
     "str format, bool rowwise=True, bool columnwise=True, ScalarType? dtype=None, "
     'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool block_2d=False, '
@@ -28,6 +30,9 @@ _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg"
 _ROWS = {"x": "rows", "row_scale": "vector"}
 _checked = remembered(quantized.group_quantize, _ROWS)
 _checked_out = remembered(quantized.group_quantize_out, {**_ROWS, "out": "tokens"}, quantized.group_quantize_out_moves)
+_INDEXED = {"x": "tokens", "row_scale": "tokens", "rows": "tokens"}
+_checked_indexed = remembered(quantized.group_quantize, _INDEXED)
+_checked_indexed_out = remembered(quantized.group_quantize_out, {**_INDEXED, "out": "tokens"})
 _checked_matrices = remembered(quantized.group_quantize)
 _checked_matrices_out = remembered(quantized.group_quantize_out)
 
@@ -46,13 +51,15 @@ def _kernel(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     **keywords: Any,
 ) -> Components:
     options = _resolved(**keywords)
-    if slots is not None:
-        out = _checked_matrices(x, offs, scale, row_scale, rng, slots, options=options).empty()
-        debug.check_slots(NAME, slots, "x", x, written=False)
-        backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out, slots=slots)
+    if slots is not None or rows is not None:
+        checked = _checked_matrices if rows is None else _checked_indexed
+        out = checked(x, offs, scale, row_scale, rng, slots, rows, options=options).empty()
+        tables = _tables(x, offs, slots, rows)
+        backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out, **tables)
         return out
     check = _checked if offs is not None else _checked_matrices
     out = check(x, offs, scale, row_scale, rng, options=options).empty()
@@ -60,6 +67,15 @@ def _kernel(
         debug.check_offs(NAME, offs, x.shape[0])
     backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out)
     return out
+
+
+def _tables(x: Tensor, offs: Tensor | None, slots: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
+    """Those of a call, whose values are looked at inside ``debug_checks()``."""
+    debug.check_slots(NAME, slots, "x", x, written=False)
+    if debug.active and rows is not None and offs is not None:
+        debug.check_offs(NAME, offs, rows.shape[0])
+        debug.check_rows(NAME, "rows", rows, offs, x)
+    return given(slots=slots, rows=rows)
 
 
 def _kernel_out(
@@ -70,22 +86,23 @@ def _kernel_out(
     rng: Tensor | None = None,
     noop: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     **keywords: Any,
 ) -> None:
     out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = _resolved(**keywords)
-    check = _checked_out if offs is not None else _checked_matrices_out
-    check(x, offs, scale, row_scale, rng, noop, slots, *out, options=options)
-    operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop, "slots": slots}
+    check = _checked_matrices_out if offs is None else _checked_out if rows is None else _checked_indexed_out
+    check(x, offs, scale, row_scale, rng, noop, slots, rows, *out, options=options)
+    operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop}
+    operands |= {"slots": slots, "rows": rows}
     for name, buffer in zip(OUT_NAMES, out):
         if buffer.numel():
             memory.writable(NAME, name, buffer, **operands)
         operands[name] = buffer
-    if debug.active and offs is not None:
+    if debug.active and offs is not None and rows is None:
         debug.check_offs(NAME, offs, x.shape[0])
-    debug.check_slots(NAME, slots, "x", x, written=False)
-    table = {} if slots is None else {"slots": slots}
-    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out, **table)
+    tables = {} if slots is None and rows is None else _tables(x, offs, slots, rows)
+    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out, **tables)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -98,10 +115,11 @@ def _fake(
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     **keywords: Any,
 ) -> Components:
     options = Options(**keywords).resolved(NAME)
-    return quantized.group_quantize(x, offs, scale, row_scale, rng, slots, options=options).empty()
+    return quantized.group_quantize(x, offs, scale, row_scale, rng, slots, rows, options=options).empty()
 
 
 def _fake_out(
@@ -112,22 +130,23 @@ def _fake_out(
     rng: Tensor | None = None,
     noop: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     **keywords: Any,
 ) -> None:
     out = [keywords.pop(name) for name in OUT_NAMES]
     options = Options(**keywords).resolved(NAME)
-    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, *out, options=options)
+    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, rows, *out, options=options)
 
 
 _ADVICE = "tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()"
 _op = define(
-    f"{NAME}({_ARGS}, Tensor? slots=None, *, {_OPTIONS}) -> ({_RESULTS})",
+    f"{NAME}({_ARGS}, {_TABLES}, *, {_OPTIONS}) -> ({_RESULTS})",
     _kernel,
     _fake,
     no_derivative=_ADVICE,
 )
 _op_out = define(
-    f"{NAME}.out({_ARGS}, Tensor? noop=None, Tensor? slots=None, *, {_OPTIONS}, {_BUFFERS}) -> ()",
+    f"{NAME}.out({_ARGS}, Tensor? noop=None, {_TABLES}, *, {_OPTIONS}, {_BUFFERS}) -> ()",
     _kernel_out,
     _fake_out,
     no_derivative=_ADVICE,
@@ -142,6 +161,7 @@ def _call(
     rng: Tensor | None = None,
     noop: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     out: Components | None = None,
     **keywords: Any,
@@ -150,13 +170,14 @@ def _call(
         out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = Options(**keywords).resolved(NAME)
     if out is None:
-        if noop is not None:  # the overload without ``out`` has no flag: where it stands it has slots
-            noop, slots = None, noop
-        out = quantized.group_quantize(x, offs, scale, row_scale, rng, slots, options=options).meta()
+        if noop is not None or (slots is not None and offs is not None):
+            # The overload without ``out`` has no flag: where it stands it has slots, and rows where those stand.
+            noop, slots, rows = None, noop, slots if rows is None else rows
+        out = quantized.group_quantize(x, offs, scale, row_scale, rng, slots, rows, options=options).meta()
     else:
-        quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, *out, options=options)
-    table = {} if slots is None else {"slots": slots}
-    return x.device, (x, offs, scale, row_scale, rng, noop), {"options": options, "out": out, **table}
+        quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, rows, *out, options=options)
+    tables = given(slots=slots, rows=rows)
+    return x.device, (x, offs, scale, row_scale, rng, noop), {"options": options, "out": out, **tables}
 
 
 backends.describe_op(NAME, _call)
@@ -170,6 +191,7 @@ def group_quantize(
     rng: Tensor | None = None,
     noop: Tensor | None = None,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     format: str,
     rowwise: bool = True,
@@ -230,11 +252,15 @@ def group_quantize(
     of 1 x 128 blocks; all other components are contiguous. A component that the format or the call does not have is an
     empty tensor of shape ``[0]``.
 
+    With ``rows``, row ``rows[t]`` of ``x`` stands for ``x[t]``: tokens are gathered as they are read, with the bytes of
+    ``x[rows]`` and without its ``[T, K]`` in memory. An amax is that of the rows that are read.
+
     Not differentiable; ``tgl.quantize`` makes a GroupedTensor with the straight-through estimator.
 
     Args:
-        x: ``[T, K]``, or ``[G, N, K]`` without ``offs``, or ``[S, N, K]`` with ``slots``; float32, bfloat16 or float16,
-            rows or columns contiguous (or expanded). nvfp4 needs an even K (and N, columnwise).
+        x: ``[T, K]``, or ``[S, K]`` with ``rows``, or ``[G, N, K]`` without ``offs``, or ``[S, N, K]`` with ``slots``;
+            float32, bfloat16 or float16, rows or columns contiguous (or expanded). nvfp4 needs an even K (and N,
+            columnwise).
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         scale: float32 ``[G]``; fp8_tensor only.
         row_scale: ``[T]``, dtype of ``x`` or float32: rows are multiplied by it, and rounded to the dtype of ``x``,
@@ -246,6 +272,11 @@ def group_quantize(
             ``x[slots[g]]``, and components are in the order of the groups. Slots of ``x`` may overlap, and a slot that
             is not in the table is not read. Values are not read on the host; a number outside ``[0, S)`` reads a matrix
             of zeros. Not with ``offs``.
+        rows: int32 ``[T]`` on the device of ``x``, contiguous, as in ``grouped_gemm``: the row of ``x`` for every row
+            of the groups, such as ``tgl.Routing.token``. Numbers may repeat, and no value of a row of ``x`` that none
+            names enters a result. From ``offs[-1]`` on, numbers mean nothing. Values are not read on the host; before
+            the tail, a number outside ``[0, S)`` stands for a row of zeros, and is an error inside
+            ``tgl.debug_checks()``. Only with ``offs``.
         format: which format.
         rowwise, columnwise: which directions; at least one.
         dtype: element dtype of the FP8 formats, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.
@@ -284,6 +315,6 @@ def group_quantize(
     if out is None:
         if noop is not None:
             raise ValueError(f"tgl::{NAME}: `noop` must be None without `out`, but got a tensor")
-        return Components(*_op(x, offs, scale, row_scale, rng, slots, **options))
-    _op_out(x, offs, scale, row_scale, rng, noop, slots, **options, **dict(zip(OUT_NAMES, out)))
+        return Components(*_op(x, offs, scale, row_scale, rng, slots, rows, **options))
+    _op_out(x, offs, scale, row_scale, rng, noop, slots, rows, **options, **dict(zip(OUT_NAMES, out)))
     return out

@@ -13,12 +13,15 @@ from ..meta import quantized
 from ..meta.formats import E4M3, E5M2, FORMATS
 from ..meta.quantized import OUT_NAMES, Options
 from ..meta.table import OnePerName
-from .samples import SampleInput, Signature
+from .samples import SampleInput, Signature, named_rows
 
 DIMENSIONS = {"K": 40, "N": 24, "L": 3, "S": 6}
 _GARBAGE = 0x5B
-_NEVER = {name: "nothing" for name in ("offs", "scale", "row_scale", "rng", "slots")}
-_INPUTS = "x[{x}], offs[G]:{offs}, scale[G]:derived?, row_scale[T]?, rng[2]:derived?{noop}, slots[G]:derived{slots}"
+_NEVER = {name: "nothing" for name in ("offs", "scale", "row_scale", "rng", "slots", "rows")}
+_INPUTS = (
+    "x[{x}], offs[G]:{offs}, scale[G]:derived?, row_scale[T]?, rng[2]:derived?{noop}, slots[G]:derived{slots}, "
+    "rows[T]:derived{rows}"
+)
 _OUTPUTS = (
     "data[{lead},K], scale[{scale},K], amax[{amax}], columnwise_data[{columnwise},K], columnwise_scale[P,K], "
     "columnwise_amax[{amax}], dbias[{dbias}]"
@@ -36,7 +39,7 @@ def _options(sample: SampleInput) -> Options:
 
 
 def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """Scales and seeds where they are given, slots, a flag that says no, and buffers full of garbage.
+    """Scales and seeds where they are given, slots, rows, a flag that says no, and buffers full of garbage.
 
     Slots are from the last to the first, and beyond: of many groups most have none.
     """
@@ -48,6 +51,8 @@ def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], 
         groups = len(sample.routing.sizes)
         last = sample.signature.dimensions["S"] - 1
         derived["slots"] = last - torch.arange(groups, dtype=torch.int32, device=x.device)
+    if _indexed(sample.signature):
+        derived["rows"] = named_rows(sample, made, tail)["rows"]
     if "scale" in sample.given:
         derived["scale"] = torch.arange(1, groups + 1, dtype=torch.float32, device=x.device) / 4
     if "rng" in sample.given:
@@ -55,7 +60,8 @@ def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], 
     if "noop" in sample.given:
         derived["noop"] = torch.zeros(1, dtype=torch.float32, device=x.device)
     if "data" in made:
-        specs = quantized.group_quantize(x, offs, slots=derived.get("slots"), options=_options(sample)).specs()
+        tables = {name: derived.get(name) for name in ("slots", "rows")}
+        specs = quantized.group_quantize(x, offs, **tables, options=_options(sample)).specs()
         for name, spec in zip(OUT_NAMES, specs):
             derived[name] = spec.empty()
             _fill_bytes(derived[name], _GARBAGE)
@@ -99,15 +105,17 @@ def _quantize(
 ) -> Signature:
     """``group_quantize`` of rows in groups or of matrices; ``given`` are the optional arguments that may be.
 
-    ``"slots"`` among them are always given, of matrices.
+    ``"slots"`` among them, of matrices, and ``"rows"``, of rows in groups, are always given.
     """
     f, blocked = FORMATS[format], "blocked" in options.get("scale_layout", ())
-    at_slots = "slots" in given
+    at_slots, indexed = "slots" in given, "rows" in given
+    in_groups, matrices = "S,K" if indexed else "T,K", "S,N,K" if at_slots else "G,N,K"
     inputs = _INPUTS.format(
-        x="T,K" if grouped else "S,N,K" if at_slots else "G,N,K",
+        x=in_groups if grouped else matrices,
         offs="ends" if grouped else "derived?",
         noop=", noop[]:derived?" if out else "",
         slots="" if at_slots else "?",
+        rows="" if indexed else "?",
     )
     outputs = _OUTPUTS.format(
         lead="T" if grouped else "M",
@@ -122,12 +130,16 @@ def _quantize(
         wide=("row_scale",) if "row_scale" in given else (),
         options={"format": (format,), **options},
         derive=_quantize_arguments,
-        **({**_PLAIN, "dtypes": (torch.bfloat16,)} if at_slots else _PLAIN),
+        **({**_PLAIN, "dtypes": (torch.bfloat16,)} if at_slots or indexed else _PLAIN),
     )
 
 
 def _at_slots(signature: Signature) -> bool:
-    return signature.text.startswith("x[S,")
+    return signature.text.startswith("x[S,N,")
+
+
+def _indexed(signature: Signature) -> bool:
+    return signature.text.startswith("x[S,K]")
 
 
 def _amax(format: str) -> str:
@@ -203,10 +215,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("mxfp8", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
                 _quantize("mxfp8", {**_E5M2, **_BOTH_LAYOUTS}, grouped=False),
                 _quantize("mxfp8", _BOTH_LAYOUTS, "slots", grouped=False),
+                _quantize("mxfp8", {"rowwise": (True, False), **_BOTH_LAYOUTS}, "row_scale", "rows"),
             ),
             out=(
                 _quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),
                 _quantize("mxfp8", {}, "slots", grouped=False, out=True),
+                _quantize("mxfp8", {"dbias": (True,)}, "rows", out=True),
             ),
             dequantize=(_dequantize("mxfp8", {"columnwise": (False, True), **_BOTH_LAYOUTS}),),
             requantize=(_requantize("mxfp8", _BOTH_LAYOUTS),),
@@ -218,10 +232,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("nvfp4", {"dbias": (True,)}, "rng"),
                 _quantize("nvfp4", {"block_2d": (True, False)}, "rng", grouped=False),
                 _quantize("nvfp4", {"block_2d": (True, False)}, "rng", "slots", grouped=False),
+                _quantize("nvfp4", {"rht": (True, False)}, "rng", "rows"),
             ),
             out=(
                 _quantize("nvfp4", {"rht": (True,), **_BOTH_LAYOUTS}, "rng", out=True),
                 _quantize("nvfp4", {}, "slots", grouped=False, out=True),
+                _quantize("nvfp4", {}, "rows", out=True),
             ),
             dequantize=(
                 _dequantize("nvfp4", _BOTH_LAYOUTS),
@@ -236,10 +252,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("fp8_tensor", {"columnwise": (True, False)}, "scale", "row_scale"),
                 _quantize("fp8_tensor", _E5M2, grouped=False),
                 _quantize("fp8_tensor", {}, "scale", "slots", grouped=False),
+                _quantize("fp8_tensor", {}, "scale", "rows"),
             ),
             out=(
                 _quantize("fp8_tensor", {}, "scale", out=True),
                 _quantize("fp8_tensor", {}, "slots", grouped=False, out=True),
+                _quantize("fp8_tensor", {}, "rows", out=True),
             ),
             dequantize=(
                 _dequantize("fp8_tensor", {}),
@@ -253,10 +271,12 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("fp8_block", {"power_of_two": (True, False)}, "row_scale"),
                 _quantize("fp8_block", {"block_2d": (True, False)}, grouped=False),
                 _quantize("fp8_block", {"block_2d": (True, False)}, "slots", grouped=False),
+                _quantize("fp8_block", {"power_of_two": (True, False)}, "rows"),
             ),
             out=(
                 _quantize("fp8_block", {}, out=True),
                 _quantize("fp8_block", {}, "slots", grouped=False, out=True),
+                _quantize("fp8_block", {}, "rows", out=True),
             ),
             dequantize=(
                 _dequantize("fp8_block", {}),

@@ -4,7 +4,8 @@ Every format has three functions:
 
 ``quantize(x, offs, scale, row_scale, rng, slots, *, options, out) -> None``
     ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``, float32, bfloat16 or float16, in any layout
-    with a unit stride (or expanded); with ``slots`` it is ``[S, N, K]``, and group g has the matrix ``slots[g]``.
+    with a unit stride (or expanded); with ``slots`` it is ``[S, N, K]``, and group g has the matrix ``slots[g]``. Rows
+    by an index come as an ``Indexed`` of that shape ``[T, K]``, of which steps of rows are put in order one at a time.
     ``options`` is a resolved ``meta.quantized.Options``, ``out`` the ``Components`` to write; all arguments have been
     checked. Writes every byte of every component that is not ``[0]``, zeros in tails
     and padding included, except ``out.dbias``, which the caller writes. Values in x's tail are not read.
@@ -32,6 +33,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ...aten.indexed import indexed
 from ...meta.components import Components
 from ...meta.formats import FORMATS
 from ...meta.quantized import DequantizeOptions, Options
@@ -90,14 +92,16 @@ def group_quantize(
     options: Options,
     out: Components,
     slots: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     if noop is not None and noop.any():
         return
+    source = indexed(x, rows)
     quantize = QUANTIZE[options.format]
     if options.dbias:
         assert offs is not None
-        dbias(x, offs, row_scale, out=out.dbias)
-    quantize(x, offs, scale, row_scale, rng, slots, options=options, out=out)
+        dbias(source, offs, row_scale, out=out.dbias)
+    quantize(source, offs, scale, row_scale, rng, slots, options=options, out=out)
 
 
 def group_dequantize(

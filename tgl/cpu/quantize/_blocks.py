@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,16 +74,34 @@ def magnitude(wide: Tensor, room: Tensor) -> Tensor:
 
 
 def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, scales: RowScales) -> None:
-    """Blocks along the columns."""
+    """Blocks along the columns. Of rows by an index that are more than the tokens, every token is quantised once."""
     data = data.view(groups.rows, rows.columns)
-    across, pieces = scales.columns, Even(2)
+    across, count = scales.columns, groups.routed
     scales.clear()
-    for start, stop in steps(0, groups.routed, across * block, buffers=rows.buffers):
-        wide = rows.load(start, stop, width=across * block).view(stop - start, across, block)
-        scaled, scale = rule(wide, pieces)
-        data[start:stop].copy_(scaled.view(stop - start, -1)[:, : rows.columns])
-        scales.write(start, stop, scale.squeeze(2))
+    tokens = rows.repeated(count)
+    if tokens is None:
+        for start, stop, scaled, scale in _by_rows(rows, count, across, block, rule):
+            data[start:stop].copy_(scaled)
+            scales.write(start, stop, scale)
+    else:
+        found = tokens.x.shape[0]
+        codes = torch.empty(found, rows.columns, dtype=data.dtype, device="cpu")
+        factors = torch.empty(found, across, dtype=scales.memory.dtype, device="cpu")
+        for start, stop, scaled, scale in _by_rows(tokens, found, across, block, rule):
+            codes[start:stop].copy_(scaled)
+            factors[start:stop].copy_(scale)
+        for start, stop, numbers in rows.numbers(count):
+            torch.index_select(codes.view(torch.uint8), 0, numbers, out=data[start:stop].view(torch.uint8))
+            scales.write(start, stop, factors.index_select(0, numbers))
     clear_tail(data, groups)
+
+
+def _by_rows(rows: Rows, count: int, across: int, block: int, rule: Rule) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Steps of the first ``count`` rows: where they begin and end, values ready to be cast, scales."""
+    for start, stop in steps(0, count, across * block, buffers=rows.buffers):
+        wide = rows.load(start, stop, width=across * block).view(stop - start, across, block)
+        scaled, scale = rule(wide, Even(2))
+        yield start, stop, scaled.view(stop - start, -1)[:, : rows.columns], scale.squeeze(2)
 
 
 def clear_tail(data: Tensor, groups: Groups) -> None:

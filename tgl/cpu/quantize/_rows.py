@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...aten.indexed import Indexed
 from ...meta.slots import on_host
+from ..permutation import within
 from ..scratch import Scratch
 
 _STEP = 1 << 17  # elements per thread and step: two float32 buffers of them fit a second-level cache
@@ -63,7 +65,7 @@ class Groups:
         bounds: 0 and the G ends. On the host: with few groups, tensors of G take longer.
     """
 
-    def __init__(self, x: Tensor, offs: Tensor | None, slots: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor | Indexed, offs: Tensor | None, slots: Tensor | None = None) -> None:
         self.each: int | None = None
         if offs is None:
             self.count, self.each = (x if slots is None else slots).shape[0], x.shape[1]
@@ -181,17 +183,24 @@ class Rows:
     """Rows of ``x`` as float32, multiplied by ``row_scale`` and rounded to the dtype of ``x`` if there is one.
 
     Matrices are seen as one stack of rows, which copies those that are not stacked that way in memory; those at
-    ``slots`` are read where they are, and of a step that takes several the parts are put together in a buffer.
+    ``slots`` are read where they are, and of a step that takes several the parts are put together in a buffer. So are
+    rows by an index.
 
     Attributes:
         as_is: whether ``load`` needs no buffer.
         buffers: float32 buffers that ``load`` and what is made of its result take.
+        index: the row of ``x`` for every row, or None.
     """
 
-    def __init__(self, x: Tensor, row_scale: Tensor | None, scratch: Scratch, slots: Tensor | None = None) -> None:
-        self.matrices = None if slots is None else matrices_at(x, slots)
-        if self.matrices is not None:
-            self.x = x[0]
+    def __init__(
+        self, x: Tensor | Indexed, row_scale: Tensor | None, scratch: Scratch, slots: Tensor | None = None
+    ) -> None:
+        self.matrices: list[Tensor] | None = None
+        self.index: Tensor | None = None
+        if isinstance(x, Indexed):
+            self.x, self.index = x.t, x.index
+        elif slots is not None:
+            self.x, self.matrices = x[0], matrices_at(x, slots)
         else:
             self.x = x if x.dim() == 2 else x.reshape(x.shape[0] * x.shape[1], x.shape[2])
         self.row_scale, self.scratch = row_scale, scratch
@@ -217,6 +226,21 @@ class Rows:
             self._widen(part, start, stop, wide[:, :columns])
         return wide
 
+    def repeated(self, count: int) -> Rows | None:
+        """What the index names rows of, if it has more numbers before row ``count`` than there are rows, and no other.
+
+        Then what is made of every row on its own is made with less work before it is put in order.
+        """
+        if self.index is None or self.row_scale is not None or self.x.shape[0] >= count:
+            return None
+        return Rows(self.x, None, self.scratch) if within(self.index[:count], self.x.shape[0]) else None
+
+    def numbers(self, count: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Steps of the first ``count`` rows, and the numbers of those that stand there."""
+        assert self.index is not None
+        for start, stop in steps(0, count, self.columns):
+            yield start, stop, self.index[start:stop]
+
     def times(self, factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
         """A part of the rows times ``factor``, in a buffer that the next call may take."""
         wide = self.load(start, stop, left, right)
@@ -236,6 +260,8 @@ class Rows:
     def _part(self, start: int, stop: int, left: int, right: int | None) -> Tensor:
         if self.matrices is not None:
             return self._gathered(self.matrices, start, stop, left, right)
+        if self.index is not None:
+            return self._named(self.index[start:stop], left, right)
         rows = self.x if stop - start == self.x.shape[0] else self.x[start:stop]
         whole = not left and (right is None or right == self.columns)
         return rows if whole else rows[:, left:right]
@@ -250,6 +276,16 @@ class Rows:
             return parts[0]
         room = self.scratch.room("gathered", stop - start, parts[0].shape[1], dtype=self.x.dtype)
         return torch.cat(parts, out=room)
+
+    def _named(self, numbers: Tensor, left: int, right: int | None) -> Tensor:
+        rows = self.x[:, left:right]
+        if rows.numel():
+            room = self.scratch.room("gathered", numbers.shape[0], rows.shape[1], dtype=rows.dtype)
+            try:
+                return torch.index_select(rows, 0, numbers, out=room)
+            except IndexError:  # a number of no row
+                pass
+        return Indexed(rows, numbers).rows(numbers)
 
     def _widen(self, part: Tensor, start: int, stop: int, wide: Tensor) -> None:
         wide.copy_(part)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...aten.fp8_scales import EXPONENT, LARGEST, scales_of
+from ...aten.indexed import Indexed
 from ...meta.components import Components
 from ...meta.formats import ELEMENTS
 from ...meta.quantized import DequantizeOptions, Options
@@ -62,7 +63,7 @@ def _saturate_(scaled: Tensor, largest: float) -> Tensor:
 
 
 def quantize_tensor(
-    x: Tensor,
+    x: Tensor | Indexed,
     offs: Tensor | None,
     scale: Tensor | None,
     row_scale: Tensor | None,
@@ -146,7 +147,7 @@ def group_factors(a_scale: Tensor, b_scale: Tensor, a_amax: Tensor | None, b_ama
 
 
 def quantize_block(
-    x: Tensor,
+    x: Tensor | Indexed,
     offs: Tensor | None,
     scale: Tensor | None,
     row_scale: Tensor | None,

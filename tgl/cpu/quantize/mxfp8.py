@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...aten.indexed import Indexed
 from ...meta.components import Components
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import DequantizeOptions, Options
@@ -29,7 +30,7 @@ _SMALL = 27 << 23  # bits of 2^-100: d is no subnormal from here on, whatever th
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Indexed,
     offs: Tensor | None,
     scale: Tensor | None,
     row_scale: Tensor | None,

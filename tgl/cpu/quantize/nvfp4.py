@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...aten.indexed import Indexed
 from ...meta import placement
 from ...meta.components import Components
 from ...meta.quantized import DequantizeOptions, Options
@@ -57,7 +58,7 @@ class _Stack:
         runs: runs of 16 rows in each plane, those in the gaps of the placement included; 0 without rows.
     """
 
-    def __init__(self, x: Tensor, offs: Tensor | None, slots: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor | Indexed, offs: Tensor | None, slots: Tensor | None = None) -> None:
         self.groups = Groups(x, offs, slots)
         self.grouped = offs is not None
         self.columns = x.shape[-1]
@@ -104,20 +105,23 @@ class _Stack:
 class _Source:
     """What is quantised: ``x`` in a stack, times ``row_scale``; ``matrices`` are the planes at slots of it, or None."""
 
-    x: Tensor
+    x: Tensor | Indexed
     row_scale: Tensor | None
     stack: _Stack
     matrices: list[Tensor] | None
 
     def rows(self, step: Step) -> Tensor:
         """``[P, R, K]``, contiguous, in x's dtype."""
+        planes, rows = step
         if self.matrices is not None:
-            planes, rows = step
             return torch.stack([matrix[rows] for matrix in self.matrices[planes]])
-        x = self.stack.stacked(self.x)[step].contiguous()
+        if isinstance(self.x, Indexed):
+            x = self.x.rows(self.x.index[rows])[None]
+        else:
+            x = self.stack.stacked(self.x)[step].contiguous()
         if self.row_scale is None:
             return x
-        return (x.float() * self.row_scale[step[1]].float()[:, None]).to(x.dtype)
+        return (x.float() * self.row_scale[rows].float()[:, None]).to(x.dtype)
 
     def runs(self, step: Step) -> tuple[Tensor, Tensor | None]:
         """Runs ``[., 16, K]`` that have a row, zeros where there is none, and which of the step's they are (None: all).
@@ -139,7 +143,10 @@ class _Source:
         some = None if bool(used.all()) else used.nonzero().flatten()
         index = index if some is None else index[some]
         flat = index.flatten().clamp_min(0)
-        x = self.x.index_select(0, flat)
+        if isinstance(self.x, Indexed):
+            x = self.x.rows(self.x.index.index_select(0, flat))
+        else:
+            x = self.x.index_select(0, flat)
         if self.row_scale is not None:
             x = (x.float() * self.row_scale.index_select(0, flat).float()[:, None]).to(x.dtype)
         return x.view(*index.shape, x.shape[1]).masked_fill_((index < 0)[..., None], 0.0), some
@@ -195,7 +202,7 @@ def _transformed_amax(source: _Source) -> Tensor:
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Indexed,
     offs: Tensor | None,
     scale: Tensor | None,
     row_scale: Tensor | None,
@@ -207,9 +214,10 @@ def quantize(
 ) -> None:
     """See the package."""
     stack = _Stack(x, offs, slots)
-    source = _Source(x, row_scale, stack, None if slots is None else matrices_at(x, slots))
+    matrices = None if slots is None or isinstance(x, Indexed) else matrices_at(x, slots)
+    source = _Source(x, row_scale, stack, matrices)
     own = options.rowwise or not options.rht
-    amax = _group_amax(source) if own else x.new_empty(0, dtype=torch.float32)
+    amax = _group_amax(source) if own else torch.empty(0, dtype=torch.float32, device="cpu")
     seed = (int(rng[0]), int(rng[1])) if rng is not None else None
     if options.rowwise:
         out.amax.copy_(amax)

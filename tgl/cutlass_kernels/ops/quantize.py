@@ -19,6 +19,7 @@ from ..activation.activation_spec import spec_of
 from ..archs import arch_of
 from ..runtime import device
 from ..runtime.launcher import Launcher, Plan, warm
+from ..runtime.reach import Reach, put_in_order
 from ..runtime.requirements import ALIGNMENT, ANY, MAX_ROWS, ROW_MAJOR
 from .quantize_fp8 import FP8Quantizer
 from .quantize_mxfp8 import VECTOR, MXFP8Quantizer
@@ -76,6 +77,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
 
     op = "group_quantize"
     call = QuantizeCall
+    reach = Reach({}, indexed={"x": "rows"})
     note = "one look at x, two for scales per group; groups read on the device"
 
     def __init__(self, *, elementwise: bool) -> None:
@@ -88,9 +90,8 @@ class GroupQuantize(Launcher[QuantizeCall]):
         reason = device.packages_reason()
         if reason is not None:
             return reason
-        rows = c.x.shape[0] if c.offs is not None else c.matrices * c.x.shape[1]
-        if rows > MAX_ROWS:
-            return f"takes up to {MAX_ROWS} rows, got {rows}"
+        if c.num_rows > MAX_ROWS:
+            return f"takes up to {MAX_ROWS} rows, got {c.num_rows}"
         for name, t in zip(Components._fields, c.out):
             if address(t) % ALIGNMENT:
                 return f"needs `{name}` aligned to {ALIGNMENT} bytes"
@@ -101,21 +102,22 @@ class GroupQuantize(Launcher[QuantizeCall]):
         reason = self.refuses(c)
         if reason is not None:
             return reason
-        if c.options.dbias and (c.row_scale is not None or c.noop is not None):
-            return "sums rows as they are and always: not with `row_scale` or `noop`"
+        if c.options.dbias and (c.row_scale is not None or c.noop is not None or c.rows is not None):
+            return "sums rows as they are and always: not with `row_scale`, `noop` or `rows`"
         return anywhere_reason(c) if self.elementwise else vectors_reason(c)
 
     def alike(self, c: QuantizeCall) -> tuple | None:
         """All but the number of rows in groups."""
-        x, offs, scale, row_scale, rng, noop, options, out, slots = c
+        x, offs, scale, row_scale, rng, noop, options, out, slots, rows = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
         for t in out:
             addresses |= t.data_ptr()  # 0 where nothing is written
-        if not warm(shape[0], addresses) or 0 in strides:
+        count = shape[0] if rows is None else rows.shape[0]
+        if not warm(count, addresses) or 0 in strides or not shape[0]:
             return None
         sizes = shape if offs is None else shape[1:]
         given = (scale is None, row_scale is None or row_scale.dtype, rng is None, noop is None or noop.dtype)
-        return x.dtype, sizes, strides, offs is None, given, options, slots is None or slots.shape[0]
+        return x.dtype, sizes, strides, offs is None, given, options, slots is None or slots.shape[0], rows is None
 
     def batch_invariant(self, c: QuantizeCall) -> bool:
         """Without scales that several rows share, and random numbers, which belong to places."""
@@ -161,14 +163,18 @@ class GroupQuantize(Launcher[QuantizeCall]):
     def copies(self, c: QuantizeCall) -> dict[str, int]:
         """Bytes of what ``run_copied`` copies, by name."""
         found = {}
-        if anywhere_reason(c) is not None or (c.options.dbias and c.row_scale is not None):
-            found["x"] = c.x.numel() * c.x.element_size()
+        if anywhere_reason(c) is not None or (c.options.dbias and (c.row_scale is not None or c.rows is not None)):
+            found["x"] = c.num_rows * c.x.shape[-1] * c.x.element_size()
         if c.options.dbias and c.noop is not None:
             found["dbias"] = c.out.dbias.numel() * c.out.dbias.element_size()
         return found
 
     def run_copied(self, c: QuantizeCall) -> None:
-        """By what serves a copy of ``x``; sums of rows are those of the rows times factors."""
+        """By what serves a copy of ``x``; sums of rows are those of the rows in order, times factors."""
+        if c.options.dbias and c.rows is not None:
+            ordered = _room_for_rows(c)
+            put_in_order(backends.run, c.x, c.rows, ordered)
+            c = c._replace(x=ordered, rows=None)
         if c.options.dbias and c.row_scale is not None:
             x = (c.x.float() * c.row_scale.float()[:, None]).to(c.x.dtype).contiguous()
             c = c._replace(x=x, row_scale=None)
@@ -183,6 +189,10 @@ class GroupQuantize(Launcher[QuantizeCall]):
 
     def prepare_copied(self, c: QuantizeCall) -> None:
         """``prepare`` for what ``run_copied`` runs."""
+        if c.options.dbias and c.rows is not None:
+            ordered = _room_for_rows(c)
+            put_in_order(backends.prepare, c.x, c.rows, ordered)
+            c = c._replace(x=ordered, rows=None)
         if c.options.dbias and c.row_scale is not None:
             c = c._replace(x=torch.empty_like(c.x, memory_format=torch.contiguous_format), row_scale=None)
         elif anywhere_reason(c) is not None:
@@ -244,6 +254,10 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
         return QUANTIZERS[c.options.format].arguments(c.quantizing)
 
 
+def _room_for_rows(c: QuantizeCall) -> Tensor:
+    return c.x.new_empty(c.num_rows, c.x.shape[1])
+
+
 def anywhere_reason(c: QuantizeCall) -> backends.Reason:
     """Why no kernel reaches ``x`` by single elements where it lies, or None; each matrix at a slot has its address."""
     return ANY.reason("x", c.x) if c.slots is None else None
@@ -251,7 +265,7 @@ def anywhere_reason(c: QuantizeCall) -> backends.Reason:
 
 def vectors_reason(c: QuantizeCall) -> backends.Reason:
     """Why no kernel reaches several columns of ``x`` and of the components at once, or None."""
-    if c.x.numel() == 0:
+    if c.num_rows == 0 or c.x.shape[-1] == 0:
         return None
     if c.x.shape[-1] % VECTOR:
         return f"needs K to be a multiple of {VECTOR}, got {c.x.shape[-1]}"

@@ -38,7 +38,7 @@ class FP8Quantizer(Quantizer):
         """What a kernel for the call depends on besides the architecture."""
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
         blocks = None if self.whole else "2d" if c.options.block_2d else "1d"
-        order = (c.offs is not None, c.slots is not None)
+        order = (c.offs is not None, c.slots is not None, c.rows is not None)
         return _spec(dtypes, blocks, order, c.scale is not None, c.options, activation, elementwise)
 
     def without(self, c: QuantizeCall) -> None:
@@ -69,10 +69,11 @@ class FP8Quantizer(Quantizer):
             column = (by_rows(out.columnwise_data), by_rows(out.columnwise_scale), maxima(out.columnwise_amax))
         x, stop, rows = source(c), flag(c.noop), rows_of_a_matrix(c)
         if self.whole and c.scale is None:
-            shared = torch.empty(windows.words_shared(c.x, c.offs, c.matrices), dtype=torch.int32, device=c.x.device)
+            words = windows.words_shared(rows or c.num_rows, c.x.shape[-1], c.offs, c.matrices)
+            shared = torch.empty(words, dtype=torch.int32, device=c.x.device)
             count = multiprocessors(c.x.device)
-            return x, c.offs, c.slots, c.row_scale, stop, *row, *column, shared, rows, count
-        return x, c.offs, c.slots, c.scale, c.row_scale, stop, *row, *column, rows
+            return x, c.offs, c.order, c.row_scale, stop, *row, *column, shared, rows, count
+        return x, c.offs, c.order, c.scale, c.row_scale, stop, *row, *column, rows
 
     def build(self, arch: str, spec: FP8Spec) -> Callable:
         """Compile the kernel for ``spec``. Needs no GPU."""
@@ -81,7 +82,7 @@ class FP8Quantizer(Quantizer):
         from ..quantize.activated import ActivateQuantizeFP8
         from ..quantize.fp8 import QuantizeFP8
         from ..quantize.fp8_groups import QuantizeFP8Groups
-        from ..runtime.compiling import compiled, matrix, source_of, strided, vector
+        from ..runtime.compiling import compiled, matrix, order_of, source_of, strided, vector
 
         def side(present: bool, pitch: int, *, by_columns: bool = False) -> tuple[Any, Any, Any]:
             if not present:
@@ -91,8 +92,7 @@ class FP8Quantizer(Quantizer):
                 return matrix(spec.element, pitch=pitch), vector("float32"), vector("int32")
             return matrix(spec.element, pitch=pitch), matrix("float32", unit=0 if by_columns else -1, pitch=4), None
 
-        offs, slots = vector("int32") if spec.grouped else None, strided("int32" if spec.slots else None)
-        order = source_of(spec), offs, slots
+        order = source_of(spec), vector("int32") if spec.grouped else None, order_of(spec)
         factors = (strided(spec.row_scale), strided(spec.noop))
         sides = (*side(spec.rowwise, 8, by_columns=spec.blocks == "1d" and spec.grouped), *side(spec.columnwise, 16))
         rows = cutlass.Int32(1)
@@ -132,14 +132,14 @@ def without_values(c: QuantizeCall) -> None:
 def _spec(
     dtypes: tuple[torch.dtype | None, ...],
     blocks: str | None,
-    order: tuple[bool, bool],
+    order: tuple[bool, bool, bool],
     given: bool,
     options: Options,
     activation: ActivationSpec | None,
     elementwise: bool,
 ) -> FP8Spec:
     source, row_scale, noop = map(name, dtypes)
-    grouped, slots = order
+    grouped, slots, rows = order
     return FP8Spec(
         source=source,
         element=name(options.dtype),
@@ -150,6 +150,7 @@ def _spec(
         eps=struct.unpack("<i", struct.pack("<f", options.eps))[0],
         grouped=grouped,
         slots=slots,
+        rows=rows,
         given=given,
         row_scale=row_scale,
         noop=noop,

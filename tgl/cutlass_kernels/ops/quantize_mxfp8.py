@@ -25,7 +25,7 @@ class MXFP8Quantizer(Quantizer):
     def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> MXFP8Spec:
         """What a kernel for the call depends on besides the architecture."""
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
-        order = (c.offs is not None, c.slots is not None)
+        order = (c.offs is not None, c.slots is not None, c.rows is not None)
         return _spec(dtypes, order, c.options, activation, elementwise)
 
     def arguments(self, c: QuantizeCall) -> tuple:
@@ -39,7 +39,7 @@ class MXFP8Quantizer(Quantizer):
 
         row = (by_rows(out.data), scales(out.scale)) if options.rowwise else (None, None)
         column = (by_rows(out.columnwise_data), scales(out.columnwise_scale)) if options.columnwise else (None, None)
-        return source(c), c.offs, c.slots, c.row_scale, flag(c.noop), *row, *column, rows_of_a_matrix(c)
+        return source(c), c.offs, c.order, c.row_scale, flag(c.noop), *row, *column, rows_of_a_matrix(c)
 
     def build(self, arch: str, spec: MXFP8Spec) -> Callable:
         """Compile the kernel for ``spec``. Needs no GPU."""
@@ -47,7 +47,7 @@ class MXFP8Quantizer(Quantizer):
 
         from ..quantize.activated import ActivateQuantizeMXFP8
         from ..quantize.mxfp8 import QuantizeMXFP8
-        from ..runtime.compiling import compiled, matrix, source_of, strided, vector
+        from ..runtime.compiling import compiled, matrix, order_of, source_of, strided, vector
 
         def side(present: bool) -> tuple[Any, Any]:
             if not present:
@@ -60,7 +60,7 @@ class MXFP8Quantizer(Quantizer):
             (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
             source_of(spec),
             vector("int32") if spec.grouped else None,
-            strided("int32" if spec.slots else None),
+            order_of(spec),
             strided(spec.row_scale),
             strided(spec.noop),
             *side(spec.rowwise),
@@ -72,13 +72,13 @@ class MXFP8Quantizer(Quantizer):
 @functools.lru_cache(maxsize=256)
 def _spec(
     dtypes: tuple[torch.dtype | None, ...],
-    order: tuple[bool, bool],
+    order: tuple[bool, bool, bool],
     options: Options,
     activation: ActivationSpec | None,
     elementwise: bool,
 ) -> MXFP8Spec:
     source, row_scale, noop = map(name, dtypes)
-    grouped, slots = order
+    grouped, slots, rows = order
     return MXFP8Spec(
         source=source,
         element=name(options.dtype),
@@ -88,6 +88,7 @@ def _spec(
         blocked=options.blocked,
         grouped=grouped,
         slots=slots,
+        rows=rows,
         row_scale=row_scale,
         noop=noop,
         activation=activation,

@@ -28,7 +28,7 @@ class NVFP4Quantizer(Quantizer):
         """What a kernel for the call depends on besides the architecture."""
         assert activation is None
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
-        order = (c.offs is not None, c.slots is not None)
+        order = (c.offs is not None, c.slots is not None, c.rows is not None)
         return _spec(arch, dtypes, order, c.rng is not None, c.options, elementwise)
 
     def without(self, c: QuantizeCall) -> None:
@@ -58,14 +58,14 @@ class NVFP4Quantizer(Quantizer):
         if options.columnwise:
             column = (data(out.columnwise_data), scales(out.columnwise_scale), out.columnwise_amax)
         words = None if c.rng is None else c.rng.contiguous().view(torch.int32)
-        return source(c), c.offs, c.slots, c.row_scale, words, flag(c.noop), *row, *column, rows_of_a_matrix(c)
+        return source(c), c.offs, c.order, c.row_scale, words, flag(c.noop), *row, *column, rows_of_a_matrix(c)
 
     def build(self, arch: str, spec: NVFP4Spec) -> Callable:
         """Compile the kernel for ``spec``. Needs no GPU."""
         import cutlass
 
         from ..quantize.nvfp4 import QuantizeNVFP4
-        from ..runtime.compiling import compiled, matrix, source_of, strided, vector
+        from ..runtime.compiling import compiled, matrix, order_of, source_of, strided, vector
 
         def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
             if not present:
@@ -78,7 +78,7 @@ class NVFP4Quantizer(Quantizer):
             QuantizeNVFP4(spec),
             source_of(spec),
             vector("int32") if spec.grouped else None,
-            strided("int32" if spec.slots else None),
+            order_of(spec),
             strided(spec.row_scale),
             vector("int32") if spec.stochastic else None,
             strided(spec.noop),
@@ -92,13 +92,13 @@ class NVFP4Quantizer(Quantizer):
 def _spec(
     arch: Arch,
     dtypes: tuple[torch.dtype | None, ...],
-    order: tuple[bool, bool],
+    order: tuple[bool, bool, bool],
     stochastic: bool,
     options: Options,
     elementwise: bool,
 ) -> NVFP4Spec:
     source, row_scale, noop = map(name, dtypes)
-    grouped, slots = order
+    grouped, slots, rows = order
     return NVFP4Spec(
         source=source,
         rowwise=options.rowwise,
@@ -107,6 +107,7 @@ def _spec(
         blocked=options.blocked,
         grouped=grouped,
         slots=slots,
+        rows=rows,
         rht=options.rht,
         stochastic=stochastic,
         converts=arch.rounds_to_fp4,

@@ -17,7 +17,9 @@ from ..archs import Arch
 
 
 class QuantizeCall(NamedTuple):
-    """A call of ``group_quantize``; with ``slots`` the matrix of group g is ``x[slots[g]]``."""
+    """A call of ``group_quantize``; with ``slots`` the matrix of group g is ``x[slots[g]]``, with ``rows`` row t is
+    ``x[rows[t]]``.
+    """
 
     x: Tensor
     offs: Tensor | None
@@ -28,6 +30,19 @@ class QuantizeCall(NamedTuple):
     options: Options
     out: Components
     slots: Tensor | None = None
+    rows: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are quantised, all matrices together."""
+        if self.offs is None:
+            return self.matrices * self.x.shape[1]
+        return (self.x if self.rows is None else self.rows).shape[0]
+
+    @property
+    def order(self) -> Tensor | None:
+        """Which of the rows or matrices of x stand where, as kernels take it."""
+        return self.slots if self.rows is None else self.rows
 
     @property
     def matrices(self) -> int:
@@ -54,7 +69,7 @@ class Quantizer(ABC):
         """Whether no kernel has anything to write."""
         if c.slots is not None and c.slots.shape[0] == 0:
             return True
-        return c.x.shape[-1] == 0 or (c.x.numel() == 0 and (c.offs is None or c.offs.shape[0] == 0))
+        return c.x.shape[-1] == 0 or (c.num_rows == 0 and (c.offs is None or c.offs.shape[0] == 0))
 
     def without(self, c: QuantizeCall) -> None:
         """What is to be written all the same."""

@@ -140,7 +140,7 @@ class QuantizeFP8(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         given: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
@@ -159,7 +159,8 @@ class QuantizeFP8(BandValues):
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
                 element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
-            slots: int32 ``[G]`` or None; with it ``x`` is matrices ``[S, N, K]``, and that of group g is ``slots[g]``.
+            order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in
+                row t. Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
             given: float32 ``[G]``, the scale of each group, or None.
             row_scale: ``[T]`` or None.
             noop: one element; if not zero, nothing is written.
@@ -171,9 +172,9 @@ class QuantizeFP8(BandValues):
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
             stream: CUDA stream.
         """
-        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows)
+        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows)
         self.kernel(
-            x, offs, slots, given, row_scale, noop, data, scale, amax,
+            x, offs, order, given, row_scale, noop, data, scale, amax,
             columnwise_data, columnwise_scale, columnwise_amax, matrix_rows, grid.across,
         ).launch(
             grid=grid.shape,
@@ -188,7 +189,7 @@ class QuantizeFP8(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         given: Any,
         row_scale: cute.Tensor | None,
         noop: Any,
@@ -217,10 +218,11 @@ class QuantizeFP8(BandValues):
             stopped = noop[0] != noop.element_type(0)
         if not stopped:
             if cutlass.const_expr(spec.grouped):
-                group = group_of_unit(offs, Int32(x.shape[0]), unit)
-                tile = group_tile(offs, Int32(x.shape[0]), unit, group)
-                place = group_place(offs, Int32(x.shape[0]), unit, group, UNIT)
-                units = tiles_at_most(Int32(x.shape[0]), Int32(cute.size(offs))) - 1
+                rows = Int32(stack_of(x, order, matrix_rows).shape[0])
+                group = group_of_unit(offs, rows, unit)
+                tile = group_tile(offs, rows, unit, group)
+                place = group_place(offs, rows, unit, group, UNIT)
+                units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
             else:
                 tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
                 units = ceil_div(matrix_rows, ROWS)
@@ -234,7 +236,7 @@ class QuantizeFP8(BandValues):
                             scale[place.group] = whole_inverse
                         if cutlass.const_expr(spec.columnwise):
                             columnwise_scale[place.group] = whole_inverse
-            source, read = source_of(x, slots, matrix_rows, place.group, tile)
+            source, read = source_of(x, order, matrix_rows, place.group, tile)
             spot = Spot(tile, read, place, unit, units, k, across)
             if tile.count > 0 and not tile.tail:
                 self.quantize_tile(whole_scale, (turned, maxima, factors), source, row_scale, out, spot, thread)

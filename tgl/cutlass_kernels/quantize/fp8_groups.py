@@ -40,7 +40,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
         data: cute.Tensor | None,
@@ -57,18 +57,19 @@ class QuantizeFP8Groups(QuantizeFP8):
         """Two launches.
 
         Args:
-            x, offs, slots, row_scale, noop, data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
+            x, offs, order, row_scale, noop, data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
             amax, columnwise_amax: int32 ``[G]``, for the bits of the largest magnitudes.
             shared: int32, what blocks share; see ``stages`` and ``windows.words_shared``.
             matrix_rows: N; see ``QuantizeFP8``.
             multiprocessors: of the device; how many blocks there are follows from it.
             stream: CUDA stream.
         """
-        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows)
-        tiles = Tiles(offs, Int32(x.shape[0]), matrix_rows, grid.across, grid.shape[0])
+        stack = stack_of(x, order, matrix_rows)
+        grid = launch_grid(stack, COLUMNS, offs, matrix_rows)
+        tiles = Tiles(offs, Int32(stack.shape[0]), matrix_rows, grid.across, grid.shape[0])
         Prepare()(shared, tiles, stream)
         self.kernel(
-            x, offs, slots, row_scale, noop, data, scale, amax,
+            x, offs, order, row_scale, noop, data, scale, amax,
             columnwise_data, columnwise_scale, columnwise_amax, shared, matrix_rows, tiles.across, tiles.number,
         ).launch(
             grid=(cutlass.min(multiprocessors * self.blocks_per_sm, 2 * tiles.number), 1, 1),
@@ -84,7 +85,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: Any,
         data: cute.Tensor | None,
@@ -106,7 +107,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         seen = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
         known = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
         notes = smem.allocate_tensor(Int32, cute.make_layout(stages.NOTES), byte_alignment=16)
-        tiles = Tiles(offs, Int32(x.shape[0]), matrix_rows, across, number)
+        tiles = Tiles(offs, Int32(stack_of(x, order, matrix_rows).shape[0]), matrix_rows, across, number)
         shared = stages.shared_at(words.iterator, tiles)
         out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
         stopped = Boolean(False)
@@ -127,7 +128,7 @@ class QuantizeFP8Groups(QuantizeFP8):
                 tile = RowTile(notes[at + stages.FIRST], notes[at + stages.COUNT], notes[at + stages.TAIL] != 0)
                 unit = index // across
                 k = index - unit * across
-                source, read = source_of(x, slots, matrix_rows, group, tile)
+                source, read = source_of(x, order, matrix_rows, group, tile)
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
                 self.load_tile(
                     source, values, read, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO))

@@ -98,7 +98,9 @@ class LaneValues:
     def load_tile(self, x, values, tile, k, thread, policy=None):
         """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
         row, column = self.corner(k, thread)
-        if cutlass.const_expr(self.elementwise):
+        if cutlass.const_expr(tile.order is not None):
+            self.load_named(x, values, tile, row, column, policy)
+        elif cutlass.const_expr(self.elementwise):
             if tile.count > 0 and not tile.tail:
                 for i in cutlass.range_constexpr(STEPS):
                     at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
@@ -115,6 +117,26 @@ class LaneValues:
             for i in cutlass.range_constexpr(STEPS):
                 at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
                 self.copy_row(self.address(x, at, column), values[None, i], True, policy)
+
+    @cute.jit
+    def load_named(self, x, values, tile, row, column, policy):
+        """``load_tile`` of the rows that numbers name; zeros where one names none."""
+        if tile.count > 0 and not tile.tail:
+            numbers = cute.make_rmem_tensor(STEPS, Int32)
+            for i in cutlass.range_constexpr(STEPS):
+                numbers[i] = tile.order[tile.first + cutlass.min(row + self.step * i, tile.count - 1)]
+            for i in cutlass.range_constexpr(STEPS):
+                number, part = numbers[i], values[None, i]
+                cute.recast_tensor(part, Int32).fill(0)
+                if number >= 0 and number < tile.tokens:
+                    if cutlass.const_expr(self.elementwise):
+                        start = x.iterator + cutlass.Int64(number) * x.stride[0]
+                        for j in cutlass.range_constexpr(VECTOR):
+                            past = cutlass.Int64(cutlass.min(column + j, x.shape[1] - 1)) * x.stride[1]
+                            part[j] = cute.make_tensor(start + past, cute.make_layout(1))[0]
+                    else:
+                        left = cutlass.min(column, x.shape[1] - VECTOR)
+                        self.copy_row(self.address(x, number, left), part, True, policy)
 
     @cute.jit
     def clear_outside(self, x, values, tile, k, thread):

@@ -51,7 +51,7 @@ class GroupMaxima(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
         amax: cute.Tensor | None,
@@ -67,9 +67,9 @@ class GroupMaxima(BandValues):
             stream=stream,
             preferred_smem_carveout=CARVEOUT,
         )
-        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows, CHUNK, BLOCKS)
+        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows, CHUNK, BLOCKS)
         self.kernel(
-            x, offs, slots, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk
+            x, offs, order, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk
         ).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
@@ -98,7 +98,7 @@ class GroupMaxima(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: Any,
         amax: cute.Tensor | None,
@@ -114,13 +114,14 @@ class GroupMaxima(BandValues):
         chunks = ceil_div(across, chunk)
         unit = block // chunks
         if cutlass.const_expr(self.grouped):
-            group = group_of_unit(offs, Int32(x.shape[0]), unit)
-            tile = group_tile(offs, Int32(x.shape[0]), unit, group)
+            rows = Int32(stack_of(x, order, matrix_rows).shape[0])
+            group = group_of_unit(offs, rows, unit)
+            tile = group_tile(offs, rows, unit, group)
         else:
             group = unit // ceil_div(matrix_rows, ROWS)
             tile = matrix_tile(matrix_rows, unit)
         first = (block - unit * chunks) * chunk
-        source, read = source_of(x, slots, matrix_rows, group, tile)
+        source, read = source_of(x, order, matrix_rows, group, tile)
         wanted = read.count > 0 and not read.tail
         if cutlass.const_expr(noop is not None):
             wanted = wanted and noop[0] == noop.element_type(0)

@@ -16,7 +16,7 @@ blocks, makes two scales and tells the others. Maxima are taken of magnitudes as
 of 16-bit sources two at a time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
@@ -39,7 +39,17 @@ from .lanes import (
     halves,
 )
 from .quantize_spec import MXFP8Spec
-from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, source_of, stack_of, tiles_at_most
+from .tiles import (
+    ROWS,
+    RowTile,
+    group_of_unit,
+    group_tile,
+    launch_grid,
+    matrix_tile,
+    source_of,
+    stack_of,
+    tiles_at_most,
+)
 
 BLOCK = 32
 ATOM = 512
@@ -81,6 +91,26 @@ def inverse_scale(byte: Int32) -> Int32:
     return bits
 
 
+class Components(NamedTuple):
+    """Both directions of what is written, None without the direction."""
+
+    data: cute.Tensor | None
+    scale: cute.Tensor | None
+    columnwise_data: cute.Tensor | None
+    columnwise_scale: cute.Tensor | None
+
+
+class Spot(NamedTuple):
+    """A row of tiles: its rows, those of them that are read, its number and how many there are, of a matrix maybe."""
+
+    tile: RowTile
+    read: RowTile
+    unit: Int32
+    units: Int32
+    matrix_rows: Int32
+    across: Int32
+
+
 class QuantizeMXFP8(LaneValues):
     """The kernel for one ``MXFP8Spec``."""
 
@@ -95,7 +125,7 @@ class QuantizeMXFP8(LaneValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: cute.Tensor | None,
         data: cute.Tensor | None,
@@ -111,16 +141,18 @@ class QuantizeMXFP8(LaneValues):
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
                 element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
-            slots: int32 ``[G]`` or None; with it ``x`` is matrices ``[S, N, K]``, and that of group g is ``slots[g]``.
+            order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in
+                row t. Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
             row_scale: ``[T]`` or None.
             noop: one element; if not zero, nothing is written.
             data, columnwise_data: ``[rows, K]``, contiguous; None without the direction.
             scale, columnwise_scale: bytes, contiguous.
             stream: CUDA stream.
         """
-        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows, CHUNK)
+        chunk = 1 if self.spec.rows else CHUNK
+        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows, chunk)
         self.kernel(
-            x, offs, slots, row_scale, noop, data, scale, columnwise_data, columnwise_scale,
+            x, offs, order, row_scale, noop, data, scale, columnwise_data, columnwise_scale,
             matrix_rows, grid.across, grid.chunk,
         ).launch(
             grid=grid.shape,
@@ -135,7 +167,7 @@ class QuantizeMXFP8(LaneValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         noop: Any,
         data: cute.Tensor | None,
@@ -157,33 +189,45 @@ class QuantizeMXFP8(LaneValues):
             stopped = noop[0] != noop.element_type(0)
         if not stopped:
             if cutlass.const_expr(self.spec.grouped):
-                group = group_of_unit(offs, Int32(x.shape[0]), unit)
-                tile = group_tile(offs, Int32(x.shape[0]), unit, group)
-                units = tiles_at_most(Int32(x.shape[0]), Int32(cute.size(offs))) - 1
+                rows = Int32(stack_of(x, order, matrix_rows).shape[0])
+                group = group_of_unit(offs, rows, unit)
+                tile = group_tile(offs, rows, unit, group)
+                units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
             else:
                 tile = matrix_tile(matrix_rows, unit)
                 units = ceil_div(matrix_rows, ROWS)
                 group = unit // units
-            source, read = source_of(x, slots, matrix_rows, group, tile)
+            source, read = source_of(x, order, matrix_rows, group, tile)
             first = (block - unit * chunks) * chunk
             last = cutlass.min(first + chunk, across) - 1
             if tile.count > 0 and not tile.tail:
-                for k in cutlass.range(first, last + 1, unroll=1):
-                    held = atoms[None, None, None, k % 2]
-                    values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                    self.read_tile(source, row_scale, values, read, k, thread)
-                    row_word, column_word = self.make_scales(
-                        values, source, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
-                    )
-                    self.store_elements(values, row_word, column_word, source, data, columnwise_data, tile, k, thread)
-                    if cutlass.const_expr(self.spec.blocked):
-                        cute.arch.sync_threads()
-                        self.store_atoms(held, scale, columnwise_scale, unit, units, k, across, thread)
+                out = Components(data, scale, columnwise_data, columnwise_scale)
+                spot = Spot(tile, read, unit, units, matrix_rows, across)
+                if cutlass.const_expr(self.spec.rows):
+                    self.quantize_tile(atoms, source, row_scale, out, spot, first, thread)
+                else:
+                    for k in cutlass.range(first, last + 1, unroll=1):
+                        self.quantize_tile(atoms, source, row_scale, out, spot, k, thread)
             elif cutlass.const_expr(self.spec.grouped):
                 for k in cutlass.range(first, last + 1, unroll=1):
                     self.clear_tile(
                         source, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread
                     )
+
+    @cute.jit
+    def quantize_tile(self, atoms, x, row_scale, out, spot, k, thread):
+        """A tile that has rows of a group."""
+        tile, read, unit, units, matrix_rows, across = spot
+        held = atoms[None, None, None, k % 2]
+        values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
+        self.read_tile(x, row_scale, values, read, k, thread)
+        row_word, column_word = self.make_scales(
+            values, x, out.scale, out.columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
+        )
+        self.store_elements(values, row_word, column_word, x, out.data, out.columnwise_data, tile, k, thread)
+        if cutlass.const_expr(self.spec.blocked):
+            cute.arch.sync_threads()
+            self.store_atoms(held, out.scale, out.columnwise_scale, unit, units, k, across, thread)
 
     @cute.jit
     def corner(self, k, thread):

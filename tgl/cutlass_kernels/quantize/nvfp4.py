@@ -74,7 +74,7 @@ class QuantizeNVFP4(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         rng: cute.Tensor | None,
         noop: cute.Tensor | None,
@@ -93,7 +93,8 @@ class QuantizeNVFP4(BandValues):
             x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each, K even; unless element
                 by element, rows on 16 bytes, K a multiple of 8.
             offs: int32 ``[G]``, or None for matrices.
-            slots: int32 ``[G]`` or None; with it ``x`` is matrices ``[S, N, K]``, and that of group g is ``slots[g]``.
+            order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in
+                row t. Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
             row_scale: ``[T]`` or None.
             rng: four words, those of the seed and of the offset, the lower ones first; or None.
             noop: one element; if not zero, nothing is written.
@@ -107,10 +108,10 @@ class QuantizeNVFP4(BandValues):
             stream: CUDA stream.
         """
         bits = [None if t is None else cute.recast_tensor(t, Int32) for t in (amax, columnwise_amax)]
-        self.find_maxima(x, offs, slots, row_scale, noop, *bits, matrix_rows, stream)
-        grid = launch_grid(stack_of(x, slots, matrix_rows), COLUMNS, offs, matrix_rows)
+        self.find_maxima(x, offs, order, row_scale, noop, *bits, matrix_rows, stream)
+        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows)
         self.kernel(
-            x, offs, slots, row_scale, rng, noop, data, scale, amax,
+            x, offs, order, row_scale, rng, noop, data, scale, amax,
             columnwise_data, columnwise_scale, columnwise_amax, matrix_rows, grid.across,
         ).launch(
             grid=grid.shape,
@@ -126,7 +127,7 @@ class QuantizeNVFP4(BandValues):
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        slots: cute.Tensor | None,
+        order: cute.Tensor | None,
         row_scale: cute.Tensor | None,
         rng: cute.Tensor | None,
         noop: Any,
@@ -153,14 +154,14 @@ class QuantizeNVFP4(BandValues):
         if cutlass.const_expr(noop is not None):
             stopped = noop[0] != noop.element_type(0)
         if not stopped:
-            rows = Int32(x.shape[0])
+            rows = Int32(stack_of(x, order, matrix_rows).shape[0])
             if cutlass.const_expr(spec.grouped):
                 group = group_of_unit(offs, rows, unit)
                 tile = group_tile(offs, rows, unit, group)
                 place = group_place(offs, rows, unit, group, UNIT)
             else:
                 tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
-            source, read = source_of(x, slots, matrix_rows, place.group, tile)
+            source, read = source_of(x, order, matrix_rows, place.group, tile)
             values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
             self.load_tile(source, values, read, k, thread)
             cute.arch.griddepcontrol_wait()

@@ -20,6 +20,7 @@ class MXFP8Spec:
         blocked: whether scales are laid out for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
         slots: whether a table says where among the matrices of x each group's is.
+        rows: whether a table says which row of x stands in each row of the groups.
         row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
         noop: dtype of the flag that stops everything, or None.
         activation: what is applied to x first, or None.
@@ -38,6 +39,7 @@ class MXFP8Spec:
     activation: ActivationSpec | None = None
     elementwise: bool = False
     slots: bool = False
+    rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class FP8Spec:
         eps: bits of the least largest magnitude.
         grouped: whether x is rows in groups rather than matrices.
         slots: whether a table says where among the matrices of x each group's is.
+        rows: whether a table says which row of x stands in each row of the groups.
         given: whether the scales of the groups are given.
         row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
         noop: dtype of the flag that stops everything, or None.
@@ -74,6 +77,7 @@ class FP8Spec:
     activation: ActivationSpec | None = None
     elementwise: bool = False
     slots: bool = False
+    rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class NVFP4Spec:
         blocked: whether scales are laid out for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
         slots: whether a table says where among the matrices of x each group's is.
+        rows: whether a table says which row of x stands in each row of the groups.
         rht: whether columnwise data is made from the Hadamard transform.
         stochastic: whether elements are rounded stochastically.
         converts: whether the architecture has an instruction that rounds to E2M1.
@@ -108,6 +113,7 @@ class NVFP4Spec:
     noop: str | None = None
     elementwise: bool = False
     slots: bool = False
+    rows: bool = False
 
 
 @dataclass(frozen=True)

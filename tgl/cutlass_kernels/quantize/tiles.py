@@ -4,7 +4,7 @@ Unit v of group g holds its rows from ``start + 128 (v - start // 128 - g)`` on.
 more group, so with ``ceil(T / 128) + G`` tiles every row is in one, and so is every unit of the scales.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
@@ -19,11 +19,16 @@ AHEAD = 4  # ends of a lane that are loaded before the first is looked at
 
 
 class RowTile(NamedTuple):
-    """Rows ``[first, first + count)``; ``count`` may be 0 or less. ``tail``: past the last group, to be zero."""
+    """Rows ``[first, first + count)``; ``count`` may be 0 or less. ``tail``: past the last group, to be zero.
+
+    Where numbers say what stands in them: ``order`` has that of every row, and those below ``tokens`` are some row's.
+    """
 
     first: Int32
     count: Int32
     tail: Boolean
+    order: Any = None
+    tokens: Any = None
 
 
 def tiles_at_most(rows: Int32, groups: Int32) -> Int32:
@@ -114,26 +119,33 @@ def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cu
     return Place(first, cutlass.min(past - first, Int32(ROWS)), group, ordinal == 0)
 
 
-def stack_of(x: cute.Tensor, slots: cute.Tensor | None, matrix_rows: Int32) -> cute.Tensor:
-    """``x`` in the shape of its matrices one below the other, of which those at ``slots`` have no such memory."""
-    if slots is None:
+def stack_of(x: cute.Tensor, order: cute.Tensor | None, matrix_rows: Int32) -> cute.Tensor:
+    """``x`` in the shape of what is quantised, which has no such memory if an order is given.
+
+    These are the rows that it names, or the matrices, one below the other.
+    """
+    if order is None:
         return x
-    shape = (Int32(cute.size(slots)) * matrix_rows, x.shape[2])
-    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride[1:]))
+    by_rows = len(x.shape) == 2
+    rows = Int32(cute.size(order)) * (1 if by_rows else matrix_rows)
+    return cute.make_tensor(x.iterator, cute.make_layout((rows, x.shape[-1]), stride=x.stride[-2:]))
 
 
 @cute.jit
-def source_of(x: cute.Tensor, slots: cute.Tensor | None, matrix_rows: Int32, matrix: Int32, tile: RowTile):
-    """Where the rows of a tile are to be read, and which of them: no others than the tile's without ``slots``.
+def source_of(x: cute.Tensor, order: cute.Tensor | None, matrix_rows: Int32, matrix: Int32, tile: RowTile):
+    """Where the rows of a tile are to be read, and which of them: the tile's if there is no order.
 
-    With them, rows of ``stack_of`` as seen from the matrix at its slot. Of a number that is no slot's no row is read,
-    and what is not read counts as zeros.
+    With one of matrices, rows of ``stack_of`` as seen from the matrix at its slot. Of a number that is no slot's no row
+    is read, and what is not read counts as zeros. One of rows goes with the tile.
     """
-    if cutlass.const_expr(slots is None):
+    if cutlass.const_expr(order is None):
         return x, tile
-    slot = slot_of(slots, Int32(x.shape[0]), matrix)
+    if cutlass.const_expr(len(x.shape) == 2):
+        named = RowTile(tile.first, tile.count, tile.tail, order, Int32(x.shape[0]))
+        return stack_of(x, order, matrix_rows), named
+    slot = slot_of(order, Int32(x.shape[0]), matrix)
     before = Int64(slot) * x.stride[0] - Int64(matrix) * matrix_rows * x.stride[1]
-    layout = stack_of(x, slots, matrix_rows).layout
+    layout = stack_of(x, order, matrix_rows).layout
     count = cutlass.select_(slot < x.shape[0], tile.count, Int32(0))
     return cute.make_tensor(x.iterator + before, layout), RowTile(tile.first, count, tile.tail)
 

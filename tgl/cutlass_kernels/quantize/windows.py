@@ -11,8 +11,8 @@ HEAD = 32  # words before the others, so that what every block counts on is apar
 ROW = 8  # words for a row of tiles, two of them spare
 
 
-def words_shared(x: Tensor, offs: Tensor | None, matrices: int) -> int:
-    """How many int32 the blocks of a launch share, of rows in groups or of so many matrices; see ``stages``."""
-    down, across = -(-x.shape[-2] // ROWS), -(-x.shape[-1] // COLUMNS)
+def words_shared(rows: int, columns: int, offs: Tensor | None, matrices: int) -> int:
+    """How many int32 the blocks of a launch share, of rows in groups or of so many matrices of them; see ``stages``."""
+    down, across = -(-rows // ROWS), -(-columns // COLUMNS)
     units = down * matrices if offs is None else down + offs.shape[0]
     return HEAD + ROW * units + -(-units * across // TILES) + units * across

@@ -51,6 +51,11 @@ def source_of(spec: Any) -> Any:
     return strided(spec.source, dims) if spec.elementwise else matrix(spec.source, dims)
 
 
+def order_of(spec: Any) -> Any:
+    """One for what says which of those rows or matrices stand where; None if they do as they are."""
+    return strided("int32" if spec.slots or spec.rows else None)
+
+
 def compiled(arch: str, kernel: Callable, *arguments: Any) -> Callable:
     """``kernel`` for ``arch``, to be called with the like of ``arguments``, without the stream, which comes last."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

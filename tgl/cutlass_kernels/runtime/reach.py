@@ -88,7 +88,7 @@ class Reach(NamedTuple):
         for name, t in made.items():
             index = self._index(c, name)
             if index is not None:
-                _gather(backends.run, getattr(c, name), index, t)
+                put_in_order(backends.run, getattr(c, name), index, t)
             elif name not in self.outputs or self.keeps(c):
                 t.copy_(getattr(c, name))
         run(self._in_order(c, made))
@@ -105,7 +105,7 @@ class Reach(NamedTuple):
         for name, t in made.items():
             index = self._index(c, name)
             if index is not None:
-                _gather(backends.prepare, getattr(c, name), index, t)
+                put_in_order(backends.prepare, getattr(c, name), index, t)
         prepare(self._in_order(c, made))
 
     def _index(self, c: Any, name: str) -> Tensor | None:
@@ -135,7 +135,7 @@ class Reach(NamedTuple):
         return c._replace(**made, **{self.indexed[name]: None for name in made if name in self.indexed})
 
 
-def _gather(act: Callable[..., object], t: Tensor, index: Tensor, out: Tensor) -> None:
+def put_in_order(act: Callable[..., object], t: Tensor, index: Tensor, out: Tensor) -> None:
     """Row ``index[i]`` of ``t`` to row i of ``out``, zeros for a number of no row; ``act`` runs or prepares it.
 
     As a sum of one choice per token: ``dispatch`` would want the choices of every token.
