@@ -7,6 +7,8 @@ import tgl
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import gradient, product
 from tests.memory import same_bytes
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
 
 pytestmark = pytest.mark.gpu
 
@@ -107,15 +109,19 @@ def test_a_graph_of_a_step_follows_its_index():
         assert torch.equal(da, wanted.to(BF16))
 
 
-QUANTIZED = {
-    "mxfp8": {"scale_layout": "blocked"},
-    "nvfp4": {"scale_layout": "blocked", "rht": True},
-    "fp8_tensor": {},
-    "fp8_block": {},
-}
+QUANTIZED = OnePerName(
+    FORMATS,
+    "QUANTIZED",
+    {
+        "mxfp8": {"scale_layout": "blocked"},
+        "nvfp4": {"scale_layout": "blocked", "rht": True},
+        "fp8_tensor": {},
+        "fp8_block": {},
+    },
+)
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("width", [264, 60])
 def test_quantised(format, width):
     """The bytes of a copy in order, without one."""

@@ -41,7 +41,7 @@ def quantize(format, layout, rows):
 
 def quantize_out(format, layout, rows):
     args, options = quantize(format, layout, rows)
-    return (*args, None, None, None, *made(format, layout, rows, K)[1]), options
+    return (*args, None, None, None, None, *made(format, layout, rows, K)[1]), options
 
 
 def activation_quantize(format, layout, rows):
@@ -112,7 +112,7 @@ def remembered_wgrad(name):
 # What is remembered by format, the arguments, and those whose sizes follow from T and nothing else tells.
 CASES = {
     "group_quantize": (remembered("group_quantize"), quantize, ()),
-    "group_quantize.out": (remembered("group_quantize", "_checked_out"), quantize_out, range(7, 14)),
+    "group_quantize.out": (remembered("group_quantize", "_checked_out"), quantize_out, range(8, 15)),
     "grouped_activation_quantize": (remembered("grouped_activation_quantize"), activation_quantize, ()),
     "group_dequantize": (remembered("group_dequantize"), dequantize, (1,)),
     "group_requantize": (remembered("group_requantize"), requantize, (1,)),
