@@ -24,7 +24,7 @@ def within(places: Tensor, count: int) -> bool:
     return least.item() >= 0 and most.item() < count
 
 
-def _taken(t: Tensor, places: Tensor) -> Tensor:
+def rows_at(t: Tensor, places: Tensor) -> Tensor:
     """Rows of ``t`` at ``places``, or its elements; zeros for those out of range."""
     if not t.numel():  # which torch refuses with other errors
         return t.new_zeros((places.shape[0], *t.shape[1:]))
@@ -39,7 +39,7 @@ def _taken(t: Tensor, places: Tensor) -> Tensor:
 
 def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
     if weights is None:
-        out.copy_(_taken(x, token))
+        out.copy_(rows_at(x, token))
     else:
         aten.dispatch(x, token, position, weights, top_k=top_k, out=out)
 
@@ -47,7 +47,7 @@ def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None,
 def produce_dispatch(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
     x, token, position, weights = operands
     if weights is None:
-        return _taken(x, token)
+        return rows_at(x, token)
     out = spec.empty()
     dispatch(as_rows(x), token, position, weights, top_k=top_k, out=as_rows(out))
     return out
@@ -68,7 +68,7 @@ def produce_combine(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
 
 def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
     if weights is None and top_k == 1:
-        return _taken(y, position)
+        return rows_at(y, position)
     starts = torch.arange(0, position.shape[0], top_k, dtype=position.dtype, device=y.device)
     factors = weights if weights is None else weights.to(accumulator(y.dtype)).reshape(-1)
     rows = y if factors is None else y.to(factors.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...aten.indexed import Indexed
 from ...aten.segments import segment_sizes
+from ..permutation import rows_at
 from ..scratch import Scratch
 from ._rows import Rows, steps
 
@@ -17,7 +18,7 @@ def dbias(x: Tensor | Indexed, offs: Tensor, row_scale: Tensor | None, *, out: T
     rows, first = Rows(x, row_scale, scratch), 0
     for size, total in zip(segment_sizes(offs, x.shape[0]), out.unbind()):
         if row_scale is None:
-            part = x.rows(x.index[first : first + size]) if isinstance(x, Indexed) else x[first : first + size]
+            part = rows_at(x.t, x.index[first : first + size]) if isinstance(x, Indexed) else x[first : first + size]
             torch.sum(part, 0, dtype=torch.float32, out=total)
         else:
             total.zero_()

@@ -18,6 +18,7 @@ from ...aten.indexed import Indexed
 from ...meta import placement
 from ...meta.components import Components
 from ...meta.quantized import DequantizeOptions, Options
+from ..permutation import rows_at
 from . import fp4
 from ._rows import Groups, matrices_at
 from ._scales import RowScales
@@ -116,7 +117,7 @@ class _Source:
         if self.matrices is not None:
             return torch.stack([matrix[rows] for matrix in self.matrices[planes]])
         if isinstance(self.x, Indexed):
-            x = self.x.rows(self.x.index[rows])[None]
+            x = rows_at(self.x.t, self.x.index[rows])[None]
         else:
             x = self.stack.stacked(self.x)[step].contiguous()
         if self.row_scale is None:
@@ -144,7 +145,7 @@ class _Source:
         index = index if some is None else index[some]
         flat = index.flatten().clamp_min(0)
         if isinstance(self.x, Indexed):
-            x = self.x.rows(self.x.index.index_select(0, flat))
+            x = rows_at(self.x.t, self.x.index.index_select(0, flat))
         else:
             x = self.x.index_select(0, flat)
         if self.row_scale is not None:
