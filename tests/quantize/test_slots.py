@@ -167,6 +167,9 @@ def test_explain():
     assert explained.chosen.name == "steps of aten"
     with pytest.raises(TypeError, match="`slots` must be int32"):
         tgl.explain(overload, w, None, None, None, None, slots.long(), format="mxfp8")
+    offs = torch.tensor([4, 16], dtype=torch.int32)
+    with pytest.raises(ValueError, match="`slots` must be None when `offs` is given"):
+        tgl.explain(tgl.group_quantize, spread(16, 32), offs, slots=slots, format="mxfp8")
 
 
 def test_an_implementation_that_knows_of_no_slots_is_not_asked():

@@ -159,20 +159,22 @@ def _call(
     scale: Tensor | None = None,
     row_scale: Tensor | None = None,
     rng: Tensor | None = None,
+    *positional: Tensor | None,
     noop: Tensor | None = None,
     slots: Tensor | None = None,
     rows: Tensor | None = None,
-    *,
     out: Components | None = None,
     **keywords: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     if out is None and OUT_NAMES[0] in keywords:  # a call of the overload names every buffer
         out = Components(*(keywords.pop(name) for name in OUT_NAMES))
     options = Options(**keywords).resolved(NAME)
+    by_name = {"noop": noop, "slots": slots, "rows": rows}
+    if out is None and len(positional) < 3 and any(t is not None for t in positional[: 1 + (offs is not None)]):
+        positional = (None, *positional)  # of the overload without ``out``, which has no flag
+    by_name |= zip(by_name, positional)
+    noop, slots, rows = by_name.values()
     if out is None:
-        if noop is not None or (slots is not None and offs is not None):
-            # The overload without ``out`` has no flag: where it stands it has slots, and rows where those stand.
-            noop, slots, rows = None, noop, slots if rows is None else rows
         out = quantized.group_quantize(x, offs, scale, row_scale, rng, slots, rows, options=options).meta()
     else:
         quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, rows, *out, options=options)
