@@ -288,6 +288,7 @@ def produce(op: str, device: torch.device, specs: Any, operands: list, **options
         given = options | made
     for implementation in able:
         if implementation.produce is not None:
+            del made, given  # memory that nothing will be written to
             return implementation.produce(specs, operands, **options)
         if implementation.serve(device, operands, given) is None:
             return made

@@ -10,8 +10,10 @@ import tgl
 from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
 from tests.memory import same_bytes
+from tgl.composed.mlp import back_to_hidden
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.activations import TABLE
+from tgl.meta.specs import TensorSpec
 from tgl.testing import emulator
 
 BF16 = torch.bfloat16
@@ -45,7 +47,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_fused_with_gemms_and_quantised(kernels, name, arch):
-    """FC1 with the activation behind it, FC2's input gradient back through it, and the activation quantised."""
+    """FC1 with the activation behind it, FC2's input gradient back through it with its own result, and that quantised."""
     torch.manual_seed(0)
     params, rows = PARAMS[name], OFFS[-1] + TAIL
     width = params.activation.width(COLUMNS)
@@ -55,12 +57,15 @@ def test_fused_with_gemms_and_quantised(kernels, name, arch):
     with emulator.emulate(arch, detect_races=False) as machine:
         y, h = tgl.grouped_gemm_activation(a, b1, offs, None, probs, **options)
         assert len(machine.launches) == 1
-        dh, dprobs = tgl.grouped_gemm_dactivation(dy, b2, h, offs, probs, **options)
+        inner = TensorSpec((rows, COLUMNS), BF16, dy.device)
+        dh, dprobs, act = back_to_hidden([dy, b2, h, offs, probs], inner, params=params)
+        assert len(machine.launches) == 2
         quantised = tgl.grouped_activation_quantize(h, offs, probs, **MXFP8, **options)
         da = tgl.grouped_gemm(dy, b2, offs)
         wanted = tgl.grouped_activation(h, offs, probs, **options)
         wanted_dh, wanted_dprobs = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **options)
-    assert torch.equal(y, wanted)
+    for result in (y, act):
+        assert torch.equal(result, wanted)
     assert torch.equal(dh, wanted_dh)
     summands = (da.double() * params.value(*params.halves(h.double())))[: OFFS[-1]].abs().sum(1)
     assert ((dprobs - wanted_dprobs)[: OFFS[-1]].abs() <= 2.0**-24 * (8 + COLUMNS / 32) * summands).all()

@@ -223,17 +223,19 @@ def gradient_call(key, gathered):
     index = random_index(50, sizes, 9, True)
     dy, copies = scattered(integers(50, 72), index)
     b, h, probs = integers(len(sizes), 72, 136), torch.randn(rows, 272).bfloat16(), torch.rand(rows)
-    dh, sums = framed(rows, 272, dtype=BF16), torch.full((-(-136 // key.config.tile_n), rows), 7.0)
+    dh, act = (framed(rows, columns, dtype=BF16) for columns in (272, 136))
+    sums = torch.full((-(-136 // key.config.tile_n), rows), 7.0)
     call = gemm_dactivation.GROUPED_GEMM_DACTIVATION.build(key._replace(gathered=gathered))
     operands, last = ((dy,), (index,)) if gathered else ((copies,), ())
-    call(*operands, b, ends(sizes), dh.inside, poisoned(h, sizes), poisoned(probs, sizes), sums, *last, CLUSTERS)
-    return dh.room, sums
+    outputs = sums, act.inside
+    call(*operands, b, ends(sizes), dh.inside, poisoned(h, sizes), poisoned(probs, sizes), *outputs, *last, CLUSTERS)
+    return dh.room, sums, act.room
 
 
 @pytest.mark.parametrize(("arch", "config"), BACK + BOTH)
 def test_gradient_of_an_activation(arch, config):
     activation = spec_of(PARAMS["swiglu"])
-    key = gemm_dactivation.DactivationKey(arch, True, "bfloat16", 2, activation, "float32", config)
+    key = gemm_dactivation.DactivationKey(arch, True, "bfloat16", 2, activation, "float32", config, act=True)
     with emulator.emulate(ARCHS[arch].target):
         for got, wanted in zip(gradient_call(key, "a"), gradient_call(key, None)):
             assert torch.equal(got, wanted)

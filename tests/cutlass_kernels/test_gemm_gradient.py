@@ -16,11 +16,13 @@ from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.cutlass_kernels.matrix import REGISTER_FILE, USUAL, pairwise, threads
 from tests.kernel_cases import CANARY, ends, framed, stored
 from tgl import backends
+from tgl.composed.mlp import back_to_hidden
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.ops import gemm_dactivation
 from tgl.cutlass_kernels.runtime import launcher, names
+from tgl.meta.specs import TensorSpec
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,12 +47,13 @@ class Case:
     dtype: torch.dtype = BF16
     probs: torch.dtype | None = F32
     b_row_major: bool = False
+    act: bool = False
 
 
 def kernel(case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     dtypes = names.name(case.dtype), 2 if case.b_row_major else 1, spec_of(PARAMS[case.kind]), names.name(case.probs)
-    key = gemm_dactivation.DactivationKey(case.arch, True, *dtypes, case.config)
+    key = gemm_dactivation.DactivationKey(case.arch, True, *dtypes, case.config, act=case.act)
     if key not in _compiled:
         _compiled[key] = gemm_dactivation.GROUPED_GEMM_DACTIVATION.build(key)
     return _compiled[key]
@@ -79,19 +82,26 @@ def operands(case):
 
 
 def expected(case, dy, b, h, offs, probs):
-    """The product on the CPU, rounded, and the activation's backward by its own kernel."""
+    """The product on the CPU, rounded, and the activation's backward by its own kernel; its forward by its own too."""
     da = tgl.grouped_gemm(dy, b, offs)
-    params = PARAMS[case.kind]
+    params = PARAMS[case.kind]._asdict()
     with emulator.emulate(ARCHS[case.arch].target):
-        return torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **params._asdict())
+        backward = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **params)
+        return *backward, tgl.grouped_activation(h, offs, probs, **params) if case.act else None
+
+
+def check_bits(found, wanted, what):
+    """Equal, of 16-bit numbers, to the bit."""
+    where = (found.view(torch.int16) != wanted.view(torch.int16)).nonzero()
+    assert not len(where), f"{what}: {len(where)} elements differ, the first at {where[:3].tolist()}"
 
 
 def run(case, seeds=(0, 1)):
-    """``dh`` bit by bit, and ``dprobs`` within the error of a float32 sum; the same bits for every seed."""
+    """``dh`` and ``act`` bit by bit, and ``dprobs`` within the error of a float32 sum; the same bits for every seed."""
     dy, b, h, offs, probs = given = operands(case)
-    wanted, wanted_probs = expected(case, *given)
-    frame = framed(*h.shape, dtype=case.dtype)
-    dh = frame.inside
+    wanted, wanted_probs, wanted_act = expected(case, *given)
+    frame, act_frame = framed(*h.shape, dtype=case.dtype), framed(len(h), case.columns, dtype=case.dtype)
+    dh, act = frame.inside, act_frame.inside if case.act else None
     tiles = -(-case.columns // case.config.tile_n)
     sum_buffer, sums = torch.full((tiles + 2, h.shape[0]), CANARY), None
     if probs is not None:
@@ -102,12 +112,15 @@ def run(case, seeds=(0, 1)):
         for seed in seeds:
             machine.seed = seed
             frame.refill()
+            act_frame.refill()
             sum_buffer.fill_(CANARY)
-            function(dy, b, offs, dh, h, probs, sums, CLUSTERS)
+            function(dy, b, offs, dh, h, probs, sums, act, CLUSTERS)
             record = machine.launches[-1]
-            where = (dh.view(torch.int16) != wanted.view(torch.int16)).nonzero()
-            assert not len(where), f"seed {seed}: {len(where)} elements differ, the first at {where[:3].tolist()}"
-            assert frame.intact(), f"seed {seed}: written around the output"
+            check_bits(dh, wanted, f"dh, seed {seed}")
+            if case.act:
+                check_bits(act, wanted_act, f"act, seed {seed}")
+            for around in (frame, act_frame):
+                assert around.intact(), f"seed {seed}: written around an output"
             assert (sum_buffer[0] == CANARY).all()
             assert (sum_buffer[-1] == CANARY).all()
             first = sum_buffer.clone() if first is None else first
@@ -145,6 +158,8 @@ CASES = {
     "one CTA, interleaved": Case("sm_100", ONE[256], "swiglu interleaved", columns=300, probs=BF16),
     "pair of CTAs": Case("sm_100", TWO[256], "clamped_qgeglu interleaved", HIGH, tail=300, columns=264),
     "pair of CTAs, srelu": Case("sm_100", TWO[128], "srelu", columns=392),
+    "in turns, and act": Case("sm_90", TURNS, sizes=(5, 0, 130), columns=136, act=True),
+    "one CTA, and act": Case("sm_100", ONE[128], "srelu", (5, 0, 130), columns=136, dtype=F16, act=True),
 }
 MORE = {
     "two warpgroups": Case("sm_90", TILES[128, 192], "swiglu", columns=392, b_row_major=True),
@@ -152,6 +167,15 @@ MORE = {
     "multicast": Case("sm_90", PAIR, "swiglu", columns=136),
     "narrow": Case("sm_100", ONE[64], "clamped_qgeglu", tail=150, probs=None, dtype=F16, b_row_major=True),
     "narrow pair": Case("sm_100", TWO[64], "swiglu", RAGGED, tail=300),
+    "wide, interleaved, and act": Case("sm_90", TILES[64, 256], "swiglu interleaved", (1, 0, 70), columns=44, act=True),
+    "all empty, and act": Case("sm_90", TILES[64, 64], "srelu", (0, 0, 0), tail=150, columns=40, act=True),
+    "pair of CTAs, and act": Case("sm_100", TWO[256], "swiglu", HIGH, tail=300, columns=264, act=True),
+    "together, and act": Case("sm_90", TILES[64, 64], "clamped_qgeglu", MANY, depth=24, probs=None, act=True),
+    "two warpgroups, and act": Case("sm_90", TILES[128, 192], "geglu", columns=392, b_row_major=True, act=True),
+    "two blocks, and act": Case("sm_90", TILES[256, 128], "swiglu", (257, 0, 255, 1), tail=300, act=True),
+    "multicast, and act": Case("sm_90", PAIR, "swiglu", columns=136, act=True),
+    "one CTA, interleaved, and act": Case("sm_100", ONE[256], "swiglu interleaved", columns=300, probs=BF16, act=True),
+    "narrow, and act": Case("sm_100", ONE[64], "gelu", tail=150, dtype=F16, b_row_major=True, act=True),
 }
 
 
@@ -190,6 +214,7 @@ CHOICES = {
     "dtype": (BF16, F16),
     "probs": (None, "same", F32),
     "b_row_major": (True, False),
+    "act": (True, False),
 }
 
 
@@ -212,17 +237,19 @@ def test_compiles(case):
 @pytest.mark.parametrize("arch", list(ARCHS))
 def test_bad_offsets_stay_inside(arch):
     low, high = -(1 << 31), (1 << 31) - 1
-    case = CASES["together" if arch == "sm_90" else "one CTA"]
+    case = replace(CASES["together" if arch == "sm_90" else "one CTA"], act=True)
     dy, b, h, _, probs = operands(replace(case, sizes=(20, 30, 40, 50), tail=0))
-    frame = framed(*h.shape, dtype=case.dtype)
-    dh = frame.inside
+    frame, act_frame = framed(*h.shape, dtype=case.dtype), framed(len(h), case.columns, dtype=case.dtype)
     sums = torch.full((5, h.shape[0]), CANARY)
+    inner = None if probs is None else sums[1:-1]
     with emulator.emulate(ARCHS[arch].target, detect_races=False), backends.emulated_device(arch):
         for wrong in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
             frame.refill()
+            act_frame.refill()
             offs = torch.tensor(wrong, dtype=torch.int32)
-            kernel(case)(dy, b, offs, dh, h, probs, None if probs is None else sums[1:-1], CLUSTERS)
+            kernel(case)(dy, b, offs, frame.inside, h, probs, inner, act_frame.inside, CLUSTERS)
             assert frame.intact(), wrong
+            assert act_frame.intact(), wrong
             assert sums[0].eq(CANARY).all()
             assert sums[-1].eq(CANARY).all()
 
@@ -262,13 +289,30 @@ def test_one_launch_per_call(machine, columns):
     assert launcher.plans == plans
 
 
+def test_the_activation_of_the_forward_comes_along(machine):
+    """In the one launch, with the bits of its own op; here through a copy, as its rows do not begin on 16 bytes."""
+    params, case = PARAMS["swiglu interleaved"], Case("sm_90", TILES[64, 64], "swiglu interleaved", columns=44)
+    _, _, h, offs, probs = given = operands(case)
+    before = len(machine.launches)
+    inner = TensorSpec((len(h), case.columns), BF16, h.device)
+    dh, dprobs, act = back_to_hidden(list(given), inner, params=params)
+    assert len(machine.launches) == before + 1
+    assert torch.equal(act, tgl.grouped_activation(h, offs, probs, **params._asdict()))
+    destinations = {"dh": dh, "dprobs": dprobs, "act": act}
+    copied = gemm_dactivation.GROUPED_GEMM_DACTIVATION.copying().copies(*given, params=params, **destinations)
+    assert list(copied) == ["act"]
+    assert not tgl.explain("grouped_gemm_dactivation", *given, **params._asdict()).copies
+
+
 def test_empty_problems_launch_nothing(machine):
     offs = torch.zeros(2, dtype=torch.int32)
     before = len(machine.launches)
     for rows, groups in ((0, 2), (5, 0)):
         dy, b, h = torch.ones(rows, 16), torch.ones(groups, 16, 8), torch.ones(rows, 16)
         operands = (t.to(BF16) for t in (dy, b, h))
-        for result in tgl.grouped_gemm_dactivation(*operands, offs[:groups], torch.ones(rows)):
+        operands = [*operands, offs[:groups], torch.ones(rows)]
+        inner = TensorSpec((rows, 8), BF16, operands[0].device)
+        for result in back_to_hidden(operands, inner, params=PARAMS["swiglu"]):
             assert result.shape[0] == rows
             assert result.eq(0).all()
     assert len(machine.launches) == before

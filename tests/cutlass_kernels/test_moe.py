@@ -33,6 +33,7 @@ def test_kernels_serve_every_part(arch):
         found = step(routing, tensors)
     kernels = [launch.kernel for launch in machine.launches]
     assert sum("GroupedGemm" in kernel for kernel in kernels) == 2 + 4
+    assert not any("GroupedActivation" in kernel for kernel in kernels)
     assert " ".join(kernels).count("ActivatedGroupedGemm") == " ".join(kernels).count("GradientGroupedGemm") == 1
     for ours, cpu in zip(found, near, strict=True):
         assert ours.isfinite().all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,27 +24,34 @@ def produce_gemm_activation(
     index = {} if rows is None else {"rows": rows}
     h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True, **index)
     del a  # which nobody else may hold
-    y = made["y"].empty()
-    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
-    return {"y": y, "h": h}
+    return {"y": activate(made["y"], h, offs, probs, params=params), "h": h}
 
 
-def gemm_dactivation(
-    dy: Tensor,
-    b: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    *,
-    params: Params,
-    dh: Tensor,
-    dprobs: Tensor,
-    rows: Tensor | None = None,
-) -> None:
-    """The product rounded to the dtype of ``h``, then the activation's backward."""
+def produce_gemm_dactivation(
+    made: dict[str, Any], operands: list, *, params: Params, rows: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    """The product rounded to the dtype of ``h``, then the activation's backward, then its forward if ``act`` is wanted.
+
+    ``act`` comes last, when the product's memory is free for it.
+    """
+    dy, b, h, offs, probs = operands
+    operands.clear()
     spec, index = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device), {} if rows is None else {"rows": rows}
     da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **index)
+    del dy
+    dh, dprobs = made["dh"].empty(), made["dprobs"].empty()
     backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
+    del da
+    wanted = made["act"]
+    act = None if wanted is None else activate(wanted, h, offs, probs, params=params)
+    return {"dh": dh, "dprobs": dprobs, "act": act}
+
+
+def activate(made: specs.TensorSpec, h: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params) -> Tensor:
+    """``probs A(h)``."""
+    act = made.empty()
+    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=act)
+    return act
 
 
 def activation_quantize(
@@ -58,8 +65,7 @@ def activation_quantize(
     out: Components,
 ) -> None:
     """The activation rounded to the dtype of ``x``, then quantised."""
-    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
-    backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
+    activated = activate(specs.grouped_activation(x, offs, probs, kind=params.kind), x, offs, probs, params=params)
     backends.run("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends
 from ..meta import specs
 from ..meta.specs import TensorSpec
+from .activations import activate
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
@@ -33,28 +34,32 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     """The gradients that have a spec. What is not needed any more gives its memory to what follows."""
     dy, x, w1, w2, offs, h, act, probs, bias2 = operands
     operands.clear()
-    device, acc = dy.device, specs.accumulator(dy.dtype)
+    device, dw2 = dy.device, made["dw2"]
     grads: Tensors = dict.fromkeys(made)
     further = any(made[name] is not None for name in ("dx", "dw1", "dprobs", "dbias1"))
+    inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device)
     # At the peak, dw1's turn, there is either dw2 or what it is made of: the smaller of dw2 and act.
-    last = further and act is not None and act.numel() < w2.numel()
-    if made["dw2"] is not None and not last:
-        if act is None:
-            act = h.new_empty(h.shape[0], w2.shape[1])
-            backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
-        grads["dw2"] = wgrad(act, dy, offs, made["dw2"])
-        del act
+    last = further and h.shape[0] * w2.shape[1] < w2.numel()
+    again = dw2 is not None and act is None
+    if again and not further:
+        act = activate(inner, h, offs, probs, params=params)
+    if dw2 is not None and act is not None and not last:
+        grads["dw2"], dw2, act = wgrad(act, dy, offs, dw2), None, None
     scaled = None
     if bias2 is not None or made["dbias2"] is not None:
         grads["dbias2"], scaled = bias_gradients(dy, bias2, probs, offs, made["dbias2"], made["dprobs"])
     if not further:
         return grads
 
-    dh = torch.empty(h.shape, dtype=h.dtype, device=device)
-    sums = torch.empty(h.shape[0] if probs is not None else 0, dtype=acc, device=device)
-    back = w2.transpose(1, 2)
-    backends.run("grouped_gemm_dactivation", device, dy, back, h, offs, probs, params=params, dh=dh, dprobs=sums)
+    given = [dy, w2.transpose(1, 2), h, offs, probs]
     del h
+    if again:
+        dh, sums, act = back_to_hidden(given, inner, params=params)
+    else:
+        dh, sums, _ = back_to_hidden(given, None, params=params)
+    del given
+    if dw2 is not None and act is not None and not last:
+        grads["dw2"], dw2, act = wgrad(act, dy, offs, dw2), None, None
     if made["dprobs"] is not None:
         dprobs = sums.to(made["dprobs"].dtype)
         grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
@@ -70,9 +75,26 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         grads["dx"] = backends.produce("grouped_gemm", device, made["dx"], given, zero_tail=True)
         del given
     del dh
-    if made["dw2"] is not None and last:
-        grads["dw2"] = wgrad(act, dy, offs, made["dw2"])
+    if dw2 is not None and act is not None:
+        grads["dw2"] = wgrad(act, dy, offs, dw2)
     return grads
+
+
+def back_to_hidden(operands: list, act: TensorSpec | None, *, params: Params) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``dh``, the sums of rows for ``probs``, and the activation's own result if it has a spec.
+
+    Args:
+        operands: of ``grouped_gemm_dactivation``; the list is emptied where that gives memory back early.
+        act: of the result, which a kernel writes in one pass with ``dh``.
+        params: of the activation.
+    """
+    h, probs = operands[2], operands[4]
+    dh = TensorSpec(tuple(h.shape), h.dtype, h.device)
+    sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), h.device)
+    wanted, device = {"dh": dh, "dprobs": sums, "act": act}, h.device
+    del h
+    made = backends.produce("grouped_gemm_dactivation", device, wanted, operands, params=params)
+    return made["dh"], made["dprobs"], made["act"]
 
 
 def bias_gradients(

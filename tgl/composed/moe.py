@@ -1,7 +1,7 @@
 """``moe`` and its backward: dispatch, the parts of an expert and combine, one op after the other.
 
 The rows that experts read, ``[T, H]``, and what the activation makes of them, ``[T, I]``, live from one op to the next.
-The backward forms both again: the rows are copies of the tokens, and the activation's result is one pass over ``h``.
+The backward forms both again: the rows are copies of the tokens, and the activation's result comes with its gradient.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..meta import specs
 from ..meta.specs import TensorSpec
-from .mlp import Specs, Tensors, bias_gradients, wgrad
+from .activations import activate
+from .mlp import Specs, Tensors, back_to_hidden, bias_gradients, wgrad
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
@@ -82,7 +82,8 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
 def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
     """The gradients that have a spec. What is not needed any more gives its memory to what follows.
 
-    dx comes before dw1: at the peak, dw1's turn, its rows are gone.
+    dw2 waits for the kernel that goes back through the activation, which reads ``h`` and so hands out the activation's
+    result as well; by then ``h`` is gone. dx comes before dw1: in dw1's turn its rows are gone.
     """
     dy, x, w1, w2, source, position, token, offs, h, weights, bias2 = operands
     operands.clear()
@@ -91,20 +92,20 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
     del dy
     grads: Tensors = dict.fromkeys(made)
     further = any(made[name] is not None for name in ("dx", "dw1", "dweights", "dbias1"))
-    if made["dw2"] is not None:
-        act = h.new_empty(h.shape[0], w2.shape[1])
-        backends.run("grouped_activation", device, h, offs, probs, params=params, out=act)
-        grads["dw2"] = wgrad(act, answers, offs, made["dw2"])
-        del act
     grads["dbias2"], scaled = bias_gradients(answers, bias2, probs, offs, made["dbias2"], made["dweights"])
+    inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device)
     if not further:
+        if made["dw2"] is not None:
+            grads["dw2"] = wgrad(activate(inner, h, offs, probs, params=params), answers, offs, made["dw2"])
         return grads
 
-    dh = torch.empty(h.shape, dtype=h.dtype, device=device)
-    sums = torch.empty(0 if probs is None else h.shape[0], dtype=specs.accumulator(h.dtype), device=device)
-    back = w2.transpose(1, 2)
-    backends.run("grouped_gemm_dactivation", device, answers, back, h, offs, probs, params=params, dh=dh, dprobs=sums)
-    del answers, h
+    given = [answers, w2.transpose(1, 2), h, offs, probs]
+    del h
+    dh, sums, act = back_to_hidden(given, None if made["dw2"] is None else inner, params=params)
+    del given
+    if made["dw2"] is not None and act is not None:
+        grads["dw2"] = wgrad(act, answers, offs, made["dw2"])
+    del answers, act
     if made["dweights"] is not None:
         dprobs = sums.to(made["dweights"].dtype)
         dprobs = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))

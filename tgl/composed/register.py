@@ -38,9 +38,10 @@ for _device in ("cpu", "cuda"):
             "grouped_gemm_dactivation",
             "grouped GEMM, then the activation's backward",
             _device,
-            activations.gemm_dactivation,
+            None,
             priority=-10,
             note="two ops",
+            produce=activations.produce_gemm_dactivation,
             rows=True,
         )
     )

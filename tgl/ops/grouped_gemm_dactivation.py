@@ -38,15 +38,15 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
     if rows is None:
-        dh, dprobs = (s.empty() for s in _checked(dy, b, h, offs, probs, kind=parsed.kind))
+        dh, dprobs = _checked(dy, b, h, offs, probs, kind=parsed.kind)
         debug.check_offs(NAME, offs, dy.shape[0])
-        backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs)
-        return dh, dprobs
-    dh, dprobs = (s.empty() for s in _checked_indexed(dy, b, h, offs, probs, rows, kind=parsed.kind))
-    debug.check_offs(NAME, offs, rows.shape[0])
-    debug.check_rows(NAME, "rows", rows, offs, dy)
-    backends.run(NAME, dy.device, dy, b, h, offs, probs, params=parsed, dh=dh, dprobs=dprobs, rows=rows)
-    return dh, dprobs
+    else:
+        dh, dprobs = _checked_indexed(dy, b, h, offs, probs, rows, kind=parsed.kind)
+        debug.check_offs(NAME, offs, rows.shape[0])
+        debug.check_rows(NAME, "rows", rows, offs, dy)
+    wanted = {"dh": dh, "dprobs": dprobs, "act": None}
+    made = backends.produce(NAME, dy.device, wanted, [dy, b, h, offs, probs], params=parsed, **given(rows=rows))
+    return made["dh"], made["dprobs"]
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -121,7 +121,8 @@ def _call(
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed = Params(**params)
     dh, dprobs = (s.meta() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, rows, kind=parsed.kind))
-    return dy.device, (dy, b, h, offs, probs), {"params": parsed, "dh": dh, "dprobs": dprobs, **given(rows=rows)}
+    destinations = {"dh": dh, "dprobs": dprobs, "act": None}
+    return dy.device, (dy, b, h, offs, probs), {"params": parsed, **destinations, **given(rows=rows)}
 
 
 backends.describe_op(NAME, _call)

@@ -47,11 +47,13 @@ class Factors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What goes to the gate and to the linear half (None if there is none), and the summand of a probability's."""
+    """What goes to the gate and to the linear half (None if there is none), the summand of a probability's, and the
+    activation's own result, of which the compiler drops what a kernel does not use."""
 
     gate: Float32
     linear: Float32 | None
     probability: Float32
+    result: Float32
 
 
 def at_most(value: Float32, limit: Float32) -> Float32:
@@ -229,10 +231,11 @@ def widened(rounded: cute.Tensor) -> cute.Tensor:
 def gradients(
     spec: ActivationSpec, g: Float32, u: Float32 | None, dy: Float32, factor: Float32 | None, fast: bool
 ) -> Gradients:
-    """``p dy A'(g) L(u)``, ``p dy A(g) L'(u)`` and ``dy A(g) L(u)``, for a row's ``p = factor`` (None: 1)."""
+    """``p dy A'(g) L(u)``, ``p dy A(g) L'(u)``, ``dy A(g) L(u)`` and ``p A(g) L(u)``, the last with the bits of
+    ``activate``; for a row's ``p = factor`` (None: 1)."""
     a, a1, linear, slope = CURVES[spec.kind].factors(spec, g, u, fast)
     through_a, through_linear = dy * linear, dy * a
-    summand = a * through_a
+    summand, result = a * through_a, a * linear
     if factor is not None:
-        through_a, through_linear = through_a * factor, through_linear * factor
-    return Gradients(through_a * a1, None if u is None else through_linear * slope, summand)
+        through_a, through_linear, result = through_a * factor, through_linear * factor, result * factor
+    return Gradients(through_a * a1, None if u is None else through_linear * slope, summand, result)

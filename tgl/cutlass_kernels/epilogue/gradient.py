@@ -5,6 +5,9 @@ from which its gradient leaves: for every chunk of the product one buffer per ha
 Sets of buffers take turns: as many chunks are asked for before the warp waits for the product, each later one when the
 last but one has left. So a warp waits for no other, and holds no more of the input than it works on.
 
+A kernel that hands out the activation's own result too keeps that of a chunk in registers until the last chunk has
+left, and then stages it in the one buffer that a warp has for it.
+
 A row's sum, for the gradient of its probability, is made per tile and written to a row of its own: adding these up, in
 order of the columns, is left to the caller.
 """
@@ -12,7 +15,7 @@ order of the columns, is left to the caller.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from ..activation.activation_spec import ActivationSpec
@@ -44,9 +47,22 @@ class Chunks(NamedTuple):
     count: Int32
 
 
+class Result(NamedTuple):
+    """Where the activation's own result of a warp's rows goes."""
+
+    map: cute.CopyAtom  # TMA store of a chunk
+    target: cute.Tensor  # coordinates [rows, columns] of the group's part of it
+    buffer: cute.Tensor  # shared memory [chunk rows, chunk columns]
+
+
 def buffers_per_chunk(spec: ActivationSpec) -> int:
     """Buffers that the input of a chunk's columns fills."""
     return 2 if spec.gated else 1
+
+
+def buffers_per_warp(spec: ActivationSpec, result: bool) -> int:
+    """Buffers of a warp; with one for the activation's own result if that is wanted."""
+    return SLOTS * buffers_per_chunk(spec) + (1 if result else 0)
 
 
 @cute.jit
@@ -167,20 +183,39 @@ def load_next_chunk(
 
 
 @cute.jit
-def clear_chunk(buffers: cute.Tensor, lane: Int32):
-    """Zeros in ``[chunk rows, chunk columns, parts]``, once what was there has left; one warp calls it."""
+def wait_result(result: Any):
+    """Wait until the activation's result of the chunk before has left its buffer, if it has one; one warp calls it."""
+    if cutlass.const_expr(result is not None):
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def clear_chunk(buffers: cute.Tensor, result: Any, lane: Int32):
+    """Zeros in ``[chunk rows, chunk columns, parts]`` and in the buffer of ``result`` (a ``Result`` or None), once what
+    was there has left; one warp calls it."""
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(SLOTS - 1, read=True)
     cute.arch.sync_warp()
-    zeros = cute.make_rmem_tensor(8, buffers.element_type)
+    for part in cutlass.range_constexpr(cute.size(buffers, mode=[2])):
+        clear_buffer(buffers[None, None, part], lane)
+    if cutlass.const_expr(result is not None):
+        wait_result(result)
+        clear_buffer(result.buffer, lane)
+
+
+@cute.jit
+def clear_buffer(buffer: cute.Tensor, lane: Int32):
+    """Zeros in ``[chunk rows, chunk columns]``, by one warp."""
+    zeros = cute.make_rmem_tensor(8, buffer.element_type)
     zeros.fill(0.0)
-    rows, columns, parts = buffers.shape[0], buffers.shape[1], cute.size(buffers, mode=[2])
+    rows, columns = buffer.shape
     across = cute.size(columns) // 8
-    for part in cutlass.range_constexpr(parts):
-        for i in cutlass.range_constexpr(cute.size(rows) * across // 32):
-            at = lane + 32 * i
-            target = cute.local_tile(buffers[None, None, part], (1, 8), (at // across, at % across))
-            cute.autovec_copy(zeros, cute.make_tensor(target.iterator, 8))
+    for i in cutlass.range_constexpr(cute.size(rows) * across // 32):
+        at = lane + 32 * i
+        target = cute.local_tile(buffer, (1, 8), (at // across, at % across))
+        cute.autovec_copy(zeros, cute.make_tensor(target.iterator, 8))
 
 
 @cute.jit
@@ -189,6 +224,7 @@ def store_chunk(
     out_map: cute.CopyAtom,
     target: cute.Tensor,
     buffers: cute.Tensor,
+    result: Any,
     row: Int32,
     column: Int32,
 ):
@@ -196,6 +232,7 @@ def store_chunk(
 
     Args:
         target: coordinates ``[rows, columns, halves]`` of the group's part of the output.
+        result: a ``Result``, whose buffer goes as well, or None.
     """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
@@ -209,21 +246,40 @@ def store_chunk(
         )
         with cute.arch.elect_one():
             cute.copy(out_map, source, sink)
+    if cutlass.const_expr(result is not None):
+        part = cute.local_tile(cute.domain_offset((row, column), result.target), gemm.chunk, (0, 0))
+        source, sink = cpasync.tma_partition(
+            result.map,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(result.buffer, 0, 2),
+            cute.group_modes(part, 0, 2),
+        )
+        with cute.arch.elect_one():
+            cute.copy(result.map, source, sink)
     with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
         cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
 def differentiate(
-    spec: cutlass.Constexpr, gate: cute.Tensor, linear: Any, product: cute.Tensor, probs: Any, sums: cute.Tensor
+    spec: cutlass.Constexpr,
+    gate: cute.Tensor,
+    linear: Any,
+    product: cute.Tensor,
+    probs: Any,
+    sums: cute.Tensor,
+    results: Any,
 ):
-    """Replace gate and linear half by their gradients, and add to the sums of rows.
+    """Replace gate and linear half by their gradients, add to the sums of rows, and hand out the activation's results.
 
     Args:
         gate, linear: float32 registers; linear is None if there is no such half.
         product: float32 registers of the accumulator, of the same shape, rounded to 16 bits here.
         probs, sums: float32 registers of the same shape, those of a row one and the same (stride 0); probs may be None.
+        results: registers of 16 bits and of the same shape, or None.
     """
+    values = cute.make_rmem_tensor(gate.shape, Float32)
     for i in cutlass.range_constexpr(cute.size(gate)):
         u = None if cutlass.const_expr(linear is None) else linear[i]
         p = None if cutlass.const_expr(probs is None) else probs[i]
@@ -233,6 +289,10 @@ def differentiate(
             linear[i] = found.linear
         if cutlass.const_expr(probs is not None):
             sums[i] += found.probability
+        if cutlass.const_expr(results is not None):
+            values[i] = found.result
+    if cutlass.const_expr(results is not None):
+        results.store(values.load().to(results.element_type))
 
 
 @cute.jit

@@ -131,10 +131,11 @@ class GatheredGradientCall:
         h: cute.Tensor,
         probs: cute.Tensor | None,
         sums: cute.Tensor | None,
+        act: cute.Tensor | None,
         index: cute.Tensor,
         clusters: Int32,
         stream,
     ):
         """Launch; arguments of ``GradientGroupedGemm`` and ``index``, int32 ``[T]``."""
-        extra = (h, probs, sums)
-        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, extra=extra, index=index)
+        args, extra = EpilogueArgs(None, None), (h, probs, sums)
+        self.start(a, b, None, offs, dh, args, clusters, stream, act, extra=extra, index=index)

@@ -35,6 +35,7 @@ class DactivationKey(NamedTuple):
     probs: str | None
     config: GemmConfig
     gathered: str | None = None  # "a" if rows of dy are found by an index
+    act: bool = False  # whether the activation's own result is written
 
 
 class DactivationCall(NamedTuple):
@@ -48,11 +49,12 @@ class DactivationCall(NamedTuple):
     params: Params
     dh: Tensor
     dprobs: Tensor
+    act: Tensor | None = None
     rows: Tensor | None = None
 
 
 class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
-    """The product and back through the activation, with zero tails.
+    """The product and back through the activation, with zero tails; if asked for, the activation's own result too.
 
     A row's sum for ``dprobs`` is that of its tiles across I in order of ``torch.sum``, each that of its columns.
     """
@@ -60,8 +62,8 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     op = "grouped_gemm_dactivation"
     call = DactivationCall
     reach = Reach(
-        {"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR},
-        ("dh",),
+        {"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR, "act": ROW_MAJOR},
+        ("dh", "act"),
         indexed={"dy": "rows"},
         gathers=lambda c: gathered(c.dy, dy=c.rows),
     )
@@ -83,11 +85,12 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     def alike(self, c: DactivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        dy, b, h, _, probs, params, dh, _, index = c
+        dy, b, h, _, probs, params, dh, _, act, index = c
         rows, shape = dh.shape[0], b.shape
-        if not warm(max(rows, dy.shape[0]), dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr()):
+        written = 0 if act is None else act.data_ptr()
+        if not warm(max(rows, dy.shape[0]), dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr() | written):
             return None
-        layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), shape)
+        layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), act is None or act.stride(), shape)
         dtypes = (dy.dtype, probs is None or probs.dtype)
         return layouts, dtypes, params, rows_class(rows, shape[0]), index is None
 
@@ -99,6 +102,8 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         """Every row is the tail's."""
         c.dh.zero_()
         c.dprobs.zero_()
+        if c.act is not None:
+            c.act.zero_()
 
     def key(self, c: DactivationCall, arch: str) -> DactivationKey:
         """The tiling follows from I, N and the class of rows per group."""
@@ -108,7 +113,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         if operand is not None:  # The usual one, whose long epilogue is hidden; each CTA gathers for itself.
             tiling = replace(tiling, cluster_m=1, cluster_n=1)
         where = arch, not c.dy.is_cuda, name(c.dy), unit_dimension(c.b.stride())
-        return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand)
+        return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand, c.act is not None)
 
     def build(self, key: DactivationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -123,7 +128,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         columns = halves * ALIGNMENT * 8 // element.width
         return compiled(
             key.arch,
-            kernel(key.config, element, key.element, key.activation),
+            kernel(key.config, element, key.element, key.activation, key.act),
             matrix(key.element),
             matrix(key.element, 3, unit=key.b_unit),
             strided("int32"),
@@ -131,6 +136,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             matrix(key.element, columns=columns),
             strided(key.probs),
             None if key.probs is None else matrix("float32", pitch=4, align=4),
+            matrix(key.element) if key.act else None,
             *index,
             cutlass.Int32(1),
         )
@@ -140,7 +146,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         return self._with_sums(c, None if c.probs is None else c.dprobs.unsqueeze(0))
 
     def _with_sums(self, c: DactivationCall, sums: Tensor | None) -> tuple:
-        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, *given(c.rows)
+        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, c.act, *given(c.rows)
 
     def start(self, plan: Plan, c: DactivationCall) -> None:
         """Launch; sums of several tiles across I are added up behind it."""
@@ -163,6 +169,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             probs=None if c.probs is None else c.probs.new_zeros(8),
             dh=hidden.clone(),
             dprobs=c.dprobs.new_zeros(8, device=c.dy.device),
+            act=None if c.act is None else c.h.new_zeros(8, 8),
             rows=None if c.rows is None else c.rows.new_zeros(8),
         )
 

@@ -32,7 +32,7 @@ class Reach(NamedTuple):
     """What the kernel of an op needs of the tensors of a call, a named tuple.
 
     Attributes:
-        needs: by field of the call.
+        needs: by field of the call; a tensor that a call has not needs nothing.
         outputs: the fields among them that are written.
         keeps: of a call: whether something of its outputs is read or must stay as it is.
         slotted: the field whose matrices a table of ``slots`` numbers, in a call that has one. Of it those alone are
@@ -50,7 +50,7 @@ class Reach(NamedTuple):
 
     def reason(self, c: Any) -> str | None:
         """Why the kernel cannot reach a tensor where it lies: the first reason there is."""
-        for name in self.needs:
+        for name in self._present(c):
             reason = self._reason(c, name)
             if reason is not None:
                 return reason
@@ -58,7 +58,7 @@ class Reach(NamedTuple):
 
     def overlaps(self, c: Any) -> bool:
         """Whether a tensor that the table names has a stride of 0, which is fine for one row and not for more."""
-        return any(0 in getattr(c, name).stride() for name in self.needs)
+        return any(0 in getattr(c, name).stride() for name in self._present(c))
 
     def copies(self, c: Any) -> dict[str, int]:
         """Bytes of what is copied for a call, by name."""
@@ -108,6 +108,10 @@ class Reach(NamedTuple):
                 put_in_order(backends.prepare, getattr(c, name), index, t)
         prepare(self._in_order(c, made))
 
+    def _present(self, c: Any) -> list[str]:
+        """The tensors of the table that a call has."""
+        return [name for name in self.needs if getattr(c, name) is not None]
+
     def _index(self, c: Any, name: str) -> Tensor | None:
         """By which the call reads rows of the field ``name``; None: in order."""
         return getattr(c, self.indexed[name]) if name in self.indexed else None
@@ -120,7 +124,7 @@ class Reach(NamedTuple):
 
     def _beyond(self, c: Any) -> list[str]:
         """The tensors that the kernel cannot reach."""
-        return [name for name in self.needs if self._reason(c, name) is not None]
+        return [name for name in self._present(c) if self._reason(c, name) is not None]
 
     def _rooms(self, c: Any) -> dict[str, Tensor]:
         """Uninitialised tensors for copies of those, by name."""

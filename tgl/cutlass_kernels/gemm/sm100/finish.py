@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import tcgen05
 from ...epilogue.gradient import (
     SLOTS,
     Hidden,
+    Result,
     chunks_of,
     clear_chunk,
     differentiate,
@@ -24,7 +25,9 @@ from ...epilogue.gradient import (
     slot_of,
     store_chunk,
     wait_chunk,
+    wait_result,
 )
+from ...tiles import Tile
 from ...tiles.policy import Problem
 from .store import WARP_ROWS
 
@@ -37,6 +40,7 @@ def finish_tiles(
     gemm: cutlass.Constexpr,
     accumulators: cute.Tensor,
     out,
+    second: Any,
     hidden: Hidden,
     results: pipeline.PipelineUmmaAsync,
     problem: Problem,
@@ -50,6 +54,7 @@ def finish_tiles(
         gemm: the ``GradientGroupedGemm``.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
+        second: (map, coordinate tensor of the map) of the activation's own result, or None.
         hidden: where the activation's input comes from.
         results: pipeline from the MMA warp.
         rank: this CTA's part of the tile.
@@ -60,6 +65,9 @@ def finish_tiles(
     lane = thread % 32
     out_map, out_coords, out_buffers = out
     buffers = warp_buffers(gemm, out_buffers)[None, None, None, None, warp]
+    held: Any = None
+    if cutlass.const_expr(gemm.result):
+        held = cute.make_rmem_tensor(gemm.chunk[1], gemm.out_element)
     hidden = hidden._replace(full=hidden.full + warp * SLOTS)
     across = config.tile_n // gemm.chunk[1]
 
@@ -82,6 +90,7 @@ def finish_tiles(
         column = tile.n * config.tile_n
         chunks = chunks_of(row, column, WARP_ROWS, 1, across, tile.length, problem.columns)
         target = policy.out(out_coords, tile)
+        result = own_result(gemm, second, out_buffers, tile, warp)
         probs = row_prob(hidden, tile.start + row + lane, product and row + lane < tile.length)
         total = cute.make_rmem_tensor(1, Float32)
         total.fill(0.0)
@@ -97,11 +106,15 @@ def finish_tiles(
                     with cute.arch.elect_one():
                         results.consumer_release(made)
                 state = wait_chunk(hidden, state)
-                change_row(gemm, acc, buffers[None, None, None, slot], probs, total, lane)
+                change_row(gemm, acc, buffers[None, None, None, slot], probs, total, held, lane)
                 load_next_chunk(gemm, hidden, buffers, tile, chunks, piece, state)
+                wait_result(result)
+                if cutlass.const_expr(result is not None):
+                    write_result(held, result.buffer, lane)
             else:
-                clear_chunk(buffers[None, None, None, slot], lane)
-            store_chunk(gemm, out_map, target, buffers[None, None, None, slot], row, column + piece * gemm.chunk[1])
+                clear_chunk(buffers[None, None, None, slot], result, lane)
+            across_columns = column + piece * gemm.chunk[1]
+            store_chunk(gemm, out_map, target, buffers[None, None, None, slot], result, row, across_columns)
             state = next_slot(state)
         if product:
             if chunks.count == 0:
@@ -126,6 +139,24 @@ def warp_buffers(gemm, buffers: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(buffers.iterator, cute.make_layout(shape, stride=stride))
 
 
+def own_result(gemm, second: Any, buffers: cute.Tensor, tile: Tile, warp: Int32) -> Any:
+    """Where the activation's own result goes, through a warp's rows of the last buffer; None if it is not wanted."""
+    if not gemm.result:
+        return None
+    second_map, second_coords = second
+    buffer = cute.local_tile(buffers[None, None, gemm.buffers - 1], gemm.chunk, (warp, 0))
+    return Result(second_map, gemm.policy.rows(second_coords, tile), buffer)
+
+
+@cute.jit
+def write_result(results: cute.Tensor, buffer: cute.Tensor, lane: Int32):
+    """A row of the activation's own result to ``buffer [32, 64]``."""
+    for piece in cutlass.range_constexpr(cute.size(results) // PIECE):
+        own = cute.make_tensor(results.iterator + piece * PIECE, cute.make_layout(PIECE))
+        place = cute.local_tile(buffer, (1, PIECE), (lane, piece))
+        cute.autovec_copy(own, cute.make_tensor(place.iterator, PIECE))
+
+
 @cute.jit
 def row_prob(hidden: Hidden, row: Int32, wanted: cutlass.Boolean) -> Any:
     """The probability of a thread's row, or None."""
@@ -145,7 +176,13 @@ def same(value: Any) -> Any:
 
 @cute.jit
 def change_row(
-    gemm: cutlass.Constexpr, values: cute.Tensor, buffers: cute.Tensor, probs: Any, total: cute.Tensor, lane: Int32
+    gemm: cutlass.Constexpr,
+    values: cute.Tensor,
+    buffers: cute.Tensor,
+    probs: Any,
+    total: cute.Tensor,
+    results: Any,
+    lane: Int32,
 ):
     """Replace a row of the activation's input in ``buffers [32, 64, parts]`` by its gradient.
 
@@ -154,6 +191,7 @@ def change_row(
     Args:
         values: float32 registers, 64 columns of the accumulator.
         probs, total: the row's probability, and its sum, which is added to.
+        results: 64 registers of 16 bits for the row of the activation's own result, or None.
     """
     element, spec, parts = gemm.out_element, gemm.gradient, gemm.parts
     held = cute.make_rmem_tensor((PIECE, parts, TOGETHER), element)
@@ -173,7 +211,10 @@ def change_row(
             linear: Any = None
             if cutlass.const_expr(spec.gated):
                 linear = cute.make_tensor(wide.iterator + to_linear, cute.make_layout(PIECE, stride=step))
-            differentiate(spec, gate, linear, rounded(product, element), same(probs), same(total))
+            made: Any = None
+            if cutlass.const_expr(results is not None):
+                made = cute.make_tensor(results.iterator + (first + i) * PIECE, cute.make_layout(PIECE))
+            differentiate(spec, gate, linear, rounded(product, element), same(probs), same(total), made)
             flat.store(wide.load().to(element))
         for i in cutlass.range_constexpr(TOGETHER):
             for part in cutlass.range_constexpr(parts):

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...activation.activation_spec import ActivationSpec
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
-from ...epilogue.gradient import COLUMNS, SLOTS, Hidden, buffers_per_chunk
+from ...epilogue.gradient import COLUMNS, Hidden, buffers_per_chunk, buffers_per_warp
 from ...epilogue.vectors import EpilogueArgs
 from ...tiles.halves import HalvesVarlenM, ragged_halves
 from .kernel import GroupedGemm
@@ -17,7 +17,8 @@ from .store import WARP_ROWS
 
 
 class GradientGroupedGemm(GroupedGemm):
-    """``dh = dA(h) (a b)``, and the sums of rows of ``(a b) A(h)`` per tile if there are ``probs``."""
+    """``dh = dA(h) (a b)``, the sums of rows of ``(a b) A(h)`` per tile if there are ``probs``, and with ``result`` the
+    activation's own ``probs A(h)``."""
 
     chunk = WARP_ROWS, COLUMNS
 
@@ -27,11 +28,13 @@ class GradientGroupedGemm(GroupedGemm):
         element: type[cutlass.Numeric],
         out: str,
         activation: ActivationSpec,
+        result: bool = False,
         gathered: str | None = None,
     ):
         self.gradient = activation
         self.parts = buffers_per_chunk(activation)
-        self.buffers = SLOTS * self.parts
+        self.result = result
+        self.buffers = buffers_per_warp(activation, result)
         super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element, gathered=gathered)
         self.side_by_side = activation.gated and not activation.interleaved
         self.policy = HalvesVarlenM(config.tile_m, config.tile_n, config.band, True, self.side_by_side)
@@ -46,6 +49,7 @@ class GradientGroupedGemm(GroupedGemm):
         h: cute.Tensor,
         probs: cute.Tensor | None,
         sums: cute.Tensor | None,
+        act: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
@@ -55,8 +59,9 @@ class GradientGroupedGemm(GroupedGemm):
             h, dh: ``[T, 2 I]`` or ``[T, I]``.
             probs: ``[T]`` or None.
             sums: float32 ``[tiles across I, T]``, None without ``probs``.
+            act: ``[T, I]`` for the activation's result, None without.
         """
-        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, extra=(h, probs, sums))
+        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, act, extra=(h, probs, sums))
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> Hidden:
         """The operands of the epilogue, before it has barriers."""

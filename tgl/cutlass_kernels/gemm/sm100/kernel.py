@@ -407,7 +407,7 @@ class GroupedGemm:
             accumulators = cute.make_tensor(pointer, acc_layout)
             output = (out_map, out_coords, out_buffers)
             if cutlass.const_expr(hidden is not None):
-                finish_tiles(self, accumulators, output, hidden, results, problem, rank, first, step)
+                finish_tiles(self, accumulators, output, second, hidden, results, problem, rank, first, step)
             else:
                 store_tiles(
                     self,

@@ -13,6 +13,7 @@ from ...epilogue.gradient import (
     SLOTS,
     Chunks,
     Hidden,
+    Result,
     chunks_of,
     clear_chunk,
     differentiate,
@@ -23,6 +24,7 @@ from ...epilogue.gradient import (
     slot_of,
     store_chunk,
     wait_chunk,
+    wait_result,
 )
 from ...tiles import Tile
 from . import store
@@ -33,9 +35,18 @@ def own(gemm, hidden: Hidden, buffers: cute.Tensor, which: Int32, warp: Int32) -
     mine = which * 4 + warp
     size = gemm.chunk[0] * gemm.chunk[1]
     shape = (*gemm.chunk, gemm.parts, SLOTS, 4 * gemm.warpgroups)
-    stride = (gemm.chunk[1], 1, size, size * gemm.parts, size * gemm.parts * SLOTS)
+    stride = (gemm.chunk[1], 1, size, size * gemm.parts, size * gemm.buffers)
     every = cute.make_tensor(buffers.iterator, cute.make_layout(shape, stride=stride))
     return hidden._replace(full=hidden.full + mine * SLOTS), every[None, None, None, None, mine]
+
+
+def own_result(gemm, output: store.Output, tile: Tile, which: Int32, warp: Int32) -> Any:
+    """Where the activation's own result goes, through the last buffer of a warp; None if it is not wanted."""
+    if not gemm.result:
+        return None
+    second_map, second_coords = output.second
+    buffer = output.buffers[None, None, (which * 4 + warp) * gemm.buffers + gemm.buffers - 1]
+    return Result(second_map, gemm.policy.rows(second_coords, tile), buffer)
 
 
 @cute.jit
@@ -102,6 +113,7 @@ def finish_tile(
     hidden, buffers = own(gemm, hidden, output.buffers, which, warp)
     chunks = warp_chunks(gemm, tile, first_column, columns, which, warp)
     target = gemm.policy.out(output.coords, tile)
+    result = own_result(gemm, output, tile, which, warp)
     index = Int32(0)
     for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
         row = chunks.row + block * chunks.down
@@ -118,11 +130,15 @@ def finish_tile(
                         acc.iterator + cute.crd2idx(((0, 0, chunk * 8), block, 0), acc.layout),
                         cute.make_layout((2, 2, 8), stride=(1, 2, 4)),
                     )
-                    change_chunk(gemm, part, buffers[None, None, None, slot], probs, sums, lane)
+                    results = made_results(gemm)
+                    change_chunk(gemm, part, buffers[None, None, None, slot], probs, sums, results, lane)
                     load_next_chunk(gemm, hidden, buffers, tile, chunks, index, state)
+                    wait_result(result)
+                    if cutlass.const_expr(result is not None):
+                        store.write_chunk(results, result.buffer, gemm.out_element, lane)
                 else:
-                    clear_chunk(buffers[None, None, None, slot], lane)
-                store_chunk(gemm, output.map, target, buffers[None, None, None, slot], row, column)
+                    clear_chunk(buffers[None, None, None, slot], result, lane)
+                store_chunk(gemm, output.map, target, buffers[None, None, None, slot], result, row, column)
                 state = next_slot(state)
                 index += 1
         if cutlass.const_expr(hidden.sums is not None):
@@ -164,20 +180,37 @@ def write_sums(
             hidden.sums[first_column // tile_n, tile.start + at] = total
 
 
+def made_results(gemm) -> Any:
+    """Registers ``(2, 2, 8)`` for the activation's own results of a chunk, or None."""
+    return cute.make_rmem_tensor((2, 2, 8), gemm.out_element) if gemm.result else None
+
+
+def some(results: cute.Tensor | None, first: int, shape: tuple) -> cute.Tensor | None:
+    """Those of ``results`` from number ``first`` on, in ``shape``."""
+    return None if results is None else cute.make_tensor(results.iterator + first, cute.make_layout(shape))
+
+
 @cute.jit
 def change_chunk(
-    gemm: cutlass.Constexpr, values: cute.Tensor, buffers: cute.Tensor, probs: Any, sums: cute.Tensor, lane: Int32
+    gemm: cutlass.Constexpr,
+    values: cute.Tensor,
+    buffers: cute.Tensor,
+    probs: Any,
+    sums: cute.Tensor,
+    results: Any,
+    lane: Int32,
 ):
     """Replace the activation's input in ``buffers [16, 64, parts]`` by its gradient.
 
     Args:
         values: float32 registers ``(2, 2, 8)`` of the accumulator.
         probs, sums: those of the thread's two rows.
+        results: see ``made_results``.
     """
     if cutlass.const_expr(gemm.gradient.interleaved):
-        change_pairs(gemm, values, buffers, probs, sums, lane)
+        change_pairs(gemm, values, buffers, probs, sums, results, lane)
     else:
-        change_matrices(gemm, values, buffers, probs, sums, lane)
+        change_matrices(gemm, values, buffers, probs, sums, results, lane)
 
 
 def by_row(vector: Any, shape: tuple) -> Any:
@@ -189,7 +222,13 @@ def by_row(vector: Any, shape: tuple) -> Any:
 
 @cute.jit
 def change_matrices(
-    gemm: cutlass.Constexpr, values: cute.Tensor, buffers: cute.Tensor, probs: Any, sums: cute.Tensor, lane: Int32
+    gemm: cutlass.Constexpr,
+    values: cute.Tensor,
+    buffers: cute.Tensor,
+    probs: Any,
+    sums: cute.Tensor,
+    results: Any,
+    lane: Int32,
 ):
     """Halves in buffers of their own: they have the accumulator's order, and ldmatrix hands it out."""
     element, spec, shape = gemm.out_element, gemm.gradient, (2, 2, 2)
@@ -209,7 +248,8 @@ def change_matrices(
             wide.append(cute.make_rmem_tensor(shape, Float32))
             wide[part].store(packed[part].load().to(Float32))
         linear = wide[1] if cutlass.const_expr(spec.gated) else None
-        differentiate(spec, wide[0], linear, rounded(product, element), by_row(probs, shape), by_row(sums, shape))
+        factors, totals, made = by_row(probs, shape), by_row(sums, shape), some(results, pair * 8, shape)
+        differentiate(spec, wide[0], linear, rounded(product, element), factors, totals, made)
         for part in cutlass.range_constexpr(gemm.parts):
             packed[part].store(wide[part].load().to(element))
             cute.copy(save, cute.make_tensor(packed[part].iterator, (8, 1)), places[part])
@@ -224,7 +264,13 @@ def four(buffers: cute.Tensor, piece: int, half: int, lane: Int32) -> cute.Tenso
 
 @cute.jit
 def change_pairs(
-    gemm: cutlass.Constexpr, values: cute.Tensor, buffers: cute.Tensor, probs: Any, sums: cute.Tensor, lane: Int32
+    gemm: cutlass.Constexpr,
+    values: cute.Tensor,
+    buffers: cute.Tensor,
+    probs: Any,
+    sums: cute.Tensor,
+    results: Any,
+    lane: Int32,
 ):
     """Alternating halves: a thread's two neighbouring columns of the product are four of the activation's input."""
     element, spec, shape = gemm.out_element, gemm.gradient, (2, 2)
@@ -237,7 +283,8 @@ def change_pairs(
             for i in cutlass.range_constexpr(2):
                 product[i, half] = values[i, half, piece]
                 gate[i, half], linear[i, half] = held[2 * i].to(Float32), held[2 * i + 1].to(Float32)
-        differentiate(spec, gate, linear, rounded(product, element), by_row(probs, shape), by_row(sums, shape))
+        factors, totals, made = by_row(probs, shape), by_row(sums, shape), some(results, piece * 4, shape)
+        differentiate(spec, gate, linear, rounded(product, element), factors, totals, made)
         for half in cutlass.range_constexpr(2):
             held = cute.make_rmem_tensor(4, element)
             for i in cutlass.range_constexpr(2):
