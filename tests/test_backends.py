@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tgl
 from tgl import backends
@@ -279,6 +280,33 @@ def test_an_output_that_the_implementation_makes_itself():
         assert (tgl.grouped_gemm(a, b, offs, out=torch.empty(T, N)) == -1).all()
     finally:
         backends.remove(mine)
+
+
+def test_memory_of_an_output_that_was_refused_is_given_back():
+    """To an implementation asked later that makes its outputs itself."""
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    stores, expired = [], []
+
+    def supports(*args, out, zero_tail):
+        stores.append(StorageWeakRef(out.untyped_storage()))
+        return "takes nothing"
+
+    def produce(spec, operands, *, zero_tail):
+        expired.append(stores[0].expired())
+        return spec.empty()
+
+    made = [
+        backends.Implementation("grouped_gemm", "refuses", "cpu", print, supports, priority=11),
+        backends.Implementation("grouped_gemm", "makes", "cpu", None, priority=10, produce=produce),
+    ]
+    for implementation in made:
+        backends.add(implementation)
+    try:
+        tgl.grouped_gemm(a, b, offs)
+    finally:
+        for implementation in made:
+            backends.remove(implementation)
+    assert expired == [True]
 
 
 def test_priorities_and_replacement():

@@ -47,7 +47,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_fused_with_gemms_and_quantised(kernels, name, arch):
-    """FC1 with the activation behind it, FC2's input gradient back through it with its own result, and that quantised."""
+    """FC1 with the activation behind it, FC2's input gradient back through it (and its result again), and quantised."""
     torch.manual_seed(0)
     params, rows = PARAMS[name], OFFS[-1] + TAIL
     width = params.activation.width(COLUMNS)

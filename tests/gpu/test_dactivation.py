@@ -1,4 +1,7 @@
-"""``grouped_gemm_dactivation`` on a device: the bits of two launches, for every routing, again, and from a graph."""
+"""``grouped_gemm_dactivation`` on a device: the bits of two launches, for every routing, again, and from a graph.
+
+With the activation's own result beside it, as the backward of experts asks for, the bits are those of a third.
+"""
 
 import pytest
 import torch
@@ -8,9 +11,12 @@ from tests.activation_cases import CASES, width
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, served
 from tests.kernel_cases import ROUTINGS as ALL
 from tests.kernel_cases import column_major
+from tgl.composed.mlp import back_to_hidden
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.specs import TensorSpec
+from tgl.ops.grouped_activation import Params
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +49,12 @@ def check(dy, b, h, offs, probs, options, again=3):
     da = tgl.grouped_gemm(dy, b, offs)
     wanted, wanted_probs = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **options)
     assert torch.equal(dh, wanted)
+    spec = TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device)
+    beside = back_to_hidden([dy, b, h, offs, probs], spec, params=Params(**options))
+    assert torch.equal(beside[0], dh)
+    if probs is not None:
+        assert torch.equal(beside[1], dprobs)
+    assert torch.equal(beside[2], tgl.grouped_activation(h, offs, probs, **options))
     end = int(offs[-1])
     assert dh[end:].eq(0).all()
     if probs is not None:

@@ -145,8 +145,9 @@ def test_peak_of_a_step():
     step, rows = problem(groups, tokens, top_k, width, inner), tokens * top_k
     one, parts = (peak_memory(lambda f=f: step(f)) for f in (block, pieces))
     h, gradients = rows * 2 * inner, groups * 3 * inner * width
-    # Either h with its gradient, and the gradient of the answers with the activation's own; or dx or dw1 with rows.
-    early = 2 * h + rows * (width + inner) + groups * inner * width
+    # Either h with its gradient, and the gradient of the answers with the activation's own or then its result again; or
+    # dx or dw1 with rows.
+    early = 2 * h + rows * (width + inner)
     late = h + rows * width + tokens * width + gradients
     outside = 2 * tokens * width + 16 * rows  # the result and its gradient; places, weights and sums of rows
     assert one <= 4 * (max(early, late) + outside)
