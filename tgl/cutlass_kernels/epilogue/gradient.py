@@ -5,8 +5,8 @@ from which its gradient leaves: for every chunk of the product one buffer per ha
 Sets of buffers take turns: as many chunks are asked for before the warp waits for the product, each later one when the
 last but one has left. So a warp waits for no other, and holds no more of the input than it works on.
 
-A kernel that hands out the activation's own result too keeps that of a chunk in registers until the last chunk has
-left, and then stages it in the one buffer that a warp has for it.
+A kernel that hands out the activation's own result too keeps that of a chunk, or of some of one, in registers until the
+chunk before has left, and then stages it in the one buffer that a warp has for it.
 
 A row's sum, for the gradient of its probability, is made per tile and written to a row of its own: adding these up, in
 order of the columns, is left to the caller.

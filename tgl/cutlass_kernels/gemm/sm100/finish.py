@@ -33,6 +33,7 @@ from .store import WARP_ROWS
 
 PIECE = 8  # columns whose input is 16 bytes of a half
 TOGETHER = 4  # pieces
+TOGETHER_WITH_RESULT = 2  # more would not fit the registers
 
 
 @cute.jit
@@ -65,9 +66,6 @@ def finish_tiles(
     lane = thread % 32
     out_map, out_coords, out_buffers = out
     buffers = warp_buffers(gemm, out_buffers)[None, None, None, None, warp]
-    held: Any = None
-    if cutlass.const_expr(gemm.result):
-        held = cute.make_rmem_tensor(gemm.chunk[1], gemm.out_element)
     hidden = hidden._replace(full=hidden.full + warp * SLOTS)
     across = config.tile_n // gemm.chunk[1]
 
@@ -106,11 +104,8 @@ def finish_tiles(
                     with cute.arch.elect_one():
                         results.consumer_release(made)
                 state = wait_chunk(hidden, state)
-                change_row(gemm, acc, buffers[None, None, None, slot], probs, total, held, lane)
+                change_row(gemm, acc, buffers[None, None, None, slot], probs, total, result, lane)
                 load_next_chunk(gemm, hidden, buffers, tile, chunks, piece, state)
-                wait_result(result)
-                if cutlass.const_expr(result is not None):
-                    write_result(held, result.buffer, lane)
             else:
                 clear_chunk(buffers[None, None, None, slot], result, lane)
             across_columns = column + piece * gemm.chunk[1]
@@ -149,15 +144,6 @@ def own_result(gemm, second: Any, buffers: cute.Tensor, tile: Tile, warp: Int32)
 
 
 @cute.jit
-def write_result(results: cute.Tensor, buffer: cute.Tensor, lane: Int32):
-    """A row of the activation's own result to ``buffer [32, 64]``."""
-    for piece in cutlass.range_constexpr(cute.size(results) // PIECE):
-        own = cute.make_tensor(results.iterator + piece * PIECE, cute.make_layout(PIECE))
-        place = cute.local_tile(buffer, (1, PIECE), (lane, piece))
-        cute.autovec_copy(own, cute.make_tensor(place.iterator, PIECE))
-
-
-@cute.jit
 def row_prob(hidden: Hidden, row: Int32, wanted: cutlass.Boolean) -> Any:
     """The probability of a thread's row, or None."""
     held: Any = None
@@ -181,25 +167,28 @@ def change_row(
     buffers: cute.Tensor,
     probs: Any,
     total: cute.Tensor,
-    results: Any,
+    result: Any,
     lane: Int32,
 ):
     """Replace a row of the activation's input in ``buffers [32, 64, parts]`` by its gradient.
 
-    Half a row is read before any of it is written, so that the compiler may work on its numbers side by side.
+    Some pieces are read before any of them is written, so that the compiler may work on their numbers side by side. The
+    activation's own result leaves registers with them: all of a row would not fit.
 
     Args:
         values: float32 registers, 64 columns of the accumulator.
         probs, total: the row's probability, and its sum, which is added to.
-        results: 64 registers of 16 bits for the row of the activation's own result, or None.
+        result: where the activation's own goes, or None.
     """
     element, spec, parts = gemm.out_element, gemm.gradient, gemm.parts
-    held = cute.make_rmem_tensor((PIECE, parts, TOGETHER), element)
-    for first in cutlass.range_constexpr(0, gemm.chunk[1] // PIECE, TOGETHER):
-        for i in cutlass.range_constexpr(TOGETHER):
+    together = TOGETHER if result is None else TOGETHER_WITH_RESULT
+    held = cute.make_rmem_tensor((PIECE, parts, together), element)
+    results = cute.make_rmem_tensor((PIECE, together), element)
+    for first in cutlass.range_constexpr(0, gemm.chunk[1] // PIECE, together):
+        for i in cutlass.range_constexpr(together):
             for part in cutlass.range_constexpr(parts):
                 cute.autovec_copy(sixteen_bytes(spec, buffers, lane, first + i, part), held[None, part, i])
-        for i in cutlass.range_constexpr(TOGETHER):
+        for i in cutlass.range_constexpr(together):
             product = cute.make_rmem_tensor(PIECE, Float32)
             for k in cutlass.range_constexpr(PIECE):
                 product[k] = values[(first + i) * PIECE + k]
@@ -212,13 +201,19 @@ def change_row(
             if cutlass.const_expr(spec.gated):
                 linear = cute.make_tensor(wide.iterator + to_linear, cute.make_layout(PIECE, stride=step))
             made: Any = None
-            if cutlass.const_expr(results is not None):
-                made = cute.make_tensor(results.iterator + (first + i) * PIECE, cute.make_layout(PIECE))
+            if cutlass.const_expr(result is not None):
+                made = results[None, i]
             differentiate(spec, gate, linear, rounded(product, element), same(probs), same(total), made)
             flat.store(wide.load().to(element))
-        for i in cutlass.range_constexpr(TOGETHER):
+        for i in cutlass.range_constexpr(together):
             for part in cutlass.range_constexpr(parts):
                 cute.autovec_copy(held[None, part, i], sixteen_bytes(spec, buffers, lane, first + i, part))
+        if cutlass.const_expr(result is not None):
+            if cutlass.const_expr(first == 0):
+                wait_result(result)
+            for i in cutlass.range_constexpr(together):
+                place = cute.local_tile(result.buffer, (1, PIECE), (lane, first + i))
+                cute.autovec_copy(results[None, i], cute.make_tensor(place.iterator, PIECE))
 
 
 def sixteen_bytes(spec, buffers: cute.Tensor, lane: Int32, piece: int, part: int) -> cute.Tensor:
