@@ -7,10 +7,9 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tests.activation_cases import PARAMS
+from tests.activation_cases import PARAMS, back_to_hidden
 from tests.cutlass_kernels import sass
 from tests.memory import same_bytes
-from tgl.composed.mlp import back_to_hidden
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.activations import TABLE
 from tgl.meta.specs import TensorSpec

@@ -10,13 +10,12 @@ pytest.importorskip("tvm_ffi")
 
 
 import tgl
-from tests.activation_cases import PARAMS
+from tests.activation_cases import PARAMS, back_to_hidden
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.cutlass_kernels.matrix import REGISTER_FILE, USUAL, pairwise, threads
 from tests.kernel_cases import CANARY, ends, framed, stored
 from tgl import backends
-from tgl.composed.mlp import back_to_hidden
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig

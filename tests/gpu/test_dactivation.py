@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import tgl
-from tests.activation_cases import CASES, width
+from tests.activation_cases import CASES, back_to_hidden, width
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, served
 from tests.kernel_cases import ROUTINGS as ALL
 from tests.kernel_cases import column_major
-from tgl.composed.mlp import back_to_hidden
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.runtime import launcher

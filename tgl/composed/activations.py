@@ -24,7 +24,9 @@ def produce_gemm_activation(
     index = {} if rows is None else {"rows": rows}
     h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True, **index)
     del a  # which nobody else may hold
-    return {"y": activate(made["y"], h, offs, probs, params=params), "h": h}
+    y = made["y"].empty()
+    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
+    return {"y": y, "h": h}
 
 
 def produce_gemm_dactivation(
@@ -39,7 +41,7 @@ def produce_gemm_dactivation(
     spec, index = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device), {} if rows is None else {"rows": rows}
     da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **index)
     del dy
-    dh, dprobs = made["dh"].empty(), made["dprobs"].empty()
+    dh, dprobs = h.new_empty(h.shape), h.new_empty(made["dprobs"].shape, dtype=made["dprobs"].dtype)
     backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
     del da
     wanted = made["act"]
@@ -65,7 +67,8 @@ def activation_quantize(
     out: Components,
 ) -> None:
     """The activation rounded to the dtype of ``x``, then quantised."""
-    activated = activate(specs.grouped_activation(x, offs, probs, kind=params.kind), x, offs, probs, params=params)
+    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
+    backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
     backends.run("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)
 
 

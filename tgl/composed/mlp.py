@@ -37,11 +37,10 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     device, dw2 = dy.device, made["dw2"]
     grads: Tensors = dict.fromkeys(made)
     further = any(made[name] is not None for name in ("dx", "dw1", "dprobs", "dbias1"))
-    inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device)
     # At the peak, dw1's turn, there is either dw2 or what it is made of: the smaller of dw2 and act.
     last = further and h.shape[0] * w2.shape[1] < w2.numel()
-    again = dw2 is not None and act is None
-    if again and not further:
+    inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device) if dw2 is not None and act is None else None
+    if inner is not None and not further:
         act = activate(inner, h, offs, probs, params=params)
     if dw2 is not None and act is not None and not last:
         grads["dw2"], dw2, act = wgrad(act, dy, offs, dw2), None, None
@@ -51,19 +50,22 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     if not further:
         return grads
 
+    sums = TensorSpec((h.shape[0] if probs is not None else 0,), specs.accumulator(h.dtype), device)
+    wanted = {"dh": TensorSpec(tuple(h.shape), h.dtype, device), "dprobs": sums, "act": inner}
     given = [dy, w2.transpose(1, 2), h, offs, probs]
     del h
-    if again:
-        dh, sums, act = back_to_hidden(given, inner, params=params)
-    else:
-        dh, sums, _ = back_to_hidden(given, None, params=params)
+    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params)
     del given
+    dh, dprobs = back["dh"], back["dprobs"]
+    if inner is not None:
+        act = back["act"]
+    del back
     if dw2 is not None and act is not None and not last:
         grads["dw2"], dw2, act = wgrad(act, dy, offs, dw2), None, None
     if made["dprobs"] is not None:
-        dprobs = sums.to(made["dprobs"].dtype)
+        dprobs = dprobs.to(made["dprobs"].dtype)
         grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
-    del sums
+    del dprobs
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
         backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
@@ -78,23 +80,6 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     if dw2 is not None and act is not None:
         grads["dw2"] = wgrad(act, dy, offs, dw2)
     return grads
-
-
-def back_to_hidden(operands: list, act: TensorSpec | None, *, params: Params) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``dh``, the sums of rows for ``probs``, and the activation's own result if it has a spec.
-
-    Args:
-        operands: of ``grouped_gemm_dactivation``; the list is emptied where that gives memory back early.
-        act: of the result, which a kernel writes in one pass with ``dh``.
-        params: of the activation.
-    """
-    h, probs = operands[2], operands[4]
-    dh = TensorSpec(tuple(h.shape), h.dtype, h.device)
-    sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), h.device)
-    wanted, device = {"dh": dh, "dprobs": sums, "act": act}, h.device
-    del h
-    made = backends.produce("grouped_gemm_dactivation", device, wanted, operands, params=params)
-    return made["dh"], made["dprobs"], made["act"]
 
 
 def bias_gradients(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..meta import specs
 from ..meta.specs import TensorSpec
 from .activations import activate
-from .mlp import Specs, Tensors, back_to_hidden, bias_gradients, wgrad
+from .mlp import Specs, Tensors, bias_gradients, wgrad
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
@@ -99,15 +100,19 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
             grads["dw2"] = wgrad(activate(inner, h, offs, probs, params=params), answers, offs, made["dw2"])
         return grads
 
+    sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), device)
+    act = None if made["dw2"] is None else inner
+    wanted = {"dh": TensorSpec(tuple(h.shape), h.dtype, device), "dprobs": sums, "act": act}
     given = [answers, w2.transpose(1, 2), h, offs, probs]
     del h
-    dh, sums, act = back_to_hidden(given, None if made["dw2"] is None else inner, params=params)
-    del given
+    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params)
+    dh, dprobs, act = back["dh"], back["dprobs"], back["act"]
+    del given, back
     if made["dw2"] is not None and act is not None:
         grads["dw2"] = wgrad(act, answers, offs, made["dw2"])
     del answers, act
     if made["dweights"] is not None:
-        dprobs = sums.to(made["dweights"].dtype)
+        dprobs = dprobs.to(made["dweights"].dtype)
         dprobs = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
         grads["dweights"] = places.per_choice(dprobs, made["dweights"])
     if made["dbias1"] is not None:
