@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.archs import serving
 
 # Recipes by the names of ``examples.train_moe``, by the architecture whose kernels take their formats.
 RECIPES = {
@@ -18,5 +18,5 @@ def arch() -> str | None:
     """The architecture of the first CUDA device if there are kernels for it, else None."""
     if not torch.cuda.is_available():
         return None
-    found = backends.device_arch(torch.device("cuda", 0))
-    return found if found in ARCHS else None
+    found = serving(backends.device_arch(torch.device("cuda", 0)))
+    return None if found is None else found.name

@@ -16,8 +16,9 @@ T, K, N, G = 16, 32, 64, 4
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Fake CUDA tensors on a pretended sm_103, for which there are no kernels of ours; returns what makes operands."""
+    """Fake CUDA tensors on a pretended sm_103 without the kernels' compiler; returns what makes operands."""
     mode = FakeTensorMode()
+    monkeypatch.setattr(device, "packages_reason", lambda: "needs a package")
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_103" if device.type == "cuda" else device.type)
 
     def operands(dtype=torch.bfloat16, depth=K, width=N):
@@ -89,9 +90,10 @@ def test_requantising_needs_both_of_its_ops(cuda, monkeypatch):
     offs = cuda()[2]
     data, scale = (torch.empty(T, n, dtype=d, device="cuda") for n, d in ((K, torch.float8_e4m3fn), (1, torch.uint8)))
     monkeypatch.setattr(device, "packages_reason", lambda: None)
+    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_75")
     explanation = tgl.explain("group_requantize", data, scale, offs, format="mxfp8")
     assert explanation.chosen is None
-    assert "no group_dequantize: tgl kernel: built for sm_100, sm_90" in reasons(explanation)["through float32"]
+    assert "no group_dequantize: tgl kernel: built for sm_100, sm_103, sm_90" in reasons(explanation)["through float32"]
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
     assert tgl.explain("group_requantize", data, scale, offs, format="mxfp8").chosen.name == "through float32"
     narrow = (torch.empty(T, n, dtype=d, device="cuda") for n, d in ((7, torch.float8_e4m3fn), (1, torch.uint8)))
@@ -199,9 +201,9 @@ def test_graph_capture(cuda, monkeypatch):
     assert explanation.chosen is None
     assert reasons(explanation)["loop of mm"] == "reads offs on the host, which CUDA graph capture forbids"
     assert "no implementation" in str(explanation)
-    out = torch.empty(T, N, device="cuda")
+    operands = torch.empty(T, K), torch.empty(G, K, N), torch.empty(G, dtype=torch.int32)
     with pytest.raises(tgl.GraphCaptureError, match=r"tgl::grouped_gemm cannot be captured in a CUDA graph") as error:
-        backends.run("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True)
+        backends.run("grouped_gemm", a.device, *operands, None, None, out=torch.empty(T, N), zero_tail=True)
     assert "loop of mm: reads offs on the host" in str(error.value)
     assert "aten grouped_mm: takes bfloat16 only" in str(error.value)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import backends
-from .cutlass_kernels.archs import ARCHS
+from .cutlass_kernels.archs import chips, serving
 from .cutlass_kernels.runtime import cache, device
 from .meta.formats import FORMATS
 from .ops import group_quantize
@@ -58,8 +58,8 @@ def _served(where: torch.device) -> Iterator[str]:
     arch = backends.device_arch(where)
     if where.type == "cuda":
         yield f"{where}: {torch.cuda.get_device_name(where)} ({arch})"
-        if arch not in ARCHS:
-            yield f"  tgl has kernels for {', '.join(ARCHS)}, not for {arch}"
+        if serving(arch) is None:
+            yield f"  tgl has kernels for {', '.join(chips())}, not for {arch}"
     else:
         yield f"{where}: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     with FakeTensorMode():

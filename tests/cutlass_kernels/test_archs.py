@@ -1,5 +1,7 @@
 """The table of architectures: every entry complete, and a name without one refused wherever it is asked for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,11 +11,12 @@ from tgl import backends
 pytest.importorskip("cutlass")
 
 from tgl.cutlass_kernels import archs, tilings
-from tgl.cutlass_kernels.archs import ARCHS, Arch, arch_of
+from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips
 from tgl.cutlass_kernels.config import KINDS, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm
+from tgl.testing import emulator
 
 PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
 KERNELS = ("GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm")
@@ -54,15 +57,34 @@ def test_a_kernel_that_an_architecture_lacks_is_a_named_error():
     ],
 )
 def test_a_name_without_an_entry_is_refused(ask):
-    with pytest.raises(ValueError, match="there are kernels for sm_90, sm_100, not for sm_42"):
+    with pytest.raises(ValueError, match="there are kernels for sm_90, sm_100, sm_103, not for sm_42"):
         ask()
 
 
 def test_an_entry_without_a_folder_gives_no_kernel(monkeypatch):
     """A name planted in the table alone is an error at its first use, never another architecture's kernel."""
-    monkeypatch.setitem(archs.ARCHS, "sm_42", Arch("sm_42", "sm_42", "sm42", ARCHS["sm_90"].tilings, False, False))
+    monkeypatch.setitem(archs.ARCHS, "sm_42", replace(ARCHS["sm_90"], name="sm_42", chips=("sm_42",), folder="sm42"))
     with pytest.raises(ModuleNotFoundError, match="sm42"):
         gemm.build(PLANTED)
     a, b, offs = torch.zeros(4, 64).bfloat16(), torch.zeros(1, 64, 64).bfloat16(), torch.tensor([4]).int()
     with backends.emulated_device("sm_42"):
         assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "loop of mm"
+
+
+def test_every_chip_is_one_entrys():
+    """A chip of two entries would run the kernels of the first in silence."""
+    assert len(set(chips())) == len(chips())
+    assert all(arch.name in arch.chips for arch in ARCHS.values())
+
+
+@pytest.mark.parametrize("chip", chips())
+def test_a_kernel_is_compiled_for_every_chip_of_its_entry(chip):
+    """What a chip cannot load, the emulated one refuses as hardware does."""
+    a, b, offs = torch.ones(4, 64).bfloat16(), torch.ones(1, 64, 64).bfloat16(), torch.tensor([4]).int()
+    with emulator.emulate(chip, detect_races=False) as machine:
+        assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
+        assert torch.equal(tgl.grouped_gemm(a, b, offs), a @ b[0])
+        assert machine.launches[0].arch == arch_of(chip).target
+        codes = tgl.quantize(a, offs, format="nvfp4")
+        assert len(machine.launches) > 1
+        assert codes.dequantize().allclose(a)

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import tgl
-from tests import kernel_cases
-from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
+from tests import chips, kernel_cases
 
-ARCH = backends.device_arch(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
-if ARCH not in ARCHS:
+ARCH = chips.arch()
+if ARCH is None:
     pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
 
 DEVICE = torch.device("cuda", 0)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tgl
+from tests import chips
 from tests.kernel_cases import ROUTINGS as ALL
 from tests.kernel_cases import ends, exact, poisoned
 from tests.memory import like, raw, same_bytes
-from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 DEVICE = torch.device("cuda", 0)
-ARCH = backends.device_arch(DEVICE)
+ARCH = chips.arch()
 HERE = [name for name, form in OPERANDS.items() if ARCH in form.archs]
 if not HERE:
     pytest.skip("needs a device that kernels are built for", allow_module_level=True)

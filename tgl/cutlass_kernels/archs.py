@@ -7,6 +7,7 @@ A new one is an entry here, a folder of GEMM kernels with its ``tilings``, and t
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,9 @@ class Arch:
     """An architecture.
 
     Attributes:
-        name: what a device says it is, ``"sm_90"``.
-        target: what the compiler is told, ``"sm_90a"``.
+        name: what the first of its chips says it is, ``"sm_90"``.
+        chips: the compute capabilities whose devices run its kernels.
+        target: what the compiler is told: ``"sm_90a"`` for that chip alone, ``"sm_100f"`` for the chips of a family.
         folder: of its GEMM kernels, in ``gemm``; the module ``kernels`` in it has them by name.
         tilings: the module that knows which tilings there are and chooses one; it has the limits, too.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
@@ -29,6 +31,7 @@ class Arch:
     """
 
     name: str
+    chips: tuple[str, ...]
     target: str
     folder: str
     tilings: ModuleType
@@ -55,18 +58,45 @@ class Arch:
 ARCHS = {
     arch.name: arch
     for arch in (
-        Arch("sm_90", "sm_90a", folder="sm90", tilings=sm90_tilings, rounds_to_fp4=False, gathers=True),
-        Arch("sm_100", "sm_100a", folder="sm100", tilings=sm100_tilings, rounds_to_fp4=True, gathers=True),
+        Arch(
+            "sm_90",
+            chips=("sm_90",),
+            target="sm_90a",
+            folder="sm90",
+            tilings=sm90_tilings,
+            rounds_to_fp4=False,
+            gathers=True,
+        ),
+        Arch(
+            "sm_100",
+            chips=("sm_100", "sm_103"),
+            target="sm_100f",
+            folder="sm100",
+            tilings=sm100_tilings,
+            rounds_to_fp4=True,
+            gathers=True,
+        ),
     )
 }
 
 
-def arch_of(name: str) -> Arch:
-    """The entry for ``name``.
+def serving(chip: str) -> Arch | None:
+    """The entry whose kernels run on a chip, or None."""
+    return next((arch for arch in ARCHS.values() if chip in arch.chips), None)
+
+
+def arch_of(chip: str) -> Arch:
+    """``serving`` where there is one.
 
     Raises:
         ValueError: there is none.
     """
-    if name not in ARCHS:
-        raise ValueError(f"there are kernels for {', '.join(ARCHS)}, not for {name}")
-    return ARCHS[name]
+    arch = serving(chip)
+    if arch is None:
+        raise ValueError(f"there are kernels for {', '.join(chips())}, not for {chip}")
+    return arch
+
+
+def chips(names: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The chips that run the kernels of the entries of these names, of all by default."""
+    return tuple(chip for name in (ARCHS if names is None else names) for chip in ARCHS[name].chips)

@@ -10,6 +10,7 @@ import torch
 
 from .. import backends
 from . import tilings as choices
+from .archs import arch_of
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .ops import gemm
 from .runtime.launcher import Launched, Launcher, forget, power_of_two
@@ -66,7 +67,7 @@ def autotune(
     out = torch.empty_like(options["out"], device=device)
     call = launcher.call(*operands, **{**options, "out": out})
     kind = VARLEN_M if name == "grouped_gemm" else VARLEN_K
-    arch = backends.device_arch(device)
+    arch = arch_of(backends.device_arch(device)).name
     gathers = launcher.reach.gathers(call)
     key = (arch, kind, *_problem(kind, call), *(() if gathers is None else (gathers,)))
     before = choices.tuned.get(key)

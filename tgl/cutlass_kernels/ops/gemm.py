@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.slots import scatter
 from .. import tilings
-from ..archs import ARCHS, arch_of
+from ..archs import arch_of, serving
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..runtime import device
@@ -230,7 +230,7 @@ def gathered(on: Tensor, **indices: Tensor | None) -> str | None:
     """
     for operand, index in indices.items():
         if index is not None:
-            arch = ARCHS.get(backends.device_arch(on.device))
+            arch = serving(backends.device_arch(on.device))
             return operand if arch is not None and arch.gathers else None
     return None
 

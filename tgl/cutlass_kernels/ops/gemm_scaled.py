@@ -236,7 +236,7 @@ def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:
         return reason
     if format not in OPERANDS:
         return NO_KERNEL.get(format, f"takes {', '.join(OPERANDS)}, got {format}")
-    arch = backends.device_arch(a.device)
+    arch = arch_of(backends.device_arch(a.device)).name
     if arch not in OPERANDS[format].archs:
         here = ", ".join(known for known, form in OPERANDS.items() if arch in form.archs)
         return f"takes {format} on {', '.join(OPERANDS[format].archs)}, not on {arch}, which takes {here}"

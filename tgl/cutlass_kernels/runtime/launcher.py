@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from ..archs import ARCHS
+from ..archs import ARCHS, arch_of, chips
 from . import cache, device
 from .reach import Reach
 from .requirements import ALIGNMENT, MAX_ROWS
@@ -55,7 +55,7 @@ class Launcher(ABC, Generic[Call]):
         op: the op's name.
         call: the named tuple of its arguments and destinations, by the names that an ``Implementation`` is called with.
         reach: what the kernel asks of where tensors lie.
-        archs: the architectures that have a kernel.
+        archs: the entries of ``ARCHS`` that have a kernel.
         note: for ``tgl.explain``.
     """
 
@@ -73,7 +73,7 @@ class Launcher(ABC, Generic[Call]):
 
     @abstractmethod
     def key(self, c: Call, arch: str) -> Hashable:
-        """What the compiled kernel for the call depends on, its architecture included."""
+        """What the compiled kernel for the call depends on, the name of its architecture included."""
 
     @abstractmethod
     def build(self, key: Any) -> Callable:
@@ -153,7 +153,7 @@ class Launcher(ABC, Generic[Call]):
             GraphCaptureError: it is not compiled yet, and a CUDA graph is being captured.
         """
         where = c[0].device
-        key = self.key(c, backends.device_arch(where))
+        key = self.key(c, arch_of(backends.device_arch(where)).name)
         plan = plans.get((self.op, key, where))
         if plan is None:
             kernel = compiled(self.op, key, where, lambda: self.build(key))
@@ -193,7 +193,7 @@ class Launcher(ABC, Generic[Call]):
             device="cuda",
             run=self._taking(self.run),
             supports=self._taking(self.reason),
-            archs=self.archs,
+            archs=frozenset(chips(self.archs)),
             priority=priority,
             note=self.note,
             emulable=True,
@@ -212,7 +212,7 @@ class Launcher(ABC, Generic[Call]):
             device="cuda",
             run=self._taking(self.run_copied),
             supports=self._taking(self.refuses),
-            archs=self.archs,
+            archs=frozenset(chips(self.archs)),
             priority=priority,
             note="what the kernel cannot reach in place is copied; no synchronisation",
             emulable=True,

@@ -50,7 +50,7 @@ class Dsl:
         lib = self.library
         lib.launcher, lib.failed, lib.attribute = e._launch, e._failed, e._attribute
         for envar in self._envars():
-            envar._arch = e.arch
+            envar._arch = e.target
 
     @staticmethod
     def _envars() -> list[Any]:

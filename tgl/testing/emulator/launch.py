@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .chips import Chip
 from .engine import Engine
 from .errors import DeadlockError, EmulatorError, MemoryAccessError, SyncError
 from .maps import MapFences
@@ -17,9 +18,7 @@ from .races import Clocks, merge_into
 from .sync import Cluster
 from .warp import Warp
 
-MAX_SHARED = 232448  # bytes a CTA may have, both architectures
 MAX_CLUSTER = 16
-NUM_SMS = {"sm_90a": 132, "sm_100a": 148}
 _STALLED_STEPS = 20_000
 _LIVELOCK_STEPS = 400_000
 
@@ -33,6 +32,7 @@ class Launch(Engine):
         smem: dynamic shared memory in bytes.
         params: the parameter block.
         spans: ``(address, bytes)`` of the host memory that is the kernel's global memory.
+        chip: what it runs on.
         seed, timing: see ``engine``.
         resident_clusters: how many clusters run at a time (more start when all of them wait).
         detect_races: keep vector clocks.
@@ -49,6 +49,7 @@ class Launch(Engine):
         smem: int,
         params: bytes,
         spans: list[tuple[int, int]],
+        chip: Chip,
         *,
         seed: int = 0,
         timing: str = "adversarial",
@@ -61,7 +62,7 @@ class Launch(Engine):
         self.program, self.grid, self.block, self.cluster, self.smem = program, grid, block, cluster, smem
         self.resident, self.detect_races = resident_clusters, detect_races
         self.strict_loads, self.strict_exits = strict_loads, strict_exits
-        self.num_sms = NUM_SMS.get(program.target, 148)
+        self.chip, self.num_sms = chip, chip.multiprocessors
         self._check_shape()
         self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))
         self.param_bytes = params
@@ -88,8 +89,8 @@ class Launch(Engine):
     def _check_shape(self) -> None:
         grid, block, cluster = self.grid, self.block, self.cluster
         shared = self.smem + self.program.dynamic_shared - 1024
-        if shared > MAX_SHARED:
-            raise SyncError(f"{shared} bytes of shared memory exceed {MAX_SHARED}")
+        if shared > self.chip.shared_of_cta:
+            raise SyncError(f"{shared} bytes of shared memory exceed {self.chip.shared_of_cta}")
         if block[0] * block[1] * block[2] > 1024 or cluster[0] * cluster[1] * cluster[2] > MAX_CLUSTER or min(grid) < 1:
             raise SyncError(f"illegal launch: grid {grid}, block {block}, cluster {cluster}")
         if self.program.reqntid and tuple(block) != self.program.reqntid:

@@ -13,10 +13,11 @@ from typing import Any
 
 from . import cache
 from .arguments import adopted_span, as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
+from .chips import chip_of
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
-from .launch import NUM_SMS, Launch
+from .launch import Launch
 from .parser import parse_module
 from .quiet import no_garbage_collection, single_threaded_blas
 
@@ -70,13 +71,12 @@ class Emulation:
         strict_loads: bool,
         strict_exits: bool,
     ):
-        if arch not in NUM_SMS:
-            raise ValueError(f"arch must be one of {sorted(NUM_SMS)}, got {arch!r}")
         if resident_clusters < 1:
             raise ValueError(f"resident_clusters must be positive, got {resident_clusters}")
         if timing not in TIMINGS:
             raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
-        self.arch, self.seed, self.timing = arch, seed, timing
+        self.chip, self.seed, self.timing = chip_of(arch), seed, timing
+        self.target = self.chip.target if arch == self.chip.name else arch
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
         self.strict_loads, self.strict_exits = strict_loads, strict_exits
         self.launches: list[LaunchRecord] = []
@@ -135,8 +135,10 @@ class Emulation:
 
     def _attribute(self, number: int) -> int:
         """cudaDeviceGetAttribute for those attributes that host code asks for."""
-        major = 10 if self.arch == "sm_100a" else 9
-        return {75: major, 76: 0, 16: NUM_SMS[self.arch], 97: 232448, 81: 233472, 10: 32}.get(number, 0)
+        chip = self.chip
+        major, minor = chip.capability
+        known = {75: major, 76: minor, 16: chip.multiprocessors, 97: chip.shared_of_cta, 81: chip.shared, 10: 32}
+        return known.get(number, 0)
 
     def _spans(self, program: cache.Program, params: bytes) -> list[tuple[int, int]]:
         """Memory the launch may touch: tensors of the call, registered ones, and what its pointers point into."""
@@ -222,9 +224,9 @@ class Emulation:
         record.translate_seconds = translate_seconds
         record.unsupported = dict(program.unsupported)
         self.launches.append(record)
-        if program.target != self.arch:
+        if not self.chip.runs(program.target):
             raise EmulatorError(
-                f"kernel {program.name} was compiled for {program.target}; the emulated machine is {self.arch}"
+                f"kernel {program.name} was compiled for {program.target}; the emulated machine is {self.chip.name}"
             )
         t0 = time.perf_counter()
         launch = None
@@ -238,6 +240,7 @@ class Emulation:
                     smem,
                     params,
                     self._spans(program, params),
+                    self.chip,
                     seed=self.seed,
                     timing=self.timing,
                     resident_clusters=self.resident_clusters,
@@ -300,9 +303,11 @@ def emulate(
     functions stay bound to the emulator and may be called in any later block for the same architecture, while functions
     compiled outside stay bound to the CUDA runtime. Blocks may be nested and entered any number of times, for different
     architectures. The package's own ops take their kernels for ``arch`` on CPU tensors, where they have one.
+    A kernel runs on the chips that hardware would load it on: ``chips.Chip.runs``.
 
     Args:
-        arch: ``"sm_100a"`` or ``"sm_90a"``.
+        arch: a chip of ``chips.CHIPS``, ``"sm_100"``, or a target of one, ``"sm_100f"``, which is then what kernels are
+            compiled for that name no target themselves.
         seed: of everything that is random: completion of asynchronous work, order of warps, spurious time-outs.
         timing: ``"adversarial"``, or ``"in_order"`` (asynchronous work completes when it is issued).
         resident_clusters: clusters that run at a time; more start when all of them wait.
@@ -325,7 +330,7 @@ def emulate(
         _dsl.append(Dsl())
     _dsl[0].push(e)
     try:
-        with backends.emulated_device(arch.removesuffix("a")):
+        with backends.emulated_device(e.chip.name):
             yield e
     finally:
         _dsl[0].pop()
