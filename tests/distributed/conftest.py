@@ -1,4 +1,4 @@
-"""Two processes that talk over gloo, started once and asked to run one function after the other."""
+"""Two or four processes that talk over gloo, started once and asked to run one function after the other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-RANKS = 2
 LIMIT = 60.0  # seconds for one function, start-up of the processes not counted
 START = 120.0
 
 
-def serve(rank: int, store: str, requests: Any) -> None:
+def serve(rank: int, count: int, store: str, requests: Any) -> None:
     """What a process does: run what comes through the pipe, and answer with None or with a traceback."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     requests.send(None)
     while True:
         function, args = requests.recv()
@@ -38,7 +37,8 @@ def serve(rank: int, store: str, requests: Any) -> None:
 class Ranks:
     """Calls ``function(*args)`` on every rank; an exception on one of them fails the call, and so does silence."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self.count = count
         self.processes: list[Any] = []
 
     def __call__(self, function: Callable[..., None], *args: Any) -> None:
@@ -51,10 +51,10 @@ class Ranks:
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(), "store")
-        both = [context.Pipe() for _ in range(RANKS)]
+        both = [context.Pipe() for _ in range(self.count)]
         self.pipes = [ours for ours, _ in both]
         self.processes = [
-            context.Process(target=serve, args=(rank, store, theirs), daemon=True)
+            context.Process(target=serve, args=(rank, self.count, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(both)
         ]
         for process in self.processes:
@@ -64,7 +64,7 @@ class Ranks:
     def collect(self, limit: float) -> None:
         deadline = time.monotonic() + limit
         answers: dict[int, str | None] = {}
-        while len(answers) < RANKS and time.monotonic() < deadline:
+        while len(answers) < self.count and time.monotonic() < deadline:
             for rank, pipe in enumerate(self.pipes):
                 if rank not in answers and pipe.poll(0.05):
                     try:
@@ -74,8 +74,8 @@ class Ranks:
                     if answers[rank] is not None:  # the other rank may wait for this one for ever
                         deadline = min(deadline, time.monotonic() + 2)
         failures = [f"rank {rank}:\n{text}" for rank, text in answers.items() if text is not None]
-        failures += [f"rank {rank} did not answer" for rank in range(RANKS) if rank not in answers]
-        if len(answers) < RANKS or "the process ended" in answers.values():
+        failures += [f"rank {rank} did not answer" for rank in range(self.count) if rank not in answers]
+        if len(answers) < self.count or "the process ended" in answers.values():
             self.stop()
         if failures:
             raise AssertionError("\n".join(failures))
@@ -89,6 +89,13 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    workers = Ranks()
+    workers = Ranks(2)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    workers = Ranks(4)
     yield workers
     workers.stop()

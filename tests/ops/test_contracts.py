@@ -12,6 +12,9 @@ ON_THEIR_OWN = {  # and where they are under test
     "combine",  # test_permutation.py
     "combine_backward",
     "dispatch",
+    "ep_combine",  # distributed/test_expert_parallel_ops.py
+    "ep_dispatch",
+    "ep_route",
     "grouped_activation_quantize",  # test_activation_quantize.py: the bytes of two ops that are here
     "grouped_gemm_scaled_activation_quantize",  # test_gemm_activation_quantize.py, likewise
     "offload",  # tests/test_offload.py

@@ -119,6 +119,9 @@ def test_save_list_holds_overloads():
         ops.grouped_gemm_scaled_activation_quantize,
         ops.grouped_mlp,
         ops.moe,
+        ops.ep_route,
+        ops.ep_dispatch,
+        ops.ep_combine,
         ops.offload,
     ]
     assert [packet.default for packet in saved] == tgl.SAC_SAVE_LIST

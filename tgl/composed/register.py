@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..backends import Implementation, add
-from . import activations, mlp, moe, requantize, scaled_activation_quantize
+from . import activations, expert_parallel, mlp, moe, requantize, scaled_activation_quantize
 
 _PARTS = "the implementations of the ops it is made of, see their own reports"
 _TWO_OPS = "two ops; see `explain` of each"
@@ -16,7 +16,15 @@ _EXPERTS: dict[str, Callable] = {
     "moe_backward": moe.backward,
 }
 
+_COLLECTIVES = "sizes are static and counts stay on the device; sends the places of no token as zeros"
+
 for _device in ("cpu", "cuda"):
+    for _op, _run in (
+        ("ep_route", expert_parallel.route),
+        ("ep_dispatch", expert_parallel.dispatch),
+        ("ep_combine", expert_parallel.combine),
+    ):
+        add(Implementation(_op, "all_to_all_single", _device, _run, note=_COLLECTIVES))
     for _op, _produce in _EXPERTS.items():
         add(
             Implementation(_op, "composition", _device, None, emulable=_device == "cuda", note=_PARTS, produce=_produce)

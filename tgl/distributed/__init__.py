@@ -1,8 +1,9 @@
 """Several ranks: DTensor sharding rules for the ops, which importing this package registers, and expert parallelism."""
 
 from .expert_parallel import expert_parallel_host
+from .expert_parallel_mlp import ExpertParallelMLP
 from .sharding import register_sharding_rules
 
 register_sharding_rules()
 
-__all__ = ["expert_parallel_host", "register_sharding_rules"]
+__all__ = ["ExpertParallelMLP", "expert_parallel_host", "register_sharding_rules"]

@@ -1,6 +1,6 @@
 """The ops of ``torch.ops.tgl``, one file each: schema, check and allocation, fake, formula, public function."""
 
-from . import after, moe, offload, permutation, route, same_offs  # noqa: F401 (register)
+from . import after, expert_parallel, moe, offload, permutation, route, same_offs  # noqa: F401 (register)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
 from .fp8_history import fp8_scale_from_history, fp8_update_history_

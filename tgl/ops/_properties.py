@@ -10,6 +10,7 @@ import torch
 from .._after_import import after_import
 from ..meta.formats import FORMATS
 from . import (  # noqa: F401  (the ops must exist first)
+    expert_parallel,
     grouped_gemm,
     grouped_gemm_activation,
     grouped_gemm_dactivation,
@@ -32,11 +33,15 @@ SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm_scaled_activation_quantize.default,
     _ops.grouped_mlp.default,
     _ops.moe.default,
+    _ops.ep_route.default,
+    _ops.ep_dispatch.default,
+    _ops.ep_combine.default,
     _ops.offload.default,
 ]
 """Op overloads whose outputs selective activation checkpointing should save rather than recompute.
 
-What is offloaded is on the host already; recomputing it would copy it there and back again.
+What is offloaded is on the host already; recomputing it would copy it there and back again. What has come from other
+ranks would travel once more.
 
 Pass it to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 """

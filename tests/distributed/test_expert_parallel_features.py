@@ -1,0 +1,331 @@
+"""What training asks of ``ExpertParallelMLP``: overflow, one graph, options of ``GroupedMLP``, errors of a call."""
+
+from __future__ import annotations
+
+import copy
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+
+import tgl
+from tgl.distributed import ExpertParallelMLP
+
+from .test_expert_parallel_mlp import MOST, TOP_K, E, H, I, Problem, chosen
+
+MESSAGE = r"layer 7: {} were needed, but there are {}: raise `{}`. Outputs and gradients of that step are NaN"
+
+# --- overflow ---------------------------------------------------------------------------------------------------------
+
+FULL: dict[str, tuple[str, dict[str, Any], tuple[str, int, str]]] = {
+    "experts": ("one expert takes all", {"capacity_factor": 1.5}, ("36 rows of experts", 27, "capacity_factor")),
+    "pairs": (
+        "one rank takes all",
+        {"pair_capacity_factor": 0.5},
+        ("6 rows of a pair of ranks", 3, "pair_capacity_factor"),
+    ),
+}
+
+
+def all_nan(results: dict[str, Tensor]) -> bool:
+    return all(bool(t.isnan().all()) for t in results.values())
+
+
+def check_overflow(what: str, invariant: bool, weighted: bool) -> None:
+    case, options, said = FULL[what]
+    problem = Problem("full", torch.float64)
+    problem.index = chosen(case, len(problem.x))
+    layer = problem.layer(invariant=invariant, name="layer 7", **options)
+    if invariant and what == "pairs":
+        said = ("18 rows of a pair of ranks", layer.pair_rows, said[2])
+    assert layer.found_inf.tolist() == [0.0]
+    results = problem.results(layer if weighted else Unweighted(layer), problem.tokens)
+    assert all_nan({name: t for name, t in results.items() if t is not None})
+    assert layer.found_inf.tolist() == [1.0]
+    assert layer.found_inf.dtype == torch.float32
+    other = copy.deepcopy(layer)
+    for call in (layer.check, lambda: other(problem.x[:0], problem.index[:0], problem.weights[:0])):
+        with pytest.raises(RuntimeError, match=MESSAGE.format(*said)):
+            call()
+    layer.check()  # said once
+    problem.index = chosen("even", len(problem.x)) if what == "experts" else problem.index.fill_(-1)
+    for model in (layer, other):
+        results = problem.results(model, problem.tokens)
+        assert not any(t.isnan().any() for t in results.values())
+        model.check()
+
+
+class Unweighted(torch.nn.Module):
+    """A layer that is called without routing weights, but is differentiated by them all the same."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        y = self.layer(x, index)
+        return y + 0 * weights.sum() * y.detach().sum() if len(y) else y + 0 * weights.sum()
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_overflow_is_found_and_named(ranks, what):
+    for invariant, weighted in ((False, True), (True, True), (False, False)):
+        ranks(check_overflow, what, invariant, weighted)
+
+
+def check_overflow_of_another_rank() -> None:
+    """A rank without tokens, and one whose experts have no rows, see the overflow of the others."""
+    problem = Problem("one rank has all", torch.float64)
+    problem.index = torch.zeros_like(problem.index)
+    layer = problem.layer(capacity_factor=0.5)
+    results = problem.results(layer, problem.tokens)
+    assert all_nan(results)
+    layer.clear()
+    assert layer.found_inf.tolist() == [0.0]
+    layer.check()
+
+
+def test_overflow_of_another_rank(ranks, four_ranks):
+    ranks(check_overflow_of_another_rank)
+    four_ranks(check_overflow_of_another_rank)
+
+
+def check_default_room() -> None:
+    problem = Problem("full", torch.float64)
+    layer = problem.layer(capacity_factor=2.0, max_tokens=100)
+    assert (layer.pair_rows, layer.expert_rows) == (100, 600)
+    assert problem.layer(capacity_factor=None, max_tokens=100).expert_rows == 2 * 100 * TOP_K
+    assert problem.layer(max_tokens=100, invariant=True, pair_capacity_factor=1.2).pair_rows == 180
+    small = problem.layer(capacity_factor=0.01, pair_capacity_factor=0.01)
+    assert (small.pair_rows, small.expert_rows) == (1, E // 2 + 2)
+    row = 2 * H * 4 + TOP_K * 8
+    assert layer.traffic(torch.float32) == (2 * 100 * row, 200 * row)
+    half = problem.layer(max_tokens=100, invariant=True, pair_capacity_factor=None)
+    assert half.traffic(torch.float32) == (2 * 300 * row, 300 * row)
+
+
+def test_room(ranks):
+    ranks(check_default_room)
+
+
+# --- one graph --------------------------------------------------------------------------------------------------------
+
+
+def check_graph(backend: str, invariant: bool) -> None:
+    """One graph of every number of tokens from none, and of every routing; overflow in it is found."""
+    problem = Problem("full", torch.float64)
+    layer = problem.layer(invariant=invariant, capacity_factor=1.5)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    cases = [("even", MOST), ("sentinels", MOST), ("empty experts", 4), ("nothing is routed", 5), ("even", 2)]
+    for case, count in cases:
+        index = chosen(case, MOST)[:count]
+        x, weights = torch.randn(MOST, H)[:count].double(), torch.rand(MOST, TOP_K)[:count].double()
+        grads = []
+        for model in (layer, compiled):
+            leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+            if model is compiled:
+                for t in (*leaves, index):
+                    torch._dynamo.mark_dynamic(t, 0)
+            y = model(leaves[0], index, leaves[1])
+            grads.append((y, *torch.autograd.grad(y.sin().sum(), [*leaves, *layer.parameters()])))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        layer.check()
+    assert counter.frame_count == 1
+    leaves = [torch.randn(MOST, H).double().requires_grad_(), torch.rand(MOST, TOP_K).double().requires_grad_()]
+    y = compiled(leaves[0], chosen("one expert takes all", MOST), leaves[1])
+    assert y.isnan().all()
+    assert all(bool(g.isnan().all()) for g in torch.autograd.grad(y.sum(), [*leaves, *layer.parameters()]))
+    assert counter.frame_count == 1
+    with pytest.raises(RuntimeError, match="36 rows of experts were needed, but there are 27"):
+        layer.check()
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_one_graph_for_all_routings(ranks, invariant):
+    ranks(check_graph, "aot_eager", invariant)
+
+
+@pytest.mark.slow
+def test_one_graph_of_inductor(ranks):
+    ranks(check_graph, "inductor", False)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "activation recomputed": {"recompute_activation": True},
+    "interleaved": {"interleaved": True},
+    "no bias": {"bias": False},
+    "main_grad": {"fuse_wgrad_accumulation": True},
+    "delayed": {"delay_wgrad_compute": True},
+}
+
+
+def gradients(model: Any, problem: Problem, rows: slice) -> list[Tensor]:
+    """Of one step; of layers that add to ``main_grad`` what they have added."""
+    for p in model.parameters():
+        p.grad, p.main_grad = None, torch.zeros_like(p)
+    y = model(problem.x[rows], problem.index[rows], problem.weights[rows])
+    (y * problem.grad[rows]).sum().backward()
+    if model.need_backward_dw():
+        model.backward_dw()
+    added = model.fc1.fuse_wgrad_accumulation
+    return [p.main_grad if added and "weight" in name else p.grad for name, p in model.named_parameters()]
+
+
+def check_option(option: str) -> None:
+    problem = Problem("uneven", torch.float64, **OPTIONS[option])
+    layer = problem.layer()
+    actual = gradients(layer, problem, problem.tokens)
+    expected = gradients(problem.whole, problem, slice(None))
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[problem.experts], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(ranks, option):
+    ranks(check_option, option)
+
+
+def check_weights_per_expert() -> None:
+    """Their values come from a packed layer, as parameters of all experts have other names."""
+    problem = Problem("uneven", torch.float64)
+    packed = problem.layer()
+    problem.options["single_grouped_weight"] = False
+    room = {"max_tokens": MOST, "capacity_factor": float(problem.ranks)}
+    split = ExpertParallelMLP(E, H, I, group=dist.group.WORLD, top_k=TOP_K, **room, **problem.options)
+    for number in range(packed.num_gemms):
+        for ours, theirs in ((split.fc1, packed.fc1), (split.fc2, packed.fc2)):
+            getattr(ours, f"weight{number}").data.copy_(theirs.weight[number])
+            getattr(ours, f"bias{number}").data.copy_(theirs.bias[number])
+    expected, actual = problem.results(packed, problem.tokens), problem.results(split, problem.tokens)
+    for name in ("y", "x", "weights"):
+        assert torch.equal(actual[name], expected[name])
+    for number in range(packed.num_gemms):
+        assert torch.equal(actual[f"fc2.weight{number}"], expected["fc2.weight"][number])
+
+
+def test_weights_per_expert(ranks):
+    ranks(check_weights_per_expert)
+
+
+def check_recipe() -> None:
+    """Rows of a token are quantised alike wherever they are: in blocks of a row, the result is that of one rank."""
+    recipe = tgl.recipes.MXFP8BlockScaling()
+    problem = Problem("uneven", torch.bfloat16, recipe=recipe, bias=False)
+    layer = problem.layer(invariant=True)
+    actual, expected = problem.results(layer, problem.tokens), problem.expected
+    assert torch.equal(actual["y"], expected["y"])
+    problem.index = torch.zeros_like(problem.index)
+    layer = problem.layer(capacity_factor=0.5)
+    assert all_nan(problem.results(layer, problem.tokens))
+
+
+def test_recipe(ranks):
+    ranks(check_recipe)
+
+
+def check_autocast() -> None:
+    problem = Problem("even", torch.float32)
+    layer, rows = problem.layer(), problem.tokens
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(problem.x[rows], problem.index[rows], problem.weights[rows])
+        expected = problem.whole(problem.x, problem.index, problem.weights)[rows]
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=3 * torch.finfo(torch.bfloat16).eps, atol=3e-3)
+
+
+def check_mesh() -> None:
+    """A dimension of a mesh, with tokens of any leading shape and no grad, in inference mode too."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    problem = Problem("even", torch.float64)
+    layer, rows = problem.layer(group=mesh["ep"]), problem.tokens
+    x = problem.x[rows].view(1, 5, H)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = layer(x, problem.index[rows], problem.weights[rows])
+        assert y.shape == x.shape
+        torch.testing.assert_close(y[0], problem.expected["y"], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="`group` must be a DeviceMesh of one dimension, but got 2"):
+        problem.layer(group=mesh)
+
+
+def test_autocast_and_mesh(ranks):
+    ranks(check_autocast)
+    ranks(check_mesh)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def check_errors() -> None:
+    problem = Problem("full", torch.float64)
+    made: list[tuple[dict[str, Any], str]] = [
+        ({"top_k": 0}, "`top_k` must be at least 1, but got 0"),
+        ({"max_tokens": 0}, "`max_tokens` must be at least 1, but got 0"),
+        ({"capacity_factor": 0.0}, "`capacity_factor` must be above 0 or None, but got 0.0"),
+        ({"pair_capacity_factor": -1.0}, "`pair_capacity_factor` must be above 0 or None, but got -1.0"),
+    ]
+    for options, message in made:
+        with pytest.raises(ValueError, match=message):
+            problem.layer(**options)
+    with pytest.raises(ValueError, match="`num_experts` must be a multiple of the 2 ranks of `group`, but got 5"):
+        ExpertParallelMLP(5, H, I, group=dist.group.WORLD, top_k=1, max_tokens=1)
+    with pytest.raises(ValueError, match=r"`max_tokens` must be equal on all ranks of `group`, but got \[3, 4\]"):
+        problem.layer(max_tokens=3 + problem.me)
+
+    layer = problem.layer()
+    x, index, weights = problem.x[:MOST], problem.index[:MOST], problem.weights[:MOST]
+    called = [
+        ((problem.x, problem.index), f"`x` must have at most max_tokens = {MOST} tokens, but got {2 * MOST}"),
+        ((x[:, 1:], index), f"`x` must have H = {H} columns"),
+        ((x, index[1:]), r"`top_k_index` must be \[S, k\] with S like `x` and k = 3, but got shape \(5, 3\)"),
+        ((x, index[:, 1:]), r"`top_k_index` must be \[S, k\] with S like `x` and k = 3, but got shape \(6, 2\)"),
+        ((x, index, weights[0]), r"`weights` must be \[S, k\] with S like `x` and k = 3, but got shape \(3,\)"),
+    ]
+    for arguments, message in called:
+        with pytest.raises(ValueError, match=f"ExpertParallelMLP: {message}"):
+            layer(*arguments)
+
+
+def test_errors(ranks):
+    ranks(check_errors)
+
+
+def check_time_out() -> None:
+    """In the backward, too."""
+    group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
+    problem = Problem("full", torch.float64)
+    layer, rows = problem.layer(group=group), problem.tokens
+    y = layer(problem.x[rows], problem.index[rows], problem.weights[rows])
+    if problem.me == 0:
+        with pytest.raises(RuntimeError, match=r"tgl::ep_dispatch: the exchange among ranks \[0, 1\] failed on rank 0"):
+            y.sum().backward()
+    dist.barrier()
+
+
+def test_a_rank_without_a_backward_does_not_hang_the_others(ranks):
+    ranks(check_time_out)
+
+
+def check_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ExpertParallelMLP" in block)
+    assert '"cpu", (1,)' in code
+    names: dict[str, Any] = {}
+    exec(code.replace('"cpu", (1,)', '"cpu", (2,)'), names)
+    assert names["x"].grad.shape == (11, 64)
+
+
+def test_example_of_the_documentation(ranks):
+    ranks(check_example_of_the_documentation)
