@@ -24,6 +24,7 @@ import tgl
 from . import data, report
 from .compare import compare
 from .model import HEAD, Config, Transformer
+from .parallel import started
 from .recipes import RECIPES
 from .train import fit, sample
 
@@ -45,6 +46,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         ("top-k", 4, "experts that every byte goes to"),
         ("context", 256, "bytes per window"),
         ("batch", 8, "windows per step"),
+        ("ep", 1, "ranks that share experts and windows, as many as torchrun has started"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, batches and sample")
@@ -55,7 +57,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="train in eager mode")
     chosen = parser.parse_args(arguments)
 
-    for name in ("steps", "dim", "layers", "experts", "top_k", "context", "batch"):
+    for name in ("steps", "dim", "layers", "experts", "top_k", "context", "batch", "ep"):
         if (value := getattr(chosen, name)) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but got {value}")
     if chosen.dim % HEAD:
@@ -64,6 +66,9 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--dtype must be float32 or bfloat16 with --recipe {chosen.recipe}, but got float64")
     if chosen.top_k > chosen.experts:
         parser.error(f"--top-k must be at most --experts ({chosen.experts}), but got {chosen.top_k}")
+    for name in ("experts", "batch"):
+        if getattr(chosen, name) % chosen.ep:
+            parser.error(f"--{name} must be a multiple of --ep ({chosen.ep}), but got {getattr(chosen, name)}")
     if chosen.out.exists() and not chosen.out.is_dir():
         parser.error(f"--out must be a folder, but {chosen.out} is a file")
     try:
@@ -73,6 +78,10 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--device must be a device of this machine, but got {chosen.device}: {str(error).splitlines()[0]}"
         )
+    try:
+        chosen.ranks = started(chosen.ep, chosen.device)
+    except ValueError as error:
+        parser.error(str(error))
     compilers = [os.environ.get("CXX", "g++"), "clang++"]
     if chosen.device.type == "cpu" and not chosen.no_compile and not any(map(shutil.which, compilers)):
         parser.error("torch.compile needs a C++ compiler such as g++ on the PATH; --no-compile trains without one")
@@ -114,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = DTYPES[chosen.dtype]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal without the bars' characters is no reason to stop
+    ranks = chosen.ranks
     torch.manual_seed(chosen.seed)
     try:
         corpus = data.load(chosen.context)
@@ -122,12 +132,20 @@ def main(arguments: list[str] | None = None) -> int:
     recipe = RECIPES[chosen.recipe]
     model = Transformer(Config(chosen.dim, chosen.layers, chosen.experts, chosen.top_k, chosen.context, recipe))
     model = model.to(chosen.device, torch.float64 if dtype == torch.float64 else torch.float32)
-    compiled = None if chosen.no_compile else torch.compile(model, fullgraph=True)
-    trained = model if compiled is None else compiled
-    print("\n".join(describe(chosen, model, corpus)), flush=True)
+    parallel = ranks.shared(model, chosen.batch * chosen.context)
+    compiled = None if chosen.no_compile else torch.compile(parallel, fullgraph=True)
+    trained = parallel if compiled is None else compiled
+    if not ranks.rank:
+        print("\n".join(describe(chosen, model, corpus)), flush=True)
 
     start = time.perf_counter()
-    history = fit(model, trained, corpus, steps=chosen.steps, batch=chosen.batch, dtype=dtype, seed=chosen.seed)
+    steps = {"steps": chosen.steps, "batch": chosen.batch, "dtype": dtype, "seed": chosen.seed}
+    history = fit(parallel, trained, corpus, **steps, ranks=ranks)
+    if parallel is not model:
+        model, compiled = ranks.whole(parallel), None  # what follows is about one rank with all experts
+    ranks.leave()
+    if ranks.rank:
+        return 0
     took = time.perf_counter() - start
     tokens = chosen.batch * chosen.context
     print("\nsample, continuing " + repr(PROMPT.decode().strip()), flush=True)

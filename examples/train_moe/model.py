@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
 
 import tgl
+from tgl.distributed import ExpertParallelMLP
 
 VOCABULARY = 256
 HEAD = 32
@@ -18,7 +21,8 @@ HEAD = 32
 class Config:
     """The model: width (a multiple of 32), blocks, experts per block, experts per byte, longest window, and a recipe.
 
-    ``recipe`` is how the experts' GEMMs are quantised; None for not at all.
+    ``recipe`` is how the experts' GEMMs are quantised; None for not at all. The ranks of ``group`` share the experts,
+    and each brings up to ``tokens`` bytes to a layer; None for one rank.
     """
 
     dim: int
@@ -27,6 +31,8 @@ class Config:
     top_k: int
     context: int
     recipe: tgl.recipes.Recipe | None = None
+    group: dist.ProcessGroup | None = None
+    tokens: int = 0
 
     @property
     def expert_width(self) -> int:
@@ -66,9 +72,14 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.top_k, self.plain = config.top_k, False
+        self.top_k, self.plain, self.group = config.top_k, False, config.group
         self.router = nn.Linear(config.dim, config.experts, bias=False)
-        self.experts = tgl.MoE(config.experts, config.dim, config.expert_width, recipe=config.recipe)
+        sizes = config.experts, config.dim, config.expert_width
+        if config.group is None:
+            self.experts = tgl.MoE(*sizes, recipe=config.recipe)
+        else:
+            shared = {"group": config.group, "top_k": config.top_k, "max_tokens": config.tokens}
+            self.experts = ExpertParallelMLP(*sizes, recipe=config.recipe, **shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x [S, dim]`` to the output ``[S, dim]``, the load-balancing loss and int32 rows per expert ``[E]``."""
@@ -79,9 +90,12 @@ class MixtureOfExperts(nn.Module):
         if self.plain:
             rows = torch.bincount(chosen.flatten(), minlength=probs.shape[1]).int()
             return plain_loop(self.experts, x, chosen, weights), load_balance(probs, rows, self.top_k), rows
-        routing = tgl.route(chosen, self.experts.num_gemms)
+        routing = tgl.route(chosen, self.router.out_features)
         rows = torch.diff(routing.offs, prepend=routing.offs.new_zeros(1))
-        return self.experts(x, routing, weights), load_balance(probs, rows, self.top_k), rows
+        if self.group is None:
+            return self.experts(x, routing, weights), load_balance(probs, rows, self.top_k), rows
+        rows = all_reduce(rows, "sum", self.group)
+        return self.experts(x, chosen, weights), load_balance(probs, rows, self.top_k * self.group.size()), rows
 
 
 def load_balance(probs: Tensor, rows: Tensor, top_k: int) -> Tensor:

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from .data import Corpus
 from .model import Transformer
+from .parallel import OneRank
 
 BALANCE = 0.01  # weight of the load-balancing loss: enough that no expert starves, too little to cost accuracy
-CLIP = 1.0  # largest norm of the gradient of all parameters
 PEAK_RATE = 3e-3
 EVALUATE_AT = (0.02, 0.05, *(i / 10 for i in range(1, 11)))  # shares of the run; the loss falls fastest at the start
 EVALUATION_TOKENS = 4096  # per forward pass
@@ -63,8 +63,13 @@ def fit(
     batch: int,
     dtype: torch.dtype,
     seed: int,
+    ranks: OneRank | None = None,
 ) -> History:
-    """Train ``model`` in place through ``step_model``, which is the model itself or its compiled form."""
+    """Train ``model`` in place through ``step_model``, which is the model itself or its compiled form.
+
+    Several ``ranks`` share the ``batch`` windows of a step, and return one history.
+    """
+    ranks = ranks or OneRank()
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -78,30 +83,31 @@ def fit(
     evaluations = {max(1, round(share * steps)) for share in EVALUATE_AT}
     written = batch * model.config.context
 
-    loss, history.usage = evaluate(model, corpus, dtype)
+    loss, history.usage = evaluate(ranks.whole(model), corpus, dtype)
     history.held_out.append((0, loss))
     pause = 0.2 if sys.stderr.isatty() else 15  # a log is not redrawn
-    bar = tqdm(total=steps, desc="training", unit="step", dynamic_ncols=True, mininterval=pause)
+    quiet = ranks.rank > 0
+    bar = tqdm(total=steps, desc="training", unit="step", dynamic_ncols=True, mininterval=pause, disable=quiet)
     bar.set_postfix_str("compiling" if step_model is not model else "")
     for step in range(steps):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
-        windows = corpus.batch(batch, generator).to(device)
+        windows = ranks.windows(corpus.batch(batch, generator)).to(device)
         with autocast(device, dtype):
             nats, balance, _ = step_model(windows)
         (nats + BALANCE * balance).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        loss_of_step = ranks.finish_backward(model, nats)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        history.train.append(nats.item())
+        history.train.append(loss_of_step)
         seconds = time.perf_counter() - start
         if step == 0:
             history.first_step = seconds
         else:
             history.stepping += seconds
         if step + 1 in evaluations:
-            loss, history.usage = evaluate(model, corpus, dtype)
+            loss, history.usage = evaluate(ranks.whole(model), corpus, dtype)
             history.held_out.append((step + 1, loss))
         bar.update()
         rate = f", {step * written / history.stepping / 1e3:.1f}k tokens/s" if step else ""
