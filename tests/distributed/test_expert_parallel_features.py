@@ -260,9 +260,30 @@ def check_mesh() -> None:
         problem.layer(group=mesh)
 
 
-def test_autocast_and_mesh(ranks):
+def check_meta() -> None:
+    """A layer made on the meta device and given memory later counts from none, whatever the memory holds."""
+    problem = Problem("even", torch.float64)
+    layer, rows = problem.layer(), problem.tokens
+    with torch.device("meta"):
+        late = problem.layer()
+    full = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert full  # new memory is of the largest numbers
+        late.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    late.load_state_dict(layer.state_dict())
+    results = problem.results(late, rows)
+    for name, t in problem.results(layer, rows).items():
+        assert torch.equal(results[name], t)
+    late.check()
+
+
+def test_autocast_mesh_and_meta(ranks):
     ranks(check_autocast)
     ranks(check_mesh)
+    ranks(check_meta)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -23,9 +23,14 @@ class Needed:
         self._copied: torch.cuda.Event | None = None
 
     def to_device(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Do to the counts what ``Module._apply`` does to buffers."""
-        self.most = move(self.most)
+        """Do to the counts what ``Module._apply`` does to buffers; from the meta device none have come."""
+        moved = move(self.most)
+        self.most = torch.zeros_like(moved) if self.most.is_meta else moved
         self._copy = self._copied = None
+
+    def __getstate__(self) -> dict[str, Tensor | None]:
+        """Of a copy, on disk too: what is on its way to the host stays with this one."""
+        return {"most": self.most, "_copy": None, "_copied": None}
 
     def note(self, counts: Tensor) -> None:
         """Take the counts of one call."""

@@ -1,0 +1,81 @@
+"""Expert parallelism in one dimension of a mesh, data parallelism in the other: four ranks train as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import tgl
+from tgl.distributed import ExpertParallelMLP
+
+from .test_expert_parallel_mlp import E, H, I, chosen
+
+TOKENS, TOP_K = 5, 3  # of each rank
+
+
+class Layers(nn.Module):
+    """Two layers with a residual."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, index, weights)
+        return x
+
+
+def sharded(model: Layers, mesh: DeviceMesh) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def replicated(model: Layers, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+
+WRAPPERS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
+
+
+def check(wrapper: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    options: dict[str, Any] = {"params_dtype": torch.float64, "bias": True}
+    whole = Layers([tgl.MoE(E, H, I, **options) for _ in range(2)])
+    room = {"group": mesh["ep"], "top_k": TOP_K, "max_tokens": TOKENS}
+    model = Layers([ExpertParallelMLP(E, H, I, **room, **options) for _ in range(2)])
+    experts = slice(mesh.get_local_rank("ep") * E // 2, (mesh.get_local_rank("ep") + 1) * E // 2)
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            ours.copy_(theirs[experts])
+    x, index = torch.randn(4 * TOKENS, H).double(), chosen("even", 4 * TOKENS)
+    weights = torch.rand(4 * TOKENS, TOP_K).double()
+    place = 2 * mesh.get_local_rank("dp") + mesh.get_local_rank("ep")
+    rows = slice(place * TOKENS, (place + 1) * TOKENS)
+
+    wrapped = WRAPPERS[wrapper](model, mesh)
+    before = [p.detach().clone() for p in whole.parameters()]
+    # Wrappers average over the two ranks of "dp"; a layer sums over those of "ep".
+    for trained, share, factor in ((whole, slice(None), 1.0), (wrapped, rows, 2.0)):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (factor * trained(x[share], index[share], weights[share]).square().sum()).backward()
+            optimizer.step()
+    for ours, theirs, old in zip(model.parameters(), whole.parameters(), before, strict=True):
+        value = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        assert (theirs - old)[experts].abs().max() > 1e-4  # it has learned something
+        torch.testing.assert_close(value, theirs[experts], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_data_parallel_in_the_other_dimension(four_ranks, wrapper):
+    four_ranks(check, wrapper)
