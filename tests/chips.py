@@ -14,6 +14,10 @@ RECIPES = {
 }
 
 
+EVERY = tuple(dict.fromkeys(name for names in RECIPES.values() for name in names))
+"""Recipes that every chip trains in; where it has no kernels for a format, its GEMMs are emulated."""
+
+
 def arch() -> str | None:
     """The architecture of the first CUDA device if there are kernels for it, else None."""
     if not torch.cuda.is_available():

@@ -12,6 +12,8 @@ from tgl.nn._inputs import offsets_on
 from tgl.testing import SIGNATURES
 
 T, K, N, G = 16, 32, 64, 4
+OPERANDS = torch.zeros(T, K), torch.zeros(G, K, N), torch.zeros(G, dtype=torch.int32)
+OUT = torch.empty(T, N)
 
 
 @pytest.fixture
@@ -201,9 +203,8 @@ def test_graph_capture(cuda, monkeypatch):
     assert explanation.chosen is None
     assert reasons(explanation)["loop of mm"] == "reads offs on the host, which CUDA graph capture forbids"
     assert "no implementation" in str(explanation)
-    operands = torch.empty(T, K), torch.empty(G, K, N), torch.empty(G, dtype=torch.int32)
     with pytest.raises(tgl.GraphCaptureError, match=r"tgl::grouped_gemm cannot be captured in a CUDA graph") as error:
-        backends.run("grouped_gemm", a.device, *operands, None, None, out=torch.empty(T, N), zero_tail=True)
+        backends.run("grouped_gemm", a.device, *OPERANDS, None, None, out=OUT, zero_tail=True)
     assert "loop of mm: reads offs on the host" in str(error.value)
     assert "aten grouped_mm: takes bfloat16 only" in str(error.value)
 

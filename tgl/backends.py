@@ -55,6 +55,7 @@ class Implementation:
             of this module), a list of the positional arguments, which it may empty to give memory back early, and the
             keywords of ``run`` but for destinations; returns the outputs.
         copies: called like ``run``; names of the tensors that it copies for such a call, and their bytes.
+        emulates: whether it stands in for a kernel of the operands' format, at its own price.
         batch_invariant: called like ``run``; whether the bits of a row of the results depend on the row's operands and
             its group's alone: not on the other rows, on their number or on the row's place. None: never promised.
     """
@@ -71,6 +72,7 @@ class Implementation:
     emulable: bool = False
     slots: bool = False
     rows: bool = False
+    emulates: bool = False
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
@@ -312,10 +314,12 @@ def _nobody(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Runt
 
 def reason_against(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Reason:
     """None if ``run`` with these arguments would find an implementation, else why not; for those built of other ops."""
-    explanation = _explain(op, device, args, kwargs)
-    if explanation.chosen is not None:
-        return None
-    return f"no {op}: " + "; ".join(f"{i.name}: {reason}" for i, reason in explanation.refused)
+    return report(op, device, *args, **kwargs).reason()
+
+
+def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanation:
+    """``explain`` of what ``run`` with these arguments would find."""
+    return _explain(op, device, args, kwargs)
 
 
 def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -348,9 +352,20 @@ class Explanation:
     batch_invariant: bool = False
 
     @property
+    def emulates(self) -> bool:
+        """Whether ``chosen`` stands in for a kernel of the operands' format, which is slower."""
+        return self.chosen is not None and self.chosen.emulates
+
+    @property
     def syncs(self) -> bool:
         """Whether the call synchronises the device with the host."""
         return self.chosen is not None and self.chosen.syncs and self.device.type != "cpu"
+
+    def reason(self) -> Reason:
+        """None if an implementation was found, else all reasons in one line."""
+        if self.chosen is not None:
+            return None
+        return f"no {self.op}: " + "; ".join(f"{i.name}: {reason}" for i, reason in self.refused)
 
     def __str__(self) -> str:
         lines = [f"{qualified(self.op)} on {self.device} ({device_arch(self.device)})"]

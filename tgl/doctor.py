@@ -67,8 +67,8 @@ def _served(where: torch.device) -> Iterator[str]:
             found = backends.explain(op, *args, **kwargs)
             reasons = "; ".join(f"{i.name}: {reason}" for i, reason in found.refused)
             chosen = f"no implementation: {reasons}" if found.chosen is None else found.chosen.name
-            host = ", reads the device on the host" if found.syncs else ""
-            yield f"  {op:<40} {of:<10}  {chosen}{host}"
+            about = ", an emulation" * found.emulates + ", reads the device on the host" * found.syncs
+            yield f"  {op:<40} {of:<10}  {chosen}{about}"
 
 
 def calls(where: torch.device) -> Iterator[Call]:

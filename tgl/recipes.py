@@ -9,7 +9,7 @@ which direction; ``print(recipe)`` shows both.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -169,8 +169,17 @@ class Operands(NamedTuple):
     grad: QuantizeSpec
 
 
+@dataclass(frozen=True)
 class Recipe:
-    """Base class of the recipes; use one of the subclasses."""
+    """Base class of the recipes; use one of the subclasses.
+
+    Attributes:
+        emulate: whether GEMMs may decode operands to bfloat16 on a GPU that has no kernel for the format, which is
+            slower than no recipe. With False the layer's first call there raises ``NoImplementationError``. Keyword
+            only, in every recipe.
+    """
+
+    emulate: bool = field(default=True, kw_only=True)
 
     @property
     def operands(self) -> Operands:
@@ -209,14 +218,16 @@ class Recipe:
             raise ValueError(f"{type(self).__name__}: `{field}` must be {must}, but got {getattr(self, field)!r}")
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.name == "fp8_format":
-                self._require(field.name, isinstance(value, Format), "a tgl.recipes.Format")
-            elif field.name == "scale_layout":
-                self._require(field.name, value in SCALE_LAYOUTS, f"one of {', '.join(SCALE_LAYOUTS)}")
-            elif field.name == "amax_epsilon":
-                self._require(field.name, 0 <= value < float("inf"), "finite and not negative")
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if name == "fp8_format":
+                self._require(name, isinstance(value, Format), "a tgl.recipes.Format")
+            elif name == "scale_layout":
+                self._require(name, value in SCALE_LAYOUTS, f"one of {', '.join(SCALE_LAYOUTS)}")
+            elif name == "amax_epsilon":
+                self._require(name, 0 <= value < float("inf"), "finite and not negative")
+            elif name == "emulate":
+                self._require(name, isinstance(value, bool), "True or False")
 
 
 @dataclass(frozen=True)

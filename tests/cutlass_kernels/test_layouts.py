@@ -16,7 +16,7 @@ from tgl.testing import emulator
 BF16 = torch.bfloat16
 
 LACKING = {"sm_90": {"mxfp8", "nvfp4"}, "sm_100": {"fp8_block"}}
-"""Formats whose GEMMs an architecture has no kernels for."""
+"""Formats whose GEMMs an architecture has no kernels for, and emulates."""
 BY_HOST = {"grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm_wgrad_accumulate_"}
 """What has no kernel for float32 and reads ends of groups on the host."""
 
@@ -64,9 +64,10 @@ def test_a_layout_or_width_is_never_a_reason(gpu, name):
             if call.is_plain:
                 served[(arch, *call.plain)] = fine
                 format = call.sample.options.get("format")
-                lacking = "gemm" in name and format in LACKING[arch]
+                lacking = "gemm_scaled" in name and format in LACKING[arch]
+                assert explanation.emulates == (lacking and "activation" not in name), f"{call}\n{explanation}"
                 by_host = name.partition(".")[0] in BY_HOST and call.sample.dtype == torch.float32
-                assert fine == (not lacking and not by_host), f"{call}\n{explanation}"
+                assert fine == (not by_host), f"{call}\n{explanation}"
             elif served.get((arch, *call.plain), False):
                 assert fine, f"{call}\n{explanation}"
             if explanation.chosen is not None:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS, CHOICES, HIDDEN, INNER, PLACES = 16, 4, 512, 256, 200
 BATCHES = [1, 2, 3, 8, 17, 64, 65, 200, 1000, 4096, 20000, 65536]
-RECIPES = {"sm_90": [None, "fp8_block"], "sm_100": [None, "fp8_block", "mxfp8"]}
+RECIPES = {"sm_90": [None, "fp8_block"], "sm_100": [None, "mxfp8"]}
 MAKE = {None: lambda: None, "fp8_block": tgl.recipes.Float8BlockScaling, "mxfp8": tgl.recipes.MXFP8BlockScaling}
 CHOSEN, SHARES = torch.tensor([3, 11, 0, 7]), torch.tensor([0.5, 0.25, 0.15, 0.1])
 

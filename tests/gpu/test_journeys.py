@@ -3,6 +3,8 @@
 The CPU's half runs without a GPU, as a cover of the choices: see ``tests.journeys`` for the bounds.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from tests.journeys import step as train_step
 ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
 # Those of the chip, or where there is none, so that the cases have names everywhere, Hopper's.
-ON_GPU = chips.RECIPES[ARCH or "sm_90"]
+ON_GPU = chips.EVERY
 TRIPLES = covering_triples(ON_GPU)
 
 
@@ -45,10 +47,14 @@ def test_a_step_is_right(case, device, how):
     check(case, device, how)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_gpu) for name in RECIPES if name not in ON_GPU])
+LACKING = [name for name in RECIPES if name not in chips.RECIPES[ARCH or "sm_90"]]
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_gpu) for name in LACKING])
 @pytest.mark.parametrize("widths", ["aligned", "72x40"])
-def test_formats_that_the_chip_lacks_are_one_error(recipe, widths):
-    """It names the format, what takes it, and what this chip has; nothing was written, and the layer goes on."""
+def test_a_recipe_may_refuse_emulation(recipe, widths, monkeypatch):
+    """One error names the format, what takes it, and what this chip has; nothing was written, and the layer goes on."""
+    monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], emulate=False))
     case = Case(recipe, widths=widths)
     mlp = layer(case, "cuda")
     call, data = forward_and_loss(mlp, case), batch(case).to("cuda")

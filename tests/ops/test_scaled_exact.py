@@ -1,18 +1,35 @@
 """The scaled GEMMs give exactly what decoding every element by hand gives, and round within a derived bound."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import tgl
 from tests import scaled_oracle as oracle
+from tgl import backends
+from tgl.composed import emulation
 from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes
 from tgl.testing.scaled_samples import QuantizedSample
 
+pytestmark = pytest.mark.filterwarnings("ignore:tgl. cpu has no kernel for GEMMs")
+
 SMALL = ("ragged_tail", "even", "empty_first", "empty_middle", "empty_last", "all_empty", "no_rows", "no_groups")
 LARGE = ("above_tile", GroupSizes("many", tuple((7 * g) % 4 for g in range(40)), 64))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
+
+
+@pytest.fixture(params=["loop", "emulation"], autouse=True)
+def served_by(request):
+    """The CPU's implementation, and what emulates formats on a GPU whose tensor cores lack them."""
+    added = []
+    if request.param == "emulation":
+        added = [backends.add(replace(made, priority=20)) for made in emulation.implementations("cpu")]
+    yield
+    for implementation in added:
+        backends.remove(implementation)
 
 
 def expected(sample, tensors):

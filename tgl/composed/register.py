@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..backends import Implementation, add
-from . import activations, expert_parallel, mlp, moe, requantize, scaled_activation_quantize
+from . import activations, emulation, expert_parallel, mlp, moe, requantize, scaled_activation_quantize
 
 _PARTS = "the implementations of the ops it is made of, see their own reports"
 _TWO_OPS = "two ops; see `explain` of each"
@@ -86,3 +86,6 @@ for _device in ("cpu", "cuda"):
             prepare=requantize.prepare,
         )
     )
+
+for _implementation in emulation.implementations("cuda"):
+    add(_implementation)

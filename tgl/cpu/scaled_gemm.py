@@ -162,7 +162,8 @@ def gemm(
     sizes = segment_sizes(offs, a.shape[0])
     if zero_tail:
         out[out.shape[0] - sizes[-1] :].zero_()
-    alpha = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
+    factors = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
+    alpha = [] if factors is None else factors.tolist()
     start = 0
     x = rows(a, a_scale, sizes, form, scale_layout)
     for g, size in enumerate(sizes[:-1]):
@@ -197,7 +198,8 @@ def wgrad(
     """One float32 weight gradient per group: zero for a group without tokens, or left alone when accumulating."""
     form = FORMATS[format]
     sizes = segment_sizes(offs, int(most_tokens(a, offs.shape[0], format)))
-    alpha = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
+    factors = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
+    alpha = [] if factors is None else factors.tolist()
     places = out.unbind() if slots is None else on_host(out, slots)
     left, right = Columns(a, a_scale, form, scale_layout), Columns(b, b_scale, form, scale_layout)
     start = 0

@@ -146,6 +146,11 @@ class Format:
         return "rht" in self.options
 
     @property
+    def scales_sums(self) -> bool:
+        """Whether a scale multiplies the sum over its block: a float32, which no element's type can hold with it."""
+        return self.block > 0 and self.scale_type == torch.float32
+
+    @property
     def scale_nan(self) -> int:
         """The byte of a one-byte scale that is NaN."""
         return {E8M0: E8M0_NAN, E4M3: E4M3_NAN}[self.scale_type]

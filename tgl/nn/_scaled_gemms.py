@@ -26,6 +26,7 @@ from ..ops.same_offs import same_offs
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
+from ._emulation import refuse_emulation
 from ._errors import fail
 from ._gemms import DenseGemms, Gemms, Operand, Operands
 from ._lasting import lasting
@@ -183,6 +184,8 @@ class ScaledGemms(nn.Module):
         Raises:
             ValueError, TypeError, RuntimeError: it cannot.
         """
+        if not self.recipe.emulate:
+            refuse_emulation(self.format, self.names["scale_layout"], w.device)
         first = is_first_microbatch
         if isinstance(w, GroupedTensor):
             self._check_quantized("weight", w, self.specs.weight, rowwise=True, columnwise=dgrad)

@@ -1,6 +1,6 @@
 """CPU implementations of ``group_quantize`` and ``group_dequantize``, one module per format family.
 
-Every format has three functions:
+Every format has two functions:
 
 ``quantize(x, offs, scale, row_scale, rng, slots, *, options, out) -> None``
     ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``, float32, bfloat16 or float16, in any layout
@@ -14,10 +14,6 @@ Every format has three functions:
     ``data`` and ``scale`` are the rowwise components, or the columnwise ones if ``options.columnwise``, and ``amax``
     the one beside them. ``options`` is a ``meta.quantized.DequantizeOptions``. Writes all of ``out``, ``[T, K]`` or
     ``[G, N, K]`` in x's order, zeros in the tail.
-
-``group_factors(a_scale, b_scale, a_amax, b_amax) -> list[float]``
-    What a GEMM's sum of every group is multiplied by: the scales that a whole group shares, of both operands. Empty
-    where all scales are those of blocks.
 
 ``offs`` and ``slots`` lie on the host, so they may be read (``_rows.Groups``, ``_rows.Rows``); bad values must not lead
 out of bounds. Work is done in
@@ -33,6 +29,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ...aten.group_factors import no_factors, of_amaxes, of_scales
 from ...aten.indexed import indexed
 from ...meta.components import Components
 from ...meta.formats import FORMATS
@@ -64,21 +61,12 @@ DEQUANTIZE: OnePerName[Callable[..., None]] = OnePerName(
     },
 )
 
-
-def _no_factors(*_: Tensor | None) -> list[float]:
-    return []
-
-
-GROUP_FACTORS: OnePerName[Callable[..., list[float]]] = OnePerName(
+GROUP_FACTORS: OnePerName[Callable[..., Tensor | None]] = OnePerName(
     FORMATS,
     "GROUP_FACTORS in tgl/cpu/quantize/__init__.py",
-    {
-        "mxfp8": _no_factors,
-        "nvfp4": nvfp4.group_factors,
-        "fp8_tensor": fp8.group_factors,
-        "fp8_block": _no_factors,
-    },
+    {"mxfp8": no_factors, "nvfp4": of_amaxes, "fp8_tensor": of_scales, "fp8_block": no_factors},
 )
+"""On any device, ``group_factors(a_scale, b_scale, a_amax, b_amax)``: see ``aten.group_factors``."""
 
 
 def group_quantize(

@@ -14,19 +14,11 @@ SCALE_NAN = 0x7F  # the scale of a block that holds Inf or NaN, in E4M3
 PAIR_NAN = 0x77  # and two of its elements
 
 _FLT_MAX = torch.finfo(torch.float32).max
-_RANGE = 2688.0  # 448 * 6, the largest E4M3 times the largest E2M1
 _SIXTH = 0.16666667163372040  # float32(1 / 6), 0x3E2AAAAB
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 # --- scales -----------------------------------------------------------------------------------------------------------
-
-
-def group_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Encoding and decoding scale of every group, from its finite amax."""
-    full = torch.full_like(amax, _RANGE)
-    encode = torch.where(amax == 0, 1.0, torch.div(full, amax).clamp_max(_FLT_MAX))
-    return encode, torch.div(torch.ones_like(amax), encode)
 
 
 def block_scales(amax: Tensor, encode: Tensor, decode: Tensor) -> tuple[Tensor, Tensor, Tensor]:

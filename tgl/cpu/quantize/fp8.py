@@ -138,11 +138,6 @@ def dequantize_tensor(
     _dequantize(data, groups, options.columnwise, multiply, out, scratch)
 
 
-def group_factors(a_scale: Tensor, b_scale: Tensor, a_amax: Tensor | None, b_amax: Tensor | None) -> list[float]:
-    """``fp8_tensor``: the product of both operands' ``scale_inv``, of every group."""
-    return (a_scale * b_scale).tolist()
-
-
 # --- one scale per block ----------------------------------------------------------------------------------------------
 
 

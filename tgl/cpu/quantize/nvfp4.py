@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...aten.group_factors import fp4_scales
 from ...aten.indexed import Indexed
 from ...meta import placement
 from ...meta.components import Components
@@ -235,7 +236,7 @@ def _rowwise(
     stack, k = source.stack, source.stack.columns
     data, blocks = stack.stacked(data), -(-k // BLOCK)
     scales = RowScales(scale, stack.groups, blocks, options.blocked)
-    encode, decode = fp4.group_scales(amax)
+    encode, decode = fp4_scales(amax)
     data[:, stack.routed :].zero_()
     scales.clear()
     for step in _steps(stack.planes, stack.routed, k, BLOCK):
@@ -282,7 +283,7 @@ def _columnwise(
     if not stack.routed:
         data.zero_()
         return
-    encode, decode = fp4.group_scales(amax)
+    encode, decode = fp4_scales(amax)
     for step in _steps(stack.planes, stack.runs, k * BLOCK, _RUNS):
         x, some = source.runs(step)
         if options.rht:
@@ -345,7 +346,7 @@ def dequantize(
     """See the package."""
     assert amax is not None
     stack = _Stack(out, offs)
-    decode = fp4.group_scales(amax)[1]
+    decode = fp4_scales(amax)[1]
     if options.columnwise:
         _columnwise_back(data, scale, decode, stack, options, out)
     else:
@@ -397,9 +398,3 @@ def _columnwise_back(
             index = stack.rows_of_runs(step).flatten()
             used = index >= 0
             out[index[used]] = x.view(-1, k)[used]
-
-
-def group_factors(a_scale: Tensor, b_scale: Tensor, a_amax: Tensor, b_amax: Tensor) -> list[float]:
-    """``S_decA * S_decB`` of every group, from its amaxes."""
-    decode = [fp4.group_scales(amax)[1] for amax in (a_amax, b_amax)]
-    return (decode[0] * decode[1]).tolist()
