@@ -314,7 +314,8 @@ def _nobody(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Runt
 
 def reason_against(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Reason:
     """None if ``run`` with these arguments would find an implementation, else why not; for those built of other ops."""
-    return report(op, device, *args, **kwargs).reason()
+    explanation = _explain(op, device, args, kwargs)
+    return None if explanation.chosen is not None else explanation.reason()
 
 
 def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanation:
