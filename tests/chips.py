@@ -1,11 +1,14 @@
-"""What the GPU at hand can do, for tests that run on one."""
+"""What the GPU at hand can do, for tests that run on one, and which architectures tests on the emulator take."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 import torch
 
 from tgl import backends
-from tgl.cutlass_kernels.archs import serving
+from tgl.cutlass_kernels.archs import ARCHS, serving
 
 # Recipes by the names of ``examples.train_moe``, by the architecture whose kernels take their formats.
 RECIPES = {
@@ -24,3 +27,13 @@ def arch() -> str | None:
         return None
     found = serving(backends.device_arch(torch.device("cuda", 0)))
     return None if found is None else found.name
+
+
+def parameters(names: Iterable[str] = ARCHS) -> list:
+    """Architectures for ``parametrize``, those marked slow that have the GEMM kernels of one before them."""
+    marked, seen = [], set()
+    for name in names:
+        folder = ARCHS[name].folder
+        marked.append(pytest.param(name, marks=pytest.mark.slow if folder in seen else ()))
+        seen.add(folder)
+    return marked

@@ -11,7 +11,7 @@ from tgl.cutlass_kernels.archs import chips, serving
 from tgl.cutlass_kernels.runtime import device
 from tgl.meta.formats import FORMATS
 
-CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_103": (10, 3)}
+CAPABILITIES = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_103": (10, 3)}
 
 
 @pytest.fixture
@@ -53,10 +53,11 @@ def test_on_a_gpu(gpu, arch):
     assert (
         ours
         == {
-            "sm_80": (
+            "sm_75": (
                 "loop of mm, reads the device on the host",
                 "decoded, loop of mm, an emulation, reads the device on the host",
             ),
+            "sm_80": ("tgl kernel", "decoded, dense GEMM, an emulation"),
             "sm_90": ("tgl kernel", "decoded, dense GEMM, an emulation"),
             "sm_100": ("tgl kernel", "tgl kernel"),
             "sm_103": ("tgl kernel", "tgl kernel"),

@@ -62,9 +62,10 @@ def kernel(arch: str, kind: str, case: Case):
     return _compiled[key]
 
 
-def run(arch: str, kind: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
-    """Run ``case`` and compare every byte of the output's buffer, for every seed."""
+def run(arch: str, kind: str, case: Case, seeds=(0, 1), edit_ptx=None) -> emulator.LaunchRecord:
+    """Run ``case``, maybe of edited PTX, and compare every byte of the output's buffer, for every seed."""
     with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+        machine.edit_ptx = edit_ptx
         call, frame, expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(arch, case)
         for seed in seeds:
             frame.refill()

@@ -11,7 +11,7 @@ from tgl import backends
 pytest.importorskip("cutlass")
 
 from tgl.cutlass_kernels import archs, tilings
-from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips
+from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips, having
 from tgl.cutlass_kernels.config import KINDS, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
@@ -19,14 +19,14 @@ from tgl.cutlass_kernels.ops import gemm
 from tgl.testing import emulator
 
 PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
-KERNELS = ("GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm")
-GATHERING = ("GatheredGroupedGemm", "GatheredActivatedGroupedGemm", "GatheredGradientGroupedGemm")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_an_entry_has_its_kernels_and_its_tilings(arch):
-    for name in (*KERNELS, *(GATHERING if arch_of(arch).gathers else ())):
-        assert arch_of(arch).kernel(name).__name__ == name
+    entry = arch_of(arch)
+    assert "GroupedGemm" in entry.kernels
+    for name in entry.kernels:
+        assert entry.kernel(name).__name__ == name
     for kind in KINDS:
         assert tilings.reason(arch, kind, tilings.choose(arch, kind, 512, 512, 256)) is None
         for form in OPERANDS.values():
@@ -36,7 +36,7 @@ def test_an_entry_has_its_kernels_and_its_tilings(arch):
 
 
 def test_formats_name_architectures_of_the_table():
-    assert {arch for form in OPERANDS.values() for arch in form.archs} == set(ARCHS)
+    assert {arch for form in OPERANDS.values() for arch in form.archs} == having("ScaledGroupedGemm")
 
 
 def test_a_kernel_that_an_architecture_lacks_is_a_named_error():
@@ -57,7 +57,7 @@ def test_a_kernel_that_an_architecture_lacks_is_a_named_error():
     ],
 )
 def test_a_name_without_an_entry_is_refused(ask):
-    with pytest.raises(ValueError, match="there are kernels for sm_90, sm_100, sm_103, not for sm_42"):
+    with pytest.raises(ValueError, match=r"there are kernels for sm_80, sm_86, .*, not for sm_42"):
         ask()
 
 
@@ -85,6 +85,8 @@ def test_a_kernel_is_compiled_for_every_chip_of_its_entry(chip):
         assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
         assert torch.equal(tgl.grouped_gemm(a, b, offs), a @ b[0])
         assert machine.launches[0].arch == arch_of(chip).target
+        if not arch_of(chip).bulk_copies:
+            return
         codes = tgl.quantize(a, offs, format="nvfp4")
         assert len(machine.launches) > 1
         assert codes.dequantize().allclose(a)

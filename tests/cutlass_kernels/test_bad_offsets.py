@@ -6,21 +6,23 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+from tests import chips
 from tests.cutlass_kernels.gemm_cases import CLUSTERS, Case, kernel
 from tests.kernel_cases import framed, integers, stored
 from tgl import backends
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.testing import emulator
 
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
 OFFSETS = [(-5, 90, 40, 1 << 30), (HIGH, LOW, HIGH, 7), (-1, -2, -3, -4), (140, 141, HIGH, HIGH)]
 
 
-@pytest.mark.parametrize("arch", list(ARCHS))
+@pytest.mark.parametrize("arch", chips.parameters())
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
 def test_nothing_is_touched_outside(arch, kind):
-    tile = GemmConfig(64 if arch == "sm_90" else 128, 64)
+    tile = tilings.choose(arch, kind, 64, 64, 64)
     case = Case(tile, (20, 30, 40, 50), tail=0, depth=72, columns=72, out=torch.float32, zero_tail=False)
     groups = len(case.sizes)
     a = stored(integers(case.rows, case.depth, dtype=case.dtype), True)
@@ -38,10 +40,10 @@ def test_nothing_is_touched_outside(arch, kind):
             assert frame.intact(), offs
 
 
-@pytest.mark.parametrize("arch", list(ARCHS))
+@pytest.mark.parametrize("arch", chips.parameters())
 def test_ends_are_clamped(arch):
     """An end past T is T, a negative one 0, and a group that would end before it begins is empty."""
-    tile = GemmConfig(64 if arch == "sm_90" else 128, 64)
+    tile = tilings.choose(arch, VARLEN_M, 64, 64, 64)
     case = Case(tile, (64,), tail=0, depth=40, columns=40, out=torch.float32)
     a = stored(integers(64, 40, dtype=case.dtype), True)
     b = stored(integers(4, 40, 40, dtype=case.dtype), True)

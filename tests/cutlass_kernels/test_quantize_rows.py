@@ -7,11 +7,12 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests import chips
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, F16, F32, awkward, check
 from tests.kernel_cases import ends
 from tests.memory import same_bytes
-from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.archs import ARCHS, with_bulk_copies
 from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
@@ -188,7 +189,7 @@ def spec_of(format, arch, source):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", chips.parameters(sorted(with_bulk_copies())))
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in FORMATS if f != "mxfp8")])
 @pytest.mark.parametrize("source", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_machine_code(arch, format, source):

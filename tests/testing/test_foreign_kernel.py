@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tgl
+from tests import chips
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.runtime import launcher
@@ -32,7 +33,7 @@ def operands(dtype=torch.bfloat16):
     return x, scale, torch.tensor([4, 4, 9], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", chips.parameters())
 def test_a_launch_for_every_architecture(mine, arch, monkeypatch):
     args = operands()
     expected = torch.ops.mykernels.scale_groups(*args)

@@ -1,7 +1,7 @@
 """The architectures that kernels are compiled for: one entry each, and what else the host asks about one.
 
 A new one is an entry here, a folder of GEMM kernels with its ``tilings``, and the formats that its tensor cores take in
-``gemm.scaling``. All other kernels are compiled for every entry.
+``gemm.scaling``. All other kernels are compiled for every entry that has what they load by.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from .gemm.sm90 import tilings as sm90_tilings
 from .gemm.sm100 import tilings as sm100_tilings
+from .gemm.warp.tilings import Tilings as WarpTilings
+
+DENSE = frozenset({"GroupedGemm"})
+ALL = DENSE | {"ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm"}
+GATHERING = frozenset({"GatheredGroupedGemm", "GatheredActivatedGroupedGemm", "GatheredGradientGroupedGemm"})
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,26 @@ class Arch:
         chips: the compute capabilities whose devices run its kernels.
         target: what the compiler is told: ``"sm_90a"`` for that chip alone, ``"sm_100f"`` for the chips of a family.
         folder: of its GEMM kernels, in ``gemm``; the module ``kernels`` in it has them by name.
-        tilings: the module that knows which tilings there are and chooses one; it has the limits, too.
+        kernels: the names of those that it has.
+        tilings: what knows which tilings there are and chooses one; it has the limits, too.
+        bulk_copies: whether it has bulk copies, tensor maps and barriers that count their bytes, by which kernels load
+            that quantise, dequantise or add up rows.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
-        gathers: whether it has dense GEMM kernels that read rows of an operand by an index.
     """
 
     name: str
     chips: tuple[str, ...]
     target: str
     folder: str
-    tilings: ModuleType
-    rounds_to_fp4: bool
-    gathers: bool
+    kernels: frozenset[str]
+    tilings: Any
+    bulk_copies: bool = True
+    rounds_to_fp4: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it has dense GEMM kernels that read rows of an operand by an index."""
+        return self.kernels >= GATHERING
 
     @property
     def smem_bytes(self) -> int:
@@ -49,33 +61,41 @@ class Arch:
         Raises:
             NotImplementedError: there is none on this architecture.
         """
-        module = importlib.import_module(f"{__package__}.gemm.{self.folder}.kernels")
-        if name not in module.__all__:
-            raise NotImplementedError(f"{self.name} has no {name}, but {', '.join(module.__all__)}")
-        return getattr(module, name)
+        if name not in self.kernels:
+            raise NotImplementedError(f"{self.name} has no {name}, but {', '.join(sorted(self.kernels))}")
+        return getattr(importlib.import_module(f"{__package__}.gemm.{self.folder}.kernels"), name)
+
+
+def _of_warps(name: str, smem_kb: int, bulk_copies: bool) -> Arch:
+    """An architecture without wider MMAs than those of a warp, whose CTAs may have as much shared memory."""
+    return Arch(name, (name,), name, "warp", DENSE, WarpTilings(smem_kb * 1024), bulk_copies)
 
 
 ARCHS = {
     arch.name: arch
     for arch in (
+        _of_warps("sm_80", 163, bulk_copies=False),
+        _of_warps("sm_86", 99, bulk_copies=False),
+        _of_warps("sm_89", 99, bulk_copies=False),
         Arch(
             "sm_90",
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
+            kernels=ALL | GATHERING,
             tilings=sm90_tilings,
-            rounds_to_fp4=False,
-            gathers=True,
         ),
         Arch(
             "sm_100",
             chips=("sm_100", "sm_103"),
             target="sm_100f",
             folder="sm100",
+            kernels=ALL | GATHERING | {"QuantizingGroupedGemm"},
             tilings=sm100_tilings,
             rounds_to_fp4=True,
-            gathers=True,
         ),
+        _of_warps("sm_120", 99, bulk_copies=True),
+        _of_warps("sm_121", 99, bulk_copies=True),
     )
 }
 
@@ -100,3 +120,13 @@ def arch_of(chip: str) -> Arch:
 def chips(names: Iterable[str] | None = None) -> tuple[str, ...]:
     """The chips that run the kernels of the entries of these names, of all by default."""
     return tuple(chip for name in (ARCHS if names is None else names) for chip in ARCHS[name].chips)
+
+
+def having(kernel: str) -> frozenset[str]:
+    """The names of the architectures that have a GEMM kernel of that name."""
+    return frozenset(name for name, arch in ARCHS.items() if kernel in arch.kernels)
+
+
+def with_bulk_copies() -> frozenset[str]:
+    """The names of the architectures that have bulk copies."""
+    return frozenset(name for name, arch in ARCHS.items() if arch.bulk_copies)

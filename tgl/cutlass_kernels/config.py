@@ -20,6 +20,7 @@ class GemmConfig:
         two_cta: sm_100: two CTAs of a cluster issue one MMA and load half of B each.
         pingpong: sm_90: two consumer warpgroups work on alternate tiles instead of sharing one.
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
+        stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
         band: tile rows per band of the tile order; see ``tiles.raster``.
         longest_first: varlen_k: groups are visited longest first, not as they come; see ``tiles.order``.
     """
@@ -31,6 +32,7 @@ class GemmConfig:
     pingpong: bool = False
     cluster_m: int = 1
     cluster_n: int = 1
+    stages: int = 0
     band: int = 8
     longest_first: bool = True
 

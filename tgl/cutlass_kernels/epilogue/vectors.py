@@ -8,7 +8,7 @@ architecture's accumulator fragment is partitioned over them as over the output.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from .epilogue_spec import EpilogueSpec
 
@@ -164,3 +164,30 @@ def add_output(acc: cute.Tensor, out: cute.Tensor, coords: cute.Tensor, limit: c
         for i in cutlass.range(count, unroll_full=True):
             if cute.elem_less(coords[i], limit):
                 acc[i] = acc[i] + out[i].to(Float32)
+
+
+@cute.jit
+def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32):
+    """``values += out`` on a thread's registers of 16 rows, so that the sum is rounded once.
+
+    Args:
+        values: float32 ``(2, 2, columns / 8)``: column in a pair, row and the one 8 below it, every 8th column.
+        out: the group's matrix in global memory, row-major; nothing beyond its shape is read.
+        row, column: the thread's first element there.
+    """
+    for half in cutlass.range_constexpr(2):
+        base = out.iterator + (Int64(row + 8 * half) * out.stride[0] + column)
+        for piece in cutlass.range_constexpr(cute.size(values, mode=[2])):
+            pair = cute.make_rmem_tensor(2, out.element_type)
+            pair.fill(0.0)
+            left = out.shape[1] - (column + 8 * piece)
+            if row + 8 * half < out.shape[0]:
+                if left >= 2:
+                    cute.autovec_copy(
+                        cute.make_tensor((base + 8 * piece).align(out.element_type.width // 4), cute.make_layout(2)),
+                        pair,
+                    )
+                elif left == 1:
+                    pair[0] = cute.make_tensor(base + 8 * piece, cute.make_layout(1))[0]
+            for i in cutlass.range_constexpr(2):
+                values[i, half, piece] += pair[i].to(Float32)

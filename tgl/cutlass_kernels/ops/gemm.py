@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.slots import scatter
 from .. import tilings
-from ..archs import arch_of, serving
+from ..archs import arch_of, having, serving
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..runtime import device
@@ -64,6 +64,8 @@ class WgradCall(NamedTuple):
 
 class PersistentGemm(Launcher[Call]):
     """A GEMM whose clusters take tile after tile: as many are started as run at once."""
+
+    archs = having("GroupedGemm")
 
     def last(self, key: GemmKey, where: torch.device) -> tuple:
         """The number of clusters."""

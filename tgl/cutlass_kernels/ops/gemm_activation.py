@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import backends
 from .. import tilings
 from ..activation.activation_spec import spec_of
+from ..archs import having
 from ..config import VARLEN_M
 from ..epilogue import EpilogueSpec
 from ..runtime.launcher import power_of_two, rows_class, small, warm
@@ -41,6 +42,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
     """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, ``y`` its activation, and zero tails."""
 
     op = "grouped_gemm_activation"
+    archs = having("ActivatedGroupedGemm")
     call = GemmActivationCall
     reach = Reach(
         {"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR},

@@ -13,6 +13,7 @@ from ... import backends
 from ...meta.placement import ceil_div
 from .. import tilings
 from ..activation.activation_spec import ActivationSpec, spec_of
+from ..archs import having
 from ..config import VARLEN_M, GemmConfig
 from ..runtime.launcher import Plan, power_of_two, rows_class, small, warm
 from ..runtime.names import name
@@ -60,6 +61,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     """
 
     op = "grouped_gemm_dactivation"
+    archs = having("GradientGroupedGemm")
     call = DactivationCall
     reach = Reach(
         {"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR, "act": ROW_MAJOR},

@@ -12,7 +12,7 @@ from ... import backends
 from ...meta.components import component_specs
 from ...meta.quantized import Options
 from .. import tilings
-from ..archs import arch_of
+from ..archs import arch_of, having
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.scaling import NO_KERNEL, OPERANDS
@@ -83,6 +83,8 @@ NEEDS = {"a": MATRIX, "a_scale": START, "b": MATRIX, "b_scale": START, "out": MA
 
 class ScaledLauncher(PersistentGemm[Call]):
     """What all GEMMs on quantised operands have in common."""
+
+    archs = having("ScaledGroupedGemm")
 
     def refuses(self, c: Any) -> backends.Reason:
         """Formats without tensor cores for them, and sizes."""

@@ -16,7 +16,7 @@ from ...meta.memory import address
 from ...meta.quantized import Options
 from ...meta.table import OnePerName
 from ..activation.activation_spec import spec_of
-from ..archs import arch_of
+from ..archs import arch_of, with_bulk_copies
 from ..runtime import device
 from ..runtime.launcher import Launcher, Plan, warm
 from ..runtime.reach import Reach, put_in_order
@@ -76,6 +76,7 @@ class GroupQuantize(Launcher[QuantizeCall]):
     """
 
     op = "group_quantize"
+    archs = with_bulk_copies()
     call = QuantizeCall
     reach = Reach({}, indexed={"x": "rows"})
     note = "one look at x, two for scales per group; groups read on the device"
@@ -208,6 +209,7 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
     """Writes the components of the activation of ``x`` in one launch, of ``fp8_tensor`` after a clear."""
 
     op = "grouped_activation_quantize"
+    archs = with_bulk_copies()
     call = ActivationQuantizeCall
     note = "one pass over x, groups read on the device"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ..archs import with_bulk_copies
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, Plan, warm
 from ..runtime.names import name
@@ -73,6 +74,8 @@ class OffsetsCall(NamedTuple):
 
 class RowSums(Launcher[Call]):
     """Sums over rows, with room for those of groups that lie in several tiles: two for each tile."""
+
+    archs = with_bulk_copies()
 
     def refuses(self, c: Any) -> backends.Reason:
         """Dtypes."""

@@ -87,8 +87,12 @@ class VarlenM(_Policy):
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
-        b = cute.make_tensor(b.iterator, cute.select(b.layout, [2, 1, 0]))
+        a, b, out = self.plain(a, b, out)
         return a, b, ragged_tensor(out, 0)
+
+    def plain(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Those tensors as they lie in memory, for kernels that read and write without maps."""
+        return a, cute.make_tensor(b.iterator, cute.select(b.layout, [2, 1, 0])), out
 
     def problem(
         self, a: cute.Tensor, b: cute.Tensor, offs: cute.Tensor, out: cute.Tensor, slots: cute.Tensor | None = None
@@ -163,10 +167,13 @@ class VarlenK(_Policy):
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
-        a = cute.make_tensor(a.iterator, cute.select(a.layout, [1, 0]))
-        b = cute.make_tensor(b.iterator, cute.select(b.layout, [1, 0]))
-        out = cute.make_tensor(out.iterator, cute.select(out.layout, [1, 2, 0]))
+        a, b, out = self.plain(a, b, out)
         return ragged_tensor(a, 1), ragged_tensor(b, 1), out
+
+    def plain(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Those tensors as they lie in memory, for kernels that read and write without maps."""
+        modes = (a, [1, 0]), (b, [1, 0]), (out, [1, 2, 0])
+        return tuple(cute.make_tensor(t.iterator, cute.select(t.layout, order)) for t, order in modes)
 
     def problem(
         self, a: cute.Tensor, b: cute.Tensor, offs: cute.Tensor, out: cute.Tensor, slots: cute.Tensor | None = None

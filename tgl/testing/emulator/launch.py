@@ -107,6 +107,11 @@ class Launch(Engine):
     def warn(self, text: str) -> None:
         self.warnings[text] += 1
 
+    def count_mma(self, flops: int) -> None:
+        """Note an MMA of a warp, a warpgroup, a CTA or a pair of CTAs."""
+        self.stat["mma"] += 1
+        self.stat["mma_flops"] += flops
+
     def param(self, offset: int, size: int) -> int:
         return int.from_bytes(self.param_bytes[offset : offset + size], "little")
 

@@ -24,19 +24,16 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from cutlass._mlir.dialects import llvm
 
 from ...config import VARLEN_K, VARLEN_M
 from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
 from ...tiles.policy import Problem
+from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
 from ..gathered import Gathered, find_rows, read_index
 from .load import Operand, Ring, advance, boxes
 
 LANES = 128
-PIECE = 16  # bytes
-LINE = 128  # bytes
-LANES_OF_LINE = LINE // PIECE
 LINES = LANES // LANES_OF_LINE  # that all lanes copy at a time
 
 
@@ -138,10 +135,3 @@ def copy_lines(source: Gathered, rows: cute.Tensor, column: Int32, target: Int32
         if row < 0:
             row, count = Int32(0), Int32(0)
         copy_piece(start + Int64(row) * pitch, target + i * (LINES * LINE), count)
-
-
-def copy_piece(source: Int64, target: Int32, count: Int32):
-    """Copy ``count`` of 16 bytes to shared memory, and zeros for the others."""
-    operands = [target.ir_value(), source.ir_value(), count.ir_value()]
-    text = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {PIECE}, $2;"
-    llvm.inline_asm(None, operands, text, "r,l,r", has_side_effects=True)

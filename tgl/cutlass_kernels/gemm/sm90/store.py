@@ -10,11 +10,11 @@ stores of the others read. No warp waits for another.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...config import VARLEN_M
-from ...epilogue.vectors import TileVectors, add_bias
+from ...epilogue.vectors import TileVectors, add_bias, add_old
 from ...tiles import Tile
 
 MMA_ROWS = 64  # of a warpgroup
@@ -84,30 +84,6 @@ def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
                     pair[i] = values[i, half, piece].to(element)
                 target = cute.local_tile(buffer, (1, 2), (row + 8 * half, 4 * piece + lane % 4))
                 cute.autovec_copy(pair, cute.make_tensor(target.iterator, 2))
-
-
-@cute.jit
-def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32):
-    """``values += out`` for accumulation into 16 bits, which must be rounded after the sum and not before.
-
-    Args:
-        values: float32 ``(2, 2, columns / 8)``, the thread's registers of a chunk.
-        out: the group's matrix in global memory, row-major; nothing beyond its shape is read.
-        row, column: the thread's first element there.
-    """
-    for half in cutlass.range_constexpr(2):
-        base = out.iterator + (Int64(row + 8 * half) * out.stride[0] + column)
-        for piece in cutlass.range_constexpr(cute.size(values, mode=[2])):
-            pair = cute.make_rmem_tensor(2, out.element_type)
-            pair.fill(0.0)
-            left = out.shape[1] - (column + 8 * piece)
-            if row + 8 * half < out.shape[0]:
-                if left >= 2:
-                    cute.autovec_copy(cute.make_tensor((base + 8 * piece).align(4), cute.make_layout(2)), pair)
-                elif left == 1:
-                    pair[0] = cute.make_tensor(base + 8 * piece, cute.make_layout(1))[0]
-            for i in cutlass.range_constexpr(2):
-                values[i, half, piece] += pair[i].to(Float32)
 
 
 @cute.jit

@@ -15,6 +15,8 @@ LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
     """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
     rows, columns = tiling.tile_m, tiling.tile_n
+    if tiling.stages:
+        return "the ring has as many stages as shared memory holds"
     if tiling.two_cta:
         return "MMAs of two CTAs exist on sm_100 only"
     if bits == 8 and (tiling.pingpong or columns > (128 if rows == 256 else 192)):

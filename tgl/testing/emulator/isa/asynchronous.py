@@ -325,5 +325,9 @@ def mma_sync(g, ins: Insn, part: bool) -> list[str]:
     shape = next(x for x in ins.parts if re.match(r"^m\d+n\d+k\d+$", x))
     a, b, c = (f"({', '.join(g.val(x) for x in elements(o))},)" for o in ins.ops[1:4])
     types = [x for x in ins.parts if x != "satfinite"][-4:]
-    out = [f"t_ = mma_sync({shape!r}, {types!r}, {a}, {b}, {c}, {'satfinite' in ins.parts})"]
+    m, n, k = (int(x) for x in re.findall(r"\d+", shape))
+    out = [
+        f"w.launch.count_mma({2 * m * n * k})",
+        f"t_ = mma_sync({shape!r}, {types!r}, {a}, {b}, {c}, {'satfinite' in ins.parts})",
+    ]
     return out + [g.assign(x, f"t_[{j}]", part) for j, x in enumerate(elements(ins.ops[0]))]

@@ -162,9 +162,7 @@ class Warp(BulkWarp):
             self.fail("tcgen05.mma.cta_group::2 issued by the odd CTA of the pair", SyncError)
         op = _instruction(kind, idesc, g, scale_vec)
         launch = self.launch
-        stat = launch.stat
-        stat["mma"] += 1
-        stat["mma_flops"] += 2 * op.M * op.N * op.K
+        launch.count_mma(2 * op.M * op.N * op.K)
         vc, line = self._issued()
 
         def run() -> None:
@@ -300,9 +298,7 @@ class Warp(BulkWarp):
         old = self.accumulators.values(dregs, n, dt) if scale_d else None
         values = mma.wgmma(self, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite)
         if self.wid % 4 == 0:
-            stat = self.launch.stat
-            stat["mma"] += 1
-            stat["mma_flops"] += 2 * 64 * n * k
+            self.launch.count_mma(2 * 64 * n * k)
         return self.accumulators.registers(values, dt, self.wgmma_open, self.line)
 
     def _warpgroup(self) -> _WgmmaGroups:

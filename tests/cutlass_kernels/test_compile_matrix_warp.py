@@ -1,0 +1,60 @@
+"""What kernels of MMAs by warps are made with, combined: target, tiling, dtypes, the major of B, parts of the epilogue.
+
+In ``make test`` any two choices meet in some kernel of three targets and tilings, which is compiled and disassembled;
+in ``make test-full`` in some kernel of every tiling of every target, which is run on the emulator too.
+"""
+
+import pytest
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import torch
+
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.matrix import PARTS, REGISTER_FILE, case, kernel, label, pairwise, run
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import KINDS
+from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
+from tgl.testing.emulator import emulate
+
+TARGETS = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
+SHAPES = {"sm_80": (128, 256), "sm_89": (128, 128), "sm_121": (64, 64)}
+USUAL = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch, shape in SHAPES.items()]
+EVERY = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch in TARGETS for shape in WARPS]
+COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL, **PARTS[kind]})]
+WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": EVERY, **PARTS[kind]})]
+
+pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+
+
+def check(arch, tried, artifacts):
+    """MMAs of the shape, nothing in local memory, one barrier in the mainloop and one before it."""
+    down, across = WARPS[tried.config.tile_m, tried.config.tile_n]
+    report = sass.inspect(artifacts.CUBIN)
+    assert (report.spills, report.frame) == (0, 0)
+    assert report.registers * 32 * down * across <= REGISTER_FILE
+    element = "bf16" if tried.dtype == torch.bfloat16 else "f16"
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32" in artifacts.PTX
+    assert f".target {arch}\n" in artifacts.PTX
+    mmas = tried.config.tile_m // down // 16 * (tried.config.tile_n // across // 8)
+    assert report.count("HMMA.16816") == 5 * mmas  # four steps of a stage, and one of its end
+    assert report.count("LDGSTS") == 3 * (tried.config.tile_m + tried.config.tile_n) * 8 // (32 * down * across)
+
+
+@pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
+def test_compiles(kind, choice):
+    arch, tried = case(choice)
+    with emulate(arch), backends.emulated_device(arch):
+        artifacts = kernel(arch, kind, tried).artifacts
+    check(arch, tried, artifacts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "choice"), WIDE_COVER, ids=[label(*m) for m in WIDE_COVER])
+def test_compiles_and_is_exact(kind, choice):
+    arch, tried = case(choice)
+    record = run(arch, kind, tried)
+    assert record.shared_bytes <= ARCHS[arch].smem_bytes
+    check(arch, tried, kernel(arch, kind, tried).artifacts)

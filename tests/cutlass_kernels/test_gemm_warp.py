@@ -1,0 +1,157 @@
+"""Kernels of MMAs by warps on the emulator: exact on integers, canaries intact, whatever the timing."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests import chips
+from tests.cutlass_kernels.gemm_cases import Case, run
+from tests.kernel_cases import integers
+from tgl.cutlass_kernels import archs
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (5, 0, 130, 128, 1, 0, 40)
+NAMES = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
+LARGE, SMALL = 163 * 1024, 99 * 1024  # shared memory
+
+
+def tiling(tile_m, tile_n, shared=SMALL):
+    return Tilings(shared).deepest(tile_m, tile_n)
+
+
+GEMM = {
+    "plain": ("sm_80", Case(tiling(128, 128, LARGE), RAGGED)),
+    "float32 out": ("sm_86", Case(tiling(128, 128), RAGGED, depth=200, out=F32)),
+    "b column-major": (
+        "sm_80",
+        Case(tiling(128, 256, LARGE), RAGGED, b_row_major=False, dtype=F16, out=F16, columns=264, tail=0),
+    ),
+    "bias": ("sm_89", Case(tiling(64, 64), RAGGED, bias=F32, zero_tail=False, tail=150)),
+    "scaled bias": ("sm_120", Case(tiling(64, 128), (130, 0, 1), bias=BF16, bias_scale=F32, columns=392)),
+    "bias scaled in 16 bits": (
+        "sm_121",
+        Case(tiling(128, 64), (1, 3, 300), bias=F16, bias_scale=F16, dtype=F16, out=F32),
+    ),
+    "two stages, untouched tail": (
+        "sm_120",
+        Case(tiling(256, 128), (257, 0, 1), zero_tail=False, tail=300, b_row_major=False),
+    ),
+    "deeper than the ring": ("sm_86", Case(tiling(128, 128), (130, 0, 3), depth=520, columns=136, bias=BF16)),
+    "all empty": ("sm_80", Case(tiling(64, 64), (0, 0, 0), tail=140, columns=40)),
+    "no tail rows": ("sm_89", Case(tiling(128, 128), (128,), tail=0)),
+    "one column tile, odd K": ("sm_121", Case(tiling(128, 128), (70,), depth=67, columns=13)),
+}
+WGRAD = {
+    "plain": ("sm_80", Case(tiling(128, 128, LARGE), RAGGED)),
+    "float32 out": ("sm_80", Case(tiling(128, 256, LARGE), (5, 0, 130), out=F32, dtype=F16, depth=136, columns=264)),
+    "accumulate": ("sm_86", Case(tiling(64, 64), RAGGED, out=F32, accumulate=True)),
+    "accumulate in 16 bits": ("sm_120", Case(tiling(64, 128), RAGGED, accumulate=True, columns=200)),
+    "two stages": ("sm_89", Case(tiling(256, 128), (70, 0, 64, 1), depth=264, columns=136)),
+    "odd columns, accumulate": (
+        "sm_121",
+        Case(tiling(128, 64), (3, 200), columns=37, dtype=F16, out=F16, accumulate=True),
+    ),
+    "all empty": ("sm_80", Case(tiling(64, 64), (0, 0), tail=20, columns=40)),
+}
+CASES = [(VARLEN_M, *case) for case in GEMM.values()] + [(VARLEN_K, *case) for case in WGRAD.values()]
+IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
+
+
+@pytest.mark.parametrize(("kind", "arch", "case"), CASES, ids=IDS)
+def test_exact(kind, arch, case):
+    record = run(arch, kind, case, seeds=(0,))
+    assert record.bank_conflicts == 0
+    assert not record.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "arch", "case"), CASES, ids=IDS)
+def test_exact_under_many_schedules(kind, arch, case):
+    run(arch, kind, case, seeds=range(1, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", WARPS, ids=str)
+@pytest.mark.parametrize("arch", NAMES)
+def test_every_tiling(arch, shape, kind):
+    config = ARCHS[arch].tilings.deepest(*shape)
+    case = Case(config, RAGGED, out=F32, bias=F32 if kind == VARLEN_M else None, depth=264, columns=264)
+    run(arch, kind, case, seeds=(0, 1))
+
+
+def test_no_mma_lies_behind_a_group():
+    """The MMAs of 64 x 64 are 32 per 16 tokens."""
+    sizes = (1, 16, 17, 0, 63, 64, 65, 200)
+    record = run("sm_80", VARLEN_K, Case(tiling(64, 64), sizes, depth=64, columns=64), seeds=(0,))
+    assert record.mma_count == 32 * sum(-(-size // 16) for size in sizes)
+
+
+def test_more_groups_than_a_warp_holds():
+    sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
+    for kind in KINDS:
+        run("sm_80", kind, Case(tiling(64, 64), sizes, depth=24, columns=16), seeds=(0,))
+
+
+@pytest.mark.parametrize("arch", chips.parameters(NAMES))
+def test_the_ops_are_served(arch):
+    """Through the ops, in the tiling that is chosen, on the chip of its name."""
+    a, b, offs = integers(70, 48), integers(2, 48, 64), torch.tensor([30, 66], dtype=torch.int32)
+    dy, total = integers(70, 64), torch.ones(2, 48, 64)
+    dense = a[:30] @ b[0], a[30:66] @ b[1]
+    with emulator.emulate(arch, detect_races=False) as machine:
+        assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
+        assert torch.equal(tgl.grouped_gemm(a, b, offs), torch.cat([*dense, torch.zeros(4, 64, dtype=BF16)]))
+        back = tgl.grouped_gemm(dy, b.transpose(1, 2), offs)
+        assert torch.equal(back[30:66], dy[30:66] @ b[1].T)
+        grad = tgl.grouped_gemm_wgrad(a, dy, offs)
+        assert torch.equal(grad[0], a[:30].T @ dy[:30])
+        tgl.grouped_gemm_wgrad_accumulate_(a, dy, offs, total)
+        assert torch.equal(total[1], 1 + (a[30:66].T @ dy[30:66]).float())
+        assert [launch.arch for launch in machine.launches] == [arch] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
+def test_a_wait_or_a_barrier_less_is_reported(deleted, kind):
+    """One of those in the mainloop, and not the last of its kind, which nothing follows."""
+    found = []
+
+    def edit(ptx):
+        found.extend(re.finditer(rf"\n\s*{deleted}[^\n]*", ptx))
+        match = found[-2 if "wait" in deleted else -1]
+        return ptx[: match.start()] + ptx[match.end() :]
+
+    case = Case(tiling(64, 64), (130, 70), depth=520, columns=72)
+    with pytest.raises(emulator.RaceError):
+        run("sm_80", kind, case, seeds=(0,), edit_ptx=edit)
+
+
+def test_a_tiling_that_does_not_fit_is_refused():
+    reason = ARCHS["sm_86"].tilings.reason(VARLEN_M, tiling(128, 256, LARGE), 16)
+    assert reason == "stages must be 2 to 2, which is what fits, not 3"
+    for config, why in (
+        (GemmConfig(128, 192, stages=2), "tiles are 64 x 64"),
+        (GemmConfig(128, 128, pingpong=True, stages=2), "neither in turns nor in clusters"),
+        (replace(tiling(64, 64), stages=0), "stages must be 2 to 5"),
+    ):
+        assert why in ARCHS["sm_80"].tilings.reason(VARLEN_M, config, 16)
+
+
+def test_kernels_take_the_place_of_others(monkeypatch):
+    """Nothing in them depends on the architecture: an entry of the table puts them on a chip that has wider MMAs."""
+    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.DENSE, tilings=Tilings(227 * 1024))
+    monkeypatch.setitem(ARCHS, "sm_90", forced)
+    for kind in KINDS:
+        case = Case(tiling(64, 64, 227 * 1024), (5, 0, 70))
+        assert run("sm_90", kind, case, seeds=(0,)).instructions["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]

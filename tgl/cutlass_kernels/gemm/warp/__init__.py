@@ -1,0 +1,1 @@
+"""mma.sync kernels, for architectures without wider MMAs."""

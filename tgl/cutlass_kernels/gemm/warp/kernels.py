@@ -1,0 +1,5 @@
+"""The GEMM kernels of warps, by the names that ``archs.Arch.kernel`` asks for."""
+
+from .kernel import GroupedGemm
+
+__all__ = ["GroupedGemm"]

@@ -1,0 +1,241 @@
+"""The mainloop: ldmatrix and mma.sync over the stages of the ring.
+
+A stage is four steps of 16 elements of the depth. In a step a warp multiplies all its rows of A with 16 columns of B
+after the other. While it does, the next 16 columns are on their way to registers, and the next step's rows, those of
+the next stage included; all columns of two steps would leave no registers for the sums of 64 x 64. A stage is
+overwritten behind the barrier at which all warps have read it and know that the next one has arrived: one barrier per k
+tile.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warp
+
+from ...epilogue.vectors import EpilogueArgs
+from ...tiles import ceil_div
+from ...tiles.policy import Problem
+from ..copies import LINE, PIECE
+from .load import Feed, Operands, Part, copy_next, follow, next_tile, parts_of
+from .store import store_tile
+
+MMA = 16, 8, 16
+STEP = MMA[2]  # of the depth
+BLOCK = 16  # rows, or columns, that one ldmatrix reads for an MMA or two
+ACROSS = LINE // 2  # rows of a block of lines across the depth
+
+
+class Ring(NamedTuple):
+    """Addresses of stages in shared memory: the first one, and that which is read."""
+
+    first: Int32
+    read: Int32
+
+
+def tiled_mma(element: type[cutlass.Numeric]) -> cute.TiledMma:
+    """One warp's."""
+    return cute.make_tiled_mma(warp.MmaF16BF16Op(element, Float32, MMA))
+
+
+def lane_place(part: Part, rows: bool, begin: Int32) -> Int32:
+    """Where in a stage a lane's line of the first ldmatrix is, for a warp whose part of the tile begins at ``begin``.
+
+    Four matrices of 8 x 8 are read by one. Those of A are ordered by rows first, those of B by depth.
+
+    Args:
+        rows: whether the operand is A.
+    """
+    lane = cute.arch.lane_idx()
+    matrix, line = lane // 8, lane % 8
+    down, across = (matrix % 2, matrix // 2) if rows == part.along else (matrix // 2, matrix % 2)
+    above = (begin if part.along else begin // ACROSS * ACROSS) + down * 8 + line
+    piece = across if part.along else begin % ACROSS // 8 + across
+    return part.offset + above * LINE + (piece ^ line) * PIECE
+
+
+def address(part: Part, at: Int32, block: int, step: Any) -> Int32:
+    """That of ``lane_place`` for 16 rows and a step of the depth; ``at`` is on a stage."""
+    if part.along:
+        return (at ^ step * (2 * PIECE)) + block * (BLOCK * LINE)
+    return (at ^ block * (2 * PIECE)) + step * (STEP * LINE)
+
+
+def read_matrices(part: Part, at: Int32, block: int, step: Any, target: Any):
+    """Load four matrices, of 16 rows (or columns) and a step, to 8 registers of 16 bits at the pointer ``target``."""
+    element = target.dtype
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not part.along, 4), element)
+    place = cute.make_ptr(element, address(part, at, block, step), cute.AddressSpace.smem, assumed_align=PIECE)
+    layout = cute.make_layout((8, 1))
+    cute.copy(atom, cute.make_tensor(place, layout), cute.make_tensor(target, layout))
+
+
+class Own(NamedTuple):
+    """What a warp multiplies with: where its lines are in a stage, and matrices in registers, which take turns.
+
+    They are ``((2, 2, 2), M)`` of A, of all rows and a step, and ``((2, 2), 2)`` of B, of 16 columns and a step.
+    """
+
+    mma: cute.TiledMma
+    a_place: Int32
+    b_place: Int32
+    a: tuple[cute.Tensor, cute.Tensor]
+    b: tuple[cute.Tensor, cute.Tensor]
+
+
+def make_own(gemm: Any, operands: Operands) -> Own:
+    """This warp's."""
+    (rows, columns), across = gemm.warp_tile, gemm.warps[1]
+    index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    a, b = parts_of(gemm, operands)
+    return Own(
+        tiled_mma(gemm.element),
+        lane_place(a, True, index // across * rows),
+        lane_place(b, False, index % across * columns),
+        tuple(cute.make_rmem_tensor(((2, 2, 2), rows // MMA[0]), gemm.element) for _ in range(2)),
+        tuple(cute.make_rmem_tensor(((2, 2), BLOCK // MMA[1]), gemm.element) for _ in range(2)),
+    )
+
+
+def read_rows(gemm: Any, operands: Operands, own: Own, stage: Int32, step: Any, turn: int):
+    """Load the matrices of A of a step."""
+    part, _ = parts_of(gemm, operands)
+    for block in range(gemm.warp_tile[0] // BLOCK):
+        read_matrices(part, stage + own.a_place, block, step, own.a[turn].iterator + 8 * block)
+
+
+def read_columns(gemm: Any, operands: Operands, own: Own, stage: Int32, step: Any, block: int, turn: int):
+    """Load the matrices of B of 16 columns and a step."""
+    _, part = parts_of(gemm, operands)
+    read_matrices(part, stage + own.b_place, block, step, own.b[turn].iterator)
+
+
+def multiply_columns(own: Own, acc: cute.Tensor, block: int, a_turn: int, b_turn: int):
+    """Add the product of all rows and 16 columns."""
+    first = cute.crd2idx(((0, 0), 0, block * (BLOCK // MMA[1])), acc.layout)
+    shape, stride = (*acc.shape[:2], BLOCK // MMA[1]), acc.stride
+    part = cute.make_tensor(acc.iterator + first, cute.make_layout(shape, stride=stride))
+    cute.gemm(own.mma, part, own.a[a_turn], own.b[b_turn], part)
+
+
+@cute.jit
+def advance(gemm: cutlass.Constexpr, ring: Ring) -> Ring:
+    """The ring at its next stage."""
+    following = ring.read + gemm.stage_bytes
+    if following == ring.first + gemm.config.stages * gemm.stage_bytes:
+        following = ring.first
+    return Ring(ring.first, following)
+
+
+@cute.jit
+def behind(gemm: cutlass.Constexpr, ring: Ring) -> Int32:
+    """The stage before that which is read, which may be overwritten."""
+    before = ring.read - gemm.stage_bytes
+    if before < ring.first:
+        before += gemm.config.stages * gemm.stage_bytes
+    return before
+
+
+@cute.jit
+def arrive(gemm: cutlass.Constexpr):
+    """Wait until the k tile that comes next is in its stage, and all warps have read what they multiply before it."""
+    cute.arch.cp_async_wait_group(gemm.config.stages - 2)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def multiply(
+    gemm: cutlass.Constexpr,
+    operands: Operands,
+    own: Own,
+    acc: cute.Tensor,
+    feed: Feed,
+    ring: Ring,
+    extent: Int32,
+    problem: Problem,
+    step: Int32,
+) -> tuple[Feed, Ring]:
+    """``acc += A B`` over ``extent`` of the depth; no MMA lies behind it."""
+    tile_k = gemm.config.tile_k
+    steps, blocks = tile_k // STEP, gemm.warp_tile[1] // BLOCK
+    if extent > 0:
+        arrive(gemm)
+        read_rows(gemm, operands, own, ring.read, 0, 0)
+        read_columns(gemm, operands, own, ring.read, 0, 0, 0)
+    while extent > 0:
+        following = advance(gemm, ring)
+        if extent > tile_k - STEP:
+            for turn in cutlass.range_constexpr(steps * blocks):
+                i, block = turn // blocks, turn % blocks
+                if cutlass.const_expr(block == 0 and i + 1 < steps):
+                    read_rows(gemm, operands, own, ring.read, i + 1, (i + 1) % 2)
+                if cutlass.const_expr(turn + 1 < steps * blocks):
+                    after = (turn + 1) // blocks, (turn + 1) % blocks
+                    read_columns(gemm, operands, own, ring.read, after[0], after[1], (turn + 1) % 2)
+                else:
+                    if extent > tile_k:
+                        arrive(gemm)
+                        read_rows(gemm, operands, own, following.read, 0, 0)
+                        read_columns(gemm, operands, own, following.read, 0, 0, 0)
+                if cutlass.const_expr(turn == 0):
+                    feed = copy_next(gemm, operands, feed, behind(gemm, ring))
+                multiply_columns(own, acc, block, i % 2, turn % 2)
+        else:
+            feed = copy_next(gemm, operands, feed, behind(gemm, ring))
+            for i in cutlass.range(ceil_div(extent, STEP), unroll=1):
+                read_rows(gemm, operands, own, ring.read, i, 0)
+                for block in cutlass.range_constexpr(blocks):
+                    read_columns(gemm, operands, own, ring.read, i, block, block % 2)
+                    multiply_columns(own, acc, block, 0, block % 2)
+        feed = follow(gemm, operands, feed, problem, step)
+        ring = following
+        extent -= tile_k
+    return feed, ring
+
+
+@cute.jit
+def multiply_tiles(
+    gemm: cutlass.Constexpr,
+    operands: Operands,
+    buffers: Int32,
+    out: cute.Tensor,
+    args: EpilogueArgs,
+    problem: Problem,
+    first: Int32,
+    step: Int32,
+):
+    """Multiply, finish and store every tile from ``first`` on in steps of ``step``, the tail's included.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        operands: both.
+        buffers: address of the ring in shared memory.
+        out, args: the output, and the epilogue's operands.
+        problem: sizes and offsets.
+    """
+    policy, last = gemm.policy, gemm.config.stages - 1
+    own = make_own(gemm, operands)
+    feed = next_tile(gemm, operands, policy.start(problem), first, problem, step)
+    for stage in cutlass.range(last, unroll=1):
+        feed = copy_next(gemm, operands, feed, buffers + stage * gemm.stage_bytes)
+        feed = follow(gemm, operands, feed, problem, step)
+    ring = Ring(buffers, buffers)
+    search = policy.start(problem, True)
+    search, tile = policy.find(search, first, problem, True)
+    while tile.valid:
+        product = policy.is_product(tile, problem)
+        extent = Int32(0)
+        if product:
+            extent = policy.depth(tile, problem)
+        rows, columns = gemm.warp_tile
+        acc = cute.make_rmem_tensor(((2, 2), rows // MMA[0], columns // MMA[1]), Float32)
+        acc.fill(0.0)
+        feed, ring = multiply(gemm, operands, own, acc, feed, ring, extent, problem, step)
+        if cutlass.const_expr(gemm.spec.accumulate):
+            if product:
+                store_tile(gemm, acc, out, args, tile, problem, product)
+        else:
+            store_tile(gemm, acc, out, args, tile, problem, product)
+        first += step
+        search, tile = policy.find(search, first, problem, True)
+    cute.arch.cp_async_wait_group(0)

@@ -1,0 +1,177 @@
+"""Accumulator registers to memory, without shared memory: a warp finishes its rows of a tile for itself.
+
+Register ``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e`` of 16 rows. Four lanes
+that share a row exchange what they have of 32 columns of 16 bits, so that each has 8 of them side by side and stores 16
+bytes. In float32 they store 32 bytes of a row together as it is.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from ...config import VARLEN_M
+from ...epilogue.vectors import EpilogueArgs, add_old
+from ...pointers import aligned
+from ...tiles import Tile
+from ...tiles.policy import Problem
+
+CHUNK = 32  # columns that are finished at a time
+PIECES = CHUNK // 8
+
+
+@cute.jit
+def store_tile(
+    gemm: cutlass.Constexpr,
+    acc: cute.Tensor,
+    out: cute.Tensor,
+    args: EpilogueArgs,
+    tile: Tile,
+    problem: Problem,
+    product: cutlass.Boolean,
+):
+    """Finish and store one warp's part of a tile.
+
+    Args:
+        gemm: the ``GroupedGemm``.
+        acc: float32 registers ``((2, 2), M, N)``.
+        out: the output in global memory, leading modes (rows, columns).
+        args: the epilogue's operands.
+        tile, problem: which, and sizes.
+        product: whether the tile belongs to a group; the tail has no bias.
+    """
+    spec, (rows, columns) = gemm.spec, gemm.warp_tile
+    matrix, height = target(gemm, out, tile, problem)
+    index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    lane = cute.arch.lane_idx()
+    row = tile.m * gemm.config.tile_m + index // gemm.warps[1] * rows + lane // 4
+    column = tile.n * gemm.config.tile_n + index % gemm.warps[1] * columns
+    for chunk in cutlass.range_constexpr(columns // CHUNK):
+        left = column + chunk * CHUNK
+        bias: Any = None
+        if cutlass.const_expr(spec.bias):
+            bias = load_bias(args, tile.group, left + lane % 4 * 2, product)
+        for block in cutlass.range_constexpr(rows // 16):
+            top = row + block * 16
+            values = cute.make_rmem_tensor((2, 2, PIECES), Float32)
+            for i in cutlass.range_constexpr(4 * PIECES):
+                values[i] = acc[(i % 2, i // 2 % 2), block, chunk * PIECES + i // 4]
+            if cutlass.const_expr(spec.bias):  # noqa: SIM102 - the first is decided while tracing
+                if product:
+                    add_bias(values, bias, args, tile.start + top, tile.start + height)
+            if cutlass.const_expr(spec.accumulate):
+                add_old(values, matrix, top, left + lane % 4 * 2)
+            for half in cutlass.range_constexpr(2):
+                store_row(values, half, matrix, top + 8 * half, height, left, lane % 4)
+
+
+@cute.jit
+def target(gemm: cutlass.Constexpr, out: cute.Tensor, tile: Tile, problem: Problem) -> tuple[cute.Tensor, Int32]:
+    """The matrix that a tile is a part of, and how many of its rows are written."""
+    policy = gemm.policy
+    if cutlass.const_expr(policy.kind == VARLEN_M):
+        return cute.domain_offset((tile.start, 0), out), tile.length
+    height = Int32(out.shape[0])
+    slot: Any = tile.slot
+    if cutlass.const_expr(slot is not None):  # noqa: SIM102 - the first is decided while tracing
+        if slot >= problem.matrices:
+            height = Int32(0)
+    return policy.old(out, tile), height
+
+
+@cute.jit
+def load_bias(args: EpilogueArgs, group: Int32, column: Int32, product: cutlass.Boolean) -> cute.Tensor:
+    """The bias of a thread's columns of a chunk, ``(2, PIECES)`` from ``column`` on; zero behind the last."""
+    found = cute.make_rmem_tensor((2, PIECES), Float32)
+    for i in cutlass.range_constexpr(2 * PIECES):
+        at = column + i % 2 + 8 * (i // 2)
+        value = Float32(0)
+        if product and at < args.bias.shape[1]:
+            value = args.bias[group, at].to(Float32)
+        found[i] = value
+    return found
+
+
+@cute.jit
+def add_bias(values: cute.Tensor, bias: cute.Tensor, args: EpilogueArgs, row: Int32, end: Int32):
+    """``values += bias * scale`` for a thread's rows, the first number ``row`` of all; none count from ``end`` on."""
+    for half in cutlass.range_constexpr(2):
+        scale = Float32(1)
+        if cutlass.const_expr(args.bias_scale is not None):
+            at = row + 8 * half
+            if at < end:
+                scale = args.bias_scale[at].to(Float32)
+        for piece in cutlass.range_constexpr(PIECES):
+            for i in cutlass.range_constexpr(2):
+                if cutlass.const_expr(args.bias_scale is not None):
+                    values[i, half, piece] += bias[i, piece] * scale
+                else:
+                    values[i, half, piece] += bias[i, piece]
+
+
+@cute.jit
+def store_row(
+    values: cute.Tensor,
+    half: cutlass.Constexpr,
+    out: cute.Tensor,
+    row: Int32,
+    height: Int32,
+    column: Int32,
+    quarter: Int32,
+):
+    """Round and store a chunk's columns of one row, if it is one of ``height``; all lanes take part.
+
+    Args:
+        values: float32 ``(2, 2, PIECES)``, of which ``half`` is the row's.
+        column: where the chunk begins.
+        quarter: the lane's of the row.
+    """
+    element = out.element_type
+    base = out.iterator + Int64(row) * out.stride[0]
+    if cutlass.const_expr(element.width == 16):
+        packed = cute.make_rmem_tensor((2, PIECES), element)
+        for i in cutlass.range_constexpr(2 * PIECES):
+            packed[i] = values[i % 2, half, i // 2].to(element)
+        words = cute.recast_tensor(packed, Int32)
+        transpose(words, quarter)
+        if row < height:
+            store_columns(packed, base, column + 8 * quarter, out.shape[1])
+    else:
+        for piece in cutlass.range_constexpr(PIECES):
+            pair = cute.make_rmem_tensor(2, element)
+            for i in cutlass.range_constexpr(2):
+                pair[i] = values[i, half, piece].to(element)
+            if row < height:
+                store_columns(pair, base, column + 8 * piece + 2 * quarter, out.shape[1])
+
+
+@cute.jit
+def transpose(words: cute.Tensor, quarter: Int32):
+    """Word ``j`` of lane ``i`` of four becomes word ``i`` of lane ``j``."""
+    for bit in cutlass.range_constexpr(2):
+        apart = 1 << bit
+        upper = quarter & apart
+        for low in cutlass.range_constexpr(PIECES):
+            if cutlass.const_expr(low & apart == 0):
+                kept, sent = words[low], words[low + apart]
+                if upper != 0:
+                    kept, sent = sent, kept
+                got = cute.arch.shuffle_sync_bfly(sent, apart)
+                first, second = kept, got
+                if upper != 0:
+                    first, second = got, kept
+                words[low], words[low + apart] = first, second
+
+
+@cute.jit
+def store_columns(values: cute.Tensor, base: cute.Pointer, column: Int32, width: Int32):
+    """Store neighbouring columns of a row by one access, or one by one where the row ends among them."""
+    count = cute.size(values)
+    left = width - column
+    if left >= count:
+        to = aligned(base + column, count * values.element_type.width // 8)
+        cute.autovec_copy(cute.make_tensor(values.iterator, count), cute.make_tensor(to, count))
+    else:
+        for i in cutlass.range_constexpr(count - 1):
+            if i < left:
+                cute.make_tensor(base + (column + i), 1)[0] = values[i]
