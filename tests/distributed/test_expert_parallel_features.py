@@ -309,7 +309,7 @@ def check_errors() -> None:
     x, index, weights = problem.x[:MOST], problem.index[:MOST], problem.weights[:MOST]
     called = [
         ((problem.x, problem.index), f"`x` must have at most max_tokens = {MOST} tokens, but got {2 * MOST}"),
-        ((x[:, 1:], index), f"`x` must have H = {H} columns"),
+        ((x[:, 1:], index), rf"`x` must be \[S, H\] with H = {H}, but got shape \({MOST}, {H - 1}\)"),
         ((x, index[1:]), r"`top_k_index` must be \[S, k\] with S like `x` and k = 3, but got shape \(5, 3\)"),
         ((x, index[:, 1:]), r"`top_k_index` must be \[S, k\] with S like `x` and k = 3, but got shape \(6, 2\)"),
         ((x, index, weights[0]), r"`weights` must be \[S, k\] with S like `x` and k = 3, but got shape \(3,\)"),

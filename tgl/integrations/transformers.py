@@ -58,7 +58,14 @@ def register(name: str = NAME) -> None:
     experts_module.ExpertsInterface.register(name, experts_forward)
 
 
-def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    num_rows: int | None = None,
+) -> Tensor:
     """The forward of a transformers experts module; ``register`` is what most callers want.
 
     Args:
@@ -67,12 +74,13 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         top_k_index: integer ``[S, k]``: experts of each token. Entries of ``num_experts`` and more are skipped: what
             their weights and the token's row hold, NaN included, reaches neither output nor gradients.
         top_k_weights: ``[S, k]``: routing weights.
+        num_rows: see ``tgl.route``.
 
     Returns:
         ``[S, H]`` in the dtype of ``hidden_states``.
     """
     flags: Any = experts
-    routing = route(top_k_index, flags.num_experts)
+    routing = route(top_k_index, flags.num_experts, num_rows)
     up, up_bias = (flags.gate_up_proj, "gate_up_proj_bias") if flags.has_gate else (flags.up_proj, "up_proj_bias")
     down = flags.down_proj
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the

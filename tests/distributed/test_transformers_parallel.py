@@ -1,0 +1,115 @@
+"""Expert parallelism of transformers' experts, as its plans install it, against ``experts_forward`` on one rank."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tgl.integrations import transformers_parallel
+from tgl.integrations.transformers import experts_forward
+
+pytest.importorskip("transformers.distributed.expert_parallel")
+
+from tests.integrations import test_transformers as models
+
+E, TOP_K, TOKENS = 8, 2, 7  # of a batch: two ranks cannot share it evenly
+COUNTS = {name: E for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")}
+CLASSES = ("mixtral.MixtralExperts", "gpt_oss.GptOssExperts", "inkling2.Inkling2Experts")
+
+
+class Parent(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+
+def chosen(tokens: int) -> Tensor:
+    return torch.rand(tokens, E).topk(TOP_K).indices
+
+
+def parallel(experts: nn.Module, batches: int) -> nn.Module:
+    """The experts as a plan for all ranks leaves them, which hold ``batches`` batches."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    world = dist.get_world_size()
+    ep_mesh = init_device_mesh("cpu", (world,))
+    tp_mesh = init_device_mesh("cpu", (batches, world // batches), mesh_dim_names=("dp", "tp"))["tp"]
+    parent = Parent(experts)
+    plan = {f"experts.{name}": "grouped_gemm" for name, _ in experts.named_parameters()}
+    apply_expert_parallelism(parent, ep_mesh, tp_mesh, {**plan, "experts": "ep_dispatch_experts"}, "tgl")
+    return parent.experts
+
+
+def check(path: str, batches: int, invariant: bool) -> None:
+    transformers_parallel.register(max_tokens=TOKENS, capacity_factor=None, invariant=invariant)
+    reference = models.make(models.FOUND[path], **COUNTS).double()
+    ours = parallel(copy.deepcopy(reference), batches)
+    x = torch.randn(batches, TOKENS, models.HIDDEN).double().requires_grad_()
+    weights = torch.rand(batches, TOKENS, TOP_K).double().requires_grad_()
+    index, dy = chosen(batches * TOKENS).view(batches, TOKENS, TOP_K), torch.randn_like(x)
+
+    flat = [t.flatten(0, 1) for t in (x, index, weights)]
+    expected = experts_forward(reference, *flat)
+    leaves = [x, weights, *reference.parameters()]
+    wanted = torch.autograd.grad(expected, leaves, dy.flatten(0, 1))
+    batch = dist.get_rank() * batches // dist.get_world_size()
+    own_x, own_weights = (t.detach()[batch].requires_grad_() for t in (x, weights))
+    for _ in range(2):  # the second call finds what the first has made
+        y = ours(own_x, index[batch], own_weights)
+        torch.testing.assert_close(y, expected.view_as(x)[batch], rtol=0, atol=1e-11)
+        grads = torch.autograd.grad(y, [own_x, own_weights, *ours.parameters()], dy[batch])
+        for actual, gradient in zip(grads[:2], wanted[:2], strict=True):
+            torch.testing.assert_close(actual, gradient[batch], rtol=0, atol=1e-11)
+        for actual, gradient in zip(grads[2:], wanted[2:], strict=True):
+            assert isinstance(actual, DTensor)
+            torch.testing.assert_close(actual.full_tensor(), gradient, rtol=0, atol=1e-11)
+    ours.exchange.check()
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_batches_of_their_own(ranks, path):
+    for invariant in (False, True):
+        ranks(check, path, 2, invariant)
+
+
+def test_ranks_that_share_a_batch(ranks, four_ranks):
+    ranks(check, CLASSES[0], 1, False)
+    four_ranks(check, CLASSES[0], 2, False)
+
+
+def check_overflow() -> None:
+    """Of a gate of the model's own, which is computed on rows."""
+    for path in CLASSES:
+        transformers_parallel.register(max_tokens=TOKENS, capacity_factor=0.6)
+        experts = parallel(models.make(models.FOUND[path], **COUNTS), 2)
+        x, weights = torch.randn(TOKENS, models.HIDDEN, requires_grad=True), torch.rand(TOKENS, TOP_K)
+        y = experts(x, torch.zeros(TOKENS, TOP_K, dtype=torch.int64), weights)
+        grads = torch.autograd.grad(y.sum(), [x, *experts.parameters()])
+        assert all(bool(t.isnan().all()) for t in (y, *(g.to_local() if isinstance(g, DTensor) else g for g in grads)))
+        with pytest.raises(RuntimeError, match=f"{type(experts).__name__}: 28 rows of experts were needed, but there"):
+            experts(x, chosen(TOKENS), weights)
+
+
+def test_overflow(ranks):
+    ranks(check_overflow)
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    found = builtins.__import__
+
+    def older(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers.distributed.expert_parallel":
+            raise ImportError(name)
+        return found(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", older)
+    with pytest.raises(ImportError, match=r"transformers_parallel needs transformers 5\.23 or later"):
+        transformers_parallel.register(max_tokens=1)

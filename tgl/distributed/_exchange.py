@@ -1,0 +1,198 @@
+"""What the expert parallel layers have in common: room for rows, the way of tokens there and back, and its overflow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..meta import expert_parallel as meta
+from ..nn._errors import fail
+from ._needed import Needed
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides the sizes of a layer's exchanges; on every rank of the group alike.
+
+    Attributes:
+        ranks: W.
+        num_experts: E, over all ranks.
+        top_k: choices of each token.
+        max_tokens: the most that any rank brings.
+        capacity_factor, pair_capacity_factor: room over the even load, None for the worst case.
+        invariant: a row travels for every choice of a token, not for every rank that it goes to.
+    """
+
+    ranks: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    capacity_factor: float | None
+    pair_capacity_factor: float | None
+    invariant: bool
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or self.num_experts % self.ranks:
+            raise ValueError(
+                f"`num_experts` must be a multiple of the {self.ranks} ranks of `group`, but got {self.num_experts}"
+            )
+        for argument, value in (("top_k", self.top_k), ("max_tokens", self.max_tokens)):
+            if value < 1:
+                raise ValueError(f"`{argument}` must be at least 1, but got {value}")
+        for argument in ("capacity_factor", "pair_capacity_factor"):
+            factor = getattr(self, argument)
+            if factor is not None and not factor > 0:
+                raise ValueError(f"`{argument}` must be above 0 or None, but got {factor}")
+
+    @property
+    def copies(self) -> int:
+        """Places of each token."""
+        return int(meta.copies(self.top_k, self.ranks, self.invariant))
+
+    @property
+    def used(self) -> int:
+        """The most rows that ``max_tokens`` tokens are sent as."""
+        return self.max_tokens * (self.top_k if self.invariant else min(self.top_k, self.ranks))
+
+    @cached_property
+    def pair_rows(self) -> int:
+        """Rows from one rank to one rank."""
+        worst = self.max_tokens * (self.top_k if self.invariant else 1)
+        rows = _rows(self.pair_capacity_factor, self.used / self.ranks, worst)
+        return max(min(rows, worst), int(meta.fewest_pair_rows(self.num_experts, self.ranks, self.top_k)))
+
+    @cached_property
+    def expert_rows(self) -> int:
+        """Rows of the experts of one rank. A factor may reach further than the worst case of choices that differ."""
+        worst = self.ranks * self.max_tokens * min(self.top_k, self.num_experts // self.ranks)
+        rows = _rows(self.capacity_factor, self.max_tokens * self.top_k, worst)
+        most = self.ranks * self.max_tokens * self.top_k
+        return max(min(rows, most), int(meta.fewest_expert_rows(self.num_experts, self.ranks)))
+
+
+def _rows(factor: float | None, even: float, worst: int) -> int:
+    return worst if factor is None else math.ceil(factor * even)
+
+
+class Arrived(NamedTuple):
+    """What all ranks have sent to this one, and the way back. W P rows, of which those without a choice are unused.
+
+    Attributes:
+        rows: ``[W P, H]`` tokens.
+        choices: int32 ``[W P, k]``: those of this rank's experts, counted from 0; -1 for none.
+        weights: ``[W P, k]``: routing weights; NaN, all of them, in a call that found no room.
+        places: of this rank's tokens.
+    """
+
+    rows: Tensor
+    choices: Tensor
+    weights: Tensor
+    places: tuple[Tensor, Tensor, int]
+
+
+class Exchange:
+    """The way of tokens to the experts of a group of ranks and back.
+
+    Args:
+        group: the ranks.
+        sizes: of its tensors.
+        name: what errors call the layer.
+        device: where it counts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sizes, name: str, device: torch.device) -> None:
+        self.sizes, self.name, self.group_name = sizes, name, str(group.group_name)
+        self.needed = Needed(2, device)
+
+    def arrive(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> Arrived:
+        """Send tokens ``[S, H]`` with their choices and weights ``[S, k]`` to the ranks of their experts."""
+        if not torch.compiler.is_compiling() and (most := self.needed.arrived()):
+            self._raise_if_full(most)
+        sizes = self.sizes
+        self._check(tokens, top_k_index, weights)
+        position, token, index, needed = torch.ops.tgl.ep_route(
+            top_k_index,
+            sizes.num_experts,
+            group_size=sizes.ranks,
+            pair_rows=sizes.pair_rows,
+            expert_rows=sizes.expert_rows,
+            invariant=sizes.invariant,
+            group_name=self.group_name,
+        )
+        self.needed.note(needed)
+        places = token, position, sizes.copies
+        rows, row_weights = torch.ops.tgl.ep_dispatch(tokens, weights, *places, group_name=self.group_name)
+        # NaN in every weight of a step that does not fit, for the choices that ep_route then makes.
+        factor = torch.where(self._full(needed), math.nan, 1.0).to(row_weights.dtype)
+        row_weights = factor.expand(index.shape) if weights is None else row_weights * factor
+        return Arrived(rows, index, row_weights, places)
+
+    def answer(self, answers: Tensor, arrived: Arrived) -> Tensor:
+        """Send ``[W P, H]`` back: of every token ``[S, H]`` the sum."""
+        y, _ = torch.ops.tgl.ep_combine(answers, None, *arrived.places, group_name=self.group_name)
+        if not torch.compiler.is_compiling():
+            self.needed.send()
+        return y
+
+    def _check(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> None:
+        count, most, top_k = tokens.shape[0], self.sizes.max_tokens, self.sizes.top_k
+        if (fits := count <= most) is False:
+            fail(f"{self.name}: `x` must have at most max_tokens = {most} tokens, but got {count}")
+        if fits is not True:
+            torch._check(fits)
+        for argument, t in (("top_k_index", top_k_index), ("weights", weights)):
+            if t is not None and (t.dim() != 2 or t.shape[0] != count or t.shape[1] != top_k):
+                must = f"[S, k] with S like `x` and k = {top_k}"
+                fail(f"{self.name}: `{argument}` must be {must}, but got shape {tuple(t.shape)}")
+
+    def _full(self, needed: Tensor) -> Tensor:
+        """Whether so many rows do not fit: bool ``[]``."""
+        return torch.logical_or(needed[0] > self.sizes.pair_rows, needed[1] > self.sizes.expert_rows)
+
+    @property
+    def found_inf(self) -> Tensor:
+        """float32 ``[1]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0."""
+        return self._full(self.needed.most).float().view(1)
+
+    def clear(self) -> None:
+        """Forget what calls have needed, on the device; for a loop that skips the steps which ``found_inf`` tells."""
+        self.needed.clear()
+
+    def check(self) -> None:
+        """Raise if a call since the last ``check()`` or ``clear()`` did not fit; reads the device on the host.
+
+        Raises:
+            RuntimeError: it names the layer, the rows that were needed and those that there are.
+        """
+        self._raise_if_full(self.needed.most.tolist())
+        self.clear()
+
+    def _raise_if_full(self, most: list[int]) -> None:
+        limits = (self.sizes.pair_rows, "pair_capacity_factor"), (self.sizes.expert_rows, "capacity_factor")
+        said = [
+            f"{count} {what} were needed, but there are {limit}: raise `{argument}`"
+            for count, what, (limit, argument) in zip(most, ("rows of a pair of ranks", "rows of experts"), limits)
+            if count > limit
+        ]
+        if said:
+            self.clear()
+            raise RuntimeError(
+                f"{self.name}: {'; '.join(said)}. Outputs and gradients of that step are NaN on all ranks"
+            )
+
+
+def check_agreement(group: dist.ProcessGroup, sizes: Sizes, hidden_size: int) -> None:
+    """All ranks of ``group`` were given these arguments; every one of them has to ask."""
+    arguments = {**asdict(sizes), "hidden_size": hidden_size}
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, arguments, group=group)
+    for argument, value in arguments.items():
+        values = [given[argument] for given in every]
+        if any(other != value for other in values):
+            raise ValueError(f"`{argument}` must be equal on all ranks of `group`, but got {values}")

@@ -1,0 +1,117 @@
+"""Hugging Face transformers: expert parallelism of a model's experts, trainable and without a host read.
+
+One line before a model is loaded makes it available::
+
+    tgl.integrations.transformers_parallel.register(max_tokens=8192)
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="tgl")
+    AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
+
+It serves the experts that ``tgl.integrations.transformers`` serves, whatever experts implementation the model names.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..distributed._exchange import Exchange, Sizes
+from .transformers import NAME, experts_forward
+
+_NEEDS = (
+    "tgl.integrations.transformers_parallel needs transformers 5.23 or later; install it with "
+    "`pip install -U torch-grouped-linear[transformers]`"
+)
+
+
+def register(
+    name: str = NAME,
+    *,
+    max_tokens: int,
+    capacity_factor: float | None = 2.0,
+    pair_capacity_factor: float | None = None,
+    invariant: bool = False,
+) -> None:
+    """Make this expert parallelism available to transformers models as an implementation of it.
+
+    A step that needs more rows than there are is NaN on all ranks, and the next one raises; see
+    ``tgl.distributed.ExpertParallelMLP``, whose arguments these are. ``experts.exchange`` of every experts module has
+    ``found_inf``, ``clear()`` and ``check()`` after the first call.
+
+    Args:
+        name: what ``DistributedConfig(ep_implementation=...)`` will call it.
+        max_tokens: the most tokens in a batch of a rank, all sequences together.
+        capacity_factor, pair_capacity_factor, invariant: see ``ExpertParallelMLP``.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.23, which takes no implementation.
+    """
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError as error:
+        raise ImportError(_NEEDS) from error
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "capacity_factor": capacity_factor,
+        "pair_capacity_factor": pair_capacity_factor,
+        "invariant": invariant,
+    }
+    EPImplementationInterface.register(name, functools.partial(ExpertParallel, **options))
+
+
+class ExpertParallel:
+    """How the experts of one module get their tokens; transformers makes and calls it.
+
+    The ranks of ``tp_mesh`` hold one batch. Each takes a slice of its tokens, and they gather the slices of the result.
+
+    Args:
+        experts: the module, which has this rank's experts.
+        ep_mesh: the ranks that share the experts.
+        tp_mesh: the ranks that share a batch.
+        **options: of ``register``.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, **options: Any) -> None:
+        self.experts, self.ep_mesh, self.tp_mesh = experts, ep_mesh, tp_mesh
+        slices = tp_mesh.size()
+        options["max_tokens"] = -(-options["max_tokens"] // slices)
+        self.options, self.slices = options, slices
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted answers ``[S, H]`` to tokens ``[S, H]`` with ``[S, k]`` choices of all experts and weights."""
+        own = hidden_states, top_k_index, top_k_weights
+        if self.slices > 1:
+            own = tuple(self._slice(t) for t in own)  # type: ignore[assignment]
+        exchange, experts = self._exchange(own[0].device, top_k_index.shape[1]), self.experts
+        arrived = exchange.arrive(*own)
+        none: Any = experts.num_experts  # the number by which experts know a choice that is not theirs
+        choices = arrived.choices.masked_fill(arrived.choices < 0, none)
+        rows = exchange.sizes.expert_rows
+        answers = experts_forward(experts, arrived.rows, choices, arrived.weights, num_rows=rows)
+        y = exchange.answer(answers, arrived)
+        if self.slices == 1:
+            return y
+        shape = hidden_states.shape
+        whole = DTensor.from_local(
+            y.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1), run_check=False
+        )
+        return whole.full_tensor()
+
+    def _slice(self, t: Tensor) -> Tensor:
+        whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+        return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+
+    def _exchange(self, device: torch.device, top_k: int) -> Exchange:
+        """Made in the first call, which tells where the experts are and how many a token chooses."""
+        found: Any = getattr(self.experts, "exchange", None)
+        if found is None:
+            local: Any = self.experts.num_experts
+            ranks = self.ep_mesh.size()
+            sizes = Sizes(ranks=ranks, num_experts=local * ranks, top_k=top_k, **self.options)
+            name = type(self.experts).__name__
+            found = self.experts.exchange = Exchange(self.ep_mesh.get_group(), sizes, name, device)  # type: ignore[assignment]
+        return found
