@@ -95,14 +95,6 @@ grad    -                     rowwise E4M3 1x128       columnwise E4M3 128x1""",
         (lambda: DelayedScaling(amax_compute_algo="mean"), "`amax_compute_algo` must be 'max' or 'most_recent'"),
         (lambda: tgl.GroupedLinear(2, 7, 4, recipe=NVFP4BlockScaling()), "`in_features` must be even for NVFP4Block"),
         (lambda: tgl.GroupedLinear(2, 8, 5, recipe=NVFP4BlockScaling()), r"`out_features` .* pad it to 6, but got 5"),
-        (
-            lambda: tgl.GroupedLinear(2, 8, 8, recipe=DelayedScaling(), save_original_input=True),
-            "`save_original_input` must be False for DelayedScaling",
-        ),
-        (
-            lambda: tgl.GroupedMLP(2, 8, 8, recipe=DelayedScaling(), recompute_activation=True),
-            "`recompute_activation` must be False for DelayedScaling",
-        ),
     ],
 )
 def test_bad_values_are_named(make, message):

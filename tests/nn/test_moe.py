@@ -53,14 +53,6 @@ def ops(function):
 
 
 PLAIN = ({}, {"bias": True}, {"activation": "srelu"}, {"activation": "clamped_qgeglu", "interleaved": True})
-OTHERWISE = (
-    {"recipe": tgl.recipes.Float8CurrentScaling()},
-    {"recipe": tgl.recipes.MXFP8BlockScaling()},
-    {"recipe": tgl.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True), "recompute_activation": True},
-    {"single_grouped_weight": False},
-    {"delay_wgrad_compute": True},
-    {"fuse_wgrad_accumulation": True},
-)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -74,34 +66,6 @@ def test_a_plain_block_is_one_op(options, recompute, with_weights):
     assert same(step(lambda: block(x, CHOSEN, weights), block, x, weights), expected)
     assert same(step(lambda: block(x, tgl.route(CHOSEN, G), weights), block, x, weights), expected)
     assert ops(lambda: block(x, CHOSEN, weights)) == ["route", "moe"]
-
-
-@pytest.mark.parametrize("options", OTHERWISE)
-def test_what_the_op_does_not_serve_goes_by_the_pieces(options):
-    block = tgl.MoE(G, H, I, **options)
-    main_grads = []
-    if block.fc1.fuse_wgrad_accumulation:
-        for layer in (block.fc1, block.fc2):
-            layer.weight.main_grad = torch.zeros(layer.weight.shape)
-            main_grads.append(layer.weight.main_grad)
-    x, weights = tokens()
-    results = []
-    for function in (lambda: by_pieces(block, x, CHOSEN, weights), lambda: block(x, CHOSEN, weights)):
-        y = function()
-        y.backward(torch.ones_like(y))
-        block.backward_dw()
-        found = [y.detach(), x.grad, weights.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
-        results.append([t.clone() for t in (*found, *main_grads)])
-        assert any(t.any() for t in results[-1][3:])
-        x.grad = weights.grad = None
-        block.zero_grad()
-        for t in main_grads:
-            t.zero_()
-    assert same(*results)
-    names = ops(lambda: block(x, CHOSEN, weights))
-    assert "moe" not in names
-    assert names[0] == "route"
-    assert names[-1] == "combine"
 
 
 def test_hooks_of_the_layers_fire():

@@ -1,7 +1,8 @@
-"""The autograd function of ``GroupedMLP``: both layers and the activation between them, on any GEMMs.
+"""The autograd function of ``GroupedMLP`` and ``MoE``: both layers and the activation between them, on any GEMMs.
 
-``tgl::grouped_mlp`` is that for tensors as they are. This one is for a recipe, whose operands are quantised between the
-GEMMs, and for what is kept in another way: recomputed, or offloaded by a graph.
+``tgl::grouped_mlp`` and ``tgl::moe`` are that for tensors as they are. This one is for a recipe, whose operands are
+quantised between the GEMMs, for gradients that autograd does not add, and for what is kept in another way: recomputed,
+or offloaded by a graph.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..ops._library import unobserved
 from ..ops.after import after
 from ._gemms import Operand
 from ._linear_function import Call, of_first_order
+from ._places import Places
 from ._saving import bring_back, restore, save
 
 
@@ -28,22 +30,26 @@ class Expert(NamedTuple):
             for the weight gradient, and forms the activation again.
         activation: arguments of ``grouped_activation``.
         fuses_product: whether one op makes the product of the first layer and the operand of the second.
+        places: of the rows, where the expert goes from tokens to tokens; None from rows to rows. With them,
+            ``save_original_input`` is true of both calls: tokens are less than what is made of their rows.
     """
 
     first: Call
     second: Call
     activation: dict[str, Any]
     fuses_product: bool
+    places: Places | None = None
 
 
 class Made(NamedTuple):
     """What a forward makes.
 
     Attributes:
-        y: ``[T, O]``.
-        x: what the first weight gradient will read, if asked for.
+        y: ``[T, O]``, or ``[S, O]`` of tokens.
+        x: what the first weight gradient will read, if asked for; with ``save_original_input`` the input, and the state
+            that it was prepared in.
         hidden: ``[T, 2 I]`` or ``[T, I]``, what goes into the activation.
-        act: what the second weight gradient will read, if asked for.
+        act: what the second weight gradient will read, if asked for; with ``save_original_input`` the state alone.
     """
 
     y: Tensor
@@ -56,60 +62,73 @@ def forward(
     expert: Expert, offs: Tensor, x: Tensor, probs: Tensor | None, wgrad: tuple[bool, bool] = (False, False)
 ) -> Made:
     """Run the expert; ``wgrad``: whether the weight gradient of either layer will read what is made here."""
-    first, second, activation, fuses_product = expert
-    rows = first.gemms.input(x, offs, fprop=True, wgrad=wgrad[0])
+    first, second, activation, fuses_product, places = expert
+    again1, again2 = wgrad[0] and first.save_original_input, wgrad[1] and second.save_original_input
+    state1 = first.gemms.state_of_input() if again1 else ()
+    state2 = second.gemms.state_of_input() if again2 else ()
+    wgrad1, wgrad2 = wgrad[0] and not again1, wgrad[1] and not again2
+
+    rows, index = (x, None) if places is None else places.read(x, first.gemms)
+    prepared = first.gemms.input(rows, offs, index, fprop=True, wgrad=wgrad1, state=state1)
+    operand, x_kept = prepared.fprop, (x, *state1) if again1 else prepared.wgrad
+    del rows, prepared
     if fuses_product:
         hidden, act = second.gemms.activated_product(  # type: ignore[attr-defined]
-            rows.fprop,
+            operand,
             first.weight.fprop,
             offs,
             first.bias,
             probs,
             activation,
             out_dtype=first.out_dtype,
-            wgrad=wgrad[1],
+            wgrad=wgrad2,
         )
     else:
         hidden = first.gemms.fprop(
-            rows.fprop, first.weight.fprop, offs, first.bias, None, out_dtype=first.out_dtype, out=None
+            operand, first.weight.fprop, offs, first.bias, None, out_dtype=first.out_dtype, out=None
         )
-        act = second.gemms.activated_input(hidden, offs, probs, activation, fprop=True, wgrad=wgrad[1])
+        act = second.gemms.activated_input(hidden, offs, probs, activation, fprop=True, wgrad=wgrad2, state=state2)
+    operand, act_kept = act.fprop, state2 if again2 else act.wgrad
+    del act
     scale = probs if second.bias is not None else None
     y = second.gemms.fprop(
-        act.fprop, second.weight.fprop, offs, second.bias, scale, out_dtype=second.out_dtype, out=second.out
+        operand, second.weight.fprop, offs, second.bias, scale, out_dtype=second.out_dtype, out=second.out
     )
-    return Made(y, rows.wgrad, hidden, act.wgrad)
+    del operand
+    y = y if places is None else places.combined(y)
+    return Made(y, x_kept, hidden, act_kept)
 
 
 class ExpertFunction(torch.autograd.Function):
     """``apply(expert, offs, x, probs, *parameters)``: weights and biases of the first layer, then of the second.
 
-    ``x [T, H]``, ``offs`` int32 ``[G]``; ``probs [T]`` or None multiplies the activation and the second bias.
+    ``x [T, H]``, or ``[S, H]`` of tokens; ``offs`` int32 ``[G]``; ``probs [T]`` or None multiplies the activation and
+    the second bias.
     """
 
     @staticmethod
     def forward(ctx: Any, expert: Expert, offs: Tensor, x: Tensor, probs: Tensor | None, *parameters: Tensor) -> Tensor:
-        first, second = expert.first, expert.second
+        first, second, _, _, places = expert
         needs = ctx.needs_input_grad
         n = 4 + first.gradients.num_weights + first.gradients.num_biases
         needs_first = any(needs[4 : 4 + first.gradients.num_weights])
         needs_second = any(needs[n : n + second.gradients.num_weights])
-        kept_first = needs_first and not first.save_original_input
-        kept_second = needs_second and not second.save_original_input
-        made = forward(expert, offs, x, probs, (kept_first, kept_second))
+        made = forward(expert, offs, x, probs, (needs_first, needs_second))
         # Of each layer a unit: what its weight gradient reads, and what is kept as it is.
-        first_kept = (x,) if needs_first and not kept_first else ()
-        activated_again = needs_second and not kept_second
+        activated_again = needs_second and second.save_original_input
         second_kept = (made.hidden,) if activated_again or any(needs[2:n]) else ()
         scales = (probs,) if probs is not None else ()
+        bias = second.bias if probs is not None else None
+        routing = (None, None) if places is None else places[:2]
         save(
             ctx,
-            ((*made.x, *first_kept), (*made.act, *second_kept, *scales)),
-            (offs, second.bias if probs is not None else None, *first.weight.dgrad, *second.weight.dgrad),
+            (made.x, (*made.act, *second_kept, *scales)),
+            (offs, bias, *routing, *first.weight.dgrad, *second.weight.dgrad),
         )
-        ctx.sizes = len(made.x), len(made.act), len(second_kept), len(first.weight.dgrad)
+        ctx.sizes = len(made.act), len(second_kept), len(first.weight.dgrad)
         ctx.dtypes = x.dtype, made.hidden.dtype
-        ctx.expert = expert._replace(first=first.for_backward(), second=second.for_backward())
+        ctx.top_k = None if places is None else places.top_k
+        ctx.expert = expert._replace(first=first.for_backward(), second=second.for_backward(), places=None)
         return made.y if second.out is None else made.y.detach()
 
     @staticmethod
@@ -119,8 +138,8 @@ class ExpertFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The second layer, the activation, the first layer."""
-    first, second, activation, _ = ctx.expert
     _, _, needs_dx, needs_dprobs, *parameters = asked_for(ctx)
+    first, second, activation = ctx.expert[:3]
     n = first.gradients.num_weights + first.gradients.num_biases
     wanted1, wanted2 = tuple(parameters[:n]), tuple(parameters[n:])
     wgrad1, wgrad2 = any(wanted1[: first.gradients.num_weights]), any(wanted2[: second.gradients.num_weights])
@@ -129,10 +148,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     into_first = needs_dx or any(wanted1)
     into_hidden = into_first or needs_dprobs
 
-    (rows, acts), (offs, bias, *weights) = restore(ctx)
+    (x_operand, acts), (offs, bias, token, position, *weights) = restore(ctx)
     assert offs is not None
+    places = None if token is None or position is None else Places(token, position, ctx.top_k)
     acts = bring_back(ctx, 1, acts, grad)
-    n_x, n_act, n_hidden, n_weight = ctx.sizes
+    n_act, n_hidden, n_weight = ctx.sizes
     weights1, weights2 = tuple(weights[:n_weight]), tuple(weights[n_weight:])
     del weights
     act_operand = acts[:n_act]
@@ -142,19 +162,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx = dprobs = dhidden = None
 
     gradients1, gradients2 = first.gradients.checked(wanted1), second.gradients.checked(wanted2)
+    answers, index = grad, None
+    if places is not None:
+        answers, index = places.read(grad, second.gemms) if into_hidden or wgrad2 else (places.dispatched(grad), None)
     dy, dbias = second.gemms.grad(
-        grad, offs, dgrad=into_hidden, wgrad=wgrad2, dbias=dbias2_wanted and (bias is None or probs is None)
+        answers, offs, index, dgrad=into_hidden, wgrad=wgrad2, dbias=dbias2_wanted and (bias is None or probs is None)
     )
     if into_hidden:
         dact = second.gemms.dgrad(dy.dgrad, weights2, offs, out_dtype=ctx.dtypes[1])
         dhidden, dprobs = torch.ops.tgl.grouped_activation_backward(dact, hidden, offs, probs, **activation)
         del dact
     if bias is not None and probs is not None and (dbias2_wanted or needs_dprobs):
-        dbias, dscale = grouped_dbias_dscales(grad, bias, probs, offs)
+        answers = answers if places is None or index is None else places.dispatched(grad)
+        dbias, dscale = grouped_dbias_dscales(answers, bias, probs, offs)
         dprobs = dscale if dprobs is None else dprobs + dscale
+    del answers
     if wgrad2 and second.save_original_input:
         now = after(offs, grad) if compiling else offs
-        act_operand = second.gemms.activated_input(hidden, now, probs, activation, fprop=False, wgrad=True).wgrad
+        act_operand = second.gemms.activated_input(
+            hidden, now, probs, activation, fprop=False, wgrad=True, state=act_operand
+        ).wgrad
     of_second = gradients2.form(second.gemms, act_operand, dy.wgrad, offs, dbias, wanted2, grad)
     dprobs = dprobs.to(probs.dtype) if probs is not None and dprobs is not None else None
     if not into_first:
@@ -165,15 +192,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.maybe_clear_saved_tensors()
     del hidden, acts, act_operand, dy, dbias, weights2
     assert dhidden is not None
-    rows = bring_back(ctx, 0, rows, dhidden)
-    x_operand = rows[:n_x]
+    x_operand = bring_back(ctx, 0, x_operand, dhidden)
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
         dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
+        dx = dx if places is None else places.combined(dx)
         if first.dgrad_out is not None:
             dx = dx.detach()
     if wgrad1 and first.save_original_input:
-        now = after(offs, dhidden) if compiling else offs
-        x_operand = first.gemms.input(rows[n_x], now, fprop=False, wgrad=True).wgrad
+        x, *state = x_operand
+        index, now = None, after(offs, dhidden) if compiling else offs
+        if places is not None:
+            places = places.after(dhidden) if compiling else places
+            x, index = places.read(x, first.gemms)
+        x_operand = first.gemms.input(x, now, index, fprop=False, wgrad=True, state=tuple(state)).wgrad
     of_first = gradients1.form(first.gemms, x_operand, dy.wgrad, offs, dbias, wanted1, dhidden)
     return None, None, dx, dprobs, *of_first, *of_second

@@ -44,20 +44,49 @@ class Gemms(Protocol):
 
     Attributes:
         fuses_activation: whether ``activated_input`` is better than an activation and ``input``.
+        gathers: whether ``input`` and ``grad`` take ``rows``, an int32 index ``[T]`` of tokens as ``group_quantize``
+            has it: the result is that for ``x[rows]``, or ``dy[rows]``.
     """
 
     fuses_activation: bool
+    gathers: bool
 
     def reset_state(self) -> None:
         """Start afresh, with the layer's parameters."""
 
-    def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
-        """Prepare the layer's input for the requested GEMMs."""
+    def input(
+        self,
+        x: Tensor,
+        offs: Tensor,
+        rows: Tensor | None = None,
+        *,
+        fprop: bool,
+        wgrad: bool,
+        state: Operand = (),
+    ) -> Operands:
+        """Prepare the layer's input for the requested GEMMs, with the ``state_of_input`` given.
+
+        A call that is not for ``fprop`` prepares again what the forward has prepared, and changes no state.
+        """
 
     def activated_input(
-        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+        self,
+        h: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        activation: dict[str, Any],
+        *,
+        fprop: bool,
+        wgrad: bool,
+        state: Operand = (),
     ) -> Operands:
-        """Prepare ``grouped_activation(h, offs, probs, **activation)`` as input of the requested GEMMs."""
+        """``input`` of ``grouped_activation(h, offs, probs, **activation)``."""
+
+    def state_of_input(self) -> Operand:
+        """A copy of what ``input`` reads beside its arguments, if a call changes that; else ``()``.
+
+        Where a backward will prepare the input again, both calls are to be given this.
+        """
 
     def weight(
         self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
@@ -70,7 +99,7 @@ class Gemms(Protocol):
         """
 
     def grad(
-        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+        self, dy: Tensor, offs: Tensor, rows: Tensor | None = None, *, dgrad: bool, wgrad: bool, dbias: bool
     ) -> tuple[Operands, Tensor | None]:
         """Prepare the output gradient, and sum it per group (fp32 ``[G, N]``) if ``dbias``."""
 
@@ -121,18 +150,38 @@ class Gemms(Protocol):
 class DenseGemms:
     """The GEMMs on the tensors as they are."""
 
-    fuses_activation = False
+    fuses_activation = gathers = False
 
     def reset_state(self) -> None:
         pass
 
-    def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
+    def input(
+        self,
+        x: Tensor,
+        offs: Tensor,
+        rows: Tensor | None = None,
+        *,
+        fprop: bool,
+        wgrad: bool,
+        state: Operand = (),
+    ) -> Operands:
         return Operands(fprop=(x,) if fprop else (), wgrad=(x,) if wgrad else ())
 
     def activated_input(
-        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+        self,
+        h: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        activation: dict[str, Any],
+        *,
+        fprop: bool,
+        wgrad: bool,
+        state: Operand = (),
     ) -> Operands:
         return self.input(grouped_activation(h, offs, probs, **activation), offs, fprop=fprop, wgrad=wgrad)
+
+    def state_of_input(self) -> Operand:
+        return ()
 
     def weight(
         self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
@@ -141,7 +190,7 @@ class DenseGemms:
         return Operands(fprop=operand, dgrad=operand if dgrad else ())
 
     def grad(
-        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+        self, dy: Tensor, offs: Tensor, rows: Tensor | None = None, *, dgrad: bool, wgrad: bool, dbias: bool
     ) -> tuple[Operands, Tensor | None]:
         operands = Operands(dgrad=(dy,) if dgrad else (), wgrad=(dy,) if wgrad else ())
         return operands, grouped_dbias(dy, offs) if dbias else None

@@ -47,12 +47,17 @@ class Call(NamedTuple):
 def fprop(
     call: Call, offs: Tensor, x: Tensor, bias_scale: Tensor | None, *, wgrad: bool = False
 ) -> tuple[Tensor, Operand]:
-    """The result ``[T, N]``, and what the weight gradient will read if ``wgrad``."""
-    prepared = call.gemms.input(x, offs, fprop=True, wgrad=wgrad)
+    """The result ``[T, N]``, and what is kept for the weight gradient if ``wgrad``.
+
+    That is its operand; with ``save_original_input`` the input, and the state that it was prepared in.
+    """
+    again = wgrad and call.save_original_input
+    state = call.gemms.state_of_input() if again else ()
+    prepared = call.gemms.input(x, offs, fprop=True, wgrad=wgrad and not again, state=state)
     y = call.gemms.fprop(
         prepared.fprop, call.weight.fprop, offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
     )
-    return y, prepared.wgrad
+    return y, (x, *state) if again else prepared.wgrad
 
 
 class LinearFunction(torch.autograd.Function):
@@ -67,7 +72,7 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, call: Call, offs: Tensor, x: Tensor, bias_scale: Tensor | None, *parameters: Tensor
     ) -> Tensor:
         needs_wgrad = any(ctx.needs_input_grad[4 : 4 + call.gradients.num_weights])
-        y, operand = fprop(call, offs, x, bias_scale, wgrad=needs_wgrad and not call.save_original_input)
+        y, operand = fprop(call, offs, x, bias_scale, wgrad=needs_wgrad)
         _keep(ctx, call, offs, operand, x, bias_scale)
         return y if call.out is None else y.detach()
 
@@ -125,12 +130,10 @@ def of_first_order(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None
 
 def _keep(ctx: Any, call: Call, offs: Tensor, operand: Operand, x: Tensor, bias_scale: Tensor | None) -> None:
     """Keep in ``ctx`` what the backward reads."""
-    needs_wgrad = any(ctx.needs_input_grad[4 : 4 + call.gradients.num_weights])
-    kept = (x,) if call.save_original_input and needs_wgrad else ()
     bias = call.bias if bias_scale is not None else None
     scales = (bias_scale,) if bias_scale is not None else ()
-    save(ctx, ((*operand, *kept, *scales),), (offs, bias, *call.weight.dgrad))
-    ctx.call, ctx.sizes, ctx.dtype = call.for_backward(), (len(operand), len(kept)), x.dtype
+    save(ctx, ((*operand, *scales),), (offs, bias, *call.weight.dgrad))
+    ctx.call, ctx.size, ctx.dtype = call.for_backward(), len(operand), x.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,8 +144,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (unit,), (offs, bias, *weight) = restore(ctx)
     assert offs is not None
     unit = bring_back(ctx, 0, unit, grad)
-    n, m = ctx.sizes
-    operand, kept, scales = unit[:n], unit[n : n + m], unit[n + m :]
+    operand, scales = unit[: ctx.size], unit[ctx.size :]
     bias_scale = scales[0] if scales else None
     dx = dscale = None
 
@@ -158,5 +160,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dscale = dscale.to(bias_scale.dtype)
     if needs_wgrad and call.save_original_input:
         now = after(offs, grad) if torch.compiler.is_compiling() else offs
-        operand = gemms.input(kept[0], now, fprop=False, wgrad=True).wgrad
+        operand = gemms.input(operand[0], now, fprop=False, wgrad=True, state=operand[1:]).wgrad
     return None, None, dx, dscale, *gradients.form(gemms, operand, dy.wgrad, offs, dbias, wanted, grad)

@@ -34,17 +34,17 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) ->
     return source, position, source // top_k_index.shape[1], offs
 
 
-def _taken(t: Tensor, places: Tensor) -> Tensor:
+def taken(t: Tensor, places: Tensor) -> Tensor:
     """Rows of ``t`` at ``places``; zeros for those out of range."""
     absent = (places < 0) | (places >= t.shape[0])
     rows = t.index_select(0, places.masked_fill(absent, 0))
     return rows.masked_fill(absent if t.dim() == 1 else absent[:, None], 0)
 
 
-def _sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
+def sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
     """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
-    taken = _taken(rows, position)
-    return taken if top_k == 1 else taken.unflatten(0, (-1, top_k)).sum(1)
+    chosen = taken(rows, position)
+    return chosen if top_k == 1 else chosen.unflatten(0, (-1, top_k)).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        return _taken(x, token)
+        return taken(x, token)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -61,7 +61,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum_choices(grad, ctx.saved_tensors[1], ctx.top_k), None, None, None
+        return sum_choices(grad, ctx.saved_tensors[1], ctx.top_k), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        return _sum_choices(y, position, top_k)
+        return sum_choices(y, position, top_k)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -78,7 +78,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _taken(grad, ctx.saved_tensors[0]), None, None, None
+        return taken(grad, ctx.saved_tensors[0]), None, None, None
 
 
 dispatch, combine = applier(_Dispatch), applier(_Sum)

@@ -22,6 +22,7 @@ from ..ops import (
     grouped_gemm_scaled_wgrad_accumulate_,
 )
 from ..ops._library import CASTS
+from ..ops.after import after
 from ..ops.same_offs import same_offs
 from ..recipes import DelayedScaling, QuantizeSpec, Recipe
 from ..tensor import GroupedTensor, quantize
@@ -57,11 +58,11 @@ class ScaledGemms(nn.Module):
         recipe: how operands are quantised.
         num_gemms, in_features, out_features: of the layer.
         device: of the buffers.
-        save_original_input: whether the layer will quantise its input once more in the backward.
     """
 
-    fuses_activation = True
+    fuses_activation = gathers = True
     rng_state: Tensor
+    input_scale: Tensor
     kept_data: Tensor | None
     kept_is_old = False  # of what was pickled without it
 
@@ -73,12 +74,9 @@ class ScaledGemms(nn.Module):
         out_features: int,
         *,
         device: torch.device | str | None = None,
-        save_original_input: bool = False,
     ) -> None:
         super().__init__()
         recipe.check_features(in_features=in_features, out_features=out_features)
-        if isinstance(recipe, DelayedScaling) and save_original_input:
-            raise ValueError("`save_original_input` must be False for DelayedScaling, whose scale has moved on by then")
         self.recipe = recipe
         self.specs = recipe.operands
         # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
@@ -116,7 +114,16 @@ class ScaledGemms(nn.Module):
 
     # --- operands -----------------------------------------------------------------------------------------------------
 
-    def input(self, x: Tensor, offs: Tensor, *, fprop: bool, wgrad: bool) -> Operands:
+    def input(
+        self,
+        x: Tensor,
+        offs: Tensor,
+        rows: Tensor | None = None,
+        *,
+        fprop: bool,
+        wgrad: bool,
+        state: Operand = (),
+    ) -> Operands:
         if isinstance(x, GroupedTensor):
             self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
             # Dynamo does not take a symbolic size into an autograd.Function; in a graph the GEMMs' own checks are left.
@@ -124,20 +131,36 @@ class ScaledGemms(nn.Module):
                 have = "matrices" if x.offs is None else f"{x.num_groups} groups"
                 fail(f"`inp` must be quantised as rows in {self.num_gemms} groups, but it was as {have}")
             return _forward_operands(x.components(), self.format, fprop, wgrad=wgrad)
-        spec = self.specs.input
-        made = spec.quantize(x, offs, rowwise=fprop, columnwise=wgrad, scale=self._scale("input"))
-        self._remember("input", made)
+        scale = state[0] if state else self._scale("input")
+        made = self.specs.input.quantize(x, offs, rowwise=fprop, columnwise=wgrad, scale=scale, rows=rows)
+        if fprop:
+            self._remember("input", made)
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
     def activated_input(
-        self, h: Tensor, offs: Tensor, probs: Tensor | None, activation: dict[str, Any], *, fprop: bool, wgrad: bool
+        self,
+        h: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        activation: dict[str, Any],
+        *,
+        fprop: bool,
+        wgrad: bool,
+        state: Operand = (),
     ) -> Operands:
         options = self._activated_options(wgrad)
+        scale = state[0] if state else self._scale("input")
         made = grouped_activation_quantize(
-            h, offs, probs, self._scale("input"), rowwise=fprop, columnwise=wgrad, **options, **activation
+            h, offs, probs, scale, rowwise=fprop, columnwise=wgrad, **options, **activation
         )
-        self._remember("input", made)
+        if fprop:
+            self._remember("input", made)
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
+
+    def state_of_input(self) -> Operand:
+        # By an op, which the forward reads too: a partitioner makes a clone, or what no forward reads, in the backward,
+        # of the buffer as it is then.
+        return (after(self.input_scale, self.input_scale),) if self.delayed else ()
 
     def activated_product(
         self,
@@ -289,7 +312,7 @@ class ScaledGemms(nn.Module):
             setattr(self, name, None)
 
     def grad(
-        self, dy: Tensor, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+        self, dy: Tensor, offs: Tensor, rows: Tensor | None = None, *, dgrad: bool, wgrad: bool, dbias: bool
     ) -> tuple[Operands, Tensor | None]:
         if not dgrad and not wgrad:
             return Operands(), grouped_dbias(dy, offs) if dbias else None
@@ -299,7 +322,7 @@ class ScaledGemms(nn.Module):
             rng = self.rng_state + torch.arange(2, device=dy.device)  # the same seed, the next offset
             self.rng_state.copy_(rng)
         made = self.specs.grad.quantize(
-            dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, dbias=dbias
+            dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, rows=rows, dbias=dbias
         )
         self._remember("grad", made)
         form = self.format
@@ -466,13 +489,10 @@ def gemms_for(
     out_features: int,
     *,
     device: torch.device | str | None = None,
-    save_original_input: bool = False,
 ) -> Gemms:
     """The GEMMs of a layer that follows ``recipe``; None is for the tensors as they are."""
     if recipe is None:
         return DenseGemms()
     if not isinstance(recipe, Recipe):
         raise TypeError(f"`recipe` must be a recipe of tgl.recipes or None, but got {recipe!r}")
-    return ScaledGemms(
-        recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
-    )
+    return ScaledGemms(recipe, num_gemms, in_features, out_features, device=device)

@@ -96,9 +96,7 @@ class GroupedLinear(DelayedGradients):
         )
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.gemms: Gemms = gemms_for(
-            recipe, num_gemms, in_features, out_features, device=device, save_original_input=save_original_input
-        )
+        self.gemms: Gemms = gemms_for(recipe, num_gemms, in_features, out_features, device=device)
         self._dense = recipe is None
         # Whether a call without buffers is ``grouped_gemm`` and no more.
         self.plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
@@ -280,7 +278,7 @@ class GroupedLinear(DelayedGradients):
                 parts, inner, out_dtype, is_first_microbatch=first, needs_dgrad=True, needs_wgrad=needs_wgrad
             )
             inner, ends = self._input(inner, inside_of(offs), out_dtype)
-            made = fprop(call, ends, inner, scale, wgrad=needs_wgrad and not call.save_original_input)
+            made = fprop(call, ends, inner, scale, wgrad=needs_wgrad)
         if self._dense and autocast_enabled(rows.device.type):
             rows = autocast_operand(out_dtype, rows)
         return TransformedFunction.apply((call, made), ends, rows, bias_scale, *weights, *biases)
@@ -315,9 +313,12 @@ class GroupedLinear(DelayedGradients):
         needs_wgrad: bool,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-        recompute: bool = False,
+        again: bool = False,
     ) -> Call:
-        """What a call is made of, checked before any work. Of ``rows`` the dtype and the device are what matters."""
+        """What a call is made of, checked before any work. Of ``rows`` the dtype and the device are what matters.
+
+        ``again``: the input is kept as it is, and prepared again, whatever ``save_original_input`` says.
+        """
         (weight, table), bias = self.placed("weight", parts[0]), self.packed("bias", parts[1])
         gemms = self.gemms
         if isinstance(gemms, ScaledGemms):
@@ -347,7 +348,7 @@ class GroupedLinear(DelayedGradients):
             stash=self._delayed if needs_wgrad and self.delay_wgrad_compute else None,
             parameters=(*weights, *biases) if needs_wgrad and not torch.compiler.is_compiling() else (),
         )
-        again = self.save_original_input or recompute
+        again = self.save_original_input or again
         return Call(gemms, operands, bias, out_dtype, gradients, out, dgrad_out, again)
 
     def _check_input(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import offload
 from ..meta import activations
 from ..ops.grouped_mlp import grouped_mlp
-from ..recipes import DelayedScaling, Recipe
+from ..recipes import Recipe
 from ._activation import activate, is_one_op
 from ._buffers import check_buffer, check_disjoint
 from ._errors import fail
@@ -19,6 +19,7 @@ from ._expert_function import Expert, ExpertFunction
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
+from ._places import Places
 from ._scaled_gemms import fuse_product
 from .grouped_linear import GroupedLinear
 
@@ -76,10 +77,6 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         found = activations.named(activation, "activation")
-        if recompute_activation and isinstance(recipe, DelayedScaling):
-            raise ValueError(
-                "`recompute_activation` must be False for DelayedScaling, whose scale has moved on by then"
-            )
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
         self.in_features = self.out_features = hidden_size
         self.recompute_activation = recompute_activation
@@ -214,10 +211,11 @@ class GroupedMLP(nn.Module):
         offs: Tensor,
         probs: Tensor | None,
         is_first_microbatch: bool | Tensor | None,
-        out: Tensor | None,
-        dgrad_out: Tensor | None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+        places: Places | None = None,
     ) -> Tensor:
-        """By ``ExpertFunction``. Both calls are checked before either does any work."""
+        """By ``ExpertFunction``; of tokens, if their ``places`` are given. Both calls are checked before any work."""
         fc1, fc2 = self.fc1, self.fc2
         parts1, parts2 = fc1._parts_of_call(), fc2._parts_of_call()
         rows, out_dtype = fc1._matrix(inp), result_dtype(inp)
@@ -235,6 +233,7 @@ class GroupedMLP(nn.Module):
             needs_dgrad=rows.requires_grad and torch.is_grad_enabled(),
             needs_wgrad=needs_wgrad1,
             dgrad_out=dgrad_out,
+            again=places is not None,
         )
         rows, offs = fc1._input(rows, offs, out_dtype)
         second = fc2._call(
@@ -245,10 +244,10 @@ class GroupedMLP(nn.Module):
             needs_dgrad=needs_wgrad1 or needs_grad((rows, probs, *parts1[1])),
             needs_wgrad=needs_wgrad2,
             out=out,
-            recompute=self.recompute_activation,
+            again=self.recompute_activation or places is not None,
         )
         activation = {"kind": self.activation, "interleaved": self.interleaved}
-        expert = Expert(first, second, activation, fuse_product(first.gemms, second.gemms))
+        expert = Expert(first, second, activation, fuse_product(first.gemms, second.gemms), places)
         tensors = (rows, probs, *parts1[0], *parts1[1], *parts2[0], *parts2[1])
         y = (
             ExpertFunction.apply(expert, offs, *tensors)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .. import offload
 from ..ops.grouped_gemm import grouped_gemm
 from . import routing as _routing
 from ._activation import activate, is_one_op
 from ._inputs import check_input_dtype
 from ._modules import to_be_called
+from ._places import Places
+from ._transforms import compiled_for_cpu
 from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 
@@ -79,12 +82,17 @@ class MoE(GroupedMLP):
     Arguments, parameters, state dicts and what training loops call are those of ``GroupedMLP``. Its ``forward_offsets``
     runs the experts on rows that are grouped already, as behind the exchange of expert parallelism.
 
-    A plain block is ``tgl.moe``: one op forward and one backward, which holds the tokens ``[S, H]`` and what goes into
-    the activation ``[T, N]``, and no rows. It forms the activation's result again in any case, so that
-    ``recompute_activation`` changes nothing there. With a recipe, hooks of ``fc1`` or ``fc2``, other modules in their
-    place, weights per expert, ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, and in a graph compiled for a
-    CPU, the block is ``dispatch``, the ``GroupedMLP`` with those features, and ``combine``: the values are those of
-    the ``GroupedMLP``, and held is what it holds.
+    The block holds for its backward the tokens ``[S, H]``, what goes into the activation ``[T, N]``, the routing and
+    its weights: no rows. (And what a recipe has made of the weights, with ``DelayedScaling`` the scales ``[G]`` of the
+    forward.) The backward forms the activation's result again in any case, so that ``recompute_activation`` and
+    ``save_original_input`` change nothing.
+
+    A plain block is ``tgl.moe``: one op forward and one backward. With a recipe, weights per expert,
+    ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` it is one node of autograd, with the values of ``dispatch``,
+    ``GroupedMLP`` and ``combine``; what reads quantised rows quantises tokens by an index. The block is these three,
+    and holds what they hold, with hooks of ``fc1`` or ``fc2`` or other modules in their place, under ``torch.func``,
+    and without a recipe in a graph compiled for a CPU. ``delay_wgrad_compute`` holds from the backward to
+    ``backward_dw`` what it does in a ``GroupedMLP``, rows among it.
     """
 
     buffers_taken: frozenset[str] = frozenset()
@@ -117,17 +125,34 @@ class MoE(GroupedMLP):
         if weights is not None:
             _routing.check_weights("MoE", weights, routing)
         fc1, fc2 = self.fc1, self.fc2
-        if not to_be_called(fc1) and not to_be_called(fc2) and self._is_one_op(fc1, fc2, x.device):
+        layers_called = to_be_called(fc1) or to_be_called(fc2)
+        if not layers_called and self._is_one_op(fc1, fc2, x.device):
             w1, w2 = (layer.weight.transpose(1, 2) for layer in (fc1, fc2))
             if x.dtype != w1.dtype:
                 check_input_dtype(x.dtype, w1.dtype, x.device, "`x`")
             activation = {"kind": self.activation, "interleaved": self.interleaved}
             y = _by_one_op(tokens, routing, weights, w1, w2, fc1.bias, fc2.bias, **activation)
         else:
-            probs = None if weights is None else dispatch_weights(weights, routing)
-            rows, offs = dispatch(tokens, routing), routing.offs
-            y = combine(self.forward_offsets(rows, offs, probs, is_first_microbatch=is_first_microbatch), routing)
+            probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
+            if not layers_called and self._is_one_function(tokens):
+                fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
+                y = self._by_one_function(tokens, offs, probs, is_first_microbatch, places=Places.of(routing))
+            else:
+                rows = dispatch(tokens, routing)
+                y = combine(self.forward_offsets(rows, offs, probs, is_first_microbatch=is_first_microbatch), routing)
         return y if x.dim() == 2 else y.view(x.shape)
+
+    def _is_one_function(self, x: Tensor) -> bool:
+        """Whether to run ``ExpertFunction`` on tokens, if nothing stands between its parts.
+
+        Plain layers that are not one op keep their second order, and a graph compiled for a CPU fuses what lies between
+        GEMMs on tensors as they are: these go by the pieces. Sharded tokens are placed part by part.
+        """
+        if type(x) not in (Tensor, nn.Parameter) or torch._C._are_functorch_transforms_active():
+            return False
+        if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
+            return True  # as in ``GroupedMLP``
+        return not ((self.fc1.plain and self.fc2.plain) or compiled_for_cpu(x.device))
 
 
 def _by_one_op(
