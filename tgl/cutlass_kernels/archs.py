@@ -15,9 +15,9 @@ from .gemm.sm90 import tilings as sm90_tilings
 from .gemm.sm100 import tilings as sm100_tilings
 from .gemm.warp.tilings import Tilings as WarpTilings
 
-DENSE = frozenset({"GroupedGemm"})
+DENSE = frozenset({"GroupedGemm", "GatheredGroupedGemm"})
 ALL = DENSE | {"ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm"}
-GATHERING = frozenset({"GatheredGroupedGemm", "GatheredActivatedGroupedGemm", "GatheredGradientGroupedGemm"})
+ALL |= {"GatheredActivatedGroupedGemm", "GatheredGradientGroupedGemm"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Arch:
     @property
     def gathers(self) -> bool:
         """Whether it has dense GEMM kernels that read rows of an operand by an index."""
-        return self.kernels >= GATHERING
+        return "GatheredGroupedGemm" in self.kernels
 
     @property
     def smem_bytes(self) -> int:
@@ -82,7 +82,7 @@ ARCHS = {
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
-            kernels=ALL | GATHERING,
+            kernels=ALL,
             tilings=sm90_tilings,
         ),
         Arch(
@@ -90,7 +90,7 @@ ARCHS = {
             chips=("sm_100", "sm_103"),
             target="sm_100f",
             folder="sm100",
-            kernels=ALL | GATHERING | {"QuantizingGroupedGemm"},
+            kernels=ALL | {"QuantizingGroupedGemm"},
             tilings=sm100_tilings,
             rounds_to_fp4=True,
         ),

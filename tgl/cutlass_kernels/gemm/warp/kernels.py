@@ -1,5 +1,5 @@
 """The GEMM kernels of warps, by the names that ``archs.Arch.kernel`` asks for."""
 
-from .kernel import GroupedGemm
+from .kernel import GatheredGroupedGemm, GroupedGemm
 
-__all__ = ["GroupedGemm"]
+__all__ = ["GatheredGroupedGemm", "GroupedGemm"]

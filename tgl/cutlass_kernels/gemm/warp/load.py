@@ -30,15 +30,22 @@ from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
 from ...tiles.policy import Problem
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
+from ..gathered import find_rows, read_index
 
 SIZE = 2  # bytes of an element
 
 
 class Operands(NamedTuple):
-    """Both in global memory: ``[rows, depth]``, or ``[rows, depth, matrices]``."""
+    """Both in global memory: ``[rows, depth]``, or ``[rows, depth, matrices]``; and what is gathered, if anything.
+
+    ``found`` are a thread's registers for the index of its lines: of the tile's where the operand's rows are the
+    tile's, else of the next k tile's, so that they are on their way while this one is copied.
+    """
 
     a: cute.Tensor
     b: cute.Tensor
+    source: Any = None  # a Gathered
+    found: Any = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Part:
 
 def parts_of(gemm: Any, operands: Operands) -> tuple[Part, Part]:
     """Those of A and of B, one behind the other."""
-    a, b = (isinstance(t.stride[1], int) and t.stride[1] == 1 for t in operands)
+    a, b = (isinstance(t.stride[1], int) and t.stride[1] == 1 for t in (operands.a, operands.b))
     config = gemm.config
     return Part(a, config.tile_m, 0), Part(b, config.tile_n, config.tile_m * LINE)
 
@@ -83,6 +90,7 @@ class Feed(NamedTuple):
     a: Lines
     b: Lines
     left: Int32  # k tiles, at least 1; negative behind the last tile
+    row: Int32  # of the grouped order, of a thread's first line, where lines are gathered in a k tile
 
 
 def thread_place() -> tuple[Int32, Int32]:
@@ -115,6 +123,12 @@ def next_lines(part: Part, values: cute.Tensor, lines: Lines, tile_k: int) -> Li
     return Lines(start, lines.lines - tile_k, lines.left)
 
 
+def target_of(part: Part, stage: Int32) -> Int32:
+    """Where in a stage a thread's first piece goes."""
+    line, piece = thread_place()
+    return stage + part.offset + line * LINE + (piece ^ line % LANES_OF_LINE) * PIECE
+
+
 @cute.jit
 def copy_lines(
     part: cutlass.Constexpr,
@@ -122,12 +136,10 @@ def copy_lines(
     lines: Lines,
     stage: Int32,
     tile_k: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
+    step: cutlass.Constexpr,
 ):
-    """Start a thread's copies of its ``lines`` to the stage at the address ``stage``."""
-    line, piece = thread_place()
-    count, step = (part.extent if part.along else tile_k), threads // LANES_OF_LINE
-    target = stage + part.offset + line * LINE + (piece ^ line % LANES_OF_LINE) * PIECE
+    """Start a thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
+    count, target = (part.extent if part.along else tile_k), target_of(part, stage)
     pitch = Int64(values.stride[0 if part.along else 1]) * (step * SIZE)
     for block in cutlass.range_constexpr(part.extent * tile_k * SIZE // (count * LINE)):
         inside, source = clamp(lines.left - block * LINE, Int32(0), Int32(PIECE)), lines.start + block * LINE
@@ -137,6 +149,30 @@ def copy_lines(
                 found = Int32(0)
             copy_piece(source, target + (block * count + i * step) * LINE, found)
             source += pitch
+
+
+@cute.jit
+def copy_rows(
+    gemm: cutlass.Constexpr, part: cutlass.Constexpr, operands: Operands, lines: Lines, row: Int32, stage: Int32
+) -> Lines:
+    """``copy_lines`` of an operand whose rows are found by an index; returns the lines of the next k tile."""
+    source, found, step, tile_k = operands.source, operands.found, gemm.line_step, gemm.config.tile_k
+    rows = found
+    if cutlass.const_expr(not part.along):
+        rows = cute.make_rmem_tensor(found.shape, Int32)
+        find_rows(source, found, row, step, row + lines.lines, rows)
+        read_index(source, row + tile_k, step, found)
+    target, pitch = target_of(part, stage), Int64(source.values.stride[0]) * SIZE
+    count = step * cute.size(found)
+    for block in cutlass.range_constexpr(part.extent * tile_k * SIZE // (count * LINE)):
+        for i in cutlass.range_constexpr(cute.size(found)):
+            inside, at = clamp(lines.left - block * LINE, Int32(0), Int32(PIECE)), rows[i]
+            if at < 0:
+                inside, at = Int32(0), Int32(0)
+            copy_piece(lines.start + block * LINE + at * pitch, target + (block * count + i * step) * LINE, inside)
+    if cutlass.const_expr(part.along):
+        return Lines(lines.start + tile_k * SIZE, lines.lines, lines.left - tile_k * SIZE)
+    return Lines(lines.start, lines.lines - tile_k, lines.left)
 
 
 @cute.jit
@@ -151,7 +187,23 @@ def columns_of(tile: Tile, problem: Problem) -> Int32:
 
 
 def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
-    """The lines of a tile's first k tile, of both operands."""
+    """The lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would."""
+    found = ordered_lines(gemm, operands, tile, problem)
+    if gemm.gathered is None:
+        return found
+    which = "ab".index(gemm.gathered)
+    part = parts_of(gemm, operands)[which]
+    _, piece = thread_place()
+    column = piece * (PIECE // SIZE)
+    if not part.along:
+        column += (tile.m, tile.n)[which] * part.extent
+    start = operands.source.values.iterator.toint() + Int64(column) * SIZE
+    lines = found[which]._replace(start=start)
+    return (lines, found[1]) if which == 0 else (found[0], lines)
+
+
+def ordered_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
+    """``tile_lines`` of operands whose rows are in order."""
     a, b = parts_of(gemm, operands)
     row, column = tile.m * gemm.config.tile_m, tile.n * gemm.config.tile_n
     if gemm.policy.kind == VARLEN_M:
@@ -161,7 +213,7 @@ def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> t
             begin_lines(a, rows, row, tile.length, problem.depth),
             begin_lines(b, matrix, column, columns_of(tile, problem), problem.depth),
         )
-    a_rows, b_rows = (cute.domain_offset((0, tile.start), values) for values in operands)
+    a_rows, b_rows = (cute.domain_offset((0, tile.start), values) for values in (operands.a, operands.b))
     return (
         begin_lines(a, a_rows, row, Int32(operands.a.shape[0]), tile.length),
         begin_lines(b, b_rows, column, problem.columns, tile.length),
@@ -184,7 +236,17 @@ def next_tile(
     left = ceil_div(policy.depth(tile, problem), gemm.config.tile_k)
     if not tile.valid:
         a, b, left = Lines(a.start, Int32(0), Int32(0)), Lines(b.start, Int32(0), Int32(0)), Int32(-1)
-    return Feed(search, index, a, b, left)
+    row = tile.start
+    if cutlass.const_expr(gemm.gathered is not None):
+        line, _ = thread_place()
+        row += line
+        if cutlass.const_expr(policy.kind == VARLEN_M):
+            row += tile.m * gemm.config.tile_m
+        read_index(operands.source, row, gemm.line_step, operands.found)
+        if cutlass.const_expr(policy.kind == VARLEN_M):
+            end = tile.start + tile.length
+            find_rows(operands.source, operands.found, row, gemm.line_step, end, operands.found)
+    return Feed(search, index, a, b, left, row)
 
 
 def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
@@ -194,11 +256,15 @@ def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
     """
     tile_k = gemm.config.tile_k
     a, b = parts_of(gemm, operands)
-    copy_lines(a, operands.a, feed.a, stage, tile_k, gemm.threads)
-    copy_lines(b, operands.b, feed.b, stage, tile_k, gemm.threads)
+    copied = {}
+    for name, part, values, lines in (("a", a, operands.a, feed.a), ("b", b, operands.b, feed.b)):
+        if gemm.gathered == name:
+            copied[name] = copy_rows(gemm, part, operands, lines, feed.row, stage)
+        else:
+            copy_lines(part, values, lines, stage, tile_k, gemm.line_step)
+            copied[name] = next_lines(part, values, lines, tile_k)
     cute.arch.cp_async_commit_group()
-    a_next, b_next = next_lines(a, operands.a, feed.a, tile_k), next_lines(b, operands.b, feed.b, tile_k)
-    return Feed(feed.search, feed.index, a_next, b_next, feed.left - 1)
+    return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k)
 
 
 @cute.jit

@@ -23,6 +23,12 @@ def stage_bytes(tiling: GemmConfig) -> int:
     return (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
 
 
+def gathering_reason(tiling: GemmConfig) -> str | None:
+    """What else rules a tiling out for kernels that gather rows of an operand."""
+    large = tiling.tile_m * tiling.tile_n > 128 * 128
+    return "the rows that a thread gathers do not fit its registers beside 64 x 64 sums of its warp" if large else None
+
+
 class Tilings:
     """The tilings of an architecture.
 
@@ -60,6 +66,15 @@ class Tilings:
         if tile_m == 128 and columns > 128 and self.stages(GemmConfig(128, 256)) > FEWEST:
             tile_n = 256
         return self.deepest(tile_m, tile_n)
+
+    def gathering_reason(self, tiling: GemmConfig) -> str | None:
+        """See the function."""
+        return gathering_reason(tiling)
+
+    def choose_gathering(self, kind: str, columns: int, depth: int, rows: int, operand: str) -> GemmConfig:
+        """The usual one, or 128 x 128 where that is larger."""
+        usual = self.choose(kind, columns, depth, rows)
+        return usual if gathering_reason(usual) is None else self.deepest(128, 128)
 
     def deepest(self, tile_m: int, tile_n: int) -> GemmConfig:
         """The tiling of a shape with all the stages there is room for."""
