@@ -108,7 +108,7 @@ def test_it_says_so_once():
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("arch", [*chips(), "sm_80", "sm_89", "sm_120"])
+@pytest.mark.parametrize("arch", chips())
 @pytest.mark.parametrize("name", list(MODULES)[:2])
 def test_every_format_is_served_and_never_emulated_beside_a_kernel(monkeypatch, name, arch, form):
     monkeypatch.setattr(device, "packages_reason", lambda: None)
