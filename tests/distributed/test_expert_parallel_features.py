@@ -351,14 +351,45 @@ def test_a_rank_without_a_backward_does_not_hang_the_others(ranks):
     ranks(check_time_out)
 
 
-def check_example_of_the_documentation() -> None:
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page_examples() -> list[str]:
+    """The first example of the layer, and what holds the tokens alone, in the words of the page."""
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ExpertParallelMLP" in block)
-    assert '"cpu", (1,)' in code
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return [next(block for block in blocks if word in block) for word in ("ExpertParallelMLP", "context_fn")]
+
+
+def check_examples_of_the_documentation() -> None:
+    first, checkpointed = page_examples()
+    assert '"cpu", (1,)' in first
     names: dict[str, Any] = {}
-    exec(code.replace('"cpu", (1,)', '"cpu", (2,)'), names)
-    assert names["x"].grad.shape == (11, 64)
+    exec(first.replace('"cpu", (1,)', '"cpu", (2,)'), names)
+    expected, once = names["y"], names["x"].grad.clone()
+    assert once.shape == (11, 64)
+    exchanged, exchange = [], dist.all_to_all_single
+
+    def counted(out: Tensor, t: Tensor, group: dist.ProcessGroup) -> None:
+        exchanged.append(t.shape)
+        exchange(out, t, group=group)
+
+    dist.all_to_all_single = counted
+    try:
+        names["layer"](names["x"], names["index"], names["weights"]).sum().backward()
+        plain = exchanged.copy()
+        exchanged.clear()
+        exec(checkpointed, names)
+        names["y"].sum().backward()
+    finally:
+        dist.all_to_all_single = exchange
+    assert torch.equal(names["y"], expected)
+    assert torch.equal(names["x"].grad, 3 * once)
+    rows, weights = torch.Size([32, 64]), torch.Size([32, 2])
+    assert len(exchanged) == len(plain) + 2
+    for shape in (rows, weights):  # of one dispatch more
+        assert exchanged.count(shape) == plain.count(shape) + 1
 
 
-def test_example_of_the_documentation(ranks):
-    ranks(check_example_of_the_documentation)
+def test_examples_of_the_documentation(ranks):
+    ranks(check_examples_of_the_documentation)
