@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -125,7 +126,14 @@ def check_graph(backend: str, invariant: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    cases = [("even", MOST), ("sentinels", MOST), ("empty experts", 4), ("nothing is routed", 5), ("even", 2)]
+    cases = [
+        ("even", MOST),
+        ("sentinels", MOST),
+        ("empty experts", 4),
+        ("nothing is routed", 5),
+        ("even", 1),
+        ("even", 0),
+    ]
     for case, count in cases:
         index = chosen(case, MOST)[:count]
         x, weights = torch.randn(MOST, H)[:count].double(), torch.rand(MOST, TOP_K)[:count].double()
@@ -134,7 +142,7 @@ def check_graph(backend: str, invariant: bool) -> None:
             leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
             if model is compiled:
                 for t in (*leaves, index):
-                    torch._dynamo.mark_dynamic(t, 0)
+                    mark_unbacked(t, 0)
             y = model(leaves[0], index, leaves[1])
             grads.append((y, *torch.autograd.grad(y.sin().sum(), [*leaves, *layer.parameters()])))
         for ours, theirs in zip(*grads, strict=True):
@@ -320,7 +328,10 @@ def check_errors() -> None:
     layer = problem.layer()
     x, index, weights = problem.x[:MOST], problem.index[:MOST], problem.weights[:MOST]
     called = [
-        ((problem.x, problem.index), f"`x` must have at most max_tokens = {MOST} tokens, but got {2 * MOST}"),
+        (
+            (problem.x, problem.index),
+            rf"`x` must have at most max_tokens = {MOST} tokens, but got shape \({2 * MOST}, {H}\)",
+        ),
         ((x[:, 1:], index), rf"`x` must be \[S, H\] with H = {H}, but got shape \({MOST}, {H - 1}\)"),
         ((x, index[1:]), r"`top_k_index` must be \[S, k\] with S like `x` and k = 3, but got shape \(5, 3\)"),
         ((x, index[:, 1:]), r"`top_k_index` must be \[S, k\] with S like `x` and k = 3, but got shape \(6, 2\)"),

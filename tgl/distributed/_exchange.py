@@ -142,14 +142,13 @@ class Exchange:
 
     def _check(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> None:
         count, most, top_k = tokens.shape[0], self.sizes.max_tokens, self.sizes.top_k
-        if (fits := count <= most) is False:
-            fail(f"{self.name}: `x` must have at most max_tokens = {most} tokens, but got {count}")
-        if fits is not True:
-            torch._check(fits)
+        _require(count <= most, f"{self.name}: `x` must have at most max_tokens = {most} tokens", tokens)
         for argument, t in (("top_k_index", top_k_index), ("weights", weights)):
-            if t is not None and (t.dim() != 2 or t.shape[0] != count or t.shape[1] != top_k):
-                must = f"[S, k] with S like `x` and k = {top_k}"
-                fail(f"{self.name}: `{argument}` must be {must}, but got shape {tuple(t.shape)}")
+            if t is not None:
+                must = f"{self.name}: `{argument}` must be [S, k] with S like `x` and k = {top_k}"
+                _require(t.dim() == 2, must, t)
+                _require(t.shape[1] == top_k, must, t)
+                _require(t.shape[0] == count, must, t)
 
     def _full(self, needed: Tensor) -> Tensor:
         """Whether so many rows do not fit: bool ``[]``."""
@@ -185,6 +184,14 @@ class Exchange:
             raise RuntimeError(
                 f"{self.name}: {'; '.join(said)}. Outputs and gradients of that step are NaN on all ranks"
             )
+
+
+def _require(condition: bool | torch.SymBool, must: str, t: Tensor) -> None:
+    """Raise an error about ``t`` unless ``condition`` holds; of symbols a graph asks when it runs."""
+    if condition is False:
+        fail(f"{must}, but got shape {tuple(t.shape)}")
+    if condition is not True:
+        torch._check(condition, lambda message=must: message)  # type: ignore[arg-type, misc]
 
 
 def check_agreement(group: dist.ProcessGroup, sizes: Sizes, hidden_size: int) -> None:
