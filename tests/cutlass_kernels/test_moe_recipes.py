@@ -1,0 +1,45 @@
+"""``MoE`` with a recipe where kernels serve it: the bits of its pieces, without copies of tokens."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.testing import emulator
+
+G, H, I, S, K = 3, 64, 64, 40, 2
+CASES = {
+    "sm_90": {"recipe": tgl.recipes.Float8CurrentScaling()},
+    "sm_100": {"recipe": tgl.recipes.MXFP8BlockScaling()},
+}
+
+
+def step(block, x, routing, weights, *, pieces):
+    if pieces:
+        rows = block.forward_offsets(tgl.dispatch(x, routing), routing.offs, tgl.dispatch_weights(weights, routing))
+        y = tgl.combine(rows, routing)
+    else:
+        y = block(x, routing, weights)
+    return [y.detach(), *torch.autograd.grad(y, [x, weights, *block.parameters()], torch.ones_like(y))]
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm_90", marks=pytest.mark.slow), "sm_100"])
+def test_quantisers_gather_tokens(arch):
+    torch.manual_seed(0)
+    block = tgl.MoE(G, H, I, params_dtype=torch.bfloat16, **CASES[arch])
+    chosen = torch.arange(S * K).view(S, K) % (G + 1)  # of the last nothing
+    x, weights = torch.randn(S, H).bfloat16(), torch.rand(S, K, requires_grad=True)
+    x[(chosen == G).all(1)] = float("nan")
+    x.requires_grad_()
+    results, dispatches = [], []
+    for pieces in (False, True):
+        with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+            routing = tgl.route(chosen, G)
+            results.append(step(block, x, routing, weights, pieces=pieces))
+        dispatches.append(sum("Dispatch" in launch.kernel for launch in machine.launches))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert all(t.isfinite().all() for t in results[0])
+    assert dispatches == [1, 3]  # of routing weights; by the pieces of tokens and of their results' gradients too
