@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the packa
 
 
 def check(arch, tried, artifacts):
-    """MMAs of the shape, nothing in local memory, one barrier in the mainloop and one before it."""
+    """Nothing in local memory, and no more MMAs, copies and reads of matrices than the shape needs."""
     down, across = WARPS[tried.config.tile_m, tried.config.tile_n]
     report = sass.inspect(artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
@@ -38,8 +38,10 @@ def check(arch, tried, artifacts):
     element = "bf16" if tried.dtype == torch.bfloat16 else "f16"
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32" in artifacts.PTX
     assert f".target {arch}\n" in artifacts.PTX
-    mmas = tried.config.tile_m // down // 16 * (tried.config.tile_n // across // 8)
-    assert report.count("HMMA.16816") == 5 * mmas  # four steps of a stage, and one of its end
+    high, wide = tried.config.tile_m // down // 16, tried.config.tile_n // across // 16
+    # Four steps of a stage and one of its end; the first rows and columns of a tile are read before its loop.
+    assert report.count("HMMA.16816") == 5 * high * 2 * wide
+    assert report.count("LDSM") == 5 * (high + wide) + high + 1
     assert report.count("LDGSTS") == 3 * (tried.config.tile_m + tried.config.tile_n) * 8 // (32 * down * across)
 
 

@@ -148,7 +148,7 @@ def test_blocks_nest_and_repeat_for_both_architectures():
             f100(*args)
             assert active() is blackwell
         f90(*args)
-        with pytest.raises(EmulatorError, match="compiled for sm_100a; the emulated machine is sm_90a"):
+        with pytest.raises(EmulatorError, match="compiled for sm_100a; the emulated machine is sm_90"):
             f100(*args)
     assert active() is None
     with emulate("sm_100a") as again:
