@@ -31,8 +31,19 @@ def test_an_entry_has_its_kernels_and_its_tilings(arch):
         assert tilings.reason(arch, kind, tilings.choose(arch, kind, 512, 512, 256)) is None
         for form in OPERANDS.values():
             if arch in form.archs:
-                chosen = tilings.choose_scaled(arch, kind, form, 512, 512, 256)
-                assert tilings.reason(arch, kind, chosen, form) is None
+                for by_columns in (False, True):
+                    chosen = tilings.choose_scaled(arch, kind, form, 512, 512, 256, by_columns)
+                    assert tilings.reason(arch, kind, chosen, form) is None
+
+
+@pytest.mark.parametrize("rows", [32, 256, 4096])
+@pytest.mark.parametrize("depth", [128, 1536, 7168])
+@pytest.mark.parametrize("columns", [129, 192, 2048])
+def test_bytes_by_columns_are_loaded_in_whole_lines(columns, depth, rows):
+    """MXFP8's second operand, where its columns lie side by side; each CTA of a pair loads half of them."""
+    for kind in KINDS:
+        chosen = tilings.choose_scaled("sm_100", kind, OPERANDS["mxfp8"], columns, depth, rows, True)
+        assert chosen.tile_n // chosen.ctas >= 128
 
 
 def test_formats_name_architectures_of_the_table():

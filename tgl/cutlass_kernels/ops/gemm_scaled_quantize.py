@@ -136,7 +136,8 @@ class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
     def key(self, c: ScaledQuantizeCall, arch: str) -> ScaledQuantizeKey:
         """The tiling of ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
-        tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows)
+        first = c.b_direction == "rowwise"
+        tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows, not first)
         if c.params.gated and not c.params.interleaved:
             tiling = replace(tiling, tile_n=2 * ATOM_ROWS)
         quantized = MXFP8Spec(
@@ -156,7 +157,6 @@ class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
             probs=name(c.probs),
             quantized=quantized,
         )
-        first = c.b_direction == "rowwise"
         return ScaledQuantizeKey(arch, not c.a.is_cuda, name(c.a), name(c.b), first, spec, tiling)
 
     def build(self, key: ScaledQuantizeKey) -> Callable:

@@ -51,13 +51,15 @@ def choose_gathering(kind: str, columns: int, depth: int, rows: int, operand: st
     return choose(kind, columns, depth, rows)
 
 
-def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
-    """Wide tiles for long contractions.
+def choose_scaled(
+    kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
+) -> GemmConfig:
+    """Wide tiles for long contractions, and for pairs whose B lies by columns.
 
     They leave room in tensor memory for one accumulator and its scales, so their epilogue does not overlap the next
-    tile, which weighs least where the contraction is long.
+    tile, which weighs least where the contraction is long. Each CTA of a pair loads half of B's columns: of 128 columns
+    of bytes side by side that would be 64, half of a line of the L2, at the price of a whole one.
     """
-    wide = columns > 128 and depth >= 16 * form.tile_k
-    return GemmConfig(
-        tile_m=256 if rows >= 256 else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=rows >= 256
-    )
+    pair = rows >= 256
+    wide = columns > 128 and (depth >= 16 * form.tile_k or (pair and by_columns))
+    return GemmConfig(tile_m=256 if pair else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=pair)

@@ -76,7 +76,9 @@ def choose_gathering(kind: str, columns: int, depth: int, rows: int, operand: st
     return replace(usual, cluster_n=1)  # each CTA gathers for itself
 
 
-def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
+def choose_scaled(
+    kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
+) -> GemmConfig:
     """High or wide tiles, which move the fewest bytes through L2 and shared memory per MMA.
 
     Measured on an H200. In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one
