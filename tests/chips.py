@@ -11,14 +11,14 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, serving
 
 # Recipes by the names of ``examples.train_moe``, by the architecture whose kernels take their formats.
-RECIPES = {
+RECIPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ARCHS, ("none",)),
     "sm_90": ("none", "current", "delayed", "block"),
     "sm_100": ("none", "current", "delayed", "mxfp8", "nvfp4"),
 }
 
-
 EVERY = tuple(dict.fromkeys(name for names in RECIPES.values() for name in names))
-"""Recipes that every chip trains in; where it has no kernels for a format, its GEMMs are emulated."""
+"""All of them: where a chip quantises and has no kernels for a format, its GEMMs are emulated."""
 
 
 def arch() -> str | None:
@@ -27,6 +27,11 @@ def arch() -> str | None:
         return None
     found = serving(backends.device_arch(torch.device("cuda", 0)))
     return None if found is None else found.name
+
+
+def trained() -> tuple[str, ...]:
+    """The recipes that the chip at hand trains in; of a Hopper where there is none."""
+    return EVERY if ARCHS[arch() or "sm_90"].bulk_copies else ("none",)
 
 
 def parameters(names: Iterable[str] = ARCHS) -> list:

@@ -14,7 +14,7 @@ from tgl.testing import SIGNATURES
 
 ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
-ON_GPU = chips.EVERY
+ON_GPU = chips.trained()
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=needs_gpu)]
 FORMATS = {"sm_90": ("fp8_tensor", "fp8_block"), "sm_100": ("mxfp8", "nvfp4", "fp8_tensor")}[ARCH or "sm_90"]
 
