@@ -75,6 +75,12 @@ class Sizes:
         most = self.ranks * self.max_tokens * self.top_k
         return max(min(rows, most), int(meta.fewest_expert_rows(self.num_experts, self.ranks)))
 
+    def traffic(self, hidden_size: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
+        row = 2 * hidden_size * dtype.itemsize + self.top_k * (dtype.itemsize + torch.int32.itemsize)
+        places = self.ranks * self.pair_rows
+        return places * row, min(self.used, places) * row
+
 
 def _rows(factor: float | None, even: float, worst: int) -> int:
     return worst if factor is None else math.ceil(factor * even)

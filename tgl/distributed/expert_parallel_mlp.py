@@ -129,10 +129,7 @@ class ExpertParallelMLP(MoE):
         them those that ``max_tokens`` tokens under an even load use, at most. A backward sends the last two of the
         three parts once more: choices, tokens with their weights, answers.
         """
-        sizes = self.exchange.sizes
-        row = 2 * self.in_features * dtype.itemsize + sizes.top_k * (dtype.itemsize + torch.int32.itemsize)
-        places = sizes.ranks * sizes.pair_rows
-        return places * row, min(sizes.used, places) * row
+        return self.exchange.sizes.traffic(self.in_features, dtype)
 
     @property
     def found_inf(self) -> Tensor:

@@ -1,0 +1,106 @@
+"""What an expert parallel layer holds and sends on paper, from 8 ranks to 512, in bfloat16.
+
+    python benchmarks/expert_parallel_plan.py [--models deepseek-v3 ...] [--tokens 4096] [--pair-factors 1.25 2]
+
+Nothing is run: sizes are those that ``tgl.distributed.ExpertParallelMLP`` fixes when it is made, with
+``capacity_factor=2``. Per rank and layer:
+
+``rows a token``     ranks that a token goes to on average if every choice of k of the E experts is as likely,
+                     ``W (1 - C(E - L, k) / C(E, k))`` with ``L = E / W``
+``factor``           ``pair_capacity_factor``; ``worst`` is None
+``P``                rows of a pair of ranks
+``arrived``          MiB of ``[W P, H]``, which the gradient of FC1 reads again
+``h``                MiB of ``[expert_rows, 2 I]``, held for the backward
+``sent``             MiB that a rank sends in a forward: choices, tokens with their weights, answers
+``used``             share of these places that tokens take on average
+``to a peer``        KiB of tokens in one message, of which an exchange sends W - 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from harness.command import choice, parser
+
+from tgl.distributed._exchange import Sizes
+
+MIB, KIB = 1 << 20, 1 << 10
+BF16 = torch.bfloat16
+RANKS = (8, 16, 32, 64, 128, 256, 512)
+HEAD = ("W", "rows a token", "factor", "P", "arrived", "h", "sent", "used", "to a peer")
+
+
+class Model(NamedTuple):
+    """Width of tokens, width of an expert's activation, experts and choices."""
+
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+MODELS = {
+    "qwen3-30b": Model(2048, 768, 128, 8),
+    "deepseek-v3": Model(7168, 2048, 256, 8),
+    "qwen3-next": Model(2048, 512, 512, 10),
+}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__)
+    choice(made, "--models", MODELS)
+    made.add_argument("--tokens", type=int, default=4096, help="max_tokens of a rank")
+    made.add_argument("--pair-factors", type=float, nargs="+", default=[1.25], help="beside the worst case")
+    return made.parse_args(argv)
+
+
+def ranks_of_a_token(model: Model, ranks: int) -> float:
+    """Of W, those with an expert among k that are drawn from E without one twice."""
+    without = math.comb(model.experts - model.experts // ranks, model.top_k) / math.comb(model.experts, model.top_k)
+    return ranks * (1 - without)
+
+
+def row(model: Model, ranks: int, tokens: int, factor: float | None) -> tuple[str, ...]:
+    """The figures of one layer."""
+    sizes = Sizes(ranks, model.experts, model.top_k, tokens, 2.0, factor, invariant=False)
+    places, goes = ranks * sizes.pair_rows, ranks_of_a_token(model, ranks)
+    line = model.hidden * BF16.itemsize
+    sent, _ = sizes.traffic(model.hidden, BF16)
+    return (
+        str(ranks),
+        f"{goes:.1f}",
+        "worst" if factor is None else f"{factor:g}",
+        str(sizes.pair_rows),
+        f"{places * line / MIB:.0f}",
+        f"{sizes.expert_rows * 2 * model.inner * BF16.itemsize / MIB:.0f}",
+        f"{sent / MIB:.0f}",
+        f"{goes * tokens / places:.2f}",
+        f"{sizes.pair_rows * line / KIB:.0f}",
+    )
+
+
+def table(model: Model, tokens: int, factors: Sequence[float | None]) -> Iterator[str]:
+    """Lines of a table, of as many ranks as share the experts evenly."""
+    yield f"| {' | '.join(HEAD)} |"
+    yield "|---" * len(HEAD) + "|"
+    for ranks in RANKS:
+        if not model.experts % ranks:
+            for factor in factors:
+                yield f"| {' | '.join(row(model, ranks, tokens, factor))} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments(argv)
+    for name in options.models:
+        model = MODELS[name]
+        sizes = f"H {model.hidden}, I {model.inner}, {model.experts} experts, {model.top_k} choices"
+        print(f"{name} ({sizes}), {options.tokens} tokens a rank\n")
+        print("\n".join(table(model, options.tokens, [None, *options.pair_factors])), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
