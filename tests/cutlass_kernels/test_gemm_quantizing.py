@@ -156,4 +156,4 @@ def test_what_it_does_not_take_is_said():
     block = {"format": "fp8_block", "scale_layout": "compact"}
     assert "takes mxfp8, got fp8_block" in reason(operands(names=block), **block)
     with backends.emulated_device("sm_90"):
-        assert "built for sm_100, this device is sm_90" in str(tgl.explain(OP, **given, **NAMES))
+        assert "built for sm_100, sm_103, this device is sm_90" in str(tgl.explain(OP, **given, **NAMES))

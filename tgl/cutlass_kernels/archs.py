@@ -34,6 +34,8 @@ class Arch:
         bulk_copies: whether it has bulk copies, tensor maps and barriers that count their bytes, by which kernels load
             that quantise, dequantise or add up rows.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
+        spares_registers: whether the compiler leaves some where a kernel takes nearly all that as many blocks on a
+            multiprocessor leave it; otherwise such a kernel has room for a block less.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Arch:
     tilings: Any
     bulk_copies: bool = True
     rounds_to_fp4: bool = False
+    spares_registers: bool = True
 
     @property
     def gathers(self) -> bool:
@@ -68,7 +71,8 @@ class Arch:
 
 def _of_warps(name: str, smem_kb: int, bulk_copies: bool) -> Arch:
     """An architecture without wider MMAs than those of a warp, whose CTAs may have as much shared memory."""
-    return Arch(name, (name,), name, "warp", DENSE, WarpTilings(smem_kb * 1024), bulk_copies)
+    tilings = WarpTilings(smem_kb * 1024)
+    return Arch(name, (name,), name, "warp", DENSE, tilings, bulk_copies, spares_registers=False)
 
 
 ARCHS = {

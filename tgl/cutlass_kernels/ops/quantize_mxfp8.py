@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...meta.quantized import Options
 from ..activation.activation_spec import ActivationSpec
-from ..archs import Arch
+from ..archs import Arch, arch_of
 from ..quantize.quantize_spec import MXFP8Spec
 from ..runtime.names import dtype, name
 from .quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix, source
@@ -55,9 +55,10 @@ class MXFP8Quantizer(Quantizer):
             scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
             return matrix(spec.element, pitch=1 if spec.elementwise else VECTOR), scales
 
+        kernel = QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8
         return compiled(
             arch,
-            (QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8)(spec),
+            kernel(spec, arch_of(arch).spares_registers),
             source_of(spec),
             vector("int32") if spec.grouped else None,
             order_of(spec),

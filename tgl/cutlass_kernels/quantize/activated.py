@@ -70,8 +70,8 @@ class ActivateQuantizeMXFP8(Activated, QuantizeMXFP8):
 
     quantizer = QuantizeMXFP8
 
-    def __init__(self, spec: MXFP8Spec):
-        super().__init__(spec)
+    def __init__(self, spec: MXFP8Spec, spares_registers: bool = True):
+        super().__init__(spec, spares_registers)
         self.activate(spec.activation, spec.row_scale)
 
 

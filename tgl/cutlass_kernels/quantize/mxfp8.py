@@ -112,13 +112,14 @@ class Spot(NamedTuple):
 
 
 class QuantizeMXFP8(LaneValues):
-    """The kernel for one ``MXFP8Spec``."""
+    """The kernel for one ``MXFP8Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
 
-    def __init__(self, spec: MXFP8Spec):
+    def __init__(self, spec: MXFP8Spec, spares_registers: bool = True):
         super().__init__(spec.source, 4, spec.elementwise)
         self.spec = spec
         self.element = TYPES[spec.element]
-        self.blocks_per_sm = 4 - (spec.rowwise and spec.columnwise) - (not self.packed)
+        full = spec.slots and not spares_registers  # what finds a matrix takes the last registers
+        self.blocks_per_sm = 4 - (spec.rowwise and spec.columnwise) - (not self.packed) - full
 
     @cute.jit
     def __call__(
