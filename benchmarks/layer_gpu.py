@@ -217,7 +217,7 @@ def _unserved(recipe: recipes.Recipe, device: str) -> str | None:
 
 def _refusal(op: str, *args: object, **kwargs: object) -> str | None:
     found = tgl.explain(op, *args, **kwargs)
-    if found.chosen is None or found.syncs:
+    if found.chosen is None or found.syncs or found.emulates:
         return f"{op} " + "; ".join(reason for _, reason in found.refused)
     return None
 

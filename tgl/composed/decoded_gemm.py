@@ -75,7 +75,7 @@ def dense(
     rows, columns, depth = *out.shape, a.shape[1] * FORMATS[format].per_byte
     left = torch.empty(rows, depth, dtype=torch.bfloat16, device="meta")
     right = torch.empty(offs.shape[0], depth, columns, dtype=torch.bfloat16, device="meta")
-    wide = torch.empty(rows, columns, device="meta")
+    wide = torch.empty(rows, columns, dtype=torch.float32, device="meta")
     return backends.report("grouped_gemm", a.device, left, right, offs, None, None, out=wide, zero_tail=False)
 
 

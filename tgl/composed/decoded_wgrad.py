@@ -71,7 +71,7 @@ def dense(
     places = a.shape[1] * FORMATS[format].per_byte if transposed else a.shape[0]
     features = [t.shape[0] if transposed else t.shape[1] for t in (a, b)]
     left, right = (torch.empty(places, f, dtype=torch.bfloat16, device="meta") for f in features)
-    wide = torch.empty(offs.shape[0], *features, device="meta")
+    wide = torch.empty(offs.shape[0], *features, dtype=torch.float32, device="meta")
     return backends.report("grouped_gemm_wgrad", a.device, left, right, offs, out=wide)
 
 

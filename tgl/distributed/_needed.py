@@ -44,7 +44,7 @@ class Needed:
         """Behind an eager call: let the counts travel to the host, which asks for them before the next call."""
         if self.most.device.type == "cuda" and not backends.capturing(self.most.device):
             if self._copy is None:
-                self._copy = torch.empty(self.most.shape, dtype=torch.int32, pin_memory=True)
+                self._copy = torch.empty(self.most.shape, dtype=torch.int32, device="cpu", pin_memory=True)
             self._copy.copy_(self.most, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
