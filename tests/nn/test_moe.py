@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
+from tests.nn.seen import Ops, same
 
 G, H, I, S, K = 4, 32, 48, 9, 2
 CHOSEN = torch.tensor([[0, 2], [2, 3], [3, 0], [2, 2], [0, 4], [-1, 3], [3, 2], [0, 3], [4, 9]])
@@ -27,23 +27,6 @@ def step(function, module, x, weights):
     dy = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
     wanted = [t for t in (x, weights, *module.parameters()) if t is not None and t.requires_grad]
     return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-class Ops(TorchDispatchMode):
-    """Names of tgl's ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "tgl":
-            self.names.append(function._schema.name.removeprefix("tgl::"))
-        return function(*args, **(kwargs or {}))
 
 
 def ops(function):

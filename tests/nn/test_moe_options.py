@@ -7,9 +7,9 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tgl
+from tests.nn.seen import Ops, same
 from tests.peak_memory import peak_memory
 from tgl import recipes
 
@@ -83,23 +83,6 @@ def steps(function, block, count=2, **options):
         found += [t.clone() for t in (y.detach(), x.grad, weights.grad, *gradients)]
     main_grads = [p.main_grad for p in block.parameters() if hasattr(p, "main_grad")]
     return found + [t.clone() for t in (*main_grads, *block.buffers())]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-class Ops(TorchDispatchMode):
-    """Names of tgl's ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "tgl":
-            self.names.append(function._schema.name.removeprefix("tgl::"))
-        return function(*args, **(kwargs or {}))
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

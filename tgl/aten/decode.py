@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..meta.formats import E4M3, E8M0, E8M0_NAN, Format
+from ..meta.formats import E4M3, E8M0, E8M0_NAN
 
 BF16 = torch.bfloat16
 _BIAS, _MANTISSA, _NAN_BITS = 127, 7, 0x7FC0  # of bfloat16
@@ -59,9 +59,9 @@ def exponent_of(byte: Tensor) -> Tensor:
     return byte.int() - _BIAS
 
 
-def spread(scale: Tensor, form: Format, dim: int, length: int) -> Tensor:
-    """Every scale repeated for the elements of its block along ``dim``."""
-    return scale.repeat_interleave(form.block, dim).narrow(dim, 0, length)
+def spread(scale: Tensor, block: int, dim: int, length: int) -> Tensor:
+    """Every scale repeated ``block`` times along ``dim``, cut to ``length``."""
+    return scale.repeat_interleave(block, dim).narrow(dim, 0, length)
 
 
 def _of_bits(bits: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def _by_blocks(operands: Operands, groups: Groups, group: Tensor, form: Format, 
     for block, start in enumerate(range(0, a.shape[1], form.block)):
         stop = min(start + form.block, a.shape[1])
         part = _dense(left[:, start:stop], right[:, start:stop], groups)
-        across = b_scale[:, :, block].repeat_interleave(form.block, 1)[:, : b.shape[1]]
+        across = decode.spread(b_scale[:, :, block], form.block, 1, b.shape[1])
         part.mul_(across.index_select(0, group)).mul_(a_scale[:, block, None])
         total.add_(part)
     return total

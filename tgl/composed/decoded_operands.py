@@ -100,14 +100,14 @@ def matrices(data: Tensor, scale: Tensor, form: Format, direction: str, scale_la
 
 
 def _e4m3(values: Tensor, scale: Tensor, form: Format, dim: int) -> Decoded:
-    return Decoded(values.mul_(decode.spread(decode.block_scales(scale), form, dim, values.shape[dim])))
+    return Decoded(values.mul_(decode.spread(decode.block_scales(scale), form.block, dim, values.shape[dim])))
 
 
 def _e8m0(values: Tensor, scale: Tensor, form: Format, dim: int) -> Decoded:
     """Relative to the largest scale of each row or matrix."""
     largest = decode.finite(scale).flatten(1).amax(1)
     factors = decode.powers(scale, largest.view(-1, *[1] * (scale.dim() - 1)))
-    return Decoded(values.mul_(decode.spread(factors, form, dim, values.shape[dim])), decode.exponent_of(largest))
+    return Decoded(values.mul_(decode.spread(factors, form.block, dim, values.shape[dim])), decode.exponent_of(largest))
 
 
 _ONE_BYTE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, int], Decoded]] = {E4M3: _e4m3, E8M0: _e8m0}

@@ -12,6 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ..aten.decode import spread
 from ..aten.segments import segment_sizes
 from ..meta import placement
 from ..meta.formats import E8M0, FORMATS, Format
@@ -53,11 +54,6 @@ def scales(scale: Tensor, form: Format) -> Tensor:
     return scale.view(form.scale_type).float() if form.scale_type == E8M0 else elements(scale.view(form.scale_type))
 
 
-def _spread(scale: Tensor, block: int, dim: int, length: int) -> Tensor:
-    """Every scale repeated ``block`` times along ``dim``, cut to ``length``."""
-    return scale.repeat_interleave(block, dim).narrow(dim, 0, length)
-
-
 # --- operands of one group --------------------------------------------------------------------------------------------
 
 
@@ -77,7 +73,7 @@ def rows(data: Tensor, scale: Tensor, sizes: tuple[int, ...], form: Format, scal
         scale = placement.from_blocked(scale, padded, columns).index_select(0, _coordinates(sizes, ROW_UNIT))
     else:
         scale = scale[: values.shape[0]]
-    return values.mul_(_spread(scales(scale, form), form.block, 1, values.shape[1]))
+    return values.mul_(spread(scales(scale, form), form.block, 1, values.shape[1]))
 
 
 def _coordinates(sizes: tuple[int, ...], u: int) -> Tensor:
@@ -96,14 +92,14 @@ def matrix(data: Tensor, scale: Tensor, form: Format, direction: str, scale_layo
     if form.block == 0:
         return values.t()
     if form.square_scales:
-        scale = _spread(scale, form.block, 0, values.shape[0])
+        scale = spread(scale, form.block, 0, values.shape[0])
     across = direction == "columnwise" and not form.transposed_columnwise
     if scale_layout == "blocked":
         width, depth = values.shape if not across else values.shape[::-1]
         scale = placement.from_blocked(scale, width, placement.ceil_div(depth, form.block))
         scale = scale.t() if across else scale
     dim = 0 if across else 1
-    values.mul_(_spread(scales(scale.contiguous(), form), form.block, dim, values.shape[dim]))
+    values.mul_(spread(scales(scale.contiguous(), form), form.block, dim, values.shape[dim]))
     return values if across else values.t()
 
 
@@ -133,7 +129,7 @@ class Columns:
         dim = 1 if form.transposed_scale else 0
         blocks = placement.ceil_div(size, form.block)
         scale = self.scale.narrow(dim, _place(g, start, form.unit_scale) // form.block, blocks).contiguous()
-        factor = _spread(scales(scale, form), form.block, dim, size)
+        factor = spread(scales(scale, form), form.block, dim, size)
         return values.mul_(factor.t() if dim else factor)
 
 
