@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
+from tgl.distributed import ExpertParallelMLP
 
 OPS = torch.ops.tgl
 EXPERTS, TOP_K, PAIR_ROWS, EXPERT_ROWS = 6, 2, 8, 24
@@ -212,3 +213,33 @@ def check_time_out() -> None:
 
 def test_a_rank_that_raises_does_not_hang_the_others(ranks):
     ranks(check_time_out)
+
+
+def check_engines() -> None:
+    me, name = dist.get_rank(), options()["group_name"]
+    with pytest.raises(
+        ValueError, match="tgl::ep_route: `engine` must be one of 'all_to_all', 'symmetric_memory', but"
+    ):
+        OPS.ep_route(INDEX[me], EXPERTS, **options(engine="nccl"))
+    x, _, places, _ = problem()
+    with pytest.raises(ValueError, match=r"tgl::ep_dispatch: `engine` must be one of .* but got 'nccl'"):
+        OPS.ep_dispatch(x, None, *places, group_name=name, engine="nccl")
+    with pytest.raises(tgl.NoImplementationError, match="the call asks for engine='symmetric_memory'"):
+        OPS.ep_dispatch(x, None, *places, group_name=name, engine="symmetric_memory")
+    with pytest.raises(ValueError, match="`engine` must be one of 'all_to_all', 'symmetric_memory', but got 'nccl'"):
+        layer(engine="nccl")
+    with pytest.raises(ValueError, match="`engine` must be equal on all ranks of `group`, but got"):
+        layer(engine=["all_to_all", "symmetric_memory"][me])
+    why = "it needs CUDA devices that write to each other's memory, and there is none"
+    message = f"layer 7: `engine='symmetric_memory'` is not available: rank 0: {why}; rank 1: {why}"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        layer(engine="symmetric_memory")
+
+
+def layer(**changes: Any) -> ExpertParallelMLP:
+    return ExpertParallelMLP(EXPERTS, 8, 8, group=dist.group.WORLD, top_k=2, max_tokens=4, name="layer 7", **changes)
+
+
+def test_engines(ranks):
+    """Nothing but the one that was asked for is taken, and all ranks say why there is none."""
+    ranks(check_engines)

@@ -20,7 +20,7 @@ T, G, K, N = 160, 3, 256, 512
 OFFS = torch.tensor([40, 40, 129], dtype=torch.int32)
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 # Of columnwise scales, by features.
-SCALES = OnePerName(FORMATS, "SCALES", {"mxfp8": S1, "nvfp4": S0, "fp8_tensor": R, "fp8_block": S1})
+SCALES = OnePerName(FORMATS, "SCALES", {"mxfp8": S1, "nvfp4": S0, "mxfp4": S0, "fp8_tensor": R, "fp8_block": S1})
 
 
 def place(t: Tensor | None, placement) -> DTensor | None:
@@ -94,6 +94,29 @@ def check_gemm(format: str, direction: str) -> None:
         with CommDebugMode() as counter:
             y = tgl.grouped_gemm_scaled(*operands, **options)
         check(y, expected, result, counter)
+
+
+def check_packed(format: str, over_rows: bool) -> None:
+    """Rows N and columns K of the matrices; either is what is contracted."""
+    f, w = FORMATS[format], components(format)[2]
+    a = torch.randn(T, N if over_rows else K, dtype=torch.bfloat16)
+    bias = torch.randn(G, K if over_rows else N)
+    amax = w.amax if f.decodes_with_amax else None
+    options = {"format": format, "over_rows": over_rows, "out_dtype": torch.float32}
+    expected = tgl.grouped_gemm_packed(a, w.data, w.scale, OFFS, amax, bias, **options)
+    for placement, contracted in ((S1, over_rows), (S2, not over_rows)):
+        operands = (
+            place(a, S1 if contracted else R),
+            place(w.data, placement),
+            place(w.scale, scale_placement(format, placement)),
+            place(OFFS, R),
+            place(amax, R),
+        )
+        # Of a partial sum every rank adds its part of the bias.
+        added = R if contracted else S1
+        with CommDebugMode() as counter:
+            y = tgl.grouped_gemm_packed(*operands, place(bias, added), **options)
+        check(y, expected, Partial() if contracted else S1, counter)
 
 
 def check_wgrad(format: str) -> None:
@@ -220,11 +243,17 @@ def test_gemm(ranks, format, direction):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("over_rows", [False, True])
+def test_packed(ranks, format, over_rows):
+    ranks(check_packed, format, over_rows)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_wgrad(ranks, format):
     ranks(check_wgrad, format)
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "fp8_block"])
 def test_quantize(ranks, format):
     ranks(check_quantize, format)
 

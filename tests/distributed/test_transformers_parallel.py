@@ -102,6 +102,22 @@ def test_overflow(ranks):
     ranks(check_overflow)
 
 
+def check_engine() -> None:
+    """The group of a CPU has no such memory: no rank goes on, and the next call may."""
+    transformers_parallel.register(max_tokens=TOKENS, capacity_factor=None, engine="symmetric_memory")
+    experts = parallel(models.make(models.FOUND[CLASSES[0]], **COUNTS), 2)
+    call = torch.randn(TOKENS, models.HIDDEN), chosen(TOKENS), torch.rand(TOKENS, TOP_K)
+    with pytest.raises(RuntimeError, match="MixtralExperts: `engine='symmetric_memory'` is not available: rank 0: it"):
+        experts(*call)
+    assert not hasattr(experts, "exchange")
+
+
+def test_an_engine_that_is_not_there(ranks):
+    ranks(check_engine)
+    with pytest.raises(ValueError, match="`engine` must be one of 'all_to_all', 'symmetric_memory', but got 'nvshmem'"):
+        transformers_parallel.register(max_tokens=1, engine="nvshmem")
+
+
 def test_an_older_transformers_is_named(monkeypatch):
     found = builtins.__import__
 

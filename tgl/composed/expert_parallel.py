@@ -8,13 +8,21 @@ rest of every P rows is zeros, which are sent as well.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import backends
+from ..meta.expert_parallel import ALL_TO_ALL
 from ..meta.specs import TensorSpec
+
+
+def supports(*args: Any, engine: str, **options: Any) -> backends.Reason:
+    """A call that asks for collectives."""
+    return None if engine == ALL_TO_ALL else f"the call asks for engine={engine!r}"
 
 
 def _group(op: str, name: str) -> dist.ProcessGroup:
@@ -49,6 +57,7 @@ def route(
     expert_rows: int,
     invariant: bool,
     group_name: str,
+    engine: str,
     position: Tensor,
     token: Tensor,
     index: Tensor,
@@ -145,6 +154,7 @@ def dispatch(
     *,
     top_k: int,
     group_name: str,
+    engine: str,
     out: Tensor,
     out_weights: Tensor,
 ) -> None:
@@ -165,6 +175,7 @@ def combine(
     *,
     top_k: int,
     group_name: str,
+    engine: str,
     out: Tensor,
     out_weights: Tensor,
 ) -> None:

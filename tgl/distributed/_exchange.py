@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import peers
 from ..meta import expert_parallel as meta
 from ..nn._errors import fail
 from ._needed import Needed
@@ -75,6 +76,13 @@ class Sizes:
         most = self.ranks * self.max_tokens * self.top_k
         return max(min(rows, most), int(meta.fewest_expert_rows(self.num_experts, self.ranks)))
 
+    def memory(self, hidden_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a rank's symmetric memory, for tokens of this width and dtype and weights of float32 at most."""
+        rows = self.ranks * self.pair_rows
+        routing = (self.ranks, self.num_experts + self.ranks, torch.int32), (rows, self.top_k, torch.int32)
+        moving = (rows, hidden_size, dtype), (rows, self.top_k, torch.float32)
+        return max(peers.size(self.ranks, specs) for specs in (routing, moving))
+
     def traffic(self, hidden_size: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
         row = 2 * hidden_size * dtype.itemsize + self.top_k * (dtype.itemsize + torch.int32.itemsize)
@@ -110,11 +118,25 @@ class Exchange:
         sizes: of its tensors.
         name: what errors call the layer.
         device: where it counts.
+        engine: what moves rows, one of ``meta.ENGINES``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sizes, name: str, device: torch.device) -> None:
-        self.sizes, self.name, self.group_name = sizes, name, str(group.group_name)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sizes: Sizes,
+        name: str,
+        device: torch.device,
+        engine: str = meta.ALL_TO_ALL,
+    ) -> None:
+        self.sizes, self.name, self.engine = sizes, name, engine
+        self.group_name = str(group.group_name)
         self.needed = Needed(2, device)
+
+    @property
+    def group(self) -> dict[str, str]:
+        """Keywords of the ops."""
+        return {"group_name": self.group_name, "engine": self.engine}
 
     def arrive(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> Arrived:
         """Send tokens ``[S, H]`` with their choices and weights ``[S, k]`` to the ranks of their experts."""
@@ -129,11 +151,11 @@ class Exchange:
             pair_rows=sizes.pair_rows,
             expert_rows=sizes.expert_rows,
             invariant=sizes.invariant,
-            group_name=self.group_name,
+            **self.group,
         )
         self.needed.note(needed)
         places = token, position, sizes.copies
-        rows, row_weights = torch.ops.tgl.ep_dispatch(tokens, weights, *places, group_name=self.group_name)
+        rows, row_weights = torch.ops.tgl.ep_dispatch(tokens, weights, *places, **self.group)
         # NaN in every weight of a step that does not fit, for the choices that ep_route then makes.
         factor = torch.where(self._full(needed), math.nan, 1.0).to(row_weights.dtype)
         row_weights = factor.expand(index.shape) if weights is None else row_weights * factor
@@ -141,7 +163,7 @@ class Exchange:
 
     def answer(self, answers: Tensor, arrived: Arrived) -> Tensor:
         """Send ``[W P, H]`` back: of every token ``[S, H]`` the sum."""
-        y, _ = torch.ops.tgl.ep_combine(answers, None, *arrived.places, group_name=self.group_name)
+        y, _ = torch.ops.tgl.ep_combine(answers, None, *arrived.places, **self.group)
         if not torch.compiler.is_compiling():
             self.needed.send()
         return y
@@ -200,9 +222,9 @@ def _require(condition: bool | torch.SymBool, must: str, t: Tensor) -> None:
         torch._check(condition, lambda message=must: message)  # type: ignore[arg-type, misc]
 
 
-def check_agreement(group: dist.ProcessGroup, sizes: Sizes, hidden_size: int) -> None:
+def check_agreement(group: dist.ProcessGroup, sizes: Sizes, **others: object) -> None:
     """All ranks of ``group`` were given these arguments; every one of them has to ask."""
-    arguments = {**asdict(sizes), "hidden_size": hidden_size}
+    arguments = {**asdict(sizes), **others}
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, arguments, group=group)
     for argument, value in arguments.items():

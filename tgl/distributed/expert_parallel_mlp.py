@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from ..nn._errors import fail
 from ..nn._inputs import result_dtype
 from ..nn.moe import MoE
 from ..nn.routing import route
 from ._exchange import Exchange, Sizes, check_agreement
+from ._symmetric import reserve
 
 
 class ExpertParallelMLP(MoE):
@@ -49,6 +51,10 @@ class ExpertParallelMLP(MoE):
             of weights too if the tokens are shared out in order, then have the bits of one rank with all tokens, for
             any W, if the GEMMs of a group do not depend on the other groups. Up to k times as many rows travel: the
             even load of a pair is ``max_tokens k / W``, its worst case ``max_tokens k``.
+        engine: what moves rows between ranks. ``"all_to_all"``: collectives of static sizes of the group's backend,
+            on any devices. ``"symmetric_memory"``: kernels that write to the memory of the other ranks, which have to
+            reach each other's (GPUs of one NVLink domain); the memory lies on the current CUDA device, and all layers
+            of the group use it in turn. Both give equal bits.
         name: what errors call the layer.
         **options: those of ``GroupedMLP``.
 
@@ -58,6 +64,7 @@ class ExpertParallelMLP(MoE):
 
     Raises:
         ValueError: an argument does not fit, or the ranks do not agree on the arguments.
+        RuntimeError: the ranks have no symmetric memory; it says why.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class ExpertParallelMLP(MoE):
         capacity_factor: float | None = 2.0,
         pair_capacity_factor: float | None = None,
         invariant: bool = False,
+        engine: str = ALL_TO_ALL,
         name: str = "ExpertParallelMLP",
         **options: Any,
     ) -> None:
@@ -85,10 +93,15 @@ class ExpertParallelMLP(MoE):
             pair_capacity_factor=pair_capacity_factor,
             invariant=invariant,
         )
+        if engine not in ENGINES:
+            raise ValueError(f"`engine` must be one of {', '.join(map(repr, ENGINES))}, but got {engine!r}")
         super().__init__(num_experts // sizes.ranks, hidden_size, ffn_hidden_size, **options)
-        self.exchange = Exchange(group, sizes, name, next(self.parameters()).device)
+        parameter = next(self.parameters())
+        self.exchange = Exchange(group, sizes, name, parameter.device, engine)
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
-        check_agreement(group, sizes, hidden_size)
+        check_agreement(group, sizes, hidden_size=hidden_size, engine=engine)
+        if engine == SYMMETRIC_MEMORY:
+            reserve(group, sizes.memory(hidden_size, parameter.dtype), name)
 
     def forward(  # type: ignore[override]
         self,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..meta import activations
 from ..meta.formats import FORMATS, Format
+from ..meta.packed import PackedCall
 from .sharding_rules import Rule, replicated, rule
 
 _ops = torch.ops.tgl
@@ -102,6 +103,24 @@ def _grouped_gemm_scaled(
                 *((bias, Partial()), (bias_scale, WHOLE)),
             )
         )
+    return rules
+
+
+def _grouped_gemm_packed(*operands: Any, format: str, over_rows: bool = False, **_: Any) -> list[Rule]:
+    """Rows N or columns K of the matrices: one is what is contracted."""
+    f, call = FORMATS[format], PackedCall(*operands)
+    rules, b, mesh = [replicated(1, *call)], call.b, call.a.mesh  # type: ignore[attr-defined]
+    rest = (call.offs, WHOLE), (call.b_amax, WHOLE)
+    sides = (1, b.shape[1], f.block if f.square_scales else 1), (2, b.shape[2] * f.per_byte, f.block or f.per_byte)
+    for dim, size, unit in sides:
+        if not _divides(size, unit, mesh):
+            continue
+        data, scale = _matrix(f, False, dim)
+        contracted = (dim == 1) == over_rows
+        of_a, result = (Shard(1), Partial()) if contracted else (WHOLE, Shard(1))
+        matrices = (b, data), (call.b_scale, scale)
+        bias = (call.bias, result), (call.bias_scale, WHOLE)
+        rules.append(rule([result], (call.a, of_a), *matrices, *rest, *bias))
     return rules
 
 
@@ -225,6 +244,7 @@ def _group_quantize(
 
 
 RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
+    _ops.grouped_gemm_packed.default: _grouped_gemm_packed,
     _ops.grouped_gemm_scaled.default: _grouped_gemm_scaled,
     _ops.grouped_gemm_scaled_activation_quantize.default: _grouped_gemm_scaled_activation_quantize,
     _ops.grouped_gemm_scaled_wgrad.default: _wgrad,

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..distributed._exchange import Exchange, Sizes
+from ..distributed._symmetric import reserve
+from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from .transformers import NAME, experts_forward
 
 _NEEDS = (
@@ -35,6 +36,7 @@ def register(
     capacity_factor: float | None = 2.0,
     pair_capacity_factor: float | None = None,
     invariant: bool = False,
+    engine: str = ALL_TO_ALL,
 ) -> None:
     """Make this expert parallelism available to transformers models as an implementation of it.
 
@@ -46,10 +48,14 @@ def register(
         name: what ``DistributedConfig(ep_implementation=...)`` will call it.
         max_tokens: the most tokens in a batch of a rank, all sequences together.
         capacity_factor, pair_capacity_factor, invariant: see ``ExpertParallelMLP``.
+        engine: see ``ExpertParallelMLP``; a group without that memory is an error of the first call, on all ranks.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.23, which takes no implementation.
+        ValueError: ``engine`` is unknown.
     """
+    if engine not in ENGINES:
+        raise ValueError(f"`engine` must be one of {', '.join(map(repr, ENGINES))}, but got {engine!r}")
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError as error:
@@ -60,7 +66,7 @@ def register(
         "pair_capacity_factor": pair_capacity_factor,
         "invariant": invariant,
     }
-    EPImplementationInterface.register(name, functools.partial(ExpertParallel, **options))
+    EPImplementationInterface.register(name, functools.partial(ExpertParallel, engine=engine, **options))
 
 
 class ExpertParallel:
@@ -72,11 +78,13 @@ class ExpertParallel:
         experts: the module, which has this rank's experts.
         ep_mesh: the ranks that share the experts.
         tp_mesh: the ranks that share a batch.
-        **options: of ``register``.
+        engine, **options: of ``register``.
     """
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, **options: Any) -> None:
-        self.experts, self.ep_mesh, self.tp_mesh = experts, ep_mesh, tp_mesh
+    def __init__(
+        self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, *, engine: str, **options: Any
+    ) -> None:
+        self.experts, self.ep_mesh, self.tp_mesh, self.engine = experts, ep_mesh, tp_mesh, engine
         slices = tp_mesh.size()
         options["max_tokens"] = -(-options["max_tokens"] // slices)
         self.options, self.slices = options, slices
@@ -86,7 +94,7 @@ class ExpertParallel:
         own = hidden_states, top_k_index, top_k_weights
         if self.slices > 1:
             own = tuple(self._slice(t) for t in own)  # type: ignore[assignment]
-        exchange, experts = self._exchange(own[0].device, top_k_index.shape[1]), self.experts
+        exchange, experts = self._exchange(own[0], top_k_index.shape[1]), self.experts
         arrived = exchange.arrive(*own)
         none: Any = experts.num_experts  # the number by which experts know a choice that is not theirs
         choices = arrived.choices.masked_fill(arrived.choices < 0, none)
@@ -105,13 +113,15 @@ class ExpertParallel:
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
         return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
-    def _exchange(self, device: torch.device, top_k: int) -> Exchange:
-        """Made in the first call, which tells where the experts are and how many a token chooses."""
+    def _exchange(self, tokens: Tensor, top_k: int) -> Exchange:
+        """Made in the first call, which tells where the experts are, how wide, and how many a token chooses."""
         found: Any = getattr(self.experts, "exchange", None)
         if found is None:
             local: Any = self.experts.num_experts
-            ranks = self.ep_mesh.size()
+            ranks, group = self.ep_mesh.size(), self.ep_mesh.get_group()
             sizes = Sizes(ranks=ranks, num_experts=local * ranks, top_k=top_k, **self.options)
             name = type(self.experts).__name__
-            found = self.experts.exchange = Exchange(self.ep_mesh.get_group(), sizes, name, device)  # type: ignore[assignment]
+            if self.engine == SYMMETRIC_MEMORY:
+                reserve(group, sizes.memory(tokens.shape[1], tokens.dtype), name)
+            found = self.experts.exchange = Exchange(group, sizes, name, tokens.device, self.engine)  # type: ignore[assignment]
         return found

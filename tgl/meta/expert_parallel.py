@@ -15,10 +15,19 @@ from .specs import Dim, TensorSpec
 
 _INT32_MAX = 2**31 - 1
 
+ALL_TO_ALL, SYMMETRIC_MEMORY = "all_to_all", "symmetric_memory"
+ENGINES = (ALL_TO_ALL, SYMMETRIC_MEMORY)
+"""What moves rows between ranks: collectives of static sizes, or kernels that write to the memory of peers."""
+
 
 def _at_least(op: str, argument: str, value: Dim, least: Dim, why: str) -> None:
     if (enough := value >= least) is not True:
         checks.require(enough, op, argument, lambda: f"at least {least}, {why}", value)
+
+
+def check_engine(op: str, engine: str) -> None:
+    """It is one of ``ENGINES``."""
+    checks.require(engine in ENGINES, op, "engine", f"one of {', '.join(map(repr, ENGINES))}", repr(engine))
 
 
 def copies(top_k: Dim, group_size: int, invariant: bool) -> Dim:

@@ -31,14 +31,17 @@ Pair = tuple[Tensor, Tensor]
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _route(top_k_index: Tensor, num_experts: int, *, group_name: str, invariant: bool = False, **sizes: int) -> Plan:
-    plan = _route_fake(top_k_index, num_experts, group_name=group_name, invariant=invariant, **sizes)
-    options = {"invariant": invariant, "group_name": group_name, **sizes, **dict(zip(_PLAN, plan))}
-    backends.run(ROUTE, top_k_index.device, top_k_index, num_experts, **options)
+def _route(top_k_index: Tensor, num_experts: int, *, invariant: bool = False, **options: Any) -> Plan:
+    options = {"invariant": invariant, "engine": meta.ALL_TO_ALL, **options}
+    plan = _route_fake(top_k_index, num_experts, **options)
+    backends.run(ROUTE, top_k_index.device, top_k_index, num_experts, **options, **dict(zip(_PLAN, plan)))
     return plan
 
 
-def _route_fake(top_k_index: Tensor, num_experts: int, *, group_name: str, **options: Any) -> Plan:
+def _route_fake(
+    top_k_index: Tensor, num_experts: int, *, group_name: str, engine: str = meta.ALL_TO_ALL, **options: Any
+) -> Plan:
+    meta.check_engine(ROUTE, engine)
     position, token, index, needed = specs.empty_all(meta.ep_route(top_k_index, num_experts, **options))
     return position, token, index, needed
 
@@ -47,17 +50,14 @@ def _moving(op: str) -> tuple[Any, Any]:
     """Kernel and fake of dispatch or combine."""
     check = _SPECS[op]
 
-    def fake(
-        t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, *, group_name: str
-    ) -> Pair:
+    def fake(t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, **group: str) -> Pair:
+        meta.check_engine(op, group.get("engine", meta.ALL_TO_ALL))
         made, made_weights = specs.empty_all(check(t, weights, token, position, top_k))
         return made, made_weights
 
-    def kernel(
-        t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, *, group_name: str
-    ) -> Pair:
-        made = fake(t, weights, token, position, top_k, group_name=group_name)
-        options = {"top_k": top_k, "group_name": group_name, **dict(zip(_OUTPUTS, made))}
+    def kernel(t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, **group: str) -> Pair:
+        made = fake(t, weights, token, position, top_k, **group)
+        options = {"top_k": top_k, "engine": meta.ALL_TO_ALL, **group, **dict(zip(_OUTPUTS, made))}
         backends.run(op, t.device, t, weights, token, position, **options)
         return made
 
@@ -77,10 +77,10 @@ def _save(
     top_k: int,
     *,
     output: Pair,
-    group_name: str,
+    **group: str,
 ) -> None:
     ctx.save_for_backward(token, position)
-    ctx.top_k, ctx.group_name, ctx.weighted = top_k, group_name, weights is not None
+    ctx.top_k, ctx.group, ctx.weighted = top_k, group, weights is not None
 
 
 def _transposed(op: str) -> Any:
@@ -89,7 +89,7 @@ def _transposed(op: str) -> Any:
     def backward(ctx: Any, needs: tuple[bool, ...], grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         call = getattr(torch.ops.tgl, op)
         weights = grad_weights if ctx.weighted else None
-        dt, dweights = call(grad, weights, *ctx.saved_tensors, ctx.top_k, group_name=ctx.group_name)
+        dt, dweights = call(grad, weights, *ctx.saved_tensors, ctx.top_k, **ctx.group)
         return dt, dweights if ctx.weighted else None, None, None, None
 
     return backward
@@ -99,11 +99,12 @@ def _transposed(op: str) -> Any:
 
 define(
     f"{ROUTE}(Tensor top_k_index, SymInt num_experts, *, int group_size, SymInt pair_rows, SymInt expert_rows, "
-    "bool invariant=False, str group_name) -> (Tensor position, Tensor token, Tensor index, Tensor needed)",
+    "bool invariant=False, str group_name, str engine='all_to_all') -> "
+    "(Tensor position, Tensor token, Tensor index, Tensor needed)",
     _route,
     _route_fake,
 )
-_ARGUMENTS = "Tensor? weights, Tensor token, Tensor position, SymInt top_k, *, str group_name"
+_ARGUMENTS = "Tensor? weights, Tensor token, Tensor position, SymInt top_k, *, str group_name, str engine='all_to_all'"
 define(
     f"{DISPATCH}(Tensor x, {_ARGUMENTS}) -> (Tensor out, Tensor out_weights)",
     *_moving(DISPATCH),
@@ -125,33 +126,38 @@ def _call_route(
     expert_rows: int,
     invariant: bool = False,
     group_name: str,
+    engine: str = meta.ALL_TO_ALL,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    sizes = {"group_size": group_size, "pair_rows": pair_rows, "expert_rows": expert_rows}
-    made = (spec.meta() for spec in meta.ep_route(top_k_index, num_experts, **sizes, invariant=invariant))
-    options = {"invariant": invariant, "group_name": group_name, **sizes, **dict(zip(_PLAN, made))}
+    meta.check_engine(ROUTE, engine)
+    sizes: dict[str, Any] = {"group_size": group_size, "pair_rows": pair_rows, "expert_rows": expert_rows}
+    sizes["invariant"] = invariant
+    made = (spec.meta() for spec in meta.ep_route(top_k_index, num_experts, **sizes))
+    options = {**sizes, "group_name": group_name, "engine": engine, **dict(zip(_PLAN, made))}
     return top_k_index.device, (top_k_index, num_experts), options
 
 
-def _call_dispatch(
-    x: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, *, group_name: str
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    return _call(DISPATCH, (x, weights, token, position), top_k, group_name)
+def _calling(op: str) -> Any:
+    """What describes a call of dispatch or combine."""
 
+    def call(
+        t: Tensor,
+        weights: Tensor | None,
+        token: Tensor,
+        position: Tensor,
+        top_k: int,
+        *,
+        group_name: str,
+        engine: str = meta.ALL_TO_ALL,
+    ) -> tuple[torch.device, tuple, dict[str, Any]]:
+        meta.check_engine(op, engine)
+        operands = t, weights, token, position
+        made = (spec.meta() for spec in _SPECS[op](*operands, top_k))
+        options = {"top_k": top_k, "group_name": group_name, "engine": engine, **dict(zip(_OUTPUTS, made))}
+        return t.device, operands, options
 
-def _call_combine(
-    y: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, *, group_name: str
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    return _call(COMBINE, (y, weights, token, position), top_k, group_name)
-
-
-def _call(
-    op: str, operands: tuple[Tensor, Tensor | None, Tensor, Tensor], top_k: int, group_name: str
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    made = (spec.meta() for spec in _SPECS[op](*operands, top_k))
-    options = {"top_k": top_k, "group_name": group_name, **dict(zip(_OUTPUTS, made))}
-    return operands[0].device, operands, options
+    return call
 
 
 backends.describe_op(ROUTE, _call_route)
-backends.describe_op(DISPATCH, _call_dispatch)
-backends.describe_op(COMBINE, _call_combine)
+backends.describe_op(DISPATCH, _calling(DISPATCH))
+backends.describe_op(COMBINE, _calling(COMBINE))

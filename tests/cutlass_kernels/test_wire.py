@@ -1,0 +1,321 @@
+"""Expert parallelism on symmetric memory, on the emulator: several ranks on one device, one launch after the other.
+
+The ranks take each step in an order of their own, and barriers in one launch of a block for every rank. Results are
+those of the collectives, to the bit.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.wire_together import Kernels
+from tests.kernel_cases import framed_like
+from tests.ranks_on_one_device import Threads, World, world
+from tgl import peers
+from tgl.composed import expert_parallel as collectives
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.ops import expert_parallel as engine
+from tgl.cutlass_kernels.ops.wire import MEET, MOVE, PLACES, MeetCall, MoveKey, PlacesCall, PlacesKey
+from tgl.cutlass_kernels.permute.cut import cut_of
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta import expert_parallel as meta
+from tgl.meta.specs import empty_all
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+EXPERTS, TOP_K = 8, 3
+OPS = {op.name: op for op in engine.OPS}
+SLOW = pytest.mark.slow
+WAYS = [(2, False), (4, True), pytest.param(2, True, marks=SLOW), pytest.param(4, False, marks=SLOW)]
+MOVING = {
+    "ep_dispatch": (meta.ep_dispatch, collectives.dispatch),
+    "ep_combine": (meta.ep_combine, collectives.combine),
+}
+ROUTED = ("position", "token", "index", "needed")
+
+
+@pytest.fixture(scope="module")
+def machine():
+    with emulator.emulate("sm_90a") as machine:
+        yield machine
+    launcher.plans.clear()
+    launcher.forget()
+
+
+@pytest.fixture(scope="module")
+def together(machine):
+    return Kernels("sm_90")
+
+
+class Ranks:
+    """The ranks of a world, which take the steps of an op by turns."""
+
+    def __init__(self, world: World, together: Kernels, seed: int = 0) -> None:
+        self.world, self.together, self.random = world, together, random.Random(seed)
+        for memory in world.memories:
+            emulator.active().register(memory)
+
+    def order(self) -> list[int]:
+        return self.random.sample(range(self.world.ranks), self.world.ranks)
+
+    def play(self, op: str, calls: list[tuple[tuple, dict]]) -> None:
+        given = [(*args, {**kwargs, "engine": "symmetric_memory"}) for args, kwargs in calls]
+        todo = []
+        for name, (*args, kwargs) in zip(self.world.names, given):
+            kwargs["group_name"] = name
+            assert OPS[op].reason(*args, **kwargs) is None
+            todo.append(OPS[op].of(tuple(args), kwargs))
+        while True:
+            met = {}
+            for rank in self.order():
+                step = next(todo[rank], None)
+                if step is not None and step[0] is MEET:
+                    met[rank] = step[1]
+                elif step is not None:
+                    emulator.active().seed = self.random.randrange(100)
+                    step[0].run(step[1])
+            if step is None:
+                return
+            if met:
+                assert len(met) == self.world.ranks
+                self.together(self.world, [met[rank].token for rank in range(self.world.ranks)])
+
+
+def draw(case: str, ranks: int) -> list[Tensor]:
+    """Choices of every rank's tokens."""
+    counts = {"uneven": [(3 * r + 2) % 6 for r in range(ranks)], "one rank has all": [0, 6, 0, 0][:ranks]}
+    made = []
+    for count in counts.get(case, [5] * ranks):
+        index = torch.rand(count, EXPERTS).topk(TOP_K).indices
+        if case == "sentinels":
+            index[::2, 1], index[1, 0] = EXPERTS + 3, -1
+        elif case == "one rank takes all":
+            index = index % (EXPERTS // ranks) + EXPERTS - EXPERTS // ranks
+        made.append(index.int() if case == "sentinels" else index)
+    return made
+
+
+def routed(found: Ranks, index: list[Tensor], **sizes: int) -> list[tuple[Tensor, ...]]:
+    """Places of both engines, which are equal."""
+    ranks = found.world.ranks
+    sizes = {"group_size": ranks, "pair_rows": 6, "expert_rows": 40, "invariant": False, **sizes}
+    specs = [meta.ep_route(i, EXPERTS, **sizes) for i in index]
+    ours = [framed_like(empty_all(spec)) for spec in specs]
+    theirs = [empty_all(spec) for spec in specs]
+    found.world.poison(3)
+    calls = [((i, EXPERTS), {**sizes, **dict(zip(ROUTED, frame.inside))}) for i, frame in zip(index, ours)]
+    found.play("ep_route", calls)
+    wanted = [((i, EXPERTS), {**sizes, **dict(zip(ROUTED, made))}) for i, made in zip(index, theirs)]
+    Threads(ranks)(collectives.route, wanted)
+    for frame, made in zip(ours, theirs):
+        assert frame.intact()
+        for name, a, b in zip(ROUTED, frame.inside, made):
+            assert torch.equal(a, b), (name, a, b)
+    return theirs
+
+
+@pytest.mark.parametrize("ranks, invariant", WAYS)
+def test_routing(together, ranks, invariant):
+    with world(ranks, [(ranks, EXPERTS + ranks, torch.int32), (18 * ranks, TOP_K, torch.int32)]) as made:
+        found, rows = Ranks(made, together), 18 if invariant else 6
+        for case in ("uneven", "sentinels", "one rank takes all"):
+            routed(found, draw(case, ranks), invariant=invariant, pair_rows=rows)
+
+
+@pytest.mark.parametrize("ranks, invariant", [(4, False), pytest.param(32, True, marks=SLOW)])
+def test_places_of_many_tokens(machine, ranks, invariant):
+    """More than the block has threads, some behind the last row of their pair."""
+    tokens, experts, pair_rows = 1100, 64, 200 if invariant else 620
+    index = torch.randint(-1, experts + 1, (tokens, TOP_K))
+    owner = torch.where((index < 0) | (index >= experts), ranks, index // (experts // ranks))
+    places, pairs = (collectives._by_choice if invariant else collectives._by_rank)(owner, ranks, pair_rows)
+    copies = TOP_K if invariant else ranks
+    source = collectives._inverse(places, ranks * pair_rows)
+    frame = framed_like(torch.empty(n, dtype=torch.int32) for n in (len(places), len(source), experts + ranks))
+    PLACES.run(PlacesCall(index, *frame.inside, ranks, invariant))
+    position, token, counts = frame.inside
+    assert frame.intact()
+    assert torch.equal(position, places.int())
+    assert torch.equal(token, source.div(copies, rounding_mode="floor").int())
+    assert torch.equal(counts[:experts], torch.bincount(index[owner < ranks], minlength=experts).int())
+    assert torch.equal(counts[experts:], pairs)
+    assert invariant or pairs.max() > pair_rows
+
+
+def moved(found: Ranks, op: str, tensors: list[tuple[Tensor, Tensor | None]], plan: list, copies: int) -> None:
+    """Results of both engines, which are equal wherever a token has its place.
+
+    The collectives sum in float32, which is then rounded: torch's sum of bags on a CPU rounds ties of bfloat16 up.
+    """
+    check, collective = MOVING[op]
+    places = [(token, position) for position, token, _, _ in plan]
+    made = [empty_all(check(*both, *where, copies)) for both, where in zip(tensors, places)]
+    ours, theirs = [framed_like(outputs) for outputs in made], [[t.float() for t in outputs] for outputs in made]
+    found.world.poison(0xFF)
+
+    def calls(operands, outputs):
+        options = [{"top_k": copies, "out": out, "out_weights": weights} for out, weights in outputs]
+        return [((*both, *where), given) for both, where, given in zip(operands, places, options)]
+
+    found.play(op, calls(tensors, [frame.inside for frame in ours]))
+    wide = [tuple(t if t is None else t.float() for t in both) for both in tensors]
+    Threads(found.world.ranks)(collective, calls(wide, theirs))
+    for rank, (frame, wanted) in enumerate(zip(ours, theirs)):
+        assert frame.intact()
+        used = (plan[rank][2] >= 0).any(1) if op == "ep_dispatch" else slice(None)
+        for a, b in zip(frame.inside, wanted):
+            assert not b.numel() or torch.equal(a[used], b[used].to(a.dtype))
+
+
+@pytest.mark.parametrize("ranks, invariant", WAYS)
+def test_rows_there_and_back(together, ranks, invariant):
+    """One memory for exchanges of all sizes, one after the other."""
+    copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
+    with world(ranks, [(rows * ranks, 96, F32), (rows * ranks, TOP_K, F32)]) as made:
+        found = Ranks(made, together)
+        for case, dtype, width, weighted in (("uneven", BF16, 72, F32), ("one rank has all", F16, 5, None)):
+            plan = routed(found, draw(case, ranks), invariant=invariant, pair_rows=rows)
+            x = [torch.randn(len(position) // copies, width).to(dtype) for position, *_ in plan]
+            weights = [weighted and torch.rand(len(t), TOP_K).to(weighted) for t in x]
+            moved(found, "ep_dispatch", list(zip(x, weights)), plan, copies)
+            y = [torch.randn(rows * ranks, width).to(dtype) for _ in plan]
+            weights = [weighted and torch.rand(rows * ranks, TOP_K).to(weighted) for _ in plan]
+            moved(found, "ep_combine", list(zip(y, weights)), plan, copies)
+
+
+@pytest.mark.parametrize("sizes", [{"pair_rows": 4}, {"expert_rows": 12}], ids=str)
+def test_more_rows_than_there_are(together, sizes):
+    """Of a pair of ranks, and of the experts of one. Tokens then read an answer of rank 0, where none has gone."""
+    with world(2, [(12, 64, F32)]) as made:
+        found = Ranks(made, together)
+        plan = routed(found, draw("one rank takes all", 2), **sizes)
+        assert all(not position.any() and needed.tolist() == [5, 30] for position, _, _, needed in plan)
+        moved(found, "ep_combine", [(torch.randn(len(token), 72).bfloat16(), None) for _, token, _, _ in plan], plan, 2)
+
+
+# --- barrier ----------------------------------------------------------------------------------------------------------
+
+
+def alone(made: World, rank: int, token: Tensor | None) -> MeetCall:
+    """What one rank waits for the others with, not for long."""
+    known = peers.memory_of(made.names[rank])
+    return MeetCall(known.table, known.control, known.epoch, known.arrived, token, rank, 10_000)
+
+
+def numbers(used: list[int], rows: int) -> Tensor:
+    """``token`` of a rank that sends so many rows to every one."""
+    return torch.cat([torch.arange(rows, dtype=torch.int32).masked_fill_(torch.arange(rows) >= n, -1) for n in used])
+
+
+def test_barriers_tell_numbers_of_rows(together):
+    """In arithmetic that wraps around; from the first row of a pair to the last."""
+    with world(3, []) as made:
+        Ranks(made, together)
+        before = 2**31 - 4
+        made.epochs.fill_(before)
+        for memory in made.memories:
+            memory[:12].view(torch.int32).fill_(before)
+        for counts in ([[0, 1, 70], [69, 32, 33], [64, 31, 2]], [[70, 70, 70], [0, 0, 0], [5, 66, 34]]):
+            together(made, [numbers(used, 70) for used in counts])
+            assert made.arrived.t().tolist() == counts
+            together(made, [None] * 3)
+            assert made.arrived.t().tolist() == counts
+        assert made.epochs.flatten().tolist() == [-(2**31)] * 3
+
+
+def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
+    with world(2, []) as made:
+        Ranks(made, together)
+        together(made, [numbers([3, 2], 4), numbers([1, 4], 4)])
+        together(made, [None, None])
+        first = peers.memory_of(made.names[0]).control.clone()
+        with pytest.raises(emulator.EmulatorError, match="trap"):
+            MEET.run(alone(made, 1, numbers([2, 2], 4)))
+        changed = (peers.memory_of(made.names[0]).control != first).nonzero().flatten().tolist()
+        assert changed == [1, 5]  # the epoch of rank 1, and what it tells for the exchange to come
+
+
+def test_a_rank_that_stays_away_stops_the_others_after_a_time(together):
+    with world(2, []) as made:
+        Ranks(made, together)
+        with pytest.raises(emulator.EmulatorError, match="trap"):
+            MEET.run(alone(made, 0, None))
+
+
+# --- calls of the ops -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_by_itself(machine):
+    """It waits for nobody: the ops as they are called, their gradients, and what ``explain`` says.
+
+    All places are used, as the others hold anything, which ``opcheck`` would compare.
+    """
+    with world(1, [(6, 64, F32), (6, 2, F32)]) as made:
+        machine.register(made.room)
+        group = {"group_name": made.names[0], "engine": "symmetric_memory"}
+        index, sizes = torch.rand(6, 4).topk(2).indices, {"group_size": 1, "pair_rows": 6, "expert_rows": 12}
+        position, token, choices, needed = torch.ops.tgl.ep_route(index, 4, **sizes, **group)
+        assert torch.equal(choices, index.int())
+        assert needed.tolist() == [6, 12]
+        x, weights = torch.randn(6, 64, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+        rows, row_weights = torch.ops.tgl.ep_dispatch(x, weights, token, position, 1, **group)
+        assert torch.equal(rows, x)
+        y, _ = torch.ops.tgl.ep_combine(rows * row_weights.sum(1, keepdim=True), None, token, position, 1, **group)
+        assert torch.equal(y, x * weights.sum(1, keepdim=True))
+        dx, dweights = torch.autograd.grad(y.sum(), (x, weights))  # of a gradient with strides of 0
+        assert torch.equal(dx, weights.sum(1, keepdim=True).expand_as(x))
+        torch.testing.assert_close(dweights, x.sum(1, keepdim=True).expand(-1, 2))
+        places = token, position, 1
+        for op, args, options in (
+            ("ep_route", (index, 4), sizes),
+            ("ep_dispatch", (x, weights, *places), {}),
+            ("ep_combine", (torch.randn(6, 64, requires_grad=True), None, *places), {}),
+        ):
+            torch.library.opcheck(getattr(torch.ops.tgl, op).default, args, {**options, **group})
+        report = str(tgl.explain("ep_route", index, 4, **sizes, **group))
+        assert "runs tgl kernels over symmetric memory" in report
+        assert "not  all_to_all_single: the call asks for engine='symmetric_memory'" in report
+
+
+SLOW_ARCHS = [pytest.param(arch, marks=SLOW) for arch in ARCHS if arch != "sm_90"]
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch", ["sm_90", *SLOW_ARCHS])
+def test_machine_code(arch):
+    """Rows move 16 bytes at a time, and nothing is in local memory up to 8 ranks."""
+    cut = cut_of(7168, 8, 1)
+    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+        places = PLACES.build(PlacesKey(arch, True, "int64", 8, 8, 9, invariant=True))
+        rows = MOVE.build(MoveKey(arch, True, cut, "bfloat16", "arrived", remote=True))
+    places, rows = sass.inspect(places.artifacts.CUBIN), sass.inspect(rows.artifacts.CUBIN)
+    assert places.spills == places.frame == rows.spills == rows.frame == 0
+    assert places.registers <= 64  # of 1,024 threads
+    assert rows.count("LDG") >= cut.strips
+    assert rows.count("STG") >= cut.strips
+
+
+REFUSED = [
+    ({"group_name": "none"}, "the group 'none' has no symmetric memory"),
+    ({"pair_rows": 1 << 20}, "bytes of symmetric memory, and the group has"),
+    ({"num_experts": 8192, "pair_rows": 1000, "expert_rows": 8192}, "takes up to 4096 experts, got 8192"),
+    ({"group_size": 1, "pair_rows": 12}, "the group has 2 ranks, got group_size=1"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", REFUSED)
+def test_refused(machine, changes, reason):
+    with world(2, [(12, 4 * EXPERTS**4, F32)]) as made:
+        given = {"num_experts": EXPERTS, "group_size": 2, "pair_rows": 6, "expert_rows": 40}
+        given |= {"group_name": made.names[0], "engine": "symmetric_memory", **changes}
+        index = torch.zeros(3, TOP_K, dtype=torch.int32)
+        assert reason in str(tgl.explain("ep_route", index, given.pop("num_experts"), **given))

@@ -1,0 +1,71 @@
+"""The barrier of several ranks on one device, in one launch: block r is rank r."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int64
+from torch import Tensor
+
+from tests.ranks_on_one_device import World
+from tgl.cutlass_kernels.runtime.compiling import compiled, strided
+from tgl.cutlass_kernels.wire.meet import LANES, Meet
+
+
+class Together(Meet):
+    """Operands of ``Meet``, one behind the other."""
+
+    @cute.jit
+    def __call__(
+        self,
+        tables: cute.Tensor,
+        epochs: cute.Tensor,
+        arrived: cute.Tensor,
+        tokens: cute.Tensor | None,
+        nanoseconds: Int64,
+        stream,
+    ):
+        """Launch."""
+        self.together(tables, epochs, arrived, tokens, nanoseconds).launch(
+            grid=(tables.shape[0], 1, 1), block=(LANES * self.ranks, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def together(
+        self,
+        tables: cute.Tensor,
+        epochs: cute.Tensor,
+        arrived: cute.Tensor,
+        tokens: cute.Tensor | None,
+        nanoseconds: Int64,
+    ):
+        """A rank for every block."""
+        rank, _, _ = cute.arch.block_idx()
+        table = tables[rank, None]
+        own = cute.make_ptr(cutlass.Int32, table[rank], cute.AddressSpace.gmem, assumed_align=4)
+        control = cute.make_tensor(own, cute.make_layout(3 * cute.size(table)))
+        token = None
+        if cutlass.const_expr(tokens is not None):
+            token = tokens[rank, None]
+        self.meet(table, control, epochs[rank, None], arrived[rank, None], token, rank, nanoseconds)
+
+
+class Kernels:
+    """Compiled once for an emulation."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.made: dict[tuple[int, bool], Callable[..., None]] = {}
+
+    def __call__(self, world: World, tokens: list[Tensor | None], nanoseconds: int = 10**12) -> None:
+        """The barrier of all ranks; with ``tokens`` the first of an exchange."""
+        tells = tokens[0] is not None
+        if (world.ranks, tells) not in self.made:
+            ints = [strided("int32", 2) for _ in range(3)]
+            tensors = strided("int64", 2), *ints[:2], ints[2] if tells else None
+            self.made[world.ranks, tells] = compiled(self.arch, Together(world.ranks), *tensors, Int64(1))
+        stacked = torch.stack([t for t in tokens if t is not None]) if tells else None
+        self.made[world.ranks, tells](world.tables, world.epochs, world.arrived, stacked, nanoseconds)

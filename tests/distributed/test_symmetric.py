@@ -1,0 +1,75 @@
+"""Who has symmetric memory, who shares it, and what every rank says where one of them cannot have it.
+
+The memory itself is a CPU's, as torch makes none there; ``tests/gpu/test_expert_parallel.py`` has torch's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tgl import peers
+from tgl.distributed import _symmetric
+from tgl.distributed._symmetric import reserve
+
+
+def rendezvous(group: Any, size: int) -> peers.Peers:
+    """In place of torch's: nobody reaches anybody."""
+    counts = torch.zeros(group.size(), dtype=torch.int32)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    return peers.Peers(group.rank(), torch.zeros(group.size(), dtype=torch.int64), memory, counts[:1], counts, group)
+
+
+def check_sharing() -> None:
+    first, second = dist.group.WORLD, dist.new_group(backend="gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_reason", "_reason_of_kernels"):
+            patch.setattr(_symmetric, name, lambda *_: None)
+        patch.setattr(_symmetric, "_rendezvous", rendezvous)
+        reserve(first, 1000, "a layer")
+        memory = peers.memory_of(first.group_name)
+        reserve(first, 500, "a smaller layer")
+        assert peers.memory_of(first.group_name) is memory
+        reserve(first, 2000, "a larger layer")
+        assert peers.memory_of(first.group_name).memory.shape == (2000,)
+        reserve(second, 500, "a layer of another group")
+        assert peers.memory_of(first.group_name).memory.shape == (2000,)
+        # A group that was destroyed leaves its name to another one.
+        peers.put(second.group_name, peers.memory_of(first.group_name))
+        reserve(second, 500, "a layer of a later group")
+        assert peers.memory_of(second.group_name).group is second
+    for group in (first, second):
+        peers.forget(group.group_name)
+
+
+def check_reasons() -> None:
+    me, group = dist.get_rank(), dist.group.WORLD
+
+    def refuse(group: Any, size: int) -> peers.Peers:
+        if me == 1:
+            raise RuntimeError("no peer access")
+        return rendezvous(group, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_symmetric, "_reason", lambda group: None)
+        for function, reason in (
+            (refuse, "rank 1: torch's rendezvous failed: no peer access"),
+            (rendezvous, "rank 0: no ep_route: all_to_all_single: the call asks for engine='symmetric_memory'"),
+        ):
+            patch.setattr(_symmetric, "_rendezvous", function)
+            said = "layer 7: `engine='symmetric_memory'` is not available: " + reason
+            with pytest.raises(RuntimeError, match=re.escape(said)):
+                reserve(group, 1000, "layer 7")
+            assert peers.of(group.group_name) is None
+
+
+def test_layers_of_a_group_share_the_memory(ranks):
+    ranks(check_sharing)
+
+
+def test_a_rank_without_memory_is_named_by_all(ranks):
+    ranks(check_reasons)

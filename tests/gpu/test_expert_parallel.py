@@ -1,0 +1,176 @@
+"""Expert parallelism on symmetric memory, on one device: a group of one process, and four ranks on four streams.
+
+Several devices have their own program, ``benchmarks/expert_parallel_gpu.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tgl
+from tests.gpu.device import DEVICE
+from tests.ranks_on_one_device import Threads, World, world
+from tgl.composed import expert_parallel as collectives
+from tgl.distributed import ExpertParallelMLP
+from tgl.meta import expert_parallel as meta
+from tgl.meta.specs import empty_all
+
+pytestmark = pytest.mark.gpu
+
+OPS = torch.ops.tgl
+EXPERTS, TOP_K, HIDDEN, INNER, MOST = 8, 3, 256, 128, 200
+
+# --- a group of one process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layers() -> Iterator[dict[str, ExpertParallelMLP]]:
+    """One for each engine, with equal parameters."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
+    group = dist.group.WORLD
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": DEVICE, "max_tokens": MOST, "top_k": TOP_K}
+    made = {
+        name: ExpertParallelMLP(EXPERTS, HIDDEN, INNER, group=group, engine=name, **options) for name in meta.ENGINES
+    }
+    made["symmetric_memory"].load_state_dict(made["all_to_all"].state_dict())
+    yield made
+    dist.destroy_process_group()
+
+
+def problem(seed: int, tokens: int) -> tuple[Tensor, ...]:
+    """Tokens, choices of which some are of no expert, routing weights and a gradient."""
+    made = torch.Generator().manual_seed(seed)
+    x, dy = torch.randn(2, tokens, HIDDEN, generator=made).bfloat16()
+    index = torch.rand(tokens, EXPERTS + 1, generator=made).topk(TOP_K).indices
+    weights = torch.rand(tokens, TOP_K, generator=made)
+    return tuple(t.to(DEVICE) for t in (x, index, weights, dy))
+
+
+def step(layer: ExpertParallelMLP, given: tuple[Tensor, ...]) -> list[Tensor]:
+    x, index, weights, dy = given
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    y = layer(x, index, weights)
+    return [y.detach(), *torch.autograd.grad(y, [x, weights, *layer.parameters()], dy)]
+
+
+def test_both_engines_give_equal_bits(layers):
+    for seed, tokens in enumerate((MOST, 0, 1, 57)):
+        ours, theirs = (step(layer, problem(seed, tokens)) for layer in layers.values())
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+    ours = layers["symmetric_memory"]
+    index = torch.zeros(5, TOP_K, dtype=torch.int64, device=DEVICE)
+    sizes = {"group_size": 1, "pair_rows": ours.pair_rows, "expert_rows": ours.expert_rows}
+    assert "runs tgl kernels over symmetric memory" in str(
+        tgl.explain("ep_route", index, EXPERTS, **sizes, **ours.exchange.group)
+    )
+
+
+def test_a_graph_follows_the_routing(layers):
+    layer = layers["symmetric_memory"]
+    given = problem(0, MOST)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer, given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(layer, given)
+    for seed in range(1, 41):
+        other = problem(seed, MOST)
+        for mine, theirs in zip(given, other):
+            mine.copy_(theirs)
+        graph.replay()
+        if seed % 10 == 0:
+            for a, b in zip(found, step(layers["all_to_all"], other), strict=True):
+                assert torch.equal(a, b)
+    layer.check()
+
+
+def test_a_step_that_does_not_fit(layers):
+    layer = ExpertParallelMLP(
+        EXPERTS, HIDDEN, INNER, group=dist.group.WORLD, engine="symmetric_memory", max_tokens=MOST, top_k=TOP_K,
+        capacity_factor=0.5, params_dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    assert all(t.isnan().all() for t in step(layer, problem(0, MOST)))
+    with pytest.raises(RuntimeError, match="rows of experts were needed, but there are 300: raise `capacity_factor`"):
+        layer.check()
+
+
+# --- four ranks -------------------------------------------------------------------------------------------------------
+
+
+RANKS, TOKENS = 4, (300, 0, 512, 77)
+SIZES = {"group_size": RANKS, "pair_rows": 512, "expert_rows": 8000}
+
+
+class Streams:
+    """The ranks of a world, each on a stream of its own: what a rank launches waits for the others."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.streams = world, [torch.cuda.Stream() for _ in range(world.ranks)]
+
+    def __call__(self, op: Any, calls: list[tuple[tuple, dict]]) -> list[tuple[Tensor, ...]]:
+        """One call of every rank; first with barriers that wait for nobody, as the first launch of a kernel may."""
+        for open_door in (True, False):
+            torch.cuda.synchronize()
+            self.world.epochs.zero_()
+            for memory in self.world.memories:
+                memory[: 4 * self.world.ranks].view(torch.int32).fill_((1 << 30) * open_door)
+            torch.cuda.synchronize()
+            made = []
+            for stream, name, (args, kwargs) in zip(self.streams, self.world.names, calls):
+                with torch.cuda.stream(stream):
+                    made.append(op(*args, **kwargs, group_name=name, engine="symmetric_memory"))
+            torch.cuda.synchronize()
+            if open_door:
+                del made  # to be used again, as an allocation may wait for all streams
+        return made
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_four_ranks(invariant):
+    copies, rows = (TOP_K, 3 * 512) if invariant else (RANKS, 512)
+    sizes = {**SIZES, "invariant": invariant, "pair_rows": rows}
+    index = [torch.rand(count, EXPERTS).topk(TOP_K).indices for count in TOKENS]
+    specs = [(RANKS * rows, HIDDEN, torch.float32), (RANKS * rows, TOP_K, torch.float32)]
+    with world(RANKS, specs, "cuda") as made:
+        ours = Streams(made)
+        plan = ours(OPS.ep_route.default, [((i.to(DEVICE), EXPERTS), sizes) for i in index])
+        wanted = [empty_all(meta.ep_route(i, EXPERTS, **sizes)) for i in index]
+        names = "position", "token", "index", "needed"
+        Threads(RANKS)(
+            collectives.route, [((i, EXPERTS), {**sizes, **dict(zip(names, w))}) for i, w in zip(index, wanted)]
+        )
+        for found, expected in zip(plan, wanted):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+        x = [torch.randn(count, HIDDEN).bfloat16() for count in TOKENS]
+        weights = [torch.rand(count, TOP_K) for count in TOKENS]
+        check(ours, "ep_dispatch", list(zip(x, weights)), wanted, copies)
+        y = [torch.randn(RANKS * rows, HIDDEN).bfloat16() for _ in TOKENS]
+        weights = [torch.rand(RANKS * rows, TOP_K) for _ in TOKENS]
+        check(ours, "ep_combine", list(zip(y, weights)), wanted, copies)
+
+
+def check(ours: Streams, op: str, tensors: list[tuple[Tensor, Tensor]], plan: list, copies: int) -> None:
+    """Against collectives in float32 on a CPU."""
+    spec, collective = {
+        "ep_dispatch": (meta.ep_dispatch, collectives.dispatch),
+        "ep_combine": (meta.ep_combine, collectives.combine),
+    }[op]
+    operands = [(*both, token, position) for both, (position, token, _, _) in zip(tensors, plan)]
+    wanted = [[t.float() for t in empty_all(spec(*given, copies))] for given in operands]
+    options = [{"top_k": copies, "out": out, "out_weights": weights} for out, weights in wanted]
+    Threads(RANKS)(collective, [((t.float(), *rest), given) for (t, *rest), given in zip(operands, options)])
+    calls = [((*(t.to(DEVICE) for t in given), copies), {}) for given in operands]
+    for rank, found in enumerate(ours(getattr(OPS, op).default, calls)):
+        used = (plan[rank][2] >= 0).any(1) if op == "ep_dispatch" else slice(None)
+        for a, b in zip(found, wanted[rank], strict=True):
+            assert torch.equal(a.cpu()[used], b[used].to(a.dtype))

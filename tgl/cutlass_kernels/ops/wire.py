@@ -1,0 +1,284 @@
+"""Launchers of the kernels that write to the memory of other ranks; ``expert_parallel`` makes ops of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ... import backends
+from ..permute.cut import Cut, cut_of
+from ..runtime import device
+from ..runtime.launcher import Call, Launcher
+from ..runtime.names import name
+from .permutation import vector_of
+
+
+class Wired(Launcher[Call]):
+    """What they have in common: nothing is refused here, as the op that they are part of has been asked."""
+
+    def refuses(self, c: Any) -> backends.Reason:
+        """Whether kernels can be compiled."""
+        return device.packages_reason()
+
+
+# --- barrier ----------------------------------------------------------------------------------------------------------
+
+
+class MeetKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    ranks: int
+    tells: bool
+
+
+class MeetCall(NamedTuple):
+    """A barrier, see ``wire.meet``."""
+
+    table: Tensor
+    control: Tensor
+    epoch: Tensor
+    arrived: Tensor
+    token: Tensor | None
+    rank: int
+    nanoseconds: int
+
+
+class Meet(Wired[MeetCall]):
+    """The barrier of the group."""
+
+    op = "ep_meet"
+    call = MeetCall
+
+    def key(self, c: MeetCall, arch: str) -> MeetKey:
+        """One kernel for a number of ranks, which tells numbers of rows, and one that does not."""
+        return MeetKey(arch, not c[0].is_cuda, c.table.shape[0], c.token is not None)
+
+    def build(self, key: MeetKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, vector
+        from ..wire.meet import Meet as Kernel
+
+        tensors = vector("int64", 8), *(vector("int32") for _ in range(3)), vector("int32") if key.tells else None
+
+        return compiled(key.arch, Kernel(key.ranks), *tensors, cutlass.Int32(0), cutlass.Int64(1))
+
+    def arguments(self, c: MeetCall) -> tuple:
+        """What the kernel is called with."""
+        return tuple(c)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class MoveKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    cut: Cut
+    element: str
+    by: str | None
+    remote: bool
+
+
+class MoveCall(NamedTuple):
+    """Rows to places, see ``wire.move``."""
+
+    rows: Tensor
+    which: Tensor | None
+    table: Tensor
+    out: Tensor
+    rank: int
+    by: str | None
+    remote: bool
+
+
+class Move(Wired[MoveCall]):
+    """Rows to the memory of ranks, or out of it."""
+
+    op = "ep_move"
+    call = MoveCall
+
+    def nothing(self, c: MoveCall) -> bool:
+        """No rows or columns."""
+        return not c.rows.numel() or not c.out.numel()
+
+    def key(self, c: MoveCall, arch: str) -> MoveKey:
+        """The width of accesses follows from where the rows lie."""
+        cut = cut_of(c.out.shape[1], vector_of(c.rows, c.out), 1)
+        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out), c.by, c.remote)
+
+    def build(self, key: MoveKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, vector
+        from ..runtime.elements import TYPES
+        from ..wire.move import Move as Kernel
+
+        width = key.cut.vector * TYPES[key.element].width // 8
+        rows, out = (matrix(key.element, pitch=width, columns=key.cut.vector, align=width) for _ in range(2))
+        which = vector("int32") if key.by else None
+        kernel = Kernel(key.cut, key.by, key.remote)
+        return compiled(key.arch, kernel, rows, which, vector("int64", 8), out, cutlass.Int32(0))
+
+    def arguments(self, c: MoveCall) -> tuple:
+        """What the kernel is called with."""
+        return c[:5]
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+class PlacesKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    element: str
+    ranks: int
+    top_k: int
+    bits: int
+    invariant: bool
+
+
+class PlacesCall(NamedTuple):
+    """Places and counts of a rank, see ``wire.route``."""
+
+    top_k_index: Tensor
+    position: Tensor
+    token: Tensor
+    counts: Tensor
+    ranks: int
+    invariant: bool
+
+
+class Places(Wired[PlacesCall]):
+    """``position``, ``token`` and counts."""
+
+    op = "ep_places"
+    call = PlacesCall
+
+    def key(self, c: PlacesCall, arch: str) -> PlacesKey:
+        """One kernel serves all numbers of experts of as many bits."""
+        bits = (c.counts.shape[0] - c.ranks).bit_length()
+        emulated = not c[0].is_cuda
+        return PlacesKey(arch, emulated, name(c.top_k_index), c.ranks, c.top_k_index.shape[1], bits, c.invariant)
+
+    def build(self, key: PlacesKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        from ..runtime.compiling import compiled, strided, vector
+        from ..wire.route import Places as Kernel
+
+        kernel = Kernel(key.ranks, key.top_k, key.bits, key.invariant)
+        return compiled(key.arch, kernel, strided(key.element, 2), *(vector("int32") for _ in range(3)))
+
+    def arguments(self, c: PlacesCall) -> tuple:
+        """What the kernel is called with."""
+        return c[:4]
+
+
+class ChoicesKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    element: str
+    invariant: bool
+
+
+class ChoicesCall(NamedTuple):
+    """Choices to the ranks of their experts, see ``wire.route``."""
+
+    top_k_index: Tensor
+    position: Tensor
+    token: Tensor
+    table: Tensor
+    counts: Tensor
+    part: Tensor
+    rank: int
+    invariant: bool
+
+
+class Choices(Wired[ChoicesCall]):
+    """Choices of the tokens that go to a rank."""
+
+    op = "ep_choices"
+    call = ChoicesCall
+
+    def nothing(self, c: ChoicesCall) -> bool:
+        """No tokens."""
+        return not c.top_k_index.shape[0]
+
+    def key(self, c: ChoicesCall, arch: str) -> ChoicesKey:
+        """For all sizes."""
+        return ChoicesKey(arch, not c[0].is_cuda, name(c.top_k_index), c.invariant)
+
+    def build(self, key: ChoicesKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, strided, vector
+        from ..wire.route import Choices as Kernel
+
+        places = vector("int32"), vector("int32")
+        rest = vector("int64", 8), vector("int32"), strided("int32", 2), cutlass.Int32(0)
+        return compiled(key.arch, Kernel(key.invariant), strided(key.element, 2), *places, *rest)
+
+    def arguments(self, c: ChoicesCall) -> tuple:
+        """What the kernel is called with."""
+        return c[:7]
+
+
+class SettleKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+
+
+class SettleCall(NamedTuple):
+    """What follows from the counts of all ranks, see ``wire.route``."""
+
+    counts: Tensor
+    choices: Tensor
+    arrived: Tensor
+    position: Tensor
+    chosen: Tensor
+    needed: Tensor
+    expert_rows: int
+
+
+class Settle(Wired[SettleCall]):
+    """``index`` and ``needed``."""
+
+    op = "ep_settle"
+    call = SettleCall
+
+    def key(self, c: SettleCall, arch: str) -> SettleKey:
+        """For all sizes."""
+        return SettleKey(arch, not c[0].is_cuda)
+
+    def build(self, key: SettleKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, strided, vector
+        from ..wire.route import Settle as Kernel
+
+        read = strided("int32", 2), strided("int32", 2), vector("int32")
+        written = vector("int32"), strided("int32", 2), vector("int32")
+        return compiled(key.arch, Kernel(), *read, *written, cutlass.Int32(0))
+
+    def arguments(self, c: SettleCall) -> tuple:
+        """What the kernel is called with."""
+        return tuple(c)
+
+
+MEET, MOVE, PLACES, CHOICES, SETTLE = Meet(), Move(), Places(), Choices(), Settle()

@@ -1,0 +1,137 @@
+"""A barrier of the ranks of a group, in which they tell each other how many rows they are about to send.
+
+Rank r counts its barriers. It writes the count into the memory of every rank, at the place of r, and waits until its
+own memory holds a count as high of every rank: stores and loads alone, and nothing to reset, so that a captured graph
+of any number of barriers may be replayed. What the rank's earlier launches wrote anywhere comes before its count
+(release and acquire of the whole system), and what its later launches read comes behind those of the others.
+
+An exchange is a barrier, writes to the memory of others, a second barrier and reads of the own memory. So no rank
+writes before all have read what the exchange before has brought. In the first of the two, rank r tells every other one
+how many rows it sends there. A rank may be one exchange ahead when it tells, so that there are two places to tell in.
+
+=========  =============================================================================================================
+warp d     tells rank d, and waits for it
+lanes      of a warp find how many rows go to rank d: they stand at the beginning of its ``token``, and 32 lanes that
+           ask at equal distances leave a 32nd of the range
+=========  =============================================================================================================
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass._mlir.dialects import llvm
+
+from ...peers import SLOTS
+
+LANES = 32
+
+
+class Meet:
+    """The barrier; the first of an exchange with ``token``, the second without.
+
+    Args:
+        ranks: W, at most 32.
+    """
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    @cute.jit
+    def __call__(
+        self,
+        table: cute.Tensor,
+        control: cute.Tensor,
+        epoch: cute.Tensor,
+        arrived: cute.Tensor,
+        token: cute.Tensor | None,
+        rank: Int32,
+        nanoseconds: Int64,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            table, control, epoch, arrived: of ``Peers``.
+            token: int32 ``[W P]``, of every rank's P the used ones first, -1 behind them.
+            rank: this one.
+            nanoseconds: to wait for a rank.
+            stream: CUDA stream.
+        """
+        self.kernel(table, control, epoch, arrived, token, rank, nanoseconds).launch(
+            grid=(1, 1, 1), block=(LANES * self.ranks, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        table: cute.Tensor,
+        control: cute.Tensor,
+        epoch: cute.Tensor,
+        arrived: cute.Tensor,
+        token: cute.Tensor | None,
+        rank: Int32,
+        nanoseconds: Int64,
+    ):
+        """One block."""
+        self.meet(table, control, epoch, arrived, token, rank, nanoseconds)
+
+    @cute.jit
+    def meet(
+        self,
+        table: cute.Tensor,
+        control: cute.Tensor,
+        epoch: cute.Tensor,
+        arrived: cute.Tensor,
+        token: Any,
+        rank: Int32,
+        nanoseconds: Int64,
+    ):
+        """A block's part."""
+        thread, _, _ = cute.arch.thread_idx()
+        peer = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        now = epoch[0] + 1
+        cute.arch.sync_threads()
+        if thread == 0:
+            epoch[0] = now
+        told = self.ranks * (1 + (now >> 1) % SLOTS)
+        count = Int32(0)
+        if cutlass.const_expr(token is not None):
+            rows = Int32(cute.size(token)) // self.ranks
+            count = self.used(token, peer * rows, rows)
+        if cute.arch.lane_idx() == 0:
+            theirs = cute.make_ptr(Int32, table[peer], cute.AddressSpace.gmem, assumed_align=4)
+            if cutlass.const_expr(token is not None):
+                cute.arch.store((theirs + told + rank).llvm_ptr, count, sem="relaxed", scope="sys")
+            cute.arch.fence_acq_rel_sys()
+            cute.arch.store((theirs + rank).llvm_ptr, now, sem="release", scope="sys")
+            self.wait(control.iterator + peer, now, nanoseconds)
+            if cutlass.const_expr(token is not None):
+                told_here = (control.iterator + told + peer).llvm_ptr
+                arrived[peer] = cute.arch.load(told_here, Int32, sem="relaxed", scope="sys")
+
+    @cute.jit
+    def used(self, token: cute.Tensor, first: Int32, rows: Int32) -> Int32:
+        """How many of ``rows`` numbers are not negative, from ``first`` on, where those come before all others."""
+        low, high = Int32(0), rows
+        while low < high:
+            step = (high - low + LANES - 1) // LANES
+            last = low + (cute.arch.lane_idx() + 1) * step - 1
+            full = Int32(0)
+            if last < high:
+                full = Int32(token[first + last] >= 0)
+            steps = cute.arch.popc(cute.arch.vote_ballot_sync(full != 0))
+            low += steps * step
+            high = cutlass.min(high, low + step - 1)
+        return low
+
+    @cute.jit
+    def wait(self, place: cute.Pointer, now: Int32, nanoseconds: Int64):
+        """Until the count there is at least ``now``, in arithmetic that wraps around."""
+        begin = cute.arch.globaltimer()
+        seen = cute.arch.load(place.llvm_ptr, Int32, sem="acquire", scope="sys")
+        while seen - now < 0:
+            if cute.arch.globaltimer() - begin > nanoseconds:
+                llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
+            seen = cute.arch.load(place.llvm_ptr, Int32, sem="acquire", scope="sys")

@@ -1,0 +1,363 @@
+"""Where the tokens of a rank go: places and counts by one block, choices to their ranks, and what has arrived.
+
+A token's place is the number of tokens before it that go to that rank, in the order of tokens: counts of warps, summed
+up warp by warp, and never the order in which threads come. The counts of experts are sums of integers, in which the
+order of atomics does not show.
+
+=======  ===============================================================================================================
+Places   one block, a thread for each of 1,024 tokens at a time. 8,192 tokens of 8 choices are 512 KiB of int64, read
+         once, and for each of 8 ranks a scan in 256 warps: about ten microseconds, where many blocks would need a
+         barrier or a launch more
+Choices  a lane for each choice of each place: 32 bytes a row beside the 14,336 of a token of 7,168 columns
+Settle   every block adds up all counts, 8 ranks of 256 experts in 8 loads a thread, then does its share of the rows
+=======  ===============================================================================================================
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.memory import SmemAllocator
+
+from .move import beyond, spread
+
+LANES = 32
+WARPS = 32
+THREADS = LANES * WARPS
+SHARE = 8  # elements of a thread of the kernels of many blocks
+
+
+class Places:
+    """``position``, ``token`` and the counts of a rank.
+
+    Args:
+        ranks: W, at most 32.
+        top_k: k.
+        bits: of E: the shared memory holds a count for all numbers of as many bits.
+        invariant: a place for every choice, not for every rank.
+    """
+
+    def __init__(self, ranks: int, top_k: int, bits: int, invariant: bool):
+        self.ranks, self.top_k, self.invariant = ranks, top_k, invariant
+        self.experts = 1 << bits
+
+    @cute.jit
+    def __call__(
+        self, top_k_index: cute.Tensor, position: cute.Tensor, token: cute.Tensor, counts: cute.Tensor, stream
+    ):
+        """Launch.
+
+        Args:
+            top_k_index: ``[S, k]``, any integer dtype and strides.
+            position: int32 ``[S c]``.
+            token: int32 ``[W P]``.
+            counts: int32 ``[E + W]``: choices of every expert, rows for every rank.
+            stream: CUDA stream.
+        """
+        self.kernel(top_k_index, position, token, counts).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, top_k_index: cute.Tensor, position: cute.Tensor, token: cute.Tensor, counts: cute.Tensor):
+        """One block."""
+        thread, _, _ = cute.arch.thread_idx()
+        tokens, places = Int32(top_k_index.shape[0]), Int32(cute.size(token))
+        experts, pair_rows = Int32(cute.size(counts)) - self.ranks, places // self.ranks
+        smem = SmemAllocator()
+        chosen = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
+        sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, self.ranks)), byte_alignment=16)
+        ends = smem.allocate_tensor(Int32, cute.make_layout(self.ranks), byte_alignment=16)
+        for expert in cutlass.range(thread, experts, THREADS, unroll=1):
+            chosen[expert] = Int32(0)
+        if thread < self.ranks:
+            ends[thread] = Int32(0)
+        cute.arch.sync_threads()
+        for base in cutlass.range(0, tokens, THREADS, unroll=1):
+            owners = self.owners(top_k_index, base + thread, experts, chosen)
+            before = self.scan(owners, sums, ends)
+            self.take(owners, before, base + thread, position, token, pair_rows, tokens)
+            cute.arch.sync_threads()
+        for at in cutlass.range(thread, places, THREADS, unroll=1):
+            peer = at // pair_rows
+            if at - peer * pair_rows >= ends[peer]:
+                token[at] = Int32(-1)
+        for expert in cutlass.range(thread, experts, THREADS, unroll=1):
+            counts[expert] = chosen[expert]
+        if thread < self.ranks:
+            counts[experts + thread] = ends[thread]
+
+    @cute.jit
+    def owners(self, top_k_index: cute.Tensor, number: Int32, experts: Int32, chosen: cute.Tensor) -> cute.Tensor:
+        """The rank of every choice of a token, -1 for none; counts the experts."""
+        owners = cute.make_rmem_tensor(self.top_k, Int32)
+        for j in cutlass.range_constexpr(self.top_k):
+            owners[j] = Int32(-1)
+            expert = expert_of(top_k_index, number, j, experts)
+            if expert >= 0:
+                owners[j] = expert // (experts // self.ranks)
+                cute.arch.atomic_add((chosen.iterator + expert).llvm_ptr, Int32(1), sem="relaxed", scope="cta")
+        return owners
+
+    @cute.jit
+    def rows(self, owners: cute.Tensor, peer: int) -> Int32:
+        """How many rows a token sends to a rank."""
+        count = Int32(0)
+        for j in cutlass.range_constexpr(self.top_k):
+            if owners[j] == peer:
+                count += 1
+        if cutlass.const_expr(not self.invariant):
+            count = cutlass.min(count, Int32(1))
+        return count
+
+    @cute.jit
+    def scan(self, owners: cute.Tensor, sums: cute.Tensor, ends: cute.Tensor) -> cute.Tensor:
+        """How many rows every rank gets from the tokens before a thread's; ``ends`` grows by those of the block."""
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        before = cute.make_rmem_tensor(self.ranks, Int32)
+        for peer in cutlass.range_constexpr(self.ranks):
+            own = self.rows(owners, peer)
+            value = running(own)
+            before[peer] = value - own
+            if lane == LANES - 1:
+                sums[warp, peer] = value
+        cute.arch.sync_threads()
+        if warp < self.ranks:
+            own, end = sums[lane, warp], ends[warp]
+            value = running(own)
+            sums[lane, warp] = end + value - own
+            if lane == LANES - 1:
+                ends[warp] = end + value
+        cute.arch.sync_threads()
+        for peer in cutlass.range_constexpr(self.ranks):
+            before[peer] += sums[warp, peer]
+        return before
+
+    @cute.jit
+    def take(
+        self,
+        owners: cute.Tensor,
+        before: cute.Tensor,
+        number: Int32,
+        position: cute.Tensor,
+        token: cute.Tensor,
+        pair_rows: Int32,
+        tokens: Int32,
+    ):
+        """The places of a token."""
+        if number < tokens:
+            if cutlass.const_expr(self.invariant):
+                for j in cutlass.range_constexpr(self.top_k):
+                    at = Int32(-1)
+                    for peer in cutlass.range_constexpr(self.ranks):
+                        if owners[j] == peer:
+                            at = self.put(token, number, peer, before[peer], pair_rows)
+                            before[peer] += 1
+                    position[number * self.top_k + j] = at
+            else:
+                for peer in cutlass.range_constexpr(self.ranks):
+                    at = Int32(-1)
+                    if self.rows(owners, peer) > 0:
+                        at = self.put(token, number, peer, before[peer], pair_rows)
+                    position[number * self.ranks + peer] = at
+
+    @cute.jit
+    def put(self, token: cute.Tensor, number: Int32, peer: int, row: Int32, pair_rows: Int32) -> Int32:
+        """The place of a row, -1 for one beyond those of the pair."""
+        at = Int32(-1)
+        if row < pair_rows:
+            at = peer * pair_rows + row
+            token[at] = number
+        return at
+
+
+@cute.jit
+def running(value: Int32) -> Int32:
+    """The sum of a value over the lanes up to one's own."""
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(5):
+        left = cute.arch.shuffle_sync_up(value, 1 << i)
+        if lane >= (1 << i):
+            value += left
+    return value
+
+
+@cute.jit
+def expert_of(top_k_index: cute.Tensor, number: Int32, choice: Any, experts: Int32) -> Int32:
+    """A token's choice, -1 for a number of no expert and for a token that does not exist."""
+    found = Int32(-1)
+    if number < top_k_index.shape[0]:
+        chosen = top_k_index[number, choice]
+        if cutlass.const_expr(chosen.width < Int32.width):
+            chosen = chosen.to(Int32)
+        if chosen >= 0 and chosen < experts:
+            found = chosen.to(Int32)
+    return found
+
+
+class Choices:
+    """To the rank of every place: its token's choices of experts there, counted there, -1 for others.
+
+    Args:
+        invariant: of a place, that of its own choice alone.
+    """
+
+    def __init__(self, invariant: bool):
+        self.invariant = invariant
+
+    @cute.jit
+    def __call__(
+        self,
+        top_k_index: cute.Tensor,
+        position: cute.Tensor,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        counts: cute.Tensor,
+        part: cute.Tensor,
+        rank: Int32,
+        stream,
+    ):
+        """Launch; S is at least 1.
+
+        Args:
+            top_k_index, position, token, counts: of ``Places``.
+            table: of ``Peers``.
+            part: int32 ``[W P, k]`` of this rank's memory.
+            rank: this one.
+            stream: CUDA stream.
+        """
+        elements = Int32(part.shape[0]) * Int32(part.shape[1])
+        self.kernel(top_k_index, position, token, table, counts, part, rank).launch(
+            grid=(cute.ceil_div(elements, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        top_k_index: cute.Tensor,
+        position: cute.Tensor,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        counts: cute.Tensor,
+        part: cute.Tensor,
+        rank: Int32,
+    ):
+        """A choice of a place for every lane."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        ranks, places, top_k = Int32(cute.size(table)), Int32(part.shape[0]), Int32(part.shape[1])
+        experts, pair_rows = Int32(cute.size(counts)) - ranks, places // ranks
+        number = (block * THREADS + thread) // top_k
+        choice = block * THREADS + thread - number * top_k
+        if number < places:
+            peer, at = spread(number, ranks, rank)
+            owner = token[peer * pair_rows + at]
+            if owner >= 0:
+                local = experts // ranks
+                chosen = expert_of(top_k_index, owner, choice, experts) - peer * local
+                if chosen < 0 or chosen >= local:
+                    chosen = Int32(-1)
+                if cutlass.const_expr(self.invariant):  # noqa: SIM102 (one is known while tracing, the other is not)
+                    if position[owner * top_k + choice] != peer * pair_rows + at:
+                        chosen = Int32(-1)
+                target = beyond(part, table, peer, rank)
+                target[rank * pair_rows + at, choice] = chosen
+
+
+class Settle:
+    """``index`` and ``needed`` from what has arrived; where a step does not fit, the choices of one that does not."""
+
+    @cute.jit
+    def __call__(
+        self,
+        counts: cute.Tensor,
+        choices: cute.Tensor,
+        arrived: cute.Tensor,
+        position: cute.Tensor,
+        index: cute.Tensor,
+        needed: cute.Tensor,
+        expert_rows: Int32,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            counts: int32 ``[W, E + W]``, those of all ranks.
+            choices: int32 ``[W P, k]``, of which the first of every rank have arrived.
+            arrived: of ``Peers``.
+            position: of ``Places``; 0 where a step does not fit.
+            index: int32 ``[W P, k]``, see ``tgl.meta.expert_parallel``.
+            needed: int32 ``[2]``.
+            expert_rows: rows that there are.
+            stream: CUDA stream.
+        """
+        elements = Int32(index.shape[0]) * Int32(index.shape[1])
+        self.kernel(counts, choices, arrived, position, index, needed, expert_rows).launch(
+            grid=(cute.ceil_div(elements, THREADS * SHARE), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        counts: cute.Tensor,
+        choices: cute.Tensor,
+        arrived: cute.Tensor,
+        position: cute.Tensor,
+        index: cute.Tensor,
+        needed: cute.Tensor,
+        expert_rows: Int32,
+    ):
+        """A share of the rows."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        smem = SmemAllocator()
+        most = smem.allocate_tensor(Int32, cute.make_layout(2), byte_alignment=16)
+        sums = smem.allocate_tensor(Int32, cute.make_layout(LANES), byte_alignment=16)
+        ranks, places, top_k = Int32(counts.shape[0]), Int32(index.shape[0]), Int32(index.shape[1])
+        pair_rows, local = places // ranks, (Int32(counts.shape[1]) - ranks) // ranks
+        self.add(counts, sums, most, local)
+        full = most[0] > pair_rows or most[1] > expert_rows
+        for n in cutlass.range(block * THREADS + thread, places * top_k, blocks * THREADS, unroll=1):
+            row = n // top_k
+            source = row // pair_rows
+            chosen = Int32(-1)
+            if full:
+                if n < local:
+                    chosen = n
+                if row == source * pair_rows and n == row * top_k:
+                    chosen = n % local
+            elif row - source * pair_rows < arrived[source]:
+                chosen = choices[row, n - row * top_k]
+            index[row, n - row * top_k] = chosen
+        if full:
+            for n in cutlass.range(block * THREADS + thread, cute.size(position), blocks * THREADS, unroll=1):
+                position[n] = Int32(0)
+        if block == 0 and thread < 2:
+            needed[thread] = most[thread]
+
+    @cute.jit
+    def add(self, counts: cute.Tensor, sums: cute.Tensor, most: cute.Tensor, local: Int32):
+        """Into ``most``: rows of the largest pair, and of the experts of the rank that has most."""
+        thread, _, _ = cute.arch.thread_idx()
+        ranks = Int32(counts.shape[0])
+        experts = local * ranks
+        if thread < LANES:
+            sums[thread] = Int32(0)
+        if thread < 2:
+            most[thread] = Int32(0)
+        cute.arch.sync_threads()
+        for n in cutlass.range(thread, ranks * experts, THREADS, unroll=1):
+            source = n // experts
+            expert = n - source * experts
+            cute.arch.atomic_add(
+                (sums.iterator + expert // local).llvm_ptr, counts[source, expert], sem="relaxed", scope="cta"
+            )
+        for n in cutlass.range(thread, ranks * ranks, THREADS, unroll=1):
+            source = n // ranks
+            count = counts[source, experts + n - source * ranks]
+            cute.arch.atomic_max(most.iterator.llvm_ptr, count, sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
+        if thread < ranks:
+            cute.arch.atomic_max((most.iterator + 1).llvm_ptr, sums[thread], sem="relaxed", scope="cta")
+        cute.arch.sync_threads()

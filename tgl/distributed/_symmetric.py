@@ -1,0 +1,84 @@
+"""Memory of a group's ranks that each of them reaches, by ``torch.distributed._symmetric_memory``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import backends, peers
+from ..meta.expert_parallel import SYMMETRIC_MEMORY
+
+
+def reserve(group: dist.ProcessGroup, size: int, layer: str) -> None:
+    """Let the group have so many bytes for ``layer``, on the current CUDA device of every rank; all ranks have to ask.
+
+    Memory that is large enough already is shared. Smaller memory is replaced, but stays where it is.
+
+    Raises:
+        RuntimeError: on all ranks, if one of them has no such memory; it says which, and why.
+    """
+    name = str(group.group_name)
+    known = peers.of(name)
+    if known is not None and known.group is group and known.memory.shape[0] >= size:
+        return
+    _agree(group, layer, _reason(group))
+    made, reason = None, None
+    try:
+        made = _rendezvous(group, size)
+    except RuntimeError as error:
+        reason = f"torch's rendezvous failed: {error}"
+    _agree(group, layer, reason)
+    assert made is not None
+    peers.put(name, made)
+    try:
+        _agree(group, layer, _reason_of_kernels(made, name))
+    except RuntimeError:
+        peers.forget(name)
+        raise
+
+
+def _agree(group: dist.ProcessGroup, layer: str, reason: str | None) -> None:
+    reasons: list[Any] = [None] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    said = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if said:
+        raise RuntimeError(f"{layer}: `engine={SYMMETRIC_MEMORY!r}` is not available: {'; '.join(said)}")
+
+
+def _reason(group: dist.ProcessGroup) -> str | None:
+    """Why this rank has no such memory, as far as it knows by itself."""
+    if group.size() > peers.MOST_RANKS:
+        return f"it takes up to {peers.MOST_RANKS} ranks, got {group.size()}"
+    if not torch.cuda.is_available():
+        return "it needs CUDA devices that write to each other's memory, and there is none"
+    return None
+
+
+def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
+    """The memory, zero on all ranks before any of them writes there."""
+    from torch.distributed import _symmetric_memory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)
+    handle = _symmetric_memory.rendezvous(memory, group)
+    places = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(group.size())]
+    inside = memory.data_ptr() - places[group.rank()]  # of an allocation that may be larger, on all ranks alike
+    return peers.Peers(
+        rank=group.rank(),
+        table=torch.tensor([place + inside for place in places], dtype=torch.int64, device=device),
+        memory=memory,
+        epoch=torch.zeros(1, dtype=torch.int32, device=device),
+        arrived=torch.zeros(group.size(), dtype=torch.int32, device=device),
+        group=group,
+        handle=handle,
+    )
+
+
+def _reason_of_kernels(made: peers.Peers, name: str) -> str | None:
+    """Why no kernel runs on this rank's device."""
+    index = torch.empty(0, 1, dtype=torch.int32, device=made.memory.device)
+    sizes = {"group_size": made.ranks, "pair_rows": 1, "expert_rows": 1 + made.ranks}
+    return backends.explain("ep_route", index, made.ranks, **sizes, group_name=name, engine=SYMMETRIC_MEMORY).reason()

@@ -1,0 +1,128 @@
+"""Memory of the ranks of a group that kernels of every rank write to, and where it lies.
+
+A rank's memory begins with what the group's barrier needs (``control``), followed by the parts of one exchange at a
+time (``parts``), whose places follow from the sizes of the exchange and are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Spec = tuple[int, int, torch.dtype]
+"""Rows, columns and dtype of a part."""
+
+MOST_RANKS = 32  # a warp of one block for each
+_LINE = 256  # bytes, on which a part begins
+_PIECE = 16  # bytes, on which its rows do
+SLOTS = 2  # counts of this exchange, and of the next one from ranks that are ahead
+
+
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """What one rank knows of its group's memory.
+
+    Attributes:
+        rank: of this process in the group.
+        table: int64 ``[W]``: the address of every rank's memory, as this rank's device sees it.
+        memory: uint8: this rank's own, which is zero in the beginning.
+        epoch: int32 ``[1]``, 0 in the beginning: barriers that this rank has passed.
+        arrived: int32 ``[W]``: rows that every rank sends in the exchange under way.
+        group: whose memory it is; a later group may have its name.
+        seconds: that a barrier waits for a rank before it stops the device with an error.
+        handle: what keeps the memory of the others in reach.
+    """
+
+    rank: int
+    table: Tensor
+    memory: Tensor
+    epoch: Tensor
+    arrived: Tensor
+    group: object
+    seconds: float = 600.0
+    handle: object = None
+
+    @property
+    def ranks(self) -> int:
+        """W."""
+        return self.table.shape[0]
+
+    @property
+    def control(self) -> Tensor:
+        """int32 ``[W + 2 W]``: the epoch of every rank, and what ranks have told in this exchange and the one before.
+
+        A rank that is ahead tells the counts of its next exchange before the others have read those of this one.
+        """
+        return self.memory[: (1 + SLOTS) * self.ranks * 4].view(torch.int32)
+
+    def parts(self, specs: Sequence[Spec]) -> list[Tensor]:
+        """The part of this rank's memory for every ``(rows, columns, dtype)``; rows lie on 16 bytes."""
+        made = []
+        for (rows, columns, dtype), start, pitch in _laid_out(self.ranks, specs):
+            part = self.memory[start : start + rows * pitch].view(dtype).view(rows, pitch // dtype.itemsize)
+            made.append(part[:, :columns])
+        return made
+
+
+def _laid_out(ranks: int, specs: Sequence[Spec]) -> list[tuple[Spec, int, int]]:
+    """Every part with its first byte and the bytes from row to row."""
+    made, start = [], _up((1 + SLOTS) * ranks * 4, _LINE)
+    for spec in specs:
+        rows, columns, dtype = spec
+        pitch = _up(columns * dtype.itemsize, _PIECE)
+        made.append((spec, start, pitch))
+        start += _up(rows * pitch, _LINE)
+    return made
+
+
+def size(ranks: int, specs: Sequence[Spec]) -> int:
+    """Bytes of a rank's memory for such parts."""
+    if not specs:
+        return _up((1 + SLOTS) * ranks * 4, _LINE)
+    (rows, _, _), start, pitch = _laid_out(ranks, specs)[-1]
+    return start + _up(rows * pitch, _LINE)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+_groups: dict[str, Peers] = {}
+_outgrown: list[Peers] = []
+
+
+def of(group_name: str) -> Peers | None:
+    """What is known of a group's memory; None if it has none."""
+    return _groups.get(group_name)
+
+
+def memory_of(group_name: str) -> Peers:
+    """The memory of a group that has some."""
+    return _groups[group_name]
+
+
+def reason_against(group_name: str, device: torch.device, specs: Sequence[Spec]) -> str | None:
+    """Why an exchange of such parts, of tensors on this device, cannot use the memory of the group, or None."""
+    peers = _groups.get(group_name)
+    if peers is None:
+        return f"the group {group_name!r} has no symmetric memory"
+    if peers.memory.device != device:
+        return f"the symmetric memory of the group is on {peers.memory.device}, the tensors are on {device}"
+    needed, there = size(peers.ranks, specs), peers.memory.shape[0]
+    return f"takes {needed} bytes of symmetric memory, and the group has {there}" if needed > there else None
+
+
+def put(group_name: str, peers: Peers) -> None:
+    """Let the exchanges of a group use this memory from now on. What it had stays, as captured graphs write there."""
+    before = _groups.get(group_name)
+    if before is not None:
+        _outgrown.append(before)
+    _groups[group_name] = peers
+
+
+def forget(group_name: str) -> None:
+    """Let a group have no memory."""
+    _groups.pop(group_name, None)
