@@ -1,0 +1,177 @@
+"""``GroupedLoRALinear``: a frozen ``GroupedLinear`` and a trainable update of low rank for each of its groups."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor import GroupedTensor
+from ._errors import fail
+from ._inputs import MSplits, offsets_on, result_dtype
+from ._low_rank import LowRank, add_low_rank
+from ._modules import given, splits_of, to_be_called
+from .grouped_linear import GroupedLinear
+
+
+class GroupedLoRALinear(nn.Module):
+    """A frozen ``GroupedLinear`` with a low-rank update per group: ``y[t] = base(x)[t] + scaling * B[g] A[g] x[t]``.
+
+    It is a module around a layer and not an option of ``GroupedLinear``, so that one class serves every kind of base:
+    packed or discrete parameters, any recipe, weights that ``quantize_weight`` has packed. It stands in the place of a
+    layer, and the base comes back by one assignment::
+
+        mlp.fc1 = tgl.GroupedLoRALinear(mlp.fc1, rank=16)
+        mlp.fc1 = mlp.fc1.base                          # still frozen; with the update: mlp.fc1.merge()
+
+    ``GroupedMLP``, ``MoE`` and ``Sequential`` then call the layer, the activation and the other layer one after the
+    other, with gradients of routing weights as ever, and ``recompute_activation`` has no effect.
+
+    The parameters of the base require no grad from the construction on. The backward forms no gradient of them and the
+    forward saves no activation for one: ``x`` is saved once, for the gradient of ``A``, and ``[T, r]`` for that of
+    ``B``. No ``[G, N, K]`` beside the base's weight is allocated. The update is two grouped GEMMs and one addition.
+
+    Args:
+        base: the layer to adapt. Its parameters are frozen.
+        rank: r, at least 1. In 16-bit dtypes the GPU kernels read ranks that are multiples of 8 without a copy.
+        alpha: the update is scaled by ``alpha / rank``, or ``alpha / sqrt(rank)``; default: ``rank``.
+        rank_stabilized: divide ``alpha`` by ``sqrt(rank)`` instead of ``rank`` (rsLoRA).
+        params_dtype: floating dtype of ``lora_A`` and ``lora_B``; default that of the base's weight. They are cast to
+            the dtype of the computation in every call.
+
+    Attributes:
+        base: the ``GroupedLinear``.
+        lora_A: parameter ``[G, r, K]``, drawn as the weight of ``nn.Linear``.
+        lora_B: parameter ``[G, N, r]``, zeros, so that a new layer computes what its base does.
+        scaling: the factor of the update.
+
+    ``tgl.nn.layouts.lora_to_peft`` and ``lora_from_peft`` convert the parameters to the layout of PEFT's files.
+
+    Raises:
+        TypeError: ``base`` is no ``GroupedLinear``, or ``params_dtype`` is not floating.
+        ValueError: ``rank`` is less than 1.
+    """
+
+    lora_A: Tensor
+    lora_B: Tensor
+
+    def __init__(
+        self,
+        base: GroupedLinear,
+        rank: int,
+        alpha: float | None = None,
+        *,
+        rank_stabilized: bool = False,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(base, GroupedLinear):
+            raise TypeError(f"`base` must be a GroupedLinear, but got a {type(base).__name__}")
+        if rank < 1:
+            raise ValueError(f"`rank` must be at least 1, but got {rank}")
+        if params_dtype is not None and not params_dtype.is_floating_point:
+            raise TypeError(f"`params_dtype` must be a floating dtype, but got {params_dtype}")
+        weight = base.group_parameters("weight")[0]
+        dtype, device = params_dtype or weight.dtype, weight.device
+        self.base = base.requires_grad_(False)
+        self.num_gemms, self.in_features, self.out_features = base.num_gemms, base.in_features, base.out_features
+        self.rank = rank
+        self.scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rank_stabilized else rank)
+        self.lora_A = nn.Parameter(torch.empty(base.num_gemms, rank, base.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base.num_gemms, base.out_features, rank, dtype=dtype, device=device))
+        if weight.device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw ``lora_A`` anew and set ``lora_B`` to zeros; the base keeps its values."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        with torch.no_grad():
+            self.lora_A.uniform_(-bound, bound)
+            self.lora_B.zero_()
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the base has a bias."""
+        return self.base.has_bias
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: MSplits,
+        is_first_microbatch: bool | Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped as in ``GroupedLinear``. A
+                ``GroupedTensor`` is an error, since the update reads the rows themselves.
+            m_splits: ``[G]``: rows of each group; see ``GroupedLinear``. Rows past their sum come out as zeros.
+            is_first_microbatch, bias_scale: see ``GroupedLinear``: they are the base's.
+
+        Returns:
+            ``[..., N]`` in the dtype of ``inp`` (of autocast, where active).
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit.
+            tgl.GraphCaptureError: ``m_splits`` is not on the device of ``inp`` while a CUDA graph is captured.
+        """
+        offs = offsets_on(m_splits, self.num_gemms, inp.device)
+        return self.forward_offsets(inp, offs, bias_scale, is_first_microbatch=is_first_microbatch)
+
+    def forward_offsets(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        bias_scale: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | Tensor | None = None,
+    ) -> Tensor:
+        """``forward`` for cumulative ends ``offs``, int32 ``[G]``; ``bias_scale [T]`` scales the bias of each row."""
+        if isinstance(inp, GroupedTensor):
+            fail(f"`inp` must be a plain tensor for the low-rank update, but got a {type(inp).__name__}", TypeError)
+        base, options = self.base, given(is_first_microbatch=is_first_microbatch)
+        if to_be_called(base):
+            y = base(inp, splits_of(offs), bias_scale=bias_scale, **options)
+        else:
+            y = base.forward_offsets(inp, offs, bias_scale, **options)
+        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
+        flat = y.reshape(-1, y.shape[-1]) if y.dim() != 2 else y
+        dtype = result_dtype(inp)
+        flat = add_low_rank(flat, rows, LowRank(self.lora_A.to(dtype), self.lora_B.to(dtype), self.scaling), offs)
+        return flat if y.dim() == 2 else flat.view(y.shape)
+
+    def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
+        """``GroupedLinear._check_call`` of the base."""
+        if not to_be_called(self.base):
+            self.base._check_call(is_first_microbatch)
+
+    @torch.no_grad()
+    def merge(self) -> GroupedLinear:
+        """Add the update to the base's weight, in place and without another ``[G, N, K]``.
+
+        The base is to take the place of this layer afterwards; this layer would add the update once more.
+
+        Returns:
+            The base.
+
+        Raises:
+            ValueError: the weight of ``base`` is quantised (``quantize_weight``), or computed by a parametrization.
+        """
+        base = self.base
+        weights = base.group_parameters("weight")
+        if isinstance(weights[0], GroupedTensor) or not all(isinstance(w, nn.Parameter) for w in weights):
+            raise ValueError(
+                f"`base` must have a weight of plain parameters to merge into, but it is a {type(weights[0]).__name__}"
+            )
+        a, b = (p.to(weights[0].dtype) for p in (self.lora_A, self.lora_B))
+        if base.single_grouped_weight:
+            weights[0].baddbmm_(b, a, alpha=self.scaling)
+        else:
+            for weight, of_group_a, of_group_b in zip(weights, a, b):
+                weight.addmm_(of_group_b, of_group_a, alpha=self.scaling)
+        return base
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scaling={self.scaling:g}"
