@@ -1,0 +1,333 @@
+"""ATen's grouped products as ops of ours: which form is which op, and what serves a call.
+
+``torch.nn.functional.grouped_mm`` takes two operands of two or three dimensions. A two-dimensional one holds the groups
+one behind another, ended by ``offs``; a three-dimensional one holds a matrix for each group. Here G is the number of
+groups and T the dimension that ``offs`` divides. Every form is one call of a dense op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..aten.register import GROUPED_MM
+from ..meta import specs
+from ..meta.remembered import remembered
+from ..meta.specs import Dim, TensorSpec
+from ..ops._library import autocast_enabled
+
+OP = "aten::_grouped_mm"
+PITCH = 16  # bytes: ATen pads the rows of its results to a multiple of them
+
+Checks = dict[str, Callable[..., TensorSpec]]
+CHECKS: Checks = {"grouped_gemm": specs.grouped_gemm, "grouped_gemm_wgrad": specs.grouped_gemm_wgrad}
+"""What checks the operands of an op and says what its result is."""
+REMEMBERED: Checks = {
+    "grouped_gemm": remembered(specs.grouped_gemm, {"a": "rows", "bias_scale": "vector"}),
+    "grouped_gemm_wgrad": remembered(specs.grouped_gemm_wgrad, {"a": "rows", "b": "rows"}),
+}
+"""For real tensors, whose sizes are no symbols."""
+OPTIONS: dict[str, dict[str, Any]] = {"grouped_gemm": {"zero_tail": True}, "grouped_gemm_wgrad": {}}
+"""Keywords of implementations, by op, besides the destination."""
+
+
+class Form(NamedTuple):
+    """One form of the product.
+
+    Attributes:
+        letters: shapes of operands and result.
+        op: the op of ours.
+        operands: its positional arguments, from ``mat_a, mat_b, offs, bias`` of ATen's.
+        shape: of the result, from ``mat_a, mat_b, offs``.
+        reason: why the op cannot take these ``mat_a, mat_b``, or None.
+        transposed: whether the op's result is the transposed of ATen's.
+        bias: whether there can be one, ``[N]`` or ``[G, N]``.
+    """
+
+    letters: str
+    op: str
+    operands: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple]
+    shape: Callable[[Tensor, Tensor, Tensor | None], tuple[Dim, ...]]
+    reason: Callable[[Tensor, Tensor], backends.Reason] = lambda mat_a, mat_b: None
+    transposed: bool = False
+    bias: bool = False
+
+
+def _one_per_group(bias: Tensor | None, mat_b: Tensor) -> Tensor | None:
+    return bias.expand(mat_b.shape[0], -1) if bias is not None and bias.dim() == 1 else bias
+
+
+def _ends(count: Dim, size: Dim, like: Tensor) -> Tensor:
+    """The ends of that many groups of one size, made on the device."""
+    numbers: Tensor = torch.arange(1, count + 1, dtype=torch.int32, device=like.device)  # type: ignore[arg-type]
+    return numbers * size  # type: ignore[return-value]
+
+
+def _in_rows(t: Tensor) -> bool:
+    """Whether the rows of all matrices of ``t`` lie at one distance from one another."""
+    return bool(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1))
+
+
+def _no_rows(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
+    if _in_rows(mat_a):
+        return None
+    return f"needs `mat_a` with all rows at one distance, got shape {tuple(mat_a.shape)}, strides {mat_a.stride()}"
+
+
+def _no_columns(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
+    if _in_rows(mat_a.transpose(1, 2)) and _in_rows(mat_b):
+        return None
+    return (
+        "needs all columns of `mat_a` and all rows of `mat_b` at one distance, got shapes "
+        f"{tuple(mat_a.shape)}, {tuple(mat_b.shape)}, strides {mat_a.stride()}, {mat_b.stride()}"
+    )
+
+
+FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
+    (2, 3): (
+        Form(
+            "[T, K] x [G, K, N] -> [T, N]",
+            "grouped_gemm",
+            lambda mat_a, mat_b, offs, bias: (mat_a, mat_b, offs, _one_per_group(bias, mat_b), None),
+            lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_b.shape[2]),
+            bias=True,
+        ),
+    ),
+    (3, 2): (
+        Form(
+            "[G, M, K] x [K, T] -> [M, T]",
+            "grouped_gemm",
+            lambda mat_a, mat_b, offs, bias: (mat_b.t(), mat_a.transpose(1, 2), offs, None, None),
+            lambda mat_a, mat_b, offs: (mat_a.shape[1], mat_b.shape[1]),
+            transposed=True,
+        ),
+    ),
+    (2, 2): (
+        Form(
+            "[M, T] x [T, N] -> [G, M, N]",
+            "grouped_gemm_wgrad",
+            lambda mat_a, mat_b, offs, bias: (mat_a.t(), mat_b, offs),
+            lambda mat_a, mat_b, offs: (offs.shape[0], mat_a.shape[0], mat_b.shape[1]),  # type: ignore[union-attr]
+        ),
+    ),
+    (3, 3): (
+        Form(
+            "[G, M, K] x [G, K, N] -> [G, M, N] by rows",
+            "grouped_gemm",
+            lambda mat_a, mat_b, offs, bias: (
+                mat_a.flatten(0, 1),
+                mat_b,
+                _ends(mat_a.shape[0], mat_a.shape[1], mat_a),
+                _one_per_group(bias, mat_b),
+                None,
+            ),
+            lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_a.shape[1], mat_b.shape[2]),
+            _no_rows,
+            bias=True,
+        ),
+        Form(
+            "[G, M, K] x [G, K, N] -> [G, M, N] by columns and rows",
+            "grouped_gemm_wgrad",
+            lambda mat_a, mat_b, offs, bias: (
+                mat_a.transpose(1, 2).flatten(0, 1),
+                mat_b.flatten(0, 1),
+                _ends(mat_a.shape[0], mat_a.shape[2], mat_a),
+            ),
+            lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_a.shape[1], mat_b.shape[2]),
+            _no_columns,
+        ),
+    ),
+}
+
+
+class Call(NamedTuple):
+    """A product as a call of an op of ours.
+
+    Attributes:
+        form: of the product.
+        operands: positional arguments of the op.
+        spec: of the op's result.
+        result: of ATen's result.
+    """
+
+    form: Form
+    operands: tuple
+    spec: TensorSpec
+    result: TensorSpec
+
+    def destination(self, out: Tensor) -> Tensor:
+        """Where the op writes for ATen's result ``out``: into it, unless it is transposed."""
+        if self.form.transposed:
+            return self.spec.empty()
+        return out if self.spec.shape == self.result.shape else out.view(self.spec.shape)
+
+
+def call(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    checks: Checks = CHECKS,
+) -> Call | str:
+    """The product as a call of an op of ours, or why it is none. Looks at no values."""
+    forms = FORMS.get((mat_a.dim(), mat_b.dim()), ())
+    if not forms:
+        return "needs operands of 2 or 3 dimensions"
+    grouped = mat_a.dim() == 2 or mat_b.dim() == 2
+    if grouped != (offs is not None):
+        return f"needs `offs` {'for a 2-D operand' if grouped else 'to be None for two 3-D operands'}"
+    reason = ""
+    for form in forms:
+        refused = "has no `bias`" if bias is not None and not form.bias else form.reason(mat_a, mat_b)
+        if refused is not None:
+            reason = reason or f"{form.letters}: {refused}"
+            continue
+        if mat_a.dim() == mat_b.dim() == 3 and mat_a.shape[0] != mat_b.shape[0]:
+            return f"needs as many matrices in `mat_a` as in `mat_b`, got {mat_a.shape[0]} and {mat_b.shape[0]}"
+        operands = form.operands(mat_a, mat_b, offs, bias)
+        try:
+            spec = checks[form.op](*operands, out_dtype=out_dtype)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return Call(form, operands, spec, laid_out(form.shape(mat_a, mat_b, offs), spec.dtype, spec.device))
+    return reason
+
+
+def laid_out(shape: tuple[Dim, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+    """ATen's result of that shape: row-major, rows padded to ``PITCH`` bytes."""
+    step = PITCH // dtype.itemsize
+    pitch = (shape[-1] + step - 1) // step * step
+    return TensorSpec(shape, dtype, device, (*((shape[-2] * pitch,) if len(shape) == 3 else ()), pitch, 1))
+
+
+def attempt(
+    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor | None:
+    """The product by an implementation of ours, or None if there is none. Reads nothing on the host."""
+    made = call(mat_a, mat_b, offs, bias, out_dtype, REMEMBERED)
+    if isinstance(made, str):
+        return None
+    op, device = made.form.op, made.spec.device
+    out = made.result.empty()
+    destination = made.destination(out)
+    options = {**OPTIONS[op], "out": destination}
+    if debug.active:
+        debug.check_offs(op, made.operands[2], made.operands[0].shape[0])
+    with _given_dtypes(device.type):
+        for implementation in backends.in_order(op, device):
+            if implementation.name == GROUPED_MM:  # ATen's kernel, with more steps around it
+                return None
+            if implementation.serve(device, made.operands, options) is None:
+                if made.form.transposed:
+                    out.copy_(destination.t())
+                return out
+    return None
+
+
+_NOTHING = nullcontext()
+
+
+def _given_dtypes(device_type: str) -> AbstractContextManager:
+    """No autocast: ATen's kernel takes the dtypes it is given, and steps of ATen in ours would cast."""
+    return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else _NOTHING
+
+
+# --- what ``tgl.explain`` asks ----------------------------------------------------------------------------------------
+
+
+def _options(made: Call) -> dict[str, Any]:
+    """Keywords of the op's implementations, with a stand-in for the destination."""
+    out = made.spec.meta() if made.form.transposed else made.destination(made.result.meta())
+    return {**OPTIONS[made.form.op], "out": out}
+
+
+def _report(made: Call) -> backends.Explanation:
+    return backends.report(made.form.op, made.spec.device, *made.operands, **_options(made))
+
+
+def reason_against(
+    op: str,
+    syncs: bool,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None,
+) -> backends.Reason:
+    """Why a call is not served by an implementation of ``op`` that reads on the host or does not, or None."""
+    made = call(mat_a, mat_b, offs, bias, out_dtype)
+    if isinstance(made, str):
+        return made
+    if made.form.op != op:
+        return f"{made.form.letters} is tgl::{made.form.op}"
+    found = _report(made)
+    if found.chosen is None:
+        return found.reason()
+    if found.chosen.name == GROUPED_MM:
+        return "no kernel of tgl takes the call: " + "; ".join(f"{i.name}: {reason}" for i, reason in found.refused)
+    return None if found.syncs == syncs else f"served by {found.chosen.name}"
+
+
+def copies(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None,
+) -> dict[str, int]:
+    """What is copied for a call that is served, and how many bytes."""
+    made = call(mat_a, mat_b, offs, bias, out_dtype)
+    assert isinstance(made, Call)
+    size = made.spec.meta()
+    own = {"out": size.numel() * size.element_size()} if made.form.transposed else {}
+    return {**dict(_report(made).copies), **own}
+
+
+def prepare(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Compile and load what a call that is served needs."""
+    made = call(mat_a, mat_b, offs, bias, out_dtype)
+    assert isinstance(made, Call)
+    backends.prepare(made.form.op, made.spec.device, *made.operands, **_options(made))
+
+
+# --- in a graph -------------------------------------------------------------------------------------------------------
+
+
+def composite(form: Form) -> Callable[..., Tensor]:
+    """The product as steps that Dynamo traces: the op of ours, and ATen's memory layout where the op has another."""
+
+    def product(
+        mat_a: Tensor,
+        mat_b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        op = getattr(torch.ops.tgl, form.op).default
+        y: Tensor = op(*form.operands(mat_a, mat_b, offs, bias), out_dtype=out_dtype)
+        shape = form.shape(mat_a, mat_b, offs)
+        y = y.t() if form.transposed else y.view(shape)
+        result = laid_out(shape, y.dtype, y.device)
+        if not form.transposed and result.stride[-2] == shape[-1]:  # type: ignore[index]
+            return y
+        return result.empty().copy_(y)
+
+    return product
+
+
+COMPOSITES = {form.letters: composite(form) for forms in FORMS.values() for form in forms}
