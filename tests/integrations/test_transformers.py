@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -259,6 +260,19 @@ def test_a_changed_gate_is_not_taken_for_the_known_one() -> None:
     experts, data = make(Changed), inputs()
     assert integration.activation(experts) is None
     assert_rounding(run(experts, "tgl", data), exact(experts, data))
+
+
+def test_a_gate_of_another_making_is_said_once() -> None:
+    class Changed(GptOssExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            return gate_up[..., ::2] * torch.tanh(gate_up[..., 1::2])
+
+    data = inputs()
+    with pytest.warns(UserWarning, match="no activation of tgl is what Changed computes between its projections"):
+        run(make(Changed), "tgl", data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(make(Changed), "tgl", data)
 
 
 @pytest.fixture

@@ -9,28 +9,28 @@ Two lines switch a model, or one when it is loaded::
 Every experts class that carries transformers' ``use_experts_implementation`` decorator is served: gated or plain, with
 or without biases, weights ``[G, out, in]`` or transposed, gates side by side, interleaved or of the model's own making,
 a norm after each expert, and expert parallelism, whose sentinels (indices of ``num_experts`` and more) cost no GEMM.
+Experts of FP8 checkpoints are served as well: weights in blocks of 128 x 128 or 1 x 32, or with one scale per matrix,
+and tokens quantised dynamically or with static scales. Those of MXFP4 checkpoints of gpt-oss stay packed when a model
+is loaded with ``experts_implementation="tgl"``.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
-import inspect
-import textwrap
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..meta import activations
 from ..meta.specs import accumulator
-from ..meta.table import OnePerName
 from ..nn._activation import activate, is_one_op
+from ..nn._errors import fail
+from ..nn._low_rank import LowRank, add_low_rank
 from ..nn.moe import moe
 from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_gemm
+from . import _transformers_fp8 as fp8
+from ._packed_experts import PackedExperts
+from ._transformers_gates import activation
 
 NAME = "tgl"
 
@@ -42,7 +42,7 @@ _NEEDS = (
 
 
 def register(name: str = NAME) -> None:
-    """Make the grouped ops available to transformers models as an experts implementation.
+    """Make the grouped ops available to transformers models as an experts implementation, of quantised experts too.
 
     Args:
         name: what ``set_experts_implementation`` and ``experts_implementation=`` will call it.
@@ -56,6 +56,12 @@ def register(name: str = NAME) -> None:
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(_NEEDS + f", but {transformers.__version__} is installed")
     experts_module.ExpertsInterface.register(name, experts_forward)
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+
+    from . import _transformers_mxfp4
+
+    FP8ExpertsInterface.register(name, experts_forward)
+    _transformers_mxfp4.register(name)
 
 
 def experts_forward(
@@ -65,24 +71,35 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     num_rows: int | None = None,
+    low_rank: Mapping[str, Sequence[LowRank]] | None = None,
 ) -> Tensor:
     """The forward of a transformers experts module; ``register`` is what most callers want.
 
     Args:
-        experts: module of a class decorated with ``use_experts_implementation``.
-        hidden_states: ``[S, H]``.
+        experts: module of a class decorated with ``use_experts_implementation``, ``FP8Experts`` included. Those have
+            frozen weights: the gradients are of ``hidden_states`` and ``top_k_weights``, through the dequantised
+            weights. Their backward holds a projection's ``[G, N, K]`` in the dtype of ``hidden_states`` for a while.
+        hidden_states: ``[S, H]``; of float32, bfloat16 or float16 for ``FP8Experts``.
         top_k_index: integer ``[S, k]``: experts of each token. Entries of ``num_experts`` and more are skipped: what
             their weights and the token's row hold, NaN included, reaches neither output nor gradients.
         top_k_weights: ``[S, k]``: routing weights.
         num_rows: see ``tgl.route``.
+        low_rank: updates of the matrices, by the names of their parameters; ``tgl.integrations.peft`` gives them.
 
     Returns:
         ``[S, H]`` in the dtype of ``hidden_states``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: ``FP8Experts`` in a form that is not served; the message names it.
     """
+    if fp8.is_quantized(experts):
+        if low_rank:
+            fail(f"`low_rank` must be None for FP8 experts, but got updates of {', '.join(low_rank)}")
+        return fp8.forward(experts, hidden_states, top_k_index, top_k_weights, num_rows)
     flags: Any = experts
     routing = route(top_k_index, flags.num_experts, num_rows)
-    up, up_bias = (flags.gate_up_proj, "gate_up_proj_bias") if flags.has_gate else (flags.up_proj, "up_proj_bias")
-    down = flags.down_proj
+    up_name = "gate_up_proj" if flags.has_gate else "up_proj"
+    up, down = getattr(flags, up_name), flags.down_proj
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
     early = not getattr(flags, "has_post_expert_norm", False)  # older versions know of no such experts
@@ -90,154 +107,57 @@ def experts_forward(
     if early:
         weights = top_k_weights if top_k_weights.dtype == up.dtype else top_k_weights.to(accumulator(up.dtype))
     fused = activation(experts)
-    if early and fused is not None and up.dtype == down.dtype and is_one_op(up.device, up, down):
-        biases = (getattr(flags, up_bias), flags.down_proj_bias) if flags.has_bias else (None, None)
+    whole = early and not low_rank and up.dtype == down.dtype
+    if whole and fused is not None and is_one_op(up.device, up, down):
+        biases = (getattr(flags, f"{up_name}_bias"), flags.down_proj_bias) if flags.has_bias else (None, None)
         matrices = (_matrices(flags, up), _matrices(flags, down))
         return moe(hidden, routing, weights, *matrices, *biases, **fused.parameters(experts)).to(hidden_states.dtype)
     if weights is not None:
         rows, probs = dispatch_both(hidden, weights, routing)
     else:
         rows = dispatch(hidden, routing)
-    rows = _linear(flags, rows, up, up_bias, routing.offs)
+    updates = low_rank or {}
+    rows = _linear(flags, rows, up_name, up, routing.offs, updates.get(up_name, ()))
     if fused is not None:
         rows = activate(rows, routing.offs, probs, **fused.parameters(experts))
     else:
         rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
         rows = rows * probs[:, None] if probs is not None else rows
-    rows = _linear(flags, rows, down, "down_proj_bias", routing.offs, probs)
+    rows = _linear(flags, rows, "down_proj", down, routing.offs, updates.get("down_proj", ()), probs)
     if early:
         return combine(rows, routing).to(hidden_states.dtype)
     late = top_k_weights.masked_fill(top_k_index >= flags.num_experts, 0)
     return combine(flags.post_expert_norm(rows), routing, late).to(hidden_states.dtype)
 
 
+def serves(experts: nn.Module) -> bool:
+    """Whether the model of a transformers experts module has it run by tgl, with its low-rank updates."""
+    if isinstance(experts, PackedExperts):
+        return True
+    name = experts.config._experts_implementation  # type: ignore[union-attr]
+    return _experts_module().ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
+
+
 def _linear(
-    flags: Any, rows: Tensor, weight: Tensor, bias_name: str, offs: Tensor, probs: Tensor | None = None
+    flags: Any,
+    rows: Tensor,
+    name: str,
+    weight: Tensor,
+    offs: Tensor,
+    updates: Sequence[LowRank],
+    probs: Tensor | None = None,
 ) -> Tensor:
-    bias = getattr(flags, bias_name) if flags.has_bias else None
+    bias = getattr(flags, f"{name}_bias") if flags.has_bias else None
     scale = probs if bias is not None else None
-    return grouped_gemm(rows.to(weight.dtype), _matrices(flags, weight), offs, bias, scale)
+    rows = rows.to(weight.dtype)
+    y = grouped_gemm(rows, _matrices(flags, weight), offs, bias, scale)
+    for update in updates:
+        y = add_low_rank(y, rows, update, offs)
+    return y
 
 
 def _matrices(flags: Any, weight: Tensor) -> Tensor:
     return weight if flags.is_transposed else weight.transpose(1, 2)
-
-
-# --- activations ------------------------------------------------------------------------------------------------------
-
-
-class Activation(NamedTuple):
-    """The arguments of ``grouped_activation`` for what an experts class computes between its two projections.
-
-    Attributes:
-        kind: as in ``grouped_activation``.
-        interleaved: as in ``grouped_activation``.
-        limit, alpha, offset: constants that the activation depends on: a number, or the name of the module's attribute.
-    """
-
-    kind: str
-    interleaved: bool = False
-    limit: float | str = 7.0
-    alpha: float | str = 1.702
-    offset: float | str = 1.0
-
-    def parameters(self, experts: nn.Module) -> dict[str, Any]:
-        """Keyword arguments of ``grouped_activation`` for one module."""
-        given: dict[str, Any] = {"kind": self.kind, "interleaved": self.interleaved}
-        for name in activations.named(self.kind).constants:
-            value = getattr(self, name)
-            given[name] = float(getattr(experts, value) if isinstance(value, str) else value)
-        return given
-
-
-_OSS = Activation("clamped_qgeglu", limit="limit", alpha="alpha")
-_SILU_CLAMPED = Activation("clamped_qgeglu", limit="swiglu_limit", alpha=1.0, offset=0.0)
-
-# Gates written by model authors that are exactly one of our activations, by the digest of their code: a class's name
-# would go on matching after the code behind it has changed. The flag: this holds only if ``act_fn`` is SiLU.
-_KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
-    "e039896ebc06a9f1": (_OSS._replace(interleaved=True), False),  # gpt_oss
-    "3b8ad4835c2d3166": (_OSS, False),  # openai_privacy_filter
-    "2c22b75bc99d5739": (_OSS._replace(limit="swiglu_limit", alpha="swiglu_alpha"), False),  # minimax_m3_vl
-    "04ba4e2f1a2dd0d2": (_SILU_CLAMPED, False),  # glm5_next, hy_v4
-    "0ba53b7e8ab0a564": (_SILU_CLAMPED._replace(limit="limit"), True),  # deepseek_v4
-    "5dabfe75f4c66c22": (Activation("swiglu"), True),  # beam, whose float32 detour is ours anyway
-}
-
-
-# The elementwise functions that are a gate of ours, by its name: classes of ``torch.nn`` and of transformers, some of
-# them not in every version. ``torch.nn.GELU`` is two functions, told apart by its argument.
-_FUNCTIONS = OnePerName(
-    {known.gate.name for known in activations.TABLE.values()},
-    "functions of gates, integrations/transformers.py",
-    {
-        "silu": ("SiLU", "SiLUActivation"),
-        "clamped_silu": (),  # part of gates of the models' own
-        "gelu": ("GELUActivation",),
-        "gelu_pytorch_tanh": (
-            "GELUTanh",
-            "PytorchGELUTanh",
-            "NewGELUActivation",
-            "FastGELUActivation",
-            "AccurateGELUActivation",
-        ),
-        "relu": ("ReLU",),
-        "relu2": ("ReLUSquaredActivation",),
-    },
-)
-for _known, _ in _KNOWN_GATES.values():
-    activations.named(_known.kind)
-
-
-def activation(experts: nn.Module) -> Activation | None:
-    """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
-    act_fn = getattr(experts, "act_fn", None)
-    function = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
-    variant = act_fn.approximate if isinstance(act_fn, nn.GELU) else None
-    return _activation(type(experts), bool(experts.has_gate), function, variant)
-
-
-@torch.compiler.assume_constant_result
-def _activation(experts: Any, has_gate: bool, function: Any, variant: str | None) -> Activation | None:
-    return _recognise(experts, has_gate, function, variant)
-
-
-@functools.cache
-def _recognise(experts: Any, has_gate: bool, function: Any, variant: str | None) -> Activation | None:
-    name = _gate_name(function, variant)
-    if has_gate and experts._apply_gate is not _experts_module()._default_apply_gate:
-        known, needs_silu = _KNOWN_GATES.get(_digest(experts._apply_gate), (None, False))
-        return known if name == activations.SILU.name or not needs_silu else None
-    return next((Activation(a.name) for a in activations.TABLE.values() if _is(a, name, has_gate)), None)
-
-
-def _is(found: activations.Activation, gate: str | None, gated: bool) -> bool:
-    """Whether ``found`` is that function of its gate alone, times the linear half as it is if ``gated``."""
-    return found.gate.name == gate and found.linear is (activations.IDENTITY if gated else None)
-
-
-def _gate_name(function: Any, variant: str | None) -> str | None:
-    """The gate of ours that a class or a function is; None for others. ``variant`` is ``torch.nn.GELU``'s argument."""
-    from transformers import activations as theirs
-
-    if function is nn.GELU:
-        return {"none": activations.GELU, "tanh": activations.GELU_TANH}[variant or ""].name
-    for found in (activations.SILU, activations.GELU, activations.RELU):
-        if function is getattr(nn.functional, found.name):
-            return found.name
-    for name, classes in _FUNCTIONS.items():
-        if any(function in (getattr(nn, known, None), getattr(theirs, known, None)) for known in classes):
-            return name
-    return None
-
-
-def _digest(function: Any) -> str:
-    """Digest of what a function computes: its source without comments and layout; empty if there is no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
 def _experts_module() -> Any:
