@@ -59,6 +59,7 @@ OPERANDS = OnePerName(
     {
         "mxfp8": Operand(32, E8M0_TABLE, 0, 128),
         "nvfp4": Operand(16, E4M3_TABLE, 64, 64, scale_rows=True, amax=True),
+        "mxfp4": Operand(32, E8M0_TABLE, 128, 128, scale_rows=True),
         "fp8_tensor": Operand(0, None, 32, 0),
         "fp8_block": Operand(128, None, 32, 128, square=True),
     },

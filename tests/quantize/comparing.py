@@ -40,6 +40,10 @@ def _nvfp4(x, ends, element, *, blocked, scale, block_2d=False, **options):
     return [t.numpy() for t in nvfp4_reference.grouped(values, sizes, layout=layout, **options).values()]
 
 
+def _mxfp4(x, ends, element, *, blocked, scale, **options):
+    return reference.mxfp4(x, ends, blocked=blocked, **options)
+
+
 def _fp8_tensor(x, ends, element, *, blocked, scale, **options):
     return reference.fp8_tensor(x, ends, element, scale=scale, **options)
 
@@ -53,7 +57,7 @@ def _fp8_block(x, ends, element, *, blocked, scale, block_2d=False, **options):
 REFERENCES = OnePerName(
     FORMATS,
     "REFERENCES in tests/quantize/comparing.py",
-    {"mxfp8": _mxfp8, "nvfp4": _nvfp4, "fp8_tensor": _fp8_tensor, "fp8_block": _fp8_block},
+    {"mxfp8": _mxfp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "fp8_tensor": _fp8_tensor, "fp8_block": _fp8_block},
 )
 
 

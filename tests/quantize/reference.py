@@ -31,10 +31,13 @@ def to_bits(value):
 
 
 class Element:
-    """An FP8 type of ``ml_dtypes``; the index of one of its non-negative ``values`` is its code."""
+    """An FP8 or FP4 type of ``ml_dtypes``; the index of one of its non-negative ``values`` is its code.
 
-    def __init__(self, dtype, inverse_max):
-        about = ml_dtypes.finfo(dtype)
+    ``nan`` is the code of the elements of a block that holds Inf or NaN.
+    """
+
+    def __init__(self, dtype, inverse_max, nan=0x7F):
+        about, self.nan = ml_dtypes.finfo(dtype), nan
         self.dtype, self.mantissa, self.max = dtype, about.nmant, float(about.max)
         last = int(np.float32(self.max).astype(dtype).view(np.uint8))
         self.values = np.arange(last + 1, dtype=np.uint8).view(dtype).astype(float).tolist()
@@ -43,12 +46,13 @@ class Element:
     def cast(self, value):
         """Nearest, ties to the even code, saturating; one NaN."""
         if math.isnan(value):
-            return 0x7F
+            return self.nan
         return int(np.float32(min(max(value, -self.max), self.max)).astype(self.dtype).view(np.uint8))
 
 
 E4M3 = Element(ml_dtypes.float8_e4m3fn, 0x3B124925)
 E5M2 = Element(ml_dtypes.float8_e5m2, 0x37924925)
+E2M1 = Element(ml_dtypes.float4_e2m1fn, 0x3E2AAAAB, 0x7)
 POWERS = [2.0 ** (byte - 127) for byte in range(255)]
 
 
@@ -80,7 +84,7 @@ def mx_block(values, element, scaling):
     """Scale byte and element bytes."""
     byte = e8m0(largest(values), element, scaling)
     if byte == 0xFF:
-        return byte, [0x7F] * len(values)
+        return byte, [element.nan] * len(values)
     return byte, [element.cast(f32(value * 2.0 ** (127 - byte))) for value in values]
 
 
@@ -204,6 +208,37 @@ def mxfp8(x, ends, element=E4M3, scaling="rceil", blocked=False):
 
     operand.columnwise(32, make, put_scale, put_byte)
     return data, sink.array, EMPTY_FLOAT, other, scales.array, EMPTY_FLOAT
+
+
+def pairs(codes):
+    """Two E2M1 codes in a byte, the first in the low half."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def mxfp4(x, ends, scaling="rceil", blocked=False):
+    operand = Operand(x, ends)
+    (rows, columns), across = x.shape, math.ceil(x.shape[1] / 32)
+
+    def make(values):
+        return mx_block(values, E2M1, scaling)
+
+    data, other = np.zeros((rows, columns), np.uint8), np.zeros((columns, operand.padded(128)), np.uint8)
+    sink = Sink(operand.padded(128) if blocked else rows, across, np.uint8, blocked)
+    operand.rowwise(32, make, sink, data, 128)
+    scales = Sink(columns, operand.units(128, 32), np.uint8, blocked)
+    begins = operand.begins(128)
+
+    def put_scale(group, b, k, scale):
+        scales.put(k, begins[group] // 32 + b, scale)
+        if scale == 0xFF:  # places of the block that no token has, too
+            first = begins[group] + b * 32
+            other[k, first : first + 32] = E2M1.nan
+
+    def put_byte(group, t, i, k, byte):
+        other[k, begins[group] + i] = byte
+
+    operand.columnwise(32, make, put_scale, put_byte)
+    return pairs(data), sink.array, EMPTY_FLOAT, pairs(other), scales.array, EMPTY_FLOAT
 
 
 def fp8_tensor(x, ends, element=E4M3, power_of_two=False, eps=0.0, scale=None):

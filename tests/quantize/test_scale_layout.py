@@ -8,12 +8,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tgl
 from tgl import backends
+from tgl.meta.formats import FORMATS
 from tgl.testing import ROUTINGS, GroupSizes
 
-BLOCK = {"mxfp8": 32, "nvfp4": 16, "fp8_block": 128}
-UNIT = {"mxfp8": 128, "nvfp4": 64, "fp8_block": 128}
+BLOCK = {"mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "fp8_block": 128}
+UNIT = {"mxfp8": 128, "nvfp4": 64, "mxfp4": 128, "fp8_block": 128}
 LAYOUTS = ("blocked", "torch", "te", "te_swizzled")
-CASES = [(f, layout) for f in ("mxfp8", "nvfp4") for layout in LAYOUTS] + [("fp8_block", "te")]
+CASES = [(f, layout) for f in ("mxfp8", "nvfp4") for layout in LAYOUTS]
+CASES += [("mxfp4", layout) for layout in LAYOUTS if layout != "te"] + [("fp8_block", "te")]
 SMALL = GroupSizes("small", (5, 0, 130, 66), 204)
 
 
@@ -58,7 +60,7 @@ def one_group(format, layout, columnwise, square, matrix, along, across):
         return (
             flat(matrix, up(along, 4), up(across, 128)) if columnwise else flat(matrix, up(along, 128), up(across, 4))
         )
-    if format == "nvfp4":
+    if FORMATS[format].transposed_scale:
         return (
             flat(swapped, up(across, 128), up(along, 4)) if columnwise else flat(matrix, up(along, 128), up(across, 4))
         )
@@ -87,7 +89,7 @@ def rows_of_groups(routing, k, format, columnwise, fill):
         first, count = (segment.start // unit + g) * unit // block, -(-(segment.stop - segment.start) // block)
         scale[first : first + count] = random_scales((count, k), format)
         parts.append(scale[first : first + count].tolist())
-    return (scale.t().contiguous() if format == "nvfp4" else scale), parts
+    return (scale.t().contiguous() if FORMATS[format].transposed_scale else scale), parts
 
 
 def expected(routing, k, format, layout, columnwise, parts):
@@ -140,7 +142,7 @@ def test_weights(format, layout, columnwise, square, groups, n, k):
     across = k if columnwise and not square else -(-k // block)
     scale = random_scales((groups, along, across), format)
     values = [v for part in scale for v in one_group(format, layout, columnwise, square, part.tolist(), along, across)]
-    turned = columnwise and (format == "nvfp4" or square)
+    turned = columnwise and (FORMATS[format].transposed_scale or square)
     compact = scale.transpose(1, 2).contiguous() if turned else scale
     arguments = {"shape": (groups, n, k), "format": format, "columnwise": columnwise}
     if square:
@@ -159,7 +161,7 @@ def test_shapes_bound_every_routing():
     assert tgl.to_torch_scale_layout(columnwise, SMALL.ends(), **shape, columnwise=True).shape == (128, 7 + 4 * 4)
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("grouped", [True, False])
 def test_blocked_is_what_group_quantize_makes(format, grouped):
     x = torch.randn(204, 96) if grouped else torch.randn(3, 68, 96)
@@ -187,7 +189,9 @@ def test_bad_offsets_stay_in_bounds():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_opcheck(layout, columnwise):
-    for format in ("mxfp8", "nvfp4"):
+    for format in ("mxfp8", "nvfp4", "mxfp4"):
+        if (format, layout) not in CASES:
+            continue
         scale, _ = rows_of_groups(SMALL, 70, format, columnwise, 0)
         options = {"shape": [204, 70], "layout": layout, "format": format, "columnwise": columnwise}
         args = (scale, SMALL.ends())
@@ -216,9 +220,9 @@ def test_one_graph_for_all_routings(fresh_compiler):
 
 GOOD = {"shape": (204, 64), "format": "mxfp8"}
 BAD = [
-    ({"format": "int8"}, ValueError, "`format` must be one of mxfp8, nvfp4, fp8_tensor, fp8_block, but got 'int8'"),
-    ({"format": "fp8_block"}, ValueError, "`format` must be mxfp8 or nvfp4 for layout 'torch', but got 'fp8_block'"),
-    ({"format": "fp8_tensor"}, ValueError, "`format` must be mxfp8 or nvfp4 for layout 'torch', but got 'fp8_tensor'"),
+    ({"format": "int8"}, ValueError, "`format` must be one of .*nvfp4, mxfp4, fp8_tensor, fp8_block, but got 'int8'"),
+    ({"format": "fp8_block"}, ValueError, "`format` must be mxfp8 .* for layout 'torch', but got 'fp8_block'"),
+    ({"format": "fp8_tensor"}, ValueError, "`format` must be mxfp8 .* for layout 'torch', but got 'fp8_tensor'"),
     ({"shape": (204, 32)}, ValueError, r"`scale` must be of shape of compact mxfp8 scales = \(204, 1\), but got"),
     ({"shape": (200, 64)}, ValueError, r"`scale` must be of shape of compact mxfp8 scales = \(200, 2\), but got"),
     ({"shape": (4, 51, 64)}, ValueError, r"`shape` must be \(T, K\) when `offs` is given, but got \(4, 51, 64\)"),
@@ -252,7 +256,7 @@ def test_bad_layouts():
         tgl.from_blocked_scale(scale, offs, **GOOD)
     with pytest.raises(ValueError, match="`block_2d` must be False except for weights in fp8_block"):
         tgl.to_te_scale_layout(scale, offs, **GOOD, block_2d=True)
-    with pytest.raises(ValueError, match="`format` must be mxfp8 or nvfp4 for layout 'te_swizzled'"):
+    with pytest.raises(ValueError, match="`format` must be mxfp8 or nvfp4 or mxfp4 for layout 'te_swizzled'"):
         tgl.to_te_scale_layout(scale.float(), offs, shape=(204, 200), format="fp8_block", swizzled=True)
     with pytest.raises(RuntimeError, match="has no derivative, so no argument may require grad, but `scale` does"):
         scale = torch.zeros(204, 2, requires_grad=True)

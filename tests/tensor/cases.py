@@ -16,6 +16,8 @@ CASES = {
     "fp8_block": {},
     "nvfp4": {},
     "nvfp4-blocked": {"scale_layout": "blocked"},
+    "mxfp4": {},
+    "mxfp4-blocked-even": {"scale_layout": "blocked", "scaling": "even"},
 }
 assert {"dense", *FORMATS} == {case.partition("-")[0] for case in CASES}
 ROWS = list(CASES)

@@ -18,6 +18,7 @@ CLASSES = OnePerName(
         "dense": tgl.DenseGroupedTensor,
         "mxfp8": tgl.MXFP8GroupedTensor,
         "nvfp4": tgl.NVFP4GroupedTensor,
+        "mxfp4": tgl.MXFP4GroupedTensor,
         "fp8_tensor": tgl.FP8TensorGroupedTensor,
         "fp8_block": tgl.FP8BlockGroupedTensor,
     },

@@ -130,13 +130,35 @@ def columns(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_lay
 def _by_place(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> tuple[Decoded, Tensor]:
     """Data ``[features, places]``, where what belongs to no token is not looked at."""
     values = decode.elements(data)
-    if form.scale_type in _ONE_BYTE and values.numel():
-        values = _ONE_BYTE[form.scale_type](values, scale, form, 1).values
     starts, sizes, places = groups.starts(form.unit_data), groups.sizes(), values.shape[1]
     filled = starts + ((sizes + form.block - 1) // form.block * form.block if form.fills_blocks else sizes)
-    past = torch.arange(places, device=starts.device) >= filled[of_places(starts, places)]
+    place = torch.arange(places, device=starts.device)
+    past = place >= filled[of_places(starts, places)]
+    found = Decoded(values)
+    if form.scale_type in _BY_PLACE and values.numel():
+        found = _BY_PLACE[form.scale_type](values, scale, form, starts, past)
     ends = torch.cat((starts[1:], filled[-1:])).to(torch.int32)
-    return Decoded(values.masked_fill_(past, 0).t()), ends
+    return found._replace(values=found.values.masked_fill_(past, 0).t()), ends
+
+
+def _e4m3_by_place(values: Tensor, scale: Tensor, form: Format, starts: Tensor, past: Tensor) -> Decoded:
+    return _e4m3(values, scale, form, 1)
+
+
+def _e8m0_by_place(values: Tensor, scale: Tensor, form: Format, starts: Tensor, past: Tensor) -> Decoded:
+    """Relative to the largest scale of each group; that of a block without a token is not looked at."""
+    group = of_places(starts, scale.shape[1], form.block)
+    of_block = decode.finite(scale).amax(0).int().masked_fill(past[:: form.block], 0)
+    largest = torch.zeros_like(starts, dtype=torch.int32).scatter_reduce(0, group, of_block, "amax")
+    factors = decode.powers(scale, largest.index_select(0, group))
+    return Decoded(values.mul_(decode.spread(factors, form.block, 1, values.shape[1])), decode.exponent_of(largest))
+
+
+_BY_PLACE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, Tensor, Tensor], Decoded]] = {
+    E4M3: _e4m3_by_place,
+    E8M0: _e8m0_by_place,
+}
+"""By what the bytes of a scale mean: elements ``[features, places]`` times the scales of blocks of places."""
 
 
 def _by_token(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> Decoded:

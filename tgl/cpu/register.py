@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
-from . import activation, gemm, permutation, quantize, routing, scaled_gemm
+from . import activation, gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
 
 _GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
 _DECODED = "float32 products of decoded groups"
@@ -41,6 +41,9 @@ add(
         slots=True,
         rows=True,
     )
+)
+add(
+    Implementation("grouped_gemm_packed", "decode and mm", "cpu", packed_gemm.gemm, note="one decoded matrix at a time")
 )
 add(Implementation("grouped_gemm_scaled", "decode and mm", "cpu", scaled_gemm.gemm, note=_DECODED))
 for _op, _slots in (("grouped_gemm_scaled_wgrad", False), ("grouped_gemm_scaled_wgrad_accumulate_", True)):

@@ -121,7 +121,8 @@ class Columns:
             size = -(-size // form.block) * form.block
         if form.transposed_columnwise:
             at = _place(g, start, form.unit_data)
-            values = elements(self.data.narrow(1, at // form.per_byte, size // form.per_byte)).t()
+            items = -(-size // form.per_byte)
+            values = elements(self.data.narrow(1, at // form.per_byte, items))[:, :size].t()
         else:
             values = elements(self.data.narrow(0, start, size))
         if form.block == 0 or not values.numel():  # blocked scales of no features do not tell how many blocks there are

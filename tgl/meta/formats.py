@@ -27,7 +27,7 @@ FP32_INF = 0x7F800000
 
 @dataclass(frozen=True)
 class Element:
-    """An 8-bit element type, as the scale arithmetic needs it.
+    """An element type, as the scale arithmetic needs it.
 
     Attributes:
         max: largest finite value.
@@ -50,6 +50,8 @@ ELEMENTS: dict[torch.dtype, Element] = {
     E4M3: Element(448.0, 8, _float32(0x3B124925), 1 << 19),
     E5M2: Element(57344.0, 15, _float32(0x37924925), 1 << 20),
 }
+"""Those of 8 bits, by dtype."""
+E2M1 = Element(6.0, 2, _float32(0x3E2AAAAB), 1 << 21)
 
 
 class ScaleMatrix(NamedTuple):
@@ -195,6 +197,21 @@ FORMATS: dict[str, Format] = {
             has_amax=True,
             decodes_with_amax=True,
             options=frozenset({"block_2d", "rht", "rng"}),
+        ),
+        Format(
+            name="mxfp4",
+            data_dtypes=(torch.uint8,),
+            elements=("E2M1",),
+            scale_dtype=torch.uint8,
+            scale_type=E8M0,
+            block=32,
+            transposed_columnwise=True,
+            transposed_scale=True,
+            unit_data=128,
+            unit_scale=128,
+            layouts=SCALE_LAYOUTS,
+            per_byte=2,
+            options=frozenset({"scaling"}),
         ),
         Format(
             name="fp8_tensor",

@@ -4,6 +4,7 @@ from .formats import (
     DenseGroupedTensor,
     FP8BlockGroupedTensor,
     FP8TensorGroupedTensor,
+    MXFP4GroupedTensor,
     MXFP8GroupedTensor,
     NVFP4GroupedTensor,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "FP8BlockGroupedTensor",
     "FP8TensorGroupedTensor",
     "GroupedTensor",
+    "MXFP4GroupedTensor",
     "MXFP8GroupedTensor",
     "NVFP4GroupedTensor",
     "quantize",

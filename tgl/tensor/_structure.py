@@ -194,7 +194,9 @@ def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: in
         return c[g]
     if kind == "data" and columnwise and f.transposed_columnwise:
         first = (start // f.unit_data + g) * f.unit_data
-        width = ceil_div(size, f.block) * f.block if f.fills_blocks else size
+        # A byte belongs to one group alone, so the last one of an odd group comes whole.
+        unit = f.block if f.fills_blocks else f.per_byte
+        width = ceil_div(size, unit) * unit
         return c[:, first // f.per_byte : (first + width) // f.per_byte]
     if kind == "data" or (not columnwise and not options.blocked):
         return c[start : start + size]

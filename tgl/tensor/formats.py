@@ -187,6 +187,16 @@ class NVFP4GroupedTensor(QuantizedGroupedTensor):
     format = "nvfp4"
 
 
+class MXFP4GroupedTensor(QuantizedGroupedTensor):
+    """E2M1 elements, two per byte, one power-of-two scale (E8M0) per 32 of them.
+
+    Components of rows ``[T, K]``, with compact scales: ``rowwise_data [T, K/2]``, ``rowwise_scale [T, K/32]``,
+    ``columnwise_data [K, Tp/2]`` (transposed), ``columnwise_scale [K, Tp/32]``; see ``tgl.group_quantize``.
+    """
+
+    format = "mxfp4"
+
+
 class FP8TensorGroupedTensor(QuantizedGroupedTensor):
     """E4M3 (or E5M2) elements, one float32 scale per group: its own (current scaling) or a given one (delayed).
 

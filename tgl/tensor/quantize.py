@@ -39,8 +39,8 @@ def quantize(
             ``[N, K]``, or a list of matrices: of one shape, they are a stack; else the result is 1-D, holds them one
             after the other and is for storage (``split()`` gives the matrices back).
         offs: int32 ``[G]``, cumulative group ends on the device of ``x``; None for matrices.
-        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"``, ``"fp8_block"``, or ``"dense"`` for no quantisation; or the
-            options of another GroupedTensor (``t.options``), and then no further options.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"``, ``"fp8_block"``, or ``"dense"`` for no
+            quantisation; or the options of another GroupedTensor (``t.options``), and then no further options.
         m_splits: sizes of the groups, any integer dtype, on the device of ``x``, in place of ``offs``.
         num_groups: number of groups of equal size that T divides into, in place of ``offs``.
         scale: float32 ``[G]``, the scale to use (``"fp8_tensor"``, delayed scaling).

@@ -246,6 +246,26 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
             requantize=(_requantize("nvfp4", {"rht": (False, True)}),),
             amax=448.0 * 6.0,
         ),
+        "mxfp4": FormatSamples(
+            operands=((torch.uint8, torch.uint8),),
+            quantize=(
+                _quantize("mxfp4", {"scaling": ("rceil", "floor", "even")}, "row_scale"),
+                _quantize("mxfp4", {"rowwise": (True, False), "dbias": (True,), **_BOTH_LAYOUTS}),
+                _quantize("mxfp4", _BOTH_LAYOUTS, grouped=False),
+                _quantize("mxfp4", {}, "slots", grouped=False),
+                _quantize("mxfp4", {"rowwise": (True, False)}, "row_scale", "rows"),
+            ),
+            out=(
+                _quantize("mxfp4", {"dbias": (True,), **_BOTH_LAYOUTS}, out=True),
+                _quantize("mxfp4", {}, "slots", grouped=False, out=True),
+                _quantize("mxfp4", {}, "rows", out=True),
+            ),
+            dequantize=(
+                _dequantize("mxfp4", _BOTH_LAYOUTS),
+                _dequantize("mxfp4", {"columnwise": (False, True), **_BOTH_LAYOUTS}, grouped=False),
+            ),
+            requantize=(_requantize("mxfp4", _BOTH_LAYOUTS),),
+        ),
         "fp8_tensor": FormatSamples(
             operands=_FP8_PAIRS,
             quantize=(

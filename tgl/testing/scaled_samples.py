@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,3 +247,47 @@ class QuantizedSample(SampleInput):
         offs, rows = self.routing.ends(), self.routing.rows
         taken = placement.row_of(offs, rows, unit) >= 0
         return taken.view(-1, run).any(1, keepdim=True).expand(-1, run).reshape(-1)
+
+
+def packed_matrices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """The operands of ``grouped_gemm_packed`` that are quantised: rowwise components of matrices ``[G, N, K]``."""
+    form = FORMATS[sample.options["format"]]
+    options = {"format": form.name, "scale_layout": "compact"}
+    quantized = QuantizedSample(sample.signature, sample.routing, options=options, device=sample.device)
+    sizes, dtype = sample.signature.dimensions, SAMPLES[form.name].operands[0][1]
+    parts = zip(("b", "b_scale", "b_amax"), quantized._matrices("b", dtype, sizes["N"], sizes["K"], "rowwise"))
+    return {name: t.to(sample.device) for name, t in parts if t is not None}
+
+
+def packed_signatures(text: str, bias: str) -> tuple[Signature, ...]:
+    """Those of ``grouped_gemm_packed``.
+
+    MXFP4 goes first and with every option: gradients are asked of every floating operand, and it has none that is
+    frozen. Other formats differ in how a matrix is decoded alone, and are sampled over columns.
+
+    Args:
+        text: with places for the dimension of ``a``, that of the result, and whether ``b_amax`` is given.
+        bias: the optional arguments, with a place for the dimension of the result.
+    """
+    made = []
+    for form in sorted(FORMATS.values(), key=lambda form: form.scale_type != E8M0 or form.per_byte == 1):
+        frozen = form.scale_type == E8M0 and form.per_byte == 2
+        amax = ":derived" if form.decodes_with_amax else ":derived?"
+        for over_rows, contracted, kept in ((False, "K", "N"), (True, "N", "K"))[: 1 + frozen]:
+            options: dict[str, Any] = {"requires": {} if form.decodes_with_amax else {"b_amax": "nothing"}}
+            if frozen:
+                options["requires"] |= {"bias_scale": "bias"}
+                options["wide"] = ("bias", "bias_scale")
+            else:
+                options["dtypes"] = (torch.bfloat16,)
+            made.append(
+                Signature(
+                    text.format(contracted, kept, amax, bias.format(kept) if frozen else ""),
+                    options={"format": (form.name,), "over_rows": (over_rows,)},
+                    dimensions=dict(_DIMENSIONS),
+                    differentiable=frozen,
+                    derive=packed_matrices,
+                    **options,
+                )
+            )
+    return tuple(made)

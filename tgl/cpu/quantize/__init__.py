@@ -2,13 +2,13 @@
 
 Every format has two functions:
 
-``quantize(x, offs, scale, row_scale, rng, slots, *, options, out) -> None``
-    ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``, float32, bfloat16 or float16, in any layout
-    with a unit stride (or expanded); with ``slots`` it is ``[S, N, K]``, and group g has the matrix ``slots[g]``. Rows
-    by an index come as an ``Indexed`` of that shape ``[T, K]``, of which steps of rows are put in order one at a time.
-    ``options`` is a resolved ``meta.quantized.Options``, ``out`` the ``Components`` to write; all arguments have been
-    checked. Writes every byte of every component that is not ``[0]``, zeros in tails
-    and padding included, except ``out.dbias``, which the caller writes. Values in x's tail are not read.
+``quantize(source, options, out) -> None``
+    ``source`` is a ``_rows.Source``. Its ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``,
+    float32, bfloat16 or float16, in any layout with a unit stride (or expanded); with ``slots`` it is ``[S, N, K]``,
+    and group g has the matrix ``slots[g]``. Rows by an index come as an ``Indexed`` of that shape ``[T, K]``, of which
+    steps of rows are put in order one at a time. ``options`` is a resolved ``meta.quantized.Options``, ``out`` the
+    ``Components`` to write; all arguments have been checked. Writes every byte of every component that is not ``[0]``,
+    zeros in tails and padding included, except ``out.dbias``, which the caller writes. Values in x's tail are not read.
 
 ``dequantize(data, scale, offs, amax, *, options, out) -> None``
     ``data`` and ``scale`` are the rowwise components, or the columnwise ones if ``options.columnwise``, and ``amax``
@@ -16,11 +16,10 @@ Every format has two functions:
     ``[G, N, K]`` in x's order, zeros in the tail.
 
 ``offs`` and ``slots`` lie on the host, so they may be read (``_rows.Groups``, ``_rows.Rows``); bad values must not lead
-out of bounds. Work is done in
-steps of rows that fit the cache, through buffers that every step reuses (and, if they are small, the next call of the
-same thread), so that memory beyond ``out`` does not grow with T. There is no Python loop over rows or blocks, and one
-over groups only to say where each begins. ``row_scale`` multiplies rows when they are loaded (``_rows.Rows``), rounded
-to x's dtype.
+out of bounds. Work is done in steps of rows that fit the cache, through buffers that every step reuses (and, if they
+are small, the next call of the same thread), so that memory beyond ``out`` does not grow with T. There is no Python
+loop over rows or blocks, and one over groups only to say where each begins. ``row_scale`` multiplies rows when they are
+loaded (``_rows.Rows``), rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from ...meta.components import Components
 from ...meta.formats import FORMATS
 from ...meta.quantized import DequantizeOptions, Options
 from ...meta.table import OnePerName
-from . import fp8, mxfp8, nvfp4
+from . import fp8, mxfp4, mxfp8, nvfp4
 from ._dbias import dbias
+from ._rows import Source
 
 __all__ = ["DEQUANTIZE", "GROUP_FACTORS", "QUANTIZE", "dbias", "group_dequantize", "group_quantize"]
 
@@ -46,6 +46,7 @@ QUANTIZE: OnePerName[Callable[..., None]] = OnePerName(
     {
         "mxfp8": mxfp8.quantize,
         "nvfp4": nvfp4.quantize,
+        "mxfp4": mxfp4.quantize,
         "fp8_tensor": fp8.quantize_tensor,
         "fp8_block": fp8.quantize_block,
     },
@@ -56,6 +57,7 @@ DEQUANTIZE: OnePerName[Callable[..., None]] = OnePerName(
     {
         "mxfp8": mxfp8.dequantize,
         "nvfp4": nvfp4.dequantize,
+        "mxfp4": mxfp4.dequantize,
         "fp8_tensor": fp8.dequantize_tensor,
         "fp8_block": fp8.dequantize_block,
     },
@@ -64,7 +66,13 @@ DEQUANTIZE: OnePerName[Callable[..., None]] = OnePerName(
 GROUP_FACTORS: OnePerName[Callable[..., Tensor | None]] = OnePerName(
     FORMATS,
     "GROUP_FACTORS in tgl/cpu/quantize/__init__.py",
-    {"mxfp8": no_factors, "nvfp4": of_amaxes, "fp8_tensor": of_scales, "fp8_block": no_factors},
+    {
+        "mxfp8": no_factors,
+        "nvfp4": of_amaxes,
+        "mxfp4": no_factors,
+        "fp8_tensor": of_scales,
+        "fp8_block": no_factors,
+    },
 )
 """On any device, ``group_factors(a_scale, b_scale, a_amax, b_amax)``: see ``aten.group_factors``."""
 
@@ -84,12 +92,12 @@ def group_quantize(
 ) -> None:
     if noop is not None and noop.any():
         return
-    source = indexed(x, rows)
+    operand = indexed(x, rows)
     quantize = QUANTIZE[options.format]
     if options.dbias:
         assert offs is not None
-        dbias(source, offs, row_scale, out=out.dbias)
-    quantize(source, offs, scale, row_scale, rng, slots, options=options, out=out)
+        dbias(operand, offs, row_scale, out=out.dbias)
+    quantize(Source(operand, offs, scale, row_scale, rng, slots), options, out)
 
 
 def group_dequantize(

@@ -6,6 +6,7 @@ import bisect
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -293,3 +294,22 @@ class Rows:
             wide.mul_(self.row_scale[start:stop].float()[:, None])
             if part.dtype != torch.float32:
                 wide.copy_(self.scratch.room("rounded", *part.shape, dtype=part.dtype).copy_(wide))
+
+
+class Source(NamedTuple):
+    """What is quantised: the tensors of a call, as the package says."""
+
+    x: Tensor | Indexed
+    offs: Tensor | None
+    scale: Tensor | None
+    row_scale: Tensor | None
+    rng: Tensor | None
+    slots: Tensor | None
+
+    def groups(self) -> Groups:
+        """Their ranges of rows."""
+        return Groups(self.x, self.offs, self.slots)
+
+    def rows(self, scratch: Scratch) -> Rows:
+        """The rows as they are loaded."""
+        return Rows(self.x, self.row_scale, scratch, self.slots)

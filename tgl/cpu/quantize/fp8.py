@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ...aten.fp8_scales import EXPONENT, LARGEST, scales_of
-from ...aten.indexed import Indexed
 from ...meta.components import Components
 from ...meta.formats import ELEMENTS
 from ...meta.quantized import DequantizeOptions, Options
 from ..scratch import Scratch
 from ._blocks import Pieces, along_rows, clear_tail, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
-from ._rows import Groups, Rows, int32, step_of, steps
+from ._rows import Groups, Rows, Source, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 from ._transposed import ROWS, Transposed
 
@@ -62,21 +61,11 @@ def _saturate_(scaled: Tensor, largest: float) -> Tensor:
 # --- one scale per group ----------------------------------------------------------------------------------------------
 
 
-def quantize_tensor(
-    x: Tensor | Indexed,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    rng: Tensor | None,
-    slots: Tensor | None,
-    *,
-    options: Options,
-    out: Components,
-) -> None:
+def quantize_tensor(source: Source, options: Options, out: Components) -> None:
     """``fp8_tensor``, both directions; see the package for the contract."""
     assert options.dtype is not None
-    groups, scratch = Groups(x, offs, slots), Scratch()
-    rows = Rows(x, row_scale, scratch, slots)
+    scale, scratch = source.scale, Scratch()
+    groups, rows = source.groups(), source.rows(scratch)
     largest = ELEMENTS[options.dtype].max
     amax = _group_amax(rows, groups)
     if scale is None:
@@ -141,21 +130,11 @@ def dequantize_tensor(
 # --- one scale per block ----------------------------------------------------------------------------------------------
 
 
-def quantize_block(
-    x: Tensor | Indexed,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    rng: Tensor | None,
-    slots: Tensor | None,
-    *,
-    options: Options,
-    out: Components,
-) -> None:
+def quantize_block(source: Source, options: Options, out: Components) -> None:
     """``fp8_block``, both directions; see the package for the contract."""
     assert options.dtype is not None
-    dtype, groups, scratch = options.dtype, Groups(x, offs, slots), Scratch()
-    rows, columns = Rows(x, row_scale, scratch, slots), x.shape[-1]
+    dtype, groups, scratch = options.dtype, source.groups(), Scratch()
+    rows, columns = source.rows(scratch), source.x.shape[-1]
     transposed = Transposed(out.columnwise_data, groups, DATA_UNIT, scratch)
     if options.block_2d:
         _quantize_2d(rows, groups, transposed, options, out, scratch)

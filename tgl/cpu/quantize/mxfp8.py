@@ -14,14 +14,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...aten.indexed import Indexed
 from ...meta.components import Components
 from ...meta.formats import E8M0_NAN, ELEMENTS, FP32_INF, Element
 from ...meta.quantized import DequantizeOptions, Options
 from ..scratch import Scratch
 from ._blocks import Pieces, clear_tail, columnwise, magnitude, rowwise
 from ._decode import cast_saturates, fp8_values, multiply_blocks, power_of_two, table
-from ._rows import Groups, Rows, int32, steps
+from ._rows import Groups, Source, int32, steps
 from ._scales import BlockScales, RowScales
 
 BLOCK = 32
@@ -29,20 +28,10 @@ UNIT = 128
 _SMALL = 27 << 23  # bits of 2^-100: d is no subnormal from here on, whatever the element
 
 
-def quantize(
-    x: Tensor | Indexed,
-    offs: Tensor | None,
-    scale: Tensor | None,
-    row_scale: Tensor | None,
-    rng: Tensor | None,
-    slots: Tensor | None,
-    *,
-    options: Options,
-    out: Components,
-) -> None:
+def quantize(source: Source, options: Options, out: Components) -> None:
     """Both directions; see the package for the contract."""
-    groups, scratch = Groups(x, offs, slots), Scratch()
-    rows, columns = Rows(x, row_scale, scratch, slots), x.shape[-1]
+    groups, scratch = source.groups(), Scratch()
+    rows, columns = source.rows(scratch), source.x.shape[-1]
     rule = functools.partial(_scaled, options=options, scratch=scratch)
     if options.rowwise:
         scales = RowScales(out.scale, groups, -(-columns // BLOCK), options.blocked)

@@ -1,0 +1,115 @@
+"""A kernel that decodes B, compiled for a given tiling and run on the emulator between canaries; what tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import tgl
+from tests.kernel_cases import CANARY, ends, exact, framed, integers, poisoned, product, stored
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, with_stages
+from tgl.cutlass_kernels.ops.gemm_packed import GROUPED_GEMM_PACKED, PackedKey
+from tgl.cutlass_kernels.runtime import names
+from tgl.meta.formats import E4M3, FORMATS
+from tgl.testing import emulator
+
+CTAS = 3  # so that they take several tiles, in turn
+_compiled: dict = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and the sizes it is run on. ``sizes`` are the groups' rows, then ``tail`` rows that hold NaN."""
+
+    shape: tuple[int, int]
+    sizes: tuple[int, ...]
+    format: str = "mxfp4"
+    over_rows: bool = False
+    tail: int = 9
+    height: int = 136  # N
+    width: int = 160  # K
+    data: torch.dtype = E4M3  # of 8-bit formats
+    dtype: torch.dtype = torch.bfloat16
+    out: torch.dtype = torch.bfloat16
+    bias: torch.dtype | None = None
+    bias_scale: torch.dtype | None = None
+    offs: tuple[int, ...] | None = None  # other than the sizes say
+
+    @property
+    def packed(self) -> PackedSpec:
+        element = "float4_e2m1" if FORMATS[self.format].per_byte == 2 else names.name(self.data)
+        return PackedSpec(self.format, element, self.over_rows)
+
+    @property
+    def depth(self) -> int:
+        return self.height if self.over_rows else self.width
+
+    @property
+    def columns(self) -> int:
+        return self.width if self.over_rows else self.height
+
+
+def tiling(arch: str, case: Case) -> GemmConfig:
+    """With all the stages there is room for."""
+    return with_stages(case.packed, GemmConfig(*case.shape), ARCHS[arch].smem_bytes)
+
+
+def kernel(arch: str, case: Case):
+    """The compiled kernel; compiled once per process. Only inside ``emulate``."""
+    name = names.name
+    spec = EpilogueSpec(name(case.out), name(case.bias), name(case.bias_scale), tail=True)
+    key = PackedKey(arch, True, name(case.dtype), case.packed, spec, tiling(arch, case))
+    if key not in _compiled:
+        _compiled[key] = GROUPED_GEMM_PACKED.build(key)
+    return _compiled[key]
+
+
+def components(format: str, shape: tuple[int, int, int], data: torch.dtype = E4M3):
+    """Components of matrices ``[G, N, K]`` of which every sum of products with integers is exact."""
+    form = FORMATS[format]
+    options: dict = {"power_of_two": True} if "power_of_two" in form.options else {}
+    if len(form.data_dtypes) > 1:
+        options["dtype"] = data
+    made = tgl.group_quantize(
+        exact(*shape), None, format=format, columnwise=False, block_2d=form.square_scales, **options
+    )
+    powers = 2.0 ** torch.arange(shape[0])  # another factor for every group
+    scale = made.scale if form.block else made.scale * powers
+    return made.data, scale, 6.0 * 448.0 * powers if form.decodes_with_amax else None
+
+
+def decoded(format: str, data, scale, amax) -> torch.Tensor:
+    """``[G, N, K]`` in float32."""
+    square = FORMATS[format].square_scales
+    return tgl.group_dequantize(data, scale, None, amax, format=format, out_dtype=torch.float32, block_2d=square)
+
+
+def run(arch: str, case: Case, seeds=(0, 1), edit_ptx=None, timing: str = "adversarial") -> emulator.LaunchRecord:
+    """Run ``case``, maybe of edited PTX, and compare every byte of the output's buffer, for every seed."""
+    groups, sizes = len(case.sizes), case.sizes
+    parts = components(case.format, (groups, case.height, case.width), case.data)
+    w = decoded(case.format, *parts)
+    a = poisoned(integers(sum(sizes) + case.tail, case.depth, dtype=case.dtype), sizes)
+    bias = integers(groups, case.columns, dtype=case.bias) if case.bias else None
+    scale = poisoned(integers(a.shape[0], dtype=case.bias_scale), sizes) if case.bias_scale else None
+    expected = product(a, w if case.over_rows else w.transpose(1, 2), sizes, bias, scale).to(case.out)
+    offs = ends(sizes) if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
+    frame = framed(a.shape[0], case.columns, dtype=case.out)
+    operands = (stored(a, True), parts[0].view(torch.uint8), parts[1], parts[2], offs, frame.inside, bias, scale)
+    with emulator.emulate(ARCHS[arch].target, timing=timing) as machine, backends.emulated_device(arch):
+        machine.edit_ptx = edit_ptx
+        function = kernel(arch, case)
+        for seed in seeds:
+            frame.refill()
+            machine.seed = seed
+            function(*operands, CTAS)
+            if case.offs is None:
+                assert torch.equal(frame.inside, expected), f"seed {seed}: {(frame.inside != expected).nonzero()[:3]}"
+            assert frame.intact(), f"seed {seed}: written around the output"
+        assert CANARY not in frame.inside[sum(sizes) :]
+        return machine.launches[-1]

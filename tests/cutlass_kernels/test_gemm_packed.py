@@ -1,0 +1,220 @@
+"""Kernels that decode B on its way to MMAs of warps, on the emulator: exact on integers, whatever the timing."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise
+from tests.cutlass_kernels.packed_cases import Case, components, decoded, kernel, run, tiling
+from tests.kernel_cases import integers
+from tests.ops.test_packed_gemm import every_value
+from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.gemm.warp.packed_tilings import WARPS, choose, dense_is_faster, pieces, sharing, stages
+from tgl.meta.formats import E5M2, FORMATS
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (5, 0, 130, 1, 40)
+slow = pytest.mark.slow
+
+CASES = {
+    "over columns": ("sm_80", Case((64, 128), RAGGED)),
+    "over rows": ("sm_90", Case((64, 128), RAGGED, over_rows=True)),
+    "few rows": ("sm_80", Case((16, 128), (5, 0, 20, 1), bias=F32, width=416)),
+    "few rows, over rows": ("sm_90", Case((16, 128), (5, 0, 20), over_rows=True, height=200, out=F32)),
+    "float16": ("sm_90", Case((32, 128), (40, 3), dtype=F16, out=F16, bias=F16, bias_scale=F32)),
+    "large": ("sm_86", Case((128, 128), (130, 0, 7), bias=BF16, bias_scale=BF16, width=544, height=264)),
+    "large, over rows": ("sm_100", Case((128, 128), (130, 0, 7), over_rows=True, height=520, width=288)),
+    "narrow": ("sm_89", Case((128, 64), (130, 2), width=96, height=40)),
+    "narrow, over rows": ("sm_121", Case((128, 64), (130, 2), over_rows=True, height=37, width=32)),
+    "all empty": ("sm_80", Case((16, 128), (0, 0, 0), tail=40)),
+    "no tail": ("sm_80", Case((16, 128), (16,), tail=0)),
+    "bad offsets": ("sm_80", Case((16, 128), (5, 0, 20), offs=(10**9, -5, 7))),
+    "nvfp4": ("sm_120", Case((64, 128), (70, 0, 3), "nvfp4")),
+    "nvfp4, over rows": ("sm_90", Case((16, 128), (20, 0, 3), "nvfp4", True)),
+    "mxfp8": ("sm_89", Case((16, 128), (20, 0, 3), "mxfp8", width=144)),
+    "mxfp8, over rows": ("sm_80", Case((128, 128), (130, 0, 3), "mxfp8", True, width=208)),
+    "mxfp8, E5M2": ("sm_80", Case((32, 128), (40, 3), "mxfp8", data=E5M2, dtype=F16, out=F32)),
+    "fp8_tensor": ("sm_90", Case((16, 128), (20, 0, 3), "fp8_tensor", width=176)),
+    "fp8_tensor, over rows": ("sm_120", Case((128, 64), (20, 0, 3), "fp8_tensor", True, data=E5M2)),
+    "fp8_block": ("sm_80", Case((64, 128), (70, 0, 3), "fp8_block", width=336)),
+    "fp8_block, over rows": ("sm_100", Case((128, 64), (20, 0, 3), "fp8_block", True, width=336, height=200)),
+}
+USUAL = ("few rows", "narrow, over rows")
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_exact(name):
+    record = run(*CASES[name], seeds=(0,))
+    assert record.bank_conflicts == 0
+
+
+@slow
+@pytest.mark.parametrize("name", CASES)
+def test_exact_under_any_timing(name):
+    run(*CASES[name], seeds=(0, 1, 2))
+
+
+def test_every_format_is_tried_in_both_directions():
+    assert {(case.format, case.over_rows) for _, case in CASES.values()} == {
+        (name, over) for name in FORMATS for over in (False, True)
+    }
+
+
+@slow
+@pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("shape", WARPS, ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_every_tiling(arch, shape, over_rows):
+    run(arch, Case(shape, (130, 0, 3), over_rows=over_rows, out=F32, bias=F32, width=416, height=200))
+
+
+@slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_every_element_under_every_scale(arch, dtype):
+    """All codes of E2M1 and bytes of E8M0 are what the CPU implementation makes of them, at the range's edges too."""
+    data, scale = every_value()
+    a, offs = torch.zeros(256, 32, dtype=dtype), torch.arange(1, 257, dtype=torch.int32)
+    a[:, 0] = 1.0
+    wanted = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
+    with emulator.emulate(arch, detect_races=False) as machine:
+        found = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
+        assert machine.launches
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=slow) for a in ARCHS])
+def test_the_op_and_its_gradient_are_served(arch):
+    data, scale, _ = components("mxfp4", (2, 64, 96))
+    w = decoded("mxfp4", data, scale, None).bfloat16()
+    a, dy = integers(12, 96).requires_grad_(), integers(12, 64)
+    offs = torch.tensor([6, 10], dtype=torch.int32)
+    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+        assert tgl.explain(tgl.grouped_gemm_packed, a, data, scale, offs, format="mxfp4").chosen.name == "tgl kernel"
+        y = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4")
+        (da,) = torch.autograd.grad(y, a, dy)
+        assert ["PackedGroupedGemm" in launch.kernel for launch in machine.launches] == [True, True]
+    assert torch.equal(y[:6], a[:6] @ w[0].T)
+    assert torch.equal(y[10:], torch.zeros_like(y[10:]))
+    assert torch.equal(da[6:10], dy[6:10] @ w[1])
+
+
+# --- what is reported -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
+def test_a_wait_or_a_barrier_less_is_reported(deleted):
+    """The one of the mainloop: the wait before it is the prologue's, that behind it is for what nobody reads."""
+    found = []
+
+    def edit(ptx):
+        found.extend(re.finditer(rf"\n\s*{deleted}[^\n]*", ptx))
+        match = found[-2 if "wait" in deleted else -1]
+        return ptx[: match.start()] + ptx[match.end() :]
+
+    with pytest.raises(emulator.RaceError):
+        run("sm_80", Case((16, 128), (20, 3), width=416), seeds=(0,), edit_ptx=edit)
+
+
+REFUSED = {
+    "dtype": (lambda c: {"a": c["a"].float()}, "takes bfloat16 and float16, got torch.float32"),
+    "depth": (lambda c: {"b": c["b"][..., :24].contiguous(), "a": c["a"][:, :48]}, "strides of `b`"),
+    "rows": (lambda c: {"a": c["a"].t().contiguous().t()}, "needs `a` row-major"),
+}
+
+
+@pytest.mark.parametrize("change, why", REFUSED.values(), ids=REFUSED)
+def test_what_no_kernel_takes_is_told(change, why):
+    data, scale, _ = components("mxfp4", (2, 64, 64))
+    call = {"a": integers(40, 64), "b": data, "b_scale": scale}
+    call |= change(call)
+    offs = torch.tensor([30, 36], dtype=torch.int32)
+    with backends.emulated_device("sm_90"):
+        assert why in str(tgl.explain(tgl.grouped_gemm_packed, **call, offs=offs, format="mxfp4"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
+def test_many_rows_are_left_to_wider_mmas(arch, over_rows):
+    """Where there are some, and all matrices are decoded at once."""
+    wide = "multiplies by MMAs of warps, slower from 512 rows a group on"
+    data, scale, _ = components("mxfp4", (2, 64, 64))
+    offs = torch.tensor([1000, 1024], dtype=torch.int32)
+    for rows, many in ((64, False), (1024, True)):
+        with backends.emulated_device(arch):
+            found = tgl.explain(
+                tgl.grouped_gemm_packed, integers(rows, 64), data, scale, offs, format="mxfp4", over_rows=over_rows
+            )
+        left = many and ARCHS[arch].wider_mmas
+        assert (wide in str(found)) == left
+        assert (found.chosen.name == "tgl kernel") == (not left)
+
+
+def test_the_rule_of_many_rows():
+    """gpt-oss: 128 matrices are decoded in 33 pieces, each of which would copy all rows."""
+    assert not dense_is_faster(128, 8192, 2880, 5760, at_a_time=4)
+    assert dense_is_faster(4, 8192, 2880, 5760, at_a_time=4)
+    assert not dense_is_faster(4, 128, 2880, 5760, at_a_time=4)
+
+
+# --- tilings and machine code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_tilings_fit(arch, format):
+    room = ARCHS[arch].smem_bytes
+    for rows in (0, 1, 8, 9, 16, 100, 5000):
+        spec = Case((64, 128), (), format).packed
+        chosen = choose(spec, rows, room)
+        assert 3 <= chosen.stages <= stages(spec, chosen, room)
+        assert chosen.tile_m >= min(2 * rows, 128)
+
+
+def fits(choice):
+    case = Case(choice["shape"], (), choice["format"])
+    return stages(case.packed, GemmConfig(*case.shape), ARCHS[choice["arch"]].smem_bytes) > 0
+
+
+CHOICES = {
+    "arch": tuple(ARCHS),
+    "shape": tuple(WARPS),
+    "format": tuple(FORMATS),
+    "over_rows": (False, True),
+    "dtype": (BF16, F16),
+}
+COMPILED = [
+    dict(zip(CHOICES, ("sm_80", (128, 128), "mxfp4", False, BF16))),
+    *(pytest.param(choice, marks=slow) for choice in pairwise(CHOICES, fits)),
+]
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("choice", COMPILED, ids=str)
+def test_machine_code(choice):
+    """Nothing in local memory, registers for CTAs that share a multiprocessor, no more MMAs and reads than needed."""
+    arch, shape = choice["arch"], choice["shape"]
+    case = Case(shape, (), choice["format"], choice["over_rows"], dtype=choice["dtype"], out=F32, bias=F32)
+    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+        artifacts = kernel(arch, case).artifacts
+    report, config = sass.inspect(artifacts.CUBIN), tiling(arch, case)
+    down, across = WARPS[shape]
+    threads, shared = 32 * down * across, sharing(case.packed, config, ARCHS[arch].smem_bytes)
+    assert (report.spills, report.frame) == (0, 0)
+    assert report.registers * threads * shared <= REGISTER_FILE
+    high, wide = shape[0] // down // 16, shape[1] // across // 16
+    assert report.count("HMMA.16816") == 4 * high * 2 * wide
+    assert report.count("LDSM") == 4 * (high + wide)
+    copied = 2 + case.packed.decoding.amax  # of a piece: its elements, and the words beside it
+    lines = shape[0] * 8 // threads
+    assert report.count("LDGSTS") == 2 * (lines + pieces(case.packed, config) // threads * copied)

@@ -1,0 +1,93 @@
+"""Dense rows times packed matrices on a device: exact in every format and routing, one graph for any of them."""
+
+import pytest
+import torch
+
+import tgl
+from tests.cutlass_kernels.packed_cases import components, decoded
+from tests.gpu.device import DEVICE, TAIL, ends, integers, served
+from tests.kernel_cases import ROUTINGS, poisoned, product
+from tgl import backends
+from tgl.meta.formats import FORMATS
+
+pytestmark = pytest.mark.gpu
+
+F16, F32 = torch.float16, torch.float32
+HEIGHT, WIDTH = 328, 416
+DIRECTIONS = pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
+
+
+def matrices(format, groups, over_rows):
+    """Components of matrices on the device, and these as the product's second operand."""
+    parts = components(format, (groups, HEIGHT, WIDTH))
+    w = decoded(format, *parts).to(DEVICE)
+    here = tuple(None if t is None else t.to(DEVICE) for t in parts)
+    return here, w if over_rows else w.transpose(1, 2)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_routing(format, sizes, over_rows):
+    (data, scale, amax), right = matrices(format, len(sizes), over_rows)
+    a = poisoned(integers(sum(sizes) + TAIL, right.shape[1]), sizes)
+    bias, factor = integers(len(sizes), right.shape[2], dtype=F32), integers(len(a), dtype=F32)
+    options = {"format": format, "over_rows": over_rows, "out_dtype": F32}
+    got = served(tgl.grouped_gemm_packed, a, data, scale, ends(sizes), amax, bias, factor, **options)
+    assert torch.equal(got, product(a, right, sizes, bias, factor).float())
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("rows", [1, 9, 20, 40, 200])
+def test_every_tiling(rows, over_rows):
+    """By rows of a group; each tile is wider than what is left of the columns."""
+    sizes = (rows, 0, 2 * rows, rows + 1)
+    (data, scale, _), right = matrices("mxfp4", len(sizes), over_rows)
+    a = poisoned(integers(sum(sizes) + TAIL, right.shape[1], dtype=F16), sizes)
+    got = served(tgl.grouped_gemm_packed, a, data, scale, ends(sizes), format="mxfp4", over_rows=over_rows)
+    assert torch.equal(got, product(a, right, sizes).to(F16))
+
+
+@DIRECTIONS
+def test_what_serves_agrees(over_rows):
+    """The kernel and decoded pieces, on rows enough for either."""
+    sizes = (700, 0, 1025, 3)
+    (data, scale, _), right = matrices("mxfp4", len(sizes), over_rows)
+    a, offs = poisoned(integers(sum(sizes) + TAIL, right.shape[1]), sizes), ends(sizes)
+    wanted = product(a, right, sizes).bfloat16()
+    there = {i.name: i for i in backends.in_order("grouped_gemm_packed", DEVICE)}
+    for name in ("tgl kernel", "decoded in pieces, dense GEMM"):
+        out = torch.full_like(wanted, float("nan"))
+        operands = (a, data, scale, offs, None, None, None)
+        there[name].run(*operands, format="mxfp4", over_rows=over_rows, out=out)
+        assert torch.equal(out, wanted), name
+
+
+def test_gradient():
+    sizes = (5, 0, 130)
+    (data, scale, _), right = matrices("mxfp4", len(sizes), False)
+    a = poisoned(integers(sum(sizes) + TAIL, WIDTH), sizes).requires_grad_()
+    y = tgl.grouped_gemm_packed(a, data, scale, ends(sizes), format="mxfp4")
+    dy = poisoned(integers(*y.shape), sizes)
+    (da,) = torch.autograd.grad(y, a, dy)
+    assert torch.equal(da, product(dy, right.transpose(1, 2), sizes).bfloat16())
+
+
+def test_one_graph_for_every_routing():
+    groups, rows = 8, 600
+    (data, scale, _), right = matrices("mxfp4", groups, False)
+    a, offs = integers(rows, WIDTH), ends((0,) * groups)
+
+    def step():
+        return tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for turn in range(10):
+        sizes = tuple(torch.randint(0, 70, (groups,)).tolist())
+        offs.copy_(ends(sizes))
+        graph.replay()
+        assert torch.equal(y, product(a, right, sizes).bfloat16()), turn

@@ -1,0 +1,131 @@
+"""Which tilings of GEMMs that decode B on the way to the MMAs of warps there are, and which suits a problem.
+
+Plain Python. The kernels run on every architecture, so that tilings follow from its shared memory alone. Nothing was
+measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....meta.formats import FORMATS
+from ...config import LINE, GemmConfig
+from ...runtime.requirements import ALIGNMENT as PIECE
+from ..scaling import DECODINGS, Decoding
+
+WARPS = {(16, 128): (1, 4), (32, 128): (1, 4), (64, 128): (2, 2), (128, 128): (4, 2), (128, 64): (2, 2)}
+"""By rows and columns of a tile: warps down and across. Few rows lie in one warp, with no more MMAs than they fill."""
+
+RESERVED = 1024  # bytes: the alignment of the ring, and what the system takes of every CTA's shared memory
+FEWEST, MOST = 3, 5  # stages: one is multiplied, one is decoded, the others are on their way
+FEW_ROWS = 64  # of a tile: two CTAs of such share a multiprocessor where they fit, for more bytes on their way
+WORD = 4  # bytes
+BALANCE = 150
+"""Operations that MMAs wider than a warp's gain on those while a byte is moved: 600 TFLOP/s instead of 300, 4 TB/s."""
+
+
+@dataclass(frozen=True)
+class PackedSpec:
+    """How B is packed.
+
+    Attributes:
+        format: of ``tgl.meta.formats.FORMATS``.
+        element: as ``torch`` names it; E2M1 is ``"float4_e2m1"``.
+        over_rows: whether the contraction runs over the rows of the matrices, along which they are not packed.
+    """
+
+    format: str
+    element: str
+    over_rows: bool
+
+    @property
+    def decoding(self) -> Decoding:
+        """What its scales mean."""
+        return DECODINGS[self.format]
+
+    @property
+    def per_byte(self) -> int:
+        """Elements in a byte."""
+        return FORMATS[self.format].per_byte
+
+    @property
+    def elements(self) -> int:
+        """Elements in 16 bytes, which a thread copies and decodes together."""
+        return PIECE * self.per_byte
+
+    @property
+    def rows_of_scale(self) -> int:
+        """Rows of a matrix that share a scale."""
+        return self.decoding.block if FORMATS[self.format].square_scales else 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one scale."""
+        return FORMATS[self.format].scale_dtype.itemsize
+
+    @property
+    def words(self) -> int:
+        """Words beside 16 bytes of elements: that of the scale, where in it the scale begins, the largest magnitude."""
+        return 1 + (self.scale_bytes < WORD) + self.decoding.amax
+
+
+def pieces(spec: PackedSpec, tiling: GemmConfig) -> int:
+    """Pieces of 16 bytes that B has in a stage."""
+    return tiling.tile_n * LINE // spec.elements
+
+
+def stage_bytes(spec: PackedSpec, tiling: GemmConfig) -> int:
+    """Shared memory of one stage of the ring: lines of A, pieces of B, and the words of each."""
+    return tiling.tile_m * LINE * 2 + pieces(spec, tiling) * (PIECE + spec.words * WORD)
+
+
+def decoded_bytes(tiling: GemmConfig) -> int:
+    """Shared memory of B's decoded columns of one stage, which there is twice: to be multiplied, and to be filled."""
+    return tiling.tile_n * LINE * 2
+
+
+def stages(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> int:
+    """As many as so much shared memory holds, up to those that are of use; 0 where it does not hold enough."""
+    found = (smem_bytes - RESERVED - 2 * decoded_bytes(tiling)) // stage_bytes(spec, tiling)
+    return 0 if found < FEWEST else min(found, MOST)
+
+
+def sharing(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> int:
+    """CTAs that share a multiprocessor."""
+    return 2 if tiling.tile_m <= FEW_ROWS and stages(spec, tiling, smem_bytes // 2) else 1
+
+
+def choose(spec: PackedSpec, rows: int, smem_bytes: int) -> GemmConfig:
+    """The tiling for groups of ``rows`` rows on average.
+
+    The fewest rows of a tile that are twice as many: most groups are then one tile, which reads their matrix once.
+    """
+    for shape in sorted(WARPS, key=lambda shape: (shape[0], -shape[1])):
+        tiling = GemmConfig(*shape)
+        if shape[0] >= min(2 * rows, 128) and stages(spec, tiling, smem_bytes):
+            return with_stages(spec, tiling, smem_bytes)
+    raise ValueError(f"tgl: {smem_bytes} bytes of shared memory hold no tile of {spec.format}")
+
+
+def with_stages(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> GemmConfig:
+    """A tiling of this shape with as many stages as there is room for."""
+    room = smem_bytes // sharing(spec, tiling, smem_bytes)
+    return GemmConfig(tiling.tile_m, tiling.tile_n, stages=stages(spec, tiling, room))
+
+
+def dense_is_faster(groups: int, rows: int, depth: int, columns: int, at_a_time: int) -> bool:
+    """Whether a dense GEMM of decoded pieces of the matrices takes less time where MMAs are wider than a warp's.
+
+    An estimate, of 16-bit elements. What those gain grows with the rows. Decoding writes and reads every matrix; where
+    not all are decoded at once, every piece copies all rows, and reads and writes all results four times.
+
+    Args:
+        groups, rows: how many, and of each on average.
+        depth, columns: of the product.
+        at_a_time: matrices of a piece.
+    """
+    pieces = -(-groups // at_a_time)
+    moved = 4 * groups * depth * columns
+    if pieces > 1:
+        moved += pieces * groups * rows * (4 * depth + 16 * columns)
+    return 2 * groups * rows * depth * columns > BALANCE * moved

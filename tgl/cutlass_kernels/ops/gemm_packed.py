@@ -1,0 +1,144 @@
+"""GEMMs of dense rows and matrices that stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.formats import FORMATS
+from ...meta.packed import at_a_time
+from ..archs import ARCHS, having, serving
+from ..config import GemmConfig
+from ..epilogue import EpilogueSpec
+from ..gemm.warp.packed_tilings import PackedSpec, choose, dense_is_faster, sharing
+from ..runtime import device
+from ..runtime.launcher import Launcher, power_of_two, rows_class, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import ROW_MAJOR, ROWS, Need
+from .gemm import gemm_reason
+
+
+class PackedKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    element: str
+    packed: PackedSpec
+    spec: EpilogueSpec
+    config: GemmConfig
+
+
+class PackedGemmCall(NamedTuple):
+    """A call of ``grouped_gemm_packed``."""
+
+    a: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor
+    b_amax: Tensor | None
+    bias: Tensor | None
+    bias_scale: Tensor | None
+    format: str
+    over_rows: bool
+    out: Tensor
+
+
+class GroupedGemmPacked(Launcher[PackedGemmCall]):
+    """``out[t] = a[t] @ w[g] + bias[g] * bias_scale[t]``, ``w`` decoded on its way to the tensor cores."""
+
+    op = "grouped_gemm_packed"
+    call = PackedGemmCall
+    archs = having("PackedGroupedGemm")
+    note = "one launch, groups read on the device, matrices decoded on their way to the tensor cores"
+    # A scale of one byte is copied with the word around it.
+    reach = Reach({"a": ROWS, "b": ROW_MAJOR, "b_scale": Need("rows", pitch=1, address=4), "out": ROW_MAJOR}, ("out",))
+
+    def refuses(self, c: PackedGemmCall) -> backends.Reason:
+        """Dtypes, K = 0, and sizes for which decoded pieces are faster."""
+        reason = gemm_reason(c.a, c.out)
+        if reason is not None or self.nothing(c):
+            return reason
+        arch = serving(backends.device_arch(c.a.device))
+        groups, depth, columns = c.b.shape[0], c.a.shape[1], c.out.shape[1]
+        rows, pieces = rows_of(c), at_a_time(groups, depth, columns, c.a.dtype)
+        if arch is None or not arch.wider_mmas or not dense_is_faster(groups, rows, depth, columns, pieces):
+            return None
+        return f"multiplies by MMAs of warps, slower from {rows} rows a group on than wider ones after decoding"
+
+    def alike(self, c: PackedGemmCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        a, b, b_scale, _, _, bias, bias_scale, form, over_rows, out = c
+        if not warm(a.shape[0], a.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()):
+            return None
+        layouts = (a.stride(), out.stride(), b.shape)
+        dtypes = (a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+        return layouts, dtypes, rows_class(a.shape[0], b.shape[0]), form, over_rows
+
+    def batch_invariant(self, c: PackedGemmCall) -> bool:
+        """Every tiling adds up the contraction in one order, by MMAs of one depth, for one row alone."""
+        return True
+
+    def nothing(self, c: PackedGemmCall) -> bool:
+        """No results, or no matrices to form them of."""
+        return c.out.numel() == 0 or c.b.shape[0] == 0
+
+    def without(self, c: PackedGemmCall) -> None:
+        """Every row is the tail's."""
+        c.out.zero_()
+
+    def key(self, c: PackedGemmCall, arch: str) -> PackedKey:
+        """The tiling follows from the class of rows per group."""
+        form = FORMATS[c.format]
+        element = "float4_e2m1" if form.per_byte == 2 else name(c.b.dtype)
+        packed = PackedSpec(c.format, element, c.over_rows)
+        tiling = choose(packed, rows_of(c), ARCHS[arch].smem_bytes)
+        spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=True)
+        return PackedKey(arch, not c.a.is_cuda, name(c.a), packed, spec, tiling)
+
+    def build(self, key: PackedKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.elements import TYPES
+
+        arch, decoding = ARCHS[key.arch], key.packed.decoding
+        shared = sharing(key.packed, key.config, arch.smem_bytes)
+        element = TYPES[key.element]
+        scale = "float32" if decoding.scale == "float32" else "uint8"
+        return compiled(
+            key.arch,
+            arch.kernel("PackedGroupedGemm")(key.config, key.spec, element, key.packed, shared),
+            matrix(key.element),
+            matrix("uint8", 3),
+            matrix(scale, 3, pitch=1, align=4) if decoding.block else vector(scale),
+            vector("float32") if decoding.amax else None,
+            strided("int32"),
+            matrix(key.spec.out),
+            strided(key.spec.bias, 2),
+            strided(key.spec.bias_scale),
+            cutlass.Int32(1),
+        )
+
+    def arguments(self, c: PackedGemmCall) -> tuple:
+        """What the kernel is called with."""
+        data = c.b if c.b.dtype == torch.uint8 else c.b.view(torch.uint8)
+        return c.a, data, c.b_scale, c.b_amax, c.offs, c.out, c.bias, c.bias_scale
+
+    def last(self, key: PackedKey, where: torch.device) -> tuple:
+        """The number of CTAs that run at once."""
+        return (device.clusters(where, 1) * sharing(key.packed, key.config, ARCHS[key.arch].smem_bytes),)
+
+
+def rows_of(c: PackedGemmCall) -> int:
+    """Rows of a group on average, coarsely."""
+    return power_of_two(c.a.shape[0] // c.b.shape[0])
+
+
+GROUPED_GEMM_PACKED = GroupedGemmPacked()

@@ -1,0 +1,154 @@
+"""``tgl::grouped_gemm_packed``: every group of rows times its own frozen matrix, which stays packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import packed
+from ..meta.packed import PackedCall
+from ..meta.remembered import remembered
+from ._library import Formula, autocast_operand, define
+
+NAME = packed.OP
+_ARGS = (
+    "Tensor a, Tensor b, Tensor b_scale, Tensor offs, Tensor? b_amax=None, Tensor? bias=None, Tensor? bias_scale=None"
+)
+_OPTIONS = "str format, bool over_rows=False, ScalarType? out_dtype=None"
+
+_checked = remembered(packed.grouped_gemm_packed, {"a": "rows", "bias_scale": "vector"})
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(*operands: Any, format: str, over_rows: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
+    call = PackedCall(*operands)
+    out = _checked(*call, format=format, over_rows=over_rows, out_dtype=out_dtype).empty()
+    debug.check_offs(NAME, call.offs, call.a.shape[0])
+    backends.run(NAME, call.a.device, *call, format=format, over_rows=over_rows, out=out)
+    return out
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, format: str, over_rows: bool, **_: Any
+) -> None:
+    call, asked = PackedCall(*operands), PackedCall(*needs)  # type: ignore[arg-type]
+    for name in ("b", "b_scale", "b_amax"):
+        if getattr(asked, name):
+            raise RuntimeError(f"tgl::{NAME}: `{name}` must not require grad: packed matrices are frozen")
+    scaled = call.bias_scale is not None and (asked.bias or asked.bias_scale)
+    matrices = call.matrices if asked.a else (None, None, None)
+    ctx.save_for_backward(*matrices, call.offs, *((call.bias, call.bias_scale) if scaled else (None, None)))
+    ctx.dtype, ctx.options = call.a.dtype, {"format": format, "over_rows": not over_rows}
+    ctx.bias_dtype = call.bias.dtype if call.bias is not None else None
+    ctx.scale_dtype = call.bias_scale.dtype if call.bias_scale is not None else None
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """da: the op itself over the other dimension; dbias and dbias_scale as those of ``grouped_gemm``."""
+    b, b_scale, b_amax, offs, bias, bias_scale = ctx.saved_tensors
+    da = dbias = dscale = None
+    operand = dy.to(ctx.dtype)
+    if needs[0]:
+        da = torch.ops.tgl.grouped_gemm_packed(operand, b, b_scale, offs, b_amax, **ctx.options)
+    if needs[5] or needs[6]:
+        if bias_scale is None:
+            dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
+        else:
+            dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
+            dbias, dscale = dbias.to(ctx.bias_dtype), dscale.to(ctx.scale_dtype)
+    return da, None, None, None, None, dbias if needs[5] else None, dscale if needs[6] else None
+
+
+def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
+    """Rows and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
+    call = PackedCall(*operands)
+    a, bias, bias_scale = autocast_operand(dtype, call.a), call.bias, call.bias_scale
+    bias = autocast_operand(dtype, bias) if bias is not None else None
+    if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
+        bias_scale = bias_scale.float()
+    return call._replace(a=a, bias=bias, bias_scale=bias_scale), kwargs
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}({_ARGS}, *, {_OPTIONS}) -> Tensor",
+    _kernel,
+    lambda *args, **kwargs: packed.grouped_gemm_packed(*args, **kwargs).empty(),
+    formula=Formula(_save, _backward),
+    autocast=_autocast,
+)
+
+
+def _call(
+    *operands: Any, format: str, over_rows: bool = False, out_dtype: torch.dtype | None = None, **named: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    call = PackedCall(*operands, **named)
+    out = packed.grouped_gemm_packed(*call, format=format, over_rows=over_rows, out_dtype=out_dtype).meta()
+    return call.a.device, call, {"format": format, "over_rows": over_rows, "out": out}
+
+
+backends.describe_op(NAME, _call)
+
+
+def grouped_gemm_packed(
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    format: str,
+    over_rows: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply every group of dense rows by its own quantised matrix, without a decoded copy of all matrices.
+
+    Let ``w [G, N, K]`` be what ``group_dequantize`` makes of the rowwise components ``b``, ``b_scale`` and ``b_amax``,
+    rounded to the dtype of ``a`` (float32 for float64). For row ``t`` of group ``g``, ``out[t] = a[t] @ w[g].T +
+    bias[g] * bias_scale[t]`` or, with ``over_rows``, ``a[t] @ w[g] + ...``, accumulated in float32 (float64 for
+    float64) and rounded once: what ``grouped_gemm`` computes of ``w``. So values of ``w`` beyond the range of ``a``'s
+    dtype are infinite there, those below its subnormal numbers are rounded, and a block whose scale is NaN is NaN: E2M1
+    elements times E8M0 scales lie in the range of bfloat16 but for scales of ``2^126`` and more, and in that of float16
+    up to ``2^13``. Rows past ``offs[-1]`` come out as zeros and are never read.
+
+    It is the forward of a layer whose weight is frozen, and ``over_rows`` is its input gradient: both read the same
+    components. A kernel decodes them on their way to the tensor cores, or one matrix, or a bounded piece of them, is
+    decoded at a time; ``tgl.explain`` says which, and why.
+
+    Differentiable in ``a``, ``bias`` and ``bias_scale``, twice.
+
+    Args:
+        a: ``[T, K]``, or ``[T, N]`` with ``over_rows``: float64, float32, bfloat16 or float16, row- or column-major (or
+            expanded).
+        b: data of matrices ``[G, N, K]``, contiguous, as ``group_quantize`` makes it and
+            ``tgl.nn.layouts.mxfp4_from_gpt_oss`` finds it in a checkpoint: E2M1 formats ``[G, N, K/2]`` uint8.
+        b_scale: its compact scales: ``[G, N, ceil(K/block)]``; of ``"fp8_block"`` ``[G, ceil(N/128), ceil(K/128)]``, of
+            ``"fp8_tensor"`` ``[G]``.
+        offs: int32 ``[G]``: cumulative group ends.
+        b_amax: float32 ``[G]``, for ``"nvfp4"`` and only there.
+        bias: ``[G, N]``, or ``[G, K]`` with ``over_rows``: dtype of ``a`` or float32.
+        bias_scale: ``[T]``, dtype of ``a`` or float32; only with ``bias``.
+        format: of ``b``: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        over_rows: whether the contraction runs over the rows N of the matrices.
+        out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
+
+    Returns:
+        ``[T, N]``, or ``[T, K]`` with ``over_rows``.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: ``b``, ``b_scale`` or ``b_amax`` requires grad, or a forward-mode derivative is requested.
+    """
+    operands = (a, b, b_scale, offs, b_amax, bias, bias_scale)
+    return _op(*operands, format=format, over_rows=over_rows, out_dtype=out_dtype)
