@@ -13,17 +13,30 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 KERNEL_TESTS := tests/cutlass_kernels tests/emulator
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
-.PHONY: help demo docs test test-full test-gpu sanitize mutation lint format bench clean
+# The release of transformers whose models `make test-transformers` runs: by default the oldest that is served.
+RELEASE ?= 5.7.0
+TRANSFORMERS := build/transformers-$(RELEASE)
+ADAPTER_TESTS := $(addprefix tests/integrations/test_transformers,.py _fp8.py _mxfp4.py)
+
+# An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
+WHEEL := build/wheel
+
+.PHONY: help demo docs test test-full test-gpu test-transformers wheel hub sanitize mutation lint types format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
 	@echo "make test       the tests a change must pass"
 	@echo "make test-full  those and the long ones"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-transformers RELEASE=5.7.0"
+	@echo "                the adapter's tests against that release of transformers, which is installed into build/"
+	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
+	@echo "make hub        the package as a kernel of the Hugging Face Hub, loaded by the library 'kernels'"
 	@echo "make sanitize   compute-sanitizer's racecheck over every tiling and a training step, on a CUDA device (minutes)"
-	@echo "make mutation   plant every bug of the emulator's mutation score (hours); rewrites docs/emulator_mutation.md"
+	@echo "make mutation   plant every bug of the emulator's mutation score (minutes); rewrites docs/emulator_mutation.md"
 	@echo "make docs       the documentation as a site, in site/; warnings and broken links are errors"
 	@echo "make lint       style, formatting and types"
+	@echo "make types      a user's code under pyright, which is installed into build/"
 	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
 
 $(READY): pyproject.toml constraints.txt
@@ -46,6 +59,27 @@ test-full: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
 
+test-transformers: $(READY)
+	$(BIN)/pip install --quiet --upgrade --target $(TRANSFORMERS) transformers==$(RELEASE)
+	PYTHONPATH=$(TRANSFORMERS) $(BIN)/python -c "from transformers import __version__ as v; assert v == '$(RELEASE)', v"
+	PYTHONPATH=$(TRANSFORMERS) $(PYTEST) -m "not slow" $(ADAPTER_TESTS)
+
+wheel:
+	rm -rf $(WHEEL) build/lib build/bdist.*
+	$(PYTHON) -m venv $(WHEEL)/environment
+	$(WHEEL)/environment/bin/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	rm -rf build/lib build/bdist.*
+	$(WHEEL)/environment/bin/pip install --quiet --constraint constraints.txt torch filelock platformdirs
+	$(WHEEL)/environment/bin/pip install --quiet --no-deps $(WHEEL)/*.whl
+	cd $(WHEEL) && $(TEST_ENV) environment/bin/python ../../tests/packaging/user.py
+	cd $(WHEEL) && environment/bin/python -m tgl.doctor
+
+hub: $(READY)
+	rm -rf build/hub build/kernels
+	$(BIN)/python -m tools.kernel_hub build/hub
+	$(BIN)/pip install --quiet --target build/kernels --no-deps kernels
+	PYTHONPATH=build/kernels $(TEST_ENV) $(BIN)/python tests/packaging/hub_user.py build/hub
+
 sanitize: $(READY)
 	$(BIN)/python -m tests.gpu.sanitize
 
@@ -56,6 +90,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent tests/type_checking/user_code.py
+
+types: $(READY)
+	$(BIN)/pip install --quiet --upgrade --target build/pyright 'pyright[nodejs]'
+	PYTHONPATH=build/pyright $(BIN)/python -m pyright -p tests/type_checking --pythonpath $(BIN)/python
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import backends
+from . import __version__, backends
 from .cutlass_kernels.archs import chips, serving
 from .cutlass_kernels.runtime import cache, device
 from .meta.formats import FORMATS
 from .ops import group_quantize
 
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers")
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "peft")
 Call = tuple[str, str, tuple, dict[str, Any]]
 
 
@@ -30,8 +30,7 @@ def report() -> str:
 
 
 def _installed() -> Iterator[str]:
-    tgl = importlib.metadata.version("torch-grouped-linear")
-    yield f"tgl {tgl}, Python {platform.python_version()}, {platform.platform()}"
+    yield f"tgl {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for package in PACKAGES:
         try:
             yield f"  {package} {importlib.metadata.version(package)}"

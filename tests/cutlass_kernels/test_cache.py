@@ -130,6 +130,16 @@ def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path):
         cache.set_directory(None)
 
 
+def test_a_directory_of_a_container_that_cannot_be_written_serves_what_it_has(directory, monkeypatch):
+    fetch()
+
+    def locked(path):
+        raise PermissionError(f"{path} cannot be written")
+
+    monkeypatch.setattr(cache, "FileLock", locked)
+    assert callable(cache.fetch(KEY, never))
+
+
 def _worker(directory, start, results):
     cache.set_directory(directory)
     built = []

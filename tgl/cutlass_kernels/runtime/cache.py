@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ def set_directory(path: str | os.PathLike | None) -> None:
 def directory() -> Path:
     """Where kernels of this version are kept."""
     return (_directory or default_directory()) / fingerprint()
+
+
+def count() -> int:
+    """How many kernels of this version are kept."""
+    return len(list(directory().glob("*.o")))
 
 
 def default_directory() -> Path:
@@ -86,18 +91,49 @@ def fetch(key: object, build: Callable[[], Any]) -> Callable:
             built.append(build())
         return built[0]
 
-    path = directory() / (hashlib.sha256(repr(key).encode()).hexdigest()[:32] + ".o")
+    path = _path(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            function = _load(path)
-            if function is None:
-                _store(path, once())
-                function = built[0]
+        function = _load(path) if _intact(path) else None  # also where nothing can be written, not even a lock
+        if function is None:
+            with _locked(path):
+                function = _load(path)
+                if function is None:
+                    _store(path, once())
+                    function = built[0]
         return function
     except OSError as error:
         warnings.warn(f"tgl: compiled kernels cannot be kept in {path.parent} ({error})", stacklevel=2)
         return once()
+
+
+def store(key: object, build: Callable[[], Any]) -> None:
+    """Have the kernel for ``key`` on disk, compiled by ``build`` unless it is there; it is not loaded.
+
+    Raises:
+        OSError: the directory cannot be written to.
+    """
+    path = _path(key)
+    with _locked(path):
+        if not _intact(path):
+            _store(path, build())
+
+
+def _path(key: object) -> Path:
+    return directory() / (hashlib.sha256(repr(key).encode()).hexdigest()[:32] + ".o")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among the processes that want to write the kernel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        yield
+
+
+def _intact(path: Path) -> bool:
+    """Whether the kernel is there, and matches its digest."""
+    digest = path.with_suffix(".sha256")
+    return path.exists() and digest.exists() and digest.read_text() == _digest(path)
 
 
 def _digest(path: Path) -> str:
@@ -109,7 +145,7 @@ def _load(path: Path) -> Callable | None:
     if not path.exists():
         return None
     try:
-        if path.with_suffix(".sha256").read_text() != _digest(path):
+        if not _intact(path):
             raise ValueError("it does not match its digest")
         from cutlass.cute.runtime import load_module
 

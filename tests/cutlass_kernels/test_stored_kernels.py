@@ -1,0 +1,199 @@
+"""Kernels stored ahead of a job by ``python -m tgl.warmup``: those that its steps ask for."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+import tgl.warmup as command
+from tgl import backends, recipes
+from tgl._stored_kernels import Block, named_step, recorded, store
+from tgl.cutlass_kernels.runtime import cache, launcher
+
+SIZES = {"experts": 4, "hidden": 64, "ffn": 128, "tokens": 50, "top_k": 2}
+TEXT = ",".join(f"{name}={value}" for name, value in SIZES.items())
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """The keys of what would be compiled and kept."""
+    keys = set()
+    monkeypatch.setattr(cache, "store", lambda key, build: keys.add(key))
+    return keys
+
+
+def real_step(block):
+    """The step of ``block`` on CPU tensors."""
+    recipe = getattr(recipes, block.recipe)() if block.recipe else None
+    dtype = getattr(torch, block.dtype)
+    layer = tgl.MoE(
+        block.experts,
+        block.hidden,
+        block.ffn,
+        activation=block.activation,
+        bias=block.bias,
+        params_dtype=dtype,
+        recipe=recipe,
+    )
+    x = torch.randn(block.tokens, block.hidden, dtype=dtype, requires_grad=block.backward)
+    weights = torch.rand(block.tokens, block.top_k, requires_grad=block.backward)
+    chosen = torch.rand(block.tokens, block.experts).topk(block.top_k).indices
+    with contextlib.nullcontext() if block.backward else torch.no_grad():
+        y = layer(x, chosen, weights)
+    if block.backward:
+        y.backward(torch.randn_like(y))
+    return y, x.grad, weights.grad, *(p.grad for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("chip", "options"),
+    [
+        ("sm_90", {}),
+        ("sm_90", {"backward": False, "dtype": "float16"}),
+        ("sm_90", {"activation": "srelu", "bias": True}),
+        ("sm_90", {"recipe": "Float8CurrentScaling"}),
+        ("sm_90", {"recipe": "Float8BlockScaling"}),
+        ("sm_90", {"tokens": 3000}),
+        ("sm_86", {}),
+        ("sm_103", {"recipe": "MXFP8BlockScaling"}),
+        ("sm_100", {"recipe": "NVFP4BlockScaling"}),
+    ],
+    ids=str,
+)
+def test_what_is_stored_is_what_a_step_asks_for(chip, options, stored, monkeypatch):
+    """The step itself, on CPU tensors and with kernels that do nothing, tells what it would compile."""
+    block = Block(**{**SIZES, **options})
+    assert store(recorded(block), chip) == []
+    asked = set()
+
+    def nothing(op, key, where, build):
+        asked.add((op, key._replace(emulated=False)))
+        return lambda *args: None
+
+    monkeypatch.setattr(launcher, "compiled", nothing)
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
+    with backends.emulated_device(chip):
+        real_step(block)
+    assert stored == asked
+    assert asked
+
+
+def test_a_step_in_a_format_that_a_chip_lacks(stored):
+    """An emulated GEMM has kernels too: those of the dense GEMM."""
+    store(recorded(Block(**SIZES, recipe="MXFP8BlockScaling")), "sm_90")
+    assert {op for op, _ in stored} >= {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize"}
+
+
+def linear_step():
+    """A step of a model, as a user writes it for the command."""
+    with torch.device("meta"):
+        layer = tgl.GroupedLinear(2, 64, 48, bias=False, params_dtype=torch.bfloat16)
+        x = torch.empty(20, 64, dtype=torch.bfloat16)
+        layer(x, m_splits=torch.empty(2, dtype=torch.int32)).sum().backward()
+
+
+def test_a_step_of_a_model(stored):
+    store(recorded(named_step(f"{__name__}:linear_step")), "sm_90")
+    assert {"splits_to_offsets", "grouped_gemm", "grouped_gemm_wgrad"} == {op for op, _ in stored}
+
+
+def test_calls_into_buffers(stored):
+    def step():
+        a, b = (torch.empty(20, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        offs = torch.empty(2, dtype=torch.int32, device="meta")
+        tgl.grouped_gemm_wgrad_accumulate_(a, b, offs, torch.empty(2, 64, 64, device="meta"))
+
+    store(recorded(step), "sm_90")
+    assert [op for op, _ in stored] == ["grouped_gemm_wgrad_accumulate_"]
+
+
+def test_a_call_that_no_kernel_takes_is_told(stored):
+    def step():
+        a, b = torch.empty(20, 64, device="meta"), torch.empty(2, 64, 64, device="meta")
+        tgl.grouped_gemm(a, b, torch.empty(2, dtype=torch.int32, device="meta"))
+
+    (sentence,) = store(recorded(step), "sm_86")
+    assert sentence == "tgl::grouped_gemm reads the device on the host on sm_86: nothing to compile"
+    assert not stored
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experts=4", "`hidden` is missing"),
+        (f"{TEXT},rank=3", "`rank` must be one of experts, hidden"),
+        (f"{TEXT},tokens=-1", "`tokens` must be a positive integer, but got '-1'"),
+        (f"{TEXT},recipe=FP7", "NVFP4BlockScaling, but got 'FP7'"),
+        (f"{TEXT},activation=relu2", "`activation` must be one of swiglu,"),
+        (f"{TEXT},bias=1", "`bias` must be true or false, but got '1'"),
+        ("step", "a step is `field=value,...` or `module:function`, but got 'step'"),
+    ],
+)
+def test_a_step_that_is_none(text, message):
+    with pytest.raises(ValueError) as raised:
+        named_step(text)
+    assert message in str(raised.value)
+
+
+def test_a_chip_that_is_none():
+    done = subprocess.run([sys.executable, "-m", "tgl.warmup", "--chip", "sm_75", TEXT], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sm_75" in done.stderr.splitlines()[-1]
+
+
+def test_the_module_of_the_command_leaves_the_function():
+    assert command is tgl.warmup is backends.warmup
+
+
+FIRST_STEP = """
+import sys
+from unittest import mock
+from tests.cutlass_kernels import test_stored_kernels as this
+from tgl.cutlass_kernels.runtime import cache, launcher
+from tgl.testing.emulator import emulate
+
+def never():
+    raise AssertionError("compiled in the first step")
+
+def loaded(op, key, where, build):
+    assert callable(cache.fetch((op, key._replace(emulated=False)), never))
+    return lambda *args: None  # an emulator runs what was compiled in its own process alone
+
+cache.set_directory(sys.argv[1])
+with emulate("sm_90a"), mock.patch.object(launcher, "compiled", loaded):
+    this.real_step(this.Block(**this.SIZES))
+    print(len(launcher.plans))
+"""
+
+
+@pytest.mark.slow
+def test_a_first_step_compiles_nothing(tmp_path):
+    """A step in another process, on CPU tensors, loads every kernel that it asks for from disk."""
+    root = Path(__file__).parents[2]
+
+    def run(*arguments):
+        done = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    warm = ("-m", "tgl.warmup", "--chip", "sm_90", "--directory", tmp_path, TEXT)
+    kernels = len(recorded_kernels())
+    assert run(*warm).startswith(f"{TEXT}: compiled {kernels}\n")
+    assert run(*warm).startswith(f"{TEXT}: compiled 0\n")
+    assert run("-c", FIRST_STEP, tmp_path) == f"{kernels}\n"
+
+
+def recorded_kernels():
+    with pytest.MonkeyPatch.context() as patch:
+        keys = set()
+        patch.setattr(cache, "store", lambda key, build: keys.add(key))
+        store(recorded(Block(**SIZES)), "sm_90")
+    return keys

@@ -1,0 +1,181 @@
+"""Kernels that a training step needs, compiled for a chip that need not be there; see ``tgl.warmup``.
+
+A step is run on the meta device, where ops have shapes and no values, and what it calls is recorded. The calls are then
+made once more, each by the op's own implementation, on fake tensors that lie on a pretended chip: there kernels are
+compiled and kept on disk, and not launched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from . import backends, recipes
+from .meta import activations
+from .nn import MoE
+from .ops._library import KERNELS
+
+
+class Call(NamedTuple):
+    """One call of an op, with tensors on the meta device."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class _Recording(TorchDispatchMode):
+    """Collects calls of ops that have kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in KERNELS:
+            self.calls.append(Call(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(step: Callable[[], object]) -> list[Call]:
+    """The calls of ops of this package that ``step`` makes on the meta device."""
+    with _Recording() as recording:
+        step()
+    return recording.calls
+
+
+def store(calls: list[Call], chip: str) -> list[str]:
+    """Have the kernels of all ``calls`` on disk, compiled for ``chip``, such as ``"sm_90"``.
+
+    Returns:
+        A sentence for each call that no kernel of this package serves without reading the device on the host.
+    """
+    left = []
+    with FakeTensorMode(), backends.pretended_device(chip):
+        for op, args, kwargs in calls:
+            there, named = tree_map_only(Tensor, _on_chip, (args, kwargs))
+            try:
+                KERNELS[op](*there, **named)
+            except DataDependentOutputException:
+                left.append(f"{op.name()} reads the device on the host on {chip}: nothing to compile")
+    return left
+
+
+def _on_chip(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A step of a ``tgl.MoE`` block: the forward and, for training, the backward.
+
+    Attributes:
+        experts, hidden, ffn: ``num_gemms``, ``hidden_size`` and ``ffn_hidden_size`` of the block.
+        tokens, top_k: how many tokens a step has, and how many experts each of them chooses.
+        activation: of the block.
+        dtype: of tokens and parameters.
+        weights: dtype of the routing weights.
+        recipe: name of a class of ``tgl.recipes``, with its defaults; none if empty.
+        bias: whether the experts have biases.
+        backward: whether there is a backward.
+    """
+
+    experts: int
+    hidden: int
+    ffn: int
+    tokens: int
+    top_k: int
+    activation: str = "swiglu"
+    dtype: str = "bfloat16"
+    weights: str = "float32"
+    recipe: str = ""
+    bias: bool = False
+    backward: bool = True
+
+    def __call__(self) -> None:
+        """Run it on the meta device."""
+        recipe = getattr(recipes, self.recipe)() if self.recipe else None
+        dtype, weights = getattr(torch, self.dtype), getattr(torch, self.weights)
+        with torch.device("meta"), torch.set_grad_enabled(self.backward):
+            layer = MoE(
+                self.experts,
+                self.hidden,
+                self.ffn,
+                activation=self.activation,
+                bias=self.bias,
+                params_dtype=dtype,
+                recipe=recipe,
+            )
+            x = torch.empty(self.tokens, self.hidden, dtype=dtype, requires_grad=self.backward)
+            chosen = torch.empty(self.tokens, self.top_k, dtype=torch.int64)
+            y = layer(x, chosen, torch.empty(self.tokens, self.top_k, dtype=weights, requires_grad=self.backward))
+            if self.backward:
+                y.backward(torch.empty_like(y))
+
+
+def named_step(text: str) -> Callable[[], object]:
+    """The step that an argument of the command names.
+
+    Args:
+        text: fields of a ``Block``, as in ``"experts=8,hidden=4096,ffn=14336,tokens=4096,top_k=2"``, or
+            ``"module:function"``, a function that runs a step on the meta device.
+
+    Raises:
+        ValueError: it is neither, or a field is missing, unknown or of another type.
+    """
+    if "=" not in text:
+        module, colon, function = text.partition(":")
+        if not colon:
+            raise ValueError(f"a step is `field=value,...` or `module:function`, but got {text!r}")
+        step: Callable[[], object] = getattr(importlib.import_module(module), function)
+        return step
+    return Block(**dict(_read(text)))
+
+
+def _read(text: str) -> Iterator[tuple[str, Any]]:
+    """The fields of a block and their values."""
+    known = {f.name: f for f in fields(Block)}
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}")
+        yield name, _VALUES[str(known[name].type)](name, value)
+    for name, f in known.items():
+        if f.default is MISSING and name not in given:
+            raise ValueError(f"`{name}` is missing in {text!r}")
+
+
+def _positive(field: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"`{field}` must be a positive integer, but got {value!r}")
+    return int(value)
+
+
+def _name(field: str, value: str) -> str:
+    if value not in _NAMES[field]:
+        raise ValueError(f"`{field}` must be one of {', '.join(_NAMES[field])}, but got {value!r}")
+    return value
+
+
+def _flag(field: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError(f"`{field}` must be true or false, but got {value!r}")
+    return value == "true"
+
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_NAMES: dict[str, tuple[str, ...]] = {
+    "activation": tuple(activations.TABLE),
+    "dtype": _DTYPES,
+    "weights": _DTYPES,
+    "recipe": tuple(name for name in recipes.__all__ if name.endswith("Scaling")),
+}
+_VALUES: dict[str, Callable[[str, str], Any]] = {"int": _positive, "str": _name, "bool": _flag}
