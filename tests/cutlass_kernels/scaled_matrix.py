@@ -32,7 +32,8 @@ def _tilings(kind: str) -> list[tuple[str, str, GemmConfig]]:
                 found.append(("sm_90", name, tiling))
         if "sm_100" in form.archs:
             sizes = itertools.product((128, 256), (64, 128, 256))
-            found += [("sm_100", name, GemmConfig(m, n, form.tile_k, two_cta=m == 256)) for m, n in sizes]
+            pairs = [GemmConfig(m, n, form.tile_k, two_cta=m == 256) for m, n in sizes]
+            found += [("sm_100", name, t) for t in pairs if tilings.reason("sm_100", kind, t, form) is None]
     return found
 
 
@@ -85,6 +86,7 @@ MMA = {
     ("sm_90", "fp8_tensor"): ("QGMMA", r"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b}"),
     ("sm_90", "fp8_block"): ("QGMMA", r"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b}"),
     ("sm_100", "fp8_tensor"): ("UTCQMMA", r"tcgen05.mma.cta_group::{ctas}.kind::f8f6f4"),
+    ("sm_100", "fp8_block"): ("UTCQMMA", r"tcgen05.mma.cta_group::{ctas}.kind::f8f6f4"),
     ("sm_100", "mxfp8"): ("UTCQMMA", r"tcgen05.mma.cta_group::{ctas}.kind::mxf8f6f4.block_scale"),
     ("sm_100", "nvfp4"): ("UTCOMMA", r"tcgen05.mma.cta_group::{ctas}.kind::mxf4nvf4.block_scale"),
 }
@@ -144,7 +146,9 @@ def checked(kind: str, choice: dict, cubin: bytes, ptx: str) -> Row:
     mma, instruction = MMA[arch, name]
     assert report.spills == 0
     assert report.frame == 0
-    assert report.registers * threads(arch, tiling) <= REGISTER_FILE
+    # Where sums are scaled on sm_100, by a second epilogue team, one more warp loads the scales.
+    further = 5 * 32 if arch == "sm_100" and OPERANDS[name].block else 0
+    assert report.registers * (threads(arch, tiling) + further) <= REGISTER_FILE
     assert report.count(mma) > 0
     assert report.count("QMMA") + report.count("HMMA") == 0  # what warps issue by themselves
     elements = {"a": plan.a_element[7:11], "b": plan.b_element[7:11]}

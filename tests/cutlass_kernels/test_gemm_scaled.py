@@ -34,6 +34,10 @@ GEMM = {
     "nvfp4, wide": ScaledCase("nvfp4", 128, 256, (300, 0, 2), columns=288, out=F16),
     "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED),
     "fp8_tensor, columnwise weights, pair": ScaledCase("fp8_tensor", 256, 256, RAGGED, "columnwise", out=F32),
+    "fp8_block": ScaledCase("fp8_block", 128, 128, (5, 0, 130, 127), depth=336, bias=BF16),
+    "fp8_block, columnwise weights, pair, deeper than the rings": ScaledCase(
+        "fp8_block", 256, 128, (257, 0, 1), "columnwise", depth=1040, out=F32, bias=F32, bias_scale=F32
+    ),
 }
 WGRAD = {
     "mxfp8": ScaledCase("mxfp8", 128, 128, RAGGED, out=F32),
@@ -44,6 +48,10 @@ WGRAD = {
     "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, out=F32),
     "fp8_tensor, pair": ScaledCase("fp8_tensor", 256, 128, (33, 0, 200, 31, 32), depth=272, b_dtype=E5M2),
     "mxfp8, all empty": ScaledCase("mxfp8", 128, 128, (0, 0), tail=20),
+    "fp8_block, accumulate": ScaledCase("fp8_block", 128, 128, (5, 0, 130, 127), out=F32, accumulate=True),
+    "fp8_block, pair, mixed, 16 bits": ScaledCase(
+        "fp8_block", 256, 128, (33, 0, 300, 31), depth=272, columns=144, b_dtype=E5M2, accumulate=True
+    ),
 }
 GEMM_SM90 = {
     "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, depth=336),
@@ -77,14 +85,35 @@ WGRAD_SM90 = {
     ),
     "fp8_block, all empty": ScaledCase("fp8_block", 128, 128, (0, 0), tail=20),
 }
+LONG_GEMM = {
+    "fp8_block, ragged": ScaledCase("fp8_block", 128, 128, RAGGED, "columnwise", depth=336, columns=272, out=F32),
+    "fp8_block, pair, tail left alone": ScaledCase("fp8_block", 256, 128, RAGGED, zero_tail=False, tail=150),
+    "fp8_block, all empty": ScaledCase("fp8_block", 128, 128, (0, 0, 0), tail=140),
+}
+LONG_WGRAD = {
+    "fp8_block, ragged": ScaledCase("fp8_block", 128, 128, RAGGED, columns=272),
+    "fp8_block, pair, deeper than the rings": ScaledCase(
+        "fp8_block", 256, 128, (1, 1100, 0, 97), depth=272, columns=272, out=F32
+    ),
+    "fp8_block, all empty": ScaledCase("fp8_block", 128, 128, (0, 0), tail=20),
+}
 KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
 KINDS += [(VARLEN_M, replace(case, arch="sm_90")) for case in GEMM_SM90.values()]
 KINDS += [(VARLEN_K, replace(case, arch="sm_90")) for case in WGRAD_SM90.values()]
 NAMES += [f"sm_90, rows: {name}" for name in GEMM_SM90] + [f"sm_90, contraction: {name}" for name in WGRAD_SM90]
+LONGER = {f"rows: {name}" for name in ("mxfp8, columnwise weights", "mxfp8, wide", "nvfp4", "fp8_tensor")}
+LONGER |= {f"contraction: {name}" for name in ("mxfp8", "nvfp4")}
+LONGER |= {"sm_90, rows: fp8_tensor", "sm_90, contraction: fp8_tensor", "sm_90, contraction: fp8_block"}
+"""Those whose paths through the kernels other cases take too."""
+LONG = [(VARLEN_M, case) for case in LONG_GEMM.values()] + [(VARLEN_K, case) for case in LONG_WGRAD.values()]
+LONG_NAMES = [f"rows: {name}" for name in LONG_GEMM] + [f"contraction: {name}" for name in LONG_WGRAD]
 
 
-@pytest.mark.parametrize("kind, case", KINDS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in zip(NAMES, KINDS)],
+)
 def test_exact(kind, case):
     run(kind, case)
 
@@ -96,6 +125,12 @@ def test_a_pair_loads_the_scales_of_b_once(name):
     stage = (case.tile_m + case.tile_n) * 128 + form.scale_bytes(case.tile_m) + form.scale_bytes(case.tile_n)
     tiles = sum(-(-size // case.tile_m) for size in case.sizes) * -(-case.columns // case.tile_n)
     assert record.tma_bytes["load"] == tiles * -(-case.depth // form.tile_k) * stage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, case", LONG, ids=LONG_NAMES)
+def test_exact_on_more_sizes(kind, case):
+    run(kind, case)
 
 
 @pytest.mark.slow
@@ -152,6 +187,7 @@ def test_scales_of_rows_are_read_as_they_lie():
         ("sm_100", "nvfp4"),
         pytest.param("sm_90", "fp8_tensor", marks=pytest.mark.slow),
         pytest.param("sm_100", "mxfp8", marks=pytest.mark.slow),
+        pytest.param("sm_100", "fp8_block", marks=pytest.mark.slow),
     ],
 )
 def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):

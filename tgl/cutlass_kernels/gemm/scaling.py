@@ -72,8 +72,9 @@ KERNELS: OnePerName[OperandFormat | str] = OnePerName(
     {
         "mxfp8": MXFP8,
         "nvfp4": _operands("nvfp4", SM100),
+        "mxfp4": "has no kernel for two operands of mxfp4: grouped_gemm_packed multiplies bfloat16 by it",
         "fp8_tensor": _operands("fp8_tensor", SM90, SM100),
-        "fp8_block": _operands("fp8_block", SM90),
+        "fp8_block": _operands("fp8_block", SM90, SM100),
     },
 )
 """By format: what its GEMMs take, or the sentence that says why there is no kernel."""
@@ -87,6 +88,7 @@ NO_EPILOGUE: OnePerName[str | None] = OnePerName(
     {
         "mxfp8": None,
         "nvfp4": "the scales of nvfp4 follow from the largest magnitude of a whole group, which no tile of it knows",
+        "mxfp4": "no kernel multiplies two operands of mxfp4",
         "fp8_tensor": "the scale of fp8_tensor is one of a whole group, whose largest magnitude no tile of it knows",
         "fp8_block": "takes mxfp8, got fp8_block",
     },
@@ -116,8 +118,8 @@ class Decoding:
 
 def _decoding(name: str) -> Decoding:
     f = FORMATS[name]
-    if f.transposed_columnwise == (f.scale_type == E8M0):
-        must = "have E8M0 scales of columnwise data in x's order, or others of transposed data"
+    if not f.transposed_columnwise and f.scale_type != E8M0:
+        must = "have E8M0 scales, or transposed columnwise data"
         raise ValueError(f"tgl: {name} must {must}, for that is what the dequantising kernels read")
     return Decoding(str(f.scale_type).removeprefix("torch."), f.block, f.decodes_with_amax, f.unit_data)
 
@@ -128,6 +130,7 @@ DECODINGS: OnePerName[Decoding] = OnePerName(
     {
         "mxfp8": _decoding("mxfp8"),
         "nvfp4": _decoding("nvfp4"),
+        "mxfp4": _decoding("mxfp4"),
         "fp8_tensor": _decoding("fp8_tensor"),
         "fp8_block": _decoding("fp8_block"),
     },

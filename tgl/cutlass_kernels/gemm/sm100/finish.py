@@ -28,8 +28,8 @@ from ...epilogue.gradient import (
     wait_result,
 )
 from ...tiles import Tile
-from ...tiles.policy import Problem
-from .store import WARP_ROWS
+from ...tiles.policy import Share
+from .store import WARP_ROWS, Outputs
 
 PIECE = 8  # columns whose input is 16 bytes of a half
 TOGETHER = 4  # pieces
@@ -40,26 +40,23 @@ TOGETHER_WITH_RESULT = 2  # more would not fit the registers
 def finish_tiles(
     gemm: cutlass.Constexpr,
     accumulators: cute.Tensor,
-    out,
-    second: Any,
+    outputs: Outputs,
     hidden: Hidden,
     results: pipeline.PipelineUmmaAsync,
-    problem: Problem,
-    rank: Int32,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Finish and store every tile from ``first`` on in steps of ``step``; those of the tail become zeros.
+    """Finish and store the share's tiles; those of the tail become zeros.
 
     Args:
         gemm: the ``GradientGroupedGemm``.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
-        out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
-        second: (map, coordinate tensor of the map) of the activation's own result, or None.
+        outputs: the gradient, and as the second the activation's own result or None.
         hidden: where the activation's input comes from.
         results: pipeline from the MMA warp.
-        rank: this CTA's part of the tile.
+        share: the CTA's.
     """
+    out, second, _ = outputs
+    problem, rank, first, step = share
     policy, config = gemm.policy, gemm.config
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

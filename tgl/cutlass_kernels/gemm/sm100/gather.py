@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...config import VARLEN_K, VARLEN_M
 from ...tiles import ceil_div
-from ...tiles.policy import Problem
+from ...tiles.policy import Share
 from ..gathered import Gathered, find_rows, read_index
 
 WARPS = 2
@@ -73,23 +73,20 @@ def gather_tiles(
     source: Gathered,
     operand,
     loads: pipeline.PipelineTmaUmma,
-    problem: Problem,
     warp: Int32,
-    rank: Int32,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Load the operand's part of every tile from ``first`` on in steps of ``step``; each of ``WARPS`` warps calls it.
+    """Load the operand's part of the share's tiles; each of ``WARPS`` warps calls it.
 
     Args:
         gemm: the ``GroupedGemm``.
         source: what is gathered.
         operand: (map, coordinate tensor of the map, buffers ``[..., stages]``).
         loads: pipeline to the MMA warp.
-        problem: sizes and offsets.
         warp: which of them this is.
-        rank: this CTA's part of the tile.
+        share: the CTA's.
     """
+    problem, rank, first, step = share
     policy, config = gemm.policy, gemm.config
     part = extent(gemm)
     lines = (config.tile_k if cutlass.const_expr(policy.kind == VARLEN_K) else part) // WARPS  # of a column and warp

@@ -9,12 +9,15 @@ warps  role
 6-7    gather, where rows of an operand are found by an index: TMA of that one, four rows at a time
 =====  ===========================================================================================
 
+Where operands have scales of blocks, two teams of four warps add up the products of stages, and each is the epilogue of
+half of the columns, see ``promote``. Warps 8 and 9 multiply and load then, and warp 10 loads the scales.
+
 Every warp walks the same sequence of tiles on its own. Two pipelines connect them: ``stages`` buffers of A and B
 between load and MMA, and two accumulators between MMA and epilogue, so that one tile's epilogue runs during the next
 tile's mainloop.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute, memory, pipeline
@@ -29,26 +32,42 @@ from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...tiles import ceil_div
 from ...tiles.gated import varlen_m
-from ...tiles.policy import Problem, VarlenK
+from ...tiles.policy import Problem, Share, VarlenK
 from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
+from ..factors import load_factors
 from ..gathered import Gathered, check
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
-from . import gather
+from . import gather, promote
 from .finish import finish_tiles
 from .load import load_tiles
-from .mma import multiply_tiles
+from .mma import Buffers, multiply_tiles
 from .pieces import WARP_ROWS
-from .store import store_tiles
+from .store import Outputs, store_tiles
 from .tilings import SMEM_BYTES, TMEM_COLUMNS, gathering_reason
 
-EPILOGUE_WARPS = 4
-MMA_WARP = 4
-LOAD_WARP = 5
+TEAM_WARPS = 4  # one for each quarter of tensor memory
 ACCUMULATORS = 2
 STORE_BARRIER, ALLOCATION_BARRIER = 1, 2  # named barriers; 0 is the whole CTA's
 BARRIER_SMEM = 512  # at most, and the tensor memory address
 ALIGNED = 1024
+
+
+class Inputs(NamedTuple):
+    """What the loading warps read.
+
+    Attributes:
+        a, b: (map, coordinate tensor of the map, shared memory layout).
+        scales: those of their scales and the MMA that partitions those of B, or None; see ``scale_maps``.
+        factors: both operands' scales of blocks in global memory, or None; see ``promote``.
+        gathered: the operand whose rows are found by an index, or None.
+    """
+
+    a: tuple
+    b: tuple
+    scales: Any
+    factors: Any
+    gathered: Gathered | None
 
 
 def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
@@ -94,9 +113,13 @@ class GroupedGemm:
         gathered: str | None = None,
     ):
         check(kind, gathered, gathering_reason(config))
-        self.gathered = gathered
-        self.load_warps = 1 if gathered is None else 1 + gather.WARPS
-        self.warps = LOAD_WARP + self.load_warps
+        self.kind, self.gathered = kind, gathered
+        self.promotes = form.block > 0
+        self.teams = promote.TEAMS if self.promotes else 1
+        self.mma_warp = TEAM_WARPS * self.teams  # the epilogue's are those before it
+        self.load_warp = self.mma_warp + 1
+        self.load_warps = 1 if gathered is None else 1 + gather.WARPS  # of A and B
+        self.warps = self.load_warp + self.load_warps + self.promotes
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n, config.band)
@@ -118,14 +141,15 @@ class GroupedGemm:
             scale_bytes = form.scale_bytes(config.cta_m) + form.scale_bytes(config.tile_n)
             stage += scale_bytes
             scale_columns = scale_bytes // ATOM_ROWS  # in tensor memory, four scales per column and lane
-        epi_stage = self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
-        head = ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
-        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + head
+        epi_stage = self.teams * self.epi_tile[0] * self.epi_tile[1] * self.out_element.width // 8
+        head = BARRIER_SMEM + self.policy.smem_bytes + promote.factor_bytes(self)
+        fixed = vector_bytes(spec, config.cta_m, config.tile_n) + ceil_div(head, ALIGNED) * ALIGNED
         self.stages = (SMEM_BYTES - fixed - (self.buffers or 2) * epi_stage) // stage
         room = (SMEM_BYTES - fixed - self.stages * stage) // epi_stage
-        self.epi_stages = self.buffers or turns(config.tile_n // self.epi_tile[1], min(4, room))
+        self.epi_stages = self.buffers or turns(config.tile_n // self.teams // self.epi_tile[1], min(4, room))
         self.stage_bytes = stage * config.ctas
-        self.accumulators = min(ACCUMULATORS, (TMEM_COLUMNS - scale_columns) // config.tile_n)
+        fit = (TMEM_COLUMNS - scale_columns) // config.tile_n
+        self.accumulators = fit if self.promotes else min(ACCUMULATORS, fit)
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
 
     def warp_layout(self) -> cute.ComposedLayout:
@@ -174,7 +198,7 @@ class GroupedGemm:
         """Make the maps and launch.
 
         Args:
-            scales: those of A and B in global memory, or None.
+            scales: those of blocks of A and B in global memory, or None.
             second: what the activation goes to, see the method of this name; or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
@@ -211,10 +235,10 @@ class GroupedGemm:
                 cluster_vmnk.shape,
             )
         scale_operands: Any = None
-        if cutlass.const_expr(scales is not None):
+        if cutlass.const_expr(self.form.vector):
             scale_operands = self.scale_maps(tiled_mma, load, cluster_vmnk, *self.policy.scale_views(*scales, problem))
         out_smem = blackwell_helpers.make_smem_layout_epi(
-            self.out_element, LayoutEnum.ROW_MAJOR, self.epi_tile, self.epi_stages
+            self.out_element, LayoutEnum.ROW_MAJOR, self.epi_tile, self.epi_stages * self.teams
         )
         if cutlass.const_expr(self.spec.reduces):
             store = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
@@ -232,16 +256,19 @@ class GroupedGemm:
         self.kernel(
             tiled_mma,
             cluster_vmnk,
-            (a_map, a_coords, a_smem),
-            (b_map, b_coords, b_smem),
-            scale_operands,
-            (out_map, out_coords, out_smem),
-            outputs,
-            out if cutlass.const_expr(self.spec.reads_output) else None,
+            Inputs(
+                (a_map, a_coords, a_smem),
+                (b_map, b_coords, b_smem),
+                scale_operands,
+                scales if cutlass.const_expr(self.promotes) else None,
+                gathered,
+            ),
+            Outputs(
+                (out_map, out_coords, out_smem), outputs, out if cutlass.const_expr(self.spec.reads_output) else None
+            ),
             args,
             hidden,
             problem,
-            gathered,
         ).launch(
             grid=(running * config.ctas, 1, 1),
             block=(32 * self.warps, 1, 1),
@@ -299,26 +326,20 @@ class GroupedGemm:
         self,
         tiled_mma: cute.TiledMma,
         cluster_vmnk: cute.Layout,
-        a,
-        b,
-        scales,
-        out,
-        second,
-        out_values: cute.Tensor | None,
+        inputs: Inputs,
+        outputs: Outputs,
         args: EpilogueArgs,
         hidden,
         problem: Problem,
-        gathered: Gathered | None,
     ):
         """Set up what the roles share, then branch into them."""
         config = self.config
-        a_map, a_coords, a_smem = a
-        b_map, b_coords, b_smem = b
-        out_map, out_coords, out_smem = out
+        (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), scales, factors, gathered = inputs
+        (out_map, out_coords, out_smem), second, out_values = outputs
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        if warp == LOAD_WARP:
+        if warp == self.load_warp:
             for tma in (a_map, b_map, out_map, *_maps(second)):
                 cpasync.prefetch_descriptor(tma)
 
@@ -340,18 +361,21 @@ class GroupedGemm:
             barrier_storage=accumulated,
             num_stages=self.accumulators,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * config.ctas),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.mma_warp * config.ctas),
             cta_layout_vmnk=cluster_vmnk,
             defer_sync=True,
         )
         tmem = memory.TmemAllocator(
             address,
-            barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATION_BARRIER, 32 * (EPILOGUE_WARPS + 1)),
+            barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATION_BARRIER, 32 * (self.mma_warp + 1)),
             is_two_cta=config.two_cta,
             two_cta_tmem_dealloc_mbar_ptr=freed if cutlass.const_expr(config.two_cta) else None,
         )
         if cutlass.const_expr(hidden is not None):
-            hidden = hidden._replace(full=open_slots(allocator, EPILOGUE_WARPS * SLOTS, warp == LOAD_WARP))
+            hidden = hidden._replace(full=open_slots(allocator, TEAM_WARPS * SLOTS, warp == self.load_warp))
+        factor_buffers: Any = None
+        if cutlass.const_expr(self.promotes):
+            factor_buffers = promote.allocate_factors(self, allocator, self.mma_warp, warp == self.load_warp)
         pipeline.pipeline_init_arrive(cluster_vmnk, is_relaxed=True)
         rank = block % config.ctas
         first, step = block // config.ctas, blocks // config.ctas
@@ -377,54 +401,35 @@ class GroupedGemm:
         pipeline.pipeline_init_wait(cluster_vmnk)
 
         a, b = (a_map, a_coords, a_buffers), (b_map, b_coords, b_buffers)
-        if warp == LOAD_WARP:
-            load_tiles(self, tiled_mma.get_slice(rank), a, b, scale_loads, loads, problem, rank, first, step)
+        share = Share(problem, rank, first, step)
+        if warp == self.load_warp:
+            load_tiles(self, tiled_mma.get_slice(rank), a, b, scale_loads, loads, share)
         if cutlass.const_expr(gathered is not None):  # noqa: SIM102 - decided while tracing
-            if warp > LOAD_WARP:
-                operand, which = a if cutlass.const_expr(self.gathered == "a") else b, warp - LOAD_WARP - 1
-                gather.gather_tiles(self, gathered, operand, loads, problem, which, rank, first, step)
-        if warp == MMA_WARP:
+            if warp > self.load_warp:
+                operand, which = a if cutlass.const_expr(self.gathered == "a") else b, warp - self.load_warp - 1
+                gather.gather_tiles(self, gathered, operand, loads, which, share)
+        if cutlass.const_expr(self.promotes):  # noqa: SIM102 - decided while tracing
+            if warp == self.load_warp + 1:
+                load_factors(self, factors, factor_buffers.buffers, factor_buffers.ring, share)
+        if warp == self.mma_warp:
             tmem.wait_for_alloc()
             accumulators = cute.make_tensor(tmem.retrieve_ptr(Float32), acc_layout)
             if rank == 0:
-                multiply_tiles(
-                    self,
-                    tiled_mma,
-                    a_buffers,
-                    b_buffers,
-                    scale_buffers,
-                    accumulators,
-                    loads,
-                    results,
-                    problem,
-                    first,
-                    step,
-                )
-        if warp < MMA_WARP:
+                buffers = Buffers(a_buffers, b_buffers, scale_buffers)
+                multiply_tiles(self, tiled_mma, buffers, accumulators, loads, results, share)
+        if warp < self.mma_warp:
             tmem.allocate(TMEM_COLUMNS)
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
             accumulators = cute.make_tensor(pointer, acc_layout)
-            output = (out_map, out_coords, out_buffers)
+            staged = Outputs((out_map, out_coords, out_buffers), second, out_values)
             if cutlass.const_expr(hidden is not None):
-                finish_tiles(self, accumulators, output, second, hidden, results, problem, rank, first, step)
+                finish_tiles(self, accumulators, staged, hidden, results, share)
             else:
-                store_tiles(
-                    self,
-                    accumulators,
-                    output,
-                    second,
-                    out_values,
-                    vectors,
-                    args,
-                    results,
-                    problem,
-                    rank,
-                    first,
-                    step,
-                )
+                made = promote.Results(accumulators, results, factor_buffers)
+                store_tiles(self, made, staged, vectors, args, share)
             tmem.relinquish_alloc_permit()
-            cute.arch.barrier(barrier_id=STORE_BARRIER, number_of_threads=32 * EPILOGUE_WARPS)
+            cute.arch.barrier(barrier_id=STORE_BARRIER, number_of_threads=32 * self.mma_warp)
             tmem.free(pointer)
 
 

@@ -1,5 +1,6 @@
 """The GEMM kernels of sm_100, by the names that ``archs.Arch.kernel`` asks for."""
 
+from ..warp.packed import PackedGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
@@ -12,6 +13,7 @@ __all__ = [
     "GatheredGroupedGemm",
     "GradientGroupedGemm",
     "GroupedGemm",
+    "PackedGroupedGemm",
     "QuantizingGroupedGemm",
     "ScaledGroupedGemm",
 ]

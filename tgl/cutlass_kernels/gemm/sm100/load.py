@@ -7,7 +7,7 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...tiles import ceil_div
-from ...tiles.policy import Problem
+from ...tiles.policy import Share
 
 
 def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, index: Int32 | int = 0, parts: int = 1):
@@ -28,12 +28,9 @@ def load_tiles(
     b,
     scales: Any,
     loads: pipeline.PipelineTmaUmma,
-    problem: Problem,
-    rank: Int32,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Load every tile from ``first`` on in steps of ``step``.
+    """Load the share's tiles.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -41,8 +38,9 @@ def load_tiles(
         a, b: (map, coordinate tensor of the map, buffers ``[..., stages]``).
         scales: the same of their scales and the thread's part of the MMA that partitions those of B, or None.
         loads: pipeline to the MMA warp.
-        rank: this CTA's part of the tile.
+        share: the CTA's.
     """
+    problem, rank, first, step = share
     policy, ctas = gemm.policy, gemm.config.ctas
     tile_m, _, tile_k = gemm.tiler
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)

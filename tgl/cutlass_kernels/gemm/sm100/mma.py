@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute, pipeline
+from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.utils import blockscaled_layout
 
 from ...tiles import ceil_div
-from ...tiles.policy import Problem
+from ...tiles.policy import Share
 
 
 class _Scales(NamedTuple):
@@ -48,31 +48,36 @@ def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Ten
     return a, _scales(gemm, layout, b_buffers, pointer)
 
 
+class Buffers(NamedTuple):
+    """Shared memory of the operands, ``[..., stages]``; of their scales too, or None."""
+
+    a: cute.Tensor
+    b: cute.Tensor
+    scales: Any
+
+
 @cute.jit
 def multiply_tiles(
     gemm: cutlass.Constexpr,
     tiled_mma: cute.TiledMma,
-    a_buffers: cute.Tensor,
-    b_buffers: cute.Tensor,
-    scale_buffers: Any,
+    buffers: Buffers,
     accumulators: cute.Tensor,
     loads: pipeline.PipelineTmaUmma,
     results: pipeline.PipelineUmmaAsync,
-    problem: Problem,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Multiply every tile from ``first`` on in steps of ``step``; a tile of depth 0 makes no accumulator.
+    """Multiply the share's tiles; one of depth 0 makes no accumulator, others one, or one per stage; see ``promote``.
 
     Args:
         gemm: the ``GroupedGemm``.
-        a_buffers, b_buffers: shared memory ``[..., stages]``.
-        scale_buffers: the same of their scales, or None.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         loads: pipeline from the load warp.
         results: pipeline to the epilogue warps.
+        share: the CTA's, or the pair's.
     """
     policy = gemm.policy
+    a_buffers, b_buffers, scale_buffers = buffers
+    problem, _, first, step = share
     a_operand, b_operand = tiled_mma.make_fragment_A(a_buffers), tiled_mma.make_fragment_B(b_buffers)
     blocks = cute.size(a_operand, mode=[2])
     if cutlass.const_expr(scale_buffers is not None):
@@ -83,11 +88,15 @@ def multiply_tiles(
     search, tile = policy.find(search, first, problem)
     while tile.valid:
         if policy.is_product(tile, problem):
-            results.producer_acquire(made)
-            accumulator = accumulators[None, None, None, made.index]
-            tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
+            if cutlass.const_expr(not gemm.promotes):
+                results.producer_acquire(made)
+                tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
             depth = policy.depth(tile, problem)
             for k in cutlass.range(ceil_div(depth, gemm.tiler[2]), unroll=1):
+                if cutlass.const_expr(gemm.promotes):
+                    results.producer_acquire(made)
+                    tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
+                accumulator = accumulators[None, None, None, made.index]
                 loads.consumer_wait(loaded)
                 if cutlass.const_expr(scale_buffers is not None):
                     stage = (None, None, None, None, loaded.index)
@@ -107,8 +116,12 @@ def multiply_tiles(
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
                 loads.consumer_release(loaded)
                 loaded.advance()
-            results.producer_commit(made)
-            made.advance()
+                if cutlass.const_expr(gemm.promotes):
+                    results.producer_commit(made)
+                    made.advance()
+            if cutlass.const_expr(not gemm.promotes):
+                results.producer_commit(made)
+                made.advance()
         first += step
         search, tile = policy.find(search, first, problem)
     results.producer_tail(made)

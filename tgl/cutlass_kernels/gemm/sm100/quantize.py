@@ -18,7 +18,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from ...activation.curves import widened
-from ...quantize.lanes import MAGNITUDES, UPPER_HALVES, LaneValues, as_float, halves
+from ...bits import as_float
+from ...quantize.lanes import MAGNITUDES, UPPER_HALVES, LaneValues, halves
 from ...quantize.mxfp8 import ATOM, BLOCK, inverse_scale, scale_byte
 from ...quantize.quantize_spec import MXFP8Spec
 from ...quantize.tiles import group_of_unit, group_tile, tiles_at_most
@@ -235,26 +236,25 @@ def put_scales(gemm: cutlass.Constexpr, sinks: Sinks, piece: cutlass.Constexpr, 
             low = Int32(0)
         if column + 2 * lane + 1 >= outputs.columns:
             high = Int32(0)
-        put_bytes(spec, outputs, sinks.unit, sinks.warp, column, pair, low, high)
+        put_bytes(spec, sinks, column, pair, low, high)
         if cutlass.const_expr(gemm.result_columns % ATOM_ROWS != 0):  # noqa: SIM102 - decided while tracing
             # The other half of the last atom is one that no tile has.
             if column % ATOM_ROWS == 0 and column + COLUMNS >= outputs.columns:
                 zero = Int32(0)
-                put_bytes(spec, outputs, sinks.unit, sinks.warp, column + COLUMNS, zero, zero, zero)
+                put_bytes(spec, sinks, column + COLUMNS, zero, zero, zero)
 
 
 @cute.jit
 def put_bytes(
     spec: cutlass.Constexpr,
-    outputs: Quantized,
-    unit: Int32,
-    warp: Int32,
+    sinks: Sinks,
     column: Int32,
     pair: Int32,
     low: Int32,
     high: Int32,
 ):
     """A thread's scales of 64 columns from ``column`` on: two of its row, and those of two columns."""
+    outputs, unit, warp = sinks.outputs, sinks.unit, sinks.warp
     lane, atom, within = cute.arch.lane_idx(), column // ATOM_ROWS, column % ATOM_ROWS
     if cutlass.const_expr(spec.rowwise):
         across = ceil_div(outputs.columns, ATOM_ROWS)

@@ -36,7 +36,7 @@ class ScaledGroupedGemm(GroupedGemm):
         b_rows_first: bool,
     ):
         super().__init__(kind, config, spec, a_element, b_element, form)
-        self.kind, self.b_rows_first = kind, b_rows_first
+        self.b_rows_first = b_rows_first
         tiles = (config.tile_m, config.tile_n, config.band)
         if kind == VARLEN_M:
             self.policy = ScaledVarlenM(*tiles, spec.tail, form=form)
@@ -62,16 +62,20 @@ class ScaledGroupedGemm(GroupedGemm):
     ):
         """Launch. Operands are components as ``group_quantize`` makes them, block scales in the blocked layout."""
         a, b, scales = self.operands(a, a_scale, b, b_scale)
-        factors = (a_amax, b_amax) if cutlass.const_expr(self.form.vector) else (a_scale, b_scale)
+        factors: tuple = (None, None)
+        if cutlass.const_expr(self.spec.alpha is not None):
+            factors = (a_amax, b_amax) if cutlass.const_expr(self.form.vector) else (a_scale, b_scale)
         self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream, slots=slots)
 
     def operands(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor) -> tuple:
-        """A, B and both block scales, None without, as a policy takes them."""
+        """A, B and both operands' scales of blocks, None without, as a policy takes them."""
         a, b = _elements(a, self.a_element), _elements(b, self.b_element)
         if self.kind == VARLEN_M and self.b_rows_first:
             b = _exchanged(b, [0, 2, 1])
         if self.kind != VARLEN_M and self.form.placed:
             a, b = _exchanged(a, [1, 0]), _exchanged(b, [1, 0])
+        if self.form.block:
+            return a, b, (a_scale, b_scale)
         if not self.form.vector:
             return a, b, None
         scale = getattr(cutlass, self.form.scale)

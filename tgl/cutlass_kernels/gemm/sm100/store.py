@@ -1,10 +1,10 @@
 """The epilogue warps: accumulators to memory.
 
 A warp reads 32 rows of tensor memory, no others are within its reach, so it also stages and stores those rows alone:
-the warps of an epilogue meet only where they share a tile's bias.
+the warps of an epilogue meet only where they share a tile's bias. Teams of four warps have equal parts of the columns.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
@@ -12,36 +12,46 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
-from ...tiles.policy import Problem
+from ...tiles import ceil_div
+from ...tiles.policy import Share
 from .activate import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, piece_stores, send_piece
+from .promote import Results, promote_tile
 from .quantize import all_stores, clear_gaps, clear_scales
 
-THREADS = 128
+THREADS = 128  # of a team
 BARRIER = 1  # named barrier of the epilogue warps
 
 
 @cute.jit
-def _meet():
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+def _meet(gemm: cutlass.Constexpr):
+    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS * gemm.teams)
+
+
+class Outputs(NamedTuple):
+    """What the epilogue writes.
+
+    Attributes:
+        out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
+        second: (map, coordinate tensor of the map) of the activation's output, ``Quantized``, or None.
+        values: the output in global memory if it is read, else None.
+    """
+
+    out: Any
+    second: Any
+    values: Any
 
 
 @cute.jit
 def store_tiles(
     gemm: cutlass.Constexpr,
-    accumulators: cute.Tensor,
-    out,
-    second,
-    out_values: Any,
+    made_by_mma: Results,
+    outputs: Outputs,
     vectors: TileVectors,
     args: EpilogueArgs,
-    results: pipeline.PipelineUmmaAsync,
-    problem: Problem,
-    rank: Int32,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Store every tile from ``first`` on in steps of ``step``, the tail's included.
+    """Store the share's tiles, the tail's included.
 
     A tile goes through ``gemm.epi_stages`` buffers in pieces of ``gemm.epi_tile``, and lanes of a warp wait for each
     other once per piece: then all have written it, and the one that stores has waited for the store that used the next
@@ -49,28 +59,34 @@ def store_tiles(
 
     Args:
         gemm: the ``GroupedGemm``.
-        accumulators: tensor memory ``[..., ACCUMULATORS]``.
-        out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
-        second: (map, coordinate tensor of the map) of the activation's output, ``Quantized``, or None.
-        out_values: the output in global memory if it is read, else None.
+        made_by_mma: accumulators, their pipeline and factors.
         vectors, args: bias and row scale in shared and in global memory.
-        results: pipeline from the MMA warp.
-        rank: this CTA's part of the tile.
+        share: the CTA's.
     """
+    accumulators, results, factors = made_by_mma
+    out, second, out_values = outputs
+    problem, rank, first, step = share
     policy, spec, config = gemm.policy, gemm.spec, gemm.config
-    thread, _, _ = cute.arch.thread_idx()
+    every, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    thread, team = every, 0
+    if cutlass.const_expr(gemm.teams > 1):
+        thread, team, warp = every % THREADS, warp // (THREADS // 32), warp % (THREADS // 32)
     out_map, out_coords, out_buffers = out
-    epi_n = gemm.epi_tile[1]
-    pieces = config.tile_n // epi_n
+    epi_n, columns = gemm.epi_tile[1], config.tile_n // gemm.teams
+    pieces = columns // epi_n
+    cta_tile = (config.cta_m, columns)
+    accumulators = cute.local_tile(
+        accumulators[((None, None), 0, 0, None)], (*cta_tile, gemm.accumulators), (0, team, 0)
+    )
+    out_buffers = cute.local_tile(out_buffers, (*gemm.epi_tile, gemm.epi_stages), (0, 0, team))
 
     # [rows, columns, accumulators], cut into pieces: [epi_m, epi_n, 1, pieces, accumulators]
-    pieces_acc = cute.flat_divide(accumulators[((None, None), 0, 0, None)], gemm.epi_tile)
+    pieces_acc = cute.flat_divide(accumulators, gemm.epi_tile)
     load_atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(epi_n)), Float32)
     tiled_load = tcgen05.make_tmem_copy(load_atom, pieces_acc[None, None, 0, 0, 0])
     thread_load = tiled_load.get_slice(thread)
     acc_part = thread_load.partition_S(pieces_acc)
-    cta_tile = (config.cta_m, config.tile_n)
     coords = thread_load.partition_D(cute.flat_divide(cute.make_identity_tensor(cta_tile), gemm.epi_tile))
     acc = cute.make_rmem_tensor(coords[None, None, None, 0, 0].shape, Float32)
     rounded = acc
@@ -83,20 +99,25 @@ def store_tiles(
     bias_part: Any = None
     scale_part: Any = None
     if cutlass.const_expr(spec.bias):
-        bias_part = thread_load.partition_D(cute.flat_divide(vectors.bias, gemm.epi_tile))
+        bias = cute.local_tile(vectors.bias, cta_tile, (0, team))
+        bias_part = thread_load.partition_D(cute.flat_divide(bias, gemm.epi_tile))
     if cutlass.const_expr(spec.bias_scale):
-        scale_part = thread_load.partition_D(cute.flat_divide(vectors.bias_scale, gemm.epi_tile))
+        bias_scale = cute.local_tile(vectors.bias_scale, cta_tile, (0, team))
+        scale_part = thread_load.partition_D(cute.flat_divide(bias_scale, gemm.epi_tile))
 
+    turn = Int32(0), Int32(0)  # of the factors
+    if cutlass.const_expr(gemm.promotes):
+        sums = cute.make_rmem_tensor(columns, Float32)
     if cutlass.const_expr(spec.quantized is not None):
         clear_gaps(second, problem, THREADS // 32)
-    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cute.size(accumulators, mode=[3]))
+    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.accumulators)
     buffer = Int32(0)
     factor, factor_group = Float32(1), Int32(-1)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     while tile.valid:
         row = tile.m * config.tile_m + rank * config.cta_m
-        column = tile.n * config.tile_n
+        column = tile.n * config.tile_n + team * columns
         target = policy.out(out_coords, tile)
         # The map alone would drop rows that lie outside; those of a whole warp need not be made.
         height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
@@ -105,18 +126,22 @@ def store_tiles(
         if cutlass.const_expr(spec.activation is not None):
             sinks = activated_sinks(gemm, (out_map, target), second, tile, out_buffers, warp, corner)
         else:
-            stores_of = piece_stores(out_map, out_buffers, target, warp, corner, epi_n, config.tile_n)
+            stores_of = piece_stores(out_map, out_buffers, target, warp, corner, epi_n, columns)
             sinks = ((out_map, *stores_of),)
         if policy.is_product(tile, problem):
             if cutlass.const_expr(spec.vectors):
-                _meet()  # all have read the vectors of the tile before
-                end = tile.start + tile.length
-                load_vectors(spec, vectors, args, tile.group, tile.start + row, end, column, thread, THREADS)
-                _meet()
+                _meet(gemm)  # all have read the vectors of the tile before
+                start, end, threads = tile.start + row, tile.start + tile.length, THREADS * gemm.teams
+                load_vectors(spec, vectors, args, tile.group, start, end, tile.n * config.tile_n, every, threads)
+                _meet(gemm)
             if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
                 if tile.group != factor_group:
                     factor, factor_group = alpha(spec, args, tile.group), tile.group
-            results.consumer_wait(made)
+            if cutlass.const_expr(gemm.promotes):
+                depth = ceil_div(policy.depth(tile, problem), config.tile_k)
+                made, turn = promote_tile(gemm, sums, Results(accumulators, results, factors), made, turn, depth)
+            else:
+                results.consumer_wait(made)
             if stores:
                 if cutlass.const_expr(spec.activation is not None):
                     views = Views(tiled_load, acc_part, acc, bias_part, tiled_write, write_part)
@@ -127,11 +152,14 @@ def store_tiles(
                 else:
                     _, store_from, store_to = sinks[0]
                     for piece in cutlass.range_constexpr(pieces):
-                        cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
-                        cute.arch.fence_view_async_tmem_load()
-                        if cutlass.const_expr(piece == pieces - 1):
-                            with cute.arch.elect_one():
-                                results.consumer_release(made)
+                        if cutlass.const_expr(gemm.promotes):
+                            acc.store(cute.make_tensor(sums.iterator + piece * epi_n, acc.layout).load())
+                        else:
+                            cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
+                            cute.arch.fence_view_async_tmem_load()
+                            if cutlass.const_expr(piece == pieces - 1):
+                                with cute.arch.elect_one():
+                                    results.consumer_release(made)
                         if cutlass.const_expr(spec.alpha):
                             acc.store(acc.load() * factor)
                         if cutlass.const_expr(spec.bias):
@@ -153,11 +181,13 @@ def store_tiles(
                         send_piece(gemm, (out_map, store_from[None, buffer], store_to[None, 0, piece]))
                         buffer = (buffer + 1) % gemm.epi_stages
             else:
-                with cute.arch.elect_one():
-                    results.consumer_release(made)
+                if cutlass.const_expr(not gemm.promotes):
+                    with cute.arch.elect_one():
+                        results.consumer_release(made)
                 if cutlass.const_expr(spec.quantized is not None):
                     clear_scales(gemm, sinks[-1])
-            made.advance()
+            if cutlass.const_expr(not gemm.promotes):
+                made.advance()
         elif cutlass.const_expr(not spec.accumulate):  # noqa: SIM102 - decided while tracing
             if stores:
                 rounded.fill(0.0)

@@ -27,12 +27,24 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
 
 def scaled_reason(form: OperandFormat, tiling: GemmConfig) -> str | None:
     """What else rules a tiling out for operands of ``form``."""
-    return "float32 scales of blocks have kernels on sm_90 only" if form.block else None
+    if form.block and tiling.tile_n != form.block:
+        return f"the sums of {form.block} columns fit the registers of the warps that scale them, not {tiling.tile_n}"
+    return None
 
 
 def gathering_reason(tiling: GemmConfig) -> str | None:
     """What else rules a tiling out for kernels that gather rows of an operand: each CTA of a pair gathers its half."""
     return None
+
+
+def sum_columns(tiling: GemmConfig) -> int:
+    """Columns whose products a kernel that goes back through the activation adds up to a row's sum: a tile's."""
+    return tiling.tile_n
+
+
+def for_gradient(usual: GemmConfig) -> GemmConfig:
+    """The tiling of a kernel that goes back through the activation: the usual one, whose long epilogue is hidden."""
+    return usual
 
 
 def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
@@ -46,9 +58,11 @@ def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
     return GemmConfig(tile_m=128, tile_n=tile_n)
 
 
-def choose_gathering(kind: str, columns: int, depth: int, rows: int, operand: str) -> GemmConfig:
+def choose_gathering(
+    kind: str, columns: int, depth: int, rows: int, operand: str, activated: int | None = None
+) -> GemmConfig:
     """The usual one, since a TMA copy of four rows costs an MMA no more than the copy of a tile that it stands for."""
-    return choose(kind, columns, depth, rows)
+    return choose(kind, max(columns, activated or 0), depth, rows)
 
 
 def choose_scaled(
@@ -58,8 +72,9 @@ def choose_scaled(
 
     They leave room in tensor memory for one accumulator and its scales, so their epilogue does not overlap the next
     tile, which weighs least where the contraction is long. Each CTA of a pair loads half of B's columns: of 128 columns
-    of bytes side by side that would be 64, half of a line of the L2, at the price of a whole one.
+    of bytes side by side that would be 64, half of a line of the L2, at the price of a whole one. Where registers hold
+    the sums, there are none.
     """
     pair = rows >= 256
-    wide = columns > 128 and (depth >= 16 * form.tile_k or (pair and by_columns))
+    wide = not form.block and columns > 128 and (depth >= 16 * form.tile_k or (pair and by_columns))
     return GemmConfig(tile_m=256 if pair else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=pair)
