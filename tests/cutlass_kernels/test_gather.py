@@ -18,11 +18,13 @@ from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.gather_cases import Case, kernel, random_index, run, scattered
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
-from tests.kernel_cases import ends, framed, integers, poisoned
+from tests.kernel_cases import ends, framed, integers, poisoned, stored
+from tgl import backends
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm import gathered as shared
 from tgl.cutlass_kernels.gemm.sm90 import mma
@@ -34,8 +36,9 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 SHORT = (5, 0, 130, 1)
 TINY = (70, 0, 3)
-TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (64, 256), (128, 64), (128, 128))}
-TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (128, 64), (128, 128), (128, 192), (128, 256), (256, 64))}
+SHAPES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 192), (192, 128))
+TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in SHAPES}
+TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (128, 64), (128, 128), (128, 256), (256, 64))}
 PAIRS = {columns: GemmConfig(256, columns, two_cta=True) for columns in (64, 128, 256)}
 
 
@@ -60,7 +63,7 @@ SM_90 = Tilings(
     usual=TURNS[128, 128],
     short=TURNS[64, 128],
     square=TILES[128, 128],
-    odd=TILES[128, 192],
+    odd=TURNS[128, 192],
     wide=TILES[128, 256],
     wider=TURNS[64, 256],
     high=HIGH,
@@ -132,6 +135,7 @@ def kinds(rows, contraction):
 
 
 USUAL = kinds(gemms, wgrads)
+USUAL["192 rows"] = ("sm_90", VARLEN_K, "b", Case(TURNS[192, 128], (5, 0, 330, 1), depth=200, columns=136))
 EVERY = USUAL | kinds(rarer_gemms, rarer_wgrads)
 LONGER = {f"sm_100 {name}" for name in ("rows: K of one tile", "rows: at slots", "rows: all empty")}
 LONGER |= {f"sm_100 contraction of {name}" for name in ("a: odd columns", "a: all empty", "b: all empty")}
@@ -190,7 +194,7 @@ def activation_call(key, gathered):
     sizes, rows = TINY, sum(TINY) + 9
     index = random_index(50, sizes, 9, True)
     x, copies = scattered(integers(50, 72), index)
-    b, probs = integers(len(sizes), 72, 144), poisoned(torch.rand(rows), sizes)
+    b, probs = stored(integers(len(sizes), 72, 144), key.b_unit == 2), poisoned(torch.rand(rows), sizes)
     h, y = (framed(rows, columns, dtype=BF16) for columns in (144, 72))
     call = gemm_activation.GROUPED_GEMM_ACTIVATION.build(key._replace(gathered=gathered))
     operands, last = ((x,), (index,)) if gathered else ((copies,), ())
@@ -202,15 +206,18 @@ def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-FORWARD = [("sm_90", TILES[128, 256]), slow("sm_90", TURNS[128, 128]), ("sm_100", PAIRS[128])]
+FORWARD = [("sm_90", TURNS[128, 192], 1), slow("sm_90", TURNS[128, 128], 2), ("sm_100", PAIRS[128], 2)]
+FORWARD += [slow("sm_90", TILES[128, 256], 2)]
 BACK = [("sm_90", TURNS[128, 128]), slow("sm_90", TILES[128, 256]), ("sm_100", PAIRS[128])]
-BOTH = [slow("sm_100", tiling) for tiling in (TILES[128, 128], TILES[128, 256], PAIRS[256])]
+BOTH = TILES[128, 128], TILES[128, 256], PAIRS[256]
+FORWARD += [slow("sm_100", tiling, 2) for tiling in BOTH]
+BACK += [slow("sm_100", tiling) for tiling in BOTH]
 
 
-@pytest.mark.parametrize(("arch", "config"), FORWARD + BOTH)
-def test_activation(arch, config):
+@pytest.mark.parametrize(("arch", "config", "unit"), FORWARD)
+def test_activation(arch, config, unit):
     spec = EpilogueSpec("bfloat16", tail=True, activation=spec_of(PARAMS["swiglu"]), probs="float32")
-    key = gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", 2, spec, config)
+    key = gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", unit, spec, config)
     with emulator.emulate(ARCHS[arch].target):
         for got, wanted in zip(activation_call(key, "a"), activation_call(key, None)):
             assert torch.equal(got, wanted)
@@ -232,7 +239,7 @@ def gradient_call(key, gathered):
     return dh.room, sums, act.room
 
 
-@pytest.mark.parametrize(("arch", "config"), BACK + BOTH)
+@pytest.mark.parametrize(("arch", "config"), BACK)
 def test_gradient_of_an_activation(arch, config):
     activation = spec_of(PARAMS["swiglu"])
     key = gemm_dactivation.DactivationKey(arch, True, "bfloat16", 2, activation, "float32", config, act=True)
@@ -287,7 +294,11 @@ disassembled = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the pac
 
 @disassembled
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
-@pytest.mark.parametrize("config", [TURNS[128, 128], slow(TILES[128, 256]), slow(HIGH)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [TURNS[128, 192], slow(TURNS[128, 128]), slow(TURNS[192, 128]), slow(TILES[128, 256]), slow(HIGH)],
+    ids=str,
+)
 def test_machine_code_of_sm_90(kind, config):
     """No MMA is waited for by itself."""
     for gathered, report in machine_code("sm_90", kind, config).items():
@@ -314,3 +325,40 @@ def test_clusters_are_not_tried():
     rows = torch.zeros(4, dtype=torch.int32)
     with emulator.emulate("sm_90a"), pytest.raises(ValueError, match="each CTA gathers rows for itself"):
         autotune(tgl.grouped_gemm, a, b, offs, rows=rows, tilings=[GemmConfig(128, 64, cluster_n=2)])
+
+
+def chosen(kind, operand, columns, rows, activated=None):
+    config = tilings.choose_gathering("sm_90", kind, columns, 4096, rows, operand, activated)
+    return config.tile_m, config.tile_n, config.pingpong
+
+
+def test_tilings_of_sm_90_that_gather():
+    """192 rows or columns where they fill a matrix; no halves in them that the kernel could not load or hold."""
+    assert chosen(VARLEN_M, "a", 1536, 1024) == (128, 256, False)
+    assert chosen(VARLEN_M, "a", 1536, 1024, 2 * LINE) == (128, 192, True)
+    assert chosen(VARLEN_M, "a", 1408, 1024, LINE) == (128, 192, True)
+    assert chosen(VARLEN_M, "a", 256, 1024, 2 * LINE) == (128, 128, True)
+    assert chosen(VARLEN_M, "a", 64, 1024, 2 * LINE)[1] == 128
+    assert chosen(VARLEN_K, "a", 768, 2048) == (128, 192, True)
+    assert chosen(VARLEN_K, "a", 256, 1536) == (128, 256, False)
+    assert chosen(VARLEN_K, "b", 2048, 1536) == (192, 128, True)
+    assert chosen(VARLEN_K, "b", 2048, 512) == (256, 128, False)
+
+
+@pytest.mark.parametrize(
+    ("across", "interleaved", "columns"), [(False, False, 192), (True, False, 128), (False, True, 128)]
+)
+def test_halves_that_no_tile_of_192_columns_takes(across, interleaved, columns):
+    a, b, index = integers(600, 72), integers(2, 72, 384), torch.zeros(600, dtype=torch.int32)
+    h, y = torch.empty(600, 384, dtype=BF16), torch.empty(600, 192, dtype=BF16)
+    params, b = PARAMS["swiglu"]._replace(interleaved=interleaved), stored(b, across)
+    call = gemm_activation.GemmActivationCall(a, b, ends((300, 300)), None, None, params, y, h, index)
+    with backends.emulated_device("sm_90"):
+        assert gemm_activation.GROUPED_GEMM_ACTIVATION.key(call, "sm_90").config.tile_n == columns
+
+
+def test_halves_of_no_whole_lines_along_the_columns_of_b():
+    spec = EpilogueSpec("bfloat16", tail=True, activation=spec_of(PARAMS["swiglu"]))
+    key = gemm.GemmKey(VARLEN_M, "sm_90", True, "bfloat16", 2, spec, TURNS[128, 192])
+    with emulator.emulate("sm_90a"), pytest.raises(ValueError, match="halves of 192 columns are no whole lines"):
+        gemm_activation.GROUPED_GEMM_ACTIVATION.build(key)

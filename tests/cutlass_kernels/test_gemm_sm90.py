@@ -51,9 +51,15 @@ WGRAD = {
 
 KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
+LONGER = {f"rows: {name}" for name in ("float32 out", "two blocks, b column-major", "multicast", "no tail rows")}
+LONGER |= {f"contraction: {name}" for name in ("two blocks", "ping-pong")}
+"""Those whose paths through the kernels other cases take too."""
 
 
-@pytest.mark.parametrize(("kind", "case"), KINDS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in zip(NAMES, KINDS)],
+)
 def test_exact(kind, case):
     run("sm_90", kind, case, seeds=(0,))
 

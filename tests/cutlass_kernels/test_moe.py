@@ -21,7 +21,7 @@ def step(routing: tgl.Routing, tensors: list[torch.Tensor]) -> list[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_kernels_serve_every_part(arch):
     torch.manual_seed(0)
     tensors = [torch.randn(size).bfloat16() for size in ((S, H), (S, K), (G, 2 * I, H), (G, H, I))]

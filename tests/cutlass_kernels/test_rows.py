@@ -9,6 +9,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests import chips
 from tests.kernel_cases import CANARY, column_major, ends, gradient, integers, product
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, arch_of, having
@@ -24,7 +25,7 @@ LOW, HIGH = -(1 << 31), (1 << 31) - 1
 WITHOUT = "without kernels that gather"
 
 
-@pytest.fixture(scope="module", params=[*sorted(having("GatheredGradientGroupedGemm")), WITHOUT])
+@pytest.fixture(scope="module", params=[*chips.parameters(sorted(having("GatheredGradientGroupedGemm"))), WITHOUT])
 def machine(request):
     """An architecture, or one whose kernels do not gather: every index is followed by a copy."""
     arch = arch_of("sm_90" if request.param == WITHOUT else request.param)

@@ -7,7 +7,7 @@ import tgl
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import gradient, product
 from tests.memory import same_bytes
-from tgl.meta.formats import FORMATS
+from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.meta.table import OnePerName
 
 pytestmark = pytest.mark.gpu
@@ -110,7 +110,7 @@ def test_a_graph_of_a_step_follows_its_index():
 
 
 QUANTIZED = OnePerName(
-    FORMATS,
+    WRITTEN,
     "QUANTIZED",
     {
         "mxfp8": {"scale_layout": "blocked"},
@@ -121,7 +121,7 @@ QUANTIZED = OnePerName(
 )
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 @pytest.mark.parametrize("width", [264, 60])
 def test_quantised(format, width):
     """The bytes of a copy in order, without one."""

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
 
 
+FIRST, BACK, FIRST_GRADIENT = 1024, 768, 512
+"""How wide the activation's result may be where GEMMs read tokens by an index: FC1; the two that read dy; dw1.
+
+Gathering costs a GEMM a part of its time, 5 to 25 % on an H200 by its kind; a copy in order costs as much whatever the
+width is, and so a larger part of a narrow expert's time. Widths of 256, 768 and 2048 were measured, both ways.
+"""
+
+
 class _Places(NamedTuple):
     """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it."""
 
@@ -33,12 +41,15 @@ class _Places(NamedTuple):
         """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
         return self._dispatched(t, self.token, self.top_k)
 
-    def read(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``rows(t)`` for one GEMM: ``t`` and the int32 index by which it reads the rows, or the rows alone.
+    def read(self, t: Tensor, gathers: bool) -> tuple[Tensor, Tensor | None]:
+        """``rows(t)`` for GEMMs: ``t`` and the int32 index by which they read the rows, or the rows alone.
 
         On a CPU it is the rows: the loop of ATen over groups, which costs a third of ours, takes no index.
+
+        Args:
+            gathers: whether to read by an index costs a GPU less than the copy.
         """
-        if backends.device_arch(t.device) == "cpu":
+        if not gathers or backends.device_arch(t.device) == "cpu":
             return self.rows(t), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
@@ -67,7 +78,7 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     places, device = _Places(source, position, token, top_k), x.device
     probs = places.per_row(weights)
     first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
-    tokens, index = places.read(x)
+    tokens, index = places.read(x, w2.shape[1] <= FIRST)
     given = [tokens, w1, offs, bias1, probs]
     del tokens
     table = {} if index is None else {"rows": index}
@@ -89,27 +100,30 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
     dy, x, w1, w2, source, position, token, offs, h, weights, bias2 = operands
     operands.clear()
     places, device = _Places(source, position, token, top_k), dy.device
-    probs, answers = places.per_row(weights), places.rows(dy)
+    width = w2.shape[1]
+    probs, answers = places.per_row(weights), places.read(dy, width <= BACK and bias2 is None)
     del dy
     grads: Tensors = dict.fromkeys(made)
     further = any(made[name] is not None for name in ("dx", "dw1", "dweights", "dbias1"))
-    grads["dbias2"], scaled = bias_gradients(answers, bias2, probs, offs, made["dbias2"], made["dweights"])
-    inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device)
+    grads["dbias2"], scaled = bias_gradients(answers[0], bias2, probs, offs, made["dbias2"], made["dweights"])
+    inner = TensorSpec((h.shape[0], width), h.dtype, device)
     if not further:
         if made["dw2"] is not None:
-            grads["dw2"] = wgrad(activate(inner, h, offs, probs, params=params), answers, offs, made["dw2"])
+            made_again = activate(inner, h, offs, probs, params=params)
+            grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"])
         return grads
 
     sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), device)
     act = None if made["dw2"] is None else inner
     wanted = {"dh": TensorSpec(tuple(h.shape), h.dtype, device), "dprobs": sums, "act": act}
-    given = [answers, w2.transpose(1, 2), h, offs, probs]
+    given = [answers[0], w2.transpose(1, 2), h, offs, probs]
     del h
-    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params)
+    table = {} if answers[1] is None else {"rows": answers[1]}
+    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params, **table)
     dh, dprobs, act = back["dh"], back["dprobs"], back["act"]
     del given, back
     if made["dw2"] is not None and act is not None:
-        grads["dw2"] = wgrad(act, answers, offs, made["dw2"])
+        grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"])
     del answers, act
     if made["dweights"] is not None:
         dprobs = dprobs.to(made["dweights"].dtype)
@@ -125,6 +139,5 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
-        # Dispatched and not by an index: a gathering kernel takes 1.04 to 1.11 of the time of both on an H200.
-        grads["dw1"] = wgrad(places.rows(x), dh, offs, made["dw1"])
+        grads["dw1"] = wgrad(places.read(x, width <= FIRST_GRADIENT), (dh, None), offs, made["dw1"])
     return grads

@@ -41,14 +41,27 @@ def check(kind: str, gathered: str | None, reason: str | None):
         raise ValueError(reason)
 
 
+def index_at(source: Gathered, at: Int32) -> Int32:
+    """What the index says of row ``at`` of the grouped order; of its last row where it has no row ``at``."""
+    return source.index[clamp(at, Int32(0), Int32(source.index.shape[0]) - 1)]
+
+
+@cute.jit
+def row_at(source: Gathered, found: Int32, at: Int32, end: Int32) -> Int32:
+    """The row of the operand that ``found`` names for row ``at`` of the grouped order; -1 from row ``end`` on."""
+    row = found
+    if at >= end or row >= source.values.shape[0]:
+        row = Int32(-1)
+    return row
+
+
 def read_index(source: Gathered, first: Int32, step: int, found: cute.Tensor):
     """Write to ``found`` what the index says of every ``step``-th row of the grouped order from ``first`` on.
 
     Behind the index it is the last row's: without branches, all reads are on their way at once.
     """
-    last = Int32(source.index.shape[0]) - 1
     for i in range(cute.size(found)):
-        found[i] = source.index[clamp(first + i * step, Int32(0), last)]
+        found[i] = index_at(source, first + i * step)
 
 
 @cute.jit
@@ -63,10 +76,7 @@ def find_rows(
         found, first, step: of ``read_index``.
     """
     for i in cutlass.range_constexpr(cute.size(rows)):
-        row = found[i]
-        if first + i * step >= end or row >= source.values.shape[0]:
-            row = Int32(-1)
-        rows[i] = row
+        rows[i] = row_at(source, found[i], first + i * step, end)
 
 
 class GatheredCall:

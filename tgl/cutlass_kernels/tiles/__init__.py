@@ -5,11 +5,12 @@ from .deal import allocate_deal, deal_tiles, dealt
 from .order import BYTES as ORDER_BYTES
 from .order import allocate_order, sort_groups, visited
 from .raster import ceil_div, decode, quotient
-from .search import GroupSearch, Tile, exact_tile, find_tile, start_search
+from .search import Grid, GroupSearch, Tile, exact_tile, find_tile, start_search
 
 __all__ = [
     "DEAL_BYTES",
     "ORDER_BYTES",
+    "Grid",
     "GroupSearch",
     "Tile",
     "allocate_deal",

@@ -17,7 +17,7 @@ from .order import BYTES as ORDER_BYTES
 from .order import allocate_order, sort_groups
 from .ragged import ragged_coord, ragged_tensor
 from .raster import ceil_div
-from .search import GroupSearch, Tile, exact_tile, find_tile, start_search
+from .search import Grid, GroupSearch, Tile, exact_tile, find_tile, start_search
 
 
 class Problem(NamedTuple):
@@ -39,6 +39,15 @@ class Problem(NamedTuple):
     deal: cute.Tensor | None = None
     slots: cute.Tensor | None = None
     matrices: Int32 | None = None
+
+
+class Share(NamedTuple):
+    """What a CTA makes of a problem: its part ``rank`` of every tile from ``first`` on in steps of ``step``."""
+
+    problem: Problem
+    rank: Int32
+    first: Int32
+    step: Int32
 
 
 class _Policy:
@@ -112,14 +121,17 @@ class VarlenM(_Policy):
 
     def start(self, problem: Problem, tail: bool = False) -> GroupSearch:
         """The state of a warp that walks the tiles; with ``tail`` those of the rows past the last group too."""
-        return start_search(problem.offs, problem.rows, problem.tiles_n, self.tile_m, tail and self.has_tail)
+        return start_search(self.grid(problem, tail))
 
     def find(self, state: GroupSearch, index: Int32, problem: Problem, tail: bool = False) -> tuple[GroupSearch, Tile]:
         """The ``index``-th tile; indices ascend."""
-        tail = tail and self.has_tail
-        p = problem
-        state, tile = find_tile(state, index, p.offs, p.rows, p.tiles_n, self.tile_m, self.band, tail)
+        state, tile = find_tile(state, index, self.grid(problem, tail))
         return state, self.slotted(tile, problem)
+
+    def grid(self, problem: Problem, tail: bool) -> Grid:
+        """The tiles; with ``tail`` those of the rows past the last group too."""
+        p = problem
+        return Grid(p.offs, p.rows, p.tiles_n, self.tile_m, self.band, tail and self.has_tail)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
         """Extent of the contraction; 0 means that no accumulator is made."""

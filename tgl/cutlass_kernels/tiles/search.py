@@ -61,20 +61,32 @@ def _tiles(rows: Int32, tile_m: int) -> Int32:
     return quotient(rows + tile_m - 1, tile_m)
 
 
+class Grid(NamedTuple):
+    """The tiles of groups of rows.
+
+    Attributes:
+        offs: int32 ``[G]``, group ends.
+        rows: T, the rows there are.
+        tiles_n: tiles across N.
+        tile_m: rows of a tile.
+        band: see ``decode``.
+        tail: whether the rows past the last group are a group of their own, number G.
+    """
+
+    offs: cute.Tensor
+    rows: Int32
+    tiles_n: Int32
+    tile_m: int
+    band: int
+    tail: bool
+
+
 @cute.jit
-def _hold(
-    offs: cute.Tensor,
-    rows: Int32,
-    first: Int32,
-    before: Int32,
-    tiles_n: Int32,
-    tile_m: cutlass.Constexpr,
-    tail: cutlass.Constexpr,
-) -> GroupSearch:
+def _hold(grid: Grid, first: Int32, before: Int32) -> GroupSearch:
     """A search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
     lane = cute.arch.lane_idx()
-    start, end = group_range(offs, rows, first + lane, tail)
-    tiles = _tiles(end - start, tile_m) * tiles_n
+    start, end = group_range(grid.offs, grid.rows, first + lane, grid.tail)
+    tiles = _tiles(end - start, grid.tile_m) * grid.tiles_n
     upto = tiles
     for i in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(upto, 1 << i)
@@ -82,53 +94,34 @@ def _hold(
             upto = upto + below
     upto += before
     edge = cute.arch.shuffle_sync(upto, LANES - 1)
-    if first + LANES >= cute.size(offs) + (1 if cutlass.const_expr(tail) else 0):
+    if first + LANES >= cute.size(grid.offs) + (1 if cutlass.const_expr(grid.tail) else 0):
         edge = Int32(NO_EDGE)
     return GroupSearch(first, edge, upto - tiles, start, end - start)
 
 
 @cute.jit
-def start_search(
-    offs: cute.Tensor, rows: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr, tail: cutlass.Constexpr
-) -> GroupSearch:
-    """A search that holds the first 32 groups.
-
-    Args:
-        offs: int32 ``[G]``, group ends.
-        rows: T, the rows there are.
-        tiles_n: tiles across N.
-        tile_m: rows of a tile.
-        tail: whether the rows past the last group are a group of their own, number G.
-    """
-    return _hold(offs, rows, Int32(0), Int32(0), tiles_n, tile_m, tail)
+def start_search(grid: Grid) -> GroupSearch:
+    """A search that holds the first 32 groups."""
+    return _hold(grid, Int32(0), Int32(0))
 
 
 @cute.jit
-def find_tile(
-    search: GroupSearch,
-    index: Int32,
-    offs: cute.Tensor,
-    rows: Int32,
-    tiles_n: Int32,
-    tile_m: cutlass.Constexpr,
-    band: cutlass.Constexpr,
-    tail: cutlass.Constexpr,
-) -> tuple[GroupSearch, Tile]:
+def find_tile(search: GroupSearch, index: Int32, grid: Grid) -> tuple[GroupSearch, Tile]:
     """The ``index``-th tile of all, and the search as it stands then.
 
     A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
     """
     while index >= search.edge:
-        search = _hold(offs, rows, search.first + LANES, search.edge, tiles_n, tile_m, tail)
+        search = _hold(grid, search.first + LANES, search.edge)
     first, _, before, start, length = search
     # Of groups that begin with the same tile all but the last are empty.
     source = cute.arch.popc(cute.arch.vote_ballot_sync(before <= index)) - 1
     group_length = cute.arch.shuffle_sync(length, source)
     inside = index - cute.arch.shuffle_sync(before, source)
-    tiles_m = _tiles(group_length, tile_m)
-    m, n = decode(inside, tiles_m, tiles_n, band)
+    tiles_m = _tiles(group_length, grid.tile_m)
+    m, n = decode(inside, tiles_m, grid.tiles_n, grid.band)
     # Past the last tile the last lane's group is found, which has fewer.
-    exists = inside < tiles_m * tiles_n
+    exists = inside < tiles_m * grid.tiles_n
     tile = Tile(exists, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
     return search, tile
 

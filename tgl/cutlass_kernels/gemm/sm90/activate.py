@@ -9,16 +9,14 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ...activation.curves import activate, widened
+from ...epilogue.fragments import activated
 from ...epilogue.vectors import TileVectors
 from ...tiles import Tile
 from .store import (
-    BUFFERS,
     CHUNK_ROWS,
     MMA_ROWS,
     Output,
     add_vectors,
-    chunk_columns,
     next_buffer,
     send_chunk,
     write_chunk,
@@ -39,8 +37,7 @@ def store_activated(
     turn: Int32,
 ) -> Int32:
     """``store_tile`` for an epilogue with an activation; arguments as there."""
-    spec, config, element = gemm.spec, gemm.config, gemm.out_element
-    columns = chunk_columns(element)
+    spec, config, element, columns = gemm.spec, gemm.config, gemm.out_element, gemm.chunk[1]
     halves = 2 if spec.gated else 1
     chunks = config.tile_n // halves // columns
     target = gemm.policy.out(output.coords, tile)
@@ -73,22 +70,22 @@ def store_activated(
             column = first_column // halves + chunk * columns
             if cutlass.const_expr(spec.gated and spec.activation.interleaved):
                 for part in cutlass.range_constexpr(2):
-                    buffer = next_buffer(output, owner, turn)
-                    turn = (turn + 1) % BUFFERS
+                    buffer = next_buffer(gemm, output, owner, turn)
+                    turn = (turn + 1) % gemm.buffers
                     write_alternating(*rounded, part, buffer, lane)
                     send_chunk(output.map, buffer, target, row, 2 * column + part * columns, height, False)
             else:
                 for half in cutlass.range_constexpr(halves):
-                    buffer = next_buffer(output, owner, turn)
-                    turn = (turn + 1) % BUFFERS
+                    buffer = next_buffer(gemm, output, owner, turn)
+                    turn = (turn + 1) % gemm.buffers
                     write_chunk(rounded[half], buffer, element, lane)
                     to = target
                     if cutlass.const_expr(spec.gated):
                         to = target[None, None, half]
                     send_chunk(output.map, buffer, to, row, column, height, False)
-            values = _activated(spec.activation, rounded, factors, product)
-            buffer = next_buffer(output, owner, turn)
-            turn = (turn + 1) % BUFFERS
+            values = activated(spec.activation, rounded, factors, product)
+            buffer = next_buffer(gemm, output, owner, turn)
+            turn = (turn + 1) % gemm.buffers
             write_chunk(values, buffer, element, lane)
             send_chunk(second_map, buffer, second, row, column, height, False)
     return turn
@@ -112,7 +109,7 @@ def _rounded(
         block, chunk: which 64 rows and which columns.
         row, column: the thread's first element in a chunk at the tile's left edge.
     """
-    columns = chunk_columns(gemm.out_element)
+    columns = gemm.chunk[1]
     pieces = columns // 8
     values = cute.make_rmem_tensor((2, 2, pieces), Float32)
     for i in cutlass.range_constexpr(4 * pieces):
@@ -123,22 +120,6 @@ def _rounded(
     rounded = cute.make_rmem_tensor((2, 2, pieces), gemm.out_element)
     rounded.store(values.load().to(gemm.out_element))
     return rounded
-
-
-@cute.jit
-def _activated(spec: cutlass.Constexpr, rounded: Any, factors: Any, product: cutlass.Boolean) -> cute.Tensor:
-    """The activation of a chunk in float32; zero in the tail."""
-    gate = rounded[0]
-    values = cute.make_rmem_tensor(gate.shape, Float32)
-    fast = gate.element_type.width == 16
-    if product:
-        wide = tuple(widened(half) for half in rounded)
-        for i in cutlass.range_constexpr(cute.size(gate)):
-            value = activate(spec, wide[0][i], wide[1][i] if cutlass.const_expr(spec.gated) else None, fast)
-            values[i] = value if cutlass.const_expr(factors is None) else value * factors[i // 2 % 2]
-    else:
-        values.fill(0.0)
-    return values
 
 
 @cute.jit

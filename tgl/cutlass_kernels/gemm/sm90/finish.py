@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from ...epilogue.fragments import by_row, row_probs, write_sums
 from ...epilogue.gradient import (
     SLOTS,
     Chunks,
@@ -117,7 +118,7 @@ def finish_tile(
     index = Int32(0)
     for block in cutlass.range_constexpr(cute.size(acc, mode=[1])):
         row = chunks.row + block * chunks.down
-        probs = row_probs(hidden, tile, row + lane // 4, product)
+        probs = row_probs(hidden.probs, tile, row + lane // 4, product)
         sums = cute.make_rmem_tensor(2, Float32)
         sums.fill(0.0)
         for chunk in cutlass.range_constexpr(config.tile_n // gemm.chunk[1]):
@@ -142,42 +143,8 @@ def finish_tile(
                 state = next_slot(state)
                 index += 1
         if cutlass.const_expr(hidden.sums is not None):
-            write_sums(hidden, sums, first_column, columns, config.tile_n, tile, row + lane // 4, lane)
+            write_sums(hidden.sums, sums, first_column, columns, config.tile_n, tile, row + lane // 4, lane)
     return state
-
-
-@cute.jit
-def row_probs(hidden: Hidden, tile: Tile, row: Int32, product: cutlass.Boolean) -> Any:
-    """The probabilities of a thread's two rows, or None."""
-    held: Any = None
-    if cutlass.const_expr(hidden.probs is not None):
-        held = cute.make_rmem_tensor(2, Float32)
-        held.fill(0.0)
-        for half in cutlass.range_constexpr(2):
-            if product and row + 8 * half < tile.length:
-                held[half] = hidden.probs[tile.start + row + 8 * half].to(Float32)
-    return held
-
-
-@cute.jit
-def write_sums(
-    hidden: Hidden,
-    sums: cute.Tensor,
-    first_column: Int32,
-    columns: Int32,
-    tile_n: cutlass.Constexpr,
-    tile: Tile,
-    row: Int32,
-    lane: Int32,
-):
-    """The sums of a thread's two rows, which four lanes share, to their place for the tile."""
-    for half in cutlass.range_constexpr(2):
-        total = sums[half]
-        for step in cutlass.range_constexpr(2):
-            total += cute.arch.shuffle_sync_bfly(total, 1 << step)
-        at = row + 8 * half
-        if lane % 4 == 0 and at < tile.length and first_column < columns:
-            hidden.sums[first_column // tile_n, tile.start + at] = total
 
 
 def made_results(gemm) -> Any:
@@ -211,13 +178,6 @@ def change_chunk(
         change_pairs(gemm, values, buffers, probs, sums, results, lane)
     else:
         change_matrices(gemm, values, buffers, probs, sums, results, lane)
-
-
-def by_row(vector: Any, shape: tuple) -> Any:
-    """One value per row of a thread, seen for every ``(e, row, ...)``."""
-    if vector is None:
-        return None
-    return cute.make_tensor(vector.iterator, cute.make_layout(shape, stride=(0, 1, *(0 for _ in shape[2:]))))
 
 
 @cute.jit

@@ -10,7 +10,9 @@ kind           a line is               lines of a column       columns of a stag
 ``varlen_k``   64 elements of a token  ``tile_k``              one per 64 rows or columns of the output's tile
 =============  ======================  ======================  =================================================
 
-Eight lanes copy a line, 16 bytes each, and the 128 lanes 16 lines at a time. Piece ``c`` of line ``r`` lies at piece
+Eight lanes copy a line, 16 bytes each, and the 128 lanes 16 lines at a time. Where lines are tokens, every stage has
+others: a warp reads the index of its lines of two stages at once, a lane a line, while those of the two stages before
+are copied, and lanes hand the numbers round. Piece ``c`` of line ``r`` lies at piece
 ``c ^ r % 8``, the swizzle of 128 bytes in which the MMA reads either order of an operand. Zeros are written, and
 nothing is read, for lines of rows behind the group's end, for indices outside the operand and for bytes behind the end
 of a row.
@@ -30,11 +32,14 @@ from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
 from ...tiles.policy import Problem
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
-from ..gathered import Gathered, find_rows, read_index
-from .load import Operand, Ring, advance, boxes
+from ..gathered import Gathered, find_rows, index_at, read_index, row_at
+from ..ring import Ring, advance
+from .load import Operand, boxes
 
 LANES = 128
 LINES = LANES // LANES_OF_LINE  # that all lanes copy at a time
+WARP_LINES = 32 // LANES_OF_LINE  # that a warp copies at a time
+STAGES_AHEAD = 2  # whose lines a warp has as many of as lanes
 
 
 @cute.jit
@@ -78,15 +83,21 @@ def gather_tiles(
             row += along * extent
         else:
             column = along * (own_bytes // tile_k)
-        row += lane // LANES_OF_LINE  # of the lane's first line
-        read_index(source, row, LINES, found)
+        held = ahead = Int32(-1)
         if cutlass.const_expr(policy.kind == VARLEN_M):
+            row += lane // LANES_OF_LINE  # of the lane's first line
+            read_index(source, row, LINES, found)
             find_rows(source, found, row, LINES, end, rows)
+        else:
+            row += line_of_lane(lane, tile_k)
+            ahead = index_at(source, row)
         for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
-            if cutlass.const_expr(policy.kind == VARLEN_K):  # the next ones are on their way while these are copied
-                find_rows(source, found, row, LINES, end, rows)
-                row += tile_k
-                read_index(source, row, LINES, found)
+            if cutlass.const_expr(policy.kind == VARLEN_K):
+                if k % STAGES_AHEAD == 0:
+                    held = row_at(source, ahead, row, end)
+                    row += STAGES_AHEAD * tile_k
+                    ahead = index_at(source, row)
+                pass_rows(held, k % STAGES_AHEAD, lane, rows)
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
                 with cute.arch.elect_one():
@@ -111,6 +122,25 @@ def _boxes(gemm: Any, other: Operand, tile: Tile) -> tuple[cute.Tensor, cute.Ten
     else:
         part = cute.local_tile(policy.a(other.coords, tile), (tile_m, tile_k), (tile.m, None))
     return boxes(other, part, 0, 1)
+
+
+def line_of_lane(lane: Int32, tile_k: int) -> Int32:
+    """Which line of ``STAGES_AHEAD`` stages of ``tile_k`` a lane reads the index of."""
+    at, stage_lines = lane % 32, 32 // STAGES_AHEAD
+    line = at % stage_lines // WARP_LINES * LINES + lane // 32 * WARP_LINES + at % WARP_LINES
+    return at // stage_lines * tile_k + line
+
+
+def pass_rows(held: Int32, stage: Int32, lane: Int32, rows: cute.Tensor):
+    """Write to ``rows`` those of a lane's lines of a stage.
+
+    Args:
+        held: of the line that ``line_of_lane`` names.
+        stage: which of ``STAGES_AHEAD``.
+    """
+    first = stage * (32 // STAGES_AHEAD) + lane % 32 // LANES_OF_LINE
+    for i in range(cute.size(rows)):
+        rows[i] = cute.arch.shuffle_sync(held, first + i * WARP_LINES)
 
 
 @cute.jit

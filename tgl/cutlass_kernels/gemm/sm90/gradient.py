@@ -12,15 +12,12 @@ from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import Hidden, buffers_per_chunk, buffers_per_warp
 from ...epilogue.vectors import EpilogueArgs
 from ...tiles.halves import HalvesVarlenM, ragged_halves
-from . import store
 from .kernel import GroupedGemm
 
 
 class GradientGroupedGemm(GroupedGemm):
     """``dh = dA(h) (a b)``, the sums of rows of ``(a b) A(h)`` per tile if there are ``probs``, and with ``result`` the
     activation's own ``probs A(h)``."""
-
-    chunk = store.CHUNK_ROWS, store.CHUNK_BYTES // 2
 
     def __init__(
         self,

@@ -25,20 +25,21 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ...activation.activation_spec import ActivationSpec
-from ...config import VARLEN_K, VARLEN_M, GemmConfig
+from ...config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...tiles import ceil_div
 from ...tiles.gated import varlen_m
-from ...tiles.policy import Problem, VarlenK
+from ...tiles.policy import Problem, Share, VarlenK
 from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
+from ..factors import LANES, factor_count, load_factors
 from ..gathered import Gathered, check
+from ..ring import allocate_ring, open_ring
 from ..scaling import DENSE, OperandFormat
 from . import gather, store
-from .factors import LANES, factor_count, load_factors
-from .load import Operand, allocate_ring, load_tiles, open_ring
+from .load import Operand, load_tiles
 from .mma import consume_tiles
 from .tilings import SMEM_BYTES, gathering_reason
 
@@ -57,13 +58,14 @@ class GroupedGemm:
 
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
+        chunk: rows and columns of a chunk, which a warp stages and stores at a time.
         buffers: chunks that each consumer warp stages.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
     """
 
     gradient: ActivationSpec | None = None
     hidden: Any  # of a gradient
-    buffers = store.BUFFERS
+    buffers = 0
 
     def __init__(
         self,
@@ -91,10 +93,13 @@ class GroupedGemm:
         self.warpgroups = self.teams * self.sharing
         self.consumers = self.warpgroups * WARPGROUP
         self.stage_bytes = (config.tile_m + config.tile_n) * config.tile_k * a_element.width // 8
+        line, buffers = store.staging(config, spec.gated)
+        self.chunk = store.CHUNK_ROWS, line * 8 // self.out_element.width
+        self.buffers = self.buffers or buffers
         fixed = (
             vector_bytes(spec, *self.vector_tile)
             + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
-            + store.staging_bytes(4 * self.warpgroups * self.buffers)
+            + 4 * self.warpgroups * self.buffers * store.CHUNK_ROWS * line
         )
         self.factors = factor_count(kind, config, form)  # of a stage
         # Of 64512: a warp that finds rows, or scales of rows, anywhere needs more than one that asks for tiles.
@@ -186,13 +191,13 @@ class GroupedGemm:
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
             save = cpasync.CopyBulkTensorTileS2GOp()
-        out_smem = store.chunk_layout(self.out_element, 4 * self.warpgroups * self.buffers)
-        out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, store.chunk_tile(self.out_element))
+        out_smem = store.chunk_layout(self.out_element, self.chunk, 4 * self.warpgroups * self.buffers)
+        out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, self.chunk)
         second_map: Any = None
         second_coords: Any = None
         if cutlass.const_expr(second is not None):
             second_map, second_coords = cpasync.make_tiled_tma_atom(
-                save, ragged_tensor(second, 0), out_smem, store.chunk_tile(self.out_element)
+                save, ragged_tensor(second, 0), out_smem, self.chunk
             )
         hidden: Any = None
         if cutlass.const_expr(self.gradient is not None):
@@ -219,7 +224,13 @@ class GroupedGemm:
         )
 
     def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
-        """The MMA of a team, for operands that are contiguous along the contraction or not."""
+        """The MMA of a team, for operands that are contiguous along the contraction or not.
+
+        Raises:
+            ValueError: the halves of a tile of B, contiguous along its columns, would not be whole lines.
+        """
+        if self.spec.gated and not b_depth and self.config.tile_n % (2 * LINE):
+            raise ValueError(f"halves of {self.config.tile_n} columns are no whole lines of a B along its columns")
         return hopper_helpers.make_trivial_tiled_mma(
             self.a_element,
             self.b_element,
@@ -290,7 +301,7 @@ class GroupedGemm:
                     load_tiles(self, *operands, ring, problem, rank, first, step)
             if cutlass.const_expr(self.factors):  # noqa: SIM102 - decided while tracing
                 if warp == load_warp + 1:
-                    load_factors(self, scales, factors, ring, problem, rank, first, step)
+                    load_factors(self, scales, factors, ring, Share(problem, rank, first, step))
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)

@@ -1,5 +1,6 @@
 """The GEMM kernels of sm_90, by the names that ``archs.Arch.kernel`` asks for."""
 
+from ..warp.packed import PackedGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
@@ -12,5 +13,6 @@ __all__ = [
     "GatheredGroupedGemm",
     "GradientGroupedGemm",
     "GroupedGemm",
+    "PackedGroupedGemm",
     "ScaledGroupedGemm",
 ]

@@ -11,11 +11,12 @@ which it multicasts to all of them; so a stage is empty only when the consumers 
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from ...tiles import ceil_div
 from ...tiles.policy import Problem
+from ..ring import Ring, advance
 
 
 class Operand(NamedTuple):
@@ -24,54 +25,6 @@ class Operand(NamedTuple):
     map: cute.CopyAtom  # TMA load
     coords: cute.Tensor  # the coordinate tensor of the map
     buffers: cute.Tensor  # shared memory [rows, tile_k, stages]
-
-
-class Ring(NamedTuple):
-    """The barriers of the ring, ``stages`` of each."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-
-
-def allocate_ring(allocator, stages: int) -> Ring:
-    """Take shared memory for the barriers."""
-    pointer = allocator.allocate_array(Int64, num_elems=2 * stages)
-    return Ring(pointer, pointer + stages)
-
-
-@cute.jit
-def open_ring(ring: Ring, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
-    """Initialise the barriers; one thread calls it, then the cluster synchronises.
-
-    Args:
-        producers: arrivals that fill a stage.
-        consumer_warps: of all CTAs of the cluster.
-    """
-    for stage in cutlass.range_constexpr(stages):
-        cute.arch.mbarrier_init(ring.full + stage, producers)
-        cute.arch.mbarrier_init(ring.empty + stage, consumer_warps)
-    cute.arch.mbarrier_init_fence()
-
-
-@cute.jit
-def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """The stage after ``stage``, and the phase of its barriers."""
-    stage += 1
-    if stage == stages:
-        stage = Int32(0)
-        phase ^= 1
-    return stage, phase
-
-
-@cute.jit
-def release(ring: Ring, stage: Int32, ctas: cutlass.Constexpr):
-    """Give a stage back to the producers of all CTAs of the cluster, once per warp."""
-    lane = cute.arch.lane_idx()
-    if lane < ctas:
-        if cutlass.const_expr(ctas > 1):
-            cute.arch.mbarrier_arrive(ring.empty + stage, lane)
-        else:
-            cute.arch.mbarrier_arrive(ring.empty + stage)
 
 
 @cute.jit

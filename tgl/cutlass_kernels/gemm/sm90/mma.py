@@ -9,9 +9,9 @@ from cutlass.cute.nvgpu import warpgroup
 from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
 from ...tiles import ceil_div
 from ...tiles.policy import Problem
+from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
-from .load import Ring, advance, release
 from .promote import multiply_promoted
 from .store import Output, store_tile
 

@@ -13,8 +13,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...tiles import Tile, ceil_div
 from ...tiles.policy import Problem
+from ..ring import Ring, advance, release
 from .factors import Factors, ones, read_columns, read_rows
-from .load import Ring, advance, release
 from .store import MMA_ROWS
 
 

@@ -1,6 +1,7 @@
 """From accumulator registers to memory: epilogue arithmetic, rounding, staging, TMA store.
 
-A warp holds 16 rows of every 64 of its warpgroup, and works through them in chunks of 16 rows x 128 bytes: register
+A warp holds 16 rows of every 64 of its warpgroup, and works through them in chunks of 16 rows x 128 bytes (64 where a
+tile's halves are no whole lines): register
 ``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e``. A chunk is staged in shared
 memory with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register
 stores free of bank conflicts and is what the tensor map expects. The buffers of a warp take turns: one fills while the
@@ -13,14 +14,14 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-from ...config import VARLEN_M
+from ...config import LINE, VARLEN_M, GemmConfig
 from ...epilogue.vectors import TileVectors, add_bias, add_old
 from ...tiles import Tile
 
 MMA_ROWS = 64  # of a warpgroup
 CHUNK_ROWS = 16
-CHUNK_BYTES = 128
-BUFFERS = 2  # per warp
+LINE_BYTES = 128
+TIGHT = 128 * 192  # elements of a warpgroup's own tile, beside which shared memory is short
 
 
 class Output(NamedTuple):
@@ -28,30 +29,27 @@ class Output(NamedTuple):
 
     map: cute.CopyAtom  # TMA store, plain or adding
     coords: cute.Tensor  # the coordinate tensor of the map
-    buffers: cute.Tensor  # shared memory [16, columns of a chunk, BUFFERS of every warp]
+    buffers: cute.Tensor  # shared memory [16, columns of a chunk, buffers of every warp]
     values: cute.Tensor | None  # the output in global memory if it is read
     second: Any = None  # (map, coordinate tensor) of the activation's output
 
 
-def chunk_columns(element: type[cutlass.Numeric]) -> int:
-    """Columns of a chunk."""
-    return CHUNK_BYTES * 8 // element.width
+def staging(config: GemmConfig, gated: bool) -> tuple[int, int]:
+    """Bytes of a row that a chunk holds, and chunks that a warp stages.
+
+    Two chunks of whole lines, or, where the ring needs the room, as much as one of these: one, or, if a tile's halves
+    end in the middle of a line, two of half a line.
+    """
+    if gated and config.tile_n % (2 * LINE):
+        return LINE_BYTES // 2, 2
+    return LINE_BYTES, 1 if config.pingpong and config.tile_m * config.tile_n >= TIGHT else 2
 
 
-def chunk_tile(element: type[cutlass.Numeric]) -> tuple[int, int]:
-    """Rows and columns of a chunk."""
-    return CHUNK_ROWS, chunk_columns(element)
-
-
-def staging_bytes(chunks: int) -> int:
-    """Shared memory for the chunks of all warps."""
-    return chunks * CHUNK_ROWS * CHUNK_BYTES
-
-
-def chunk_layout(element: type[cutlass.Numeric], count: int) -> cute.ComposedLayout:
+def chunk_layout(element: type[cutlass.Numeric], chunk: tuple[int, int], count: int) -> cute.ComposedLayout:
     """Shared-memory layout of ``count`` chunks, ``[16, columns, count]``."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element)
-    return cute.tile_to_shape(atom, (*chunk_tile(element), count), order=(0, 1, 2))
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {LINE_BYTES: kinds.K_SW128, LINE_BYTES // 2: kinds.K_SW64}[chunk[1] * element.width // 8]
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, element), (*chunk, count), order=(0, 1, 2))
 
 
 @cute.jit
@@ -127,7 +125,7 @@ def store_tile(
         turn: buffer to begin with. A tile may take an odd number of chunks, so the next does not begin with the first.
     """
     config, element = gemm.config, gemm.out_element
-    columns = chunk_columns(element)
+    columns = gemm.chunk[1]
     pieces = columns // 8
     target = gemm.policy.out(output.coords, tile)
     height = tile.length if gemm.policy.kind == VARLEN_M else Int32(target.shape[0])
@@ -150,20 +148,20 @@ def store_tile(
             if cutlass.const_expr(gemm.spec.reads_output):
                 old = gemm.policy.old(output.values, tile)
                 add_old(values, old, row + thread_row, column + thread_column)
-            buffer = next_buffer(output, which * 4 + warp, turn)
-            turn = (turn + 1) % BUFFERS
+            buffer = next_buffer(gemm, output, which * 4 + warp, turn)
+            turn = (turn + 1) % gemm.buffers
             write_chunk(values, buffer, element, lane)
             send_chunk(output.map, buffer, target, row, column, height, gemm.spec.reduces)
     return turn
 
 
-def next_buffer(output: Output, warp: Int32, turn: Int32) -> cute.Tensor:
+def next_buffer(gemm: Any, output: Output, warp: Int32, turn: Int32) -> cute.Tensor:
     """The buffer whose turn it is, once nothing reads it any more."""
     with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
         # Only the newest stores may still read: the one before them read this buffer.
-        cute.arch.cp_async_bulk_wait_group(BUFFERS - 1, read=True)
+        cute.arch.cp_async_bulk_wait_group(gemm.buffers - 1, read=True)
     cute.arch.sync_warp()
-    return output.buffers[None, None, warp * BUFFERS + turn]
+    return output.buffers[None, None, warp * gemm.buffers + turn]
 
 
 @cute.jit
@@ -182,7 +180,8 @@ def send_chunk(
     """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    part = cute.local_tile(cute.domain_offset((row, column), target), chunk_tile(buffer.element_type), (0, 0))
+    chunk = CHUNK_ROWS, cute.size(buffer, mode=[1])
+    part = cute.local_tile(cute.domain_offset((row, column), target), chunk, (0, 0))
     source, sink = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)
     )
