@@ -1,7 +1,7 @@
 """What kernels of MMAs by warps are made with, combined: target, tiling, dtypes, the major of B, parts of the epilogue.
 
-In ``make test`` any two choices meet in some kernel of three targets and tilings, which is compiled and disassembled;
-in ``make test-full`` in some kernel of every tiling of every target, which is run on the emulator too.
+In ``make test`` every choice is made in some kernel of three targets and tilings, which is compiled and disassembled;
+in ``make test-full`` any two meet in some kernel of every tiling of every target, which is run on the emulator too.
 """
 
 import pytest
@@ -12,10 +12,10 @@ pytest.importorskip("tvm_ffi")
 import torch
 
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.matrix import PARTS, REGISTER_FILE, case, kernel, label, pairwise, run
+from tests.cutlass_kernels.matrix import ACTIVATED, KINDS, PARTS, REGISTER_FILE, case, kernel, label, pairwise, run
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.config import KINDS
+from tgl.cutlass_kernels.config import LINE
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
 from tgl.testing.emulator import emulate
 
@@ -23,8 +23,15 @@ TARGETS = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
 SHAPES = {"sm_80": (128, 256), "sm_89": (128, 128), "sm_121": (64, 64)}
 USUAL = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch, shape in SHAPES.items()]
 EVERY = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch in TARGETS for shape in WARPS]
-COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL, **PARTS[kind]})]
-WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": EVERY, **PARTS[kind]})]
+
+
+def cover(tilings, together):
+    """A kind and choices for each kernel."""
+    holding = {kind: [t for t in tilings if kind != ACTIVATED or t[1].tile_n % (2 * LINE) == 0] for kind in KINDS}
+    return [(k, c) for k in KINDS for c in pairwise({"tiling": holding[k], **PARTS[k]}, together=together)]
+
+
+COVER, WIDE_COVER = cover(USUAL, 1), cover(EVERY, 2)
 
 pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 

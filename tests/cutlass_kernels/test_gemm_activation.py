@@ -12,7 +12,7 @@ import tgl
 from tests.cutlass_kernels.activated_cases import Case, run
 from tgl import backends
 from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import LINE, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
@@ -32,6 +32,7 @@ SM90 = {
     "clamped, alternating": Case(
         GemmConfig(128, 128), (130, 0, 3), CLAMPED._replace(interleaved=True), dtype=F16, out=F16, probs=F16
     ),
+    "halves of no whole lines": Case(GemmConfig(128, 192, pingpong=True), (5, 0, 130, 1), columns=200, bias=BF16),
     "srelu": Case(GemmConfig(128, 192), (5, 0, 130, 1), SRELU, columns=200, bias=BF16, probs=BF16, tail=150),
     "float32": Case(TURNS, (5, 0, 130, 1), out=F32, bias=F32, columns=68),
     "float32, alternating": Case(GemmConfig(64, 64), (5, 0, 70, 1), ALTERNATING, out=F32, columns=68),
@@ -59,8 +60,8 @@ SM100 = {
 }
 CASES = [("sm_90", case) for case in SM90.values()] + [("sm_100", case) for case in SM100.values()]
 NAMES = [f"sm_90: {name}" for name in SM90] + [f"sm_100: {name}" for name in SM100]
-RARER = (*(SM90[name] for name in ("wide", "multicast", "float32", "clamped, alternating")),)
-RARER += (*(SM100[name] for name in ("clamped, no probabilities", "float32", "b row-major")),)
+RARER = (*(SM90[name] for name in ("wide", "multicast", "float32", "clamped, alternating", "srelu")),)
+RARER += (*(SM100[name] for name in ("clamped, no probabilities", "float32", "b row-major", "srelu")),)
 USUAL = {name: case for name, case in zip(NAMES, CASES) if case[1] not in RARER}
 
 
@@ -137,10 +138,10 @@ def test_tilings_with_room_for_halves_are_chosen():
     tilings.tuned[key] = GemmConfig(64, 192)
     try:
         assert tilings.choose(*key).tile_n == 192
-        assert tilings.choose(*key, halves=True).tile_n == 256
+        assert tilings.choose(*key, 2 * LINE).tile_n == 256
     finally:
         del tilings.tuned[key]
     for arch in ("sm_90", "sm_100"):
         for columns in (8, 64, 72, 4096):
             for rows in (1, 64, 128, 1024):
-                assert tilings.choose(arch, VARLEN_M, columns, 64, rows, halves=True).holds_halves
+                assert tilings.choose(arch, VARLEN_M, columns, 64, rows, 2 * LINE).tile_n % (2 * LINE) == 0

@@ -63,11 +63,16 @@ WGRAD = {
     ),
     "all empty": ("sm_80", Case(tiling(64, 64), (0, 0), tail=20, columns=40)),
 }
+RARER = {
+    *(f"rows: {name}" for name in ("float32 out", "bias", "bias scaled in 16 bits", "all empty", "no tail rows")),
+    *(f"contraction: {name}" for name in ("float32 out", "accumulate", "two stages", "all empty")),
+}
 CASES = [(VARLEN_M, *case) for case in GEMM.values()] + [(VARLEN_K, *case) for case in WGRAD.values()]
 IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
+USUAL = {name: case for name, case in zip(IDS, CASES) if name not in RARER}
 
 
-@pytest.mark.parametrize(("kind", "arch", "case"), CASES, ids=IDS)
+@pytest.mark.parametrize(("kind", "arch", "case"), USUAL.values(), ids=USUAL)
 def test_exact(kind, arch, case):
     record = run(arch, kind, case, seeds=(0,))
     assert record.bank_conflicts == 0
@@ -77,7 +82,9 @@ def test_exact(kind, arch, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "arch", "case"), CASES, ids=IDS)
 def test_exact_under_many_schedules(kind, arch, case):
-    run(arch, kind, case, seeds=range(1, 7))
+    record = run(arch, kind, case, seeds=range(7))
+    assert record.bank_conflicts == 0
+    assert not record.warnings
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_a_name_in_the_table_alone_is_refused_by_the_kernels(op):
 LAYERS = {
     "kernels": ("tgl.cutlass_kernels.activation.curves", "cutlass", "curves.py must have an entry for 'planted'"),
     "oracle": ("tests.oracle", "numpy", "oracle.py must have an entry for 'planted'"),
-    "transformers": ("tgl.integrations.transformers", "torch", "transformers.py must have an entry for 'cube'"),
+    "transformers": ("tgl.integrations.transformers", "torch", "_transformers_gates.py must have an entry for 'cube'"),
 }
 
 

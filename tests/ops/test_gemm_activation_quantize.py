@@ -26,6 +26,7 @@ CASES = OnePerName(
             {"columnwise": False, "scaling": "even"},
         ],
         "nvfp4": [{"scale_layout": "blocked", "rht": True}, {"rowwise": False}],
+        "mxfp4": [{"scale_layout": "blocked"}, {"rowwise": False, "scaling": "floor"}],
         "fp8_tensor": [{}, {"power_of_two": True, "eps": 0.5}],
         "fp8_block": [{}, {"power_of_two": False}],
     },
@@ -157,7 +158,7 @@ def cut(t):
         ("mxfp8", {"rowwise": lambda t: False, "columnwise": lambda t: False}, ValueError, "`rowwise` must be True"),
         ("mxfp8", {"out_dtype": lambda t: torch.float64}, TypeError, "`out_dtype` must be float32, bfloat16 or"),
         ("fp8_tensor", {"scale": lambda t: torch.ones(2)}, ValueError, r"`scale` must be of shape \[G\] = \(4,\)"),
-        ("mxfp8", {"format": lambda t: "int8"}, ValueError, "`format` must be one of mxfp8, nvfp4, fp8_tensor,"),
+        ("mxfp8", {"format": lambda t: "int8"}, ValueError, "`format` must be one of mxfp8, nvfp4, mxfp4, fp8_tensor,"),
         ("mxfp8", {"bias": lambda t: t.requires_grad_()}, RuntimeError, r"no derivative.* GroupedLinear\(recipe"),
     ],
 )  # fmt: skip

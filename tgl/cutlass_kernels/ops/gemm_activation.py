@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from ... import backends
 from .. import tilings
 from ..activation.activation_spec import spec_of
-from ..archs import having
-from ..config import VARLEN_M
+from ..archs import having, serving
+from ..config import LINE, VARLEN_M
 from ..epilogue import EpilogueSpec
 from ..runtime.launcher import power_of_two, rows_class, small, warm
 from ..runtime.names import name
@@ -52,7 +53,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
     )
 
     def refuses(self, c: GemmActivationCall) -> backends.Reason:
-        """Widths, and matrices whose halves no tensor map tells apart."""
+        """Widths, and matrices whose halves no tensor map of the device's kernels tells apart."""
         reason = gemm_reason(c.a, c.h, c.rows)
         if reason is not None or c.h.numel() == 0:
             return reason
@@ -60,7 +61,9 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         if c.y.shape[1] % step:
             return f"needs a multiple of {step} columns of the result, got {c.y.shape[1]}"
         across = c.b.stride(2) == 1
-        if c.params.gated and c.params.interleaved and across:
+        arch = serving(backends.device_arch(c.a.device))
+        maps = arch is None or arch.maps_operands
+        if c.params.gated and c.params.interleaved and across and maps:
             return "needs `b` contiguous along K when gate and linear half alternate: a tensor map skips no elements"
         half = c.b.shape[2] // 2 * c.b.element_size()
         if c.params.gated and across and half % ALIGNMENT:
@@ -94,11 +97,15 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         """The tiling follows from N, K and the class of rows per group."""
         groups, depth, columns = c.b.shape
         problem = arch, VARLEN_M, columns, depth, power_of_two(c.h.shape[0] // groups)
-        operand, halves = self.reach.gathers(c), c.params.gated
+        operand, gated = self.reach.gathers(c), c.params.gated
         if operand is None:
-            tiling = tilings.choose(*problem, halves=halves)
+            tiling = tilings.choose(*problem, 2 * LINE if gated else LINE)
         else:
-            tiling = tilings.choose_gathering(*problem, operand, halves=halves)
+            tiling = tilings.choose_gathering(*problem, operand, 2 * LINE if gated else LINE)
+            # A box of B holds half a tile of either half: whole lines if these lie along the columns. Halves that
+            # alternate take a few registers more than 192 accumulators leave.
+            if gated and (c.params.interleaved or c.b.stride(2) == 1) and tiling.tile_n % (2 * LINE):
+                tiling = replace(tiling, tile_n=2 * LINE)
         activation = spec_of(c.params)
         spec = EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +12,8 @@ from ... import backends
 from ...meta.placement import ceil_div
 from .. import tilings
 from ..activation.activation_spec import ActivationSpec, spec_of
-from ..archs import having
-from ..config import VARLEN_M, GemmConfig
+from ..archs import arch_of, having
+from ..config import GemmConfig
 from ..runtime.launcher import Plan, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
@@ -57,7 +56,8 @@ class DactivationCall(NamedTuple):
 class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     """The product and back through the activation, with zero tails; if asked for, the activation's own result too.
 
-    A row's sum for ``dprobs`` is that of its tiles across I in order of ``torch.sum``, each that of its columns.
+    A row's sum for ``dprobs`` is that of its tiles, or warps' parts of tiles, across I in order of ``torch.sum``, each
+    that of its columns.
     """
 
     op = "grouped_gemm_dactivation"
@@ -110,10 +110,9 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     def key(self, c: DactivationCall, arch: str) -> DactivationKey:
         """The tiling follows from I, N and the class of rows per group."""
         groups, depth, columns = c.b.shape
-        tiling = tilings.choose(arch, VARLEN_M, columns, depth, power_of_two(c.dh.shape[0] // groups))
         operand = None if self.reach.gathers(c) is None else "a"
-        if operand is not None:  # The usual one, whose long epilogue is hidden; each CTA gathers for itself.
-            tiling = replace(tiling, cluster_m=1, cluster_n=1)
+        rows = power_of_two(c.dh.shape[0] // groups)
+        tiling = tilings.choose_gradient(arch, columns, depth, rows, operand is not None)
         where = arch, not c.dy.is_cuda, name(c.dy), unit_dimension(c.b.stride())
         return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand, c.act is not None)
 
@@ -144,19 +143,19 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         )
 
     def arguments(self, c: DactivationCall) -> tuple:
-        """What the kernel is called with; ``dprobs`` holds the sums of one tile's columns."""
+        """What the kernel is called with; ``dprobs`` holds the only sums of rows."""
         return self._with_sums(c, None if c.probs is None else c.dprobs.unsqueeze(0))
 
     def _with_sums(self, c: DactivationCall, sums: Tensor | None) -> tuple:
         return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, c.act, *given(c.rows)
 
     def start(self, plan: Plan, c: DactivationCall) -> None:
-        """Launch; sums of several tiles across I are added up behind it."""
-        columns, tile_n = c.b.shape[2], plan.key.config.tile_n
-        if c.probs is None or columns <= tile_n:
+        """Launch; several sums across I are added up behind it."""
+        columns, width = c.b.shape[2], arch_of(plan.key.arch).tilings.sum_columns(plan.key.config)
+        if c.probs is None or columns <= width:
             plan.launch(*self.arguments(c))
             return
-        sums = c.dprobs.new_empty(ceil_div(columns, tile_n), c.dprobs.shape[0])
+        sums = c.dprobs.new_empty(ceil_div(columns, width), c.dprobs.shape[0])
         plan.launch(*self._with_sums(c, sums))
         torch.sum(sums, 0, out=c.dprobs)
 

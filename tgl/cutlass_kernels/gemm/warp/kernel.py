@@ -14,11 +14,15 @@ from cutlass import Int32, Int64, cute, memory
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
-from ...tiles.policy import Problem, VarlenK, VarlenM
+from ...runtime.elements import TYPES
+from ...tiles.policy import Problem, Share, VarlenK, VarlenM
+from ..activated import Activated
 from ..copies import LANES_OF_LINE
-from ..gathered import Gathered, GatheredCall, check
+from ..gathered import Gathered, check
+from .activate import store_activated
 from .load import Operands
 from .mma import multiply_tiles
+from .store import Output, store_tile
 from .tilings import WARPS, gathering_reason, stage_bytes
 
 ALIGNED = 1024
@@ -28,9 +32,17 @@ class GroupedGemm:
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
 
     Attributes:
+        decoded: how B lies where it is decoded to; it needs no decoding here.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None.
+        halves: 2 if the columns of a tile are the gate's and, behind them, those of the linear half.
+        hidden: what makes operands of an epilogue of what a ``GradientGroupedGemm`` is called with besides.
         line_step: how many lines of 128 bytes all threads copy at a time.
+        store: what finishes and stores a warp's part of a tile.
     """
+
+    decoded: Any = None
+    hidden: Any = None
+    store = staticmethod(store_tile)
 
     def __init__(
         self,
@@ -42,6 +54,8 @@ class GroupedGemm:
     ):
         check(kind, gathered, gathering_reason(config))
         self.config, self.spec, self.element, self.gathered = config, spec, element, gathered
+        self.halves = 2 if spec.gated and not spec.activation.interleaved else 1  # type: ignore[union-attr]
+        self.out_element = TYPES[spec.out]
         self.warps = WARPS[config.tile_m, config.tile_n]
         self.threads = 32 * self.warps[0] * self.warps[1]
         self.line_step = self.threads // LANES_OF_LINE
@@ -82,6 +96,8 @@ class GroupedGemm:
         args: EpilogueArgs,
         clusters: Int32,
         stream,
+        second: cute.Tensor | None = None,
+        extra: Any = None,
         slots: cute.Tensor | None = None,
         index: cute.Tensor | None = None,
     ):
@@ -89,6 +105,8 @@ class GroupedGemm:
 
         Args:
             scales: those of blocks of A and B, which operands of 16 bits have not.
+            second: the activation's output, or None.
+            extra: what else the epilogue of a gradient reads and writes, see ``hidden``.
             index: which rows of what is ``gathered``; None if nothing is.
         """
         problem = self.policy.problem(a, b, offs, out, slots)
@@ -97,8 +115,12 @@ class GroupedGemm:
             source = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
             problem = problem._replace(rows=Int32(source.index.shape[0]))
         a, b, out = self.policy.plain(a, b, out)
+        hidden: Any = None
+        if cutlass.const_expr(self.hidden is not None):
+            hidden = self.hidden(*extra)
+        output = Output(out, second, hidden)
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
-        self.kernel(a, b, source, out, args, problem).launch(
+        self.kernel(a, b, source, output, args, problem).launch(
             grid=(running, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -108,7 +130,7 @@ class GroupedGemm:
         a: cute.Tensor,
         b: cute.Tensor,
         source: Gathered | None,
-        out: cute.Tensor,
+        output: Output,
         args: EpilogueArgs,
         problem: Problem,
     ):
@@ -124,8 +146,11 @@ class GroupedGemm:
         if cutlass.const_expr(source is not None):
             lines = config.tile_m if self.policy.kind == VARLEN_M else config.tile_k
             found = cute.make_rmem_tensor(lines // self.line_step, Int32)
-        multiply_tiles(self, Operands(a, b, source, found), ring.toint(), out, args, problem, first, step)
+        share = Share(problem, Int32(0), first, step)
+        multiply_tiles(self, Operands(a, b, source, found), ring.toint(), output, args, share)
 
 
-class GatheredGroupedGemm(GatheredCall, GroupedGemm):
-    """A kernel whose operand ``gathered`` is ``[S, ...]``; row t of the grouped order is its row ``index[t]``."""
+class ActivatedGroupedGemm(Activated, GroupedGemm):
+    """A kernel with an activation as a second output."""
+
+    store = staticmethod(store_activated)

@@ -1,5 +1,16 @@
 """The GEMM kernels of warps, by the names that ``archs.Arch.kernel`` asks for."""
 
-from .kernel import GatheredGroupedGemm, GroupedGemm
+from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
+from .gradient import GradientGroupedGemm
+from .kernel import ActivatedGroupedGemm, GroupedGemm
+from .packed import PackedGroupedGemm
 
-__all__ = ["GatheredGroupedGemm", "GroupedGemm"]
+__all__ = [
+    "ActivatedGroupedGemm",
+    "GatheredActivatedGroupedGemm",
+    "GatheredGradientGroupedGemm",
+    "GatheredGroupedGemm",
+    "GradientGroupedGemm",
+    "GroupedGemm",
+    "PackedGroupedGemm",
+]

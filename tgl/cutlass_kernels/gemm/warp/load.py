@@ -9,6 +9,9 @@ along the depth    a k tile of a row (or column)   ``extent``       1
 across the depth   64 rows (or columns) of one k   ``tile_k``       one per 64 rows (or columns)
 =================  ==============================  ===============  =============================
 
+Where the columns of B are the gate's and, behind them, those of the linear half, a tile takes as many of either: the
+lines of the gate's come first.
+
 Eight threads copy a line. Piece ``c`` of line ``r`` lies at piece ``c ^ r % 8``, so the eight lines of a matrix that
 ``ldmatrix`` reads lie in different banks. Zeros are written, and nothing is read, for what is behind the end of a group
 or of an operand.
@@ -54,20 +57,24 @@ class Part:
 
     Attributes:
         along: whether it is contiguous along the depth.
-        extent: rows of a tile.
+        extent: rows of a tile, of each half.
         offset: where its lines begin, in bytes.
+        halves: how many it has, side by side.
     """
 
     along: bool
     extent: int
     offset: int
+    halves: int = 1
 
 
-def parts_of(gemm: Any, operands: Operands) -> tuple[Part, Part]:
-    """Those of A and of B, one behind the other."""
+def parts_of(gemm: Any, operands: Any) -> tuple[Part, Part]:
+    """Those of A and of B, one behind the other; or of B where it is decoded to, in a buffer of its own."""
+    if gemm.decoded is not None:
+        return Part(True, gemm.config.tile_m, 0), gemm.decoded
     a, b = (isinstance(t.stride[1], int) and t.stride[1] == 1 for t in (operands.a, operands.b))
     config = gemm.config
-    return Part(a, config.tile_m, 0), Part(b, config.tile_n, config.tile_m * LINE)
+    return Part(a, config.tile_m, 0), Part(b, config.tile_n // gemm.halves, config.tile_m * LINE, gemm.halves)
 
 
 class Lines(NamedTuple):
@@ -141,13 +148,17 @@ def copy_lines(
     """Start a thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
     count, target = (part.extent if part.along else tile_k), target_of(part, stage)
     pitch = Int64(values.stride[0 if part.along else 1]) * (step * SIZE)
-    for block in cutlass.range_constexpr(part.extent * tile_k * SIZE // (count * LINE)):
+    blocks = part.extent * tile_k * SIZE // (count * LINE)
+    for number in cutlass.range_constexpr(part.halves * blocks):
+        half, block = number // blocks, number % blocks
         inside, source = clamp(lines.left - block * LINE, Int32(0), Int32(PIECE)), lines.start + block * LINE
+        if cutlass.const_expr(half > 0):
+            source += Int64(values.shape[0] // part.halves) * values.stride[0] * SIZE
         for i in cutlass.range_constexpr(count // step):
             found = inside
             if lines.lines <= i * step:
                 found = Int32(0)
-            copy_piece(source, target + (block * count + i * step) * LINE, found)
+            copy_piece(source, target + (number * count + i * step) * LINE, found)
             source += pitch
 
 
@@ -176,14 +187,14 @@ def copy_rows(
 
 
 @cute.jit
-def columns_of(tile: Tile, problem: Problem) -> Int32:
-    """How many columns B has for the tile's group: none where a table names no matrix of it."""
+def columns_of(gemm: cutlass.Constexpr, tile: Tile, problem: Problem) -> Int32:
+    """How many columns B, or a half of it, has for the tile's group: none where a table names no matrix of it."""
     columns = problem.columns
     slot: Any = tile.slot
     if cutlass.const_expr(slot is not None):  # noqa: SIM102 - the first is decided while tracing
         if slot >= problem.matrices:
             columns = Int32(0)
-    return columns
+    return columns // gemm.halves
 
 
 def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
@@ -205,13 +216,13 @@ def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> t
 def ordered_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
     """``tile_lines`` of operands whose rows are in order."""
     a, b = parts_of(gemm, operands)
-    row, column = tile.m * gemm.config.tile_m, tile.n * gemm.config.tile_n
+    row, column = tile.m * a.extent, tile.n * b.extent
     if gemm.policy.kind == VARLEN_M:
         rows = cute.domain_offset((tile.start, 0), operands.a)
         matrix = gemm.policy.matrix(operands.b, tile)
         return (
             begin_lines(a, rows, row, tile.length, problem.depth),
-            begin_lines(b, matrix, column, columns_of(tile, problem), problem.depth),
+            begin_lines(b, matrix, column, columns_of(gemm, tile, problem), problem.depth),
         )
     a_rows, b_rows = (cute.domain_offset((0, tile.start), values) for values in (operands.a, operands.b))
     return (

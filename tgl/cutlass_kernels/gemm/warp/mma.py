@@ -15,10 +15,10 @@ from cutlass.cute.nvgpu import warp
 
 from ...epilogue.vectors import EpilogueArgs
 from ...tiles import ceil_div
-from ...tiles.policy import Problem
+from ...tiles.policy import Problem, Share
 from ..copies import LINE, PIECE
 from .load import Feed, Operands, Part, copy_next, follow, next_tile, parts_of
-from .store import store_tile
+from .store import Output
 
 MMA = 16, 8, 16
 STEP = MMA[2]  # of the depth
@@ -83,7 +83,7 @@ class Own(NamedTuple):
     b: tuple[cute.Tensor, cute.Tensor]
 
 
-def make_own(gemm: Any, operands: Operands) -> Own:
+def make_own(gemm: Any, operands: Any) -> Own:
     """This warp's."""
     (rows, columns), across = gemm.warp_tile, gemm.warps[1]
     index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -91,23 +91,25 @@ def make_own(gemm: Any, operands: Operands) -> Own:
     return Own(
         tiled_mma(gemm.element),
         lane_place(a, True, index // across * rows),
-        lane_place(b, False, index % across * columns),
+        lane_place(b, False, index % across * (columns // gemm.halves)),
         tuple(cute.make_rmem_tensor(((2, 2, 2), rows // MMA[0]), gemm.element) for _ in range(2)),
         tuple(cute.make_rmem_tensor(((2, 2), BLOCK // MMA[1]), gemm.element) for _ in range(2)),
     )
 
 
-def read_rows(gemm: Any, operands: Operands, own: Own, stage: Int32, step: Any, turn: int):
+def read_rows(gemm: Any, operands: Any, own: Own, stage: Int32, step: Any, turn: int):
     """Load the matrices of A of a step."""
     part, _ = parts_of(gemm, operands)
     for block in range(gemm.warp_tile[0] // BLOCK):
         read_matrices(part, stage + own.a_place, block, step, own.a[turn].iterator + 8 * block)
 
 
-def read_columns(gemm: Any, operands: Operands, own: Own, stage: Int32, step: Any, block: int, turn: int):
+def read_columns(gemm: Any, operands: Any, own: Own, stage: Int32, step: Any, block: int, turn: int):
     """Load the matrices of B of 16 columns and a step."""
     _, part = parts_of(gemm, operands)
-    read_matrices(part, stage + own.b_place, block, step, own.b[turn].iterator)
+    half, within = divmod(block, gemm.warp_tile[1] // gemm.halves // BLOCK)
+    place = stage + own.b_place + half * part.extent * LINE
+    read_matrices(part, place, within, step, own.b[turn].iterator)
 
 
 def multiply_columns(own: Own, acc: cute.Tensor, block: int, a_turn: int, b_turn: int):
@@ -193,27 +195,31 @@ def multiply(
     return feed, ring
 
 
+def finish_tile(gemm: Any, *args: Any) -> None:
+    """Store by the kernel's epilogue; a call of the kernel's own method would make it a variable of the loop."""
+    gemm.store(gemm, *args)
+
+
 @cute.jit
 def multiply_tiles(
     gemm: cutlass.Constexpr,
     operands: Operands,
     buffers: Int32,
-    out: cute.Tensor,
+    output: Output,
     args: EpilogueArgs,
-    problem: Problem,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Multiply, finish and store every tile from ``first`` on in steps of ``step``, the tail's included.
+    """Multiply, finish and store every tile of a share, the tail's included.
 
     Args:
         gemm: the ``GroupedGemm``.
         operands: both.
         buffers: address of the ring in shared memory.
-        out, args: the output, and the epilogue's operands.
-        problem: sizes and offsets.
+        output, args: the outputs, and the epilogue's operands.
+        share: sizes and offsets, and the tiles of this CTA.
     """
     policy, last = gemm.policy, gemm.config.stages - 1
+    problem, _, first, step = share
     own = make_own(gemm, operands)
     feed = next_tile(gemm, operands, policy.start(problem), first, problem, step)
     for stage in cutlass.range(last, unroll=1):
@@ -233,9 +239,9 @@ def multiply_tiles(
         feed, ring = multiply(gemm, operands, own, acc, feed, ring, extent, problem, step)
         if cutlass.const_expr(gemm.spec.accumulate):
             if product:
-                store_tile(gemm, acc, out, args, tile, problem, product)
+                finish_tile(gemm, acc, output, args, tile, problem, product)
         else:
-            store_tile(gemm, acc, out, args, tile, problem, product)
+            finish_tile(gemm, acc, output, args, tile, problem, product)
         first += step
         search, tile = policy.find(search, first, problem, True)
     cute.arch.cp_async_wait_group(0)

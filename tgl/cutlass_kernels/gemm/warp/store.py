@@ -5,7 +5,7 @@ that share a row exchange what they have of 32 columns of 16 bits, so that each 
 bytes. In float32 they store 32 bytes of a row together as it is.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -20,11 +20,19 @@ CHUNK = 32  # columns that are finished at a time
 PIECES = CHUNK // 8
 
 
+class Output(NamedTuple):
+    """Where results go, in global memory, and what epilogues of activations go back through."""
+
+    values: cute.Tensor  # leading modes (rows, columns)
+    second: Any = None  # the activation's result [T, I], or None
+    hidden: Any = None  # see ``gradient``
+
+
 @cute.jit
 def store_tile(
     gemm: cutlass.Constexpr,
     acc: cute.Tensor,
-    out: cute.Tensor,
+    output: Output,
     args: EpilogueArgs,
     tile: Tile,
     problem: Problem,
@@ -35,34 +43,52 @@ def store_tile(
     Args:
         gemm: the ``GroupedGemm``.
         acc: float32 registers ``((2, 2), M, N)``.
-        out: the output in global memory, leading modes (rows, columns).
+        output: the output.
         args: the epilogue's operands.
         tile, problem: which, and sizes.
         product: whether the tile belongs to a group; the tail has no bias.
     """
     spec, (rows, columns) = gemm.spec, gemm.warp_tile
-    matrix, height = target(gemm, out, tile, problem)
-    index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    matrix, height = target(gemm, output.values, tile, problem)
+    row, column = corner(gemm, tile)
     lane = cute.arch.lane_idx()
-    row = tile.m * gemm.config.tile_m + index // gemm.warps[1] * rows + lane // 4
-    column = tile.n * gemm.config.tile_n + index % gemm.warps[1] * columns
     for chunk in cutlass.range_constexpr(columns // CHUNK):
         left = column + chunk * CHUNK
         bias: Any = None
         if cutlass.const_expr(spec.bias):
-            bias = load_bias(args, tile.group, left + lane % 4 * 2, product)
+            bias = load_bias(args, tile.group, left + lane % 4 * 2, args.bias.shape[1], product)
         for block in cutlass.range_constexpr(rows // 16):
             top = row + block * 16
-            values = cute.make_rmem_tensor((2, 2, PIECES), Float32)
-            for i in cutlass.range_constexpr(4 * PIECES):
-                values[i] = acc[(i % 2, i // 2 % 2), block, chunk * PIECES + i // 4]
+            values = chunk_of(acc, block, chunk)
             if cutlass.const_expr(spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
                     add_bias(values, bias, args, tile.start + top, tile.start + height)
             if cutlass.const_expr(spec.accumulate):
                 add_old(values, matrix, top, left + lane % 4 * 2)
-            for half in cutlass.range_constexpr(2):
-                store_row(values, half, matrix, top + 8 * half, height, left, lane % 4)
+            store_chunk(rounded(values, matrix.element_type), matrix, top, height, left, lane % 4)
+
+
+def corner(gemm: Any, tile: Tile) -> tuple[Int32, Int32]:
+    """A thread's first row, and the first column of its warp: of the results, or of each half of them."""
+    index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    down, across = index // gemm.warps[1], index % gemm.warps[1]
+    row = tile.m * gemm.config.tile_m + down * gemm.warp_tile[0] + cute.arch.lane_idx() // 4
+    return row, (tile.n * gemm.config.tile_n + across * gemm.warp_tile[1]) // gemm.halves
+
+
+def chunk_of(acc: cute.Tensor, block: int, chunk: int) -> cute.Tensor:
+    """A thread's float32 registers ``(2, 2, PIECES)`` of 16 rows and a chunk's columns."""
+    values = cute.make_rmem_tensor((2, 2, PIECES), Float32)
+    for i in range(4 * PIECES):
+        values[i] = acc[(i % 2, i // 2 % 2), block, chunk * PIECES + i // 4]
+    return values
+
+
+def rounded(values: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tensor:
+    """Registers in the dtype of an output."""
+    found = cute.make_rmem_tensor(values.shape, element)
+    found.store(values.load().to(element))
+    return found
 
 
 @cute.jit
@@ -80,13 +106,13 @@ def target(gemm: cutlass.Constexpr, out: cute.Tensor, tile: Tile, problem: Probl
 
 
 @cute.jit
-def load_bias(args: EpilogueArgs, group: Int32, column: Int32, product: cutlass.Boolean) -> cute.Tensor:
-    """The bias of a thread's columns of a chunk, ``(2, PIECES)`` from ``column`` on; zero behind the last."""
+def load_bias(args: EpilogueArgs, group: Int32, column: Int32, end: Int32, product: cutlass.Boolean) -> cute.Tensor:
+    """The bias of a thread's columns of a chunk, ``(2, PIECES)`` from ``column`` on; zero from column ``end`` on."""
     found = cute.make_rmem_tensor((2, PIECES), Float32)
     for i in cutlass.range_constexpr(2 * PIECES):
         at = column + i % 2 + 8 * (i // 2)
         value = Float32(0)
-        if product and at < args.bias.shape[1]:
+        if product and at < end:
             value = args.bias[group, at].to(Float32)
         found[i] = value
     return found
@@ -110,39 +136,33 @@ def add_bias(values: cute.Tensor, bias: cute.Tensor, args: EpilogueArgs, row: In
 
 
 @cute.jit
-def store_row(
-    values: cute.Tensor,
-    half: cutlass.Constexpr,
-    out: cute.Tensor,
-    row: Int32,
-    height: Int32,
-    column: Int32,
-    quarter: Int32,
-):
-    """Round and store a chunk's columns of one row, if it is one of ``height``; all lanes take part.
+def store_chunk(values: cute.Tensor, out: cute.Tensor, top: Int32, height: Int32, column: Int32, quarter: Int32):
+    """Store a chunk's columns of 16 rows, of which those from ``height`` on are left out; all lanes take part.
 
     Args:
-        values: float32 ``(2, 2, PIECES)``, of which ``half`` is the row's.
+        values: registers ``(2, 2, PIECES)`` of the output's dtype.
+        top: a thread's first row.
         column: where the chunk begins.
         quarter: the lane's of the row.
     """
-    element = out.element_type
-    base = out.iterator + Int64(row) * out.stride[0]
-    if cutlass.const_expr(element.width == 16):
-        packed = cute.make_rmem_tensor((2, PIECES), element)
-        for i in cutlass.range_constexpr(2 * PIECES):
-            packed[i] = values[i % 2, half, i // 2].to(element)
-        words = cute.recast_tensor(packed, Int32)
-        transpose(words, quarter)
-        if row < height:
-            store_columns(packed, base, column + 8 * quarter, out.shape[1])
-    else:
-        for piece in cutlass.range_constexpr(PIECES):
-            pair = cute.make_rmem_tensor(2, element)
-            for i in cutlass.range_constexpr(2):
-                pair[i] = values[i, half, piece].to(element)
+    words = cute.recast_tensor(values, Int32)
+    for half in cutlass.range_constexpr(2):
+        row = top + 8 * half
+        base = out.iterator + Int64(row) * out.stride[0]
+        if cutlass.const_expr(values.element_type.width == 16):
+            packed = cute.make_rmem_tensor(PIECES, Int32)
+            for i in cutlass.range_constexpr(PIECES):
+                packed[i] = words[0, half, i]
+            transpose(packed, quarter)
             if row < height:
-                store_columns(pair, base, column + 8 * piece + 2 * quarter, out.shape[1])
+                store_columns(cute.recast_tensor(packed, values.element_type), base, column + 8 * quarter, out.shape[1])
+        else:
+            for piece in cutlass.range_constexpr(PIECES):
+                pair = cute.make_rmem_tensor(2, values.element_type)
+                for i in cutlass.range_constexpr(2):
+                    pair[i] = values[i, half, piece]
+                if row < height:
+                    store_columns(pair, base, column + 8 * piece + 2 * quarter, out.shape[1])
 
 
 @cute.jit
