@@ -12,6 +12,7 @@ import tgl
 from tests.cutlass_kernels.test_quantize import BF16, F32, awkward, check, grouped
 from tests.kernel_cases import framed_like
 from tgl import recipes
+from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.meta.components import Components
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
@@ -33,7 +34,7 @@ MATRICES = {
     "expanded": (lambda w: w[:, :1].expand_as(w), COPIED),
 }
 OPTIONS = OnePerName(
-    FORMATS,
+    WRITTEN,
     "OPTIONS",
     {
         "mxfp8": ("sm_100a", {"scale_layout": "blocked"}),
@@ -51,7 +52,7 @@ def served_by(arch, x, offs, **options) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", WRITTEN)
 def test_rows(format, layout):
     arch, options = OPTIONS[format]
     x, offs = grouped(SIZES, 9, 72, BF16)
@@ -69,7 +70,7 @@ def test_compact_scales(format):
 
 @pytest.mark.parametrize("columns", [40, pytest.param(38, marks=slow)])
 @pytest.mark.parametrize(
-    "format", ["mxfp8", *(pytest.param(f, marks=slow) for f in (*FORMATS, "given") if f != "mxfp8")]
+    "format", ["mxfp8", *(pytest.param(f, marks=slow) for f in (*WRITTEN, "given") if f != "mxfp8")]
 )
 def test_factors_of_rows_reach_nothing_past_a_row(format, columns):
     """An infinite factor makes NaN of a zero: none may come from columns that do not exist."""
@@ -85,9 +86,9 @@ def test_factors_of_rows_reach_nothing_past_a_row(format, columns):
 @pytest.mark.parametrize(
     "format, block_2d",
     [
-        *((name, True) for name, form in FORMATS.items() if "block_2d" in form.options),
+        *((name, True) for name in WRITTEN if "block_2d" in FORMATS[name].options),
         ("mxfp8", False),
-        *(pytest.param(name, False, marks=slow) for name in FORMATS if name != "mxfp8"),
+        *(pytest.param(name, False, marks=slow) for name in WRITTEN if name != "mxfp8"),
     ],
 )
 def test_matrices(format, block_2d, case):

@@ -12,11 +12,10 @@ from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, F16, F32, awkward, check
 from tests.kernel_cases import ends
 from tests.memory import same_bytes
-from tgl.cutlass_kernels.archs import ARCHS, with_bulk_copies
-from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulator
 
@@ -29,7 +28,7 @@ ROUTED = sum(SIZES)
 ROWS = ROUTED + len(TAIL)
 DELAYED = torch.tensor([1.0, 0.5, 4.0, 2.0, 1.0])
 CASES = OnePerName(
-    FORMATS,
+    WRITTEN,
     "CASES",
     {
         "mxfp8": [{"scale_layout": "blocked"}, {}],
@@ -39,11 +38,11 @@ CASES = OnePerName(
     },
 )
 slow = pytest.mark.slow
-ALL = [{"format": name, **options} for name in FORMATS for options in CASES[name]]
+ALL = [{"format": name, **options} for name in WRITTEN for options in CASES[name]]
 every_case = pytest.mark.parametrize(
     "options", ALL, ids=lambda o: ", ".join([o["format"], *sorted(set(o) - {"format"})])
 )
-formats = pytest.mark.parametrize("format", FORMATS)
+formats = pytest.mark.parametrize("format", WRITTEN)
 
 
 def index(seed=0):
@@ -110,7 +109,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in FORMATS if f != "mxfp8")])
+@pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 def test_layouts(format, layout):
     """What is reached by elements is not copied either."""
     x, options = layout(tokens(75 if layout is LAYOUTS["odd pitch"] else 72)), {"format": format}
@@ -118,7 +117,7 @@ def test_layouts(format, layout):
     check(x, ends(SIZES), "sm_90a", rows=index(), **options)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", *(pytest.param(f, marks=slow) for f in FORMATS if f != "fp8_block")])
+@pytest.mark.parametrize("format", ["fp8_block", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "fp8_block")])
 def test_nothing_to_read(format):
     x, rows = tokens(72), index()
     check(x[:0], ends(SIZES), rows=rows, format=format)
@@ -130,7 +129,7 @@ def test_nothing_to_read(format):
     assert all(map(same_bytes, made, wanted))
 
 
-@pytest.mark.parametrize("format", ["fp8_tensor", *(pytest.param(f, marks=slow) for f in FORMATS if f != "fp8_tensor")])
+@pytest.mark.parametrize("format", ["fp8_tensor", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "fp8_tensor")])
 def test_bad_offsets_stay_inside(format):
     """Then too, no number past the last end is looked at."""
     x, rows, options = tokens(72), index(), {"format": format}
@@ -177,7 +176,7 @@ def spec_of(format, arch, source):
     """The one with most to hold that blocks share a multiprocessor with."""
     converts = ARCHS[arch].rounds_to_fp4
     return OnePerName(
-        FORMATS,
+        WRITTEN,
         "SPECS",
         {
             "mxfp8": MXFP8Spec(source, "float8_e4m3fn", True, True, "rceil", True, True, rows=True),
@@ -189,13 +188,14 @@ def spec_of(format, arch, source):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", chips.parameters(sorted(with_bulk_copies())))
-@pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in FORMATS if f != "mxfp8")])
+@pytest.mark.parametrize("arch", chips.parameters())
+@pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 @pytest.mark.parametrize("source", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_machine_code(arch, format, source):
-    """As many registers as in order: nothing in local memory."""
+    """As many registers as in order: nothing in local memory. Before 9.0 one block may have them all."""
     with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
-        kernel = QUANTIZERS[format].build(arch, spec_of(format, arch, source))
+        kernel = WRITTEN[format].build(arch, spec_of(format, arch, source))
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
-    assert report.registers <= (80 if source == "bfloat16" else 128)
+    if int(arch.removeprefix("sm_")) >= 90:
+        assert report.registers <= (80 if source == "bfloat16" else 128)

@@ -10,11 +10,10 @@ import tgl
 from tests import chips
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, F32, awkward, check
-from tgl.cutlass_kernels.archs import ARCHS, with_bulk_copies
-from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulator
 
@@ -24,7 +23,7 @@ BEYOND = None  # the first number outside the packed tensor
 G, K = 3, 136
 DELAYED = torch.tensor([1.0, 0.5, 4.0])
 CASES = OnePerName(
-    FORMATS,
+    WRITTEN,
     "CASES",
     {
         "mxfp8": [{"scale_layout": "blocked"}, {}],
@@ -34,7 +33,7 @@ CASES = OnePerName(
     },
 )
 slow = pytest.mark.slow
-ALL = [{"format": name, **options} for name in FORMATS for options in CASES[name]]
+ALL = [{"format": name, **options} for name in WRITTEN for options in CASES[name]]
 
 
 def cases(*quick):
@@ -68,7 +67,7 @@ def served_by(arch, x, slots, **options):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=slow)])
-@cases(*FORMATS)
+@cases(*WRITTEN)
 def test_bytes(arch, options):
     view, slots = packed(awkward(G, 160, K, dtype=BF16))
     slots[1] = HIGH
@@ -124,7 +123,7 @@ def test_another_order_of_the_same_slots_is_the_same_kernel():
 
 
 SPECS = OnePerName(
-    FORMATS,
+    WRITTEN,
     "SPECS",
     {
         "mxfp8": MXFP8Spec("bfloat16", "float8_e4m3fn", True, True, "rceil", True, False, slots=True),
@@ -136,14 +135,14 @@ SPECS = OnePerName(
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", chips.parameters(sorted(with_bulk_copies())))
-@pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in FORMATS if f != "mxfp8")])
+@pytest.mark.parametrize("arch", chips.parameters())
+@pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 def test_machine_code(arch, format):
     """As many registers as without a table: nothing in local memory."""
     spec = SPECS[format]
     if format == "nvfp4":
         spec = NVFP4Spec(**{**spec.__dict__, "converts": ARCHS[arch].rounds_to_fp4})
     with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
-        kernel = QUANTIZERS[format].build(arch, spec)
+        kernel = WRITTEN[format].build(arch, spec)
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)

@@ -30,7 +30,7 @@ def machine(request, monkeypatch):
 
 
 def cut_of(dy):
-    return calls.cut_of(dy, None)
+    return calls.cut_of("sm_90", dy, None)
 
 
 def dbias(dy, offs):
@@ -215,7 +215,7 @@ def test_warmup_launches_on_tensors_of_its_own(machine, columns):
 def test_only_whole_vectors_go_through_the_ring(dy, cut):
     assert cut_of(dy) == cut
     bias = torch.empty(1, dy.shape[1], dtype=torch.bfloat16)
-    assert not calls.cut_of(dy, bias).slots  # where scales have a gradient
+    assert not calls.cut_of("sm_90", dy, bias).slots  # where scales have a gradient
 
 
 @pytest.mark.parametrize("rows", [256, RING_ROWS - 1, RING_ROWS])

@@ -50,6 +50,18 @@ def test_shapes_of_rows_in_groups(rows, groups, k):
             (k, tp(rows, groups, 64) // 2),
             (math.ceil(k / 128) * math.ceil(tp(rows, groups, 64) / 64) * tile,),
         ],
+        ("mxfp4", "compact"): [
+            (rows, k // 2),
+            (rows, across32),
+            (k, tp(rows, groups, 128) // 2),
+            (k, tp(rows, groups, 128) // 32),
+        ],
+        ("mxfp4", "blocked"): [
+            (rows, k // 2),
+            (tp(rows, groups, 128) // 128 * math.ceil(across32 / 4) * tile,),
+            (k, tp(rows, groups, 128) // 2),
+            (math.ceil(k / 128) * math.ceil(tp(rows, groups, 128) / 128) * tile,),
+        ],
         ("fp8_tensor", "compact"): [(rows, k), (groups,), (k, tp(rows, groups, 32)), (groups,)],
         ("fp8_block", "compact"): [
             (rows, k),
@@ -76,6 +88,7 @@ def test_shapes_of_matrices():
         {
             "mxfp8": [(g, n, k), (g, n, 7), (g, n, k), (g, 2, k)],
             "nvfp4": [(g, n, k // 2), (g, n, 13), (g, k, n // 2), (g, k, 3)],
+            "mxfp4": [(g, n, k // 2), (g, n, 7), (g, k, n // 2), (g, k, 2)],
             "fp8_tensor": [(g, n, k), (g,), (g, k, n), (g,)],
             "fp8_block": [(g, n, k), (g, n, 2), (g, k, n), (g, 1, k)],
         },

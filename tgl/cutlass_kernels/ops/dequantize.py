@@ -11,7 +11,6 @@ from torch import Tensor
 from ... import backends
 from ...meta.memory import address
 from ...meta.quantized import DequantizeOptions
-from ..archs import with_bulk_copies
 from ..quantize.quantize_spec import DequantizeSpec
 from ..runtime import device
 from ..runtime.launcher import Launcher, warm
@@ -44,7 +43,6 @@ class GroupDequantize(Launcher[DequantizeCall]):
     """Writes the values of components to ``out``."""
 
     op = "group_dequantize"
-    archs = with_bulk_copies()
     call = DequantizeCall
     note = "one launch, groups read on the device; components that do not begin on 16 bytes are copied"
 

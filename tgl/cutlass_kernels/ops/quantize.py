@@ -16,7 +16,7 @@ from ...meta.memory import address
 from ...meta.quantized import Options
 from ...meta.table import OnePerName
 from ..activation.activation_spec import spec_of
-from ..archs import arch_of, with_bulk_copies
+from ..archs import arch_of
 from ..runtime import device
 from ..runtime.launcher import Launcher, Plan, warm
 from ..runtime.reach import Reach, put_in_order
@@ -30,16 +30,21 @@ from .reduce import GROUPED_DBIAS, DbiasCall
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
 
-QUANTIZERS: OnePerName[Quantizer] = OnePerName(
+QUANTIZERS: OnePerName[Quantizer | str] = OnePerName(
     FORMATS,
     "QUANTIZERS in tgl/cutlass_kernels/ops/quantize.py",
     {
         "mxfp8": MXFP8Quantizer(),
         "nvfp4": NVFP4Quantizer(),
+        "mxfp4": "has no kernel that writes mxfp4, the format of weights that are quantised once",
         "fp8_tensor": FP8Quantizer(whole=True),
         "fp8_block": FP8Quantizer(whole=False),
     },
 )
+"""By format: its kernels, or the sentence that says why there are none."""
+
+WRITTEN = {name: quantizer for name, quantizer in QUANTIZERS.items() if isinstance(quantizer, Quantizer)}
+NOT_WRITTEN = {name: reason for name, reason in QUANTIZERS.items() if isinstance(reason, str)}
 
 
 class QuantizeKey(NamedTuple):
@@ -76,7 +81,6 @@ class GroupQuantize(Launcher[QuantizeCall]):
     """
 
     op = "group_quantize"
-    archs = with_bulk_copies()
     call = QuantizeCall
     reach = Reach({}, indexed={"x": "rows"})
     note = "one look at x, two for scales per group; groups read on the device"
@@ -87,8 +91,8 @@ class GroupQuantize(Launcher[QuantizeCall]):
             self.note = "one look at x, two for scales per group, in single elements; groups read on the device"
 
     def refuses(self, c: QuantizeCall) -> backends.Reason:
-        """Sizes, and components that do not begin on 16 bytes."""
-        reason = device.packages_reason()
+        """Formats without a kernel, sizes, and components that do not begin on 16 bytes."""
+        reason = device.packages_reason() or NOT_WRITTEN.get(c.options.format)
         if reason is not None:
             return reason
         if c.num_rows > MAX_ROWS:
@@ -126,25 +130,25 @@ class GroupQuantize(Launcher[QuantizeCall]):
 
     def nothing(self, c: QuantizeCall) -> bool:
         """What the format says."""
-        return QUANTIZERS[c.options.format].nothing(c)
+        return WRITTEN[c.options.format].nothing(c)
 
     def without(self, c: QuantizeCall) -> None:
         """What the format says, and the sums of rows."""
         self._sum_rows(c)
-        QUANTIZERS[c.options.format].without(c)
+        WRITTEN[c.options.format].without(c)
 
     def key(self, c: QuantizeCall, arch: str) -> QuantizeKey:
         """What the format says."""
-        spec = QUANTIZERS[c.options.format].spec(c, arch_of(arch), None, self.elementwise)
+        spec = WRITTEN[c.options.format].spec(c, arch_of(arch), None, self.elementwise)
         return QuantizeKey(arch, not c.x.is_cuda, c.options.format, spec)
 
     def build(self, key: QuantizeKey) -> Callable:
         """Compile the kernel for ``key``."""
-        return QUANTIZERS[key.format].build(key.arch, key.spec)
+        return WRITTEN[key.format].build(key.arch, key.spec)
 
     def arguments(self, c: QuantizeCall) -> tuple:
         """What the kernel is called with."""
-        return QUANTIZERS[c.options.format].arguments(c)
+        return WRITTEN[c.options.format].arguments(c)
 
     def start(self, plan: Plan, c: QuantizeCall) -> None:
         """Launch."""
@@ -209,13 +213,12 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
     """Writes the components of the activation of ``x`` in one launch, of ``fp8_tensor`` after a clear."""
 
     op = "grouped_activation_quantize"
-    archs = with_bulk_copies()
     call = ActivationQuantizeCall
     note = "one pass over x, groups read on the device"
 
     def refuses(self, c: ActivationQuantizeCall) -> backends.Reason:
         """Formats whose scales no pass over part of a group knows, widths and layouts."""
-        reason = QUANTIZERS[c.options.format].activation_reason(c.quantizing)
+        reason = NOT_WRITTEN.get(c.options.format) or WRITTEN[c.options.format].activation_reason(c.quantizing)
         if reason is not None:
             return reason
         x, gated = c.x, spec_of(c.params).gated
@@ -244,16 +247,16 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
 
     def key(self, c: ActivationQuantizeCall, arch: str) -> QuantizeKey:
         """What the format says."""
-        spec = QUANTIZERS[c.options.format].spec(c.quantizing, arch_of(arch), spec_of(c.params), False)
+        spec = WRITTEN[c.options.format].spec(c.quantizing, arch_of(arch), spec_of(c.params), False)
         return QuantizeKey(arch, not c.x.is_cuda, c.options.format, spec)
 
     def build(self, key: QuantizeKey) -> Callable:
         """Compile the kernel for ``key``."""
-        return QUANTIZERS[key.format].build(key.arch, key.spec)
+        return WRITTEN[key.format].build(key.arch, key.spec)
 
     def arguments(self, c: ActivationQuantizeCall) -> tuple:
         """What the kernel is called with."""
-        return QUANTIZERS[c.options.format].arguments(c.quantizing)
+        return WRITTEN[c.options.format].arguments(c.quantizing)
 
 
 def _room_for_rows(c: QuantizeCall) -> Tensor:

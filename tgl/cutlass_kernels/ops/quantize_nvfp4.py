@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.quantized import Options
 from ..activation.activation_spec import ActivationSpec
-from ..archs import Arch
+from ..archs import Arch, arch_of
 from ..quantize.quantize_spec import NVFP4Spec
 from ..runtime.names import dtype, name
 from .quantize_fp8 import NO_ACTIVATION
@@ -75,7 +75,7 @@ class NVFP4Quantizer(Quantizer):
 
         return compiled(
             arch,
-            QuantizeNVFP4(spec),
+            QuantizeNVFP4(spec, arch_of(arch).spares_registers),
             source_of(spec),
             vector("int32") if spec.grouped else None,
             order_of(spec),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from ..archs import with_bulk_copies
+from ...meta.memory import address
+from ..archs import arch_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, Plan, warm
 from ..runtime.names import name
@@ -75,8 +76,6 @@ class OffsetsCall(NamedTuple):
 class RowSums(Launcher[Call]):
     """Sums over rows, with room for those of groups that lie in several tiles: two for each tile."""
 
-    archs = with_bulk_copies()
-
     def refuses(self, c: Any) -> backends.Reason:
         """Dtypes."""
         reason = device.packages_reason()
@@ -118,7 +117,7 @@ class GroupedDbias(RowSums[DbiasCall]):
 
     def key(self, c: DbiasCall, arch: str) -> ReduceKey:
         """How the rows are read follows from their width and number."""
-        return ReduceKey(arch, not c.dy.is_cuda, name(c.dy), cut_of(c.dy, None))
+        return ReduceKey(arch, not c.dy.is_cuda, name(c.dy), cut_of(arch, c.dy, None))
 
     def arguments(self, c: DbiasCall) -> tuple:
         """What the kernel is called with, but the room for partial sums."""
@@ -159,7 +158,9 @@ class GroupedDbiasDscales(RowSums[DbiasDscalesCall]):
 
     def key(self, c: DbiasDscalesCall, arch: str) -> ReduceKey:
         """How the rows are read follows from their width."""
-        return ReduceKey(arch, not c.dy.is_cuda, name(c.dy), cut_of(c.dy, c.bias), name(c.bias), name(c.bias_scale))
+        return ReduceKey(
+            arch, not c.dy.is_cuda, name(c.dy), cut_of(arch, c.dy, c.bias), name(c.bias), name(c.bias_scale)
+        )
 
     def arguments(self, c: DbiasDscalesCall) -> tuple:
         """What the kernel is called with, but the room for partial sums."""
@@ -226,21 +227,26 @@ def _vector(dy: Tensor) -> int:
     if dy.stride(1) != 1:
         return 1
     vector = LOAD_BYTES // dy.element_size()
-    while dy.shape[1] % vector or dy.stride(0) % vector or dy.data_ptr() % (vector * dy.element_size()):
+    while dy.shape[1] % vector or dy.stride(0) % vector or address(dy) % (vector * dy.element_size()):
         vector //= 2
     return vector
 
 
-def cut_of(dy: Tensor, bias: Tensor | None) -> Cut:
+def cut_of(arch: str, dy: Tensor, bias: Tensor | None) -> Cut:
     """How to read ``dy``, and ``bias`` if there is one, as measured on an H200.
 
-    The gradient of the scales takes more warps than a ring has room for.
+    A ring takes bulk copies, and the gradient of the scales more warps than one has room for.
     """
     rows, columns = dy.shape
     vector = _vector(dy)
     if bias is not None:
         vector = min(vector, _vector(bias))
-    elif rows >= RING_ROWS and vector * dy.element_size() == LOAD_BYTES and columns >= LANES * vector:
+    elif (
+        arch_of(arch).bulk_copies
+        and rows >= RING_ROWS
+        and vector * dy.element_size() == LOAD_BYTES
+        and columns >= LANES * vector
+    ):
         return Cut(vector, LANES, 6 if columns <= 8 * LANES * vector else 4)
     return Cut(vector, 16 if columns >= 128 * vector else 8)
 

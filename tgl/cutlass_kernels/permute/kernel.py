@@ -175,6 +175,14 @@ class Choices:
         return ceil_div(tokens * shares, THREADS // self.cut.across)
 
 
+class Routing(NamedTuple):
+    """Where tokens lie: the token of every row, the row of every choice, and the weights of choices or None."""
+
+    owners: cute.Tensor
+    position: cute.Tensor
+    weights: Any
+
+
 class Combine(Choices):
     """``out[s] = sum over j of weights[s, j] y[position[s, j]]``."""
 
@@ -265,19 +273,12 @@ class Dispatch(Choices):
             out: ``[T, H]`` like x.
             stream: CUDA stream.
         """
-        self.kernel(x, owners, position, weights, out).launch(
+        self.kernel(x, Routing(owners, position, weights), out).launch(
             grid=(self.blocks(Int32(x.shape[0]), Int32(x.shape[1])), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        owners: cute.Tensor,
-        position: cute.Tensor,
-        weights: cute.Tensor | None,
-        out: cute.Tensor,
-    ):
+    def kernel(self, x: cute.Tensor, routing: Routing, out: cute.Tensor):
         """Some strips of some tokens."""
         cut = self.cut
         tokens, rows = Int32(x.shape[0]), Int32(out.shape[0])
@@ -287,22 +288,20 @@ class Dispatch(Choices):
             for i in cutlass.range_constexpr(cut.strips):
                 load(x, token, self.column(first, i), held[None, i])
             if cutlass.const_expr(cut.batch == cut.top_k):
-                self.spread(held, owners, position, weights, out, token, tokens, 0, first)
+                self.spread(held, routing, out, token, tokens, 0, first)
             else:
                 for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
-                    self.spread(held, owners, position, weights, out, token, tokens, choice, first)
+                    self.spread(held, routing, out, token, tokens, choice, first)
             # more rows than choices
             for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
-                if place(owners, row, tokens) < 0:
+                if place(routing.owners, row, tokens) < 0:
                     self.clear(out, row, first)
 
     @cute.jit
     def spread(
         self,
         held: cute.Tensor,
-        owners: cute.Tensor,
-        position: cute.Tensor,
-        weights: Any,
+        routing: Routing,
         out: cute.Tensor,
         token: Int32,
         tokens: Int32,
@@ -310,9 +309,9 @@ class Dispatch(Choices):
         first: Int32,
     ):
         """The token's pieces to the rows of a batch of choices, and zeros to the rows that have their numbers."""
-        cut = self.cut
-        rows = self.batch(self.row_of, position, token, Int32(out.shape[0]), choice)
-        absent = self.batch(self.absent_row, owners, token, tokens, choice)
+        cut, weights = self.cut, routing.weights
+        rows = self.batch(self.row_of, routing.position, token, Int32(out.shape[0]), choice)
+        absent = self.batch(self.absent_row, routing.owners, token, tokens, choice)
         for j in cutlass.range_constexpr(cut.batch):
             factor = Float32(1.0)
             if cutlass.const_expr(weights is not None):
@@ -370,7 +369,7 @@ class CombineBackward(Choices):
             dweights: float32 ``[S, k]``.
             stream: CUDA stream.
         """
-        self.kernel(grad, y, owners, position, weights, dy, dweights).launch(
+        self.kernel(grad, y, Routing(owners, position, weights), dy, dweights).launch(
             grid=(ceil_div(Int32(grad.shape[0]), THREADS // LANES), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -383,9 +382,7 @@ class CombineBackward(Choices):
         self,
         grad: cute.Tensor,
         y: cute.Tensor,
-        owners: cute.Tensor,
-        position: cute.Tensor,
-        weights: cute.Tensor,
+        routing: Routing,
         dy: cute.Tensor,
         dweights: cute.Tensor,
     ):
@@ -396,13 +393,13 @@ class CombineBackward(Choices):
         token = block * (THREADS // LANES) + cute.arch.warp_idx()
         if token < tokens:
             if cutlass.const_expr(cut.batch == cut.top_k):
-                self.differentiate(grad, y, owners, position, weights, dy, dweights, token, 0)
+                self.differentiate(grad, y, routing, dy, dweights, token, 0)
             else:
                 for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
-                    self.differentiate(grad, y, owners, position, weights, dy, dweights, token, choice)
+                    self.differentiate(grad, y, routing, dy, dweights, token, choice)
             # more rows than choices
             for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
-                if place(owners, row, tokens) < 0:
+                if place(routing.owners, row, tokens) < 0:
                     clear_row(dy, row, cute.arch.lane_idx(), cut.vector)
 
     @cute.jit
@@ -410,9 +407,7 @@ class CombineBackward(Choices):
         self,
         grad: cute.Tensor,
         y: cute.Tensor,
-        owners: cute.Tensor,
-        position: cute.Tensor,
-        weights: cute.Tensor,
+        routing: Routing,
         dy: cute.Tensor,
         dweights: cute.Tensor,
         token: Int32,
@@ -421,9 +416,9 @@ class CombineBackward(Choices):
         """A batch of choices, by one warp."""
         cut, lane = self.cut, cute.arch.lane_idx()
         columns = Int32(grad.shape[1])
-        rows = self.batch(self.row_of, position, token, Int32(y.shape[0]), choice)
-        absent = self.batch(self.absent_row, owners, token, Int32(grad.shape[0]), choice)
-        factors = [weight(weights, token, choice + j, rows[j]) for j in range(cut.batch)]
+        rows = self.batch(self.row_of, routing.position, token, Int32(y.shape[0]), choice)
+        absent = self.batch(self.absent_row, routing.owners, token, Int32(grad.shape[0]), choice)
+        factors = [weight(routing.weights, token, choice + j, rows[j]) for j in range(cut.batch)]
         cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
         dots = cute.make_rmem_tensor(cut.batch, Float32)
         dots.fill(0.0)

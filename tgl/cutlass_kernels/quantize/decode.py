@@ -3,11 +3,10 @@
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, cute
 
+from ..bits import NAN, as_float
 from ..pointers import aligned
-from ..runtime.elements import TYPES
-from .lanes import NAN, as_float
 
 FP4 = "float4_e2m1"
 LARGEST = 3.4028234663852886e38
@@ -30,12 +29,6 @@ def load_bytes(pointer: Any, held: Any, width: int) -> None:
     """``width`` bytes from memory on as many bytes to registers."""
     memory = cute.make_tensor(aligned(pointer, width), cute.make_layout(width))
     cute.autovec_copy(memory, held)
-
-
-@cute.jit
-def fp8_values(held: cute.Tensor, element: cutlass.Constexpr):
-    """FP8 bytes in registers as float32."""
-    return cute.recast_tensor(held, TYPES[element]).load().to(Float32)
 
 
 @cute.jit
@@ -73,17 +66,6 @@ def e8m0_value(byte: Int32) -> Float32:
     if byte == 255:
         bits = Int32(NAN)
     return as_float(bits)
-
-
-@cute.jit
-def e4m3_value(byte: Uint8) -> Float32:
-    """The number of one E4M3 byte."""
-    held = cute.make_rmem_tensor(4, Uint8)
-    held.fill(0)
-    held[0] = byte
-    wide = cute.make_rmem_tensor(4, Float32)
-    wide.store(fp8_values(held, "float8_e4m3fn"))
-    return wide[0]
 
 
 @cute.jit

@@ -5,11 +5,12 @@ columns lie together in either layout and either direction. Neighbouring lanes h
 of which is one store of 16 bytes where K allows.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
+from ..instructions import e4m3_value, widened_fp8
 from ..pointers import aligned
 from ..runtime.elements import TYPES
 from ..tiles import ceil_div
@@ -17,20 +18,36 @@ from .decode import (
     FP4,
     atom_row,
     decoding_scale,
-    e4m3_value,
     e8m0_value,
     element_pointer,
     fp4_values,
-    fp8_values,
     load_bytes,
 )
 from .lanes import COLUMNS, LANES, WARPS
 from .quantize_spec import DequantizeSpec
-from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
+from .tiles import ROWS, Spot, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BAND = 32  # rows that share an MXFP8 scale
 ATOM, ATOM_COLUMNS = 512, 4
 BATCH = 32  # elements of a lane that are loaded before the first is stored
+
+
+class Quantized(NamedTuple):
+    """What a launch reads.
+
+    Attributes:
+        data: bytes, two elements of FP4 each.
+        scale: compact ``[rows, columns]``, blocked ``[bytes]``, of whole groups float32 ``[G]``.
+        offs: int32 ``[G]``, or None for matrices.
+        amax: float32 ``[G]`` of NVFP4, or None.
+        matrix_rows: N of matrices.
+    """
+
+    data: cute.Tensor
+    scale: cute.Tensor
+    offs: cute.Tensor | None
+    amax: Any
+    matrix_rows: Int32
 
 
 class DequantizeRows:
@@ -64,14 +81,12 @@ class DequantizeRows:
 
         Args:
             data: bytes ``[T, K]``, of FP4 ``[T, K / 2]``; of matrices ``[G N, ...]``, ``matrix_rows`` = N rows each.
-            scale: compact ``[rows, columns]``, blocked ``[bytes]``, of whole groups float32 ``[G]``.
-            offs: int32 ``[G]``, or None for matrices.
-            amax: float32 ``[G]`` of NVFP4, or None.
+            scale, offs, amax, matrix_rows: see ``Quantized``.
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
         grid = launch_grid(out, COLUMNS, offs, matrix_rows)
-        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across).launch(
+        self.kernel(Quantized(data, scale, offs, amax, matrix_rows), out, grid.across).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
@@ -80,38 +95,30 @@ class DequantizeRows:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        data: cute.Tensor,
-        scale: cute.Tensor,
-        offs: cute.Tensor | None,
-        amax: Any,
-        out: cute.Tensor,
-        matrix_rows: Int32,
-        across: Int32,
-    ):
+    def kernel(self, source: Quantized, out: cute.Tensor, across: Int32):
         """One tile."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         unit = block // across
         k = block - unit * across
         if cutlass.const_expr(self.spec.grouped):
-            group = group_of_unit(offs, Int32(out.shape[0]), unit)
-            tile = group_tile(offs, Int32(out.shape[0]), unit, group)
-            units = tiles_at_most(Int32(out.shape[0]), Int32(cute.size(offs))) - 1
+            group = group_of_unit(source.offs, Int32(out.shape[0]), unit)
+            tile = group_tile(source.offs, Int32(out.shape[0]), unit, group)
+            units = tiles_at_most(Int32(out.shape[0]), Int32(cute.size(source.offs))) - 1
         else:
-            tile, units = matrix_tile(matrix_rows, unit), ceil_div(matrix_rows, ROWS)
+            tile, units = matrix_tile(source.matrix_rows, unit), ceil_div(source.matrix_rows, ROWS)
             group = unit // units
         if tile.tail:
             self.clear(out, tile, k, thread)
         elif tile.count > 0:
             whole = Float32(1.0)
             if cutlass.const_expr(self.decoding.amax):
-                whole = decoding_scale(amax[group])
+                whole = decoding_scale(source.amax[group])
             elif cutlass.const_expr(not self.decoding.block):
-                whole = scale[group]
+                whole = source.scale[group]
+            spot = Spot(tile, tile, group, unit, units, k, across)
             for start in cutlass.range(0, ROWS, self.height * self.batch, unroll=1):
-                self.decode(data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread)
+                self.decode(source, whole, out, spot, start, thread)
 
     @cute.jit
     def corner(self, k, thread):
@@ -137,9 +144,10 @@ class DequantizeRows:
         cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(self.vector)))
 
     @cute.jit
-    def decode(self, data, scale, whole, out, matrix_rows, tile, unit, units, k, start, thread):
+    def decode(self, source, whole, out, spot, start, thread):
         """A batch of a lane's rows of a tile; rows and columns that do not exist read others again."""
-        row, column = self.corner(k, thread)
+        tile = spot.tile
+        row, column = self.corner(spot.k, thread)
         if cutlass.const_expr(self.spec.columnwise):
             row *= self.batch
         row += start
@@ -151,16 +159,16 @@ class DequantizeRows:
         for i in cutlass.range_constexpr(self.batch):
             at = tile.first + cutlass.min(row + self.step * i, tile.count - 1)
             part = cute.make_tensor(held[None, i].iterator, cute.make_layout(self.bytes))
-            load_bytes(element_pointer(data, at, column * self.bytes // self.vector), part, self.bytes)
+            load_bytes(element_pointer(source.data, at, column * self.bytes // self.vector), part, self.bytes)
         bands: Any = None
         if cutlass.const_expr(self.spec.columnwise):
-            bands = self.scales_of_columns(scale, out, matrix_rows, tile, unit, units, k, column, row // BAND)
+            bands = self.scales_of_columns(source, out, spot, column, row // BAND)
         factors = cute.make_rmem_tensor(self.batch, Float32)
         factors.fill(whole)
         if cutlass.const_expr(not self.spec.columnwise):
             for i in cutlass.range_constexpr(self.batch):
                 at = cutlass.min(row + self.step * i, tile.count - 1)
-                factors[i] = self.scale_of_row(scale, whole, out, tile, unit, k, at, column)
+                factors[i] = self.scale_of_row(source.scale, whole, out, spot, at, column)
         quantized = cute.make_rmem_tensor(self.vector, self.out)
         for i in cutlass.range_constexpr(self.batch):
             if cutlass.const_expr(self.fp4):
@@ -178,7 +186,7 @@ class DequantizeRows:
 
     def fp8(self, held):
         """The first elements of ``held`` as float32; conversions take four."""
-        wide = fp8_values(held, self.spec.element)
+        wide = widened_fp8(held, TYPES[self.spec.element])
         if self.vector >= 4:
             return wide
         values = cute.make_rmem_tensor(4, Float32)
@@ -188,27 +196,28 @@ class DequantizeRows:
     # --- scales ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def scale_of_row(self, scale, whole, out, tile, unit, k, row, column):
+    def scale_of_row(self, scale, whole, out, spot, row, column):
         """What a lane's elements of a row are multiplied by."""
-        spec, decoding = self.spec, self.decoding
+        spec, decoding, first = self.spec, self.decoding, spot.tile.first
         if cutlass.const_expr(not decoding.block):
             return whole
         if cutlass.const_expr(decoding.scale == "float32"):
-            return scale[unit, k] if cutlass.const_expr(spec.square) else scale[tile.first + row, k]
+            return scale[spot.unit, spot.k] if cutlass.const_expr(spec.square) else scale[first + row, spot.k]
         block = column >> decoding.block.bit_length() - 1
         if cutlass.const_expr(spec.blocked):
             atoms = ceil_div(ceil_div(Int32(out.shape[1]), decoding.block), ATOM_COLUMNS)
-            atom = Int64(unit) * atoms + (block >> 2)
+            atom = Int64(spot.unit) * atoms + (block >> 2)
             byte = scale[atom * ATOM + (atom_row(row) + (block & (ATOM_COLUMNS - 1)))]
         else:
-            byte = scale[tile.first + row, block]
+            byte = scale[first + row, block]
         if cutlass.const_expr(decoding.scale == "float8_e4m3fn"):
             return e4m3_value(byte) * whole
         return e8m0_value(Int32(byte))
 
     @cute.jit
-    def scales_of_columns(self, scale, out, matrix_rows, tile, unit, units, k, column, band):
+    def scales_of_columns(self, source, out, spot, column, band):
         """What a lane's columns are multiplied by in a band of 32 rows."""
+        scale, unit, units, k = source.scale, spot.unit, spot.units, spot.k
         found = cute.make_rmem_tensor(self.vector, Float32)
         if cutlass.const_expr(self.spec.blocked):
             atom = Int64(k) * units + unit
@@ -220,9 +229,9 @@ class DequantizeRows:
         else:
             row = unit * (ROWS // BAND)
             if cutlass.const_expr(not self.spec.grouped):
-                row = unit // units * ceil_div(matrix_rows, BAND) + unit % units * (ROWS // BAND)
+                row = unit // units * ceil_div(source.matrix_rows, BAND) + unit % units * (ROWS // BAND)
             held = cute.make_rmem_tensor(self.vector, Uint8)
-            at = row + cutlass.min(band, (tile.count - 1) // BAND)
+            at = row + cutlass.min(band, (spot.tile.count - 1) // BAND)
             load_bytes(element_pointer(scale, at, column), held, self.vector)
             for j in cutlass.range_constexpr(self.vector):
                 found[j] = e8m0_value(Int32(held[j]))

@@ -1,16 +1,17 @@
-"""Dequantisation of transposed data: the columnwise components of NVFP4 and of FP8 with float32 scales.
+"""Dequantisation of transposed data: the columnwise components of NVFP4, MXFP4 and of FP8 with float32 scales.
 
 A block of 8 warps takes 128 rows of one group and walks over tiles of 64 columns of the result. A lane holds runs of 16
-rows of two columns; a run is 16 bytes of FP8, or one block and one run of the Hadamard transform of NVFP4. They are
-turned in shared memory, two columns at a time, where the pieces of 16 bytes of a row change places by the run they are
-in, so that lanes meet in no bank. As soon as a lane has turned its runs it loads those of the next tile; tiles take
-turns in two buffers, so that a block meets once per tile.
+rows of two columns; a run is 16 bytes of FP8, half a block of MXFP4, or one block and one run of the Hadamard transform
+of NVFP4. They are turned in shared memory, two columns at a time, where the pieces of 16 bytes of a row change places
+by the run they are in, so that lanes meet in no bank. As soon as a lane has turned its runs it loads those of the next
+tile; tiles take turns in two buffers, so that a block meets once per tile.
 """
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from ..instructions import e4m3_value, widened_fp8
 from ..pointers import aligned
 from ..runtime.elements import TYPES
 from ..tiles import ceil_div
@@ -18,17 +19,26 @@ from .decode import (
     FP4,
     atom_row,
     decoding_scale,
-    e4m3_value,
+    e8m0_value,
     element_pointer,
     fp4_values,
-    fp8_values,
     load_bytes,
     product,
 )
-from .dequantize import ATOM, ATOM_COLUMNS
+from .dequantize import ATOM, ATOM_COLUMNS, Quantized
 from .lanes import LANES, WARPS
 from .quantize_spec import DequantizeSpec
-from .tiles import ROWS, group_of_unit, group_place, group_tile, launch_grid, matrix_place, matrix_tile, tiles_at_most
+from .tiles import (
+    ROWS,
+    Spot,
+    group_of_unit,
+    group_place,
+    group_tile,
+    launch_grid,
+    matrix_place,
+    matrix_tile,
+    tiles_at_most,
+)
 
 COLUMNS = 64
 RUN = 16
@@ -70,14 +80,12 @@ class DequantizeTransposed:
 
         Args:
             data: bytes ``[K, Tp]``, of FP4 ``[K, Tp / 2]``; of matrices ``[G K, ...]`` of ``matrix_rows`` = N columns.
-            scale: compact ``[rows, columns]``, blocked ``[bytes]``, of whole groups float32 ``[G]``.
-            offs: int32 ``[G]``, or None for matrices.
-            amax: float32 ``[G]`` of NVFP4, or None.
+            scale, offs, amax, matrix_rows: see ``Quantized``.
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
         grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK_FP4 if self.fp4 else CHUNK)
-        self.kernel(data, scale, offs, amax, out, matrix_rows, grid.across, grid.chunk).launch(
+        self.kernel(Quantized(data, scale, offs, amax, matrix_rows), out, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(THREADS, 1, 1),
             stream=stream,
@@ -86,17 +94,7 @@ class DequantizeTransposed:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        data: cute.Tensor,
-        scale: cute.Tensor,
-        offs: cute.Tensor | None,
-        amax: cute.Tensor | None,
-        out: cute.Tensor,
-        matrix_rows: Int32,
-        across: Int32,
-        chunk: Int32,
-    ):
+    def kernel(self, source: Quantized, out: cute.Tensor, across: Int32, chunk: Int32):
         """One tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -105,19 +103,19 @@ class DequantizeTransposed:
         turned = SmemAllocator().allocate_tensor(self.out, cute.make_layout(2 * ROWS * COLUMNS), byte_alignment=128)
         if cutlass.const_expr(self.spec.grouped):
             rows = Int32(out.shape[0])
-            group = group_of_unit(offs, rows, unit)
-            tile = group_tile(offs, rows, unit, group)
-            place = group_place(offs, rows, unit, group, self.decoding.unit)
-            units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
+            group = group_of_unit(source.offs, rows, unit)
+            tile = group_tile(source.offs, rows, unit, group)
+            place = group_place(source.offs, rows, unit, group, self.decoding.unit)
+            units = tiles_at_most(rows, Int32(cute.size(source.offs))) - 1
         else:
-            tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
-            units = ceil_div(matrix_rows, ROWS)
+            tile, place = matrix_tile(source.matrix_rows, unit), matrix_place(source.matrix_rows, unit)
+            units = ceil_div(source.matrix_rows, ROWS)
         first = (block - unit * chunks) * chunk
         if tile.count > 0:
             whole = Float32(1.0)
             if cutlass.const_expr(self.decoding.amax or not self.decoding.block):  # noqa: SIM102 (one is known while tracing)
                 if not tile.tail:
-                    whole = self.scale_of_group(scale, amax, place.group)
+                    whole = self.scale_of_group(source, place.group)
             last = cutlass.min(first + chunk, across)
             if tile.tail:
                 for k in cutlass.range(first, last, unroll=1):
@@ -127,21 +125,22 @@ class DequantizeTransposed:
                 factors = cute.make_rmem_tensor(2, Float32)
                 if cutlass.const_expr(not self.spec.grouped):
                     held.fill(0)
-                where = (data, scale, whole, out, offs, matrix_rows, tile, place, unit, units, thread)
-                self.load(held, factors, first, *where)
+                spot = Spot(tile, tile, place.group, unit, units, first, across, place)
+                self.load(held, factors, source, whole, out, spot, thread)
                 for k in cutlass.range(first, last, unroll=1):
                     buffer = turned.iterator + (k - first & 1) * ROWS * COLUMNS
                     self.decode(held, factors, buffer, thread)
                     if k + 1 < last:
-                        self.load(held, factors, k + 1, *where)
+                        self.load(held, factors, source, whole, out, spot._replace(k=k + 1), thread)
                     cute.arch.sync_threads()
                     self.store_tile(out, buffer, tile, k, thread)
 
     # --- from memory -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, held, factors, k, data, scale, whole, out, offs, matrix_rows, tile, place, unit, units, thread):
+    def load(self, held, factors, source, whole, out, spot, thread):
         """A lane's runs of a tile, of two columns, on their way; what does not exist is other runs again."""
+        tile, place, k = spot.tile, spot.place, spot.k
         number, left = thread & (RUNS - 1), (thread >> 3) * 2
         run = cutlass.min(number, (tile.count - 1) >> 4)
         for i in cutlass.range_constexpr(2):
@@ -153,8 +152,8 @@ class DequantizeTransposed:
             if cutlass.const_expr(not self.spec.grouped):
                 row = place.group * out.shape[1] + column
             start = (place.first + run * RUN) * self.bytes // RUN
-            self.load_run(element_pointer(data, row, start), held[None, i], tile.count - run * RUN)
-            factors[i] = self.scale_of_run(scale, whole, out, offs, matrix_rows, place, unit, units, row, column, run)
+            self.load_run(element_pointer(source.data, row, start), held[None, i], tile.count - run * RUN)
+            factors[i] = self.scale_of_run(source, whole, out, spot, row, column, run)
 
     @cute.jit
     def decode(self, held, factors, buffer, thread):
@@ -166,7 +165,7 @@ class DequantizeTransposed:
                 values = fp4_values(held[None, i])
             else:
                 values = cute.make_rmem_tensor(RUN, Float32)
-                values.store(fp8_values(held[None, i], self.spec.element))
+                values.store(widened_fp8(held[None, i], TYPES[self.spec.element]))
             if cutlass.const_expr(self.spec.rht):
                 for j in cutlass.range_constexpr(RUN):
                     values[j] = product(values[j], factors[i])
@@ -205,25 +204,26 @@ class DequantizeTransposed:
     # --- scales ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def scale_of_group(self, scale, amax, group):
+    def scale_of_group(self, source, group):
         """What belongs to all of a group."""
         if cutlass.const_expr(self.decoding.amax):
-            return decoding_scale(amax[group])
-        return scale[group]
+            return decoding_scale(source.amax[group])
+        return source.scale[group]
 
     @cute.jit
-    def scale_of_run(self, scale, whole, out, offs, matrix_rows, place, unit, units, row, column, number):
+    def scale_of_run(self, source, whole, out, spot, row, column, number):
         """What a run is multiplied by; ``row`` of the data, ``column`` of the result."""
         spec, decoding = self.spec, self.decoding
+        scale, place, unit, units = source.scale, spot.place, spot.unit, spot.units
         if cutlass.const_expr(not decoding.block):
             return whole
         if cutlass.const_expr(decoding.scale == "float32"):
             if cutlass.const_expr(spec.square):
                 return scale[unit // units * ceil_div(Int32(out.shape[1]), SQUARE) + (column >> 7), unit % units]
             return scale[unit, column]
-        block = place.first // RUN + number
+        block = (place.first // RUN + number) >> (decoding.block // RUN).bit_length() - 1
         if cutlass.const_expr(spec.blocked):
-            atoms = self.atoms_across(out, offs, matrix_rows)
+            atoms = self.atoms_across(out, source)
             down = column >> 7
             if cutlass.const_expr(not spec.grouped):
                 down = place.group * ceil_div(Int32(out.shape[1]), SQUARE) + down
@@ -231,13 +231,16 @@ class DequantizeTransposed:
             byte = scale[(Int64(down) * atoms + (block >> 2)) * ATOM + at]
         else:
             byte = scale[row, block]
+        if cutlass.const_expr(decoding.scale == "float8_e8m0fnu"):
+            return e8m0_value(Int32(byte))
         return e4m3_value(byte) * whole
 
-    def atoms_across(self, out, offs, matrix_rows):
+    def atoms_across(self, out, source):
         """Atoms of blocked scales side by side."""
+        block = self.decoding.block
         if self.spec.grouped:
-            return ceil_div(Int32(out.shape[0]), RUN * ATOM_COLUMNS) + Int32(cute.size(offs)) - 1
-        return ceil_div(ceil_div(matrix_rows, RUN), ATOM_COLUMNS)
+            return ceil_div(Int32(out.shape[0]), block * ATOM_COLUMNS) + Int32(cute.size(source.offs)) - 1
+        return ceil_div(ceil_div(source.matrix_rows, block), ATOM_COLUMNS)
 
     # --- to memory ---------------------------------------------------------------------------------------------------
 

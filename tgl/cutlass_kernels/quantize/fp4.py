@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 
-from .lanes import INFINITY, LANES, NAN, STEPS, VECTOR, as_bits, as_float, reinterpret
+from ..bits import INFINITY, NAN, as_bits, as_float
+from ..instructions import e4m3_byte, e4m3_value
+from .lanes import LANES, STEPS, VECTOR
 
 BLOCK = 16
 LARGEST = 0x7F7FFFFF
@@ -35,7 +37,7 @@ def group_scales(amax: Float32) -> tuple[Float32, Float32]:
 @cute.jit
 def multiplier(byte: Int32, decode: Float32) -> Float32:
     """What the elements of a block with this scale are multiplied by; NaN if the block holds Inf or NaN."""
-    scale = reinterpret(Uint8(byte), cutlass.Float8E4M3FN).to(Float32)
+    scale = e4m3_value(Uint8(byte))
     inverse = cutlass.min(as_bits(Float32(1.0) / (scale * decode)), Int32(LARGEST))
     if byte == SCALE_NAN:
         inverse = Int32(NAN)
@@ -50,20 +52,12 @@ def scale_bytes(maxima, factor: Float32) -> tuple[Int32, Any]:
     word, coarse = Int32(0), cutlass.Boolean(False)
     for i, bits in enumerate(maxima):
         product = as_float(bits) * factor
-        byte = _to_e4m3(product)
+        byte = e4m3_byte(product)
         broken = bits >= INFINITY
         byte = cutlass.select_(broken, Int32(SCALE_NAN), byte)
         coarse = coarse | broken | ((bits > 0) & (as_bits(product) < NORMAL))
         word = word | (byte << (8 * i))
     return word, coarse
-
-
-def _to_e4m3(value: Float32) -> Int32:
-    return cute.arch.inline_ptx(
-        "{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, {$r0};\ncvt.u32.u16 {$w0}, pair;\n}",
-        write_only_types=[Int32],
-        read_only_args=[value],
-    )
 
 
 # --- elements ---------------------------------------------------------------------------------------------------------

@@ -17,42 +17,29 @@ column they belong to, so that lanes meet few others in a bank.
 Scales per group are given here; where they follow from the group's largest magnitude, see ``fp8_groups``.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
+from ..bits import INFINITY, NAN, as_bits, as_float
+from ..instructions import round_to_fp8
 from ..runtime.elements import TYPES
 from ..tiles import ceil_div
-from .lanes import (
-    COLUMNS,
-    INFINITY,
-    LANES,
-    NAN,
-    STEPS,
-    VECTOR,
-    WARPS,
-    BandValues,
-    as_bits,
-    as_float,
-    copy_pieces,
-    store_bytes,
-)
+from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, copy_pieces, store_bytes
 from .maxima import raise_maximum
 from .quantize_spec import FP8Spec
+from .tensors import Components, Source, source_of
 from .tiles import (
     ROWS,
-    Place,
-    RowTile,
+    Spot,
     group_of_unit,
     group_place,
     group_tile,
-    launch_grid,
     matrix_place,
     matrix_tile,
-    source_of,
-    stack_of,
     tiles_at_most,
 )
 
@@ -96,32 +83,6 @@ def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]
     return as_float(scale), quotient
 
 
-class Components(NamedTuple):
-    """Both directions of what is written, None without the direction."""
-
-    data: cute.Tensor | None
-    scale: Any
-    amax: Any
-    columnwise_data: cute.Tensor | None
-    columnwise_scale: Any
-    columnwise_amax: Any
-
-
-class Spot(NamedTuple):
-    """A tile: its rows, those of them that are read, its place in transposed data.
-
-    Its number down and how many there are, its number across and how many there are.
-    """
-
-    tile: RowTile
-    read: RowTile
-    place: Place
-    unit: Int32
-    units: Int32
-    k: Int32
-    across: Int32
-
-
 class QuantizeFP8(BandValues):
     """The kernel for one ``FP8Spec`` with blocks or given scales."""
 
@@ -156,14 +117,8 @@ class QuantizeFP8(BandValues):
         """Launch.
 
         Args:
-            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
-                element, rows on 16 bytes, K a multiple of 8.
-            offs: int32 ``[G]``, or None for matrices.
-            order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in
-                row t. Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
+            x, offs, order, row_scale, noop, matrix_rows: see ``Source``.
             given: float32 ``[G]``, the scale of each group, or None.
-            row_scale: ``[T]`` or None.
-            noop: one element; if not zero, nothing is written.
             data: ``[rows, K]``; None without the direction, as all of its components.
             scale: float32 ``[rows, blocks]``, or ``[G]`` of whole groups.
             amax: int32 ``[G]``, bits of the largest magnitudes, of whole groups, which are raised.
@@ -172,36 +127,19 @@ class QuantizeFP8(BandValues):
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
             stream: CUDA stream.
         """
-        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows)
-        self.kernel(
-            x, offs, order, given, row_scale, noop, data, scale, amax,
-            columnwise_data, columnwise_scale, columnwise_amax, matrix_rows, grid.across,
-        ).launch(
+        source = Source(x, offs, order, row_scale, noop, matrix_rows)
+        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
+        grid = source.grid(COLUMNS)
+        self.kernel(source, given, out, grid.across).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.blocks_per_sm,
+            min_blocks_per_mp=instructions.sharing(self.blocks_per_sm),
             preferred_smem_carveout=40,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        order: cute.Tensor | None,
-        given: Any,
-        row_scale: cute.Tensor | None,
-        noop: Any,
-        data: cute.Tensor | None,
-        scale: Any,
-        amax: cute.Tensor | None,
-        columnwise_data: cute.Tensor | None,
-        columnwise_scale: Any,
-        columnwise_amax: cute.Tensor | None,
-        matrix_rows: Int32,
-        across: Int32,
-    ):
+    def kernel(self, source: Source, given: Any, out: Components, across: Int32):
         """One tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
@@ -212,20 +150,15 @@ class QuantizeFP8(BandValues):
         turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
         maxima = smem.allocate_tensor(Int32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=128)
         factors = smem.allocate_tensor(Float32, cute.make_layout(COLUMNS), byte_alignment=128)
-        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
-        stopped = Boolean(False)
-        if cutlass.const_expr(noop is not None):
-            stopped = noop[0] != noop.element_type(0)
-        if not stopped:
+        if not source.stopped():
             if cutlass.const_expr(spec.grouped):
-                rows = Int32(stack_of(x, order, matrix_rows).shape[0])
-                group = group_of_unit(offs, rows, unit)
-                tile = group_tile(offs, rows, unit, group)
-                place = group_place(offs, rows, unit, group, UNIT)
-                units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
+                group = group_of_unit(source.offs, source.rows, unit)
+                tile = group_tile(source.offs, source.rows, unit, group)
+                place = group_place(source.offs, source.rows, unit, group, UNIT)
+                units = tiles_at_most(source.rows, Int32(cute.size(source.offs))) - 1
             else:
-                tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
-                units = ceil_div(matrix_rows, ROWS)
+                tile, place = matrix_tile(source.matrix_rows, unit), matrix_place(source.matrix_rows, unit)
+                units = ceil_div(source.matrix_rows, ROWS)
             whole_scale = Float32(1.0)
             if cutlass.const_expr(spec.blocks is None):  # noqa: SIM102 (one is known while tracing, the other is not)
                 if not tile.tail:
@@ -233,24 +166,24 @@ class QuantizeFP8(BandValues):
                     whole_inverse = Float32(1.0) / whole_scale
                     if place.leads and k == 0 and thread == 0:
                         if cutlass.const_expr(spec.rowwise):
-                            scale[place.group] = whole_inverse
+                            out.scale[place.group] = whole_inverse
                         if cutlass.const_expr(spec.columnwise):
-                            columnwise_scale[place.group] = whole_inverse
-            source, read = source_of(x, order, matrix_rows, place.group, tile)
-            spot = Spot(tile, read, place, unit, units, k, across)
+                            out.columnwise_scale[place.group] = whole_inverse
+            x, read = source_of(source, place.group, tile)
+            spot = Spot(tile, read, place.group, unit, units, k, across, place)
             if tile.count > 0 and not tile.tail:
-                self.quantize_tile(whole_scale, (turned, maxima, factors), source, row_scale, out, spot, thread)
+                self.quantize_tile(whole_scale, (turned, maxima, factors), x, source.row_scale, out, spot, thread)
             else:
-                self.clear_tile(source, out, spot, thread)
+                self.clear_tile(x, out, spot, thread)
 
     @cute.jit
     def quantize_tile(self, whole_scale, held, x, row_scale, out, spot, thread):
         """A tile that has rows of a group; ``held`` is the shared memory."""
         spec = self.spec
         turned, maxima, factors = held
-        tile, read, place, unit, units, k, across = spot
+        tile, k = spot.tile, spot.k
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-        self.read_tile(x, row_scale, values, read, k, thread)
+        self.read_tile(x, row_scale, values, spot.read, k, thread)
         row_factors = cute.make_rmem_tensor(STEPS, Float32)
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(whole_scale)
@@ -268,24 +201,25 @@ class QuantizeFP8(BandValues):
             column_factors.fill(made)
             if thread == 0:
                 if cutlass.const_expr(spec.rowwise):
-                    out.scale[unit, k] = inverse
+                    out.scale[spot.unit, k] = inverse
                 if cutlass.const_expr(spec.columnwise):
-                    out.columnwise_scale[unit // units * across + k, unit % units] = inverse
+                    down = spot.unit // spot.units * spot.across + k
+                    out.columnwise_scale[down, spot.unit % spot.units] = inverse
         else:
-            raise_maximum(self.lane_maximum(values), out.amax, out.columnwise_amax, place.group)
+            raise_maximum(self.lane_maximum(values), out.amax, out.columnwise_amax, spot.group)
         if cutlass.const_expr(spec.rowwise):
             self.store_rows(values, row_factors, x, out.data, tile, k, thread)
         if cutlass.const_expr(spec.columnwise):
             if cutlass.const_expr(spec.blocks == "1d"):
-                self.scale_columns(column_factors, maxima, factors, out.columnwise_scale, x, unit, units, k, thread)
+                self.scale_columns(column_factors, maxima, factors, out.columnwise_scale, x, spot, thread)
             self.turn_columns(values, column_factors, turned, thread)
             cute.arch.sync_threads()
-            self.store_turned(turned, out.columnwise_data, x, place, k, thread)
+            self.store_turned(turned, out.columnwise_data, x, spot.place, k, thread)
 
     @cute.jit
     def clear_tile(self, x, out, spot, thread):
         """Zeros for a tile that has no row of a group; it may have rows past all groups."""
-        tile, _, place, unit, units, k, _ = spot
+        tile, k = spot.tile, spot.k
         if cutlass.const_expr(self.spec.rowwise):  # noqa: SIM102 (one is known while tracing, the other is not)
             if tile.count > 0:
                 top, column = self.corner(k, thread)
@@ -300,9 +234,9 @@ class QuantizeFP8(BandValues):
                         out.scale[tile.first + thread, k] = Float32(0.0)
         if cutlass.const_expr(self.spec.columnwise):
             if cutlass.const_expr(self.spec.blocks == "1d"):  # noqa: SIM102
-                if thread < COLUMNS and unit < units and k * COLUMNS + thread < x.shape[1]:
-                    out.columnwise_scale[unit, k * COLUMNS + thread] = Float32(0.0)
-            self.store_turned(None, out.columnwise_data, x, place, k, thread)
+                if thread < COLUMNS and spot.unit < spot.units and k * COLUMNS + thread < x.shape[1]:
+                    out.columnwise_scale[spot.unit, k * COLUMNS + thread] = Float32(0.0)
+            self.store_turned(None, out.columnwise_data, x, spot.place, k, thread)
 
     # --- scales ------------------------------------------------------------------------------------------------------
 
@@ -336,7 +270,7 @@ class QuantizeFP8(BandValues):
             maxima[lane % 16 * VECTOR + lane // 16 * 4 + j, warp] = four[j]
 
     @cute.jit
-    def scale_columns(self, column_factors, maxima, factors, columnwise_scale, x, unit, units, k, thread):
+    def scale_columns(self, column_factors, maxima, factors, columnwise_scale, x, spot, thread):
         """The scales of a lane's columns, from what all warps found."""
         cute.arch.sync_threads()
         if thread < COLUMNS:
@@ -345,11 +279,12 @@ class QuantizeFP8(BandValues):
                 top = cutlass.max(top, maxima[thread, w])
             made, inverse = block_scale(top, self.spec)
             factors[thread] = made
-            wanted = k * COLUMNS + thread < x.shape[1]
+            column = spot.k * COLUMNS + thread
+            wanted = column < x.shape[1]
             if cutlass.const_expr(self.spec.grouped):
-                wanted = wanted and unit < units
+                wanted = wanted and spot.unit < spot.units
             if wanted:
-                columnwise_scale[unit, k * COLUMNS + thread] = inverse
+                columnwise_scale[spot.unit, column] = inverse
         cute.arch.sync_threads()
         for j in cutlass.range_constexpr(VECTOR):
             column_factors[j] = factors[thread % 16 * VECTOR + j]
@@ -380,7 +315,7 @@ class QuantizeFP8(BandValues):
         start = self.address(data, tile.first + top, column)
         quantized = cute.make_rmem_tensor(VECTOR, self.element)
         for i in cutlass.range_constexpr(STEPS):
-            quantized.store((values[None, i].load().to(Float32) * factors[i]).to(self.element))
+            round_to_fp8(values[None, i].load().to(Float32) * factors[i], quantized)
             if i < rows:
                 self.store_row(start + pitch * i, quantized, x.shape[1] - column, self.policy)
 
@@ -390,7 +325,7 @@ class QuantizeFP8(BandValues):
         top, column = self.corner(Int32(0), thread)
         quantized = cute.make_rmem_tensor(STEPS, self.element)
         for j in cutlass.range_constexpr(VECTOR):
-            quantized.store((self.column_of(values, j) * factors[j]).to(self.element))
+            round_to_fp8(self.column_of(values, j) * factors[j], quantized)
             at = self.piece(column + j, top // PIECE) + top % PIECE
             pointer = (turned.iterator + at).align(STEPS)
             cute.autovec_copy(cute.recast_tensor(quantized, Uint8), cute.make_tensor(pointer, cute.make_layout(STEPS)))

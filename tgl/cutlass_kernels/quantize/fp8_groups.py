@@ -5,18 +5,20 @@ ticket while x is on its way.
 """
 
 import functools
-from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
+from ..bits import INFINITY, NAN
 from . import stages
-from .fp8 import UNIT, Components, QuantizeFP8, block_scale
-from .lanes import COLUMNS, INFINITY, LANES, NAN, STEPS, VECTOR, WARPS
+from .fp8 import UNIT, QuantizeFP8, block_scale
+from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS
 from .quantize_spec import FP8Spec
 from .stages import LOOK, NOTHING, TICKETS, Prepare, Tiles
-from .tiles import ROWS, RowTile, group_place, launch_grid, matrix_place, source_of, stack_of
+from .tensors import Components, Source, source_of
+from .tiles import ROWS, Spot, group_place, matrix_place
 
 # What L2 does with a line: keep it among the last, or let it go first.
 KEEP, LET_GO = 0x14F0000000000000, 0x12F0000000000000
@@ -57,63 +59,40 @@ class QuantizeFP8Groups(QuantizeFP8):
         """Two launches.
 
         Args:
-            x, offs, order, row_scale, noop, data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
+            x, offs, order, row_scale, noop, matrix_rows: see ``Source``.
+            data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
             amax, columnwise_amax: int32 ``[G]``, for the bits of the largest magnitudes.
             shared: int32, what blocks share; see ``stages`` and ``windows.words_shared``.
-            matrix_rows: N; see ``QuantizeFP8``.
             multiprocessors: of the device; how many blocks there are follows from it.
             stream: CUDA stream.
         """
-        stack = stack_of(x, order, matrix_rows)
-        grid = launch_grid(stack, COLUMNS, offs, matrix_rows)
-        tiles = Tiles(offs, Int32(stack.shape[0]), matrix_rows, grid.across, grid.shape[0])
+        source = Source(x, offs, order, row_scale, noop, matrix_rows)
+        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
+        grid = source.grid(COLUMNS)
+        tiles = Tiles(offs, source.rows, matrix_rows, grid.across, grid.shape[0])
         Prepare()(shared, tiles, stream)
-        self.kernel(
-            x, offs, order, row_scale, noop, data, scale, amax,
-            columnwise_data, columnwise_scale, columnwise_amax, shared, matrix_rows, tiles.across, tiles.number,
-        ).launch(
-            grid=(cutlass.min(multiprocessors * self.blocks_per_sm, 2 * tiles.number), 1, 1),
+        self.kernel(source, out, shared, tiles.across, tiles.number).launch(
+            grid=(cutlass.min(multiprocessors * instructions.sharing(self.blocks_per_sm), 2 * tiles.number), 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.blocks_per_sm,
-            use_pdl=True,
+            min_blocks_per_mp=instructions.sharing(self.blocks_per_sm),
+            use_pdl=instructions.overlaps(),
             preferred_smem_carveout=40,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        order: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        noop: Any,
-        data: cute.Tensor | None,
-        scale: Any,
-        amax: Any,
-        columnwise_data: cute.Tensor | None,
-        columnwise_scale: Any,
-        columnwise_amax: Any,
-        words: cute.Tensor,
-        matrix_rows: Int32,
-        across: Int32,
-        number: Int32,
-    ):
+    def kernel(self, source: Source, out: Components, words: cute.Tensor, across: Int32, number: Int32):
         """One ticket after another, until there are none."""
-        cute.arch.griddepcontrol_wait()  # for the beginnings
+        instructions.wait()  # for the beginnings
         thread, _, _ = cute.arch.thread_idx()
         smem = SmemAllocator()
         turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
         seen = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
         known = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
         notes = smem.allocate_tensor(Int32, cute.make_layout(stages.NOTES), byte_alignment=16)
-        tiles = Tiles(offs, Int32(stack_of(x, order, matrix_rows).shape[0]), matrix_rows, across, number)
+        tiles = Tiles(source.offs, source.rows, source.matrix_rows, across, number)
         shared = stages.shared_at(words.iterator, tiles)
-        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
-        stopped = Boolean(False)
-        if cutlass.const_expr(noop is not None):
-            stopped = noop[0] != noop.element_type(0)
-        if not stopped:
+        if not source.stopped():
             slot, group_known = Int32(0), Int32(-1)
             if thread < LANES:
                 notes[stages.STAGE] = Int32(0)
@@ -122,33 +101,33 @@ class QuantizeFP8Groups(QuantizeFP8):
             cute.arch.sync_threads()
             work = notes[TICKETS + stages.WORK]
             while work != NOTHING:
-                at = TICKETS + slot * stages.TICKET
-                index, group = notes[at + stages.TILE], notes[at + stages.GROUP]
-                low, high = notes[at + stages.LOW], notes[at + stages.HIGH]
-                tile = RowTile(notes[at + stages.FIRST], notes[at + stages.COUNT], notes[at + stages.TAIL] != 0)
-                unit = index // across
-                k = index - unit * across
-                source, read = source_of(x, order, matrix_rows, group, tile)
+                ticket = stages.ticket_at(notes, slot)
+                tile, group = ticket.tile, ticket.group
+                x, read = source_of(source, group, tile)
+                unit = ticket.index // across
+                k = ticket.index - unit * across
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(
-                    source, values, read, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO))
-                )
+                self.load_tile(x, values, read, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO)))
                 slot = 1 - slot
                 if thread >= (WARPS - 1) * LANES:
                     stages.draw_ticket(notes, slot, shared, tiles)
-                self.finish_tile(source, row_scale, values, read, k, thread)
+                self.finish_tile(x, source.row_scale, values, read, k, thread)
                 if work == LOOK:
-                    self.look(values, seen, shared, index, thread)
+                    self.look(values, seen, shared, ticket.index, thread)
                 else:
                     if group_known != group:
-                        top = stages.largest_of(shared, low, high, thread // LANES)
+                        top = stages.largest_of(shared, ticket.low, ticket.high, thread // LANES)
                         if thread % LANES == 0:
                             known[thread // LANES] = top
                         group_known = group
                     cute.arch.sync_threads()
-                    self.quantize(
-                        values, largest(known), source, tiles, tile, unit, k, group, index == low, thread, turned, out
-                    )
+                    if cutlass.const_expr(source.offs is not None):
+                        place = group_place(source.offs, tiles.rows, unit, group, UNIT)
+                    else:
+                        place = matrix_place(source.matrix_rows, unit)
+                    spot = Spot(tile, read, group, unit, tiles.units, k, across, place)
+                    made = self.write_scales(largest(known), ticket, out, thread)
+                    self.quantize(values, made, x, spot, turned, out, thread)
                 cute.arch.sync_threads()
                 work = notes[TICKETS + slot * stages.TICKET + stages.WORK]
 
@@ -173,28 +152,29 @@ class QuantizeFP8Groups(QuantizeFP8):
             stages.tell(shared, index, top)
 
     @cute.jit
-    def quantize(self, values, bits, x, tiles, tile, unit, k, group, leads, thread, turned, out):
-        """A tile of a group whose largest magnitude has these bits; what ``leads`` writes what the group has one of."""
-        if cutlass.const_expr(tiles.offs is not None):
-            place = group_place(tiles.offs, tiles.rows, unit, group, UNIT)
-        else:
-            place = matrix_place(tiles.matrix_rows, unit)
+    def write_scales(self, bits, ticket, out, thread):
+        """The scale of a group whose largest magnitude has these bits; its first tile writes what is the group's."""
         made, inverse = block_scale(bits, self.spec)
-        if leads and thread == 0 and not tile.tail:
+        if ticket.index == ticket.low and thread == 0 and not ticket.tile.tail:
             if cutlass.const_expr(self.spec.rowwise):
-                out.scale[group], out.amax[group] = inverse, bits
+                out.scale[ticket.group], out.amax[ticket.group] = inverse, bits
             if cutlass.const_expr(self.spec.columnwise):
-                out.columnwise_scale[group], out.columnwise_amax[group] = inverse, bits
+                out.columnwise_scale[ticket.group], out.columnwise_amax[ticket.group] = inverse, bits
+        return made
+
+    @cute.jit
+    def quantize(self, values, made, x, spot, turned, out, thread):
+        """A tile by the scale of its group."""
         row_factors = cute.make_rmem_tensor(STEPS, Float32)
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(made)
         column_factors.fill(made)
         if cutlass.const_expr(self.spec.rowwise):
-            self.store_rows(values, row_factors, x, out.data, tile, k, thread)
+            self.store_rows(values, row_factors, x, out.data, spot.tile, spot.k, thread)
         if cutlass.const_expr(self.spec.columnwise):
             self.turn_columns(values, column_factors, turned, thread)
             cute.arch.sync_threads()
-            self.store_turned(turned, out.columnwise_data, x, place, k, thread)
+            self.store_turned(turned, out.columnwise_data, x, spot.place, spot.k, thread)
 
 
 def largest(parts) -> Int32:

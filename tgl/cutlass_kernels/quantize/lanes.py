@@ -5,6 +5,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Uint8, Uint16, cute
 
+from ..bits import as_bits, reinterpret
+from ..instructions import larger_halves
 from ..runtime.elements import TYPES
 from .tiles import ROWS
 
@@ -16,36 +18,12 @@ STEPS = 8  # rows of a lane
 
 MAGNITUDE = 0x7FFFFFFF
 MAGNITUDES = 0x7FFF7FFF  # of two 16-bit values
-INFINITY = 0x7F800000
-NAN = 0x7FC00000
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632  # of two words, by prmt
-
-
-def reinterpret(value: Any, kind: Any) -> Any:
-    """The number of type ``kind`` with the bits of ``value``."""
-    held = cute.make_rmem_tensor(1, type(value))
-    held[0] = value
-    return cute.recast_tensor(held, kind)[0]
-
-
-def as_float(bits: Int32) -> Float32:
-    """The float32 of these bits."""
-    return reinterpret(bits, Float32)
-
-
-def as_bits(value: Float32) -> Int32:
-    """The bits of a float32."""
-    return reinterpret(value, Int32)
 
 
 def halves(a: Int32, b: Int32, which: int) -> Int32:
     """A half of ``a`` below a half of ``b``."""
     return Int32(cute.arch.prmt(a, b, which))
-
-
-def larger_halves(a: Int32, b: Int32) -> Int32:
-    """The larger lower halves and the larger upper halves, none negative."""
-    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 class LaneValues:

@@ -5,10 +5,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from .. import instructions
+from ..bits import INFINITY, NAN, as_bits
 from ..tiles import ceil_div
 from .fp4 import hadamard
-from .lanes import COLUMNS, INFINITY, LANES, MAGNITUDE, NAN, STEPS, VECTOR, WARPS, BandValues, as_bits
-from .tiles import ROWS, group_of_unit, group_tile, launch_grid, matrix_tile, source_of, stack_of
+from .lanes import COLUMNS, LANES, MAGNITUDE, STEPS, VECTOR, WARPS, BandValues
+from .tensors import Source, source_of
+from .tiles import ROWS, group_of_unit, group_tile, matrix_tile
 
 CHUNK = 8  # tiles of columns a block looks in, at most
 BLOCKS = 1024  # with fewer, it looks in fewer
@@ -38,51 +41,42 @@ class GroupMaxima(BandValues):
         grouped: whether x is rows in groups rather than matrices.
         rht: whether the columnwise maxima are those after the Hadamard transform.
         elementwise: see ``LaneValues``.
+        spares_registers: a fact of the architecture, see ``Arch``.
     """
 
-    def __init__(self, source: str, grouped: bool, rht: bool = False, elementwise: bool = False):
+    def __init__(
+        self, source: str, grouped: bool, rht: bool = False, elementwise: bool = False, spares_registers: bool = True
+    ):
         super().__init__(source, elementwise)
         self.grouped = grouped
         self.transformed = BandValues("bfloat16") if rht else None
-        self.blocks_per_sm = 3 - rht - (not self.packed)  # as registers suffice for
+        blocks = 3 - rht - (not self.packed)  # as registers suffice for
+        self.blocks_per_sm = max(blocks - (rht and not spares_registers), 1)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        order: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        noop: cute.Tensor | None,
-        amax: cute.Tensor | None,
-        columnwise_amax: cute.Tensor | None,
-        matrix_rows: Int32,
-        stream,
-    ):
-        """Two launches; ``amax`` and ``columnwise_amax`` are bits of float32, the others as in ``QuantizeNVFP4``."""
+    def __call__(self, source: Source, amax: cute.Tensor | None, columnwise_amax: cute.Tensor | None, stream):
+        """Two launches; ``amax`` and ``columnwise_amax`` are bits of float32."""
         raised = [t for t in (amax, columnwise_amax) if t is not None]
-        self.clear(noop, raised).launch(
+        self.clear(source.noop, raised).launch(
             grid=(cutlass.max(ceil_div(Int32(cute.size(raised[0])), CLEARED), 1), 1, 1),
             block=(CLEARED, 1, 1),
             stream=stream,
             preferred_smem_carveout=CARVEOUT,
         )
-        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows, CHUNK, BLOCKS)
-        self.kernel(
-            x, offs, order, row_scale, noop, amax, columnwise_amax, matrix_rows, grid.across, grid.chunk
-        ).launch(
+        grid = source.grid(COLUMNS, CHUNK, BLOCKS)
+        self.kernel(source, amax, columnwise_amax, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.blocks_per_sm,
-            use_pdl=True,
+            min_blocks_per_mp=instructions.sharing(self.blocks_per_sm),
+            use_pdl=instructions.overlaps(),
             preferred_smem_carveout=CARVEOUT,
         )
 
     @cute.kernel
     def clear(self, noop: Any, raised: list[cute.Tensor]):
         """Zeros, if anything is to be written."""
-        cute.arch.griddepcontrol_launch_dependents()
+        instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         at = block * CLEARED + thread
@@ -96,50 +90,44 @@ class GroupMaxima(BandValues):
     @cute.kernel
     def kernel(
         self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        order: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        noop: Any,
+        source: Source,
         amax: cute.Tensor | None,
         columnwise_amax: cute.Tensor | None,
-        matrix_rows: Int32,
         across: Int32,
         chunk: Int32,
     ):
         """One tile of rows, a chunk of its tiles of columns."""
-        cute.arch.griddepcontrol_launch_dependents()
+        instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunks = ceil_div(across, chunk)
         unit = block // chunks
         if cutlass.const_expr(self.grouped):
-            rows = Int32(stack_of(x, order, matrix_rows).shape[0])
-            group = group_of_unit(offs, rows, unit)
-            tile = group_tile(offs, rows, unit, group)
+            group = group_of_unit(source.offs, source.rows, unit)
+            tile = group_tile(source.offs, source.rows, unit, group)
         else:
-            group = unit // ceil_div(matrix_rows, ROWS)
-            tile = matrix_tile(matrix_rows, unit)
+            group = unit // ceil_div(source.matrix_rows, ROWS)
+            tile = matrix_tile(source.matrix_rows, unit)
         first = (block - unit * chunks) * chunk
-        source, read = source_of(x, order, matrix_rows, group, tile)
+        x, read = source_of(source, group, tile)
         wanted = read.count > 0 and not read.tail
-        if cutlass.const_expr(noop is not None):
-            wanted = wanted and noop[0] == noop.element_type(0)
+        if cutlass.const_expr(source.noop is not None):
+            wanted = wanted and source.noop[0] == source.noop.element_type(0)
         if wanted:
             seen, columnwise_seen = Int32(0), Int32(0)
             for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(source, values, read, k, thread)  # some again where the tile is not whole
-                if cutlass.const_expr(row_scale is not None):
-                    self.multiply_rows(row_scale, values, read, thread)
-                if cutlass.const_expr(row_scale is not None or self.transformed is not None):
-                    self.clear_outside(source, values, read, k, thread)
+                self.load_tile(x, values, read, k, thread)  # some again where the tile is not whole
+                if cutlass.const_expr(source.row_scale is not None):
+                    self.multiply_rows(source.row_scale, values, read, thread)
+                if cutlass.const_expr(source.row_scale is not None or self.transformed is not None):
+                    self.clear_outside(x, values, read, k, thread)
                 if cutlass.const_expr(self.transformed is None or amax is not None):
                     seen = cutlass.max(seen, self.maximum(values, False))
                 if cutlass.const_expr(self.transformed is not None):
                     turned = hadamard(values, thread % LANES)
                     columnwise_seen = cutlass.max(columnwise_seen, self.maximum(turned, True))
-            cute.arch.griddepcontrol_wait()
+            instructions.wait()
             if cutlass.const_expr(self.transformed is None):
                 raise_maximum(seen, amax, columnwise_amax, group)
             else:
@@ -147,7 +135,7 @@ class GroupMaxima(BandValues):
                 if cutlass.const_expr(amax is not None):
                     raise_maximum(seen, amax, None, group)
         else:
-            cute.arch.griddepcontrol_wait()  # here too: nothing may follow that finds the kernel before at work
+            instructions.wait()  # here too: nothing may follow that finds the kernel before at work
 
     @cute.jit
     def maximum(self, values, transformed: cutlass.Constexpr):

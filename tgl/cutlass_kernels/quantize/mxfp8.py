@@ -16,38 +16,26 @@ blocks, makes two scales and tells the others. Maxima are taken of magnitudes as
 of 16-bit sources two at a time.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, Uint16, cute
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
+from ..bits import INFINITY, NAN, as_bits, as_float
+from ..instructions import round_to_fp8
 from ..runtime.elements import TYPES
 from ..tiles import ceil_div
-from .lanes import (
-    COLUMNS,
-    INFINITY,
-    LANES,
-    NAN,
-    STEPS,
-    UPPER_HALVES,
-    VECTOR,
-    WARPS,
-    LaneValues,
-    as_bits,
-    as_float,
-    halves,
-)
+from .lanes import COLUMNS, LANES, STEPS, UPPER_HALVES, VECTOR, WARPS, LaneValues, halves
 from .quantize_spec import MXFP8Spec
+from .tensors import Components, Source, source_of
 from .tiles import (
     ROWS,
-    RowTile,
+    Spot,
     group_of_unit,
     group_tile,
-    launch_grid,
     matrix_tile,
-    source_of,
-    stack_of,
     tiles_at_most,
 )
 
@@ -91,26 +79,6 @@ def inverse_scale(byte: Int32) -> Int32:
     return bits
 
 
-class Components(NamedTuple):
-    """Both directions of what is written, None without the direction."""
-
-    data: cute.Tensor | None
-    scale: cute.Tensor | None
-    columnwise_data: cute.Tensor | None
-    columnwise_scale: cute.Tensor | None
-
-
-class Spot(NamedTuple):
-    """A row of tiles: its rows, those of them that are read, its number and how many there are, of a matrix maybe."""
-
-    tile: RowTile
-    read: RowTile
-    unit: Int32
-    units: Int32
-    matrix_rows: Int32
-    across: Int32
-
-
 class QuantizeMXFP8(LaneValues):
     """The kernel for one ``MXFP8Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
 
@@ -139,96 +107,64 @@ class QuantizeMXFP8(LaneValues):
         """Launch.
 
         Args:
-            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each; unless element by
-                element, rows on 16 bytes, K a multiple of 8.
-            offs: int32 ``[G]``, or None for matrices.
-            order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in
-                row t. Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
-            row_scale: ``[T]`` or None.
-            noop: one element; if not zero, nothing is written.
+            x, offs, order, row_scale, noop, matrix_rows: see ``Source``.
             data, columnwise_data: ``[rows, K]``, contiguous; None without the direction.
             scale, columnwise_scale: bytes, contiguous.
             stream: CUDA stream.
         """
-        chunk = 1 if self.spec.rows else CHUNK
-        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows, chunk)
-        self.kernel(
-            x, offs, order, row_scale, noop, data, scale, columnwise_data, columnwise_scale,
-            matrix_rows, grid.across, grid.chunk,
-        ).launch(
+        source = Source(x, offs, order, row_scale, noop, matrix_rows)
+        out = Components(data, scale, None, columnwise_data, columnwise_scale, None)
+        grid = source.grid(COLUMNS, 1 if self.spec.rows else CHUNK)
+        self.kernel(source, out, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.blocks_per_sm,
+            min_blocks_per_mp=instructions.sharing(self.blocks_per_sm),
             preferred_smem_carveout=8,  # in %; the rest is cache
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        order: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        noop: Any,
-        data: cute.Tensor | None,
-        scale: cute.Tensor | None,
-        columnwise_data: cute.Tensor | None,
-        columnwise_scale: cute.Tensor | None,
-        matrix_rows: Int32,
-        across: Int32,
-        chunk: Int32,
-    ):
+    def kernel(self, source: Source, out: Components, across: Int32, chunk: Int32):
         """One tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunks = ceil_div(across, chunk)
         unit = block // chunks
         atoms = SmemAllocator().allocate_tensor(Uint16, cute.make_layout((32, WARPS, 2, 2)), byte_alignment=16)
-        stopped = Boolean(False)
-        if cutlass.const_expr(noop is not None):
-            stopped = noop[0] != noop.element_type(0)
-        if not stopped:
+        if not source.stopped():
             if cutlass.const_expr(self.spec.grouped):
-                rows = Int32(stack_of(x, order, matrix_rows).shape[0])
-                group = group_of_unit(offs, rows, unit)
-                tile = group_tile(offs, rows, unit, group)
-                units = tiles_at_most(rows, Int32(cute.size(offs))) - 1
+                group = group_of_unit(source.offs, source.rows, unit)
+                tile = group_tile(source.offs, source.rows, unit, group)
+                units = tiles_at_most(source.rows, Int32(cute.size(source.offs))) - 1
             else:
-                tile = matrix_tile(matrix_rows, unit)
-                units = ceil_div(matrix_rows, ROWS)
+                tile = matrix_tile(source.matrix_rows, unit)
+                units = ceil_div(source.matrix_rows, ROWS)
                 group = unit // units
-            source, read = source_of(x, order, matrix_rows, group, tile)
+            x, read = source_of(source, group, tile)
             first = (block - unit * chunks) * chunk
             last = cutlass.min(first + chunk, across) - 1
+            spot = Spot(tile, read, group, unit, units, first, across)
             if tile.count > 0 and not tile.tail:
-                out = Components(data, scale, columnwise_data, columnwise_scale)
-                spot = Spot(tile, read, unit, units, matrix_rows, across)
                 if cutlass.const_expr(self.spec.rows):
-                    self.quantize_tile(atoms, source, row_scale, out, spot, first, thread)
+                    self.quantize_tile(atoms, source, x, out, spot, thread)
                 else:
                     for k in cutlass.range(first, last + 1, unroll=1):
-                        self.quantize_tile(atoms, source, row_scale, out, spot, k, thread)
+                        self.quantize_tile(atoms, source, x, out, spot._replace(k=k), thread)
             elif cutlass.const_expr(self.spec.grouped):
                 for k in cutlass.range(first, last + 1, unroll=1):
-                    self.clear_tile(
-                        source, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread
-                    )
+                    self.clear_tile(x, out, spot._replace(k=k), thread)
 
     @cute.jit
-    def quantize_tile(self, atoms, x, row_scale, out, spot, k, thread):
-        """A tile that has rows of a group."""
-        tile, read, unit, units, matrix_rows, across = spot
-        held = atoms[None, None, None, k % 2]
+    def quantize_tile(self, atoms, source, x, out, spot, thread):
+        """A tile that has rows of a group; ``x`` is where they are read."""
+        held = atoms[None, None, None, spot.k % 2]
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-        self.read_tile(x, row_scale, values, read, k, thread)
-        row_word, column_word = self.make_scales(
-            values, x, out.scale, out.columnwise_scale, held, tile, unit, units, matrix_rows, k, thread
-        )
-        self.store_elements(values, row_word, column_word, x, out.data, out.columnwise_data, tile, k, thread)
+        self.read_tile(x, source.row_scale, values, spot.read, spot.k, thread)
+        words = self.make_scales(values, x, out, held, source.matrix_rows, spot, thread)
+        self.store_elements(values, words, x, out, spot, thread)
         if cutlass.const_expr(self.spec.blocked):
             cute.arch.sync_threads()
-            self.store_atoms(held, out.scale, out.columnwise_scale, unit, units, k, across, thread)
+            self.store_atoms(held, out, spot, thread)
 
     @cute.jit
     def corner(self, k, thread):
@@ -239,11 +175,11 @@ class QuantizeMXFP8(LaneValues):
     # --- scales --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def make_scales(self, values, x, scale, columnwise_scale, held, tile, unit, units, matrix_rows, k, thread):
+    def make_scales(self, values, x, out, held, matrix_rows, spot, thread):
         """Scales to ``held``, compact ones to memory; a word of two inverses of this lane's blocks per direction."""
-        spec = self.spec
+        spec, tile, unit, units = self.spec, spot.tile, spot.unit, spot.units
         warp, lane = thread // LANES, thread % LANES
-        _, column = self.corner(k, thread)
+        _, column = self.corner(spot.k, thread)
         band, quarter = warp % 4, lane // 8
         row_word, column_word = Int32(0), Int32(0)
         bytes_ = cute.recast_tensor(held, Uint8)  # a warp's 64, by the row of the atom, then by its second coordinate
@@ -259,7 +195,7 @@ class QuantizeMXFP8(LaneValues):
                 else:
                     row = band * BLOCK + y
                     if row < tile.count and column // BLOCK * BLOCK < x.shape[1]:
-                        scale[tile.first + row, column // BLOCK] = Uint8(row_bytes[i])
+                        out.scale[tile.first + row, column // BLOCK] = Uint8(row_bytes[i])
         if cutlass.const_expr(spec.columnwise):
             low, high = self.shared_maximum(column_pairs, lane, 16, 8)
             column_bytes = (scale_byte(low, spec.element, spec.scaling), scale_byte(high, spec.element, spec.scaling))
@@ -277,19 +213,20 @@ class QuantizeMXFP8(LaneValues):
                 if cutlass.const_expr(self.elementwise):
                     for i in cutlass.range_constexpr(2):
                         if wanted and column + 2 * quarter + i < x.shape[1]:
-                            columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
+                            out.columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
                 elif wanted and column < x.shape[1]:
                     for i in cutlass.range_constexpr(2):
-                        columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
+                        out.columnwise_scale[row, column + 2 * quarter + i] = Uint8(column_bytes[i])
         return row_word, column_word
 
     # --- elements ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def store_elements(self, values, row_word, column_word, x, data, columnwise_data, tile, k, thread):
+    def store_elements(self, values, words, x, out, spot, thread):
         """Elements of a warp's 32 x 64 to memory; the inverses of all blocks come from the lanes that made them."""
-        spec, lane = self.spec, thread % LANES
-        top, column = self.corner(k, thread)
+        spec, tile, lane = self.spec, spot.tile, thread % LANES
+        row_word, column_word = words
+        top, column = self.corner(spot.k, thread)
         row_inverses: Any = None
         column_inverses: Any = None
         if cutlass.const_expr(spec.rowwise):
@@ -304,14 +241,14 @@ class QuantizeMXFP8(LaneValues):
         for i in cutlass.range_constexpr(STEPS):
             wide = values[None, i].load().to(Float32)
             if cutlass.const_expr(spec.rowwise):
-                quantized.store((wide * row_inverses[i]).to(self.element))
+                round_to_fp8(wide * row_inverses[i], quantized)
                 if 4 * i < rows:
-                    start = self.address(data, tile.first + top, column)
+                    start = self.address(out.data, tile.first + top, column)
                     self.store_row(start + step * i, quantized, x.shape[1] - column)
             if cutlass.const_expr(spec.columnwise):
-                quantized.store((wide * column_inverses.load()).to(self.element))
+                round_to_fp8(wide * column_inverses.load(), quantized)
                 if 4 * i < rows:
-                    start = self.address(columnwise_data, tile.first + top, column)
+                    start = self.address(out.columnwise_data, tile.first + top, column)
                     self.store_row(start + step * i, quantized, x.shape[1] - column)
 
     def inverses(self, word, lanes):
@@ -323,8 +260,9 @@ class QuantizeMXFP8(LaneValues):
         return found
 
     @cute.jit
-    def store_atoms(self, held, scale, columnwise_scale, unit, units, k, across, thread):
+    def store_atoms(self, held, out, spot, thread):
         """One atom of scales in each direction to memory, 16 bytes a thread."""
+        unit, units, k, across = spot.unit, spot.units, spot.k, spot.across
         side, y = thread // 32, thread % 32
         wanted = Boolean(True)
         if cutlass.const_expr(self.spec.grouped):
@@ -341,7 +279,7 @@ class QuantizeMXFP8(LaneValues):
                         for half in cutlass.range_constexpr(2):
                             for i in cutlass.range_constexpr(2):
                                 part[i, half, band] = taken[2 * (band + 4 * half) + i]
-                    self.store_atom(scale, cutlass.Int64(unit) * across + k, y, part)
+                    self.store_atom(out.scale, cutlass.Int64(unit) * across + k, y, part)
             if side == 1:  # noqa: SIM102
                 if cutlass.const_expr(self.spec.columnwise):
                     for quarter in cutlass.range_constexpr(4):
@@ -352,7 +290,7 @@ class QuantizeMXFP8(LaneValues):
                         at = cutlass.Int64(k) * units + unit
                     else:
                         at = (cutlass.Int64(unit // units) * across + k) * units + unit % units
-                    self.store_atom(columnwise_scale, at, y, part)
+                    self.store_atom(out.columnwise_scale, at, y, part)
 
     @cute.jit
     def store_atom(self, scales, atom, y, part):
@@ -363,36 +301,38 @@ class QuantizeMXFP8(LaneValues):
     # --- where there is no row of a group ------------------------------------------------------------------------
 
     @cute.jit
-    def clear_tile(self, x, data, scale, columnwise_data, columnwise_scale, tile, unit, units, k, across, thread):
+    def clear_tile(self, x, out, spot, thread):
         """Zeros for a tile that has no row of a group; it may have rows past all groups."""
+        tile, unit, units, k = spot.tile, spot.unit, spot.units, spot.k
         if tile.count > 0:
             top, column = self.corner(k, thread)
             nothing = cute.make_rmem_tensor(VECTOR, self.element)
             cute.recast_tensor(nothing, Int32).fill(0)
-            for to in (data, columnwise_data):
+            for to in (out.data, out.columnwise_data):
                 if cutlass.const_expr(to is not None):
                     for i in cutlass.range_constexpr(STEPS):
                         if top + 4 * i < tile.count and column < x.shape[1]:
                             start = self.address(to, tile.first + top + 4 * i, column)
                             self.store_row(start, nothing, x.shape[1] - column)
-        for side, scales in enumerate((scale, columnwise_scale)):
+        for side, scales in enumerate((out.scale, out.columnwise_scale)):
             if cutlass.const_expr(scales is not None):
                 if cutlass.const_expr(self.spec.blocked):
                     if unit < units and thread // 32 == side:
                         part = cute.make_rmem_tensor((2, 2, 4), Uint8)
                         part.fill(0)
-                        at = cutlass.Int64(k) * units + unit if side else cutlass.Int64(unit) * across + k
+                        at = cutlass.Int64(k) * units + unit if side else cutlass.Int64(unit) * spot.across + k
                         self.store_atom(scales, at, thread % 32, part)
                 else:
-                    self.clear_scales(scales, x, tile, unit, units, k, thread, side)
+                    self.clear_scales(scales, x, spot, thread, side)
 
     @cute.jit
-    def clear_scales(self, scales, x, tile, unit, units, k, thread, side: cutlass.Constexpr):
+    def clear_scales(self, scales, x, spot, thread, side: cutlass.Constexpr):
         """Zeros for compact scales of such a tile, by rows (``side`` 0) or by columns: two of 512 for a thread."""
+        tile, unit, k = spot.tile, spot.unit, spot.k
         for i in cutlass.range_constexpr(2):
             at, block = thread % ROWS, thread // ROWS * 2 + i
             if cutlass.const_expr(side == 0):
                 if at < tile.count and k * COLUMNS + block * BLOCK < x.shape[1]:
                     scales[tile.first + at, k * (COLUMNS // BLOCK) + block] = Uint8(0)
-            elif unit < units and k * COLUMNS + at < x.shape[1]:
+            elif unit < spot.units and k * COLUMNS + at < x.shape[1]:
                 scales[unit * (ROWS // BLOCK) + block, k * COLUMNS + at] = Uint8(0)

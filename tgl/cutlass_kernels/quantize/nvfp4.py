@@ -22,28 +22,28 @@ way, takes the place of a division per block of 16. Where no instruction rounds 
 has one clamps.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
 from ..tiles import ceil_div
 from . import fp4
 from .fp4 import BLOCK, SCALES
 from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, store_bytes
 from .maxima import CARVEOUT, GroupMaxima
 from .quantize_spec import NVFP4Spec
+from .tensors import Components, Source, source_of
 from .tiles import (
     ROWS,
+    Spot,
     group_of_unit,
     group_place,
     group_tile,
-    launch_grid,
     matrix_place,
     matrix_tile,
-    source_of,
-    stack_of,
     tiles_at_most,
 )
 
@@ -57,17 +57,43 @@ GROUP_BYTES = VECTOR * COLUMN_BYTES + PIECE  # of eight columns, padded against 
 TURNED = COLUMNS // VECTOR * GROUP_BYTES
 
 
-class QuantizeNVFP4(BandValues):
-    """The kernel for one ``NVFP4Spec``."""
+class Table(NamedTuple):
+    """Of a group and a direction: the multiplier of every scale, and what a maximum is multiplied by for its scale."""
 
-    def __init__(self, spec: NVFP4Spec):
+    multipliers: cute.Tensor
+    factor: Float32
+
+
+class Held(NamedTuple):
+    """What a block has in shared memory: a table per direction, scales of both, transposed elements."""
+
+    row_table: Table
+    column_table: Table
+    scales: cute.Tensor
+    turned: cute.Tensor
+
+
+class Blocks(NamedTuple):
+    """A lane's values in one direction: with the bytes of their eight scales, and whether a product needs a clamp."""
+
+    values: Any
+    words: Any
+    clamped: Any
+
+
+class QuantizeNVFP4(BandValues):
+    """The kernel for one ``NVFP4Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
+
+    def __init__(self, spec: NVFP4Spec, spares_registers: bool = True):
         super().__init__(spec.source, spec.elementwise)
         self.spec = spec
         self.transformed = BandValues("bfloat16")
-        self.find_maxima = GroupMaxima(spec.source, spec.grouped, spec.rht, spec.elementwise)
+        self.find_maxima = GroupMaxima(spec.source, spec.grouped, spec.rht, spec.elementwise, spares_registers)
         self.tables = 2 if spec.rht and spec.rowwise else 1
         # As registers suffice for.
-        self.blocks_per_sm = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
+        blocks = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
+        full = spec.rht or (spec.rows and blocks == 4)  # transforms, and what finds a row, take the last registers
+        self.blocks_per_sm = blocks - (full and not spares_registers)
 
     @cute.jit
     def __call__(
@@ -90,14 +116,8 @@ class QuantizeNVFP4(BandValues):
         """Launch: a clear of the maxima, their search, the elements.
 
         Args:
-            x: ``[T, K]``, or ``[G N, K]`` of stacked matrices of ``matrix_rows`` = N rows each, K even; unless element
-                by element, rows on 16 bytes, K a multiple of 8.
-            offs: int32 ``[G]``, or None for matrices.
-            order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in
-                row t. Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
-            row_scale: ``[T]`` or None.
+            x, offs, order, row_scale, noop, matrix_rows: see ``Source``; K is even.
             rng: four words, those of the seed and of the offset, the lower ones first; or None.
-            noop: one element; if not zero, nothing is written.
             data: bytes ``[rows, K / 2]``; None without the direction, as all of its components.
             scale: bytes, ``[rows, ceil(K / 16)]`` or blocked.
             amax: float32 ``[G]``, for the largest finite magnitudes.
@@ -107,39 +127,22 @@ class QuantizeNVFP4(BandValues):
             columnwise_amax: float32 ``[G]``, for those of what columnwise data is made from.
             stream: CUDA stream.
         """
+        source = Source(x, offs, order, row_scale, noop, matrix_rows)
+        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
         bits = [None if t is None else cute.recast_tensor(t, Int32) for t in (amax, columnwise_amax)]
-        self.find_maxima(x, offs, order, row_scale, noop, *bits, matrix_rows, stream)
-        grid = launch_grid(stack_of(x, order, matrix_rows), COLUMNS, offs, matrix_rows)
-        self.kernel(
-            x, offs, order, row_scale, rng, noop, data, scale, amax,
-            columnwise_data, columnwise_scale, columnwise_amax, matrix_rows, grid.across,
-        ).launch(
+        self.find_maxima(source, *bits, stream)
+        grid = source.grid(COLUMNS)
+        self.kernel(source, rng, out, grid.across).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.blocks_per_sm,
-            use_pdl=True,
+            min_blocks_per_mp=instructions.sharing(self.blocks_per_sm),
+            use_pdl=instructions.overlaps(),
             preferred_smem_carveout=CARVEOUT,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        order: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        rng: cute.Tensor | None,
-        noop: Any,
-        data: cute.Tensor | None,
-        scale: cute.Tensor | None,
-        amax: cute.Tensor | None,
-        columnwise_data: cute.Tensor | None,
-        columnwise_scale: cute.Tensor | None,
-        columnwise_amax: cute.Tensor | None,
-        matrix_rows: Int32,
-        across: Int32,
-    ):
+    def kernel(self, source: Source, rng: cute.Tensor | None, out: Components, across: Int32):
         """One tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
@@ -150,102 +153,82 @@ class QuantizeNVFP4(BandValues):
         turned = smem.allocate_tensor(Uint8, cute.make_layout(TURNED), byte_alignment=128)
         scales = smem.allocate_tensor(Uint8, cute.make_layout((ROWS, DEPTH, 2)), byte_alignment=128)
         tables = smem.allocate_tensor(Float32, cute.make_layout((SCALES, self.tables)), byte_alignment=128)
-        stopped = Boolean(False)
-        if cutlass.const_expr(noop is not None):
-            stopped = noop[0] != noop.element_type(0)
-        if not stopped:
-            rows = Int32(stack_of(x, order, matrix_rows).shape[0])
+        if not source.stopped():
             if cutlass.const_expr(spec.grouped):
-                group = group_of_unit(offs, rows, unit)
-                tile = group_tile(offs, rows, unit, group)
-                place = group_place(offs, rows, unit, group, UNIT)
+                group = group_of_unit(source.offs, source.rows, unit)
+                tile = group_tile(source.offs, source.rows, unit, group)
+                place = group_place(source.offs, source.rows, unit, group, UNIT)
+                units = tiles_at_most(source.rows, Int32(cute.size(source.offs))) - 1
             else:
-                tile, place = matrix_tile(matrix_rows, unit), matrix_place(matrix_rows, unit)
-            source, read = source_of(x, order, matrix_rows, place.group, tile)
+                tile, place = matrix_tile(source.matrix_rows, unit), matrix_place(source.matrix_rows, unit)
+                units = ceil_div(source.matrix_rows, ROWS)
+            x, read = source_of(source, place.group, tile)
+            spot = Spot(tile, read, place.group, unit, units, k, across, place)
             values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-            self.load_tile(source, values, read, k, thread)
-            cute.arch.griddepcontrol_wait()
+            self.load_tile(x, values, read, k, thread)
+            instructions.wait()
             row_table, column_table = tables[None, 0], tables[None, self.tables - 1]
             row_factor, column_factor = Float32(1.0), Float32(1.0)
             if cutlass.const_expr(spec.rowwise):
-                row_factor = self.make_table(row_table, amax, place.group, tile.tail, thread)
+                row_factor = self.make_table(row_table, out.amax, place.group, tile.tail, thread)
             if cutlass.const_expr(spec.columnwise and (self.tables == 2 or not spec.rowwise)):
-                column_factor = self.make_table(column_table, columnwise_amax, place.group, tile.tail, thread)
+                column_factor = self.make_table(column_table, out.columnwise_amax, place.group, tile.tail, thread)
             else:
                 column_factor = row_factor
             cute.arch.sync_threads()
+            held = Held(Table(row_table, row_factor), Table(column_table, column_factor), scales, turned)
             if self.has_rows(tile, thread):
-                self.quantize_warp(
-                    values, (row_factor, column_factor), (row_table, column_table), scales, turned,
-                    source, row_scale, rng, data, tile, read, place, matrix_rows, k, thread,
-                )  # fmt: skip
+                self.finish_tile(x, source.row_scale, values, read, k, thread)
+                left = self.quantize_rows(values, held, x, rng, out.data, spot, thread)
+                if cutlass.const_expr(spec.columnwise):
+                    self.quantize_columns(left, held, x, rng, source.matrix_rows, spot, thread)
             else:
-                self.clear_warp(scales, turned, source, data, tile, k, thread)
+                self.clear_warp(held, x, out.data, tile, k, thread)
             cute.arch.sync_threads()
             if cutlass.const_expr(spec.rowwise):
-                self.store_row_scales(scales[None, None, 0], scale, offs, source, tile, unit, k, thread)
+                self.store_row_scales(scales[None, None, 0], out.scale, x, spot, thread)
             if cutlass.const_expr(spec.columnwise):
-                self.store_column_scales(
-                    scales[None, None, 1], columnwise_scale, offs, source, place, matrix_rows, k, across, thread
-                )
-                self.store_turned(turned, columnwise_data, source, place, k, thread)
+                self.store_column_scales(scales[None, None, 1], out.columnwise_scale, x, source, spot, thread)
+                self.store_turned(turned, out.columnwise_data, x, place, k, thread)
         else:
-            cute.arch.griddepcontrol_wait()  # here too: nothing may follow that finds the kernel before at work
+            instructions.wait()  # here too: nothing may follow that finds the kernel before at work
 
     @cute.jit
-    def quantize_warp(
-        self,
-        values,
-        factors,
-        tables,
-        scales,
-        turned,
-        x,
-        row_scale,
-        rng,
-        data,
-        tile,
-        read,
-        place,
-        matrix_rows,
-        k,
-        thread,
-    ):
-        """A warp's part: elements of rows to memory, the others and scales to shared memory."""
-        spec, lane = self.spec, thread % LANES
-        self.finish_tile(x, row_scale, values, read, k, thread)
+    def quantize_rows(self, values, held, x, rng, data, spot, thread):
+        """Elements of a warp's rows to memory, scales to shared memory; what is left to be done for its columns."""
+        spec, k, lane = self.spec, spot.k, thread % LANES
         rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
-        row_scales: Any = None
-        column_scales: Any = None  # made before elements, if they can: maxima take more registers
+        rows: Any = None
+        columns: Any = None  # made before elements, if they can: maxima take more registers
         if cutlass.const_expr(spec.rowwise):
-            row_scales = self.scale_rows(rows_of, factors[0], scales[None, None, 0], tile, k, thread)
+            factor, scales = held.row_table.factor, held.scales[None, None, 0]
+            rows = Blocks(values, *self.scale_rows(rows_of, factor, scales, spot.tile, k, thread))
+        factor, scales = held.column_table.factor, held.scales[None, None, 1]
         if cutlass.const_expr(columns_of is not None):
-            column_scales = self.scale_columns(columns_of, factors[1], scales[None, None, 1], x, k, thread)
+            columns = Blocks(values, *self.scale_columns(columns_of, factor, scales, x, k, thread))
         if cutlass.const_expr(spec.rowwise):
-            self.quantize_rows(values, row_scales, tables[0], x, rng, data, tile, k, thread)
-        if cutlass.const_expr(spec.columnwise):
-            taken = values
-            if cutlass.const_expr(spec.rht):
-                taken = fp4.hadamard(values, lane)
-                _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
-                column_scales = self.scale_columns(columns_of, factors[1], scales[None, None, 1], x, k, thread)
-            self.quantize_columns(taken, column_scales, tables[1], turned, x, rng, place, matrix_rows, k, thread)
+            self.store_rows(rows, held.row_table.multipliers, x, rng, data, spot, thread)
+        if cutlass.const_expr(spec.columnwise and spec.rht):
+            taken = fp4.hadamard(values, lane)
+            _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
+            columns = Blocks(taken, *self.scale_columns(columns_of, factor, scales, x, k, thread))
+        return columns
 
     @cute.jit
-    def clear_warp(self, scales, turned, x, data, tile, k, thread):
+    def clear_warp(self, held, x, data, tile, k, thread):
         """Zeros for that of a warp which has no row of a group."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
         if cutlass.const_expr(self.spec.rowwise):
-            self.store_word(scales[None, None, 0], row_scales_at(top, lane), Int32(0))
+            self.store_word(held.scales[None, None, 0], row_scales_at(top, lane), Int32(0))
             start, rows = self.rows_of(x, data, tile, top, column)
             for i in cutlass.range_constexpr(STEPS):
                 if i < rows:
                     self.store_elements(start, data, i, Int32(0), x.shape[1] - column)
         if cutlass.const_expr(self.spec.columnwise):
-            self.store_word(scales[None, None, 1], column_scales_at(top, lane), Int32(0))
+            self.store_word(held.scales[None, None, 1], column_scales_at(top, lane), Int32(0))
             for j in cutlass.range_constexpr(VECTOR):
-                self.store_word(turned, turned_at(top, j, lane), Int32(0))
+                self.store_word(held.turned, turned_at(top, j, lane), Int32(0))
 
     # --- scales ------------------------------------------------------------------------------------------------------
 
@@ -315,16 +298,17 @@ class QuantizeNVFP4(BandValues):
         cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
 
     @cute.jit
-    def store_row_scales(self, held, scale, offs, x, tile, unit, k, thread):
+    def store_row_scales(self, held, scale, x, spot, thread):
         """Scales of a tile's rows to memory."""
+        tile, k = spot.tile, spot.k
         blocks = ceil_div(Int32(x.shape[1]), BLOCK)
         if cutlass.const_expr(self.spec.blocked):
             atom, across = thread // 32, ceil_div(blocks, WORD)
             wanted = atom < 2 and 2 * k + atom < across
             if cutlass.const_expr(self.spec.grouped):
-                wanted = wanted and unit < tiles_at_most(Int32(x.shape[0]), Int32(cute.size(offs))) - 1
+                wanted = wanted and spot.unit < spot.units
             if wanted:
-                self.store_atom(held, scale, Int64(unit) * across + 2 * k + atom, atom, thread % 32)
+                self.store_atom(held, scale, Int64(spot.unit) * across + 2 * k + atom, atom, thread % 32)
         else:
             row, first = thread % ROWS, thread // ROWS * WORD
             if row < tile.count:
@@ -333,16 +317,17 @@ class QuantizeNVFP4(BandValues):
                         scale[tile.first + row, k * DEPTH + first + i] = held[row, first + i]
 
     @cute.jit
-    def store_column_scales(self, held, scale, offs, x, place, matrix_rows, k, across, thread):
+    def store_column_scales(self, held, scale, x, source, spot, thread):
         """Scales of a tile's columns to memory, those in gaps of the placement included."""
+        place, k = spot.place, spot.k
         if cutlass.const_expr(self.spec.blocked):
             atom = thread // 32
             if atom < 2 and atom * UNIT < place.places:
                 if cutlass.const_expr(self.spec.grouped):
-                    units = ceil_div(Int32(x.shape[0]), UNIT) + Int32(cute.size(offs)) - 1
+                    units = ceil_div(Int32(x.shape[0]), UNIT) + Int32(cute.size(source.offs)) - 1
                     at = Int64(k) * units
                 else:
-                    at = (Int64(place.group) * across + k) * ceil_div(matrix_rows, UNIT)
+                    at = (Int64(place.group) * spot.across + k) * ceil_div(source.matrix_rows, UNIT)
                 self.store_atom(held, scale, at + place.first // UNIT + atom, atom, thread % 32)
         else:
             column, first = thread % COLUMNS, thread // COLUMNS * WORD
@@ -368,26 +353,26 @@ class QuantizeNVFP4(BandValues):
     # --- elements ----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def quantize_rows(self, values, scales, table, x, rng, data, tile, k, thread):
+    def store_rows(self, blocks, table, x, rng, data, spot, thread):
         """Elements of a warp's rows to memory, four bytes of a row at a time."""
-        top, column = self.corner(k, thread)
-        words, clamped = scales
         if cutlass.const_expr(self.may_clamp):
-            if clamped:
-                self.store_rows(values, words, table, x, rng, data, tile, top, column, True)
+            if blocks.clamped:
+                self.store_rows_of_lane(blocks._replace(clamped=True), table, x, rng, data, spot, thread)
             else:
-                self.store_rows(values, words, table, x, rng, data, tile, top, column, False)
+                self.store_rows_of_lane(blocks._replace(clamped=False), table, x, rng, data, spot, thread)
         else:
-            self.store_rows(values, words, table, x, rng, data, tile, top, column, False)
+            self.store_rows_of_lane(blocks._replace(clamped=False), table, x, rng, data, spot, thread)
 
     @cute.jit
-    def store_rows(self, values, words, table, x, rng, data, tile, top, column, clamped: cutlass.Constexpr):
+    def store_rows_of_lane(self, blocks, table, x, rng, data, spot, thread):
         """Elements of a lane's rows to memory."""
-        start, rows = self.rows_of(x, data, tile, top, column)
+        values, words, clamped = blocks
+        top, column = self.corner(spot.k, thread)
+        start, rows = self.rows_of(x, data, spot.tile, top, column)
         factors = self.multipliers(words, table)
-        blocks = ceil_div(Int32(x.shape[1]), BLOCK)
+        across = ceil_div(Int32(x.shape[1]), BLOCK)
         for i in cutlass.range_constexpr(STEPS):
-            block = Int64(tile.first + top + i) * blocks + column // BLOCK
+            block = Int64(spot.tile.first + top + i) * across + column // BLOCK
             word = self.elements(fp4.row_of(values, i), factors[i], rng, block, column // VECTOR % 2, 0, clamped)
             if i < rows:
                 self.store_elements(start, data, i, word, x.shape[1] - column)
@@ -407,30 +392,33 @@ class QuantizeNVFP4(BandValues):
             cute.autovec_copy(word_of(word), cute.make_tensor(pointer.align(WORD), cute.make_layout(WORD)))
 
     @cute.jit
-    def quantize_columns(self, values, scales, table, part, x, rng, place, matrix_rows, k, thread):
+    def quantize_columns(self, blocks, held, x, rng, matrix_rows, spot, thread):
         """Elements of a warp's columns to the transposed tile."""
-        lane = thread % LANES
-        top, column = self.corner(k, thread)
-        words, clamped = scales
+        place = spot.place
+        top, column = self.corner(spot.k, thread)
         run = Int64(place.first + top) // BLOCK
         if cutlass.const_expr(not self.spec.grouped):
             run += Int64(place.group) * ceil_div(matrix_rows, BLOCK)
-        block = run * x.shape[1] + column
+        first = run * x.shape[1] + column
+        table = held.column_table.multipliers
         if cutlass.const_expr(self.may_clamp):
-            if clamped:
-                self.turn_columns(values, words, table, part, rng, block, top, lane, True)
+            if blocks.clamped:
+                self.turn_columns(blocks._replace(clamped=True), table, held.turned, rng, first, thread)
             else:
-                self.turn_columns(values, words, table, part, rng, block, top, lane, False)
+                self.turn_columns(blocks._replace(clamped=False), table, held.turned, rng, first, thread)
         else:
-            self.turn_columns(values, words, table, part, rng, block, top, lane, False)
+            self.turn_columns(blocks._replace(clamped=False), table, held.turned, rng, first, thread)
 
     @cute.jit
-    def turn_columns(self, values, words, table, part, rng, block, top, lane, clamped: cutlass.Constexpr):
-        """Elements of a lane's columns, four bytes each, to the transposed tile."""
+    def turn_columns(self, blocks, table, turned, rng, first, thread):
+        """Elements of a lane's columns, four bytes each, to the transposed tile; its blocks count from ``first`` on."""
+        values, words, clamped = blocks
+        lane = thread % LANES
+        top, _ = self.corner(Int32(0), thread)
         factors = self.multipliers(words, table)
         for j in cutlass.range_constexpr(VECTOR):
-            word = self.elements(fp4.column_of(values, j), factors[j], rng, block + j, lane // 16, 1, clamped)
-            self.store_word(part, turned_at(top, j, lane), word)
+            word = self.elements(fp4.column_of(values, j), factors[j], rng, first + j, lane // 16, 1, clamped)
+            self.store_word(turned, turned_at(top, j, lane), word)
 
     def elements(self, values, factor, rng, block, half, stream: int, clamped: bool):
         """A word of eight elements, half a block."""

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
+from .. import instructions
 from ..tiles import ceil_div
 from ..tiles.groups import clamp
 from . import windows
 from .lanes import LANES, WARPS
-from .tiles import AHEAD, ROWS, group_tile, matrix_tile
+from .tiles import AHEAD, ROWS, RowTile, group_tile, matrix_tile
 
 # Notes of a block in shared memory: the stage it is in, and two tickets.
 STAGE, TICKETS = range(2)
@@ -104,7 +105,7 @@ class Prepare:
         number: Int32,
     ):
         """One window and one row of tiles per warp; zeros by all threads together."""
-        cute.arch.griddepcontrol_launch_dependents()
+        instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
@@ -208,6 +209,29 @@ def draw_ticket(notes: cute.Tensor, slot: Int32, shared: Shared, tiles: Tiles):
         notes[STAGE] = stage
         notes[at + WORK], notes[at + TILE] = work, tile
     cute.arch.sync_warp()
+
+
+class Ticket(NamedTuple):
+    """What a block has to do with one tile, as noted.
+
+    Attributes:
+        index: the tile's number.
+        group: the tile's; its tiles are ``low`` to ``high - 1``.
+        tile: the rows.
+    """
+
+    index: Int32
+    group: Int32
+    low: Int32
+    high: Int32
+    tile: RowTile
+
+
+def ticket_at(notes: cute.Tensor, slot: Int32) -> Ticket:
+    """The ticket that ``draw_ticket`` noted."""
+    at = TICKETS + slot * TICKET
+    tile = RowTile(notes[at + FIRST], notes[at + COUNT], notes[at + TAIL] != 0)
+    return Ticket(notes[at + TILE], notes[at + GROUP], notes[at + LOW], notes[at + HIGH], tile)
 
 
 @cute.jit

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from ..tiles import ceil_div
-from ..tiles.groups import clamp, group_range, slot_of
+from ..tiles.groups import clamp, group_range
 
 ROWS = 128
 LANES = 32
@@ -106,6 +106,29 @@ class Place(NamedTuple):
     leads: Boolean
 
 
+class Spot(NamedTuple):
+    """A tile of 128 columns.
+
+    Attributes:
+        tile: its rows.
+        read: those of them that are read.
+        group: the group, or the matrix, that it is of.
+        unit: its number down.
+        units: how many of them down have scales, of a matrix or of all groups.
+        k: its number across, of ``across``.
+        place: of its rows in transposed data, where there is some.
+    """
+
+    tile: RowTile
+    read: RowTile
+    group: Int32
+    unit: Int32
+    units: Int32
+    k: Int32
+    across: Int32
+    place: Any = None
+
+
 @cute.jit
 def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cutlass.Constexpr) -> Place:
     """The place of tile ``unit``, of the group ``group``, under the placement of unit ``u``, which divides 128."""
@@ -117,37 +140,6 @@ def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cu
     if group < groups:
         past = cutlass.min((end // u + group + 1) * u, past)
     return Place(first, cutlass.min(past - first, Int32(ROWS)), group, ordinal == 0)
-
-
-def stack_of(x: cute.Tensor, order: cute.Tensor | None, matrix_rows: Int32) -> cute.Tensor:
-    """``x`` in the shape of what is quantised, which has no such memory if an order is given.
-
-    These are the rows that it names, or the matrices, one below the other.
-    """
-    if order is None:
-        return x
-    by_rows = len(x.shape) == 2
-    rows = Int32(cute.size(order)) * (1 if by_rows else matrix_rows)
-    return cute.make_tensor(x.iterator, cute.make_layout((rows, x.shape[-1]), stride=x.stride[-2:]))
-
-
-@cute.jit
-def source_of(x: cute.Tensor, order: cute.Tensor | None, matrix_rows: Int32, matrix: Int32, tile: RowTile):
-    """Where the rows of a tile are to be read, and which of them: the tile's if there is no order.
-
-    With one of matrices, rows of ``stack_of`` as seen from the matrix at its slot. Of a number that is no slot's no row
-    is read, and what is not read counts as zeros. One of rows goes with the tile.
-    """
-    if cutlass.const_expr(order is None):
-        return x, tile
-    if cutlass.const_expr(len(x.shape) == 2):
-        named = RowTile(tile.first, tile.count, tile.tail, order, Int32(x.shape[0]))
-        return stack_of(x, order, matrix_rows), named
-    slot = slot_of(order, Int32(x.shape[0]), matrix)
-    before = Int64(slot) * x.stride[0] - Int64(matrix) * matrix_rows * x.stride[1]
-    layout = stack_of(x, order, matrix_rows).layout
-    count = cutlass.select_(slot < x.shape[0], tile.count, Int32(0))
-    return cute.make_tensor(x.iterator + before, layout), RowTile(tile.first, count, tile.tail)
 
 
 @cute.jit

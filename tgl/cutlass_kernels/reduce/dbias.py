@@ -25,13 +25,14 @@ With row scales (``bias`` was multiplied by ``bias_scale[t]``) rows are weighted
 warp per row, forms the gradient of the scales: the product of the row with its group's bias.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
 from ..pointers import aligned
 from ..tiles.groups import clamp
 from .ring import RingShape
@@ -45,6 +46,23 @@ AHEAD = 8  # sums of tiles that a thread loads before it adds the first
 SPLIT = 8  # tiles that may share the columns of one group, a power of two
 HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end behind it
 NOTHING, ENDS, GOES_ON = -1, 0, 1
+
+
+class Rows(NamedTuple):
+    """What is summed: ``dy [T, N]`` of the groups that end at ``offs``, times ``bias_scale [T]`` if there is one."""
+
+    dy: cute.Tensor
+    offs: cute.Tensor
+    bias_scale: Any
+
+
+class Part(NamedTuple):
+    """A warp's part of a strip: columns from ``first_column`` on, the rows ``[low, high)`` of its span."""
+
+    warp: Int32
+    first_column: Int32
+    low: Int32
+    high: Int32
 
 
 class GroupedDbias:
@@ -95,7 +113,7 @@ class GroupedDbias:
         columns = cute.ceil_div(cute.size(out, mode=[1]), COLUMNS)
         tiles = partial.shape[0] // 2
         carveout = 100 if self.ring else 15  # in %, the rest is cache; one for both, or the second waits for a change
-        self.sum_tiles(dy, offs, out, partial, bias, bias_scale, dscales, strips).launch(
+        self.sum_tiles(Rows(dy, offs, bias_scale), out, partial, bias, dscales, strips).launch(
             grid=(strips * tiles, 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
@@ -107,25 +125,24 @@ class GroupedDbias:
                 grid=(tiles - 1, columns, 1),
                 block=(COLUMNS, 1, 1),
                 stream=stream,
-                use_pdl=True,
+                use_pdl=instructions.overlaps(),
                 preferred_smem_carveout=carveout,
             )
 
     @cute.kernel
     def sum_tiles(
         self,
-        dy: cute.Tensor,
-        offs: cute.Tensor,
+        source: Rows,
         out: cute.Tensor,
         partial: cute.Tensor,
         bias: cute.Tensor | None,
-        bias_scale: cute.Tensor | None,
         dscales: cute.Tensor | None,
         strips: Int32,
     ):
         """Every warp its span, then the groups of several spans; then the rows by warps."""
+        dy, offs = source.dy, source.offs
         # Blocks of the second kernel look for their groups wherever there is room beside these.
-        cute.arch.griddepcontrol_launch_dependents()
+        instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -146,9 +163,8 @@ class GroupedDbias:
         low, high = begin_of(spans, span), begin_of(spans, span + 1)
         goes_on, began = Int32(NOTHING), Int32(NOTHING)
         if low < high:
-            goes_on, began = self.sum_span(
-                dy, bias_scale, offs, out, sums, ring, found, spans.total, first_column, low, high, warp
-            )
+            part = Part(warp, first_column, low, high)
+            goes_on, began = self.sum_span(source, out, sums, ring, found, spans.total, part)
         if cute.arch.lane_idx() == 0:
             notes[HEAD, warp] = goes_on
             notes[TAIL, warp] = began
@@ -191,7 +207,7 @@ class GroupedDbias:
         if column >= out.shape[1]:
             stop = low
         runs = SmemAllocator().allocate_tensor(Float32, cute.make_layout(COLUMNS), byte_alignment=128)
-        cute.arch.griddepcontrol_wait()  # all of them: nothing may follow that finds the first kernel at work
+        instructions.wait()  # all of them: nothing may follow that finds the first kernel at work
         if begin < high and tile - first < split:
             value = Float32(0.0)
             for i in cutlass.range(low, stop, AHEAD, unroll=1):
@@ -217,26 +233,16 @@ class GroupedDbias:
 
     @cute.jit
     def sum_span(
-        self,
-        dy: cute.Tensor,
-        bias_scale: Any,
-        offs: cute.Tensor,
-        out: cute.Tensor,
-        sums: cute.Tensor,
-        ring: Any,
-        found: Found,
-        total: Int32,
-        first_column: Int32,
-        low: Int32,
-        high: Int32,
-        warp: Int32,
+        self, source: Rows, out: cute.Tensor, sums: cute.Tensor, ring: Any, found: Found, total: Int32, part: Part
     ) -> tuple[Int32, Int32]:
-        """Sum rows ``[low, high)`` of one strip.
+        """Sum the rows of a warp's part; all groups together have ``total``.
 
         Returns:
             What ``sums[HEAD]`` holds: ``NOTHING``, or a group that began before and ``ENDS`` here or ``GOES_ON``.
             What ``sums[TAIL]`` holds: ``NOTHING``, or the number of a group that begins here and ends behind ``high``.
         """
+        dy, offs, bias_scale = source
+        warp, first_column, low, high = part
         lane = cute.arch.lane_idx()
         step = self.batch * self.down
         # Lanes beyond the last column read it again: what they add up is not written.
@@ -250,7 +256,7 @@ class GroupedDbias:
         if cutlass.const_expr(self.ring is not None):
             for i in cutlass.range_constexpr(self.ring.slots):
                 self.ring.fill(ring, dy, first_column, low + i * step, high, Int32(i))
-        self.load_rows(dy, bias_scale, low, high, column, parts, weights)
+        self.load_rows(source, low, high, column, parts, weights)
 
         # while the first rows are on their way
         ends, group, begin, end = first_behind(offs, found, total, low)
@@ -275,7 +281,7 @@ class GroupedDbias:
             if stop <= high and stop < end:
                 for i in cutlass.range_constexpr(self.batch):
                     self.add(acc, parts, weights, i)
-                    self.load_row(dy, bias_scale, row + step + i * self.down, high, column, parts, weights, i)
+                    self.load_row(source, row + step + i * self.down, high, column, parts, weights, i)
             else:
                 limit = cutlass.min(stop, high)
                 more = at < limit
@@ -293,7 +299,7 @@ class GroupedDbias:
                         if at < high:
                             ends, group, end = seek(ends, offs, total, at)
                 if stop < high:
-                    self.load_rows(dy, bias_scale, stop, high, column, parts, weights)
+                    self.load_rows(source, stop, high, column, parts, weights)
             base = stop
             at = cutlass.max(at, cutlass.min(base, high))
         if end > high:
@@ -306,26 +312,16 @@ class GroupedDbias:
         return goes_on, began
 
     @cute.jit
-    def load_rows(
-        self,
-        dy: cute.Tensor,
-        bias_scale: Any,
-        base: Int32,
-        high: Int32,
-        column: Int32,
-        parts: cute.Tensor,
-        weights: Any,
-    ):
+    def load_rows(self, source: Rows, base: Int32, high: Int32, column: Int32, parts: cute.Tensor, weights: Any):
         """A batch of rows from ``base`` on."""
         for i in cutlass.range_constexpr(self.batch):
             row = base + cute.arch.lane_idx() // self.across + i * self.down
-            self.load_row(dy, bias_scale, row, high, column, parts, weights, i)
+            self.load_row(source, row, high, column, parts, weights, i)
 
     @cute.jit
     def load_row(
         self,
-        dy: cute.Tensor,
-        bias_scale: Any,
+        source: Rows,
         row: Int32,
         high: Int32,
         column: Int32,
@@ -336,9 +332,9 @@ class GroupedDbias:
         """What of a lane's ``i``-th row does not come through the ring; beyond the span its last row, not added."""
         row = cutlass.min(row, high - 1)
         if cutlass.const_expr(self.ring is None):
-            self.load(dy, row, column, parts[None, i])
+            self.load(source.dy, row, column, parts[None, i])
         if cutlass.const_expr(weights is not None):
-            weights[i] = bias_scale[row]
+            weights[i] = source.bias_scale[row]
 
     @cute.jit
     def write(

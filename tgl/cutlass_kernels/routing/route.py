@@ -30,6 +30,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
 from .sizes import MOST_EXPERTS, QUAD, ROUNDS, THREADS, TILE
 
 LANES = 32
@@ -76,13 +77,16 @@ class Route:
                 grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
             )
         self.sort(top_k_index, source, position, token, offs, table).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=not self.alone
+            grid=(blocks, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=not self.alone and instructions.overlaps(),
         )
 
     @cute.kernel
     def count(self, top_k_index: cute.Tensor, groups: Int32, table: cute.Tensor):
         """The experts of a chunk. Sums of integers, so the order of the atomics does not show."""
-        cute.arch.griddepcontrol_launch_dependents()
+        instructions.launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
@@ -137,7 +141,7 @@ class Route:
             cute.arch.sync_threads()
             if base == begin:
                 if cutlass.const_expr(not self.alone):
-                    cute.arch.griddepcontrol_wait()
+                    instructions.wait()
                     self.add_chunks(table, sums)
                     cute.arch.sync_threads()
                 routed = self.scan(counts, sums, bases, totals, offs, rows)

@@ -1,0 +1,25 @@
+"""Numbers and their bits, in registers."""
+
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+
+
+def reinterpret(value: Any, kind: Any) -> Any:
+    """The number of type ``kind`` with the bits of ``value``."""
+    held = cute.make_rmem_tensor(1, type(value))
+    held[0] = value
+    return cute.recast_tensor(held, kind)[0]
+
+
+def as_float(bits: Int32) -> Float32:
+    """The float32 of these bits."""
+    return reinterpret(bits, Float32)
+
+
+def as_bits(value: Float32) -> Int32:
+    """The bits of a float32."""
+    return reinterpret(value, Int32)

@@ -1,0 +1,141 @@
+"""Instructions that not every chip has, and what is done without them; the only code that asks which chip it is for."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float16, Float32, Int32, Uint8, Uint16, cute
+from cutlass.base_dsl.enums import Arch
+from cutlass.cutlass_dsl import CuTeDSL
+
+from .bits import INFINITY, NAN, as_bits, as_float, reinterpret
+
+
+def since(first: Arch) -> bool:
+    """Whether the chips that a kernel is being compiled for are ``first`` or later ones."""
+    found: bool = CuTeDSL._get_dsl().get_arch_enum() >= first
+    return found
+
+
+def sharing(blocks: int) -> int:
+    """How many blocks of a quantiser share a multiprocessor, if later chips' registers suffice for ``blocks``.
+
+    Before 9.0 several instructions do what one does later, and half as many have the registers for their operands.
+    """
+    return blocks if since(Arch.sm_90) else max(blocks // 2, 1)
+
+
+# --- launches that begin while the one before them ends ---------------------------------------------------------------
+
+
+def overlaps() -> bool:
+    """Whether there are such launches. Elsewhere one waits for the whole launch before it, and says nothing."""
+    return since(Arch.sm_90)
+
+
+def launch_dependents() -> None:
+    """Blocks of the next launch may begin wherever there is room beside those of this one."""
+    if overlaps():
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def wait() -> None:
+    """Wait for the launch before this one, and for what it has written."""
+    if overlaps():
+        cute.arch.griddepcontrol_wait()
+
+
+# --- two 16-bit numbers at a time -------------------------------------------------------------------------------------
+
+
+def larger_halves(a: Int32, b: Int32) -> Int32:
+    """The larger lower halves and the larger upper halves, none negative."""
+    if since(Arch.sm_90):
+        return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+    # The larger word has the larger upper half.
+    return (cutlass.max(a, b) & -65536) | cutlass.max(a & 65535, b & 65535)
+
+
+# --- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+class Fp8(NamedTuple):
+    """Bits of a mantissa, the exponent's bias, and the code of the largest number."""
+
+    mantissa: int
+    bias: int
+    largest: int
+
+
+FP8 = {cutlass.Float8E4M3FN: Fp8(3, 7, 0x7E), cutlass.Float8E5M2: Fp8(2, 15, 0x7B)}
+FP8_NAN = 0x7F
+
+
+def round_to_fp8(values: Any, target: cute.Tensor) -> None:
+    """Write float32 ``values`` (an expression) to registers of FP8, a multiple of four: nearest, ties to even,
+    saturating."""
+    element = target.element_type
+    if since(Arch.sm_89):
+        target.store(values.to(element))
+        return
+    wide = cute.make_rmem_tensor(cute.size(target), Float32)
+    wide.store(values)
+    words = cute.recast_tensor(target, Int32)
+    for i in range(cute.size(words)):
+        words[i] = Int32(0)
+        for j in range(4):
+            words[i] = words[i] | (fp8_code(wide[4 * i + j], element) << (8 * j))
+
+
+def fp8_code(value: Float32, element: Any) -> Int32:
+    """The byte of a float32, by integers: saturating, NaN without a sign."""
+    form, bits = FP8[element], as_bits(value)
+    magnitude, shift = bits & 0x7FFFFFFF, 23 - form.mantissa
+    rounded = magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)
+    code = cutlass.min((rounded >> shift) - ((127 - form.bias) << form.mantissa), Int32(form.largest))
+    # The unit of a float32 of this size is that of numbers below the smallest normal one: the sum is rounded to it.
+    rounder = Float32(2.0 ** (24 - form.bias - form.mantissa))
+    below = as_bits(as_float(magnitude) + rounder) - as_bits(rounder)
+    code = cutlass.select_(magnitude < (128 - form.bias) << 23, below, code)
+    return Int32(cutlass.select_(magnitude > INFINITY, Int32(FP8_NAN), code | ((bits >> 24) & 0x80)))
+
+
+def e4m3_byte(value: Float32) -> Int32:
+    """``fp8_code`` of E4M3, by an instruction where there is one."""
+    if not since(Arch.sm_89):
+        return fp8_code(value, cutlass.Float8E4M3FN)
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, {$r0};\ncvt.u32.u16 {$w0}, pair;\n}",
+        write_only_types=[Int32],
+        read_only_args=[value],
+    )
+
+
+def widened_fp8(held: cute.Tensor, element: Any) -> Any:
+    """FP8 bytes in registers as float32, an expression."""
+    if since(Arch.sm_89):
+        return cute.recast_tensor(held, element).load().to(Float32)
+    wide = cute.make_rmem_tensor(held.shape, Float32)
+    for i in range(cute.size(held)):
+        wide[i] = _fp8_value(Int32(held[i]), element)
+    return wide.load()
+
+
+def _fp8_value(byte: Int32, element: Any) -> Float32:
+    """E5M2 is the upper byte of a float16; E4M3 has a bit less of its exponent, whose bias is 8 less."""
+    if element is cutlass.Float8E5M2:
+        return reinterpret(Uint16(byte << 8), Float16).to(Float32)
+    narrow = ((byte & 0x7F) << 7) | ((byte & 0x80) << 8)
+    value = reinterpret(Uint16(narrow), Float16).to(Float32) * Float32(256.0)
+    return as_float(Int32(cutlass.select_((byte & 0x7F) == FP8_NAN, Int32(NAN), as_bits(value))))
+
+
+def e4m3_value(byte: Uint8) -> Float32:
+    """The number of one E4M3 byte."""
+    if not since(Arch.sm_89):
+        return _fp8_value(Int32(byte), cutlass.Float8E4M3FN)
+    held = cute.make_rmem_tensor(4, Uint8)
+    held.fill(0)
+    held[0] = byte
+    wide = cute.make_rmem_tensor(4, Float32)
+    wide.store(widened_fp8(held, cutlass.Float8E4M3FN))
+    return wide[0]
