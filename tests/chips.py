@@ -14,7 +14,7 @@ from tgl.cutlass_kernels.archs import ARCHS, serving
 RECIPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ARCHS, ("none",)),
     "sm_90": ("none", "current", "delayed", "block"),
-    "sm_100": ("none", "current", "delayed", "mxfp8", "nvfp4"),
+    "sm_100": ("none", "current", "delayed", "block", "mxfp8", "nvfp4"),
 }
 
 EVERY = tuple(dict.fromkeys(name for names in RECIPES.values() for name in names))
@@ -27,11 +27,6 @@ def arch() -> str | None:
         return None
     found = serving(backends.device_arch(torch.device("cuda", 0)))
     return None if found is None else found.name
-
-
-def trained() -> tuple[str, ...]:
-    """The recipes that the chip at hand trains in; of a Hopper where there is none."""
-    return EVERY if ARCHS[arch() or "sm_90"].bulk_copies else ("none",)
 
 
 def parameters(names: Iterable[str] = ARCHS) -> list:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tgl import NoImplementationError, backends
+from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes, SampleInput
 from tgl.testing.scaled_samples import QuantizedSignature
 
@@ -100,8 +101,9 @@ def calls(name: str) -> Iterator[Call]:
                 **{letter: sizes[letter] for letter in signature.dimensions if letter in sizes},
             }
             for sample in replace(signature, dimensions=dims).samples(dtypes=DTYPES, routings=[ROUTING]):
-                if sample.given != most or (sample.options.get("format") == "nvfp4" and (k % 2 or n % 2)):
-                    continue  # two elements share a byte
+                form = FORMATS.get(sample.options.get("format"))
+                if sample.given != most or (form is not None and (k % form.per_byte or n % form.per_byte)):
+                    continue  # elements share a byte
                 for placing in PLACINGS if sample.layout == "row" else PLACINGS[:1]:
                     yield Call(name, i, sample, width, placing)
 

@@ -1,6 +1,8 @@
 """What the structure of a checkout costs its readers, as numbers::
 
-    python -m tests.structure [CHECKOUT ...]
+    python -m tests.structure [--list] [CHECKOUT ...]
+
+``--list`` prints the functions with many parameters instead.
 
 A line of code is a line that holds more than blanks, comments and docstrings. What is decided by a name outside an
 axis's table is counted by ``tests.one_table``.
@@ -81,6 +83,16 @@ def cycles(graph: dict[str, set[str]]) -> int:
     return len(set(rings))
 
 
+def long_lists(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, int]]:
+    """Functions with many parameters, and how many."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            a = node.args
+            count = len([*a.posonlyargs, *a.args, *a.kwonlyargs]) - (bool(a.args) and a.args[0].arg == "self")
+            if count >= MANY:
+                yield node, count
+
+
 def measure(root: Path) -> dict[str, int]:
     found = dict.fromkeys(RULES, 0)
     graph: dict[str, set[str]] = {}
@@ -88,11 +100,7 @@ def measure(root: Path) -> dict[str, int]:
         parts = path.relative_to(root).with_suffix("").parts
         package = ".".join(parts[:-1])
         name = package if parts[-1] == "__init__" else ".".join(parts)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                a = node.args
-                count = len([*a.posonlyargs, *a.args, *a.kwonlyargs]) - (bool(a.args) and a.args[0].arg == "self")
-                found[f"functions of {MANY}"] += count >= MANY
+        found[f"functions of {MANY}"] += len(list(long_lists(tree)))
         graph[name] = set(imports(tree, package))
         found["longest file"] = max(found["longest file"], len(path.read_text().splitlines()))
         if parts[:2] == ("tgl", "cutlass_kernels"):
@@ -107,8 +115,18 @@ def measure(root: Path) -> dict[str, int]:
     return found
 
 
-if __name__ == "__main__":
-    roots = [Path(argument) for argument in sys.argv[1:]] or [Path(__file__).parents[1]]
+def main(arguments: list[str]) -> None:
+    roots = [Path(argument) for argument in arguments if argument != "--list"] or [Path(__file__).parents[1]]
+    if "--list" in arguments:
+        for root in roots:
+            for path, tree in modules(root):
+                for function, count in long_lists(tree):
+                    print(f"{path.relative_to(root)}:{function.lineno} {function.name} {count}")
+        return
     table = [measure(root) for root in roots]
     for what, rule in RULES.items():
         print(f"{what:16}" + "".join(f"{column[what]:8}" for column in table) + f"  {rule}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

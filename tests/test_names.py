@@ -49,10 +49,10 @@ def base_of(node: ast.ImportFrom, package: str) -> str:
 
 
 def lacks(module: str, name: str) -> bool:
-    """Whether ``module`` is one of the project's and has neither this name nor a module of this name."""
+    """Whether ``module`` would be one of the project's and has neither this name nor a module of this name."""
     inner = f"{module}.{name}"
-    known = module in HAS or module in PACKAGES
-    return known and inner not in MODULES and inner not in PACKAGES and name not in HAS.get(module, ())
+    ours = module.partition(".")[0] in FOLDERS
+    return ours and inner not in MODULES and inner not in PACKAGES and name not in HAS.get(module, ())
 
 
 def unknown(source: str, package: str) -> Iterator[str]:
@@ -86,6 +86,7 @@ def unknown(source: str, package: str) -> Iterator[str]:
     [
         ("from tgl.meta import formats, no_such_module", ["tgl.meta.no_such_module"]),
         ("from .meta.formats import Format, NO_SUCH", ["tgl.meta.formats.NO_SUCH"]),
+        ("from .no_such_module import name", ["tgl.no_such_module.name"]),
         ("def f():\n    from tgl.meta import formats as f\n    return f.NO_SUCH", ["tgl.meta.formats.NO_SUCH"]),
         ("import tgl.meta.formats as f\nf.FORMATS\nf.NO_SUCH", ["tgl.meta.formats.NO_SUCH"]),
         ("from tgl.meta import formats\ndef f(formats): return formats.NO_SUCH", []),

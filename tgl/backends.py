@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def device_arch(device: torch.device) -> str:
     """``"sm_90"`` and the like for a CUDA device (or one that is emulated), the device type for any other."""
     if device.type == "cuda":
         return _cuda_arch(device)
-    return emulated_arch if emulated_arch is not None and device.type == "cpu" else device.type
+    return (pretended_arch or emulated_arch or device.type) if device.type == "cpu" else device.type
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,7 +147,36 @@ def emulated_device(arch: str) -> Iterator[None]:
         _forget_candidates()
 
 
+pretended_arch: str | None = None
+
+
+@contextmanager
+def pretended_device(arch: str) -> Iterator[None]:
+    """Let what serves CUDA tensors on a chip such as ``"sm_100"`` serve fake CPU tensors; kernels prepare, and run not.
+
+    ``Launcher.prepare`` then stores kernels and loads none. All else of an op runs, on the fake tensors. (They are fake
+    CPU tensors because a torch built for CPUs has no views of fake CUDA tensors.)
+    """
+    global pretended_arch
+    before, pretended_arch = pretended_arch, arch
+    _forget_candidates()
+    try:
+        yield
+    finally:
+        pretended_arch = before
+        _forget_candidates()
+
+
+def _preparing(i: Implementation) -> Implementation:
+    """A kernel that prepares for a call where it would run; anything else as it is."""
+    if not i.emulable or i.prepare is None:
+        return i
+    return Implementation(**{f.name: getattr(i, f.name) for f in fields(Implementation)} | {"run": i.prepare})
+
+
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
+    if pretended_arch is not None:
+        return tuple(map(_preparing, _table.get((op, "cuda"), ())))
     own = _table.get((op, device.type), ())
     if emulated_arch is None or device.type != "cpu":
         return own
@@ -162,10 +191,15 @@ def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]
     return able
 
 
+def in_order(op: str, device: torch.device) -> tuple[Implementation, ...]:
+    """The implementations that run on ``device``, in the order in which they are asked."""
+    return _on_device.get((op, device)) or _find_on_device(op, device)
+
+
 def first(op: str, device: torch.device) -> Implementation | None:
     """The implementation that is asked first for calls of ``op`` on ``device``."""
-    able = _on_device.get((op, device)) or _find_on_device(op, device)
-    return able[0] if able else None
+    asked = in_order(op, device)
+    return asked[0] if asked else None
 
 
 def on_change(hook: Callable[[], None]) -> None:
@@ -201,6 +235,11 @@ def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dic
 def qualified(op: str) -> str:
     """The op's name with its library."""
     return op if "::" in op else f"tgl::{op}"
+
+
+def device_types() -> tuple[str, ...]:
+    """Those that have implementations."""
+    return tuple(_devices)
 
 
 def on_device(hook: Callable[[str], None]) -> None:
@@ -442,7 +481,8 @@ def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Compile and load what a call of ``op`` needs, without making the call: no argument is read or written.
 
     Later calls with equal dtypes, layouts, N and K, and about as many rows per group, then find their kernel ready.
-    CUDA graph capture requires that. Arguments and result are those of ``explain``.
+    CUDA graph capture requires that. Arguments and result are those of ``explain``. ``python -m tgl.warmup`` compiles
+    the kernels of whole steps, also where there is no GPU.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.

@@ -65,7 +65,7 @@ class QuantizeSpec:
     """How one operand is quantised: the options of ``group_quantize``.
 
     Attributes:
-        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
         dtype: element type; None for the format's own.
         scaling, scale_layout, power_of_two, eps, block_2d: see ``group_quantize``.
         rht: whether columnwise components go through the random Hadamard transform.

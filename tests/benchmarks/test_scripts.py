@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tgl import backends
+from tgl.meta.formats import FORMATS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
@@ -26,7 +27,17 @@ NEEDS = {
     "quantize": "torchao",
 }
 GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += ("gemm_activation", "gather_gpu", "route_gpu", "routing_gpu", "moe_block", "transformers_models")
+GPU += (
+    "gemm_activation",
+    "gather_gpu",
+    "packed_gpu",
+    "route_gpu",
+    "routing_gpu",
+    "moe_block",
+    "drop_in",
+    "transformers_models",
+    "expert_parallel_gpu",
+)
 
 
 class Replay:
@@ -304,6 +315,44 @@ def test_gathers(gpu, monkeypatch, tmp_path, capsys):
     assert any("WRONG:" in line for line in lines)
 
 
+def test_packed(gpu, monkeypatch, tmp_path, capsys):
+    script = gpu("packed_gpu")
+    monkeypatch.setitem(script.WEIGHTS, "down", (64, 96))
+    lines, found = ran(script, tmp_path, capsys, "--weights", "down", "--tokens", "16")
+    assert [(r["format"], r["op"]) for r in found] == [(form, op) for op in script.OPS for form in FORMATS]
+    assert all(set(result["ms"]) == {"tgl", "decoded", "dequantised"} for result in found)
+    assert any(line[:4] == ["forward", "down", "mxfp4", "16"] and line[-2:] == ["1.000"] * 2 for line in lines)
+    monkeypatch.setattr(script.Problem, "tgl", lambda self: torch.zeros_like(self.out))
+    lines, _ = ran(script, tmp_path, capsys, "--weights", "down", "--tokens", "1", "--formats", "mxfp4")
+    assert any("WRONG:" in line for line in lines)
+
+
+@pytest.fixture
+def lora(load, monkeypatch):
+    script = load("lora")
+    monkeypatch.setitem(script.SHAPES, "small", load("harness.shapes").Expert(3, 96, 64, 48))
+    return script
+
+
+def test_lora(lora, tmp_path, capsys):
+    options = ("--device", "cpu", "--routings", "zipf", "--ranks", "4", "--arms", "lora", "materialised")
+    lines, found = ran(lora, tmp_path, capsys, *options)
+    (result,) = found["results"]
+    arms = {"frozen", "lora", "materialised"}
+    assert (set(result["times"]), set(result["MiB"]), result["left out"]) == (arms, arms, {})
+    assert result["MiB"]["lora"] < result["MiB"]["materialised"]
+    assert lines[-1][:3] == ["small", "zipf", "4"]
+
+
+def test_lora_that_is_wrong_is_not_timed(lora, monkeypatch, tmp_path, capsys):
+    right = lora.Problem.materialised
+    monkeypatch.setattr(lora.Problem, "materialised", lambda self, *rows: 1.01 * right(self, *rows))
+    options = ("--device", "cpu", "--ranks", "4", "--arms", "lora", "materialised")
+    lines, found = ran(lora, tmp_path, capsys, *options)
+    assert set(found["results"][0]["times"]) == {"frozen", "lora"}
+    assert any(line[:4] == ["materialised", "left", "out:", "output:"] for line in lines)
+
+
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Nothing is compiled, and no memory is taken."""
@@ -311,6 +360,37 @@ def uncompiled(monkeypatch):
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 96 * 64 * 2)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+
+def test_lora_on_a_gpu(lora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
+    """Every arm, as graphs."""
+    script = gpu("lora")
+    for name in script.QUICK["cuda"]:
+        monkeypatch.setitem(script.SHAPES, name, script.SHAPES["small"])
+    _, found = ran(script, tmp_path, capsys, "--device", "cuda", "--quick")
+    assert [(r["shape"], r["rank"]) for r in found["results"]] == [(name, "16") for name in script.QUICK["cuda"]]
+    for result in found["results"]:
+        assert set(result["times"]) == set(script.ARMS), result["left out"]
+        assert result["times"]["lora"]["median"] == 1.0
+
+
+def test_drop_in(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("drop_in"), load("harness.shapes")
+    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small", "--routings", "balanced", "quarter empty")
+    for result in found["results"]:
+        assert set(result["ms"]) == {"tgl", "torch", "tgl compiled", "torch compiled"}, result
+        assert result["flops"] == 3 * 6 * 96 * 64 * 32
+    assert ["small", "balanced", "1.000", "0", "1.000", "1.000", "1.000"] in lines
+
+
+def test_a_wrong_drop_in_is_not_timed(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("drop_in"), load("harness.shapes")
+    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
+    right = script.Problem.oracle
+    monkeypatch.setattr(script.Problem, "oracle", lambda self: [2 * t for t in right(self)])
+    _, found = ran(script, tmp_path, capsys, "--shapes", "small", "--routings", "balanced")
+    assert found["results"][0]["wrong"].startswith("output: error")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from tests.cutlass_kernels import activated_cases, gemm_cases, sass
 from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -26,6 +26,7 @@ TILINGS = [("sm_90", GemmConfig(*t)) for t in ((64, 64), (64, 128), (64, 256), (
 TILINGS += [("sm_90", GemmConfig(*t)) for t in ((128, 192), (128, 256), (256, 64), (256, 128))]
 TILINGS += [("sm_90", GemmConfig(*t, cluster_n=2)) for t in ((128, 128), (128, 256), (256, 128))]
 TILINGS += [("sm_90", GemmConfig(*t, pingpong=True)) for t in ((64, 128), (64, 256), (128, 64), (128, 128))]
+TILINGS += [("sm_90", GemmConfig(*t, pingpong=True)) for t in ((128, 192), (192, 128))]
 TILINGS += [("sm_90", GemmConfig(128, 128, pingpong=True, cluster_n=2))]
 TILINGS += [("sm_100", GemmConfig(128, n)) for n in (64, 128, 256)]
 TILINGS += [("sm_100", GemmConfig(256, n, two_cta=True)) for n in (64, 128, 256)]
@@ -35,18 +36,18 @@ KINDS = (VARLEN_M, VARLEN_K, ACTIVATED)
 
 def usual(kind: str) -> list[tuple[str, GemmConfig]]:
     """The tilings that are chosen without being asked for."""
-    halves, of = kind == ACTIVATED, VARLEN_M if kind == ACTIVATED else kind
+    step, of = (2 * LINE, VARLEN_M) if kind == ACTIVATED else (LINE, kind)
     sizes = list(itertools.product((64, 128, 4096), (32, 128, 1024, 4096)))
     return [
         (arch, tiling)
         for arch in ("sm_90", "sm_100")
-        for tiling in dict.fromkeys(tilings.choose(arch, of, columns, 4096, rows, halves) for columns, rows in sizes)
+        for tiling in dict.fromkeys(tilings.choose(arch, of, columns, 4096, rows, step) for columns, rows in sizes)
     ]
 
 
 USUAL = {kind: usual(kind) for kind in KINDS}
 EVERY = {kind: TILINGS for kind in (VARLEN_M, VARLEN_K)}
-EVERY[ACTIVATED] = [(arch, tiling) for arch, tiling in TILINGS if tiling.holds_halves]
+EVERY[ACTIVATED] = [(arch, tiling) for arch, tiling in TILINGS if tiling.tile_n % (2 * LINE) == 0]
 
 DTYPES = (torch.bfloat16, torch.float16)
 YES_NO = (True, False)
@@ -82,10 +83,10 @@ def every(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict
     return [c for values in itertools.product(*choices.values()) if allowed(c := dict(zip(choices, values)))]
 
 
-def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict]:
-    """Few combinations that hold every pair of values that can occur together."""
+def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed, together: int = 2) -> list[dict]:
+    """Few combinations that hold every pair, or as many ``together``, of values that can occur so."""
     names, combinations = list(choices), every(choices, allowed)
-    pairs = [frozenset(itertools.combinations([(n, str(c[n])) for n in names], 2)) for c in combinations]
+    pairs = [frozenset(itertools.combinations([(n, str(c[n])) for n in names], together)) for c in combinations]
     missing = frozenset().union(*pairs)
     cover = []
     while missing:
@@ -93,6 +94,14 @@ def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[d
         cover.append(combinations[best])
         missing -= pairs[best]
     return cover
+
+
+def each(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict]:
+    """Few combinations that hold every value beside every target: an architecture and, if there are such, a format."""
+    targets: dict[tuple, list] = {}
+    for tiling in choices["tiling"]:
+        targets.setdefault(tiling[:-1], []).append(tiling)
+    return [c for tilings in targets.values() for c in pairwise({**choices, "tiling": tilings}, allowed, together=1)]
 
 
 def case(choice: dict) -> tuple[str, Any]:

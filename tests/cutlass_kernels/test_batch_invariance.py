@@ -45,16 +45,18 @@ def combined(x, offs, probs):
 
 FORMATS = {
     "sm_90": ({"format": "fp8_block"}, {"format": "fp8_tensor"}),
-    "sm_100": ({"format": "mxfp8", "scale_layout": "blocked"},),
+    "sm_100": ({"format": "mxfp8", "scale_layout": "blocked"}, {"format": "fp8_block"}),
 }
 
 
-def by_formats(make):
+def by_formats(make, only=None):
     """``make`` of the formats that the architecture multiplies and whose scales are a row's, or given, side by side."""
 
     def every(x, offs, probs):
         results = []
         for options in FORMATS[backends.emulated_arch]:
+            if only is not None and options["format"] != only:
+                continue
             given = {"scale": torch.full((G,), 1 / 8)} if options["format"] == "fp8_tensor" else {}
             results.append(make(x, offs, probs, given, options))
         return torch.cat(results, 1)
@@ -93,6 +95,15 @@ def product_codes(x, offs, probs, given, options):
     return torch.cat([h, made.data.float()], 1)
 
 
+def packed_product(x, offs, probs):
+    results = []
+    for over_rows in (False, True):
+        b = tgl.group_quantize(W if over_rows else W.transpose(1, 2).contiguous(), None, format="mxfp4")
+        options = {"format": "mxfp4", "over_rows": over_rows}
+        results.append(tgl.grouped_gemm_packed(x, b.data, b.scale, offs, None, BIAS, probs, **options))
+    return torch.cat(results, 1)
+
+
 ROWS_OF = {
     "grouped_gemm": lambda x, offs, probs: tgl.grouped_gemm(x, W, offs, BIAS, probs),
     "grouped_gemm_activation": lambda x, offs, probs: torch.cat(
@@ -104,8 +115,9 @@ ROWS_OF = {
     "group_quantize": by_formats(codes),
     "group_dequantize": by_formats(values),
     "grouped_activation_quantize": by_formats(activated_codes),
+    "grouped_gemm_packed": packed_product,
     "grouped_gemm_scaled": by_formats(product),
-    "grouped_gemm_scaled_activation_quantize": by_formats(product_codes),
+    "grouped_gemm_scaled_activation_quantize": by_formats(product_codes, only="mxfp8"),
 }
 
 

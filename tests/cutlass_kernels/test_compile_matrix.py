@@ -1,7 +1,8 @@
 """What GEMM kernels are made with, combined: tiling and architecture, dtypes, the major of B, parts of the epilogue.
 
-In ``make test`` any two choices meet in some kernel of the usual tilings, which is compiled and disassembled; in ``make
-test-full`` in some kernel of every tiling, which is run on the emulator too, and the whole matrix is compiled.
+In ``make test`` every usual tiling and, on every architecture, every choice is in some kernel, which is compiled and
+disassembled; in ``make test-full`` any two choices meet in some kernel of every tiling, which is run on the emulator
+too, and the whole matrix is compiled.
 """
 
 import concurrent.futures
@@ -23,6 +24,7 @@ from tests.cutlass_kernels.matrix import (
     USUAL,
     case,
     checked,
+    each,
     every,
     kernel,
     label,
@@ -34,7 +36,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.testing.emulator import emulate
 
-COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL[kind], **PARTS[kind]})]
+COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]})]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": EVERY[kind], **PARTS[kind]})]
 
 pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
@@ -55,11 +57,18 @@ def compiled(kind, choice):
     return checked(kind, choice, artifacts.CUBIN, artifacts.PTX, 0)
 
 
-@pytest.mark.parametrize("cover", [COVER, WIDE_COVER], ids=["usual tilings", "every tiling"])
-def test_the_cover_holds_every_pair(cover):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cover_holds_every_choice_on_every_architecture(kind):
+    assert {c["tiling"] for k, c in COVER if k == kind} == set(USUAL[kind])
+    for arch in ("sm_90", "sm_100"):
+        chosen = [c for k, c in COVER if k == kind and c["tiling"][0] == arch]
+        assert {name: {c[name] for c in chosen} for name in PARTS[kind]} == {n: set(v) for n, v in PARTS[kind].items()}
+
+
+def test_the_wide_cover_holds_every_pair():
     for kind in KINDS:
-        chosen = [c for k, c in cover if k == kind]
-        choices = {"tiling": USUAL[kind] if cover is COVER else EVERY[kind], **PARTS[kind]}
+        chosen = [c for k, c in WIDE_COVER if k == kind]
+        choices = {"tiling": EVERY[kind], **PARTS[kind]}
         for one, two in itertools.combinations(choices, 2):
             wanted = {(str(x), str(y)) for x in choices[one] for y in choices[two]}
             if {one, two} == {"bias", "bias_scale"}:

@@ -1,7 +1,8 @@
 """What GEMM kernels on quantised operands are made with, combined: format, tiling and architecture, types, epilogue.
 
-In ``make test`` any two choices meet in some kernel of the usual tilings; in ``make test-full`` in some kernel of every
-tiling, and the whole matrix is compiled. All are disassembled.
+In ``make test`` every usual tiling and, with every format on every architecture, every choice is in some kernel; in
+``make test-full`` any two choices meet in some kernel of every tiling, and the whole matrix is compiled. All are
+disassembled.
 """
 
 import concurrent.futures
@@ -15,7 +16,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.matrix import HEADER, every, pairwise, show
+from tests.cutlass_kernels.matrix import HEADER, each, every, pairwise, show
 from tests.cutlass_kernels.scaled_matrix import PARTS, QUANTIZING, TILINGS, USUAL, allowed, checked, key, label
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
@@ -29,7 +30,7 @@ BUILD = {
     VARLEN_K: gemm_scaled.build,
     QUANTIZING: gemm_scaled_quantize.GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE.build,
 }
-COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": USUAL[kind], **PARTS[kind]}, allowed)]
+COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]}, allowed)]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": TILINGS[kind], **PARTS[kind]}, allowed)]
 
 pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
@@ -49,10 +50,24 @@ def compiled(kind, choice):
     return checked(kind, choice, artifacts.CUBIN, artifacts.PTX)
 
 
+def occurring(kind, tilings):
+    """Every combination there is of the tilings."""
+    return every({"tiling": tilings, **PARTS[kind]}, allowed)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cover_holds_every_pair(kind):
+def test_the_cover_holds_every_choice_with_every_format(kind):
     chosen = [c for k, c in COVER if k == kind]
-    possible = every({"tiling": USUAL[kind], **PARTS[kind]}, allowed)
+    possible = occurring(kind, USUAL[kind])
+    assert {c["tiling"] for c in chosen} == {c["tiling"] for c in possible}
+    for name in PARTS[kind]:
+        assert {(*c["tiling"][:2], c[name]) for c in chosen} == {(*c["tiling"][:2], c[name]) for c in possible}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wide_cover_holds_every_pair(kind):
+    chosen = [c for k, c in WIDE_COVER if k == kind]
+    possible = occurring(kind, TILINGS[kind])
     for one, two in itertools.combinations(("tiling", *PARTS[kind]), 2):
         assert {(str(c[one]), str(c[two])) for c in chosen} == {(str(c[one]), str(c[two])) for c in possible}
 
@@ -63,6 +78,7 @@ def test_every_format_is_there_on_every_architecture():
             ("sm_90", "fp8_tensor"),
             ("sm_90", "fp8_block"),
             ("sm_100", "fp8_tensor"),
+            ("sm_100", "fp8_block"),
             ("sm_100", "mxfp8"),
             ("sm_100", "nvfp4"),
         }
@@ -90,7 +106,7 @@ def test_compiles_in_every_tiling(kind, choice, table):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_matrix_compiles(kind, table):
     """Every combination there is, by as many processes as there are cores."""
-    choices = every({"tiling": TILINGS[kind], **PARTS[kind]}, allowed)
+    choices = occurring(kind, TILINGS[kind])
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
         table.extend(pool.map(compiled, [kind] * len(choices), choices, chunksize=16))

@@ -44,13 +44,13 @@ USUAL = ("swiglu", "swiglu, pair", "alternating", "alternating, few columns", "s
 
 @pytest.mark.parametrize("name", USUAL)
 def test_exact(name):
-    run(CASES[name], seeds=range(3))
+    run(CASES[name], seeds=(0,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_exact_under_many_schedules(name):
-    run(CASES[name], seeds=range(3, 9))
+    run(CASES[name], seeds=range(1, 9))
 
 
 def test_bad_offsets_stay_inside():

@@ -12,7 +12,7 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
-from tgl.cutlass_kernels.tiles import allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
+from tgl.cutlass_kernels.tiles import Grid, allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
 from tgl.cutlass_kernels.tiles.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
 from tgl.cutlass_kernels.tiles.groups import group_range
 from tgl.cutlass_kernels.tiles.order import CAPACITY, sort_groups
@@ -36,8 +36,9 @@ def test_decode_visits_every_tile_once_in_bands(tiles_m, tiles_n, band):
 def _write_tiles(offs: cute.Tensor, out: cute.Tensor, rows: Int32, tail: cutlass.Constexpr):
     index, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    search = start_search(offs, rows, TILES_N, TILE_M, tail)
-    search, tile = find_tile(search, index, offs, rows, TILES_N, TILE_M, BAND, tail)
+    grid = Grid(offs, rows, TILES_N, TILE_M, BAND, tail)
+    search = start_search(grid)
+    search, tile = find_tile(search, index, grid)
     while tile.valid:
         if cute.arch.lane_idx() == 0:
             out[index, 0] = tile.group
@@ -46,7 +47,7 @@ def _write_tiles(offs: cute.Tensor, out: cute.Tensor, rows: Int32, tail: cutlass
             out[index, 3] = tile.start
             out[index, 4] = tile.length
         index += blocks
-        search, tile = find_tile(search, index, offs, rows, TILES_N, TILE_M, BAND, tail)
+        search, tile = find_tile(search, index, grid)
 
 
 @cute.jit

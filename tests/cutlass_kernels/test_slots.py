@@ -32,6 +32,7 @@ TILINGS = [
     ("sm_100", GemmConfig(256, 64, two_cta=True)),
 ]
 tilings = pytest.mark.parametrize("arch, config", TILINGS, ids=str)
+slow = pytest.mark.slow
 
 
 def offs():
@@ -72,7 +73,7 @@ def kernel(arch, config, kind, b_unit, spec):
 
 
 @tilings
-@pytest.mark.parametrize("b_row_major", [True, False])
+@pytest.mark.parametrize("b_row_major", [True, pytest.param(False, marks=slow)])
 def test_rows(arch, config, b_row_major):
     a, b = integers(ROWS, 72, dtype=BF16), integers(5, 72, 104, dtype=BF16)
     a[sum(SIZES) :] = float("nan")
@@ -97,7 +98,7 @@ def test_rows(arch, config, b_row_major):
 
 @tilings
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", [pytest.param(False, marks=slow), True])
 def test_depth(arch, config, dtype, accumulate):
     a, b = integers(ROWS, 72, dtype=BF16), integers(ROWS, 104, dtype=BF16)
     a[sum(SIZES) :] = b[sum(SIZES) :] = float("nan")
@@ -241,7 +242,15 @@ def scaled_operands(format, x, dy):
     return (*a[3:5], *b[3:5], offs()), how
 
 
-@pytest.mark.parametrize("arch, format", [("sm_90", "fp8_tensor"), ("sm_90", "fp8_block"), ("sm_100", "mxfp8")])
+@pytest.mark.parametrize(
+    "arch, format",
+    [
+        ("sm_90", "fp8_tensor"),
+        ("sm_90", "fp8_block"),
+        ("sm_100", "mxfp8"),
+        pytest.param("sm_100", "fp8_block", marks=slow),
+    ],
+)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_scaled_wgrad(arch, format, overwrite):
     x, dy = integers(ROWS, 64, dtype=BF16), integers(ROWS, 96, dtype=BF16)

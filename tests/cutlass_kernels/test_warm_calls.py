@@ -26,6 +26,7 @@ OPS = [
         "grouped_gemm",
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
+        "grouped_gemm_packed",
         "grouped_gemm_scaled",
         "grouped_gemm_scaled_activation_quantize",
         "grouped_gemm_scaled_wgrad",
@@ -59,6 +60,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
     w_scales = torch.zeros(groups, blocked_size(2 * columns, across), dtype=torch.uint8)
     quantized = Options("mxfp8", scale_layout="blocked").resolved("group_quantize")
     quantized = sized_components(quantized, (T, depth), groups, a.device, grouped=True).empty()
+    codes, exponents = (torch.full((groups, columns, depth // n), 127, dtype=torch.uint8) for n in (2, 32))
     y, dw = dy.clone(), torch.zeros(groups, depth, columns)
     return {
         "grouped_gemm": ((a, w, offs, bias, probs), {}),
@@ -72,6 +74,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "grouped_activation_backward": ((dy, wide, offs, probs), swiglu),
         "grouped_gemm_activation": ((a, w.repeat(1, 1, 2), offs, wide_bias, probs), swiglu),
         "grouped_gemm_dactivation": ((a, w, wide, offs, probs), swiglu),
+        "grouped_gemm_packed": ((a, codes, exponents, offs, None, bias, probs), {"format": "mxfp4"}),
         "grouped_gemm_scaled": ((fp8, ones, fp8_w, ones.clone(), offs), tensor),
         "grouped_gemm_scaled.out": ((fp8, ones, fp8_w, ones.clone(), offs), {**tensor, "out": y}),
         "grouped_gemm_scaled_wgrad": ((turned[0], ones, turned[1], ones.clone(), offs), tensor),

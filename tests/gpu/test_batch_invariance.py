@@ -17,7 +17,7 @@ CHOSEN, SHARES = torch.tensor([3, 11, 0, 7]), torch.tensor([0.5, 0.25, 0.15, 0.1
 
 def block(recipe):
     torch.manual_seed(0)
-    made = tgl.MoE(EXPERTS, HIDDEN, INNER, recipe=MAKE[recipe](), device=DEVICE, dtype=torch.bfloat16)
+    made = tgl.MoE(EXPERTS, HIDDEN, INNER, recipe=MAKE[recipe](), device=DEVICE, params_dtype=torch.bfloat16)
     with torch.no_grad():  # exponents far apart, so that another order of sums has other bits
         for layer in (made.fc1, made.fc2):
             layer.weight.mul_(torch.exp2(torch.randint(-9, 9, layer.weight.shape, device=DEVICE).float()))

@@ -14,9 +14,11 @@ from tgl.testing import SIGNATURES
 
 ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
-ON_GPU = chips.trained()
+ON_GPU = chips.EVERY
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=needs_gpu)]
-FORMATS = {"sm_90": ("fp8_tensor", "fp8_block"), "sm_100": ("mxfp8", "nvfp4", "fp8_tensor")}[ARCH or "sm_90"]
+FORMATS = {"sm_90": ("fp8_tensor", "fp8_block"), "sm_100": ("mxfp8", "nvfp4", "fp8_tensor", "fp8_block")}[
+    ARCH or "sm_90"
+]
 
 ROUTINGS = ("ragged_tail", "empty_middle", "all_empty", "no_rows", "one_token", "above_tile", "groups_300")
 # Of the letters in the ops' signatures: around a tile, and off every boundary.

@@ -16,7 +16,7 @@ from tests.journeys import step as train_step
 ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
 # Those of the chip, or where there is none, so that the cases have names everywhere, Hopper's.
-ON_GPU = chips.trained()
+ON_GPU = chips.EVERY
 TRIPLES = covering_triples(ON_GPU)
 
 

@@ -33,7 +33,7 @@ from tests.journeys import (
 
 ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
-ON_GPU = chips.trained()
+ON_GPU = chips.EVERY
 EVERYWHERE = [pytest.param(name, "cpu", id=f"cpu-{name}") for name in RECIPES]
 EVERYWHERE += [pytest.param(name, "cuda", id=f"cuda-{name}", marks=needs_gpu) for name in ON_GPU]
 everywhere = pytest.mark.parametrize("recipe, device", EVERYWHERE)

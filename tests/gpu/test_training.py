@@ -19,7 +19,7 @@ ARCH = chips.arch()
 if ARCH is None:
     pytest.skip("needs a device that the kernels are built for", allow_module_level=True)
 
-RECIPES = chips.trained()
+RECIPES = chips.EVERY
 SIZE = Size(dim=256, layers=2, experts=32, context=256, windows=8, steps=24)
 WAYS = {
     "eager": {"how": demo_training.eager},

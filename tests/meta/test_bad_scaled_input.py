@@ -98,7 +98,7 @@ def test_one_error_that_names_the_argument(name, form, layout, argument, change,
 def test_options_that_do_not_exist():
     tensors, options = arguments(GEMM, "mxfp8")
     for change, message in (
-        ({"format": "int8"}, "`format` must be one of mxfp8, nvfp4, fp8_tensor, fp8_block, but got 'int8'"),
+        ({"format": "int8"}, "`format` must be one of mxfp8, nvfp4, mxfp4, fp8_tensor, fp8_block, but got 'int8'"),
         ({"b_direction": "up"}, "`b_direction` must be one of rowwise, columnwise, but got 'up'"),
         ({"scale_layout": "tiled"}, "`scale_layout` must be 'compact' or 'blocked' for mxfp8, but got 'tiled'"),
         ({"format": "fp8_block", "scale_layout": "blocked"}, "`scale_layout` must be 'compact' for fp8_block, but got"),

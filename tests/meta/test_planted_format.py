@@ -21,7 +21,7 @@ from tgl.testing.signatures import SIGNATURES
 
 X, W = torch.randn(4, 64), torch.randn(2, 64, 64)
 OFFS = torch.tensor([1, 4], dtype=torch.int32)
-MISSING = "must have an entry for 'planted', but there are mxfp8, nvfp4, fp8_tensor, fp8_block alone"
+MISSING = "must have an entry for 'planted', but there are mxfp8, nvfp4, mxfp4, fp8_tensor, fp8_block alone"
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("call", UNKNOWN)
 def test_a_name_in_no_table(call, device):
-    with pytest.raises(ValueError, match=r"`format` must be one of .*mxfp8, nvfp4, fp8_tensor, fp8_block.*'int8'"):
+    with pytest.raises(ValueError, match=r"`format` must be one of .*mxfp8, nvfp4, mxfp4, fp8_tensor, .*'int8'"):
         UNKNOWN[call](X.to(device), OFFS.to(device))
 
 

@@ -1,4 +1,4 @@
-"""What tests of blocks see of them: the ops that they call, and whether results have equal bits."""
+"""What tests of blocks see of them: the ops that they call, what these allocate, and whether bits are equal."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,3 +19,18 @@ class Ops(TorchDispatchMode):
         if function.namespace == "tgl":
             self.names.append(function._schema.name.removeprefix("tgl::"))
         return function(*args, **(kwargs or {}))
+
+
+class Sizes(TorchDispatchMode):
+    """The largest number of elements that an op of torch or of tgl returns in memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            for t in results if isinstance(results, (tuple, list)) else (results,):
+                self.largest = max(self.largest, t.numel() if isinstance(t, torch.Tensor) else 0)
+        return results

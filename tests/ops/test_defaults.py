@@ -147,7 +147,15 @@ X = torch.randn(ROUTINGS["above_tile"].rows, 96, generator=torch.Generator().man
 W = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(1))
 OFFS = ROUTINGS["above_tile"].ends()
 CONVERTED = OnePerName(
-    FORMATS, "CONVERTED", {"mxfp8": LAYOUTS, "nvfp4": LAYOUTS, "fp8_tensor": (), "fp8_block": ("te",)}
+    FORMATS,
+    "CONVERTED",
+    {
+        "mxfp8": LAYOUTS,
+        "nvfp4": LAYOUTS,
+        "mxfp4": tuple(layout for layout in LAYOUTS if layout != "te"),
+        "fp8_tensor": (),
+        "fp8_block": ("te",),
+    },
 )
 
 

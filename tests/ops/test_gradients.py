@@ -22,16 +22,17 @@ CASES = [
     (name, signature, given, dict(zip(signature.options, values)))
     for name in DIFFERENTIABLE
     for signature in SIGNATURES[name]
+    if signature.differentiable
     for given in signature.presence()
     for values in itertools.product(*signature.options.values())
 ]
 
 
-def random_operands(signature, given):
+def random_operands(signature, given, options):
     """float64 leaves off the grid of integers; the tail holds ordinary numbers, whose derivative must be zero."""
     few = {"K": 2, "M": 2, "N": 3, "I": 2}
     small = dataclasses.replace(signature, dimensions={**signature.dimensions, **few})
-    made = SampleInput(small, ROUTING, torch.float64, given=given).tensors()
+    made = SampleInput(small, ROUTING, torch.float64, given=given, options=options).tensors()
     generator = torch.Generator().manual_seed(3)
     for operand in small.operands:
         if operand.role == "derived":
@@ -51,7 +52,7 @@ def test_gradcheck_and_gradgradcheck(name, signature, given, options):
     if options.get("kind") in TABLE:
         given_constants = {"limit": 1.25, "alpha": 1.3, "offset": 0.5}  # a limit that the samples cross
         options = {**options, **{k: v for k, v in given_constants.items() if k in TABLE[options["kind"]].constants}}
-    operands = dict(zip([o.name for o in signature.operands], random_operands(signature, given)))
+    operands = dict(zip([o.name for o in signature.operands], random_operands(signature, given, options)))
     leaves = [t for t in operands.values() if t is not None and t.requires_grad]
 
     def function(*values):
@@ -82,7 +83,7 @@ def test_a_backward_computes_only_what_is_needed(given):
     names = ("a", "b", *given)
     for wanted in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names) + 1)):
         signature = SIGNATURES["grouped_gemm"][0]
-        operands = dict(zip([o.name for o in signature.operands], random_operands(signature, given)))
+        operands = dict(zip([o.name for o in signature.operands], random_operands(signature, given, {})))
         for name in names:
             operands[name].requires_grad_(name in wanted)
         y = tgl.grouped_gemm(*operands.values())
@@ -126,7 +127,7 @@ def test_expanded_gradients(shape):
     small = type(signature)(signature.text, dimensions={"K": 2, "N": 5})
     grads = []
     for dense in (False, True):
-        operands = list(random_operands(small, given))
+        operands = list(random_operands(small, given, {}))
         operands[1] = torch.randn(
             3, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
         ).requires_grad_()
@@ -251,7 +252,7 @@ def test_second_derivatives_never_read_a_tail(name, signature, given, options):
             return t
 
         operands = []
-        for role, t in zip(signature.operands, random_operands(signature, given)):
+        for role, t in zip(signature.operands, random_operands(signature, given, options)):
             floating = t is not None and t.is_floating_point()
             operands.append(poison(t, role).requires_grad_() if floating else t)
         leaves = [t for t in operands if t is not None and t.requires_grad]

@@ -115,6 +115,7 @@ def test_save_list_holds_overloads():
     saved = [
         ops.grouped_gemm,
         ops.grouped_gemm_activation,
+        ops.grouped_gemm_packed,
         ops.grouped_gemm_scaled,
         ops.grouped_gemm_scaled_activation_quantize,
         ops.grouped_mlp,

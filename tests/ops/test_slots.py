@@ -225,6 +225,7 @@ LAYOUTS_OF = OnePerName(
     {
         "mxfp8": {"scale_layout": "blocked"},
         "nvfp4": {"scale_layout": "blocked"},
+        "mxfp4": {"scale_layout": "blocked"},
         "fp8_tensor": {},
         "fp8_block": {},
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..backends import Implementation, add
 from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, permutation, routing, scale_layout
 
+GROUPED_MM = "aten grouped_mm"
 GROUPED_MM_ARCHS = frozenset({"sm_90", "sm_100", "sm_103"})
 _LOOP = "reads offs on the host; one GEMM per group"
 _MAP = "a dozen index ops of aten; groups read on the device"
@@ -44,7 +45,7 @@ for _op, _run, _supports, _note in (
     add(
         Implementation(
             _op,
-            "aten grouped_mm",
+            GROUPED_MM,
             "cuda",
             _run,
             _supports,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Specs = dict[str, TensorSpec | None]
 Tensors = dict[str, Tensor | None]
+Operand = tuple[Tensor, Tensor | None]
 
 
 def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
@@ -43,7 +44,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     if inner is not None and not further:
         act = activate(inner, h, offs, probs, params=params)
     if dw2 is not None and act is not None and not last:
-        grads["dw2"], dw2, act = wgrad(act, dy, offs, dw2), None, None
+        grads["dw2"], dw2, act = wgrad((act, None), (dy, None), offs, dw2), None, None
     scaled = None
     if bias2 is not None or made["dbias2"] is not None:
         grads["dbias2"], scaled = bias_gradients(dy, bias2, probs, offs, made["dbias2"], made["dprobs"])
@@ -61,7 +62,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         act = back["act"]
     del back
     if dw2 is not None and act is not None and not last:
-        grads["dw2"], dw2, act = wgrad(act, dy, offs, dw2), None, None
+        grads["dw2"], dw2, act = wgrad((act, None), (dy, None), offs, dw2), None, None
     if made["dprobs"] is not None:
         dprobs = dprobs.to(made["dprobs"].dtype)
         grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
@@ -70,7 +71,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         grads["dbias1"] = made["dbias1"].empty()
         backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
     if made["dw1"] is not None:
-        grads["dw1"] = wgrad(x, dh, offs, made["dw1"])
+        grads["dw1"] = wgrad((x, None), (dh, None), offs, made["dw1"])
     del x
     if made["dx"] is not None:
         given = [dh, w1.transpose(1, 2), offs, None, None]
@@ -78,7 +79,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
         del given
     del dh
     if dw2 is not None and act is not None:
-        grads["dw2"] = wgrad(act, dy, offs, dw2)
+        grads["dw2"] = wgrad((act, None), (dy, None), offs, dw2)
     return grads
 
 
@@ -105,8 +106,21 @@ def bias_gradients(
     return sums, None
 
 
-def wgrad(a: Tensor, b: Tensor, offs: Tensor, spec: TensorSpec) -> Tensor:
-    """``a^T b`` of every group, in the memory order of ``spec``."""
-    if spec.stride is not None:
-        return backends.produce("grouped_gemm_wgrad", a.device, spec.by_rows, [b, a, offs]).transpose(1, 2)
-    return backends.produce("grouped_gemm_wgrad", a.device, spec, [a, b, offs])
+def wgrad(a: Operand, b: Operand, offs: Tensor, spec: TensorSpec) -> Tensor:
+    """``a^T b`` of every group, in the memory order of ``spec``.
+
+    Args:
+        a, b: rows, and the int32 index by which to read them or None.
+    """
+    turned = spec.stride is not None
+    (rows, index), (others, other_index) = (b, a) if turned else (a, b)
+    tables = {}
+    if index is not None:
+        tables["a_rows"] = index
+    if other_index is not None:
+        tables["b_rows"] = other_index
+    given = [rows, others, offs]
+    made: Tensor = backends.produce(
+        "grouped_gemm_wgrad", offs.device, spec.by_rows if turned else spec, given, **tables
+    )
+    return made.transpose(1, 2) if turned else made

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..backends import Implementation, add
-from . import activations, emulation, expert_parallel, mlp, moe, requantize, scaled_activation_quantize
+from . import (
+    activations,
+    emulation,
+    expert_parallel,
+    mlp,
+    moe,
+    packed_gemm,
+    quantize_steps,
+    requantize,
+    scaled_activation_quantize,
+)
 
 _PARTS = "the implementations of the ops it is made of, see their own reports"
 _TWO_OPS = "two ops; see `explain` of each"
@@ -24,7 +34,7 @@ for _device in ("cpu", "cuda"):
         ("ep_dispatch", expert_parallel.dispatch),
         ("ep_combine", expert_parallel.combine),
     ):
-        add(Implementation(_op, "all_to_all_single", _device, _run, note=_COLLECTIVES))
+        add(Implementation(_op, "all_to_all_single", _device, _run, expert_parallel.supports, note=_COLLECTIVES))
     for _op, _produce in _EXPERTS.items():
         add(
             Implementation(_op, "composition", _device, None, emulable=_device == "cuda", note=_PARTS, produce=_produce)
@@ -87,5 +97,19 @@ for _device in ("cpu", "cuda"):
         )
     )
 
-for _implementation in emulation.implementations("cuda"):
+add(
+    Implementation(
+        "group_quantize",
+        "steps of aten",
+        "cuda",
+        quantize_steps.run,
+        quantize_steps.supports,
+        priority=-10,
+        note="two dozen steps per matrix, or for all rows; groups read on the device",
+        slots=True,
+        rows=True,
+    )
+)
+
+for _implementation in (*emulation.implementations("cuda"), *packed_gemm.implementations("cuda")):
     add(_implementation)

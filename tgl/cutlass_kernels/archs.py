@@ -15,9 +15,10 @@ from .gemm.sm90 import tilings as sm90_tilings
 from .gemm.sm100 import tilings as sm100_tilings
 from .gemm.warp.tilings import Tilings as WarpTilings
 
-DENSE = frozenset({"GroupedGemm", "GatheredGroupedGemm"})
-ALL = DENSE | {"ActivatedGroupedGemm", "GradientGroupedGemm", "ScaledGroupedGemm"}
-ALL |= {"GatheredActivatedGroupedGemm", "GatheredGradientGroupedGemm"}
+DENSE = frozenset({"GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm"})
+DENSE |= {f"Gathered{name}" for name in DENSE}
+OF_WARPS = DENSE | {"PackedGroupedGemm"}
+ALL = OF_WARPS | {"ScaledGroupedGemm"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Arch:
         folder: of its GEMM kernels, in ``gemm``; the module ``kernels`` in it has them by name.
         kernels: the names of those that it has.
         tilings: what knows which tilings there are and chooses one; it has the limits, too.
-        bulk_copies: whether it has bulk copies, tensor maps and barriers that count their bytes, by which kernels load
-            that quantise, dequantise or add up rows.
+        bulk_copies: whether it has bulk copies and barriers that count their bytes, by which many rows are loaded that
+            are added up.
+        maps_operands: whether its GEMM kernels read operands through tensor maps, which skip no elements.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
         spares_registers: whether the compiler leaves some where a kernel takes nearly all that as many blocks on a
             multiprocessor leave it; otherwise such a kernel has room for a block less.
@@ -45,6 +47,7 @@ class Arch:
     kernels: frozenset[str]
     tilings: Any
     bulk_copies: bool = True
+    maps_operands: bool = True
     rounds_to_fp4: bool = False
     spares_registers: bool = True
 
@@ -52,6 +55,11 @@ class Arch:
     def gathers(self) -> bool:
         """Whether it has dense GEMM kernels that read rows of an operand by an index."""
         return "GatheredGroupedGemm" in self.kernels
+
+    @property
+    def wider_mmas(self) -> bool:
+        """Whether it has MMAs wider than those of a warp."""
+        return self.folder != "warp"
 
     @property
     def smem_bytes(self) -> int:
@@ -72,7 +80,9 @@ class Arch:
 def _of_warps(name: str, smem_kb: int, bulk_copies: bool) -> Arch:
     """An architecture without wider MMAs than those of a warp, whose CTAs may have as much shared memory."""
     tilings = WarpTilings(smem_kb * 1024)
-    return Arch(name, (name,), name, "warp", DENSE, tilings, bulk_copies, spares_registers=False)
+    return Arch(
+        name, (name,), name, "warp", OF_WARPS, tilings, bulk_copies, maps_operands=False, spares_registers=False
+    )
 
 
 ARCHS = {
@@ -129,8 +139,3 @@ def chips(names: Iterable[str] | None = None) -> tuple[str, ...]:
 def having(kernel: str) -> frozenset[str]:
     """The names of the architectures that have a GEMM kernel of that name."""
     return frozenset(name for name, arch in ARCHS.items() if kernel in arch.kernels)
-
-
-def with_bulk_copies() -> frozenset[str]:
-    """The names of the architectures that have bulk copies."""
-    return frozenset(name for name, arch in ARCHS.items() if arch.bulk_copies)

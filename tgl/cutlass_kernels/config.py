@@ -7,6 +7,7 @@ from dataclasses import dataclass
 VARLEN_M = "varlen_m"  # [T, K] x [G, K, N] -> [T, N]
 VARLEN_K = "varlen_k"  # [T, M]^T x [T, N] -> [G, M, N]
 KINDS = (VARLEN_M, VARLEN_K)
+LINE = 64  # elements of 16 bits in 128 bytes, which is a row of a tile in shared memory
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,6 @@ class GemmConfig:
     stages: int = 0
     band: int = 8
     longest_first: bool = True
-
-    @property
-    def holds_halves(self) -> bool:
-        """Whether half of the columns are whole rows of 128 bytes, so that a tile can take gate and linear half."""
-        return self.tile_n % 128 == 0
 
     @property
     def cta_m(self) -> int:

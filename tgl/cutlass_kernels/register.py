@@ -6,9 +6,11 @@ from .. import backends
 from .ops import (
     activation,
     dequantize,
+    expert_parallel,
     gemm,
     gemm_activation,
     gemm_dactivation,
+    gemm_packed,
     gemm_scaled,
     gemm_scaled_quantize,
     permutation,
@@ -31,6 +33,7 @@ COPYING: tuple[Launcher, ...] = (
 LAUNCHERS: tuple[Launcher, ...] = (
     *COPYING,
     *gemm_scaled_quantize.LAUNCHERS,
+    gemm_packed.GROUPED_GEMM_PACKED,
     *activation.LAUNCHERS,
     *reduce.LAUNCHERS,
     *routing.LAUNCHERS,
@@ -43,3 +46,5 @@ for _launcher in LAUNCHERS:
 for _launcher in COPYING:
     backends.add(_launcher.copying())
 backends.add(quantize.ELEMENTWISE.implementation("tgl kernel, element by element", priority=8))
+for _op in expert_parallel.OPS:
+    backends.add(_op.implementation())

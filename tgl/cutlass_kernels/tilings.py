@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from .archs import arch_of
-from .config import KINDS, GemmConfig
+from .config import KINDS, LINE, VARLEN_M, GemmConfig
 from .gemm.scaling import OperandFormat
 
 MOST_STAGES = 5  # that a tiling names
@@ -38,7 +39,7 @@ def candidates(arch: str, kind: str, gathering: bool = False) -> list[GemmConfig
     """Every tiling that a kernel exists for, with the usual order of tiles; ``gathering``: one that gathers rows."""
     every = [
         GemmConfig(tile_m, tile_n, two_cta=two_cta, pingpong=pingpong, cluster_n=cluster_n, stages=stages)
-        for tile_m, tile_n in itertools.product((64, 128, 256), (64, 128, 192, 256))
+        for tile_m, tile_n in itertools.product((64, 128, 192, 256), (64, 128, 192, 256))
         for two_cta, pingpong, cluster_n in itertools.product((False, True), (False, True), (1, 2))
         for stages in range(MOST_STAGES + 1)
     ]
@@ -46,30 +47,46 @@ def candidates(arch: str, kind: str, gathering: bool = False) -> list[GemmConfig
     return [tiling for tiling in every if why_not(arch, kind, tiling) is None]
 
 
-def choose(arch: str, kind: str, columns: int, depth: int, rows: int, halves: bool = False) -> GemmConfig:
+def choose(arch: str, kind: str, columns: int, depth: int, rows: int, step: int = LINE) -> GemmConfig:
     """The tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
 
     Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. What ``autotune`` has found goes
     first.
 
     Args:
-        halves: whether the epilogue takes the columns as gate and linear half, which not every tiling allows.
+        step: what the columns of a tile are a multiple of; twice the usual where an epilogue takes them as gate and
+            linear half.
     """
     found = tuned.get((arch, kind, columns, depth, rows))
-    if found is not None and (found.holds_halves or not halves):
+    if found is not None and found.tile_n % step == 0:
         return found
-    return arch_of(arch).tilings.choose(kind, max(columns, 128) if halves else columns, depth, rows)
+    return arch_of(arch).tilings.choose(kind, max(columns, step), depth, rows)
 
 
 def choose_gathering(
-    arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, halves: bool = False
+    arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, activated: int | None = None
 ) -> GemmConfig:
-    """``choose`` for kernels that gather rows of ``operand``."""
+    """``choose`` for kernels that gather rows of ``operand``.
+
+    Args:
+        activated: for an activation in the epilogue the ``step`` of ``choose``.
+    """
     found = tuned.get((arch, kind, columns, depth, rows, operand))
-    if found is not None and (found.holds_halves or not halves):
+    if found is not None and found.tile_n % (activated or LINE) == 0:
         return found
-    columns = max(columns, 128) if halves else columns
-    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand)
+    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand, activated)
+
+
+def choose_gradient(arch: str, columns: int, depth: int, rows: int, gathering: bool) -> GemmConfig:
+    """``choose`` for kernels that go back through the activation.
+
+    Args:
+        gathering: whether rows are found by an index; then each CTA gathers for itself.
+    """
+    usual = choose(arch, VARLEN_M, columns, depth, rows)
+    if gathering:
+        usual = replace(usual, cluster_m=1, cluster_n=1)
+    return arch_of(arch).tilings.for_gradient(usual)
 
 
 def choose_scaled(

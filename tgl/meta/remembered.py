@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from .components import SizedComponents
-from .specs import TensorSpec
+from .specs import RowsSpec, TensorSpec, pair_for_rows
 
 Check = TypeVar("Check", bound=Callable[..., Any])
 LIMIT = 1024  # calls remembered per check; those of a model are few
@@ -140,6 +140,8 @@ def once({", ".join(parameters)}):
 def _remaking(result: Any) -> Callable[[int], Any]:
     """What makes a check's result for another number of rows."""
     if type(result) is tuple:
+        if [type(spec) for spec in result] == [RowsSpec, RowsSpec]:
+            return pair_for_rows(result)
         made = [_remaking(spec) for spec in result]
         if len(made) == 2:  # most of them; a loop over two costs twice what they do
             first, second = made

@@ -7,7 +7,7 @@ Operands are the components that ``group_quantize`` makes. Letters as in ``specs
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,19 +38,18 @@ def _data(op: str, argument: str, t: Tensor, form: Format, dims: int, letters: s
     checks.contiguous(op, argument, t)
 
 
-def _scale(
-    op: str,
-    argument: str,
-    t: Tensor,
-    form: Format,
-    expected: tuple,
-    letters: str,
-    device: torch.device,
-    reference: str,
-    *,
-    anyhow: bool = False,
-) -> None:
-    """``t`` has that shape, and is contiguous unless it may be laid out ``anyhow``."""
+class _Scales(NamedTuple):
+    """What scales must be: of which format and shape, in ``letters`` too, and contiguous unless laid out ``anyhow``."""
+
+    form: Format
+    shape: tuple
+    letters: str
+    anyhow: bool = False
+
+
+def _scale(op: str, argument: str, t: Tensor, must: _Scales, reference: str, device: torch.device) -> None:
+    """``t`` is such scales, on the device of ``reference``."""
+    form, expected, letters, anyhow = must
     if t.dtype != form.scale_dtype:
         checks.require(False, op, argument, f"{form.scale_dtype} for {form.name}", t.dtype, TypeError)
     checks.shape(op, argument, t, expected, letters)
@@ -163,14 +162,14 @@ def grouped_gemm_scaled(
     block = form.block
     letters = _letters(form, f"[T, ceil(K/{block})]", "each group from a multiple of 128 rows", scale_layout)
     expected, anyhow = _rows_scale(form, scale_layout, rows, depth, groups), form.scale_by_columns
-    _scale(op, "a_scale", a_scale, form, expected, letters, a.device, "a", anyhow=anyhow)
+    _scale(op, "a_scale", a_scale, _Scales(form, expected, letters, anyhow), "a", a.device)
     if form.square_scales:
         letters = f"[G, ceil(N/{block}), ceil(K/{block})]"
     else:
         compact = f"[G, ceil(K/{block}), N]" if across else f"[G, N, ceil(K/{block})]"
         letters = _letters(form, compact, "per matrix", scale_layout)
     expected = _matrix_scale(form, scale_layout, groups, width, depth, across)
-    _scale(op, "b_scale", b_scale, form, expected, letters, a.device, "a")
+    _scale(op, "b_scale", b_scale, _Scales(form, expected, letters), "a", a.device)
     _amax(op, "a_amax", a_amax, form, groups, a.device)
     _amax(op, "b_amax", b_amax, form, groups, a.device)
     dtype = _out_dtype(op, "out_dtype", out_dtype)
@@ -276,10 +275,18 @@ def most_tokens(data: Tensor, groups: Dim, format: str) -> Dim:
     return torch.sym_max(places - form.unit_data * (groups - 1), 0)
 
 
-def _tokens(
-    op: str, name: str, data: Tensor, scale: Tensor, form: Format, scale_layout: str, groups: Dim, letter: str
-) -> Dim:
-    """Checks of one columnwise operand ``[T, F]`` of the wgrad; returns F (its letter is ``letter``)."""
+class _Columnwise(NamedTuple):
+    """An operand ``[T, F]`` of the wgrad: its name, its components, and the letter of F."""
+
+    name: str
+    data: Tensor
+    scale: Tensor
+    letter: str
+
+
+def _tokens(op: str, operand: _Columnwise, form: Format, scale_layout: str, groups: Dim) -> Dim:
+    """Checks of one operand of the wgrad; returns F."""
+    name, data, scale, letter = operand
     if form.transposed_columnwise:
         pack = "" if form.per_byte == 1 else "/2"
         _data(op, name, data, form, 2, f"[{letter}, Tp{pack}]")
@@ -305,7 +312,7 @@ def _tokens(
             expected = (count, features)
     compact = f"[{letter}, Tp/{form.block}]" if form.transposed_scale else f"[Tp/{form.block}, {letter}]"
     letters = _letters(form, compact, f"{letter} rows", scale_layout)
-    _scale(op, f"{name}_scale", scale, form, expected, letters, data.device, name)
+    _scale(op, f"{name}_scale", scale, _Scales(form, expected, letters), name, data.device)
     return features
 
 
@@ -325,32 +332,35 @@ def grouped_gemm_scaled_wgrad(
 ) -> TensorSpec:
     """Columnwise tokens ``[T, M]`` and ``[T, N]`` -> ``[G, M, N]``; with an ``alignment``, see ``packed_slots``."""
     op = "grouped_gemm_scaled_wgrad"
-    shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
+    operands = _WgradOperands(a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    shape = _wgrad(op, operands, format, scale_layout)
     dtype = _out_dtype(op, "out_dtype", out_dtype)
     if alignment is not None:
         return packed_slots(op, shape[0], shape[1:], dtype, a.device, alignment)
     return TensorSpec(shape, dtype, a.device)
 
 
-def _wgrad(
-    op: str,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    *,
-    format: str,
-    scale_layout: str = "compact",
-) -> tuple[Dim, Dim, Dim]:
+class _WgradOperands(NamedTuple):
+    """The columnwise operands of a wgrad."""
+
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor
+    a_amax: Tensor | None
+    b_amax: Tensor | None
+
+
+def _wgrad(op: str, operands: _WgradOperands, format: str, scale_layout: str) -> tuple[Dim, Dim, Dim]:
+    """Checks of the operands; G, M and N."""
+    a, a_scale, b, b_scale, offs, a_amax, b_amax = operands
     form = _format(op, format, scale_layout)
     checks.offsets(op, offs, None, "a", a.device)
     groups = offs.shape[0]
-    m = _tokens(op, "a", a, a_scale, form, scale_layout, groups, "M")
+    m = _tokens(op, _Columnwise("a", a, a_scale, "M"), form, scale_layout, groups)
     checks.same_device(op, "b", b, "a", a.device)
-    n = _tokens(op, "b", b, b_scale, form, scale_layout, groups, "N")
+    n = _tokens(op, _Columnwise("b", b, b_scale, "N"), form, scale_layout, groups)
     tokens = 1 if form.transposed_columnwise else 0
     letter = "Tp" if form.transposed_columnwise else "T"
     pack = "" if form.per_byte == 1 else "/2"
@@ -400,7 +410,8 @@ def grouped_gemm_scaled_wgrad_out(
 ) -> None:
     """Checks of ``grouped_gemm_scaled_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` does."""
     op = "grouped_gemm_scaled_wgrad"
-    shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
+    operands = _WgradOperands(a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    shape = _wgrad(op, operands, format, scale_layout)
     checks.out_buffer(op, "out", out, shape, "[G, M, N]", a.device)
     _out_dtype(op, "out", out.dtype)
 
@@ -422,6 +433,7 @@ def grouped_gemm_scaled_wgrad_accumulate_(
 ) -> None:
     """Checks of the accumulating form: ``main_grad`` is ``[G, M, N]``."""
     op = "grouped_gemm_scaled_wgrad_accumulate_"
-    shape = _wgrad(op, a, a_scale, b, b_scale, offs, a_amax, b_amax, format=format, scale_layout=scale_layout)
+    operands = _WgradOperands(a, a_scale, b, b_scale, offs, a_amax, b_amax)
+    shape = _wgrad(op, operands, format, scale_layout)
     wgrad_buffer(op, "main_grad", main_grad, shape, slots, a.device)
     checks.either_dtype(op, "main_grad", main_grad, *OUT_DTYPES)

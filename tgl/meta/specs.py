@@ -60,6 +60,16 @@ class RowsSpec(TensorSpec):
         return lambda rows: new(RowsSpec, ((rows, *rest), dtype, device, None))
 
 
+def pair_for_rows(pair: tuple[RowsSpec, RowsSpec]) -> Callable[[Dim], tuple[RowsSpec, RowsSpec]]:
+    """``for_rows`` of two specs in one function: a call of each would cost as much as what it makes."""
+    ((_, *rest), dtype, device, _), ((_, *other_rest), other_dtype, other_device, _) = pair
+    new = tuple.__new__
+    return lambda rows: (
+        new(RowsSpec, ((rows, *rest), dtype, device, None)),
+        new(RowsSpec, ((rows, *other_rest), other_dtype, other_device, None)),
+    )
+
+
 def empty_all(specs: Iterable[TensorSpec]) -> list[Tensor]:
     """``spec.empty()`` of each; in one call, as an op with many outputs would spend half its time on calls."""
     made = []

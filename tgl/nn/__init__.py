@@ -2,7 +2,9 @@
 
 from . import layouts
 from .grouped_linear import GroupedLinear
+from .grouped_lora_linear import GroupedLoRALinear
 from .grouped_mlp import GroupedMLP
+from .grouped_packed_linear import GroupedPackedLinear
 from .moe import MoE, moe
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 from .sequential import GroupedActivation, Sequential
@@ -11,7 +13,9 @@ from .token_rounding import round_tokens
 __all__ = [
     "GroupedActivation",
     "GroupedLinear",
+    "GroupedLoRALinear",
     "GroupedMLP",
+    "GroupedPackedLinear",
     "MoE",
     "Routing",
     "Sequential",

@@ -26,18 +26,17 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def has_own_forward(layer: nn.Module) -> bool:
-    """Whether ``layer`` is something else than a ``GroupedLinear`` that computes as such: a wrapper, an adapter."""
-    return (
-        not isinstance(layer, GroupedLinear)
-        or type(layer).forward is not GroupedLinear.forward
-        or "forward" in layer.__dict__
-    )
+def has_own_forward(layer: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
+    """Whether ``layer`` is something else than one of ``kinds`` that computes as such: a wrapper, for instance."""
+    for kind in kinds:  # a generator would be frames of every call
+        if isinstance(layer, kind):
+            return type(layer).forward is not kind.forward or "forward" in layer.__dict__
+    return True
 
 
-def to_be_called(layer: nn.Module) -> bool:
-    """Whether ``layer`` has to be called: no op of several layers can stand for it."""
-    return hooked(layer) or has_own_forward(layer)
+def to_be_called(layer: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
+    """Whether ``layer`` has to be called: what is known of ``kinds`` does not hold for it."""
+    return hooked(layer) or has_own_forward(layer, kinds)
 
 
 def given(**options: Any) -> dict[str, Any]:

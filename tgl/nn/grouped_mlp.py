@@ -22,6 +22,9 @@ from ._modules import check_takes, given, has_own_forward, hooked, linears, spli
 from ._places import Places
 from ._scaled_gemms import fuse_product
 from .grouped_linear import GroupedLinear
+from .grouped_lora_linear import GroupedLoRALinear
+
+_LAYERS = (GroupedLinear, GroupedLoRALinear)  # what takes group ends and scales the bias by row
 
 
 class GroupedMLP(nn.Module):
@@ -50,7 +53,8 @@ class GroupedMLP(nn.Module):
     Hooks of ``fc1`` and ``fc2`` fire. With any hook the layers are called one after the other, no op spans them, and
     ``recompute_activation`` has no effect. Another module may replace either layer. It is called as
     ``module(inp, m_splits)``, with ``is_first_microbatch``, ``out`` (``fc2``) or ``dgrad_out`` (``fc1``) by name if
-    they are given; ``probs`` then multiplies the result of such an ``fc2``.
+    they are given; ``probs`` then multiplies the result of such an ``fc2``. A ``GroupedLoRALinear`` in their place gets
+    what the layer would, but for buffers, which it cannot take.
     """
 
     buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
@@ -108,8 +112,8 @@ class GroupedMLP(nn.Module):
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
         """``GroupedLinear._check_call`` of both layers."""
         for layer in (self.fc1, self.fc2):
-            if not to_be_called(layer):
-                layer._check_call(is_first_microbatch)
+            if not to_be_called(layer, _LAYERS):
+                layer._check_call(is_first_microbatch)  # type: ignore[operator]
 
     def forward(
         self,
@@ -156,8 +160,10 @@ class GroupedMLP(nn.Module):
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
         fc1, fc2 = self.fc1, self.fc2
-        if has_own_forward(fc1) or has_own_forward(fc2) or hooked(fc1) or hooked(fc2):
+        if has_own_forward(fc1, _LAYERS) or has_own_forward(fc2, _LAYERS) or hooked(fc1) or hooked(fc2):
             return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=True)
+        if isinstance(fc1, GroupedLoRALinear) or isinstance(fc2, GroupedLoRALinear):
+            return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=False)
         if out is None and dgrad_out is None and self._is_one_op(fc1, fc2, inp.device):
             return self._by_one_op(inp, offs, probs)
         if not torch._C._are_functorch_transforms_active() and (
@@ -184,14 +190,14 @@ class GroupedMLP(nn.Module):
         fc1, fc2 = self.fc1, self.fc2
         options1 = given(is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
         options2 = given(is_first_microbatch=is_first_microbatch, out=out)
-        replaced = has_own_forward(fc2)
+        replaced = has_own_forward(fc2, _LAYERS)
         if replaced and probs is not None and out is not None:
             fail(
                 "`out` must be None beside `probs` where another module stands in the place of `fc2`, whose result the "
                 "probabilities then multiply"
             )
         for name, layer, options in (("fc1", fc1, options1), ("fc2", fc2, options2)):
-            if has_own_forward(layer):
+            if has_own_forward(layer):  # of ``GroupedLinear`` it is known
                 check_takes(name, layer, options)
         first, second = (layer if called else layer.forward_offsets for layer in (fc1, fc2))
         groups = splits_of(offs) if called else offs

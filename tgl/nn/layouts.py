@@ -18,6 +18,20 @@ and of an expert MLP:
 Without a gate the first matrix is ``up_proj [G, I, H]``. Whether gate and linear rows of ``gate_up_proj`` alternate is
 not part of the layout but of ``GroupedMLP(interleaved=...)``; ``interleave`` and ``deinterleave`` change it.
 
+Low-rank updates of one layer, rank r:
+
+| layout | first | second |
+|---|---|---|
+| ``GroupedLoRALinear`` | ``lora_A [G, r, K]`` | ``lora_B [G, N, r]`` |
+| PEFT | ``lora_A.weight [G r, K]``, expert slowest | ``lora_B.weight [N, r G]``, expert fastest |
+
+Frozen matrices in MXFP4, ``[G, N, K]`` of one layer:
+
+| layout | elements | scales |
+|---|---|---|
+| ``group_quantize`` | ``data [G, N, K / 2]`` | ``scale [G, N, K / 32]`` |
+| gpt-oss | ``_blocks [G, N, K / 32, 16]`` | ``_scales [G, N, K / 32]`` |
+
 To run a module on the memory of another module's parameters, load the result of these functions with ``assign=True``.
 """
 
@@ -69,6 +83,65 @@ def interleave(rows: Tensor) -> Tensor:
 def deinterleave(rows: Tensor) -> Tensor:
     """The inverse of ``interleave``: a copy."""
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+
+
+# --- low-rank updates -------------------------------------------------------------------------------------------------
+
+
+def lora_to_peft(lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+    """``lora_A [G, r, K]`` and ``lora_B [G, N, r]`` to PEFT's ``[G r, K]`` (a view) and ``[N, r G]`` (a copy).
+
+    Raises:
+        ValueError: the shapes are not those of one layer.
+    """
+    if lora_a.dim() != 3:
+        raise ValueError(f"`lora_a` must be [G, r, K], but got {tuple(lora_a.shape)}")
+    groups, rank, _ = lora_a.shape
+    if lora_b.dim() != 3 or (lora_b.shape[0], lora_b.shape[2]) != (groups, rank):
+        raise ValueError(f"`lora_b` must be [G, N, r] with G = {groups} and r = {rank}, but got {tuple(lora_b.shape)}")
+    return lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
+
+
+def lora_from_peft(lora_a: Tensor, lora_b: Tensor, num_gemms: int) -> tuple[Tensor, Tensor]:
+    """The inverse of ``lora_to_peft`` for G = ``num_gemms``: views, of which the second has the group fastest.
+
+    Raises:
+        ValueError: the shapes are not those of one layer of that many groups.
+    """
+    if lora_a.dim() != 2 or num_gemms < 1 or lora_a.shape[0] % num_gemms:
+        raise ValueError(f"`lora_a` must be [G r, K] with G = {num_gemms}, but got {tuple(lora_a.shape)}")
+    rank = lora_a.shape[0] // num_gemms
+    if lora_b.dim() != 2 or lora_b.shape[1] != lora_a.shape[0]:
+        raise ValueError(
+            f"`lora_b` must be [N, r G] with G = {num_gemms} and r = {rank}, but got {tuple(lora_b.shape)}"
+        )
+    return lora_a.unflatten(0, (num_gemms, rank)), lora_b.unflatten(1, (rank, num_gemms)).permute(2, 0, 1)
+
+
+def mxfp4_from_gpt_oss(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """``data`` and ``scale`` of MXFP4 matrices as gpt-oss' checkpoints have them: views.
+
+    Args:
+        blocks: ``[G, N, K / 32, 16]`` uint8, such as ``gate_up_proj_blocks``.
+        scales: ``[G, N, K / 32]`` uint8, such as ``gate_up_proj_scales``.
+
+    Returns:
+        ``data [G, N, K / 2]`` and ``scale [G, N, K / 32]``, rowwise components of ``group_quantize(format="mxfp4")``.
+
+    Raises:
+        ValueError: other shapes.
+    """
+    if blocks.dim() != 4 or blocks.shape[3] != 16:
+        raise ValueError(f"`blocks` must be [G, N, K / 32, 16], but got shape {tuple(blocks.shape)}")
+    if scales.shape != blocks.shape[:3]:
+        must = f"[G, N, K / 32] = {tuple(blocks.shape[:3])} like `blocks`"
+        raise ValueError(f"`scales` must be {must}, but got shape {tuple(scales.shape)}")
+    return blocks.flatten(2), scales
+
+
+def mxfp4_to_gpt_oss(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of ``mxfp4_from_gpt_oss``: views."""
+    return data.unflatten(2, (-1, 16)), scale
 
 
 # --- state dicts ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ._errors import fail
 from ._inputs import MSplits, offsets_on, result_dtype
 from ._modules import check_takes, given, hooked, splits_of
 from .grouped_linear import GroupedLinear
+from .grouped_lora_linear import GroupedLoRALinear
 from .grouped_mlp import GroupedMLP
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Tensor]]
@@ -127,7 +128,7 @@ class Sequential(nn.Sequential):
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
         """``GroupedLinear._check_call`` of the modules that have no hooks, which may do something about it first."""
         for module in self:
-            if isinstance(module, (GroupedLinear, GroupedMLP, Sequential)) and not _is_called(module):
+            if isinstance(module, (*LINEARS, GroupedMLP, Sequential)) and not _is_called(module):
                 module._check_call(is_first_microbatch)
 
     def need_backward_dw(self) -> bool:
@@ -141,7 +142,8 @@ class Sequential(nn.Sequential):
                 module.backward_dw()
 
 
-OURS = (GroupedLinear, GroupedMLP, GroupedActivation, Sequential)
+LINEARS = (GroupedLinear, GroupedLoRALinear)
+OURS = (*LINEARS, GroupedMLP, GroupedActivation, Sequential)
 
 
 def _groups(m_splits: MSplits) -> int:
@@ -175,7 +177,7 @@ def _options(
         if isinstance(module, GroupedActivation):
             options.append(given(probs=probs))
             scaled = probs is not None
-        elif isinstance(module, GroupedLinear):
+        elif isinstance(module, LINEARS):
             bias_scale = probs if scaled and module.has_bias else None
             options.append(given(bias_scale=bias_scale, is_first_microbatch=is_first_microbatch))
             scaled = False

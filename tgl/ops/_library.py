@@ -23,6 +23,9 @@ from ._inductor import lowering_aware
 
 LIB = torch.library.Library("tgl", "DEF")
 
+KERNELS: dict[torch._ops.OpOverload, Callable] = {}
+"""The real implementation of every op, for who wants it to run on tensors of another kind."""
+
 # The dispatch keys (as ``raw_repr``) of calls on ordinary tensors of one device, with no mode or transform active.
 _PLAIN: set[int] = set()
 # Those of ordinary tensors themselves.
@@ -69,6 +72,7 @@ def define(
     name = schema.partition("(")[0]
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
+    KERNELS[op] = kernel
     torch.library.register_fake(f"tgl::{name}", lowering_aware(_guard(op, fake)), lib=LIB)
     if factory:
         LIB.impl(op, kernel, "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm,
     grouped_gemm_activation,
     grouped_gemm_dactivation,
+    grouped_gemm_packed,
     grouped_gemm_scaled,
     grouped_gemm_scaled_activation_quantize,
     grouped_gemm_scaled_wgrad,
@@ -29,6 +30,7 @@ _formulas: list[tuple[list[torch._ops.OpOverloadPacket], Callable[..., int]]] = 
 SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
     _ops.grouped_gemm_activation.default,
+    _ops.grouped_gemm_packed.default,
     _ops.grouped_gemm_scaled.default,
     _ops.grouped_gemm_scaled_activation_quantize.default,
     _ops.grouped_mlp.default,
@@ -135,6 +137,12 @@ def moe_backward_flop(
 ) -> int:
     """Those of the GEMMs that the gradients asked for take."""
     return grouped_mlp_backward_flop(source_shape, x_shape, w1_shape, w2_shape, output_mask=output_mask)
+
+
+@_flops(_ops.grouped_gemm_packed)
+def grouped_gemm_packed_flop(a_shape: list[int], b_shape: list[int], *args: Any, format: str, **kwargs: Any) -> int:
+    """``2 T N K``: every row counts."""
+    return 2 * a_shape[0] * b_shape[1] * b_shape[2] * FORMATS[format].per_byte
 
 
 @_flops(_ops.grouped_gemm_scaled, _ops.grouped_gemm_scaled_activation_quantize)

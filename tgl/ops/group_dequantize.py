@@ -100,7 +100,7 @@ def group_dequantize(
 ) -> Tensor:
     """Turn the rowwise or the columnwise components of ``group_quantize`` back into values, in x's order.
 
-    In float32, then one rounding: the element times ``2^(e - 127)`` (mxfp8), times ``scale * S_dec`` with
+    In float32, then one rounding: the element times ``2^(e - 127)`` (mxfp8, mxfp4), times ``scale * S_dec`` with
     ``S_dec = 1 / min(2688 / amax, FLT_MAX)`` (nvfp4), or times ``scale_inv`` (the FP8 formats). Rows past ``offs[-1]``
     come out as zeros.
 
@@ -109,7 +109,7 @@ def group_dequantize(
         scale: the scales of ``data``; rowwise ones of fp8_block rows in any layout.
         offs: int32 ``[G]``, cumulative group ends; None for matrices ``[G, N, K]``.
         amax: the amax of ``data``; for nvfp4 only.
-        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
         columnwise: whether ``data`` and ``scale`` are columnwise components.
         scale_layout: ``"compact"`` or ``"blocked"``.
         out_dtype: float32, bfloat16 (the default) or float16.

@@ -226,6 +226,9 @@ def group_quantize(
       position, seed and offset alone. ``rht``: columnwise data is made from a random Hadamard transform of every 16
       tokens of a group, the last ones zero-filled and all 16 results kept (signs, butterfly at distance 1, 2, 4, 8,
       times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
+    - ``"mxfp4"`` (OCP Microscaling Formats 1.0, and gpt-oss): E2M1 elements, two per byte, and E8M0 bytes per block of
+      32, made as those of ``"mxfp8"`` with 6 for the largest element. A block with Inf or NaN has byte 0xFF and
+      elements 0x7. ``columnwise_data`` is transposed.
     - ``"fp8_tensor"``: one ``scale = max / amax`` per group, elements of ``x * scale``, and ``scale_inv = 1 / scale``
       stored. With ``scale`` (delayed scaling) that one is used, and what exceeds it saturates. amax 0 has scale 1.
     - ``"fp8_block"`` (DeepSeek-V3 technical report, 2024): one such scale for every block of 128 along the contraction,

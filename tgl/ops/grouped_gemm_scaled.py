@@ -170,7 +170,7 @@ def grouped_gemm_scaled(
         a_amax, b_amax: float32 ``[G]``, the amax of each group, for NVFP4 and only there.
         bias: ``[G, N]``, float32, bfloat16 or float16.
         bias_scale: ``[T]``, float32, bfloat16 or float16; only with ``bias``.
-        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
         b_direction: which components of the weight ``b`` and ``b_scale`` are.
         scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
         out_dtype: bfloat16 (default), float16 or float32.

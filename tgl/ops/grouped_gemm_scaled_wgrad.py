@@ -225,7 +225,7 @@ def grouped_gemm_scaled_wgrad(
         b, b_scale: like ``a`` and ``a_scale``, of N features. The element type may differ from that of ``a``.
         offs: int32 ``[G]``: cumulative group ends.
         a_amax, b_amax: float32 ``[G]``, the columnwise amax of each group, for NVFP4 and only there.
-        format: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
         scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
         out_dtype: bfloat16 (default), float16 or float32.
         alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded

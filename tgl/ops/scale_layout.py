@@ -156,7 +156,7 @@ def to_te_scale_layout(
 
     Args:
         scale, offs, shape, columnwise: as for ``to_blocked_scale``.
-        format: ``"mxfp8"``, ``"nvfp4"`` or ``"fp8_block"``.
+        format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"`` (not in layout ``"te"``) or ``"fp8_block"``.
         block_2d: the blocks are 128 x 128 (``fp8_block`` weights).
         swizzled: each matrix blocked, as ``optimize_for_gemm`` makes it (``"mxfp8"``, ``"nvfp4"``).
 

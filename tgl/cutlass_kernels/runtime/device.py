@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What a kernel is compiled by and kept with, by the name of its module.
+_PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi", "platformdirs": "platformdirs"}
 EMULATED_MULTIPROCESSORS = 4  # few enough that clusters take turns on tiles
 
 
 @functools.cache
 def packages_reason() -> str | None:
     """Why no kernel can be compiled here, or None."""
-    for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
+    for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             return f"needs the package {package}"
     return None

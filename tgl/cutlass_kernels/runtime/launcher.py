@@ -72,8 +72,11 @@ class Launcher(ABC, Generic[Call]):
         """Why no kernel takes the call, wherever its tensors lie, or None."""
 
     @abstractmethod
-    def key(self, c: Call, arch: str) -> Hashable:
-        """What the compiled kernel for the call depends on, the name of its architecture included."""
+    def key(self, c: Call, arch: str) -> Any:
+        """What the compiled kernel for the call depends on: a named tuple.
+
+        The name of its architecture is in it, and ``emulated``: whether it takes tensors of a CPU, for an emulator.
+        """
 
     @abstractmethod
     def build(self, key: Any) -> Callable:
@@ -161,8 +164,13 @@ class Launcher(ABC, Generic[Call]):
         return plan
 
     def prepare(self, c: Call) -> None:
-        """Compile and load what the call needs, without touching its tensors."""
-        if not self.nothing(c):
+        """Compile and load what the call needs, without touching its tensors; on a pretended device, store it alone."""
+        if self.nothing(c):
+            return
+        if backends.pretended_arch is not None:
+            key = self.key(c, arch_of(backends.pretended_arch).name)._replace(emulated=False)
+            cache.store((self.op, key), lambda: self.build(key))
+        else:
             plan, small = self.plan(c), self.scratch(c)
             if small is not None:
                 self.start(plan, small)

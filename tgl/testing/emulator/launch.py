@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from collections import Counter, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,16 +23,19 @@ _STALLED_STEPS = 20_000
 _LIVELOCK_STEPS = 400_000
 
 
-class Launch(Engine):
-    """A grid being executed.
+class Extent(NamedTuple):
+    """Sizes (x, y, z) of a launch, and its dynamic shared memory in bytes."""
 
-    Args:
-        program: the translated kernel.
-        grid, block, cluster: sizes, (x, y, z).
-        smem: dynamic shared memory in bytes.
-        params: the parameter block.
-        spans: ``(address, bytes)`` of the host memory that is the kernel's global memory.
-        chip: what it runs on.
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    smem: int
+
+
+class Rules(NamedTuple):
+    """By what a launch is executed.
+
+    Attributes:
         seed, timing: see ``engine``.
         resident_clusters: how many clusters run at a time (more start when all of them wait).
         detect_races: keep vector clocks.
@@ -40,28 +43,40 @@ class Launch(Engine):
         strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
     """
 
+    seed: int
+    timing: str
+    resident_clusters: int
+    detect_races: bool
+    strict_loads: bool
+    strict_exits: bool
+
+
+class Launch(Engine):
+    """A grid being executed.
+
+    Args:
+        program: the translated kernel.
+        extent: of the grid.
+        params: the parameter block.
+        spans: ``(address, bytes)`` of the host memory that is the kernel's global memory.
+        chip: what it runs on.
+        rules: see ``Rules``.
+    """
+
     def __init__(
         self,
         program: Any,
-        grid: tuple,
-        block: tuple,
-        cluster: tuple,
-        smem: int,
+        extent: Extent,
         params: bytes,
         spans: list[tuple[int, int]],
         chip: Chip,
-        *,
-        seed: int = 0,
-        timing: str = "adversarial",
-        resident_clusters: int = 4,
-        detect_races: bool = True,
-        strict_loads: bool = False,
-        strict_exits: bool = True,
+        rules: Rules,
     ):
-        super().__init__(seed, timing)
-        self.program, self.grid, self.block, self.cluster, self.smem = program, grid, block, cluster, smem
-        self.resident, self.detect_races = resident_clusters, detect_races
-        self.strict_loads, self.strict_exits = strict_loads, strict_exits
+        super().__init__(rules.seed, rules.timing)
+        self.program = program
+        self.grid, self.block, self.cluster, self.smem = grid, _, cluster, _ = extent
+        self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
+        self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits
         self.chip, self.num_sms = chip, chip.multiprocessors
         self._check_shape()
         self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))

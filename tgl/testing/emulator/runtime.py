@@ -17,7 +17,7 @@ from .chips import chip_of
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
-from .launch import Launch
+from .launch import Extent, Launch, Rules
 from .parser import parse_module
 from .quiet import no_garbage_collection, single_threaded_blas
 
@@ -85,6 +85,18 @@ class Emulation:
         self.depth = 0
         self._registered: list[tuple[int, int, Any]] = []
         self._call: list[tuple[int, int]] = []
+
+    @property
+    def rules(self) -> Rules:
+        """Those of the next launch."""
+        return Rules(
+            self.seed,
+            self.timing,
+            self.resident_clusters,
+            self.detect_races,
+            self.strict_loads,
+            self.strict_exits,
+        )
 
     def register(self, tensor: Any) -> None:
         """Let kernels access a tensor that they reach only through a pointer in memory, not through an argument."""
@@ -232,22 +244,8 @@ class Emulation:
         launch = None
         try:
             with single_threaded_blas(), no_garbage_collection():
-                launch = Launch(
-                    program,
-                    grid,
-                    block,
-                    cluster,
-                    smem,
-                    params,
-                    self._spans(program, params),
-                    self.chip,
-                    seed=self.seed,
-                    timing=self.timing,
-                    resident_clusters=self.resident_clusters,
-                    detect_races=self.detect_races,
-                    strict_loads=self.strict_loads,
-                    strict_exits=self.strict_exits,
-                )
+                extent = Extent(grid, block, cluster, smem)
+                launch = Launch(program, extent, params, self._spans(program, params), self.chip, self.rules)
                 launch.run()
         except EmulatorError as e:
             text = re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), str(e))
