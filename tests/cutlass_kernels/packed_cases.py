@@ -78,7 +78,7 @@ def components(format: str, shape: tuple[int, int, int], data: torch.dtype = E4M
     made = tgl.group_quantize(
         exact(*shape), None, format=format, columnwise=False, block_2d=form.square_scales, **options
     )
-    powers = 2.0 ** torch.arange(shape[0])  # another factor for every group
+    powers = 2.0 ** (torch.arange(shape[0]) % 8)  # other factors for neighbours
     scale = made.scale if form.block else made.scale * powers
     return made.data, scale, 6.0 * 448.0 * powers if form.decodes_with_amax else None
 
