@@ -16,9 +16,6 @@ ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
 ON_GPU = chips.EVERY
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=needs_gpu)]
-FORMATS = {"sm_90": ("fp8_tensor", "fp8_block"), "sm_100": ("mxfp8", "nvfp4", "fp8_tensor", "fp8_block")}[
-    ARCH or "sm_90"
-]
 
 ROUTINGS = ("ragged_tail", "empty_middle", "all_empty", "no_rows", "one_token", "above_tile", "groups_300")
 # Of the letters in the ops' signatures: around a tile, and off every boundary.
@@ -77,9 +74,6 @@ def samples(name, which, shape, device):
     dtype = torch.bfloat16 if torch.bfloat16 in signature.dtypes else signature.dtypes[0]
     routings = ROUTINGS if device == "cuda" else ROUTINGS[:-2]
     for sample in signature.samples(dtypes=(dtype,), routings=routings, device=device):
-        wanted = sample.options.get("format")
-        if device == "cuda" and "gemm" in name and wanted is not None and wanted not in FORMATS:
-            continue
         if sample.layout == "row" or (sample.routing.name == ROUTINGS[0] and sample.layout == "padded"):
             yield sample
 

@@ -232,14 +232,24 @@ def _flush_bits(bits, ty):
 
 
 def _propagate_nan(bits, r, xs):
-    """float64 NaN results: the first NaN operand made quiet, or the negative default NaN if there is none."""
+    """float64 NaN results: of operands that are NaN one made quiet, or the negative default NaN if there is none.
+
+    A Hopper device looks at the second operand of a product, then at the addend, then at the first. A sum is a product
+    with 1, whose addend is its second operand.
+    """
     nan = np.isnan(r)
     if not nan.any():
         return bits
     value = np.full(bits.shape, 0xFFF8000000000000, np.uint64)
-    for x in reversed(xs):
-        value = np.where(np.isnan(x), np.ascontiguousarray(x).view(np.uint64) | np.uint64(1 << 51), value)
+    by_rank = xs if len(xs) < 3 else [xs[0], xs[2], xs[1]]
+    for x in by_rank:
+        value = np.where(np.isnan(x), _quiet(x), value)
     return np.where(nan, value, bits)
+
+
+def _quiet(x):
+    """The patterns of float64 NaN that signal no longer."""
+    return np.ascontiguousarray(x).view(np.uint64) | np.uint64(1 << 51)
 
 
 def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
@@ -247,6 +257,7 @@ def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
     if ftz:
         xs = [flush(x, ty) for x in xs]
     xs = list(np.broadcast_arrays(*xs))
+    lost = xs[-1]  # with which two float64 NaN end
     if xorsign:
         sign = np.logical_xor.reduce([np.signbit(x) for x in xs])
         xs = [np.abs(x) for x in xs]
@@ -264,11 +275,12 @@ def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
         r = np.where(np.isnan(r), r, np.copysign(r, np.where(sign, -1, 1).astype(r.dtype)))
     if relu:
         r = np.where((r > 0) | np.isnan(r), r, r.dtype.type(0))
-    return round_to(r, ty)
+    bits = round_to(r, ty)
+    return np.where(np.isnan(r), _quiet(lost), bits) if ty == "f64" else bits
 
 
 def _sign(name, ty, a, ftz):
-    """neg and abs change the sign bit alone, but make a NaN canonical (except in f64)."""
+    """neg and abs change the sign bit alone, but make a NaN canonical; in f64 quiet, and neg leaves it its sign."""
     top = {"f16": 0x8000, "bf16": 0x8000, "f32": 0x80000000, "f64": 1 << 63}[ty]
     u = vec(a, WIDTH[ty])
     dt = u.dtype.type
@@ -276,7 +288,11 @@ def _sign(name, ty, a, ftz):
         u = _flush_bits(u, ty)
     r = u ^ dt(top) if name == "neg" else u & dt(top - 1)
     nan = np.isnan(tofloat(u, ty))
-    return np.where(nan, dt(NAN_BITS[ty]), r) if ty != "f64" and nan.any() else r
+    if not nan.any():
+        return r
+    if ty != "f64":
+        return np.where(nan, dt(NAN_BITS[ty]), r)
+    return np.where(nan, _quiet(u if name == "neg" else r), r)
 
 
 @np.errstate(all="ignore")
