@@ -104,7 +104,7 @@ class Block:
         """Run it on the meta device."""
         recipe = getattr(recipes, self.recipe)() if self.recipe else None
         dtype, weights = getattr(torch, self.dtype), getattr(torch, self.weights)
-        with torch.device("meta"), torch.set_grad_enabled(self.backward):
+        with META, torch.set_grad_enabled(self.backward):
             layer = MoE(
                 self.experts,
                 self.hidden,
@@ -114,9 +114,10 @@ class Block:
                 params_dtype=dtype,
                 recipe=recipe,
             )
-            x = torch.empty(self.tokens, self.hidden, dtype=dtype, requires_grad=self.backward)
-            chosen = torch.empty(self.tokens, self.top_k, dtype=torch.int64)
-            y = layer(x, chosen, torch.empty(self.tokens, self.top_k, dtype=weights, requires_grad=self.backward))
+            x = torch.empty(self.tokens, self.hidden, dtype=dtype, device=META, requires_grad=self.backward)
+            picks = (self.tokens, self.top_k)
+            chosen = torch.empty(picks, dtype=torch.int64, device=META)
+            y = layer(x, chosen, torch.empty(picks, dtype=weights, device=META, requires_grad=self.backward))
             if self.backward:
                 y.backward(torch.empty_like(y))
 
@@ -171,6 +172,7 @@ def _flag(field: str, value: str) -> bool:
     return value == "true"
 
 
+META = torch.device("meta")
 _DTYPES = ("bfloat16", "float16", "float32")
 _NAMES: dict[str, tuple[str, ...]] = {
     "activation": tuple(activations.TABLE),

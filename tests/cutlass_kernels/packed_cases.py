@@ -9,11 +9,11 @@ import torch
 import tgl
 from tests.kernel_cases import CANARY, ends, exact, framed, integers, poisoned, product, stored
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.archs import ARCHS, DECODING
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, with_stages
-from tgl.cutlass_kernels.ops.gemm_packed import GROUPED_GEMM_PACKED, PackedKey
+from tgl.cutlass_kernels.ops.gemm_packed import GROUPED_GEMM_PACKED, PACKED, PackedKey
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta.formats import E4M3, FORMATS
 from tgl.testing import emulator
@@ -39,6 +39,7 @@ class Case:
     bias: torch.dtype | None = None
     bias_scale: torch.dtype | None = None
     offs: tuple[int, ...] | None = None  # other than the sizes say
+    kernel: str = PACKED
 
     @property
     def packed(self) -> PackedSpec:
@@ -56,6 +57,8 @@ class Case:
 
 def tiling(arch: str, case: Case) -> GemmConfig:
     """With all the stages there is room for."""
+    if case.kernel == DECODING:
+        return GemmConfig(*case.shape)
     return with_stages(case.packed, GemmConfig(*case.shape), ARCHS[arch].smem_bytes)
 
 
@@ -63,7 +66,7 @@ def kernel(arch: str, case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     name = names.name
     spec = EpilogueSpec(name(case.out), name(case.bias), name(case.bias_scale), tail=True)
-    key = PackedKey(arch, True, name(case.dtype), case.packed, spec, tiling(arch, case))
+    key = PackedKey(arch, True, case.kernel, name(case.dtype), case.packed, spec, tiling(arch, case))
     if key not in _compiled:
         _compiled[key] = GROUPED_GEMM_PACKED.build(key)
     return _compiled[key]

@@ -1,6 +1,8 @@
 """Kernels that decode B on its way to MMAs of warps, on the emulator: exact on integers, whatever the timing."""
 
+import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from tests.cutlass_kernels.packed_cases import Case, components, decoded, kernel
 from tests.kernel_cases import integers
 from tests.ops.test_packed_gemm import every_value
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.archs import ARCHS, DECODING
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.warp.packed_tilings import WARPS, choose, dense_is_faster, pieces, sharing, stages
+from tgl.cutlass_kernels.ops.gemm_packed import PACKED, kernel_of
 from tgl.meta.formats import E5M2, FORMATS
 from tgl.testing import emulator
 
@@ -48,7 +51,24 @@ CASES = {
     "fp8_block": ("sm_80", Case((64, 128), (70, 0, 3), "fp8_block", width=336)),
     "fp8_block, over rows": ("sm_100", Case((128, 64), (20, 0, 3), "fp8_block", True, width=336, height=200)),
 }
-USUAL = ("few rows", "narrow, over rows")
+# As high as groups are long; few rows are decoded to more columns.
+CASES |= {
+    f"decoding, {format}, {'rows' if over else 'columns'}": (
+        "sm_90",
+        Case((256, 128), (300, 0, 7, 130), format, over, kernel=DECODING, height=264, width=288 if over else 160),
+    )
+    for format in FORMATS
+    for over in (False, True)
+}
+CASES |= {
+    "decoding": ("sm_90", Case((128, 128), RAGGED, kernel=DECODING, bias=F32, bias_scale=F32, width=416)),
+    "decoding, over rows": ("sm_90", Case((128, 128), RAGGED, over_rows=True, kernel=DECODING, dtype=F16, out=F16)),
+    "decoding, few rows": ("sm_90", Case((64, 256), (5, 0, 20, 1), kernel=DECODING, height=520, width=544)),
+    "decoding, E5M2": ("sm_90", Case((64, 128), (5, 40), "mxfp8", data=E5M2, kernel=DECODING, out=F32)),
+    "decoding, all empty": ("sm_90", Case((64, 256), (0, 0, 0), tail=40, kernel=DECODING)),
+    "decoding, bad offsets": ("sm_90", Case((128, 128), (5, 0, 20), offs=(10**9, -5, 7), kernel=DECODING)),
+}
+USUAL = ("few rows", "narrow, over rows", "decoding", "decoding, over rows")
 
 
 @pytest.mark.parametrize("name", USUAL)
@@ -64,9 +84,8 @@ def test_exact_under_any_timing(name):
 
 
 def test_every_format_is_tried_in_both_directions():
-    assert {(case.format, case.over_rows) for _, case in CASES.values()} == {
-        (name, over) for name in FORMATS for over in (False, True)
-    }
+    tried = {(case.kernel, case.format, case.over_rows) for _, case in CASES.values()}
+    assert tried == set(itertools.product((PACKED, DECODING), FORMATS, (False, True)))
 
 
 @slow
@@ -103,13 +122,28 @@ def test_the_op_and_its_gradient_are_served(arch):
         assert tgl.explain(tgl.grouped_gemm_packed, a, data, scale, offs, format="mxfp4").chosen.name == "tgl kernel"
         y = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4")
         (da,) = torch.autograd.grad(y, a, dy)
-        assert ["PackedGroupedGemm" in launch.kernel for launch in machine.launches] == [True, True]
+        kernel, _ = kernel_of(ARCHS[arch], Case((64, 128), ()).packed, 6)
+        assert [kernel in launch.kernel for launch in machine.launches] == [True, True]
     assert torch.equal(y[:6], a[:6] @ w[0].T)
     assert torch.equal(y[10:], torch.zeros_like(y[10:]))
     assert torch.equal(da[6:10], dy[6:10] @ w[1])
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_less_is_reported():
+    """Lanes decode through another proxy than the MMA reads by."""
+
+    def edit(ptx):
+        pieces = ptx.split("fence.proxy.async.shared::cta;")
+        ahead = [i for i, piece in enumerate(pieces) if "mbarrier.arrive.shared" in piece[:300]]
+        assert len(ahead) == 1
+        pieces[ahead[0] - 1 : ahead[0] + 1] = ["".join(pieces[ahead[0] - 1 : ahead[0] + 1])]
+        return "fence.proxy.async.shared::cta;".join(pieces)
+
+    with pytest.raises(emulator.MemoryAccessError, match=r"st\.shared without fence\.proxy\.async"):
+        run("sm_90", Case((128, 128), (130,), kernel=DECODING), seeds=(0,), edit_ptx=edit)
 
 
 @pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
@@ -155,7 +189,7 @@ def test_many_rows_are_left_to_wider_mmas(arch, over_rows):
             found = tgl.explain(
                 tgl.grouped_gemm_packed, integers(rows, 64), data, scale, offs, format="mxfp4", over_rows=over_rows
             )
-        left = many and ARCHS[arch].wider_mmas
+        left = many and ARCHS[arch].wider_mmas and DECODING not in ARCHS[arch].kernels
         assert (wide in str(found)) == left
         assert (found.chosen.name == "tgl kernel") == (not left)
 
@@ -197,6 +231,41 @@ COMPILED = [
     dict(zip(CHOICES, ("sm_80", (128, 128), "mxfp4", False, BF16))),
     *(pytest.param(choice, marks=slow) for choice in pairwise(CHOICES, fits)),
 ]
+
+
+DECODING_SHAPES = ((256, 128), (128, 128), (64, 128), (64, 256))
+DECODING_CHOICES = {
+    "shape": DECODING_SHAPES,
+    "format": tuple(FORMATS),
+    "over_rows": (False, True),
+    "dtype": (BF16, F16),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [0, 1, 32, 33, 64, 65, 5000])
+def test_chosen_shapes_are_among_those_tried(rows, format):
+    kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format).packed, rows)
+    assert kernel == DECODING
+    assert (chosen.tile_m, chosen.tile_n) in DECODING_SHAPES
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(
+    "choice",
+    [dict(zip(DECODING_CHOICES, ((256, 128), "mxfp4", False, BF16)))]
+    + [pytest.param(choice, marks=slow) for choice in pairwise(DECODING_CHOICES, lambda choice: True)],
+    ids=str,
+)
+def test_machine_code_of_wide_mmas(choice):
+    """Nothing in local memory, and every wide MMA once."""
+    shape = choice["shape"]
+    case = Case(shape, (), choice["format"], choice["over_rows"], dtype=choice["dtype"], out=F32, bias=F32)
+    case = replace(case, kernel=DECODING)
+    with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
+        report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
+    assert (report.spills, report.frame) == (0, 0)
+    assert report.count("HGMMA") == 4 * max(shape[0] // 128, 1)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

@@ -19,6 +19,7 @@ DENSE = frozenset({"GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm"}
 DENSE |= {f"Gathered{name}" for name in DENSE}
 OF_WARPS = DENSE | {"PackedGroupedGemm"}
 ALL = OF_WARPS | {"ScaledGroupedGemm"}
+DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than a warp's
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ ARCHS = {
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
-            kernels=ALL,
+            kernels=ALL | {DECODING},
             tilings=sm90_tilings,
         ),
         Arch(

@@ -76,7 +76,8 @@ def _by_row(x: Tensor, offs: Tensor, _: Tensor | None) -> _Rows:
     amax = x.float().abs().amax(1)
     # By a tensor: CUDA divides by a number as it multiplies by the inverse, an ulp away, and with it every element
     # halfway between two codes becomes the other one.
-    scale = (amax / torch.full_like(amax, _MAX)).clamp(min=_SMALLEST_SCALE)
+    most = torch.full_like(amax, _MAX, dtype=amax.dtype, device=amax.device)
+    scale = (amax / most).clamp(min=_SMALLEST_SCALE)
     return _scaled_rows(x, scale)
 
 

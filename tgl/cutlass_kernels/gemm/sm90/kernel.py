@@ -9,6 +9,7 @@ warps                  role
 4 W                    load: TMA of A and B
 4 W + 1                load, where operands have scales of blocks: these
 4 W to 4 W + 3         load, where rows of an operand are gathered: this one; the first of them the other one by TMA
+4 W to 4 W + 7         load, where an operand is decoded: this one; the first of them the other one by TMA
 the others of the 4    none; they complete the warpgroup that gives its registers to the consumers
 =====================  ==========================================================================
 
@@ -19,7 +20,7 @@ the load warp keeps filling with the next tile's operands while the consumers st
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute, memory
+from cutlass import Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -36,7 +37,7 @@ from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
 from ..factors import LANES, factor_count, load_factors
 from ..gathered import Gathered, check
-from ..ring import allocate_ring, open_ring
+from ..ring import Ring, allocate_ring, open_ring
 from ..scaling import DENSE, OperandFormat
 from . import gather, store
 from .load import Operand, load_tiles
@@ -61,11 +62,15 @@ class GroupedGemm:
         chunk: rows and columns of a chunk, which a warp stages and stores at a time.
         buffers: chunks that each consumer warp stages.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
+        by_lanes: the operand that lanes write to the ring, where the other one is loaded by TMA; or None.
+        aside: bytes of shared memory that those lanes have for themselves.
+        load_warpgroups: whose warps load.
     """
 
     gradient: ActivationSpec | None = None
     hidden: Any  # of a gradient
-    buffers = 0
+    buffers = aside = 0
+    load_warpgroups = 1
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class GroupedGemm:
         gathered: str | None = None,
     ):
         check(kind, gathered, gathering_reason(config))
-        self.gathered = gathered
+        self.gathered = self.by_lanes = gathered
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
         tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
@@ -100,6 +105,7 @@ class GroupedGemm:
             vector_bytes(spec, *self.vector_tile)
             + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
             + 4 * self.warpgroups * self.buffers * store.CHUNK_ROWS * line
+            + self.aside
         )
         self.factors = factor_count(kind, config, form)  # of a stage
         # Of 64512: a warp that finds rows, or scales of rows, anywhere needs more than one that asks for tiles.
@@ -150,6 +156,7 @@ class GroupedGemm:
         extra=None,
         slots: cute.Tensor | None = None,
         index: cute.Tensor | None = None,
+        packed=None,
     ):
         """Make the maps and launch.
 
@@ -159,12 +166,13 @@ class GroupedGemm:
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
             index: which rows of what is ``gathered``; None if nothing is.
+            packed: what lanes decode in place of B, which then has a layout and no values; or None.
         """
         problem = self.policy.problem(a, b, offs, out, slots)
-        gathered: Any = None
+        source = packed
         if cutlass.const_expr(self.gathered is not None):
-            gathered = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
-            problem = problem._replace(rows=Int32(gathered.index.shape[0]))
+            source = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
+            problem = problem._replace(rows=Int32(source.index.shape[0]))
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
         tile_m, _, tile_k = self.tiler
@@ -181,11 +189,11 @@ class GroupedGemm:
         load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
         a_map: Any = None
         a_coords: Any = None
-        if cutlass.const_expr(self.gathered != "a"):
+        if cutlass.const_expr(self.by_lanes != "a"):
             a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
         b_map: Any = None
         b_coords: Any = None
-        if cutlass.const_expr(self.gathered != "b"):
+        if cutlass.const_expr(self.by_lanes != "b"):
             b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
         if cutlass.const_expr(self.spec.reduces):
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
@@ -214,10 +222,10 @@ class GroupedGemm:
             args,
             hidden,
             problem,
-            gathered,
+            source,
         ).launch(
             grid=(running * ctas, 1, 1),
-            block=(self.consumers + WARPGROUP, 1, 1),
+            block=(self.consumers + WARPGROUP * self.load_warpgroups, 1, 1),
             cluster=(ctas, 1, 1) if ctas > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
@@ -254,7 +262,7 @@ class GroupedGemm:
         args: EpilogueArgs,
         hidden,
         problem: Problem,
-        gathered: Gathered | None,
+        source,
     ):
         """Set up what the roles share, then branch into them."""
         a_map, a_coords, a_smem = a
@@ -277,7 +285,7 @@ class GroupedGemm:
         if cutlass.const_expr(hidden is not None):
             full = open_slots(allocator, 4 * self.warpgroups * SLOTS, warp == load_warp)
             hidden = hidden._replace(full=full)
-        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4, first, step)
+        problem = self.policy.arrange(problem, allocator, warp, load_warp + 4 * self.load_warpgroups, first, step)
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
@@ -285,17 +293,20 @@ class GroupedGemm:
         factors: Any = None
         if cutlass.const_expr(self.factors):
             factors = allocator.allocate_tensor(Float32, cute.make_layout((self.factors, self.stages)), 16)
+        aside: Any = None
+        if cutlass.const_expr(self.aside):
+            aside = allocator.allocate_array(Int64, num_elems=self.aside // 8, byte_alignment=16).toint()
         if warp == load_warp:
             with cute.arch.elect_one():
-                lanes = (LANES if self.factors else 0) + (gather.LANES if self.gathered else 0)
+                lanes = (LANES if self.factors else 0) + self.arrivals
                 open_ring(ring, self.stages, 1 + lanes, 4 * self.sharing * ctas)
         self.meet()
 
         if warp >= load_warp:
             cute.arch.setmaxregister_decrease(self.load_registers)
             operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
-            if cutlass.const_expr(gathered is not None):
-                gather.gather_tiles(self, gathered, *operands, ring, problem, first, step)
+            if cutlass.const_expr(self.by_lanes is not None):
+                self.fill(source, *operands, ring, aside, Share(problem, rank, first, step))
             else:
                 if warp == load_warp:
                     load_tiles(self, *operands, ring, problem, rank, first, step)
@@ -323,6 +334,20 @@ class GroupedGemm:
             )
         if cutlass.const_expr(ctas > 1):
             self.meet()  # no CTA leaves while another may still load into its shared memory
+
+    @property
+    def arrivals(self) -> int:
+        """Of lanes that write an operand, at the barrier of a stage."""
+        return gather.LANES if self.gathered else 0
+
+    def fill(self, source: Any, a: Operand, b: Operand, ring: Ring, own: Any, share: Share):
+        """What the lanes of the load warps do that write ``by_lanes``.
+
+        Args:
+            source: where from.
+            own: the address of ``aside`` bytes, or None.
+        """
+        gather.gather_tiles(self, source, a, b, ring, share.problem, share.first, share.step)
 
     @cute.jit
     def meet(self):

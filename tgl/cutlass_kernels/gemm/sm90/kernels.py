@@ -1,6 +1,7 @@
 """The GEMM kernels of sm_90, by the names that ``archs.Arch.kernel`` asks for."""
 
 from ..warp.packed import PackedGroupedGemm
+from .decode import DecodingGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
@@ -8,6 +9,7 @@ from .scaled import ScaledGroupedGemm
 
 __all__ = [
     "ActivatedGroupedGemm",
+    "DecodingGroupedGemm",
     "GatheredActivatedGroupedGemm",
     "GatheredGradientGroupedGemm",
     "GatheredGroupedGemm",

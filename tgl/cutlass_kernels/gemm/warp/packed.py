@@ -25,39 +25,10 @@ from .packed_tilings import WARPS, PackedSpec, decoded_bytes, pieces, stage_byte
 from .store import Output, store_tile
 
 
-class PackedGroupedGemm:
-    """A kernel of one packing, tiling, epilogue and element type of A.
+class PackedCall:
+    """Goes before a kernel whose B is packed."""
 
-    Attributes:
-        packed: how B is packed.
-        decoded: how its decoded columns lie in a buffer.
-        pieces_at, words_at: where in a stage pieces of B, and the words beside them, begin.
-        shared: how many CTAs share a multiprocessor.
-        halves, gathered, line_step, store: see ``kernel.GroupedGemm``.
-    """
-
-    halves, gathered = 1, None
-    store = staticmethod(store_tile)
-
-    def __init__(
-        self,
-        config: GemmConfig,
-        spec: EpilogueSpec,
-        element: type[cutlass.Numeric],
-        packed: PackedSpec,
-        shared: int = 1,
-    ):
-        self.config, self.spec, self.element, self.packed, self.shared = config, spec, element, packed, shared
-        self.out_element = TYPES[spec.out]
-        self.warps = WARPS[config.tile_m, config.tile_n]
-        self.threads = 32 * self.warps[0] * self.warps[1]
-        self.line_step = self.threads // LANES_OF_LINE
-        self.warp_tile = config.tile_m // self.warps[0], config.tile_n // self.warps[1]
-        self.decoded = Part(not packed.over_rows, config.tile_n, 0)
-        self.stage_bytes, self.decoded_bytes = stage_bytes(packed, config), decoded_bytes(config)
-        self.pieces_at = config.tile_m * LINE * 2
-        self.words_at = self.pieces_at + pieces(packed, config) * PIECE
-        self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
+    begin: Any
 
     @cute.jit
     def __call__(
@@ -78,11 +49,50 @@ class PackedGroupedGemm:
         Args:
             ctas: how many may run at once.
         """
-        columns = Int32(out.shape[1])
+        self.begin(Operands(a, Matrices(b, scale, amax)), offs, out, EpilogueArgs(bias, bias_scale), ctas, stream)
+
+
+class PackedGroupedGemm(PackedCall):
+    """A kernel of one packing, tiling, epilogue and element type of A.
+
+    Attributes:
+        packed: how B is packed.
+        decoded: how its decoded columns lie in a buffer.
+        decoders: lanes that copy and decode pieces; the thread's number modulo this is a lane's.
+        pieces_at, words_at: where in a stage pieces of B, and the words beside them, begin.
+        shared: how many CTAs share a multiprocessor.
+        halves, gathered, line_step, store: see ``kernel.GroupedGemm``.
+    """
+
+    halves, gathered = 1, None
+    store = staticmethod(store_tile)
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        spec: EpilogueSpec,
+        element: type[cutlass.Numeric],
+        packed: PackedSpec,
+        shared: int = 1,
+    ):
+        self.config, self.spec, self.element, self.packed, self.shared = config, spec, element, packed, shared
+        self.out_element = TYPES[spec.out]
+        self.warps = WARPS[config.tile_m, config.tile_n]
+        self.threads = self.decoders = 32 * self.warps[0] * self.warps[1]
+        self.line_step = self.threads // LANES_OF_LINE
+        self.warp_tile = config.tile_m // self.warps[0], config.tile_n // self.warps[1]
+        self.decoded = Part(not packed.over_rows, config.tile_n, 0)
+        self.stage_bytes, self.decoded_bytes = stage_bytes(packed, config), decoded_bytes(config)
+        self.pieces_at = config.tile_m * LINE * 2
+        self.words_at = self.pieces_at + pieces(packed, config) * PIECE
+        self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
+
+    def begin(self, operands: Operands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream):
+        """Launch as many CTAs as there are tiles for, up to ``ctas``."""
+        a, columns = operands.a, Int32(out.shape[1])
         tiles = ceil_div(columns, self.config.tile_n)
         problem = Problem(offs, Int32(a.shape[0]), Int32(a.shape[1]), columns, Int32(0), tiles)
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), ctas), 1)
-        operands, args = Operands(a, Matrices(b, scale, amax)), EpilogueArgs(bias, bias_scale)
         self.kernel(operands, Output(out), args, problem).launch(
             grid=(running, 1, 1),
             block=(self.threads, 1, 1),

@@ -74,7 +74,7 @@ def piece_of(gemm: Any, turn: int) -> tuple[Int32, Piece]:
     """The number of a thread's piece of a turn in a stage, and where it is."""
     spec, part = gemm.packed, gemm.decoded
     thread, _, _ = cute.arch.thread_idx()
-    index, across = thread + turn * gemm.threads, LINE // spec.elements
+    index, across = thread % gemm.decoders + turn * gemm.decoders, LINE // spec.elements
     lines = part.extent if part.along else gemm.config.tile_k
     line = divided(index, across)
     return index, Piece(divided(line, lines), line & lines - 1, index & across - 1)
@@ -106,7 +106,7 @@ def copy_matrices(gemm: cutlass.Constexpr, b: Matrices, spot: Spot, stage: Int32
     spec, total = gemm.packed, pieces(gemm.packed, gemm.config)
     height, width = b.data.shape[1], b.data.shape[2] * spec.per_byte
     scale_end = b.scale.iterator.toint() + Int64(b.scale.shape[0]) * b.scale.stride[0] * spec.scale_bytes
-    for turn in cutlass.range_constexpr(total // gemm.threads):
+    for turn in cutlass.range_constexpr(total // gemm.decoders):
         index, piece = piece_of(gemm, turn)
         along = piece.number * spec.elements
         row, column = spot.column + piece.line, spot.depth + along

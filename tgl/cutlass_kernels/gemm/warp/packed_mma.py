@@ -57,7 +57,7 @@ def multiply(
 ) -> Stand:
     """``acc += A B`` of a tile; where the next one's first k tile is."""
     steps, blocks = gemm.config.tile_k // STEP, gemm.warp_tile[1] // BLOCK
-    turns, many = steps * blocks, pieces(gemm.packed, gemm.config) // gemm.threads
+    turns, many = steps * blocks, pieces(gemm.packed, gemm.config) // gemm.decoders
     feed, ring, buffer = stand
     extent = problem.depth
     while extent > 0:
@@ -104,7 +104,7 @@ def multiply_tiles(
         feed = follow(gemm, operands, feed, problem, step)
     ring, buffer = Ring(buffers, buffers), buffers + config.stages * gemm.stage_bytes
     cute.arch.cp_async_wait_group(config.stages - 2)
-    for number in cutlass.range_constexpr(pieces(gemm.packed, config) // gemm.threads):
+    for number in cutlass.range_constexpr(pieces(gemm.packed, config) // gemm.decoders):
         decode_piece(gemm, number, buffers, buffer)
     stand, search = Stand(feed, ring, buffer), policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
