@@ -210,7 +210,7 @@ def test_tf32(mode):
         rest, low = int(u) & 0x1FFF, int(u) >> 13
         up = {"rn": rest > 0x1000 or (rest == 0x1000 and low & 1), "rz": False, "rna": rest >= 0x1000}[mode]
         assert g == (low + up) << 13
-    assert make_cvt((mode,), "tf32", "f32", 32)(0x7F810000) == (0x7F810000 if mode == "rna" else 0x7FFFE000)
+    assert make_cvt((mode,), "tf32", "f32", 32)(0x7F810001) == (0x7F810000 if mode == "rna" else 0x7FFFE000)
     assert make_cvt((mode, "satfinite"), "tf32", "f32", 32)(0x7F800000) == 0x7F7FE000
 
 
@@ -376,10 +376,15 @@ def test_integer_to_float(dst, src, mode):
         assert int(g) == ref.to_bits(ref.round_fraction(Fraction(v), dst, mode), dst), (v, mode)
 
 
-def test_double_to_single_keeps_the_top_of_a_nan():
-    f = make_cvt(("rn",), "f32", "f64", 32)
-    assert f(0x7FF0000000000001) == 0x7FC00000
-    assert f(0xFFF8000000000000 | 5 << 29) == 0xFFC00005
+def test_double_precision_keeps_the_top_of_a_nan():
+    for mods in (("rn",), ("rn", "ftz")):
+        f = make_cvt(mods, "f32", "f64", 32)
+        assert f(0x7FF0000000000001) == 0x7FC00000
+        assert f(0xFFF8000000000000 | 5 << 29) == 0xFFC00005
+    assert make_cvt(("rn", "sat"), "f32", "f64", 32)(0x7FF0000000000001) == 0
+    assert make_cvt(("rz",), "f16", "f64", 16)(0x7FF3D910B8099E91) == 0x7EF6
+    assert make_cvt((), "f64", "f32", 64)(0xFF8ACFFF) == 0xFFF959FFE0000000
+    assert make_cvt((), "f64", "f16", 64)(0x7C01) == 0x7FF8040000000000
 
 
 def test_round_to_integral_float():

@@ -236,8 +236,9 @@ def test_double_precision_nan():
     assert make_fop("fma", "f64", ("rz",))(one, negative, signalling) == negative
     assert make_fop("fma", "f64", ("rz",))(negative, one, signalling) == 0x7FF8000000000001  # not the first operand
     assert make_fop("min", "f64", ())(negative, signalling) == 0x7FF8000000000001
-    assert make_fop("neg", "f64", ())(signalling) == 0x7FF8000000000001  # a sum has no sign to change
-    assert make_fop("abs", "f64", ())(0xFFF0000000000001) == 0x7FF8000000000001
+    assert make_fop("neg", "f64", ())(signalling) == 0x7FF8000000000001
+    assert make_fop("abs", "f64", ())(0xFFF0000000000001) == 0xFFF8000000000001
+    assert make_fop("div", "f64", ("rn",))(negative, signalling) == negative
     assert make_fop("mul", "f64", ("rn",))(0, 0x7FF0000000000000) == 0xFFF8000000000000  # a NaN made here is negative
     assert make_fop("sub", "f64", ("rm",))(one, negative) == negative
 

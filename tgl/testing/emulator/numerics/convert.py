@@ -236,19 +236,23 @@ def _int_to_f64(v, rnd):
     return r
 
 
-def _keep_nan(bits, a, sty):
-    """NaN payloads survive bf16 -> f32 unchanged, and f64 -> f32 shortened and quiet."""
-    x = tofloat(a, sty)
-    nan = np.isnan(x)
+_KEPT = {("f32", "bf16"), ("f32", "f64"), ("f16", "f64"), ("f64", "f32"), ("f64", "f16")}
+_FRACTION = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}  # bits
+
+
+def _keep_nan(bits, a, dty, sty):
+    """NaN keep sign and payload, as many bits as there are from above; from and to f64 they are made quiet."""
+    nan = np.isnan(tofloat(a, sty))
     if not nan.any():
         return bits
-    if sty == "bf16":
-        kept = vec(a, 16).astype(np.uint32) << np.uint32(16)
-    else:
-        u = vec(a, 64)
-        sign, payload = (u >> np.uint64(63)).astype(np.uint32), (u >> np.uint64(29)).astype(np.uint32)
-        kept = sign << np.uint32(31) | np.uint32(0x7FC00000) | payload & np.uint32(0x3FFFFF)
-    return np.where(nan, kept, bits)
+    u, (ours, theirs) = vec(a, WIDTH[sty]).astype(np.uint64), (_FRACTION[dty], _FRACTION[sty])
+    sign, payload = u >> np.uint64(WIDTH[sty] - 1), u & np.uint64((1 << theirs) - 1)
+    payload = payload << np.uint64(ours - theirs) if ours > theirs else payload >> np.uint64(theirs - ours)
+    exponent = (1 << (WIDTH[dty] - 1)) - (1 << ours)
+    if "f64" in (dty, sty):
+        exponent |= 1 << (ours - 1)
+    kept = sign << np.uint64(WIDTH[dty] - 1) | np.uint64(exponent) | payload
+    return np.where(nan, kept.astype(bits.dtype), bits)
 
 
 def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
@@ -269,9 +273,9 @@ def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
     if relu:
         x = _clamp_negative(x)
     bits = round_to(x, dty, rnd or "rn")
-    if dty == "f32" and sty in ("bf16", "f64"):
-        bits = _keep_nan(bits, a, sty)
-    if ftz and dty == "f32":
+    if not sat and (dty, sty) in _KEPT:
+        bits = _keep_nan(bits, a, dty, sty)
+    if ftz and dty == sty == "f32":
         f = flush(bits.view(np.float32), "f32")
         bits = np.where(np.isnan(f), np.uint32(NAN_BITS["f32"]), np.ascontiguousarray(f).view(np.uint32))
     if satfinite:

@@ -198,7 +198,7 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
         r = _flush_result(r, ty, rnd)
     bits = round_to(r, ty, rnd)
     if ty == "f64":
-        bits = _propagate_nan(bits, r, xs)
+        bits = _propagate_nan(name, bits, r, xs)
     if sat or relu:
         v = tofloat(bits, ty)
         one = v.dtype.type(1)
@@ -231,18 +231,18 @@ def _flush_bits(bits, ty):
     return np.where(sub, bits & top, bits)
 
 
-def _propagate_nan(bits, r, xs):
+def _propagate_nan(name, bits, r, xs):
     """float64 NaN results: of operands that are NaN one made quiet, or the negative default NaN if there is none.
 
     A Hopper device looks at the second operand of a product, then at the addend, then at the first. A sum is a product
-    with 1, whose addend is its second operand.
+    with 1, whose addend is its second operand. A quotient begins with its first.
     """
     nan = np.isnan(r)
     if not nan.any():
         return bits
     value = np.full(bits.shape, 0xFFF8000000000000, np.uint64)
-    by_rank = xs if len(xs) < 3 else [xs[0], xs[2], xs[1]]
-    for x in by_rank:
+    last_first = {"fma": (0, 2, 1), "div": (1, 0)}.get(name, range(len(xs)))
+    for x in (xs[i] for i in last_first):
         value = np.where(np.isnan(x), _quiet(x), value)
     return np.where(nan, value, bits)
 
@@ -280,7 +280,7 @@ def _minmax(name, ty, xs, ftz, nan, relu, xorsign):
 
 
 def _sign(name, ty, a, ftz):
-    """neg and abs change the sign bit alone, but make a NaN canonical; in f64 quiet, and neg leaves it its sign."""
+    """neg and abs change the sign bit alone, but make a NaN canonical; in f64 quiet, with the sign it had."""
     top = {"f16": 0x8000, "bf16": 0x8000, "f32": 0x80000000, "f64": 1 << 63}[ty]
     u = vec(a, WIDTH[ty])
     dt = u.dtype.type
@@ -292,7 +292,7 @@ def _sign(name, ty, a, ftz):
         return r
     if ty != "f64":
         return np.where(nan, dt(NAN_BITS[ty]), r)
-    return np.where(nan, _quiet(u if name == "neg" else r), r)
+    return np.where(nan, _quiet(u), r)
 
 
 @np.errstate(all="ignore")

@@ -157,8 +157,9 @@ def f32_to_tf32(f, rnd, satfinite=False):
     r = np.where(special, u, round_bits(np.where(special, 0, u).astype(np.uint32), 13, rnd) << np.uint32(13))
     if satfinite:
         r = np.where((r & np.uint32(0x7FFFFFFF)) >= 0x7F800000, (r & np.uint32(0x80000000)) | np.uint32(0x7F7FE000), r)
-    # measured: to nearest away keeps a NaN as it is, the other directions shorten the canonical one
-    return np.where(np.isnan(f), u if rnd == "rna" else np.uint32(0x7FFFE000), r).astype(np.uint32)
+    # measured: to nearest away shortens a NaN, the other directions the canonical one
+    nan = u & np.uint32(0xFFFFE000) if rnd == "rna" else np.uint32(0x7FFFE000)
+    return np.where(np.isnan(f), nan, r).astype(np.uint32)
 
 
 @np.errstate(all="ignore")
