@@ -322,8 +322,14 @@ def test_packed(gpu, monkeypatch, tmp_path, capsys):
     assert [(r["format"], r["op"]) for r in found] == [(form, op) for op in script.OPS for form in FORMATS]
     assert all(set(result["ms"]) == {"tgl", "decoded", "dequantised"} for result in found)
     assert any(line[:4] == ["forward", "down", "mxfp4", "16"] and line[-2:] == ["1.000"] * 2 for line in lines)
+    one = ("--weights", "down", "--tokens", "1", "--formats", "mxfp4")
+    for arch, tilings in (("sm_80", ()), ("sm_90", script.TILINGS)):
+        with monkeypatch.context() as patch:
+            patch.setattr(script.backends, "device_arch", lambda _, arch=arch: arch)
+            _, found = ran(script, tmp_path, capsys, *one, "--sweep-configs", "--ops", "forward")
+        assert set(found[0]["ms"]) == {"tgl", "decoded", script.WARPS, *tilings}
     monkeypatch.setattr(script.Problem, "tgl", lambda self: torch.zeros_like(self.out))
-    lines, _ = ran(script, tmp_path, capsys, "--weights", "down", "--tokens", "1", "--formats", "mxfp4")
+    lines, _ = ran(script, tmp_path, capsys, *one)
     assert any("WRONG:" in line for line in lines)
 
 
