@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
-from . import activation, bias_alone, fp8_history, grouped_mm, loops, offsets, permutation, routing, scale_layout
+from . import (
+    activation,
+    bias_alone,
+    fp8_history,
+    grouped_mm,
+    loops,
+    offsets,
+    permutation,
+    router,
+    routing,
+    scale_layout,
+)
 
 GROUPED_MM = "aten grouped_mm"
 GROUPED_MM_ARCHS = frozenset({"sm_90", "sm_100", "sm_103"})
@@ -14,6 +25,8 @@ for _device in ("cpu", "cuda"):
     add(Implementation("splits_to_offsets", "cumsum", _device, offsets.splits_to_offsets))
     add(Implementation("fp8_scale_from_history", "steps of aten", _device, fp8_history.scale_from_history))
     add(Implementation("fp8_update_history_", "steps of aten", _device, fp8_history.update_history))
+    add(Implementation("topk_router", "steps of aten", _device, router.forward, note="a sort and small ops of aten"))
+    add(Implementation("topk_router_backward", "steps of aten", _device, router.backward))
     for _op, _move in (("scale_to_layout", scale_layout.scatter), ("scale_from_layout", scale_layout.gather)):
         add(Implementation(_op, "map of offsets", _device, _move, note="" if _device == "cpu" else _MAP))
 

@@ -6,6 +6,7 @@ from .grouped_lora_linear import GroupedLoRALinear
 from .grouped_mlp import GroupedMLP
 from .grouped_packed_linear import GroupedPackedLinear
 from .moe import MoE, moe
+from .router import RouterOutput, topk_router
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 from .sequential import GroupedActivation, Sequential
 from .token_rounding import round_tokens
@@ -17,6 +18,7 @@ __all__ = [
     "GroupedMLP",
     "GroupedPackedLinear",
     "MoE",
+    "RouterOutput",
     "Routing",
     "Sequential",
     "combine",
@@ -26,4 +28,5 @@ __all__ = [
     "moe",
     "round_tokens",
     "route",
+    "topk_router",
 ]

@@ -1,0 +1,71 @@
+"""What a compiled router kernel depends on, which the host asks for too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LANES = 32
+THREADS = 128
+CHUNK = 8  # neighbouring experts of one lane
+MOST_EXPERTS = 1024
+MOST_CHOICES = 32
+MOST_GROUPS = 32
+
+
+class RouterSpec(NamedTuple):
+    """Sizes, options and accesses of a router.
+
+    Attributes:
+        experts, top_k: E and k.
+        score: name of the score function.
+        renormalize, scale: of the weights.
+        num_groups, topk_groups, group_score: groups that are ranked first; one group of one if none is left out.
+        bias: whether there is one.
+        sums: whether sums for losses are formed, or come in by their gradients.
+        vector: neighbouring logits that one access takes, up to ``CHUNK``.
+    """
+
+    experts: int
+    top_k: int
+    score: str
+    renormalize: bool
+    scale: float
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+    bias: bool = False
+    sums: bool = False
+    vector: int = 1
+
+    @property
+    def width(self) -> int:
+        """Lanes of a token: a power of two, a whole warp where there are groups."""
+        if self.grouped:
+            return LANES
+        chunks = -(-self.experts // CHUNK)
+        return min(1 << (chunks - 1).bit_length(), LANES)
+
+    @property
+    def chunks(self) -> int:
+        """Of a lane."""
+        return -(-self.experts // (CHUNK * self.width))
+
+    @property
+    def items(self) -> int:
+        """Experts of a lane, those behind the last one included."""
+        return CHUNK * self.chunks
+
+    @property
+    def slots(self) -> int:
+        """Choices that a lane keeps."""
+        return -(-self.top_k // self.width)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether some groups are left out."""
+        return self.topk_groups < self.num_groups
+
+    @property
+    def tokens(self) -> int:
+        """Of a block at a time."""
+        return THREADS // self.width
