@@ -10,11 +10,13 @@ import torch
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, serving
 
+FP8 = ("none", "current", "delayed", "block")
+
 # Recipes by the names of ``examples.train_moe``, by the architecture whose kernels take their formats.
 RECIPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ARCHS, ("none",)),
-    "sm_90": ("none", "current", "delayed", "block"),
-    "sm_100": ("none", "current", "delayed", "block", "mxfp8", "nvfp4"),
+    **dict.fromkeys(("sm_89", "sm_90"), FP8),
+    **dict.fromkeys(("sm_100", "sm_120", "sm_121"), (*FP8, "mxfp8", "nvfp4")),
 }
 
 EVERY = tuple(dict.fromkeys(name for names in RECIPES.values() for name in names))

@@ -55,6 +55,8 @@ def dense(op, dtype):
         "dispatch": (rows, PLACES, PLACES, 1),
         "combine": (rows, PLACES, PLACES, 1),
         "combine_backward": (rows, rows, PLACES, PLACES, 1, torch.ones(256, 1)),
+        "topk_router": (rows, 8),
+        "topk_router_backward": (torch.zeros(256, 8), rows, torch.zeros(256, 8, dtype=torch.int32)),
     }[op]
 
 
@@ -94,6 +96,16 @@ def test_quantised_ops():
     for (op, form), archs in cells.items():
         arguments, options = quantised(op, form)
         assert kernels(op, *arguments, **options) == archs, (op, form)
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm_row_scaled", "grouped_gemm_row_scaled_wgrad"])
+def test_rows_with_a_scale_each(op):
+    rows, matrices = torch.ones(256, 256).to(torch.float8_e4m3fn), torch.ones(2, 256, 256).to(torch.float8_e4m3fn)
+    scales, of_groups = torch.ones(256), torch.ones(2, 256)
+    wgrad = op.endswith("wgrad")
+    operands = (rows, of_groups, rows, of_groups) if wgrad else (rows, scales, matrices, of_groups)
+    assert kernels(op, *operands, OFFS) == ("sm_90", "sm_100")
+    assert f"`{op}`" in PAGE
 
 
 def test_given_scales():

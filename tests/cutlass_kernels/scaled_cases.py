@@ -43,11 +43,13 @@ class ScaledCase:
     arch: str = "sm_100"
     cluster_n: int = 1
 
-    @property
-    def config(self) -> GemmConfig:
+    def config(self, kind: str) -> GemmConfig:
+        """The tiling; of MMAs by warps with all the stages that there is room for."""
+        arch, form = ARCHS[self.arch], OPERANDS[self.format]
+        if not arch.wider_mmas:
+            return arch.tilings.deepest(self.tile_m, self.tile_n, kind, form)
         pair = self.arch == "sm_100" and self.tile_m == 256
-        depth = OPERANDS[self.format].tile_k
-        return GemmConfig(self.tile_m, self.tile_n, depth, two_cta=pair, cluster_n=self.cluster_n)
+        return GemmConfig(self.tile_m, self.tile_n, form.tile_k, two_cta=pair, cluster_n=self.cluster_n)
 
     @property
     def options(self) -> dict:
@@ -63,15 +65,15 @@ def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     )
     rows_first = kind == VARLEN_M and (case.direction == "rowwise" or form.placed)
     key = gemm_scaled.ScaledGemmKey(
-        kind, case.arch, True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config
+        kind, case.arch, True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config(kind)
     )
     if key not in _compiled:
         _compiled[key] = gemm_scaled.build(key)
     return _compiled[key]
 
 
-def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
-    """Run ``case`` and compare every byte of the output's buffer, for every seed."""
+def run(kind: str, case: ScaledCase, seeds=(0,), edit_ptx=None) -> emulator.LaunchRecord:
+    """Run ``case``, maybe of edited PTX, and compare every byte of the output's buffer, for every seed."""
     torch.manual_seed(sum(case.sizes))
     rows, groups = sum(case.sizes) + case.tail, len(case.sizes)
     offs = ends(case.sizes)
@@ -105,6 +107,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,)) -> emulator.LaunchRecord:
         start = torch.full(shape, CANARY, dtype=case.out).float() if case.accumulate else 0
         expected = (start + reference).to(case.out)
     with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
+        machine.edit_ptx = edit_ptx
         call = function(kind, case, a[0], b[0])
         for seed in seeds:
             frame.refill()

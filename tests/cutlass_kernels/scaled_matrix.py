@@ -10,6 +10,7 @@ import torch
 from tests.cutlass_kernels import quantizing_cases, sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, Row, threads
 from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
@@ -49,6 +50,7 @@ USUAL = {
         (arch, name, tiling)
         for name, form in OPERANDS.items()
         for arch in form.archs
+        if ARCHS[arch].wider_mmas  # the others' kernels have a matrix of their own
         for tiling in dict.fromkeys(tilings.choose_scaled(arch, kind, form, 4096, 4096, rows) for rows in (32, 2048))
     ]
     for kind in (VARLEN_M, VARLEN_K)

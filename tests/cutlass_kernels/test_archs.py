@@ -12,10 +12,12 @@ pytest.importorskip("cutlass")
 
 from tgl.cutlass_kernels import archs, tilings
 from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips, having
-from tgl.cutlass_kernels.config import KINDS, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import KINDS, LINE, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.placement import ceil_div
 from tgl.testing import emulator
 
 PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
@@ -34,6 +36,33 @@ def test_an_entry_has_its_kernels_and_its_tilings(arch):
                 for by_columns in (False, True):
                     chosen = tilings.choose_scaled(arch, kind, form, 512, 512, 256, by_columns)
                     assert tilings.reason(arch, kind, chosen, form) is None
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("step", [LINE, 2 * LINE])
+@pytest.mark.parametrize("columns", [200, 1536, 4096, 28672])
+def test_few_groups_of_few_rows_get_narrow_tiles(arch, columns, step):
+    """So that most multiprocessors load weights; no narrower than is needed, or than an epilogue takes."""
+    usual = tilings.choose(arch, VARLEN_M, columns, 4096, 1, step)
+    assert tilings.choose(arch, VARLEN_M, columns, 4096, 128, step, 1).tile_n == (
+        tilings.choose(arch, VARLEN_M, columns, 4096, 128, step).tile_n
+    )
+    for busy in (1, 2, 8, 30, 1000):
+        chosen = tilings.choose(arch, VARLEN_M, columns, 4096, 1, step, busy)
+        assert tilings.reason(arch, VARLEN_M, chosen) is None
+        assert chosen.tile_n % step == 0
+        assert (chosen.tile_m, chosen.stages) == (usual.tile_m, usual.stages)
+        enough = [n for n in (256, 128, 64) if step <= n <= usual.tile_n]
+        enough = [n for n in enough if busy * ceil_div(columns, n) >= tilings.MULTIPROCESSORS] or enough[-1:]
+        assert chosen.tile_n == enough[0]
+
+
+def test_the_class_of_rows_tells_how_many_groups_are_busy():
+    for groups in (1, 6, 128):
+        for rows in range(1, 300):
+            same = [r for r in range(1, 300) if launcher.rows_class(r, groups) == launcher.rows_class(rows, groups)]
+            assert len({launcher.busy_groups(r, groups) for r in same}) == 1
+            assert min(groups, rows) / 2 < launcher.busy_groups(rows, groups) <= min(groups, rows)
 
 
 @pytest.mark.parametrize("rows", [32, 256, 4096])

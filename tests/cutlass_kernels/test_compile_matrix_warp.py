@@ -44,7 +44,7 @@ def check(arch, tried, artifacts):
     assert report.registers * 32 * down * across <= REGISTER_FILE
     element = "bf16" if tried.dtype == torch.bfloat16 else "f16"
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32" in artifacts.PTX
-    assert f".target {arch}\n" in artifacts.PTX
+    assert f".target {ARCHS[arch].target}\n" in artifacts.PTX
     high, wide = tried.config.tile_m // down // 16, tried.config.tile_n // across // 16
     # Four steps of a stage and one of its end; the first rows and columns of a tile are read before its loop.
     assert report.count("HMMA.16816") == 5 * high * 2 * wide
@@ -55,7 +55,7 @@ def check(arch, tried, artifacts):
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice):
     arch, tried = case(choice)
-    with emulate(arch), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         artifacts = kernel(arch, kind, tried).artifacts
     check(arch, tried, artifacts)
 

@@ -12,9 +12,11 @@ import torch
 import tgl
 from tests.cutlass_kernels.gather_cases import random_index, scattered
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
-from tests.kernel_cases import ROUTINGS, column_major, gradient, poisoned, product
+from tests.kernel_cases import ROUTINGS, column_major, exact, gradient, poisoned, product
 from tgl.cutlass_kernels import archs, tilings
 from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import KINDS
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
 from tgl.cutlass_kernels.runtime import launcher
 
@@ -23,13 +25,15 @@ if ARCH != "sm_90":
     pytest.skip("needs a Hopper, for which they can be compiled", allow_module_level=True)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-HERE = Tilings(ARCHS["sm_90"].smem_bytes)
+E5M2 = torch.float8_e5m2
+HERE = Tilings(ARCHS["sm_90"].smem_bytes, (16, 8))
+FORMATS = [name for name, form in OPERANDS.items() if "sm_89" in form.archs]
 LARGE = (700, 0, 3, 1025, 64, 512)
 
 
 @pytest.fixture(autouse=True)
 def kernels_of_warps(monkeypatch):
-    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.DENSE, tilings=HERE)
+    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.ALL, tilings=HERE)
     monkeypatch.setitem(ARCHS, "sm_90", forced)
     monkeypatch.setattr(launcher, "plans", {})
     launcher.forget()
@@ -96,3 +100,80 @@ def test_one_graph_for_every_routing():
         graph.replay()
         assert torch.equal(y, product(a, b, sizes).to(BF16)), turn
         assert torch.equal(dw, gradient(a, dy, sizes).to(BF16)), turn
+
+
+def quantised(x, offs, format, **options):
+    """Components. FP8 tensor-wise by a given power of two: 448 / amax would cost the sums seven bits."""
+    if format == "fp8_tensor":
+        options["scale"] = 2.0 ** torch.arange(len(x) if offs is None else len(offs), device=DEVICE).remainder(4)
+    if format == "fp8_block":
+        options["block_2d"] = offs is None
+    return tgl.group_quantize(x, offs, format=format, **options)
+
+
+def exact_here(*shape):
+    return exact(*shape).to(DEVICE)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_grouped_gemm_of_fp8(format, direction, sizes):
+    offs = ends(sizes)
+    x = poisoned(exact_here(sum(sizes) + TAIL, 336), sizes)
+    w = exact_here(len(sizes), *((264, 336) if direction == "rowwise" else (336, 264)))
+    q, p = quantised(x, offs, format), quantised(w, None, format)
+    bias = integers(len(sizes), 264, dtype=F32)
+    b = p[:2] if direction == "rowwise" else p[3:5]
+    operands, options = (*q[:2], *b, offs, None, None, bias), {"format": format, "b_direction": direction}
+    got = served(tgl.grouped_gemm_scaled, *operands, **options)
+    matrices = w.transpose(1, 2) if direction == "rowwise" else w
+    assert torch.equal(got, product(x, matrices, sizes, bias).to(BF16))
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("dtype", [None, E5M2], ids=["alike", "mixed"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_wgrad_of_fp8(format, dtype, sizes):
+    offs = ends(sizes)
+    x, dy = (poisoned(exact_here(sum(sizes) + TAIL, width), sizes) for width in (144, 264))
+    q, p = quantised(x, offs, format), quantised(dy, offs, format, dtype=dtype)
+    components = (*q[3:5], *p[3:5], offs)
+    dw = gradient(x, dy, sizes)
+    assert torch.equal(served(tgl.grouped_gemm_scaled_wgrad, *components, format=format, out_dtype=F32).double(), dw)
+    main_grad = integers(*dw.shape, dtype=F32)
+    total = main_grad.double() + dw
+    served(tgl.grouped_gemm_scaled_wgrad_accumulate_, *components, main_grad, format=format)
+    assert torch.equal(main_grad.double(), total)
+
+
+@pytest.mark.parametrize("shape", [(m, n) for m, n in WARPS if m * n <= 128 * 128], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tiling_of_fp8(format, shape, monkeypatch):
+    form = OPERANDS[format]
+    monkeypatch.setattr(tilings, "choose_scaled", lambda _, kind, *rest: HERE.deepest(*shape, kind, form))
+    for kind in KINDS:
+        assert tilings.reason("sm_90", kind, HERE.deepest(*shape, kind, form), form) is None
+    offs, sizes = ends(LARGE), LARGE
+    x, dy, w = exact_here(sum(sizes), 1008), exact_here(sum(sizes), 776), exact_here(len(sizes), 776, 1008)
+    q, d, p = quantised(x, offs, format), quantised(dy, offs, format), quantised(w, None, format)
+    got = served(tgl.grouped_gemm_scaled, *q[:2], *p[:2], offs, format=format, out_dtype=F32)
+    assert torch.equal(got.double(), product(x, w.transpose(1, 2), sizes))
+    got = served(tgl.grouped_gemm_scaled_wgrad, *q[3:5], *d[3:5], offs, format=format, out_dtype=F32)
+    assert torch.equal(got.double(), gradient(x, dy, sizes))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_fp8_is_close_to_float32_and_the_same_bits(format):
+    """On sums that grow: tensor cores that add with 13 bits would be off by more, were they to add up all of them."""
+    torch.manual_seed(0)
+    sizes, offs, options = (1000, 0, 37, 900), ends((1000, 0, 37, 900)), {"format": format, "out_dtype": F32}
+    x, w = torch.rand(sum(sizes), 4096, device=DEVICE), torch.rand(len(sizes), 384, 4096, device=DEVICE)
+    q, p = quantised(x, offs, format), quantised(w, None, format)
+    left = tgl.group_dequantize(*q[:2], offs, **options)
+    right = tgl.group_dequantize(*p[:2], **options, block_2d=format == "fp8_block")
+    got = tgl.grouped_gemm_scaled(*q[:2], *p[:2], offs, **options)
+    for _ in range(20):
+        assert torch.equal(tgl.grouped_gemm_scaled(*q[:2], *p[:2], offs, **options), got)
+    wanted = product(left, right.transpose(1, 2), sizes)
+    assert ((got - wanted).norm() / wanted.norm()).item() < 2.0**-10

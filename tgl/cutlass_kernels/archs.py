@@ -78,20 +78,34 @@ class Arch:
         return getattr(importlib.import_module(f"{__package__}.gemm.{self.folder}.kernels"), name)
 
 
-def _of_warps(name: str, smem_kb: int, bulk_copies: bool) -> Arch:
-    """An architecture without wider MMAs than those of a warp, whose CTAs may have as much shared memory."""
-    tilings = WarpTilings(smem_kb * 1024)
+def _of_warps(name: str, smem_kb: int, widths: tuple[int, ...], target: str = "", bulk_copies: bool = False) -> Arch:
+    """An architecture without wider MMAs than those of a warp.
+
+    Args:
+        smem_kb: shared memory that a CTA may have.
+        widths: bits of the elements that its MMAs take.
+        target: for what else than its name kernels are compiled: one that has MMAs which scale blocks.
+    """
+    kernels, tilings = ALL if 8 in widths else OF_WARPS, WarpTilings(smem_kb * 1024, widths, bool(target))
     return Arch(
-        name, (name,), name, "warp", OF_WARPS, tilings, bulk_copies, maps_operands=False, spares_registers=False
+        name,
+        (name,),
+        target or name,
+        "warp",
+        kernels,
+        tilings,
+        bulk_copies,
+        maps_operands=False,
+        spares_registers=False,
     )
 
 
 ARCHS = {
     arch.name: arch
     for arch in (
-        _of_warps("sm_80", 163, bulk_copies=False),
-        _of_warps("sm_86", 99, bulk_copies=False),
-        _of_warps("sm_89", 99, bulk_copies=False),
+        _of_warps("sm_80", 163, (16,)),
+        _of_warps("sm_86", 99, (16,)),
+        _of_warps("sm_89", 99, (16, 8)),
         Arch(
             "sm_90",
             chips=("sm_90",),
@@ -109,8 +123,8 @@ ARCHS = {
             tilings=sm100_tilings,
             rounds_to_fp4=True,
         ),
-        _of_warps("sm_120", 99, bulk_copies=True),
-        _of_warps("sm_121", 99, bulk_copies=True),
+        _of_warps("sm_120", 99, (16, 8, 4), "sm_120f", bulk_copies=True),
+        _of_warps("sm_121", 99, (16, 8, 4), "sm_121f", bulk_copies=True),
     )
 }
 

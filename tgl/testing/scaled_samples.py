@@ -249,6 +249,40 @@ class QuantizedSample(SampleInput):
         return taken.view(-1, run).any(1, keepdim=True).expand(-1, run).reshape(-1)
 
 
+def row_scaled_operands(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
+    """FP8 operands with a power of two for each row, ``[T, K]`` and ``[G, N, K]``, or of results ``dw`` ``[M, T]`` and
+    ``[N, T]`` with one for each row of each group."""
+    sizes, routing = sample.signature.dimensions, sample.routing
+    groups, rows, wgrad = len(routing.sizes), routing.rows, sample.signature.outputs[0].name == "dw"
+    shapes = {"a": (rows, sizes["K"]), "b": (groups, sizes["N"], sizes["K"])}
+    scales: dict[str, tuple[int, ...]] = {"a": (rows,), "b": (groups, sizes["N"])}
+    if wgrad:
+        shapes = {"a": (sizes["M"], rows), "b": (sizes["N"], rows)}
+        scales["a"] = groups, sizes["M"]
+    found = {}
+    for name, dtype in (("a", torch.float8_e4m3fn), ("b", torch.float8_e5m2)):
+        values, scale = sample._integers(name, shapes[name]).float(), sample._integers(name + " scale", scales[name])
+        scale = torch.exp2(scale.float())
+        if wgrad:
+            values[:, routing.routed :] = tail
+        elif name == "a":
+            values[routing.routed :] = scale[routing.routed :] = tail
+        if sample.layout == "expanded":
+            values = values[..., :1].expand(values.shape).clone()
+        found[name] = lay_out(values.to(dtype).to(sample.device), sample.layout)
+        found[f"{name}_scale"] = lay_out(scale.to(sample.device), sample.layout)
+    return found
+
+
+ROW_SCALED: dict[str, Any] = {
+    "dimensions": dict(_DIMENSIONS),
+    "differentiable": False,
+    "derive": row_scaled_operands,
+    "dtypes": (torch.bfloat16,),
+}
+"""Of the ops on such operands."""
+
+
 def packed_matrices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
     """The operands of ``grouped_gemm_packed`` that are quantised: rowwise components of matrices ``[G, N, K]``."""
     form = FORMATS[sample.options["format"]]

@@ -12,6 +12,8 @@ from ..quantize.quantize_spec import MXFP8Spec
 class EpilogueSpec:
     """``out = alpha[g] * acc + bias[g] * bias_scale[t]`` or ``out += alpha[g] * acc``, in float32 and rounded once.
 
+    With factors of rows and columns ``out = a_factor[row] * b_factor[column] * acc``.
+
     Attributes:
         out: dtype of the output, as ``torch`` names it: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         bias: dtype of ``bias [G, N]``, or None.
@@ -19,7 +21,8 @@ class EpilogueSpec:
         accumulate: whether the output is added to.
         tail: whether rows past the last group are set to zero (``varlen_m``).
         alpha: what ``alpha[g]`` is: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
-            product of the decode scales that follow from their amax (NVFP4); None: 1.
+            product of the decode scales that follow from their amax (NVFP4); ``"lines"``: no factor of a group, but one
+            for each of its rows and one for each of its columns; None: 1.
         activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none.
         probs: dtype of ``probs [T]``, or None.
         quantized: how ``y`` is quantised, which then leaves as components and not otherwise; None: as it is.
@@ -38,7 +41,17 @@ class EpilogueSpec:
     @property
     def vectors(self) -> bool:
         """Whether anything is read per row or column of a tile."""
-        return self.bias is not None or self.probs is not None
+        return self.bias is not None or self.probs is not None or self.line_factors
+
+    @property
+    def group_factor(self) -> bool:
+        """Whether a group's sums have one factor."""
+        return self.alpha in ("scale", "amax")
+
+    @property
+    def line_factors(self) -> bool:
+        """Whether each row and each column of a group's sums has a factor."""
+        return self.alpha == "lines"
 
     @property
     def gated(self) -> bool:

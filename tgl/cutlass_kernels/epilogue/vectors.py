@@ -1,4 +1,4 @@
-"""Bias, row scale and probabilities: one value per column or per row of a tile, staged in shared memory.
+"""Bias, row scale, probabilities and factors: one value per column or per row of a tile, staged in shared memory.
 
 A kernel asks for the vectors of a tile before it waits for the accumulator, so their latency hides behind the
 mainloop. In shared memory they are float32 and viewed as whole tiles (stride 0 along the other mode), so any
@@ -18,8 +18,8 @@ class EpilogueArgs(NamedTuple):
 
     bias: Any  # [G, N]
     bias_scale: Any  # [T]
-    a_factor: Any = None  # [G]
-    b_factor: Any = None  # [G]
+    a_factor: Any = None  # [G], or of lines [T] (groups of rows) or [G, M]
+    b_factor: Any = None  # [G], or of lines [G, N]
     probs: Any = None  # [T]
 
 
@@ -29,27 +29,34 @@ class TileVectors(NamedTuple):
     bias: Any
     bias_scale: Any
     probs: Any = None
+    a_factor: Any = None
+    b_factor: Any = None
 
 
 def vector_bytes(spec: EpilogueSpec, tile_m: int, tile_n: int) -> int:
     """Shared memory the vectors of a tile take."""
-    rows = (spec.bias_scale is not None) + (spec.probs is not None)
-    return 4 * ((tile_n if spec.bias else 0) + tile_m * rows)
+    rows = (spec.bias_scale is not None) + (spec.probs is not None) + spec.line_factors
+    return 4 * (tile_n * ((spec.bias is not None) + spec.line_factors) + tile_m * rows)
 
 
 def allocate_vectors(allocator, spec: EpilogueSpec, tile_m: int, tile_n: int) -> TileVectors:
     """Take shared memory for the vectors of a tile of ``tile_m x tile_n`` (the CTA's part of it)."""
-    bias = scale = probs = None
-    if spec.bias:
-        pointer = allocator.allocate_array(Float32, num_elems=tile_n, byte_alignment=16)
-        bias = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(0, 1)))
-    if spec.bias_scale:
-        pointer = allocator.allocate_array(Float32, num_elems=tile_m, byte_alignment=16)
-        scale = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(1, 0)))
-    if spec.probs:
-        pointer = allocator.allocate_array(Float32, num_elems=tile_m, byte_alignment=16)
-        probs = cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=(1, 0)))
-    return TileVectors(bias, scale, probs)
+
+    def vector(wanted: Any, by_row: bool) -> Any:
+        if not wanted:
+            return None
+        size, stride = (tile_m, (1, 0)) if by_row else (tile_n, (0, 1))
+        pointer = allocator.allocate_array(Float32, num_elems=size, byte_alignment=16)
+        return cute.make_tensor(pointer, cute.make_layout((tile_m, tile_n), stride=stride))
+
+    lines = spec.line_factors
+    return TileVectors(
+        vector(spec.bias, False),
+        vector(spec.bias_scale, True),
+        vector(spec.probs, True),
+        vector(lines, True),
+        vector(lines, False),
+    )
 
 
 def bias_column(spec: EpilogueSpec, at: Int32, column: Int32, tile_n: int, width: Int32) -> tuple:
@@ -77,6 +84,18 @@ def load_rows(
 
 
 @cute.jit
+def load_columns(vector: cute.Tensor, source: cute.Tensor, column: Int32, thread: Int32, threads: cutlass.Constexpr):
+    """Fill a vector of one value per column."""
+    for i in cutlass.range_constexpr((vector.shape[1] + threads - 1) // threads):
+        at = thread + i * threads
+        value = Float32(0)
+        if at < vector.shape[1] and column + at < source.shape[0]:
+            value = source[column + at].to(Float32)
+        if at < vector.shape[1]:
+            vector[0, at] = value
+
+
+@cute.jit
 def load_vectors(
     spec: cutlass.Constexpr,
     vectors: TileVectors,
@@ -89,6 +108,8 @@ def load_vectors(
     threads: cutlass.Constexpr,
 ):
     """Fill the vectors of the tile whose first element is ``(row, column)``; ``end`` is the row after the group's last.
+
+    Rows are those of all groups where groups are rows, else those of the group's matrix.
 
     The ``threads`` epilogue threads call it together. They must meet at a barrier afterwards, before any of them
     reads, and before the next call, after all have read. Out of bounds the vectors are zero.
@@ -107,6 +128,12 @@ def load_vectors(
         load_rows(vectors.bias_scale, args.bias_scale, row, end, thread, threads)
     if cutlass.const_expr(vectors.probs is not None):
         load_rows(vectors.probs, args.probs, row, end, thread, threads)
+    if cutlass.const_expr(vectors.a_factor is not None):
+        a_factor = args.a_factor
+        if cutlass.const_expr(cute.rank(a_factor) == 2):
+            a_factor = a_factor[group, None]
+        load_rows(vectors.a_factor, a_factor, row, end, thread, threads)
+        load_columns(vectors.b_factor, args.b_factor[group, None], column, thread, threads)
 
 
 @cute.jit
@@ -125,6 +152,20 @@ def alpha(spec: cutlass.Constexpr, args: EpilogueArgs, group: Int32) -> Float32:
     if cutlass.const_expr(spec.alpha == "amax"):
         a, b = _decode_scale(a), _decode_scale(b)
     return a * b
+
+
+@cute.jit
+def scale_lines(acc: cute.Tensor, rows: cute.Tensor, columns: cute.Tensor):
+    """``acc *= rows``, then ``acc *= columns``, on one thread's registers.
+
+    Args:
+        acc: float32 registers of a thread, any shape.
+        rows, columns: this thread's elements of ``TileVectors``, of the same shape (views of shared memory).
+    """
+    for factor in cutlass.range_constexpr(2):
+        held = cute.make_rmem_tensor(acc.shape, Float32)
+        cute.autovec_copy((rows, columns)[factor], held)
+        acc.store(acc.load() * held.load())
 
 
 @cute.jit

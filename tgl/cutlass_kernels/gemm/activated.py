@@ -1,4 +1,4 @@
-"""How a kernel with an activation as a second output is called, on any architecture."""
+"""How kernels with an activation as a second output, or that go back through one, are called on any architecture."""
 
 from typing import Any
 
@@ -27,3 +27,33 @@ class Activated:
     ):
         """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
         self.start(a, b, None, offs, h, EpilogueArgs(bias, None, probs=probs), clusters, stream, y)
+
+
+class Gradient:
+    """Goes before a ``GroupedGemm`` whose epilogue goes back through an activation."""
+
+    start: Any
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offs: cute.Tensor,
+        dh: cute.Tensor,
+        h: cute.Tensor,
+        probs: cute.Tensor | None,
+        sums: cute.Tensor | None,
+        act: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            h, dh: ``[T, 2 I]`` or ``[T, I]``.
+            probs: ``[T]`` or None.
+            sums: float32 ``[parts across I, T]``, None without ``probs``; a part is ``tilings.sum_columns`` wide.
+            act: ``[T, I]`` for the activation's result, None without.
+        """
+        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, act, extra=(h, probs, sums))

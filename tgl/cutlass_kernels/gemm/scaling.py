@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...meta.formats import E4M3, E8M0, FORMATS
 from ...meta.table import OnePerName
@@ -25,6 +25,8 @@ class OperandFormat:
         block: elements along the contraction that share a float32 scale, which the sum over them is multiplied by; 0
             without such scales.
         archs: where there are kernels for it.
+        anywhere: whether groups begin anywhere along the contraction in columnwise data, without a placement; see
+            ``edges``.
     """
 
     vector: int
@@ -35,6 +37,7 @@ class OperandFormat:
     tile_k: int
     block: int = 0
     archs: tuple[str, ...] = ()
+    anywhere: bool = False
 
     def scale_bytes(self, rows: int) -> int:
         """Bytes of the scales of a stage of ``rows`` rows, rounded up to whole atoms."""
@@ -44,7 +47,8 @@ class OperandFormat:
 
 
 DENSE = OperandFormat(vector=0, scale="", unit=0, placed=False, alpha=None, tile_k=64)  # 16-bit operands
-SM90, SM100 = "sm_90", "sm_100"
+BLOCKS = ("sm_100", "sm_120", "sm_121")  # whose MMAs scale blocks of what they multiply
+FP8 = ("sm_89", "sm_90", *BLOCKS)  # whose tensor cores take FP8
 _SCALE_TYPES = {E8M0: "Float8E8M0FNU", E4M3: "Float8E4M3FN"}
 _STAGE = 128  # bytes along the contraction
 
@@ -65,16 +69,16 @@ def _operands(name: str, *archs: str) -> OperandFormat:
     )
 
 
-MXFP8 = _operands("mxfp8", SM100)
+MXFP8 = _operands("mxfp8", *BLOCKS)
 KERNELS: OnePerName[OperandFormat | str] = OnePerName(
     FORMATS,
     "KERNELS in tgl/cutlass_kernels/gemm/scaling.py",
     {
         "mxfp8": MXFP8,
-        "nvfp4": _operands("nvfp4", SM100),
+        "nvfp4": _operands("nvfp4", *BLOCKS),
         "mxfp4": "has no kernel for two operands of mxfp4: grouped_gemm_packed multiplies bfloat16 by it",
-        "fp8_tensor": _operands("fp8_tensor", SM90, SM100),
-        "fp8_block": _operands("fp8_block", SM90, SM100),
+        "fp8_tensor": _operands("fp8_tensor", *FP8),
+        "fp8_block": _operands("fp8_block", *FP8),
     },
 )
 """By format: what its GEMMs take, or the sentence that says why there is no kernel."""
@@ -94,6 +98,13 @@ NO_EPILOGUE: OnePerName[str | None] = OnePerName(
     },
 )
 """By format: why no GEMM quantises its result's activation to it; None of the one that a kernel writes."""
+
+ROW_SCALED = OperandFormat(
+    vector=0, scale="", unit=0, placed=True, alpha="lines", tile_k=_STAGE, archs=("sm_90", "sm_100")
+)
+"""FP8 elements whose rows, along the whole contraction, have a float32 scale each."""
+ROW_SCALED_WGRAD = replace(ROW_SCALED, anywhere=True)
+"""Those whose columns lie in groups, as torch has them."""
 
 # --- dequantisation ---------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from ... import backends
 from ...meta.slots import scatter
 from .. import tilings
 from ..archs import arch_of, having, serving
-from ..config import VARLEN_K, VARLEN_M, GemmConfig
+from ..config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..runtime import device
-from ..runtime.launcher import Call, Launcher, power_of_two, rows_class, small, warm
+from ..runtime.launcher import Call, Launcher, busy_groups, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
@@ -117,10 +117,13 @@ class GroupedGemm(PersistentGemm[GemmCall]):
     def key(self, c: GemmCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
         _, depth, columns = c.b.shape
-        rows = power_of_two(c.out.shape[0] // groups_of(c.b, c.slots))
+        groups = groups_of(c.b, c.slots)
+        problem = arch, VARLEN_M, columns, depth, power_of_two(c.out.shape[0] // groups)
         operand = self.reach.gathers(c)
-        problem = arch, VARLEN_M, columns, depth, rows
-        tiling = tilings.choose(*problem) if operand is None else tilings.choose_gathering(*problem, operand)
+        if operand is None:
+            tiling = tilings.choose(*problem, LINE, busy_groups(c.out.shape[0], groups))
+        else:
+            tiling = tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
         return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, c.slots is not None, operand)

@@ -15,7 +15,7 @@ from ..activation.activation_spec import spec_of
 from ..archs import having, serving
 from ..config import LINE, VARLEN_M
 from ..epilogue import EpilogueSpec
-from ..runtime.launcher import power_of_two, rows_class, small, warm
+from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, unit_dimension
@@ -98,10 +98,11 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         groups, depth, columns = c.b.shape
         problem = arch, VARLEN_M, columns, depth, power_of_two(c.h.shape[0] // groups)
         operand, gated = self.reach.gathers(c), c.params.gated
+        step = 2 * LINE if gated else LINE
         if operand is None:
-            tiling = tilings.choose(*problem, 2 * LINE if gated else LINE)
+            tiling = tilings.choose(*problem, step, busy_groups(c.h.shape[0], groups))
         else:
-            tiling = tilings.choose_gathering(*problem, operand, 2 * LINE if gated else LINE)
+            tiling = tilings.choose_gathering(*problem, operand, step)
             # A box of B holds half a tile of either half: whole lines if these lie along the columns. Halves that
             # alternate take a few registers more than 192 accumulators leave.
             if gated and (c.params.interleaved or c.b.stride(2) == 1) and tiling.tile_n % (2 * LINE):

@@ -14,7 +14,7 @@ from ...meta.components import Components
 from ...meta.quantized import Options
 from .. import tilings
 from ..activation.activation_spec import spec_of
-from ..archs import arch_of
+from ..archs import arch_of, having
 from ..config import VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.scaling import ATOM_ROWS, MXFP8, NO_EPILOGUE
@@ -78,7 +78,7 @@ class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
     op = "grouped_gemm_scaled_activation_quantize"
     call = ScaledQuantizeCall
     reach = Reach({("h" if field == "out" else field): need for field, need in NEEDS.items()}, ("h",))
-    archs = frozenset(MXFP8.archs)
+    archs = having("QuantizingGroupedGemm")
 
     def refuses(self, c: ScaledQuantizeCall) -> backends.Reason:
         """Formats whose scales no tile knows, dtypes and widths."""

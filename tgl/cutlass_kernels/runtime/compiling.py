@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cutlass import cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from ..archs import arch_of
 from .elements import TYPES
@@ -36,6 +36,12 @@ def matrix(
 def vector(name: str, align: int = 4) -> Any:
     """One for a contiguous vector, aligned to as many bytes."""
     return make_fake_tensor(TYPES[name], _sizes(1), (1,), assumed_align=align)
+
+
+def contiguous(name: str, dims: int = 2) -> Any:
+    """One for a tensor without gaps, row-major."""
+    order = tuple(range(dims))[::-1]
+    return make_fake_compact_tensor(TYPES[name], _sizes(dims), stride_order=order)
 
 
 def strided(name: str | None, dims: int = 1) -> Any:

@@ -269,8 +269,16 @@ def warm(rows: int, addresses: int) -> bool:
 
 
 def rows_class(rows: int, groups: int) -> int:
-    """What tilings follow from, of the rows per group on average: calls of one class have one tiling."""
-    return (rows // (groups or 1)).bit_length()
+    """What tilings follow from: calls of one class have one tiling.
+
+    Of the rows per group on average; where there are fewer rows than groups, of the rows.
+    """
+    return (rows // (groups or 1)).bit_length() if rows >= groups else -rows.bit_length()
+
+
+def busy_groups(rows: int, groups: int) -> int:
+    """How many groups have rows, at most, as far as ``rows_class`` tells."""
+    return groups if rows >= groups else power_of_two(rows)
 
 
 def power_of_two(count: int) -> int:

@@ -55,9 +55,12 @@ class _Policy:
 
     Attributes:
         trims: whether MMAs of a stage that lie wholly behind the group's end are left out.
+        clears: whether stages hold what is no group's and would be multiplied; see ``gemm.edges``.
+        whole: tokens that a group's part of a contraction is rounded up to, where it lies in memory by place.
     """
 
-    trims = False
+    trims = clears = False
+    whole = 1
 
     def __extract_mlir_values__(self) -> list:
         return []
@@ -153,6 +156,10 @@ class VarlenM(_Policy):
         """``[rows, columns]``."""
         return self.rows(out, tile)
 
+    def span(self, tile: Tile, row: Int32, out: cute.Tensor) -> tuple[Int32, Int32]:
+        """Where row ``row`` of the tile's group is in a vector of one value per row, and the end of the group's."""
+        return tile.start + row, tile.start + tile.length
+
     def rows(self, matrix: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, columns]`` of the tile's group, given the coordinate tensor of a ragged map."""
         return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0), matrix)[None, None, 0, 0]
@@ -238,6 +245,10 @@ class VarlenK(_Policy):
         """Whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
         return tile.length > 0
 
+    def place(self, tile: Tile) -> Int32:
+        """Where along the contraction the tile's group begins in operands as they lie in memory."""
+        return tile.start
+
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
         return cute.domain_offset(ragged_coord(1, tile.start, tile.length, 0), a)[None, None, 0, 0]
@@ -249,6 +260,10 @@ class VarlenK(_Policy):
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, columns]``."""
         return self.matrix(out, tile)
+
+    def span(self, tile: Tile, row: Int32, out: cute.Tensor) -> tuple[Int32, Int32]:
+        """Where row ``row`` of the group's matrix is in a vector of one value per row of it, and that one's end."""
+        return row, Int32(out.shape[0])
 
     def old(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, columns]`` of the output in memory; another group's for a slot there is none of, not to be used."""

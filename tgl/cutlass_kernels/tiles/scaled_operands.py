@@ -7,12 +7,15 @@ shared: the first is ``start // unit + g`` (see ``tgl.meta.placement``), where t
 
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 
 from ..gemm.scaling import ATOM_COLUMNS, ATOM_ROWS, OperandFormat
 from . import Tile, ceil_div, quotient
 from .gated import GatedVarlenM
 from .policy import Problem, VarlenK, VarlenM
+
+BOUNDARY = 16  # bytes, which a coordinate of a map along its contiguous mode must be a multiple of
 
 
 def _atoms(scales: cute.Tensor, vector: int, down: Int32, across: Int32) -> cute.Tensor:
@@ -76,6 +79,8 @@ class ScaledVarlenK(VarlenK):
     def __init__(self, *tiling: Any, form: OperandFormat):
         super().__init__(*tiling)
         self.form = form
+        # A transform over the tokens of a block may have filled the last one.
+        self.whole = form.vector if form.placed and form.vector else 1
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
@@ -86,17 +91,28 @@ class ScaledVarlenK(VarlenK):
 
     def scale_views(self, a: cute.Tensor, b: cute.Tensor, problem: Problem) -> tuple[cute.Tensor, cute.Tensor]:
         """Scales of A and B as ``[rows, depth]`` and ``[columns, depth]``."""
-        unit = self.form.unit
-        if self.form.placed:
-            places = problem.rows // unit  # of Tp
-        else:
-            places = ceil_div(problem.rows, unit) + Int32(cute.size(problem.offs)) - 1
+        places = self.places(problem)
         across = places * (ATOM_ROWS * ATOM_COLUMNS)
         a, b = (_atoms(t, self.form.vector, Int32(t.shape[0]) // across, places) for t in (a, b))
         return a, b
 
+    def places(self, problem: Problem) -> Int32:
+        """Units of the placement: atoms that the scales of either operand have side by side."""
+        if self.form.placed:
+            return problem.rows // self.form.unit  # of Tp
+        return ceil_div(problem.rows, self.form.unit) + Int32(cute.size(problem.offs)) - 1
+
+    def first_place(self, tile: Tile) -> Int32:
+        """The one that the tile's group begins with."""
+        return quotient(tile.start, self.form.unit) + tile.group
+
+    def place(self, tile: Tile) -> Int32:
+        """Where along the contraction the tile's group begins in operands as they lie in memory."""
+        return self.first_place(tile) * self.form.unit if self.form.placed else tile.start
+
     def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:
-        return cute.domain_offset((0, (quotient(tile.start, self.form.unit) + tile.group) * self.form.unit), tensor)
+        """``tensor`` from the tile's group on."""
+        return cute.domain_offset((0, self.first_place(tile) * self.form.unit), tensor)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
@@ -113,3 +129,23 @@ class ScaledVarlenK(VarlenK):
     def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
         """``[columns, depth]``."""
         return self._place(scales, tile)
+
+
+class AnywhereVarlenK(ScaledVarlenK):
+    """``a [M, T] x b [N, T]^T``, both contiguous along the contraction, in which groups begin anywhere.
+
+    A map is read from multiples of 16 bytes there. So a group's contraction begins up to 15 bytes before the group.
+    """
+
+    clears = True
+
+    def before(self, tile: Tile) -> Int32:
+        """Bytes of the contraction that lie before the group."""
+        return tile.start % BOUNDARY
+
+    def depth(self, tile: Tile, problem: Problem) -> Int32:
+        """Extent of the contraction, with what lies before the group; 0 of an empty one."""
+        return cutlass.min(tile.length, Int32(1)) * self.before(tile) + tile.length
+
+    def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:
+        return cute.domain_offset((0, tile.start - self.before(tile)), tensor)

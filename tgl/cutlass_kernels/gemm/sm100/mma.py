@@ -3,12 +3,15 @@
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import cute, pipeline
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.utils import blockscaled_layout
 
 from ...tiles import ceil_div
 from ...tiles.policy import Share
+from ..edges import clear_edges, is_cut
+
+LANES = 32
 
 
 class _Scales(NamedTuple):
@@ -46,6 +49,18 @@ def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Ten
         tiled_mma, gemm.tiler, vector, cute.slice_(b_buffers.layout, (None, None, None, 0))
     )
     return a, _scales(gemm, layout, b_buffers, pointer)
+
+
+@cute.jit
+def clear_stage(gemm: cutlass.Constexpr, buffers: Any, stage: Int32, before: Int32, end: Int32):
+    """Clear what is not the group's in a stage that is about to be multiplied; the MMA warp calls it."""
+    if is_cut(before, end):
+        for operand in cutlass.range_constexpr(2):
+            operand_buffers = (buffers.a, buffers.b)[operand]
+            rows, line = gemm.tiler[operand], gemm.tiler[2]
+            at = operand_buffers.iterator.toint() + stage * (rows * line)
+            clear_edges(at, rows, before, end, cute.arch.lane_idx(), LANES)
+        cute.arch.sync_warp()
 
 
 class Buffers(NamedTuple):
@@ -98,6 +113,9 @@ def multiply_tiles(
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
                 accumulator = accumulators[None, None, None, made.index]
                 loads.consumer_wait(loaded)
+                if cutlass.const_expr(policy.clears):
+                    before, end = policy.before(tile), cutlass.min(depth - k * gemm.tiler[2], gemm.tiler[2])
+                    clear_stage(gemm, buffers, loaded.index, before if k == 0 else Int32(0), end)
                 if cutlass.const_expr(scale_buffers is not None):
                     stage = (None, None, None, None, loaded.index)
                     cute.copy(a_scales.copy, a_scales.source[stage], a_scales.to)

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from ...config import VARLEN_M
-from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors
+from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors, scale_lines
 from ...tiles import ceil_div
 from ...tiles.policy import Share
 from .activate import Views, activated_sinks, store_activated
@@ -26,6 +26,13 @@ BARRIER = 1  # named barrier of the epilogue warps
 @cute.jit
 def _meet(gemm: cutlass.Constexpr):
     cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS * gemm.teams)
+
+
+def _part(gemm, load: Any, vector: Any, tile: tuple[int, int], team: Any) -> Any:
+    """A thread's part of a vector of its team's ``tile``, by pieces; None of None."""
+    if vector is None:
+        return None
+    return load.partition_D(cute.flat_divide(cute.local_tile(vector, tile, (0, team)), gemm.epi_tile))
 
 
 class Outputs(NamedTuple):
@@ -60,7 +67,7 @@ def store_tiles(
     Args:
         gemm: the ``GroupedGemm``.
         made_by_mma: accumulators, their pipeline and factors.
-        vectors, args: bias and row scale in shared and in global memory.
+        vectors, args: bias, row scale and factors in shared and in global memory.
         share: the CTA's.
     """
     accumulators, results, factors = made_by_mma
@@ -96,14 +103,11 @@ def store_tiles(
     tiled_write = cute.make_tiled_copy_D(write_atom, tiled_load)
     write_part = tiled_write.get_slice(thread).partition_D(out_buffers)
     write_from = tiled_write.retile(rounded)
-    bias_part: Any = None
-    scale_part: Any = None
-    if cutlass.const_expr(spec.bias):
-        bias = cute.local_tile(vectors.bias, cta_tile, (0, team))
-        bias_part = thread_load.partition_D(cute.flat_divide(bias, gemm.epi_tile))
-    if cutlass.const_expr(spec.bias_scale):
-        bias_scale = cute.local_tile(vectors.bias_scale, cta_tile, (0, team))
-        scale_part = thread_load.partition_D(cute.flat_divide(bias_scale, gemm.epi_tile))
+
+    bias_part = _part(gemm, thread_load, vectors.bias, cta_tile, team)
+    scale_part = _part(gemm, thread_load, vectors.bias_scale, cta_tile, team)
+    row_part = _part(gemm, thread_load, vectors.a_factor, cta_tile, team)
+    column_part = _part(gemm, thread_load, vectors.b_factor, cta_tile, team)
 
     turn = Int32(0), Int32(0)  # of the factors
     if cutlass.const_expr(gemm.promotes):
@@ -131,10 +135,11 @@ def store_tiles(
         if policy.is_product(tile, problem):
             if cutlass.const_expr(spec.vectors):
                 _meet(gemm)  # all have read the vectors of the tile before
-                start, end, threads = tile.start + row, tile.start + tile.length, THREADS * gemm.teams
+                start, end = policy.span(tile, row, out_coords)
+                threads = THREADS * gemm.teams
                 load_vectors(spec, vectors, args, tile.group, start, end, tile.n * config.tile_n, every, threads)
                 _meet(gemm)
-            if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
+            if cutlass.const_expr(spec.group_factor):  # noqa: SIM102 - decided while tracing
                 if tile.group != factor_group:
                     factor, factor_group = alpha(spec, args, tile.group), tile.group
             if cutlass.const_expr(gemm.promotes):
@@ -160,8 +165,11 @@ def store_tiles(
                             if cutlass.const_expr(piece == pieces - 1):
                                 with cute.arch.elect_one():
                                     results.consumer_release(made)
-                        if cutlass.const_expr(spec.alpha):
+                        if cutlass.const_expr(spec.group_factor):
                             acc.store(acc.load() * factor)
+                        if cutlass.const_expr(spec.line_factors):
+                            here = (None, None, None, 0, piece)
+                            scale_lines(acc, row_part[here], column_part[here])
                         if cutlass.const_expr(spec.bias):
                             scale = None
                             if cutlass.const_expr(spec.bias_scale):

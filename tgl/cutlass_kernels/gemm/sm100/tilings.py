@@ -25,10 +25,12 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
     return None
 
 
-def scaled_reason(form: OperandFormat, tiling: GemmConfig) -> str | None:
+def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
     """What else rules a tiling out for operands of ``form``."""
     if form.block and tiling.tile_n != form.block:
         return f"the sums of {form.block} columns fit the registers of the warps that scale them, not {tiling.tile_n}"
+    if form.anywhere and tiling.two_cta:
+        return "the warp that clears what lies around a group reaches the shared memory of its own CTA alone"
     return None
 
 
@@ -75,6 +77,6 @@ def choose_scaled(
     of bytes side by side that would be 64, half of a line of the L2, at the price of a whole one. Where registers hold
     the sums, there are none.
     """
-    pair = rows >= 256
+    pair = rows >= 256 and not form.anywhere
     wide = not form.block and columns > 128 and (depth >= 16 * form.tile_k or (pair and by_columns))
     return GemmConfig(tile_m=256 if pair else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=pair)

@@ -12,7 +12,7 @@ from ...tiles.policy import Problem
 from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
-from .promote import multiply_promoted
+from .promote import Shared, multiply_promoted
 from .store import Output, store_tile
 
 VECTORS_BARRIER = 2  # named barrier of the first team
@@ -136,7 +136,7 @@ def consume_tiles(
         factors: scales of blocks, in shared memory ``[factors, stages]``, or None.
         ring: its barriers.
         output: where results go.
-        vectors, args: bias and row scale in shared and in global memory.
+        vectors, args: bias, row scale and factors in shared and in global memory.
         hidden: what the epilogue of a gradient reads, else None.
         problem: sizes and offsets.
         rank: of this CTA in its cluster.
@@ -149,6 +149,7 @@ def consume_tiles(
     thread_mma = tiled_mma.get_slice(member * 128)
     a = tiled_mma.make_fragment_A(thread_mma.partition_A(a_buffers))
     b = tiled_mma.make_fragment_B(thread_mma.partition_B(b_buffers))
+    shared = Shared(a_buffers, b_buffers, factors)
     own = team_vectors(vectors, team, gemm.tiler[:2])
     stage, phase, turn, count = Int32(0), Int32(0), Int32(0), Int32(0)
     search = policy.start(problem, True)
@@ -174,7 +175,7 @@ def consume_tiles(
                 # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
                 if product:
-                    row, end = tile.start + tile.m * config.tile_m, tile.start + tile.length
+                    row, end = policy.span(tile, tile.m * config.tile_m, output.coords)
                     load_vectors(spec, own, args, tile.group, row, end, column, thread % team_threads, team_threads)
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
             if cutlass.const_expr(gemm.gradient is not None):  # noqa: SIM102 - decided while tracing
@@ -185,10 +186,10 @@ def consume_tiles(
                 stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team)
             else:
                 stage, phase = multiply_promoted(
-                    gemm, tiled_mma, acc, a, b, factors, ring, stage, phase, depth, tile, problem
+                    gemm, tiled_mma, acc, a, b, shared, ring, stage, phase, depth, tile, problem
                 )
             factor = Float32(1)
-            if cutlass.const_expr(spec.alpha):  # noqa: SIM102 - decided while tracing
+            if cutlass.const_expr(spec.group_factor):  # noqa: SIM102 - decided while tracing
                 if product:
                     factor = alpha(spec, args, tile.group)
             if cutlass.const_expr(gemm.gradient is not None):
@@ -217,11 +218,17 @@ def consume_tiles(
 
 def team_vectors(vectors: TileVectors, team: Int32, tile: tuple[int, int]) -> TileVectors:
     """One team's part of the vectors, which are kept for a tile per team."""
-    bias, scale, probs = vectors
-    if bias is not None:
-        bias = cute.make_tensor(bias.iterator + team * tile[1], cute.make_layout(tile, stride=(0, 1)))
-    if scale is not None:
-        scale = cute.make_tensor(scale.iterator + team * tile[0], cute.make_layout(tile, stride=(1, 0)))
-    if probs is not None:
-        probs = cute.make_tensor(probs.iterator + team * tile[0], cute.make_layout(tile, stride=(1, 0)))
-    return TileVectors(bias, scale, probs)
+
+    def own(vector: Any, by_row: bool) -> Any:
+        if vector is None:
+            return None
+        size, stride = (tile[0], (1, 0)) if by_row else (tile[1], (0, 1))
+        return cute.make_tensor(vector.iterator + team * size, cute.make_layout(tile, stride=stride))
+
+    return TileVectors(
+        own(vectors.bias, False),
+        own(vectors.bias_scale, True),
+        own(vectors.probs, True),
+        own(vectors.a_factor, True),
+        own(vectors.b_factor, False),
+    )

@@ -5,7 +5,7 @@ additions are those of float32 registers, where a block's scales come in as well
 column of B, or of the matrix of B; see ``factors``. While one warpgroup adds, the other one multiplies.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -13,9 +13,25 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...tiles import Tile, ceil_div
 from ...tiles.policy import Problem
+from ..edges import clear_edges, is_cut
 from ..ring import Ring, advance, release
 from .factors import Factors, ones, read_columns, read_rows
 from .store import MMA_ROWS
+
+EDGES_BARRIER = 6  # named barrier of the warpgroups
+
+
+class Shared(NamedTuple):
+    """Shared memory of the ring.
+
+    Attributes:
+        a, b: the operands ``[rows, tile_k, stages]``.
+        factors: of the stages ``[factors, stages]``, or None.
+    """
+
+    a: cute.Tensor
+    b: cute.Tensor
+    factors: Any
 
 
 @cute.jit
@@ -25,7 +41,7 @@ def multiply_promoted(
     acc: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    buffers: Any,
+    shared: Shared,
     ring: Ring,
     stage: Int32,
     phase: Int32,
@@ -40,7 +56,7 @@ def multiply_promoted(
         tiled_mma: the MMA of both warpgroups.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
-        buffers: factors of the stages in shared memory ``[factors, stage]``, or None.
+        shared: the ring's memory.
         ring, stage, phase: the ring and where it stands.
         depth: k tiles.
         tile: which tile.
@@ -53,13 +69,17 @@ def multiply_promoted(
     whole = depth
     if cutlass.const_expr(policy.trims):
         whole = policy.depth(tile, problem) // tile_k
+    before = Int32(0)
+    if cutlass.const_expr(policy.clears):
+        before = policy.before(tile)
     for _ in cutlass.range(whole, unroll=1):
-        add_stage(gemm, acc, part, a, b, buffers, factors, ring, stage, phase, None)
+        add_stage(gemm, acc, part, a, b, shared, factors, ring, stage, phase, None, before)
+        before = Int32(0)
         stage, phase = advance(stage, phase, gemm.stages)
     if cutlass.const_expr(policy.trims):  # noqa: SIM102 - decided while tracing
         if whole < depth:
             left = policy.depth(tile, problem) - whole * tile_k
-            add_stage(gemm, acc, part, a, b, buffers, factors, ring, stage, phase, left)
+            add_stage(gemm, acc, part, a, b, shared, factors, ring, stage, phase, left, before)
             stage, phase = advance(stage, phase, gemm.stages)
     return stage, phase
 
@@ -71,12 +91,13 @@ def add_stage(
     part: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    buffers: Any,
+    shared: Shared,
     factors: Factors,
     ring: Ring,
     stage: Int32,
     phase: Int32,
     left: Int32 | None,
+    before: Int32,
 ):
     """Add the product of a stage to ``acc``, and give the stage back.
 
@@ -87,13 +108,17 @@ def add_stage(
         factors: registers for those of the thread's rows and columns.
         left: elements of the contraction that belong to the group, if not all: what lies behind a group in operands
             stored by place is the next one's.
+        before: bytes of the stage that lie before the group, where the policy ``clears``.
     """
+    buffers = shared.factors
     blocks = cute.size(a, mode=[2])
     count, pairs = cute.size(acc, mode=[1]), gemm.config.tile_n // 8
     first, further = gemm.tiled_mma(True, True), gemm.tiled_mma(True, True)
     first.set(warpgroup.Field.ACCUMULATE, False)
     further.set(warpgroup.Field.ACCUMULATE, True)
     cute.arch.mbarrier_wait(ring.full + stage, phase)
+    if cutlass.const_expr(gemm.policy.clears):
+        clear_stage(gemm, shared, stage, before, Int32(gemm.config.tile_k) if left is None else left)
     for m in cutlass.range_constexpr(count):
         a_part = cute.append_ones(a[None, m, None, stage], 3)  # [MMA, K, 1]
         warpgroup.fence()
@@ -119,6 +144,19 @@ def add_stage(
             if cutlass.const_expr(m == count - 1):
                 give_back(gemm, ring, stage)
             promote(acc[None, m, 0], part, factors, gemm.held_pairs, pairs)
+
+
+@cute.jit
+def clear_stage(gemm: cutlass.Constexpr, shared: Shared, stage: Int32, before: Int32, end: Int32):
+    """Clear what is not the group's in a stage that is about to be multiplied; all consumers call it."""
+    if is_cut(before, end):
+        thread, _, _ = cute.arch.thread_idx()
+        for operand in cutlass.range_constexpr(2):
+            buffers = (shared.a, shared.b)[operand]
+            rows, line = gemm.tiler[operand], gemm.config.tile_k
+            at = buffers.iterator.toint() + stage * (rows * line)
+            clear_edges(at, rows, before, end, thread, gemm.consumers)
+        cute.arch.barrier(barrier_id=EDGES_BARRIER, number_of_threads=gemm.consumers)
 
 
 @cute.jit

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...config import LINE, VARLEN_M, GemmConfig
-from ...epilogue.vectors import TileVectors, add_bias, add_old
+from ...epilogue.vectors import TileVectors, add_bias, add_old, scale_lines
 from ...tiles import Tile
 
 MMA_ROWS = 64  # of a warpgroup
@@ -96,6 +96,15 @@ def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: I
 
 
 @cute.jit
+def scale_chunk(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32):
+    """Multiply a thread's registers of a chunk, the first at ``(row, column)`` of the tile, by its lines' factors."""
+    shape = values.shape
+    rows = cute.make_tensor(vectors.a_factor.iterator + row, cute.make_layout(shape, stride=(0, 8, 0)))
+    columns = cute.make_tensor(vectors.b_factor.iterator + column, cute.make_layout(shape, stride=(1, 0, 8)))
+    scale_lines(values, rows, columns)
+
+
+@cute.jit
 def store_tile(
     gemm: cutlass.Constexpr,
     acc: cute.Tensor,
@@ -115,7 +124,7 @@ def store_tile(
         gemm: the ``GroupedGemm``.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         output: where results go.
-        vectors: bias and row scale of the tile.
+        vectors: bias, row scale and factors of the tile.
         factor: alpha of its group.
         tile: which.
         first_column: where this CTA's part of it begins.
@@ -140,8 +149,11 @@ def store_tile(
             values = cute.make_rmem_tensor((2, 2, pieces), Float32)
             for i in cutlass.range_constexpr(4 * pieces):
                 values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
-            if cutlass.const_expr(gemm.spec.alpha):
+            if cutlass.const_expr(gemm.spec.group_factor):
                 values.store(values.load() * factor)
+            if cutlass.const_expr(gemm.spec.line_factors):  # noqa: SIM102 - the first is decided while tracing
+                if product:  # what the vectors hold is another tile's otherwise
+                    scale_chunk(values, vectors, first_row + thread_row, chunk * columns + thread_column)
             if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
                     add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)

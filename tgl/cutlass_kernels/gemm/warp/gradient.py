@@ -22,6 +22,7 @@ from ...epilogue.vectors import EpilogueArgs
 from ...pointers import aligned
 from ...tiles import Tile
 from ...tiles.policy import Problem
+from ..activated import Gradient
 from .activate import half_of
 from .kernel import GroupedGemm
 from .store import CHUNK, PIECES, Output, chunk_of, corner, store_chunk, store_columns, target, transpose
@@ -193,7 +194,7 @@ def store_gradient(
             write_sums(hidden.sums, sums, column, width, pitch, tile, top, cute.arch.lane_idx())
 
 
-class GradientGroupedGemm(GroupedGemm):
+class GradientGroupedGemm(Gradient, GroupedGemm):
     """``dh = dA(h) (a b)``, the sums of rows of ``(a b) A(h)`` per warp if there are ``probs``, and with ``result`` the
     activation's own ``probs A(h)``."""
 
@@ -214,30 +215,6 @@ class GradientGroupedGemm(GroupedGemm):
         super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element, gathered)
         self.gradient, self.result = activation, result
         self.parts = 2 if activation.gated else 1
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        offs: cute.Tensor,
-        dh: cute.Tensor,
-        h: cute.Tensor,
-        probs: cute.Tensor | None,
-        sums: cute.Tensor | None,
-        act: cute.Tensor | None,
-        clusters: Int32,
-        stream,
-    ):
-        """Launch.
-
-        Args:
-            h, dh: ``[T, 2 I]`` or ``[T, I]``.
-            probs: ``[T]`` or None.
-            sums: float32 ``[columns of warps across I, T]``, None without ``probs``.
-            act: ``[T, I]`` for the activation's result, None without.
-        """
-        self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, act, extra=(h, probs, sums))
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> Hidden:
         """The operands of the epilogue."""

@@ -3,7 +3,7 @@
 All warps do all there is to do. They copy both operands of a k tile to shared memory by ``cp.async``, each a part of
 it, some k tiles before they multiply it; every warp multiplies its part of the tile by ``ldmatrix`` and ``mma.sync``,
 finishes it and stores it. They meet once per k tile. Nothing depends on the architecture but the tiling, which is
-chosen for its shared memory.
+chosen for its shared memory; which MMAs there are for quantised operands (see ``scaled``) is in ``archs``.
 """
 
 from typing import Any
@@ -19,9 +19,10 @@ from ...tiles.policy import Problem, Share, VarlenK, VarlenM
 from ..activated import Activated
 from ..copies import LANES_OF_LINE
 from ..gathered import Gathered, check
+from ..scaling import OperandFormat
 from .activate import store_activated
 from .load import Operands
-from .mma import multiply_tiles
+from .mma import multiply_halves, multiply_tiles
 from .store import Output, store_tile
 from .tilings import WARPS, gathering_reason, stage_bytes
 
@@ -33,15 +34,25 @@ class GroupedGemm:
 
     Attributes:
         decoded: how B lies where it is decoded to; it needs no decoding here.
+        factors_at: where in a stage factors of blocks begin, 0 without; see ``factors``.
+        form: what quantised operands are; None of 16 bits.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None.
         halves: 2 if the columns of a tile are the gate's and, behind them, those of the linear half.
         hidden: what makes operands of an epilogue of what a ``GradientGroupedGemm`` is called with besides.
         line_step: how many lines of 128 bytes all threads copy at a time.
+        multiply: what issues the MMAs of all rows of a warp, 16 columns and a step of the depth.
+        pair: what ``ldmatrix`` reads matrices of: elements of 16 bits, or as many bits of others.
+        promotes: whether the sums of a stage are added in float32 registers.
+        scales_at: where in a stage scales of blocks begin that MMAs take themselves, 0 without; see ``scales``.
         store: what finishes and stores a warp's part of a tile.
     """
 
     decoded: Any = None
+    factors_at = scales_at = 0
+    form: OperandFormat | None = None
     hidden: Any = None
+    multiply: Any = staticmethod(multiply_halves)
+    promotes = False
     store = staticmethod(store_tile)
 
     def __init__(
@@ -53,7 +64,8 @@ class GroupedGemm:
         gathered: str | None = None,
     ):
         check(kind, gathered, gathering_reason(config))
-        self.config, self.spec, self.element, self.gathered = config, spec, element, gathered
+        self.kind, self.config, self.spec, self.element, self.gathered = kind, config, spec, element, gathered
+        self.pair = element if element.width == 16 else cutlass.Uint16
         self.halves = 2 if spec.gated and not spec.activation.interleaved else 1  # type: ignore[union-attr]
         self.out_element = TYPES[spec.out]
         self.warps = WARPS[config.tile_m, config.tile_n]
@@ -90,7 +102,7 @@ class GroupedGemm:
         self,
         a: cute.Tensor,
         b: cute.Tensor,
-        scales: None,
+        scales: tuple[cute.Tensor, cute.Tensor] | None,
         offs: cute.Tensor,
         out: cute.Tensor,
         args: EpilogueArgs,
@@ -104,7 +116,7 @@ class GroupedGemm:
         """Launch.
 
         Args:
-            scales: those of blocks of A and B, which operands of 16 bits have not.
+            scales: those of blocks of A and B, or None.
             second: the activation's output, or None.
             extra: what else the epilogue of a gradient reads and writes, see ``hidden``.
             index: which rows of what is ``gathered``; None if nothing is.
@@ -120,20 +132,12 @@ class GroupedGemm:
             hidden = self.hidden(*extra)
         output = Output(out, second, hidden)
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
-        self.kernel(a, b, source, output, args, problem).launch(
+        self.kernel(Operands(a, b, source, None, scales), output, args, problem).launch(
             grid=(running, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        source: Gathered | None,
-        output: Output,
-        args: EpilogueArgs,
-        problem: Problem,
-    ):
+    def kernel(self, operands: Operands, output: Output, args: EpilogueArgs, problem: Problem):
         """Set up shared memory, then work on tiles."""
         config = self.config
         first, _, _ = cute.arch.block_idx()
@@ -142,12 +146,10 @@ class GroupedGemm:
         allocator = memory.SmemAllocator()
         problem = self.policy.arrange(problem, allocator, warp, self.threads // 32, first, step)
         ring = allocator.allocate_array(Int64, num_elems=config.stages * self.stage_bytes // 8, byte_alignment=ALIGNED)
-        found: Any = None
-        if cutlass.const_expr(source is not None):
+        if cutlass.const_expr(operands.source is not None):
             lines = config.tile_m if self.policy.kind == VARLEN_M else config.tile_k
-            found = cute.make_rmem_tensor(lines // self.line_step, Int32)
-        share = Share(problem, Int32(0), first, step)
-        multiply_tiles(self, Operands(a, b, source, found), ring.toint(), output, args, share)
+            operands = operands._replace(found=cute.make_rmem_tensor(lines // self.line_step, Int32))
+        multiply_tiles(self, operands, ring.toint(), output, args, Share(problem, Int32(0), first, step))
 
 
 class ActivatedGroupedGemm(Activated, GroupedGemm):

@@ -4,6 +4,7 @@ from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm,
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .packed import PackedGroupedGemm
+from .scaled import ScaledGroupedGemm
 
 __all__ = [
     "ActivatedGroupedGemm",
@@ -13,4 +14,5 @@ __all__ = [
     "GradientGroupedGemm",
     "GroupedGemm",
     "PackedGroupedGemm",
+    "ScaledGroupedGemm",
 ]

@@ -34,21 +34,23 @@ from ...tiles.groups import clamp
 from ...tiles.policy import Problem
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
 from ..gathered import find_rows, read_index
-
-SIZE = 2  # bytes of an element
+from .factors import begin_factors, copy_factors
+from .scales import begin_scales, copy_scales
 
 
 class Operands(NamedTuple):
     """Both in global memory: ``[rows, depth]``, or ``[rows, depth, matrices]``; and what is gathered, if anything.
 
     ``found`` are a thread's registers for the index of its lines: of the tile's where the operand's rows are the
-    tile's, else of the next k tile's, so that they are on their way while this one is copied.
+    tile's, else of the next k tile's, so that they are on their way while this one is copied. ``scales`` are those of
+    blocks of A and of B, see ``factors`` and ``scales``.
     """
 
     a: cute.Tensor
     b: cute.Tensor
     source: Any = None  # a Gathered
     found: Any = None
+    scales: Any = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,19 @@ class Part:
         extent: rows of a tile, of each half.
         offset: where its lines begin, in bytes.
         halves: how many it has, side by side.
+        bits: of an element.
     """
 
     along: bool
     extent: int
     offset: int
     halves: int = 1
+    bits: int = 16
+
+    @property
+    def elements(self) -> int:
+        """Of a line."""
+        return LINE * 8 // self.bits
 
 
 def parts_of(gemm: Any, operands: Any) -> tuple[Part, Part]:
@@ -73,8 +82,9 @@ def parts_of(gemm: Any, operands: Any) -> tuple[Part, Part]:
     if gemm.decoded is not None:
         return Part(True, gemm.config.tile_m, 0), gemm.decoded
     a, b = (isinstance(t.stride[1], int) and t.stride[1] == 1 for t in (operands.a, operands.b))
-    config = gemm.config
-    return Part(a, config.tile_m, 0), Part(b, config.tile_n // gemm.halves, config.tile_m * LINE, gemm.halves)
+    config, bits = gemm.config, gemm.element.width
+    columns = Part(b, config.tile_n // gemm.halves, config.tile_m * LINE, gemm.halves, bits)
+    return Part(a, config.tile_m, 0, bits=bits), columns
 
 
 class Lines(NamedTuple):
@@ -98,6 +108,13 @@ class Feed(NamedTuple):
     b: Lines
     left: Int32  # k tiles, at least 1; negative behind the last tile
     row: Int32  # of the grouped order, of a thread's first line, where lines are gathered in a k tile
+    sources: Any = None  # of what scales blocks of the next k tile
+
+
+def in_bytes(count: Any, values: cute.Tensor) -> Any:
+    """What ``count`` elements of ``values`` take; an even number where two are a byte."""
+    bits = values.element_type.width
+    return count * (bits // 8) if bits >= 8 else count >> 1
 
 
 def thread_place() -> tuple[Int32, Int32]:
@@ -115,18 +132,18 @@ def begin_lines(part: Part, matrix: cute.Tensor, first: Int32, rows: Int32, dept
         rows, depth: how many there are.
     """
     line, piece = thread_place()
-    element = piece * (PIECE // SIZE)
+    element = piece * (PIECE * 8 // matrix.element_type.width)
     row, k = (first + line, element) if part.along else (first + element, line)
-    start = matrix.iterator.toint() + (Int64(row) * matrix.stride[0] + Int64(k) * matrix.stride[1]) * SIZE
+    place = Int64(row) * matrix.stride[0] + Int64(k) * matrix.stride[1]
     lines, left = (rows - row, depth - k) if part.along else (depth - k, rows - row)
-    return Lines(start, lines, left * SIZE)
+    return Lines(matrix.iterator.toint() + in_bytes(place, matrix), lines, in_bytes(left, matrix))
 
 
 def next_lines(part: Part, values: cute.Tensor, lines: Lines, tile_k: int) -> Lines:
     """Those of the next k tile."""
-    start = lines.start + Int64(values.stride[1]) * (tile_k * SIZE)
+    start = lines.start + Int64(values.stride[1]) * in_bytes(tile_k, values)
     if part.along:
-        return Lines(start, lines.lines, lines.left - tile_k * SIZE)
+        return Lines(start, lines.lines, lines.left - in_bytes(tile_k, values))
     return Lines(start, lines.lines - tile_k, lines.left)
 
 
@@ -147,13 +164,13 @@ def copy_lines(
 ):
     """Start a thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
     count, target = (part.extent if part.along else tile_k), target_of(part, stage)
-    pitch = Int64(values.stride[0 if part.along else 1]) * (step * SIZE)
-    blocks = part.extent * tile_k * SIZE // (count * LINE)
+    pitch = Int64(values.stride[0 if part.along else 1]) * in_bytes(step, values)
+    blocks = in_bytes(part.extent * tile_k, values) // (count * LINE)
     for number in cutlass.range_constexpr(part.halves * blocks):
         half, block = number // blocks, number % blocks
         inside, source = clamp(lines.left - block * LINE, Int32(0), Int32(PIECE)), lines.start + block * LINE
         if cutlass.const_expr(half > 0):
-            source += Int64(values.shape[0] // part.halves) * values.stride[0] * SIZE
+            source += in_bytes(Int64(values.shape[0] // part.halves) * values.stride[0], values)
         for i in cutlass.range_constexpr(count // step):
             found = inside
             if lines.lines <= i * step:
@@ -173,16 +190,16 @@ def copy_rows(
         rows = cute.make_rmem_tensor(found.shape, Int32)
         find_rows(source, found, row, step, row + lines.lines, rows)
         read_index(source, row + tile_k, step, found)
-    target, pitch = target_of(part, stage), Int64(source.values.stride[0]) * SIZE
-    count = step * cute.size(found)
-    for block in cutlass.range_constexpr(part.extent * tile_k * SIZE // (count * LINE)):
+    target, pitch = target_of(part, stage), in_bytes(Int64(source.values.stride[0]), source.values)
+    count, bytes_of_line = step * cute.size(found), in_bytes(tile_k, source.values)
+    for block in cutlass.range_constexpr(part.extent * bytes_of_line // (count * LINE)):
         for i in cutlass.range_constexpr(cute.size(found)):
             inside, at = clamp(lines.left - block * LINE, Int32(0), Int32(PIECE)), rows[i]
             if at < 0:
                 inside, at = Int32(0), Int32(0)
             copy_piece(lines.start + block * LINE + at * pitch, target + (block * count + i * step) * LINE, inside)
     if cutlass.const_expr(part.along):
-        return Lines(lines.start + tile_k * SIZE, lines.lines, lines.left - tile_k * SIZE)
+        return Lines(lines.start + bytes_of_line, lines.lines, lines.left - bytes_of_line)
     return Lines(lines.start, lines.lines - tile_k, lines.left)
 
 
@@ -205,10 +222,11 @@ def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> t
     which = "ab".index(gemm.gathered)
     part = parts_of(gemm, operands)[which]
     _, piece = thread_place()
-    column = piece * (PIECE // SIZE)
+    values = operands.source.values
+    column = piece * (PIECE * 8 // values.element_type.width)
     if not part.along:
         column += (tile.m, tile.n)[which] * part.extent
-    start = operands.source.values.iterator.toint() + Int64(column) * SIZE
+    start = values.iterator.toint() + in_bytes(Int64(column), values)
     lines = found[which]._replace(start=start)
     return (lines, found[1]) if which == 0 else (found[0], lines)
 
@@ -224,10 +242,14 @@ def ordered_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -
             begin_lines(a, rows, row, tile.length, problem.depth),
             begin_lines(b, matrix, column, columns_of(gemm, tile, problem), problem.depth),
         )
-    a_rows, b_rows = (cute.domain_offset((0, tile.start), values) for values in (operands.a, operands.b))
+    place, whole = gemm.policy.place(tile), gemm.policy.whole
+    a_rows, b_rows = (cute.domain_offset((0, place), values) for values in (operands.a, operands.b))
+    depth = cutlass.min(
+        ceil_div(tile.length, whole) * whole, problem.rows - place
+    )  # the first, if offsets are in order
     return (
-        begin_lines(a, a_rows, row, Int32(operands.a.shape[0]), tile.length),
-        begin_lines(b, b_rows, column, problem.columns, tile.length),
+        begin_lines(a, a_rows, row, Int32(operands.a.shape[0]), depth),
+        begin_lines(b, b_rows, column, problem.columns, depth),
     )
 
 
@@ -245,8 +267,11 @@ def next_tile(
             index += step
     a, b = tile_lines(gemm, operands, tile, problem)
     left = ceil_div(policy.depth(tile, problem), gemm.config.tile_k)
+    sources = begin_sources(gemm, operands.scales, tile, problem)
     if not tile.valid:
         a, b, left = Lines(a.start, Int32(0), Int32(0)), Lines(b.start, Int32(0), Int32(0)), Int32(-1)
+        if cutlass.const_expr(sources is not None):
+            sources = sources.none()
     row = tile.start
     if cutlass.const_expr(gemm.gathered is not None):
         line, _ = thread_place()
@@ -257,7 +282,21 @@ def next_tile(
         if cutlass.const_expr(policy.kind == VARLEN_M):
             end = tile.start + tile.length
             find_rows(operands.source, operands.found, row, gemm.line_step, end, operands.found)
-    return Feed(search, index, a, b, left, row)
+    return Feed(search, index, a, b, left, row, sources)
+
+
+def begin_sources(gemm: Any, scales: Any, tile: Tile, problem: Problem) -> Any:
+    """What a thread copies of what scales the blocks of a tile's first k tile; None without such."""
+    if scales is None:
+        return None
+    return begin_scales(gemm, scales, tile, problem) if gemm.form.vector else begin_factors(gemm, scales, tile)
+
+
+def copy_sources(gemm: Any, scales: Any, sources: Any, stage: Int32) -> Any:
+    """Start a thread's copies of that for the next k tile."""
+    if scales is None:
+        return None
+    return copy_scales(gemm, sources, stage) if gemm.form.vector else copy_factors(gemm, scales, sources, stage)
 
 
 def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
@@ -274,8 +313,9 @@ def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
         else:
             copy_lines(part, values, lines, stage, tile_k, gemm.line_step)
             copied[name] = next_lines(part, values, lines, tile_k)
+    sources = copy_sources(gemm, operands.scales, feed.sources, stage)
     cute.arch.cp_async_commit_group()
-    return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k)
+    return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k, sources)
 
 
 @cute.jit

@@ -19,6 +19,7 @@ from ...tiles.policy import Problem, Share, VarlenM
 from ..copies import LANES_OF_LINE, PIECE
 from .kernel import ALIGNED
 from .load import Part
+from .mma import multiply_halves
 from .packed_load import Matrices, Operands
 from .packed_mma import multiply_tiles
 from .packed_tilings import WARPS, PackedSpec, decoded_bytes, pieces, stage_bytes
@@ -61,10 +62,11 @@ class PackedGroupedGemm(PackedCall):
         decoders: lanes that copy and decode pieces; the thread's number modulo this is a lane's.
         pieces_at, words_at: where in a stage pieces of B, and the words beside them, begin.
         shared: how many CTAs share a multiprocessor.
-        halves, gathered, line_step, store: see ``kernel.GroupedGemm``.
+        halves, gathered, line_step, multiply, pair, scales_at, store: see ``kernel.GroupedGemm``.
     """
 
-    halves, gathered = 1, None
+    halves, gathered, scales_at = 1, None, 0
+    multiply = staticmethod(multiply_halves)
     store = staticmethod(store_tile)
 
     def __init__(
@@ -76,7 +78,7 @@ class PackedGroupedGemm(PackedCall):
         shared: int = 1,
     ):
         self.config, self.spec, self.element, self.packed, self.shared = config, spec, element, packed, shared
-        self.out_element = TYPES[spec.out]
+        self.out_element, self.pair = TYPES[spec.out], element
         self.warps = WARPS[config.tile_m, config.tile_n]
         self.threads = self.decoders = 32 * self.warps[0] * self.warps[1]
         self.line_step = self.threads // LANES_OF_LINE

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from cutlass._mlir.dialects import llvm
 
 from ...config import LINE
 from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
 from ...tiles.policy import Problem
-from ..copies import PIECE, copy_piece
+from ..copies import PIECE, WORD, copy_piece, copy_word
 from .load import Lines, Part, begin_lines, copy_lines, next_lines
-from .packed_tilings import WORD, PackedSpec, pieces
+from .packed_tilings import PackedSpec, pieces
 
 
 class Matrices(NamedTuple):
@@ -83,13 +82,6 @@ def piece_of(gemm: Any, turn: int) -> tuple[Int32, Piece]:
 def divided(number: Int32, by: int) -> Int32:
     """By a power of two; a division would make room for negative numbers."""
     return number >> by.bit_length() - 1
-
-
-def copy_word(source: Int64, target: Int32, count: Int32):
-    """Copy ``count`` of 4 bytes to shared memory, and zeros for the others."""
-    operands = [target.ir_value(), source.ir_value(), count.ir_value()]
-    text = f"cp.async.ca.shared.global [$0], [$1], {WORD}, $2;"
-    llvm.inline_asm(None, operands, text, "r,l,r", has_side_effects=True)
 
 
 def scale_address(spec: PackedSpec, scale: cute.Tensor, matrix: Int32, row: Int32, column: Int32) -> Int64:

@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from ...config import VARLEN_M
-from ...epilogue.vectors import EpilogueArgs, add_old
+from ...epilogue.vectors import EpilogueArgs, add_old, alpha
 from ...pointers import aligned
 from ...tiles import Tile
 from ...tiles.policy import Problem
@@ -52,6 +52,10 @@ def store_tile(
     matrix, height = target(gemm, output.values, tile, problem)
     row, column = corner(gemm, tile)
     lane = cute.arch.lane_idx()
+    factor = Float32(1)
+    if cutlass.const_expr(spec.group_factor):  # noqa: SIM102 - the first is decided while tracing
+        if product:
+            factor = alpha(spec, args, tile.group)
     for chunk in cutlass.range_constexpr(columns // CHUNK):
         left = column + chunk * CHUNK
         bias: Any = None
@@ -60,6 +64,8 @@ def store_tile(
         for block in cutlass.range_constexpr(rows // 16):
             top = row + block * 16
             values = chunk_of(acc, block, chunk)
+            if cutlass.const_expr(spec.group_factor):
+                values.store(values.load() * factor)
             if cutlass.const_expr(spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
                     add_bias(values, bias, args, tile.start + top, tile.start + height)

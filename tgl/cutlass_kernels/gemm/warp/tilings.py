@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ...config import GemmConfig
+from dataclasses import replace
+
+from ...config import VARLEN_K, VARLEN_M, GemmConfig
+from ..scaling import ATOM_ROWS, OperandFormat
 
 WARPS = {
     (64, 64): (2, 2),
@@ -15,13 +18,28 @@ WARPS = {
 """By rows and columns of a tile: warps down and across. One has at most 64 x 64: half of its registers hold sums. From
 128 columns on it has 64, so that it stores whole chunks of gate and linear half."""
 
-RESERVED = 3 * 1024  # bytes beside the ring: at most what the order of tiles takes, and the ring's alignment
+ALIGNMENT = 1024  # bytes beside the ring: its alignment
+RESERVED = 3 * 1024  # and at most what the order of tiles takes, which groups of rows have no need of
 FEWEST, MOST = 2, 5  # stages
+LINE, WORD = 128, 4  # bytes: of a row or column of a k tile, and of a factor
 
 
-def stage_bytes(tiling: GemmConfig) -> int:
-    """Shared memory of one stage of the ring."""
-    return (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
+def stage_bytes(tiling: GemmConfig, kind: str | None = None, form: OperandFormat | None = None) -> int:
+    """Shared memory of one stage of the ring: lines of operands of 16 bits or of ``form``, and what scales them."""
+    lines = (tiling.tile_m + tiling.tile_n) * LINE
+    if kind is None or form is None:
+        return lines
+    factors = factor_count(kind, tiling, form) * WORD
+    return (
+        lines + (factors + LINE - 1) // LINE * LINE + form.scale_bytes(tiling.tile_m) + form.scale_bytes(tiling.tile_n)
+    )
+
+
+def factor_count(kind: str, tiling: GemmConfig, form: OperandFormat) -> int:
+    """Factors of blocks of a stage: of its rows, then of its columns, or one of the matrix."""
+    if not form.block:
+        return 0
+    return tiling.tile_m + (tiling.tile_n if kind == VARLEN_K else 1)
 
 
 def _beside_sums(what: str, tiling: GemmConfig) -> str | None:
@@ -45,27 +63,46 @@ class Tilings:
 
     Attributes:
         SMEM_BYTES: shared memory that a CTA may have.
+        widths: bits of the elements that its MMAs take.
+        scales_blocks: whether there are MMAs that scale blocks of what they multiply.
     """
 
-    def __init__(self, smem_bytes: int) -> None:
-        self.SMEM_BYTES = smem_bytes
+    def __init__(self, smem_bytes: int, widths: tuple[int, ...] = (16,), scales_blocks: bool = False) -> None:
+        self.SMEM_BYTES, self.widths, self.scales_blocks = smem_bytes, widths, scales_blocks
 
-    def stages(self, tiling: GemmConfig) -> int:
-        """As many stages as there is room for, up to those that are of use."""
-        return min((self.SMEM_BYTES - RESERVED) // stage_bytes(tiling), MOST)
+    def stages(self, tiling: GemmConfig, kind: str | None = None, form: OperandFormat | None = None) -> int:
+        """As many stages as there is room for, up to those that are of use; ``kind`` and ``form`` of quantised ones."""
+        beside = ALIGNMENT if kind == VARLEN_M else RESERVED
+        return min((self.SMEM_BYTES - beside) // stage_bytes(tiling, kind, form), MOST)
 
     def reason(self, kind: str, tiling: GemmConfig, bits: int) -> str | None:
         """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
         shape = tiling.tile_m, tiling.tile_n
-        if bits != 16:
-            return f"MMAs of warps take 16-bit elements, not {bits}-bit ones"
+        if bits not in self.widths:
+            taken = " and ".join(f"{width}-bit" for width in self.widths)
+            return f"MMAs of warps take {taken} elements here, not {bits}-bit ones"
         if tiling.two_cta or tiling.pingpong or tiling.ctas > 1:
             return "warps that issue MMAs share a tile with their own CTA alone, neither in turns nor in clusters"
         if shape not in WARPS:
             return f"tiles are {', '.join(f'{m} x {n}' for m, n in WARPS)}, not {shape[0]} x {shape[1]}"
-        if not FEWEST <= tiling.stages <= self.stages(tiling):
-            return f"stages must be {FEWEST} to {self.stages(tiling)}, which is what fits, not {tiling.stages}"
-        return None
+        return self._stages_reason(tiling) if bits == 16 else None
+
+    def _stages_reason(
+        self, tiling: GemmConfig, kind: str | None = None, form: OperandFormat | None = None
+    ) -> str | None:
+        most = self.stages(tiling, kind, form)
+        if FEWEST <= tiling.stages <= most:
+            return None
+        return f"stages must be {FEWEST} to {most}, which is what fits, not {tiling.stages}"
+
+    def scaled_reason(self, kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
+        """What else rules a tiling out for operands of ``form``."""
+        found = None if form.vector else _beside_sums("sums of the 8-bit products of a stage", tiling)
+        if form.vector and not self.scales_blocks:
+            found = "MMAs of warps do not scale blocks here"
+        elif form.vector and (tiling.tile_m % ATOM_ROWS or tiling.tile_n % ATOM_ROWS):
+            found = f"scales come for {ATOM_ROWS} rows at a time, and for as many columns"
+        return self._stages_reason(tiling, kind, form) if found is None else found
 
     def sum_columns(self, tiling: GemmConfig) -> int:
         """Columns whose products a kernel that goes back through the activation adds up to a row's sum: a warp's."""
@@ -97,6 +134,20 @@ class Tilings:
         """The tiling of a kernel that goes back through the activation, for one that suits the problem otherwise."""
         return usual if gradient_reason(usual) is None else self.deepest(128, 128)
 
-    def deepest(self, tile_m: int, tile_n: int) -> GemmConfig:
-        """The tiling of a shape with all the stages there is room for."""
-        return GemmConfig(tile_m, tile_n, stages=self.stages(GemmConfig(tile_m, tile_n)))
+    def choose_scaled(
+        self, kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
+    ) -> GemmConfig:
+        """128 x 128 tiles where rows and columns fill them, the largest beside whose sums are those of a stage.
+
+        With scales that MMAs take themselves there are no smaller ones, and of larger ones two stages do not fit.
+        """
+        if form.vector:
+            return self.deepest(ATOM_ROWS, ATOM_ROWS, kind, form)
+        return self.deepest(64 if rows <= 64 else 128, 64 if columns <= 64 else 128, kind, form)
+
+    def deepest(
+        self, tile_m: int, tile_n: int, kind: str | None = None, form: OperandFormat | None = None
+    ) -> GemmConfig:
+        """The tiling of a shape with all the stages there is room for, of operands of 16 bits or of ``form``."""
+        shape = GemmConfig(tile_m, tile_n, 64 if form is None else form.tile_k)
+        return replace(shape, stages=self.stages(shape, kind, form))
