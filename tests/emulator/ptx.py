@@ -56,12 +56,29 @@ LOAD = """
 """
 
 
-def launch(body, *tensors, arch="sm_90a", warps=1, seed=0, timing="adversarial", cluster=1, grid=None, **options):
+def launch(
+    body,
+    *tensors,
+    arch="sm_90a",
+    warps=1,
+    seed=0,
+    timing="adversarial",
+    cluster=1,
+    grid=None,
+    overlaps=False,
+    **options,
+):
     with emulate(arch, seed=seed, timing=timing, **options) as machine:
         text = module(body, len(tensors), arch)
         n = cluster if grid is None else grid
         return machine.launch_ptx(
-            text, tensors, grid=(n, 1, 1), block=(32 * warps, 1, 1), cluster=(cluster, 1, 1), smem=8192
+            text,
+            tensors,
+            grid=(n, 1, 1),
+            block=(32 * warps, 1, 1),
+            cluster=(cluster, 1, 1),
+            smem=8192,
+            overlaps=overlaps,
         )
 
 

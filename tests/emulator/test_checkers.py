@@ -310,6 +310,23 @@ def test_other_accesses_to_a_cta_that_has_exited_stay_errors():
             launch(write, cluster=2, seed=seed, strict_exits=False)
 
 
+# ---- launches that begin before the one in front has ended ----
+def test_end_without_a_wait_for_the_launch_in_front():
+    """One warp that waits keeps the launch from its end."""
+    body = only(1, "  griddepcontrol.wait;", "A")
+    check(body, "", SyncError, "no warp of it has waited", warps=2, overlaps=True)
+    launch("")  # one that does not overlap need not wait
+
+
+@pytest.mark.parametrize("access", ["ld.global.b32 %r4, [%rd0];", "st.global.b32 [%rd0], %r0;"])
+def test_access_before_the_wait_is_reported(access):
+    for body, early in ((f"  griddepcontrol.wait;\n  {access}", False), (f"  {access}\n  griddepcontrol.wait;", True)):
+        record = launch(body, torch.zeros(1, dtype=torch.int32), overlaps=True)
+        assert record.overlaps
+        assert (record.early is not None) == early
+    assert launch(body, torch.zeros(1, dtype=torch.int32)).early is None
+
+
 def test_rank_outside_the_cluster():
     with pytest.raises(MemoryAccessError, match="outside the cluster"):
         launch("  mapa.shared::cluster.u32 %r22, %r2, 5;\n  st.shared::cluster.b32 [%r22+64], 1;", cluster=2)

@@ -175,6 +175,31 @@ def test_matrices_move_as_documented():
     assert turned == [(8 * (2 * (t % 4) + 1) + t // 4) << 16 | (8 * (2 * (t % 4)) + t // 4) for t in range(32)]
 
 
+@pytest.mark.parametrize("register", range(4))
+def test_matrices_of_bytes_move_as_documented(register):
+    """Lane t gets rows 4 (t % 4) to + 3 of columns t / 4 and t / 4 + 8, of 16 rows and then of the next 16."""
+    names = [f"%r{3 + i}" for i in range(4)]
+    names[register], names[2] = names[2], names[register]
+    body = """
+  shl.b32 %r3, %r0, 4;
+  add.s32 %r4, %r3, %r2;
+  and.b32 %r3, %r3, 255;
+  mul.lo.s32 %r3, %r3, 16843009;
+  add.s32 %r3, %r3, 50462976;
+  st.shared.b32 [%r4], %r3;
+  add.s32 %r3, %r3, 67372036;
+  st.shared.b32 [%r4+4], %r3;
+  add.s32 %r3, %r3, 67372036;
+  st.shared.b32 [%r4+8], %r3;
+  add.s32 %r3, %r3, 67372036;
+  st.shared.b32 [%r4+12], %r3;
+"""
+    load = f"  ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {{{', '.join(names)}}}, [%r4];\n"
+    column = register % 2 * 8
+    want = [sum((16 * (4 * (t % 4) + i) + t // 4 + column) << 8 * i for i in range(4)) for t in range(32)]
+    assert run(body + load) == want
+
+
 @pytest.mark.parametrize(
     "op, value, final",
     [("add.u32", "%r0", sum(range(32))), ("max.s32", "%r0", 31), ("or.b32", "%r0", 31), ("inc.u32", "9", 2)],

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.emulator import reference as ref
 from tests.emulator.operands import SIZES, Cta, Warp, codes_for, desc90, place
 from tgl.testing.emulator import mma
 from tgl.testing.emulator.errors import UnsupportedError
@@ -145,6 +146,72 @@ def test_mma_sync(fmt, dt, k):
         f"m16n8k{k}", (dt, fmt, fmt, dt), operand_registers(ac, fmt), operand_registers(bc, fmt), tuple(regs)
     )
     assert np.array_equal(fragment_values(got, 8, dt), av @ bv.T + c)
+
+
+def scale_register(codes, first, lanes):
+    """Scales ``[rows, n]`` in bytes ``first`` and on of a register, row r in lane ``lanes[r]``; noise elsewhere."""
+    raw = np.random.default_rng(3).integers(0, 120, (32, 4)).astype(np.uint8)
+    raw[lanes, first : first + codes.shape[1]] = codes
+    return raw.view(np.uint32).reshape(32)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "k", "at", "bt", "st", "per"),
+    [
+        (("kind::mxf8f6f4", "scale_vec::1X"), 32, "e4m3", "e5m2", "ue8m0", 1),
+        (("kind::mxf4nvf4", "scale_vec::4X"), 64, "e2m1", "e2m1", "ue4m3", 4),
+        (("kind::mxf4nvf4", "scale_vec::2X"), 64, "e2m1", "e2m1", "ue8m0", 2),
+    ],
+)
+def test_mma_with_block_scales(kinds, k, at, bt, st, per):
+    """Every selector: rows of A by pairs of lanes, columns of B by lanes of a quad, bytes of the register."""
+    rng = np.random.default_rng(8)
+    ac, av = codes_for(rng, at, (16, k))
+    bc, bv = codes_for(rng, bt, (8, k))
+    low, step = (120, 1) if st == "ue8m0" else (0x30, 8)  # powers of two
+    c = np.zeros((16, 8), np.float32)
+    for number in range(8):
+        (byte_a, byte_b), (thread_a, thread_b) = rng.integers(0, 4 // per, 2) * per, (number % 2, number % 4)
+        sa, sb = (low + step * rng.integers(0, 3, (n, per)) for n in (16, 8))
+        decode = np.vectorize(lambda x: 2.0 ** (x - 127) if st == "ue8m0" else ref.small_value(int(x), "e4m3"))
+        fa, fb = (decode(s).repeat(k // per, axis=1) for s in (sa, sb))
+        scales = (
+            (scale_register(sa, byte_a, [4 * (r % 8) + 2 * thread_a + r // 8 for r in range(16)]), byte_a, thread_a),
+            (scale_register(sb, byte_b, [4 * n + thread_b for n in range(8)]), byte_b, thread_b),
+        )
+        operands = operand_registers(ac, at), operand_registers(bc, bt), tuple(mma.fragment_out(c, "f32"))
+        got = mma.mma_scaled(f"m16n8k{k}", kinds, ("f32", at, bt, "f32", st), *operands, scales)
+        assert np.array_equal(fragment_values(got, 8, "f32"), (av * fa) @ (bv * fb).T)
+
+
+def test_block_scales_that_are_not_a_number():
+    """Of the row that they belong to, and of no other."""
+    ones = tuple(np.full(32, 0x38383838, np.uint32) for _ in range(6))
+    scales = np.full(32, 0x7F7F7F7F, np.uint32), np.full(32, 0x7F7F7F7F, np.uint32)
+    scales[0][4 * 3 + 1] = 0x7F7F7FFF  # row 11
+    zero = tuple(np.zeros((4, 32), np.uint32))
+    kinds, types = ("kind::mxf8f6f4", "scale_vec::1X"), ("f32", "e4m3", "e4m3", "f32", "ue8m0")
+    got = mma.mma_scaled("m16n8k32", kinds, types, ones[:4], ones[4:], zero, [(scale, 0, 0) for scale in scales])
+    values = fragment_values(got, 8, "f32")
+    assert np.isnan(values[11]).all()
+    assert (np.delete(values, 11, axis=0) == 32).all()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shape", "types", "ids"),
+    [
+        (("kind::mxf8f6f4", "scale_vec::2X"), "m16n8k32", ("f32", "e4m3", "e4m3", "f32", "ue8m0"), ((0, 0), (0, 0))),
+        (("kind::mxf8f6f4", "scale_vec::1X"), "m16n8k32", ("f32", "e4m3", "e4m3", "f32", "ue4m3"), ((0, 0), (0, 0))),
+        (("kind::mxf8f6f4", "scale_vec::1X"), "m16n8k64", ("f32", "e4m3", "e4m3", "f32", "ue8m0"), ((0, 0), (0, 0))),
+        (("kind::mxf8f6f4", "scale_vec::1X"), "m16n8k32", ("f32", "e2m1", "e4m3", "f32", "ue8m0"), ((0, 0), (0, 0))),
+        (("kind::mxf8f6f4", "scale_vec::1X"), "m16n8k32", ("f32", "e4m3", "e4m3", "f32", "ue8m0"), ((0, 2), (0, 0))),
+        (("kind::mxf4nvf4", "scale_vec::4X"), "m16n8k64", ("f32", "e2m1", "e2m1", "f32", "ue4m3"), ((1, 0), (0, 0))),
+    ],
+)
+def test_block_scale_refusals(kinds, shape, types, ids):
+    zero = np.zeros(32, np.uint32)
+    with pytest.raises(UnsupportedError):
+        mma.mma_scaled(shape, kinds, types, (zero,) * 4, (zero,) * 2, (zero,) * 4, [(zero, *id) for id in ids])
 
 
 def test_mma_sync_refusals():

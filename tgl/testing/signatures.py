@@ -10,7 +10,7 @@ import torch
 from ..meta.activations import TABLE
 from .quantized import QUANTIZED_SIGNATURES
 from .samples import DIMENSIONS, SampleInput, Signature, choices, named_rows, places
-from .scaled_samples import QuantizedSignature, packed_signatures
+from .scaled_samples import ROW_SCALED, QuantizedSignature, packed_signatures
 
 _ACTIVATION: dict[str, Any] = {"wide": ("probs",), "exact": False}
 _BACKWARD = "dy[T,{y}], x[T,{x}], offs[G]:ends, probs[T]? -> dx[T,{x}], dprobs[T]"
@@ -45,6 +45,7 @@ _MOE_BACKWARD = (
 _TWO: dict[str, Sequence[Any]] = {"kind": ("srelu",), "top_k": (2,)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
 _PACKED = "a[T,{0}], b[]:derived, b_scale[]:derived, offs[G]:ends, b_amax[G]{2}{3} -> y[T,{1}]"
+_ROW_SCALED = "a[]:derived, a_scale[]:derived, b[]:derived, b_scale[]:derived, offs[G]:ends -> {0}"
 _SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G]"
 _INDEXED: dict[str, Any] = {"derive": named_rows, "dimensions": {**DIMENSIONS, "S": 6}}
 
@@ -137,6 +138,8 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
             derive=places,
         ),
     ),
+    "grouped_gemm_row_scaled": (Signature(_ROW_SCALED.format("y[T,N]"), **ROW_SCALED),),
+    "grouped_gemm_row_scaled_wgrad": (Signature(_ROW_SCALED.format("dw[G,M,N]"), **ROW_SCALED),),
     "grouped_gemm_packed": packed_signatures(_PACKED, ", bias[G,{0}]?, bias_scale[T]?"),
     "grouped_gemm_scaled": (QuantizedSignature(f"{_SCALED} -> y[T,N]", requires={"bias_scale": "bias"}),),
     "grouped_gemm_scaled.out": (QuantizedSignature(f"{_SCALED}, out[T,N]! ->", requires={"bias_scale": "bias"}),),

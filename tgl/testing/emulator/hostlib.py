@@ -170,7 +170,7 @@ class HostLibrary:
                     "a function compiled for the kernel emulator was called outside `with emulate(...)`"
                 )
             key, name = self.kernels[kernel - 1]
-            self.launcher(self.ptx[key], name, [dims[i] for i in range(9)], smem, args)
+            self.launcher(self.ptx[key], name, [dims[i] for i in range(10)], smem, args)
             return 0
         except BaseException as e:
             if not isinstance(e, EmulatorError):

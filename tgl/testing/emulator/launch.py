@@ -24,12 +24,17 @@ _LIVELOCK_STEPS = 400_000
 
 
 class Extent(NamedTuple):
-    """Sizes (x, y, z) of a launch, and its dynamic shared memory in bytes."""
+    """Sizes (x, y, z) of a launch, and its dynamic shared memory in bytes.
+
+    Attributes:
+        overlaps: whether it may begin before the launch in front has ended (programmatic stream serialisation).
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     smem: int
+    overlaps: bool = False
 
 
 class Rules(NamedTuple):
@@ -74,7 +79,9 @@ class Launch(Engine):
     ):
         super().__init__(rules.seed, rules.timing)
         self.program = program
-        self.grid, self.block, self.cluster, self.smem = grid, _, cluster, _ = extent
+        self.grid, self.block, self.cluster, self.smem, self.overlaps = grid, _, cluster, _, _ = extent
+        self.early: int | None = None
+        self.waited = not self.overlaps
         self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
         self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits
         self.chip, self.num_sms = chip, chip.multiprocessors
@@ -136,6 +143,8 @@ class Launch(Engine):
         if i >= 0:
             r = self.regions[i]
             if addr + n <= r.end:
+                if who is not None and not who.waited and self.early is None:
+                    self.early = who.line
                 return r
         where = who.where() + ": " if who is not None else ""
         hint = ""
@@ -239,6 +248,11 @@ class Launch(Engine):
                 stall = 0
         while self.run_one(True):
             pass
+        if not self.waited:
+            raise SyncError(
+                f"kernel {self.program.name} may begin before the launch in front has ended, and no warp of it has "
+                "waited for that end (griddepcontrol.wait): the next launch would not see that one at work"
+            )
         self.stat["steps"] = steps
         for count, histogram in zip(self.counts, self.program.histogram, strict=True):
             if count:
@@ -266,6 +280,7 @@ class Launch(Engine):
         if w.agent is not None:
             cta.exit_clock = merge_into(cta.exit_clock, w.agent.vc)
         w.check_exit()
+        self.waited = self.waited or w.waited
         if cta.live_warps == 0:
             cta.exited = True
             if w.agent is not None:

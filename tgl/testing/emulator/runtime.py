@@ -29,7 +29,9 @@ class LaunchRecord:
     ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce), ``global_bytes`` those of plain loads
     and stores, of the lanes that take part (once if all have one address); ``bank_conflicts`` the shared-memory passes
     beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
-    the translation refused and the launch did not reach, with their PTX line.
+    the translation refused and the launch did not reach, with their PTX line. ``overlaps`` is whether the launch may
+    begin before the one in front has ended (programmatic stream serialisation), and ``early`` where a warp of it first
+    accessed global memory before it had waited for that end.
     """
 
     kernel: str
@@ -38,6 +40,8 @@ class LaunchRecord:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     shared_bytes: int
+    overlaps: bool = False
+    early: str | None = None
     instructions: Counter[str] = field(default_factory=Counter)
     tma_bytes: dict[str, int] = field(default_factory=dict)
     global_bytes: dict[str, int] = field(default_factory=dict)
@@ -182,6 +186,7 @@ class Emulation:
         block: tuple[int, int, int] = (32, 1, 1),
         cluster: tuple[int, int, int] = (1, 1, 1),
         smem: int = 0,
+        overlaps: bool = False,
     ) -> LaunchRecord:
         """Run the (first) kernel of a PTX module, without the DSL.
 
@@ -190,6 +195,7 @@ class Emulation:
             args: one per parameter: a CPU tensor (its address is passed) or an integer.
             grid, block, cluster: sizes, (x, y, z).
             smem: dynamic shared memory in bytes.
+            overlaps: whether the launch may begin before the one in front has ended.
         Raises:
             EmulatorError: what the kernel did wrong.
             ValueError: the number of arguments.
@@ -204,7 +210,7 @@ class Emulation:
             params[offset : offset + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
         self._call = call_spans(args)
         try:
-            self._run(program, grid, block, cluster, smem, bytes(params), 0.0)
+            self._run(program, Extent(grid, block, cluster, smem, overlaps), bytes(params), 0.0)
         finally:
             self._call = []
         return self.launches[-1]
@@ -219,20 +225,18 @@ class Emulation:
         params = bytearray(program.param_size)
         for i, (offset, size) in enumerate(program.params):
             params[offset : offset + size] = ctypes.string_at(args[i], size)
-        x, y, z, bx, by, bz, cx, cy, cz = dims
-        self._run(program, (x, y, z), (bx, by, bz), (cx, cy, cz), smem, bytes(params), translate)
+        x, y, z, bx, by, bz, cx, cy, cz, overlaps = dims
+        extent = Extent((x, y, z), (bx, by, bz), (cx, cy, cz), smem, bool(overlaps))
+        self._run(program, extent, bytes(params), translate)
 
     def _run(
         self,
         program: cache.Program,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        cluster: tuple[int, int, int],
-        smem: int,
+        extent: Extent,
         params: bytes,
         translate_seconds: float,
     ) -> None:
-        record = LaunchRecord(program.name, program.target, grid, block, cluster, smem)
+        record = LaunchRecord(program.name, program.target, *extent)
         record.translate_seconds = translate_seconds
         record.unsupported = dict(program.unsupported)
         self.launches.append(record)
@@ -244,7 +248,6 @@ class Emulation:
         launch = None
         try:
             with single_threaded_blas(), no_garbage_collection():
-                extent = Extent(grid, block, cluster, smem)
                 launch = Launch(program, extent, params, self._spans(program, params), self.chip, self.rules)
                 launch.run()
         except EmulatorError as e:
@@ -268,6 +271,7 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
     record.mma_count, record.mma_flops = stat["mma"], stat["mma_flops"]
     record.barriers = stat["barriers"] + stat["cluster_barriers"]
     record.bank_conflicts = stat["bank_conflicts"]
+    record.early = None if launch.early is None else launch.program.location(launch.early)
     record.tensor_memory_columns = stat["tmem_columns"]
     record.steps = stat["steps"]
     for text, n in launch.warnings.items():

@@ -7,7 +7,7 @@
 
 typedef int (*load_callback)(const void *image);            // -> library number > 0, 0 = refused
 typedef int (*kernel_callback)(int library, const char *name);  // -> kernel number > 0, 0 = not found
-typedef int (*launch_callback)(int kernel, const uint32_t *dims /* grid, block, cluster */, uint64_t smem, void *stream,
+typedef int (*launch_callback)(int kernel, const uint32_t *dims /* grid, block, cluster, overlaps */, uint64_t smem, void *stream,
                                void **args);
 typedef int (*attribute_callback)(int attribute);
 static load_callback on_load;
@@ -21,8 +21,8 @@ void tgl_emulator_callbacks(load_callback l, kernel_callback k, launch_callback 
 
 // ---- launches: cudaLaunchConfig_t is grid, block, smem, stream, attributes, count; an attribute is 72 bytes ----
 static int launch(const char *config, const void *kernel, void **args) {
-  uint32_t dims[9], n; uint64_t smem; void *stream; const char *attributes;
-  memcpy(dims, config, 24); dims[6] = dims[7] = dims[8] = 1;
+  uint32_t dims[10], n; uint64_t smem; void *stream; const char *attributes;
+  memcpy(dims, config, 24); dims[6] = dims[7] = dims[8] = 1; dims[9] = 0;
   memcpy(&smem, config + 24, 8);
   memcpy(&stream, config + 32, 8);
   memcpy(&attributes, config + 40, 8);
@@ -30,6 +30,7 @@ static int launch(const char *config, const void *kernel, void **args) {
   for (uint32_t i = 0; i < n; i++) {
     int id; memcpy(&id, attributes + 72 * i, 4);
     if (id == 4) memcpy(dims + 6, attributes + 72 * i + 8, 12);  // cluster dimension
+    if (id == 6) memcpy(dims + 9, attributes + 72 * i + 8, 4);   // programmatic stream serialisation
   }
   return on_launch ? on_launch((int)(intptr_t)kernel, dims, smem, stream, args) : 999;
 }

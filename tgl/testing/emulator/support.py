@@ -202,6 +202,7 @@ _NUMERICS = [
 NAMESPACE: dict[str, Any] = {
     "SHARED_BASE": SHARED_BASE,
     "LOCAL_BASE": LOCAL_BASE,
+    "mma_scaled": mma.mma_scaled,
     "mma_sync": mma.mma_sync,
     **{
         f.__name__: f

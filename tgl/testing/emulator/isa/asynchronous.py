@@ -320,14 +320,28 @@ def wgmma(g, ins: Insn, part: bool) -> list[str]:
     ]
 
 
-@op("mma.sync", mods="aligned row col f32 s32 f16 bf16 tf32 e4m3 e5m2 s8 u8 satfinite", pattern=r"m\d+n\d+k\d+")
+@op(
+    "mma.sync",
+    mods="aligned row col f32 s32 f16 bf16 tf32 e4m3 e5m2 e2m1 s8 u8 satfinite block_scale ue8m0 ue4m3 "
+    "kind::mxf8f6f4 kind::mxf4nvf4 scale_vec::1X scale_vec::2X scale_vec::4X",
+    pattern=r"m\d+n\d+k\d+",
+)
 def mma_sync(g, ins: Insn, part: bool) -> list[str]:
     shape = next(x for x in ins.parts if re.match(r"^m\d+n\d+k\d+$", x))
     a, b, c = (f"({', '.join(g.val(x) for x in elements(o))},)" for o in ins.ops[1:4])
-    types = [x for x in ins.parts if x != "satfinite"][-4:]
     m, n, k = (int(x) for x in re.findall(r"\d+", shape))
-    out = [
-        f"w.launch.count_mma({2 * m * n * k})",
-        f"t_ = mma_sync({shape!r}, {types!r}, {a}, {b}, {c}, {'satfinite' in ins.parts})",
-    ]
+    out = [f"w.launch.count_mma({2 * m * n * k})"]
+    if "block_scale" in ins.parts:
+        types = ins.parts[-5:]
+        kinds = [x for x in ins.parts if "::" in x]
+        scales = []
+        for data, selector in (ins.ops[4:6], ins.ops[6:8]):
+            (word,), (byte, thread) = elements(data), elements(selector)
+            if byte[0] != "imm" or thread[0] != "imm":
+                raise UnsupportedError(f"{ins.op} with a variable selector")
+            scales.append(f"({g.val(word)}, {byte[1]}, {thread[1]})")
+        out.append(f"t_ = mma_scaled({shape!r}, {kinds!r}, {types!r}, {a}, {b}, {c}, ({', '.join(scales)}))")
+    else:
+        types = [x for x in ins.parts if x != "satfinite"][-4:]
+        out.append(f"t_ = mma_sync({shape!r}, {types!r}, {a}, {b}, {c}, {'satfinite' in ins.parts})")
     return out + [g.assign(x, f"t_[{j}]", part) for j, x in enumerate(elements(ins.ops[0]))]

@@ -129,9 +129,14 @@ def store_matrix(g, ins: Insn, part: bool) -> list[str]:
     return [f"w.stmatrix(m, {g.addr(ins.ops[0])}, ({regs},), {'trans' in ins.parts})"]
 
 
-@op("ldmatrix", mods="sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16", line=True)
+@op("ldmatrix", mods="sync aligned m8n8 m16n16 x1 x2 x4 trans shared shared::cta b16 b8", line=True)
 def load_matrix(g, ins: Insn, part: bool) -> list[str]:
     regs = elements(ins.ops[0])
+    if ("m16n16" in ins.parts) != ("b8" in ins.parts) or ("b8" in ins.parts and "trans" not in ins.parts):
+        raise UnsupportedError(ins.op)
+    if "b8" in ins.parts:
+        out = [f"t_ = w.ldmatrix_bytes(m, {g.addr(ins.ops[1])}, {len(regs)})"]
+        return out + [g.assign(x, f"t_[{j}]", part) for j, x in enumerate(regs)]
     out = [f"t_ = w.ldmatrix(m, {g.addr(ins.ops[1])}, {len(regs)}, {'trans' in ins.parts})"]
     return out + [g.assign(x, f"t_[{j}]", part) for j, x in enumerate(regs)]
 

@@ -26,7 +26,14 @@ op(
     dst=0,
 )(_nothing)
 op("cp.async.bulk.prefetch", mods="tensor L2 global tile 1d 2d 3d 4d 5d", pattern=r"L2::\w+|tile::\w+", dst=0)(_nothing)
-op("griddepcontrol", mods="launch_dependents wait", dst=0)(_nothing)
+
+
+@op("griddepcontrol", mods="launch_dependents wait", dst=0)
+def dependent_launch(g, ins: Insn, part: bool) -> list[str]:
+    """Launches run one after the other: what remains is whether a warp has waited for the one in front."""
+    return ["w.waited = True" if "wait" in ins.parts else "pass"]
+
+
 op("setmaxnreg", mods="inc dec sync aligned u32", dst=0)(_nothing)
 op("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", dst=0)(_nothing)
 op("tcgen05.relinquish_alloc_permit", mods="cta_group::1 cta_group::2 sync aligned", dst=0)(_nothing)

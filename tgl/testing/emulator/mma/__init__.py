@@ -6,13 +6,14 @@ shared memory and ``tmem_read``/``tmem_write``(``_at``) for tensor memory, which
 
 from .tcgen05 import Tcgen05
 from .tmem import ld_index, tc_cp, tc_ld, tc_st
-from .warp import fragment_in, fragment_out, mma_sync, wgmma
+from .warp import fragment_in, fragment_out, mma_scaled, mma_sync, wgmma
 
 __all__ = [
     "Tcgen05",
     "fragment_in",
     "fragment_out",
     "ld_index",
+    "mma_scaled",
     "mma_sync",
     "tc_cp",
     "tc_ld",

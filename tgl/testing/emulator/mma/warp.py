@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..numerics import full
+from ..numerics import LUT, full
 from .operands import ELEMENT_BYTES, accumulate, decode, register_matrix, smem_rows
 
 # sm_90 matrix descriptor, bits 63..62 -> log2(swizzle span / 16 B)
@@ -45,10 +45,21 @@ def fragment_out(values, dt):
 
 def _register_a(regs, fmt):
     """A operand registers to values ``[16, K]``: register 2b+h of thread t holds row t/4+8h, K block b, quad t%4."""
-    raw = register_matrix([full(x, 32) for x in regs], fmt)
-    per = 4 // ELEMENT_BYTES[fmt]
-    v = raw.reshape(-1, 2, 8, 4, per).transpose(1, 2, 0, 3, 4)
+    raw = _unpacked(register_matrix([full(x, 32) for x in regs], fmt), fmt)
+    v = raw.reshape(len(regs) // 2, 2, 8, 4, -1).transpose(1, 2, 0, 3, 4)
     return decode(np.ascontiguousarray(v).reshape(16, -1), fmt)
+
+
+def _register_b(regs, fmt):
+    """B operand registers to values ``[8, K]``: register b of thread t holds column t/4, K block b, quad t%4."""
+    raw = _unpacked(register_matrix([full(x, 32) for x in regs], fmt), fmt)
+    v = raw.reshape(len(regs), 8, 4, -1).transpose(1, 0, 2, 3)
+    return decode(np.ascontiguousarray(v).reshape(8, -1), fmt)
+
+
+def _unpacked(codes, fmt):
+    """Codes of their own of elements that lie two in a byte, the low one first."""
+    return np.stack((codes & 15, codes >> 4), axis=-1) if fmt == "e2m1_packed" else codes
 
 
 def _immediates(imm, a_in_regs):
@@ -104,10 +115,53 @@ def mma_sync(shape, types, a, b, c, satfinite=False):
     if not found or dt not in _ACC or ct != dt or at not in ELEMENT_BYTES or bt not in ELEMENT_BYTES:
         raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)}")
     k = int(found[1])
-    A = _register_a(a, at)
-    per = 4 // ELEMENT_BYTES[bt]
-    raw = register_matrix([full(x, 32) for x in b], bt).reshape(-1, 8, 4, per)  # K block, column, quad, element
-    B = decode(np.ascontiguousarray(raw.transpose(1, 0, 2, 3)).reshape(8, -1), bt)
+    A, B = _register_a(a, at), _register_b(b, bt)
     if A.shape[1] != k or B.shape[1] != k:
         raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)} with {len(a)} and {len(b)} operand registers")
     return fragment_out(accumulate(A @ B.T, fragment_in(c, 8, dt), dt, satfinite), dt)
+
+
+# kind, scale vector and scale type of an MMA with block scales -> its shape, its element types, scales of a row
+_SCALED = {
+    ("kind::mxf8f6f4", "scale_vec::1X", "ue8m0"): ("m16n8k32", ("e4m3", "e5m2"), 1),
+    ("kind::mxf4nvf4", "scale_vec::4X", "ue4m3"): ("m16n8k64", ("e2m1",), 4),
+    ("kind::mxf4nvf4", "scale_vec::4X", "ue8m0"): ("m16n8k64", ("e2m1",), 4),
+    ("kind::mxf4nvf4", "scale_vec::2X", "ue8m0"): ("m16n8k64", ("e2m1",), 2),
+}
+
+
+def mma_scaled(shape, kinds, types, a, b, c, scales):
+    """``mma.sync`` with ``.block_scale``: the four result registers.
+
+    Row r of A has its scales in thread ``4 (r % 8) + 2 thread_id + r // 8``, column c of B in ``4 c + thread_id``, as
+    many bytes of the register from ``byte_id`` on as there are scales of a row.
+
+    kinds: kind and scale vector; types: (D, A, B, C, scale); scales: of A and of B (register, byte_id, thread_id).
+    """
+    dt, at, bt, ct, st = types
+    known = _SCALED.get((*kinds, st))
+    if known is None or shape != known[0] or {at, bt} - set(known[1]) or (dt, ct) != ("f32", "f32"):
+        raise UnsupportedError(f"mma.sync.{shape}.{'.'.join((*kinds, *types))}")
+    per = known[2]
+    (scale_a, byte_a, thread_a), (scale_b, byte_b, thread_b) = scales
+    if thread_a not in (0, 1) or thread_b not in range(4) or any(x not in range(0, 4, per) for x in (byte_a, byte_b)):
+        raise UnsupportedError(
+            f"mma.sync with {per} scales of a row: selectors {byte_a}, {thread_a}, {byte_b}, {thread_b}"
+        )
+    A, B = (
+        read(regs, "e2m1_packed" if t == "e2m1" else t)
+        for read, regs, t in ((_register_a, a, at), (_register_b, b, bt))
+    )
+    if A.shape[1] != B.shape[1] or A.shape[1] != int(shape.rpartition("k")[2]):
+        raise UnsupportedError(f"mma.sync.{shape} with {len(a)} and {len(b)} operand registers")
+    row, column = np.arange(16), np.arange(8)
+    lanes = 4 * (row % 8) + 2 * thread_a + row // 8, 4 * column + thread_b
+    factors = (
+        np.ascontiguousarray(full(x, 32)[lane]).view(np.uint8).reshape(-1, 4)[:, first : first + per]
+        for x, lane, first in zip((scale_a, scale_b), lanes, (byte_a, byte_b))
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        A, B = (
+            values * np.repeat(LUT[st][codes], values.shape[1] // per, axis=1) for values, codes in zip((A, B), factors)
+        )
+        return fragment_out(accumulate(A @ B.T, fragment_in(c, 8, dt), dt), dt)

@@ -18,12 +18,14 @@ class WarpCore:
     """Identity and control flow of a warp; the layers above add memory, synchronisation and the asynchronous units.
 
     ``line`` is the PTX line of the instruction that last touched memory or synchronised; ``agent`` is the warp's vector
-    clock, or None when races are not detected. Generated code keeps the active mask and the fragments of a diverged
-    warp (block number -> mask) and calls ``split`` / ``resched`` / ``ret`` at block ends.
+    clock, or None when races are not detected; ``waited`` is whether the launch in front has ended for it. Generated
+    code keeps the active mask and the fragments of a diverged warp (block number -> mask) and calls ``split`` /
+    ``resched`` / ``ret`` at block ends.
     """
 
     def __init__(self, launch: Any, cta: Any, wid: int):
         self.launch, self.cta, self.wid = launch, cta, wid
+        self.waited = not launch.overlaps
         block, n = launch.block, cta.nthreads
         lin = wid * 32 + np.arange(32)
         self.live = lin < n

@@ -323,6 +323,21 @@ class MemoryWarp(WarpCore):
             self.dirty.append((cta, words))
 
     def ldmatrix(self, m: np.ndarray, addr: Any, n: int, trans: bool) -> list[np.ndarray]:
+        rows = self._read_matrices(addr, n)
+        halves = (np.ascontiguousarray(row).view(np.uint16) for row in rows)
+        return [np.ascontiguousarray(h.T if trans else h).view(np.uint32).reshape(32) for h in halves]
+
+    def ldmatrix_bytes(self, m: np.ndarray, addr: Any, n: int) -> list[np.ndarray]:
+        """``.m16n16.trans.b8``: thread t has rows 4 (t % 4) to + 3 of column t / 4, then of column t / 4 + 8.
+
+        Lanes 16 j to 16 j + 15 hold the addresses of the rows of matrix j; each matrix fills two of ``n`` registers.
+        """
+        rows = self._read_matrices(addr, n)
+        both = (np.concatenate(rows[j : j + 2]) for j in range(0, n, 2))
+        return [np.ascontiguousarray(h.T[i : i + 8]).view(np.uint32).reshape(32) for h in both for i in (0, 8)]
+
+    def _read_matrices(self, addr: Any, n: int) -> list[np.ndarray]:
+        """Bytes ``[8, 16]`` of every eight rows, whose addresses lanes 8j..8j+7 hold."""
         self.launch.bank_matrices("ld", N.full(addr, 64), n)
         out = []
         for j in range(n):
@@ -332,6 +347,5 @@ class MemoryWarp(WarpCore):
                 self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
             if self.agent is not None:
                 self._note_read(cta, words, "")
-            h = cta.chunks16[chunks].view(np.uint16)
-            out.append(np.ascontiguousarray(h.T if trans else h).view(np.uint32).reshape(32))
+            out.append(cta.chunks16[chunks])
         return out
