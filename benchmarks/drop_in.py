@@ -1,14 +1,24 @@
 """Experts that call torch's grouped product, on a GPU: by ATen's kernels and by tgl's, with not a line changed.
 
-    python benchmarks/drop_in.py [--shapes qwen3-g128 ...] [--routings zipf ...] [--samples N] [--out FILE]
+    python benchmarks/drop_in.py [--steps fp8-forward ...] [--shapes qwen3-g128 ...] [--routings zipf ...]
+                                 [--samples N] [--out FILE]
 
 The experts are written after torchtitan's: rows sorted by expert, ``torch.nn.functional.grouped_mm`` for gate, linear
-half and output, SiLU and a product between them as calls. A step is forward, and backward to the gradients of rows and
-weights, in bfloat16.
+half and output, SiLU and a product between them as calls.
+
+===============  ======================================================================================================
+step
+===============  ======================================================================================================
+``bfloat16``     forward, and backward to the gradients of rows and weights
+``fp8-forward``  the forward's products alone, gate and linear half in one, by ``torch._scaled_grouped_mm`` of E4M3
+                 operands that are there, with a scale for each row
+``fp8-wgrad``    the products of both weight gradients in the same way; ATen wants groups of multiples of 16 rows
+===============  ======================================================================================================
 
 ==================  ===================================================================================================
 ``tgl``             under ``tgl.integrations.torch.enabled()``
-``torch``           ATen's kernels
+``torch``           ATen's kernels; of FP8 with ``use_fast_accum``, as torchao calls them
+``torch slow``      those without it: sums of FP8 in float32, as tgl's are
 ``tgl compiled``    the first under torch.compile(fullgraph=True)
 ``torch compiled``  the second under it
 ==================  ===================================================================================================
@@ -39,12 +49,14 @@ from tgl.integrations.torch import enabled
 DTYPE = torch.bfloat16
 BOUND = 8 * torch.finfo(DTYPE).eps
 RESULTS = ("output", "gradient of x", "gradient of w1", "gradient of w2", "gradient of w3")
+STEPS = ("bfloat16", "fp8-forward", "fp8-wgrad")
+PRODUCTS = ("product of gate and linear half", "product of the output")
 SHAPES = dict(MODELS)
 COMPARISON = Comparison(
-    names={"shape": ">20", "routing": ">13"},
+    names={"step": ">11", "shape": ">16", "routing": ">13"},
     ms=">9.3f",
     rate=("TFLOP/s", ">9.0f"),
-    rivals=(("torch", "tgl compiled", "torch compiled"), ">8.3f"),
+    rivals=(("torch", "torch slow", "tgl compiled", "torch compiled"), ">8.3f"),
     speed=lambda result: result["flops"] / result["ms"]["tgl"] / 1e9,
 )
 
@@ -97,31 +109,110 @@ class Problem:
         return [y, *grads]
 
 
-def run_case(shape: str, routing: str, args: argparse.Namespace) -> Result:
-    torch.manual_seed(0)
-    torch.compiler.reset()  # a function is compiled anew for a handful of shapes at most
-    problem = Problem(SHAPES[shape], routing)
-    wanted = problem.oracle()
+def sixteens(sizes: Sequence[int]) -> list[int]:
+    """Multiples of 16 of the same sum, which is one; the largest gets what others lose."""
+    made = [size // 16 * 16 for size in sizes]
+    made[made.index(max(made))] += sum(sizes) - sum(made)
+    return made
+
+
+class ScaledProblem:
+    """Products of FP8 operands with a scale for each row.
+
+    Attributes:
+        operands: of every product: both as ``torch._scaled_grouped_mm`` takes them, and their scales.
+    """
+
+    def __init__(self, shape: Expert, routing: str, step: str):
+        groups, rows, hidden, inner = shape
+        self.sizes = sixteens(split(routing, groups, rows))
+        self.offs = ends(self.sizes, "cuda")
+        self.forward = step == "fp8-forward"
+        widths = ((hidden, 2 * inner), (inner, hidden))
+
+        def codes(*size: int) -> Tensor:
+            return torch.randn(*size, device="cuda", dtype=DTYPE).to(torch.float8_e4m3fn)
+
+        def scales(*size: int) -> Tensor:
+            return torch.rand(*size, device="cuda") + 0.5
+
+        def of_forward(depth: int, columns: int) -> tuple[Tensor, ...]:
+            weight = codes(groups, columns, depth).transpose(1, 2)
+            return codes(rows, depth), weight, scales(rows), scales(groups, columns)
+
+        def of_gradient(depth: int, columns: int) -> tuple[Tensor, ...]:
+            return codes(columns, rows), codes(depth, rows).t(), scales(groups * columns), scales(groups * depth)
+
+        self.operands = [(of_forward if self.forward else of_gradient)(*width) for width in widths]
+
+    def products(self, fast: bool) -> list[Tensor]:
+        call, options = torch._scaled_grouped_mm, {"out_dtype": DTYPE, "use_fast_accum": fast}
+        return [call(*operands, offs=self.offs, **options) for operands in self.operands]
+
+    def enabled_products(self, products: Callable[[bool], list[Tensor]]) -> list[Tensor]:
+        with enabled([self.offs.device.type]):
+            return products(True)
+
+    def oracle(self) -> list[Tensor]:
+        """The products in float32, expert by expert."""
+        groups, made = len(self.sizes), []
+        for mat_a, mat_b, scale_a, scale_b in self.operands:
+            if self.forward:
+                out = torch.zeros(mat_a.shape[0], mat_b.shape[2], device=mat_a.device)
+                for g, rows in spans(self.sizes):
+                    out[rows] = mat_a[rows].float() @ mat_b[g].float() * scale_a[rows, None] * scale_b[g]
+            else:
+                out = torch.zeros(groups, mat_a.shape[0], mat_b.shape[1], device=mat_a.device)
+                of_a, of_b = scale_a.view(groups, -1), scale_b.view(groups, -1)
+                for g, rows in spans(self.sizes):
+                    out[g] = mat_a[:, rows].float() @ mat_b[rows].float() * of_a[g, :, None] * of_b[g]
+            made.append(out)
+        return made
+
+
+def gate(names: Sequence[str], wanted: list[Tensor]) -> Callable[[list[Tensor]], str | None]:
+    """What is wrong with results of these names, or None."""
 
     def wrong(found: list[Tensor]) -> str | None:
-        for name, got, want in zip(RESULTS, found, wanted, strict=True):
+        for name, got, want in zip(names, found, wanted, strict=True):
             if not (error := relative_error(got, want)) <= BOUND:
                 return f"{name}: error {error:.1e}"
         return None
 
-    ours, theirs = (torch.compile(experts, fullgraph=True, dynamic=False) for _ in range(2))
-    arms = {
-        "tgl": lambda: problem.enabled_step(experts),
-        "torch": lambda: problem.step(experts),
-        "tgl compiled": lambda: problem.enabled_step(ours),
-        "torch compiled": lambda: problem.step(theirs),
-    }
+    return wrong
+
+
+def run_case(step: str, shape: str, routing: str, args: argparse.Namespace) -> Result:
+    torch.manual_seed(0)
+    torch.compiler.reset()  # a function is compiled anew for a handful of shapes at most
     groups, rows, hidden, inner = SHAPES[shape]
-    return {"flops": 18.0 * rows * hidden * inner, "groups": groups, **compared(arms, of_result(wrong), args)}
+    flops = {"flops": 6.0 * rows * hidden * inner, "groups": groups}
+    if step == "bfloat16":
+        problem = Problem(SHAPES[shape], routing)
+        ours, theirs = (torch.compile(experts, fullgraph=True, dynamic=False) for _ in range(2))
+        arms = {
+            "tgl": lambda: problem.enabled_step(experts),
+            "torch": lambda: problem.step(experts),
+            "tgl compiled": lambda: problem.enabled_step(ours),
+            "torch compiled": lambda: problem.step(theirs),
+        }
+        wrong = gate(RESULTS, problem.oracle())
+        return {**flops, "flops": 3 * flops["flops"], **compared(arms, of_result(wrong), args)}
+    scaled = ScaledProblem(SHAPES[shape], routing, step)
+    ours, theirs = (torch.compile(scaled.products, fullgraph=True, dynamic=False) for _ in range(2))
+    arms = {
+        "tgl": lambda: scaled.enabled_products(scaled.products),
+        "torch": lambda: scaled.products(True),
+        "torch slow": lambda: scaled.products(False),
+        "tgl compiled": lambda: scaled.enabled_products(ours),
+        "torch compiled": lambda: theirs(True),
+    }
+    return {**flops, **compared(arms, of_result(gate(PRODUCTS, scaled.oracle())), args)}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = gpu_parser(__doc__)
+    choice(parser, "--steps", STEPS)
     choice(parser, "--shapes", SHAPES)
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(QUICK_ROUTINGS))
     return parser.parse_args(argv)
@@ -131,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     device = needs_device()
     print(f"{device}, torch {torch.__version__}\n{COMPARISON.header()}")
-    every = cases(shape=args.shapes, routing=args.routings)
+    every = cases(step=args.steps, shape=args.shapes, routing=args.routings)
     results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
     print(COMPARISON.report(results))
     save(args.out, with_machine(device, results))

@@ -4,18 +4,23 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, scaled_grouped_mm
 
 import tgl
-from tests.gpu.device import DEVICE, TAIL, ends, integers
+from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers
+from tests.gpu.device import served as served_by_a_kernel
 from tests.integrations.test_torch import check_layouts, layouts
+from tests.integrations.test_torch_scaled import BLOCKS, BY_FORM, BY_WAY, MX, ROW_WISE, WAYS, scaled, wanted
 from tests.kernel_cases import ROUTINGS, gradient, product
+from tests.row_scaled_cases import of_columns, of_rows
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS, ROW_SCALED
 from tgl.integrations import torch as integration
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("enabled")]
 
 BF16 = torch.bfloat16
 OP = torch.ops.aten._grouped_mm
+SCALED, SCALED_V2 = torch.ops.aten._scaled_grouped_mm, torch.ops.aten._scaled_grouped_mm_v2
 SIZES = ROUTINGS["edges"]
 ROWS = sum(SIZES) + TAIL + (-sum(SIZES) - TAIL) % 8  # ATen wants whole units of 16 bytes where they are columns
 
@@ -134,3 +139,151 @@ def test_enabling_says_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         integration.enable()
+
+
+# --- scaled products --------------------------------------------------------------------------------------------------
+
+has_row_wise_kernels = pytest.mark.skipif(ARCH not in ROW_SCALED.archs, reason="has no kernels of FP8 operands")
+EVEN = tuple(size // 16 * 16 for size in SIZES)  # what ATen's kernel takes, too
+BY_OP = pytest.mark.parametrize("make", [of_rows, of_columns])
+
+
+def atens(problem):
+    """The operands of ATen's product."""
+    a, a_scale, b, b_scale, offs = problem.operands
+    if problem.op == "grouped_gemm_row_scaled":
+        return a, b.transpose(1, 2), a_scale, b_scale, offs
+    return a, b.t(), a_scale.flatten(), b_scale.flatten(), offs
+
+
+def scaled_product(a, b, a_scale, b_scale, offs):
+    return scaled_grouped_mm(a, b, a_scale, scale_b=b_scale, offs=offs, **ROW_WISE)
+
+
+@has_row_wise_kernels
+@BY_OP
+@pytest.mark.parametrize("sizes", ROUTINGS)
+@pytest.mark.parametrize("columns", [328, 264, 40])
+def test_row_wise_products(make, sizes, columns):
+    """Of groups that begin anywhere, with NaN behind the last one, by a kernel where they lie."""
+    sizes = ROUTINGS[sizes]
+    problem = make(sizes, 272, columns, -sum(sizes) % 16 + 16).to(DEVICE)
+    out = served_by_a_kernel(problem.op, *problem.operands)
+    assert torch.equal(out.double().cpu(), problem.wanted.to(BF16).double())
+    given = atens(problem)
+    explained = tgl.explain(SCALED, *given)
+    assert explained.chosen.name == f"tgl::{problem.op}", str(explained)
+    for again in (torch._scaled_grouped_mm(*given[:4], offs=given[4]), scaled_product(*given)):
+        assert torch.equal(again, out)
+        assert again.stride() == out.stride()
+
+
+@has_row_wise_kernels
+@pytest.mark.parametrize("spoiled", range(len(SIZES)))
+def test_a_groups_nan_stays_in_it(spoiled):
+    problem = of_columns(SIZES, 272, 264, -sum(SIZES) % 16, spoiled=spoiled).to(DEVICE)
+    out, expected = served_by_a_kernel(problem.op, *problem.operands).cpu(), problem.wanted.to(BF16)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+@has_row_wise_kernels
+@BY_OP
+@pytest.mark.skipif(ARCH != "sm_90", reason="ATen's kernel is one of sm_90")
+def test_row_wise_products_of_random_values_agree_with_atens(make):
+    """As near to the product in float64 as ATen's, which adds FP8 products in fewer bits."""
+    torch.manual_seed(0)
+    problem = make(EVEN, 512, 272, -sum(EVEN) % 16)
+    a, a_scale, b, b_scale, offs = problem.operands
+    a, b = (torch.randn(t.shape).to(t.dtype) for t in (a, b))
+    a_scale, b_scale = (torch.rand(t.shape) + 0.5 for t in (a_scale, b_scale))
+    given = [t.to(DEVICE) for t in atens(problem._replace(operands=(a, a_scale, b, b_scale, offs)))]
+    ours = torch._scaled_grouped_mm(*given[:4], offs=given[4])
+    exact = getattr(tgl, problem.op)(a, a_scale, b, b_scale, offs, out_dtype=torch.float32)
+    integration.disable()
+    theirs = torch._scaled_grouped_mm(*given[:4], offs=given[4])
+    assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+    end = sum(EVEN) if problem.op == "grouped_gemm_row_scaled" else len(EVEN)
+    # ATen's leaves the products of empty groups of columns, and rows behind the last group, as they were.
+    kept = [i for i in range(end) if problem.op == "grouped_gemm_row_scaled" or EVEN[i]]
+    errors = [(out.cpu().float() - exact)[kept].norm() for out in (ours, theirs)]
+    assert errors[0] <= 2 * errors[1] + 1e-5 * exact.norm()
+
+
+@BY_FORM
+@BY_WAY
+def test_every_form_of_row_wise_products(form, way):
+    """Of few columns, whose rows begin on no 16 bytes, so that they are copied."""
+    case = scaled(form, DEVICE)
+    explained = tgl.explain(SCALED, *case.given, case.offs)
+    assert explained.chosen.name.startswith("tgl::"), str(explained)
+    assert not explained.syncs
+    assert torch.equal(WAYS[way](*case.given, case.offs).cpu(), wanted(form, case))
+
+
+@has_row_wise_kernels
+@BY_OP
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_row_wise_products_in_graphs(make, mode):
+    problem = make(SIZES, 272, 264, -sum(SIZES) % 16).to(DEVICE)
+    given = atens(problem)
+    # Not scaled_grouped_mm, whose op Dynamo of torch 2.11 does not trace, with or without tgl.
+    run = torch.compile(
+        lambda *given: torch._scaled_grouped_mm(*given[:4], offs=given[4]) * 2, fullgraph=True, mode=mode
+    )
+    for _ in range(3):  # the first of which record graphs
+        out = run(*given)
+    assert torch.equal(out.double().cpu(), 2 * problem.wanted.to(BF16).double())
+
+
+@has_row_wise_kernels
+def test_scaled_products_read_nothing_on_the_host():
+    calls = [atens(make(SIZES, 272, 264, -sum(SIZES) % 16).to(DEVICE)) for make in (of_rows, of_columns)]
+    for call in calls:
+        scaled_product(*call)  # loads the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            scaled_product(*call)
+            torch._scaled_grouped_mm(*call[:4], offs=call[4])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@has_row_wise_kernels
+@BY_OP
+def test_a_cuda_graph_of_a_scaled_product_takes_new_routings(make):
+    several = (SIZES, SIZES[::-1], (0,) * len(SIZES))
+    tail = -sum(SIZES) % 16
+    given = atens(make(SIZES, 272, 264, tail).to(DEVICE))
+    tgl.warmup(SCALED, *given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_product(*given)
+    for sizes in several:
+        problem = make(sizes, 272, 264, sum(SIZES) + tail - sum(sizes)).to(DEVICE)
+        for held, made in zip(given, atens(problem)):
+            held.copy_(made)
+        graph.replay()
+        assert torch.equal(out.double().cpu(), problem.wanted.to(BF16).double())
+
+
+@pytest.mark.parametrize("form", MX)
+def test_mxfp8_products(form):
+    """By kernels where there are any; elsewhere ATen's own is asked, which may have none either."""
+    make, op = MX[form]
+    ours, given, offs = make(DEVICE)
+    explained = tgl.explain(SCALED_V2, *given[:2], [given[2]], [3], [1], [given[3]], [3], [1], offs)
+    if ARCH not in OPERANDS["mxfp8"].archs:
+        assert explained.chosen.name == integration.OWN, str(explained)
+        return
+    assert explained.chosen.name.startswith("tgl::grouped_gemm_scaled"), str(explained)
+    want = op(**ours)
+    assert torch.equal(torch._scaled_grouped_mm(*given, offs=offs), want)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = scaled_grouped_mm(*given[:3], scale_b=given[3], offs=offs, **BLOCKS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, want)

@@ -451,13 +451,6 @@ def test_what_ours_refuses_is_atens(enabled, form, of_a, of_b, reason):
             grouped_mm(mat_a, mat_b, offs=problem.offs, bias=bias)
 
 
-def test_scaled_products_stay_atens(enabled):
-    scales = torch.ones(ROWS), torch.ones(GROUPS, N)
-    mat_a, mat_b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((ROWS, K), (GROUPS, K, N)))
-    explained = tgl.explain(torch.ops.aten._scaled_grouped_mm, mat_a, mat_b, *scales, offs=ends(SIZES))
-    assert "runs ATen's own kernel (of quantised operands)" in str(explained)
-
-
 def test_warmup(enabled):
     """Asks, and prepares whatever will serve."""
     problem = PROBLEMS["2D x 3D"]

@@ -13,43 +13,53 @@ as well.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from .._after_import import after_import
 from . import _torch_products as products
+from . import _torch_scaled_products as scaled_products
+from ._torch_products import Product
 
 MODULE = "tgl.integrations.torch"
-NAMES = tuple(argument.name for argument in torch.ops.aten._grouped_mm.default._schema.arguments)
 
 
 def install() -> None:
     """Replace the products in what Dynamo traces from now on, once Dynamo is loaded."""
-    aten = torch.ops.aten._grouped_mm
-    _replace(torch._grouped_mm, aten, aten.default)
+    _replace(products.PRODUCT, torch._grouped_mm, *_ops("_grouped_mm"))
+    for product in scaled_products.PRODUCTS:
+        name = product.name.removeprefix("aten::")
+        _replace(product, getattr(torch, name), *_ops(name))
     after_import("transformers.integrations.moe", _install_for_transformers)
+
+
+def _ops(name: str) -> tuple[Any, Any]:
+    """The packet and the overload of one of ATen's ops."""
+    packet = getattr(torch.ops.aten, name)
+    return packet, packet.default
 
 
 def _install_for_transformers(module: Any) -> None:
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)  # not in every version
     if fallback is not None:
-        _replace(fallback, fallback.default)
+        _replace(products.PRODUCT, fallback, fallback.default)
 
 
-def _replace(*functions: Any) -> None:
+def _replace(product: Product, *functions: Any) -> None:
     """Have Dynamo put our product into graphs that call one of ``functions``."""
 
     def work(module: Any) -> None:
         from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
         handlers = TorchInGraphFunctionVariable._get_handlers()
-        handlers.update(dict.fromkeys(functions, _grouped_mm))
+        handlers.update(dict.fromkeys(functions, functools.partial(_traced, product)))
 
     after_import("torch._dynamo.convert_frame", work)
 
 
-def _grouped_mm(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _traced(product: Product, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo's variable for the result, or None where Dynamo does what it would without us."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
@@ -59,20 +69,39 @@ def _grouped_mm(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
     source = CallFunctionNoArgsSource(AttrSource(tx.import_source(MODULE), integration.served.__name__))
     install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
-    given = {name: value.realize() for name, value in (*zip(NAMES, args), *kwargs.items())}
-    ordered = [given.get(name) for name in NAMES]
-    mat_a, mat_b, *_ = values = [_value(value) for value in ordered]
-    if not isinstance(mat_a, torch.Tensor) or not isinstance(mat_b, torch.Tensor):
+    names = [argument.name for argument in _overload(product)._schema.arguments]
+    given = {name: value.realize() for name, value in (*zip(names, args), *kwargs.items())}
+    defaults = product.arguments._field_defaults
+    ordered = dict(zip(product.arguments._fields, (given.get(name) for name in names), strict=True))
+    values = {name: defaults.get(name) if v is None else _value(v) for name, v in ordered.items()}
+    if not isinstance(values["mat_a"], torch.Tensor) or not isinstance(values["mat_b"], torch.Tensor):
         return None
-    if mat_a.device.type not in integration.served():
+    if values["mat_a"].device.type not in integration.served():
         return None
     with tx.fake_mode:
-        made = products.call(*values)  # type: ignore[arg-type]
+        made = product.call(**values)
     if isinstance(made, str):
         return None
-    composite = VariableTracker.build(tx, products.COMPOSITES[made.form.letters])
+    composite = VariableTracker.build(tx, product.composites[made.form.letters])
     nothing = VariableTracker.build(tx, None)
-    return tx.inline_user_function_return(composite, [value or nothing for value in ordered], {})
+    return tx.inline_user_function_return(composite, [_one(ordered[name]) or nothing for name in product.traced], {})
+
+
+def _overload(product: Product) -> Any:
+    return getattr(torch.ops.aten, product.name.removeprefix("aten::")).default
+
+
+def _one(variable: Any) -> Any:
+    """A variable, or the first of a list's."""
+    items = _items(variable)
+    return variable if items is None else items[0]
+
+
+def _items(variable: Any) -> list | None:
+    """The variables in a list, or None of another one."""
+    from torch._dynamo.variables.lists import BaseListVariable
+
+    return [item.realize() for item in variable.items] if isinstance(variable, BaseListVariable) else None
 
 
 def _value(variable: Any) -> Any:
@@ -81,4 +110,7 @@ def _value(variable: Any) -> Any:
         return None
     if variable.is_python_constant():
         return variable.as_python_constant()
+    items = _items(variable)
+    if items is not None:
+        return [_value(item) for item in items]
     return variable.as_proxy().node.meta["example_value"]

@@ -7,8 +7,9 @@ groups and T the dimension that ``offs`` divides. Every form is one call of a de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,15 @@ REMEMBERED: Checks = {
     "grouped_gemm_wgrad": remembered(specs.grouped_gemm_wgrad, {"a": "rows", "b": "rows"}),
 }
 """For real tensors, whose sizes are no symbols."""
-OPTIONS: dict[str, dict[str, Any]] = {"grouped_gemm": {"zero_tail": True}, "grouped_gemm_wgrad": {}}
-"""Keywords of implementations, by op, besides the destination."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grouped_gemm": {"zero_tail": True},
+    "grouped_gemm_wgrad": {},
+    "grouped_gemm_row_scaled": {},
+    "grouped_gemm_row_scaled_wgrad": {},
+    "grouped_gemm_scaled": {"b_direction": "rowwise", "zero_tail": True},
+    "grouped_gemm_scaled_wgrad": {"accumulate": False},
+}
+"""Keywords of implementations, by op, besides the destination and those of the op."""
 
 
 class Form(NamedTuple):
@@ -42,27 +50,40 @@ class Form(NamedTuple):
     Attributes:
         letters: shapes of operands and result.
         op: the op of ours.
-        operands: its positional arguments, from ``mat_a, mat_b, offs, bias`` of ATen's.
+        operands: its positional arguments, from ``mat_a, mat_b, offs, bias`` of ATen's, or from
+            ``mat_a, mat_b, scale_a, scale_b, offs`` of a scaled product.
         shape: of the result, from ``mat_a, mat_b, offs``.
         reason: why the op cannot take these ``mat_a, mat_b``, or None.
         transposed: whether the op's result is the transposed of ATen's.
         bias: whether there can be one, ``[N]`` or ``[G, N]``.
+        offs: which of the operands the groups' ends are.
+        tokens: the dimension of the first operand that they divide.
     """
 
     letters: str
     op: str
-    operands: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple]
+    operands: Callable[..., tuple]
     shape: Callable[[Tensor, Tensor, Tensor | None], tuple[Dim, ...]]
     reason: Callable[[Tensor, Tensor], backends.Reason] = lambda mat_a, mat_b: None
     transposed: bool = False
     bias: bool = False
+    offs: int = 2
+    tokens: int = 0
+
+    def as_atens(self, y: Tensor, shape: tuple[Dim, ...]) -> Tensor:
+        """The op's result ``y`` in the shape and memory layout of ATen's."""
+        y = y.t() if self.transposed else y.view(shape)
+        result = laid_out(shape, y.dtype, y.device)
+        if not self.transposed and result.stride[-2] == shape[-1]:  # type: ignore[index]
+            return y
+        return result.empty().copy_(y)
 
 
 def _one_per_group(bias: Tensor | None, mat_b: Tensor) -> Tensor | None:
     return bias.expand(mat_b.shape[0], -1) if bias is not None and bias.dim() == 1 else bias
 
 
-def _ends(count: Dim, size: Dim, like: Tensor) -> Tensor:
+def ends_of(count: Dim, size: Dim, like: Tensor) -> Tensor:
     """The ends of that many groups of one size, made on the device."""
     numbers: Tensor = torch.arange(1, count + 1, dtype=torch.int32, device=like.device)  # type: ignore[arg-type]
     return numbers * size  # type: ignore[return-value]
@@ -73,7 +94,7 @@ def _in_rows(t: Tensor) -> bool:
     return bool(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1))
 
 
-def _no_rows(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
+def no_rows(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
     if _in_rows(mat_a):
         return None
     return f"needs `mat_a` with all rows at one distance, got shape {tuple(mat_a.shape)}, strides {mat_a.stride()}"
@@ -122,12 +143,12 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
             lambda mat_a, mat_b, offs, bias: (
                 mat_a.flatten(0, 1),
                 mat_b,
-                _ends(mat_a.shape[0], mat_a.shape[1], mat_a),
+                ends_of(mat_a.shape[0], mat_a.shape[1], mat_a),
                 _one_per_group(bias, mat_b),
                 None,
             ),
             lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_a.shape[1], mat_b.shape[2]),
-            _no_rows,
+            no_rows,
             bias=True,
         ),
         Form(
@@ -136,13 +157,23 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
             lambda mat_a, mat_b, offs, bias: (
                 mat_a.transpose(1, 2).flatten(0, 1),
                 mat_b.flatten(0, 1),
-                _ends(mat_a.shape[0], mat_a.shape[2], mat_a),
+                ends_of(mat_a.shape[0], mat_a.shape[2], mat_a),
             ),
             lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_a.shape[1], mat_b.shape[2]),
             _no_columns,
         ),
     ),
 }
+
+
+class Arguments(NamedTuple):
+    """Those of ``aten::_grouped_mm``."""
+
+    mat_a: Tensor
+    mat_b: Tensor
+    offs: Tensor | None = None
+    bias: Tensor | None = None
+    out_dtype: torch.dtype | None = None
 
 
 class Call(NamedTuple):
@@ -153,12 +184,14 @@ class Call(NamedTuple):
         operands: positional arguments of the op.
         spec: of the op's result.
         result: of ATen's result.
+        options: keywords of the op.
     """
 
     form: Form
     operands: tuple
     spec: TensorSpec
     result: TensorSpec
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def destination(self, out: Tensor) -> Tensor:
         """Where the op writes for ATen's result ``out``: into it, unless it is transposed."""
@@ -170,9 +203,9 @@ class Call(NamedTuple):
 def call(
     mat_a: Tensor,
     mat_b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     checks: Checks = CHECKS,
 ) -> Call | str:
     """The product as a call of an op of ours, or why it is none. Looks at no values."""
@@ -206,28 +239,83 @@ def laid_out(shape: tuple[Dim, ...], dtype: torch.dtype, device: torch.device) -
     return TensorSpec(shape, dtype, device, (*((shape[-2] * pitch,) if len(shape) == 3 else ()), pitch, 1))
 
 
-def attempt(
-    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor | None:
-    """The product by an implementation of ours, or None if there is none. Reads nothing on the host."""
-    made = call(mat_a, mat_b, offs, bias, out_dtype, REMEMBERED)
-    if isinstance(made, str):
+class Product(NamedTuple):
+    """One of ATen's grouped products.
+
+    Attributes:
+        name: the op's, with its library.
+        arguments: the named tuple of the op's arguments, with their defaults.
+        call: makes a ``Call`` of them and of ``checks``, or says why there is none.
+        remembered: the checks for real tensors.
+        ops: names of ours that serve it.
+        composites: by a form's letters, the product as steps that Dynamo traces.
+        traced: the arguments that ``composites`` take; the first of one that is a list.
+        seen: arguments that can be looked at where a call of the op must compute nothing.
+    """
+
+    name: str
+    arguments: type[Any]
+    call: Callable[..., Call | str]
+    remembered: Checks
+    ops: tuple[str, ...]
+    composites: Mapping[str, Callable[..., Tensor]]
+    traced: tuple[str, ...]
+    seen: Callable[[Any], Any] = lambda given: given
+
+    def attempt(self, given: Any) -> Tensor | None:
+        """The product by an implementation of ours, or None if there is none. Reads nothing on the host."""
+        made = self.call(*given, checks=self.remembered)
+        if isinstance(made, str):
+            return None
+        form, device = made.form, made.spec.device
+        out = made.result.empty()
+        destination = made.destination(out)
+        options = {**OPTIONS[form.op], **made.options, "out": destination}
+        if debug.active:
+            tokens = made.operands[0].shape[form.tokens]
+            debug.check_offs(form.op, made.operands[form.offs], tokens)
+        with _given_dtypes(device.type):
+            for implementation in backends.in_order(form.op, device):
+                if implementation.name == GROUPED_MM or implementation.emulates:  # ATen's kernel has fewer steps
+                    return None
+                if implementation.serve(device, made.operands, options) is None:
+                    if form.transposed:
+                        out.copy_(destination.t())
+                    return out
         return None
-    op, device = made.form.op, made.spec.device
-    out = made.result.empty()
-    destination = made.destination(out)
-    options = {**OPTIONS[op], "out": destination}
-    if debug.active:
-        debug.check_offs(op, made.operands[2], made.operands[0].shape[0])
-    with _given_dtypes(device.type):
-        for implementation in backends.in_order(op, device):
-            if implementation.name == GROUPED_MM:  # ATen's kernel, with more steps around it
-                return None
-            if implementation.serve(device, made.operands, options) is None:
-                if made.form.transposed:
-                    out.copy_(destination.t())
-                return out
-    return None
+
+    def described(self, *args: Any, **kwargs: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+        """What implementations in the registry get."""
+        given = self.arguments(*args, **kwargs)
+        return given.mat_a.device, given, {}
+
+    def reason_against(self, op: str, syncs: bool, *given: Any) -> backends.Reason:
+        """Why a call is not served by an implementation of ``op`` that reads on the host or does not, or None."""
+        made = self.call(*self.seen(given))
+        if isinstance(made, str):
+            return made
+        if made.form.op != op:
+            return f"{made.form.letters} is tgl::{made.form.op}"
+        found = _report(made)
+        if found.chosen is None:
+            return found.reason()
+        if found.chosen.name == GROUPED_MM or found.emulates:
+            return "no kernel of tgl takes the call: " + "; ".join(f"{i.name}: {reason}" for i, reason in found.refused)
+        return None if found.syncs == syncs else f"served by {found.chosen.name}"
+
+    def copies(self, *given: Any) -> dict[str, int]:
+        """What is copied for a call that is served, and how many bytes."""
+        made = self.call(*self.seen(given))
+        assert isinstance(made, Call)
+        size = made.spec.meta()
+        own = {"out": size.numel() * size.element_size()} if made.form.transposed else {}
+        return {**dict(_report(made).copies), **own}
+
+    def prepare(self, *given: Any) -> None:
+        """Compile and load what a call that is served needs."""
+        made = self.call(*given)
+        assert isinstance(made, Call)
+        backends.prepare(made.form.op, made.spec.device, *made.operands, **_options(made))
 
 
 _NOTHING = nullcontext()
@@ -244,65 +332,11 @@ def _given_dtypes(device_type: str) -> AbstractContextManager:
 def _options(made: Call) -> dict[str, Any]:
     """Keywords of the op's implementations, with a stand-in for the destination."""
     out = made.spec.meta() if made.form.transposed else made.destination(made.result.meta())
-    return {**OPTIONS[made.form.op], "out": out}
+    return {**OPTIONS[made.form.op], **made.options, "out": out}
 
 
 def _report(made: Call) -> backends.Explanation:
     return backends.report(made.form.op, made.spec.device, *made.operands, **_options(made))
-
-
-def reason_against(
-    op: str,
-    syncs: bool,
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype | None,
-) -> backends.Reason:
-    """Why a call is not served by an implementation of ``op`` that reads on the host or does not, or None."""
-    made = call(mat_a, mat_b, offs, bias, out_dtype)
-    if isinstance(made, str):
-        return made
-    if made.form.op != op:
-        return f"{made.form.letters} is tgl::{made.form.op}"
-    found = _report(made)
-    if found.chosen is None:
-        return found.reason()
-    if found.chosen.name == GROUPED_MM:
-        return "no kernel of tgl takes the call: " + "; ".join(f"{i.name}: {reason}" for i, reason in found.refused)
-    return None if found.syncs == syncs else f"served by {found.chosen.name}"
-
-
-def copies(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype | None,
-) -> dict[str, int]:
-    """What is copied for a call that is served, and how many bytes."""
-    made = call(mat_a, mat_b, offs, bias, out_dtype)
-    assert isinstance(made, Call)
-    size = made.spec.meta()
-    own = {"out": size.numel() * size.element_size()} if made.form.transposed else {}
-    return {**dict(_report(made).copies), **own}
-
-
-def prepare(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype | None,
-) -> None:
-    """Compile and load what a call that is served needs."""
-    made = call(mat_a, mat_b, offs, bias, out_dtype)
-    assert isinstance(made, Call)
-    backends.prepare(made.form.op, made.spec.device, *made.operands, **_options(made))
 
 
 # --- in a graph -------------------------------------------------------------------------------------------------------
@@ -320,14 +354,10 @@ def composite(form: Form) -> Callable[..., Tensor]:
     ) -> Tensor:
         op = getattr(torch.ops.tgl, form.op).default
         y: Tensor = op(*form.operands(mat_a, mat_b, offs, bias), out_dtype=out_dtype)
-        shape = form.shape(mat_a, mat_b, offs)
-        y = y.t() if form.transposed else y.view(shape)
-        result = laid_out(shape, y.dtype, y.device)
-        if not form.transposed and result.stride[-2] == shape[-1]:  # type: ignore[index]
-            return y
-        return result.empty().copy_(y)
+        return form.as_atens(y, form.shape(mat_a, mat_b, offs))
 
     return product
 
 
 COMPOSITES = {form.letters: composite(form) for forms in FORMS.values() for form in forms}
+PRODUCT = Product(OP, Arguments, call, REMEMBERED, tuple(CHECKS), COMPOSITES, Arguments._fields)

@@ -1,4 +1,4 @@
-"""PyTorch itself: run ``torch.nn.functional.grouped_mm`` and ``torch._grouped_mm`` on the grouped ops.
+"""PyTorch itself: run ``torch.nn.functional.grouped_mm`` and ``scaled_grouped_mm`` on the grouped ops.
 
 One line, and code that calls ATen's grouped products runs on the kernels of this package::
 
@@ -10,6 +10,10 @@ and ``tgl.explain(torch.ops.aten._grouped_mm, ...)`` tells which of them serves 
 without a host read, other dtypes than bfloat16 in graphs, rows at any distance, expanded gradients, and a bias ``[N]``
 or ``[G, N]``, which the products of two and three, and of three and three dimensions have.
 
+Scaled products, ``torch._scaled_grouped_mm`` and its second version, are served of row-wise FP8 operands in every form,
+and of MXFP8 ones where rows are multiplied by matrices or by rows. Sums are formed in float32, whatever
+``use_fast_accum`` says. ``tgl.explain(torch.ops.aten._scaled_grouped_mm, ...)`` tells what serves them.
+
 In a graph of ``torch.compile`` the products are ops of ``torch.ops.tgl``. Graphs compiled with ATen's kernels are not
 run while ours are enabled, nor the other way round: Dynamo guards on it.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import sys
 import threading
 import warnings
@@ -31,15 +36,17 @@ from torch import Tensor
 from .. import backends
 from . import _torch_compile
 from . import _torch_products as products
+from . import _torch_scaled_products as scaled_products
+from ._torch_products import Product
 
 _KEY = "tgl.integrations.torch"  # of what a thread holds; the threads of a backward inherit it from who starts it
 _META = "Meta"
 OWN = "ATen's own kernel"
 _LOCK = threading.Lock()
 _process: frozenset[str] = frozenset()
-_registered: dict[str, torch.library.Library] = {}  # by dispatch key
+_registered: dict[tuple[str, str], torch.library.Library] = {}  # by op and dispatch key
 _users: list[frozenset[str]] = []  # device types of every context that is entered, of all threads
-_ATEN = torch.ops.aten._grouped_mm.default
+PRODUCTS = (products.PRODUCT, *scaled_products.PRODUCTS)
 _seen_compiled = "torch._dynamo" in sys.modules  # whether there may be graphs without our guard
 
 
@@ -142,72 +149,93 @@ def _switch(types: frozenset[str]) -> None:
 def _register() -> None:
     """Hold the kernels that somebody needs, and no others."""
     types = _process.union(*_users)
-    wanted = {torch._C._dispatch_key_for_device(t): functools.partial(_kernel, t) for t in types}
-    if types and _META not in _registered:
-        traced = _meta_kernel(_ATEN.py_kernels[torch._C.DispatchKey.Meta])
-        _registered[_META] = _override(_META, traced)
-        _ATEN.py_kernels[torch._C.DispatchKey.Meta] = traced  # what traces with symbols call
-        _ATEN._dispatch_cache.clear()
+    wanted = {torch._C._dispatch_key_for_device(t): t for t in types}
+    traced = {(product.name, _META) for product in PRODUCTS}
+    if types and not traced <= _registered.keys():
+        for product in PRODUCTS:
+            _register_traced(product)
         if _seen_compiled:  # graphs from before this module was imported have no guard
             torch.compiler.reset()
-    for key in _registered.keys() - wanted.keys() - {_META}:
-        _registered.pop(key)._destroy()
-    for key, kernel in wanted.items():
-        if key not in _registered:
-            own = torch.library.get_kernel(products.OP, key)
-            _registered[key] = _override(key, kernel(own), with_keyset=True)
+    for name, key in _registered.keys() - traced:
+        if key not in wanted:
+            _registered.pop((name, key))._destroy()
+    for key, device_type in wanted.items():
+        for product in PRODUCTS:
+            if (product.name, key) not in _registered:
+                kernel = _kernel(device_type, product, _own(product.name, key))
+                _registered[product.name, key] = _override(product.name, key, kernel, with_keyset=True)
 
 
-def _override(key: str, kernel: Callable[..., Tensor], with_keyset: bool = False) -> torch.library.Library:
-    """Register ``kernel`` for a dispatch key that has one, for as long as the library lives."""
+def _register_traced(product: Product) -> None:
+    overload = _overload(product.name)
+    traced = _meta_kernel(product, overload.py_kernels.get(torch._C.DispatchKey.Meta))
+    _registered[product.name, _META] = _override(product.name, _META, traced)
+    overload.py_kernels[torch._C.DispatchKey.Meta] = traced  # what traces with symbols call
+    overload._dispatch_cache.clear()
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    overload: torch._ops.OpOverload = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    return overload
+
+
+def _own(name: str, key: str) -> Any:
+    """ATen's kernel of an op, or None."""
+    return (
+        torch.library.get_kernel(name, key)
+        if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key)
+        else None
+    )
+
+
+def _override(name: str, key: str, kernel: Callable[..., Tensor], with_keyset: bool = False) -> torch.library.Library:
+    """Register ``kernel`` for an op and a dispatch key that may have one, for as long as the library lives."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():  # that there is a kernel already
         warnings.simplefilter("ignore", UserWarning)
-        library.impl("_grouped_mm", kernel, key, with_keyset=with_keyset, allow_override=True)
+        library.impl(name.removeprefix("aten::"), kernel, key, with_keyset=with_keyset, allow_override=True)
     return library
 
 
-def _kernel(device_type: str, own: Any) -> Callable[..., Tensor]:
+def _kernel(device_type: str, product: Product, own: Any) -> Callable[..., Tensor]:
     """Ours where it serves in the thread that calls, else ATen's, which is ``own``."""
 
-    def grouped_mm(
-        keys: Any,
-        mat_a: Tensor,
-        mat_b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = product.arguments(*args, **kwargs)
         if _serves(device_type):
-            made = products.attempt(mat_a, mat_b, offs, bias, out_dtype)
+            made = product.attempt(given)
             if made is not None:
                 return made
-        result: Tensor = own.call_boxed(keys, mat_a, mat_b, offs, bias, out_dtype)
+        if own is None:
+            raise _nobody(product, given)
+        result: Tensor = own.call_boxed(keys, *given)
         return result
 
-    return grouped_mm
+    return kernel
 
 
-def _meta_kernel(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _nobody(product: Product, given: Any) -> NotImplementedError:
+    """What is raised where neither ours nor ATen's has a kernel."""
+    return NotImplementedError(f"ATen has no kernel of its own, and\n{backends.explain(product.name, *given)}")
+
+
+def _meta_kernel(product: Product, own: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     """What a trace sees: ATen's refuses most of what ours takes.
 
     It stays once it is registered: torch keeps one function in Python for an op and a key, and would go on calling it.
     """
 
-    def grouped_mm(
-        mat_a: Tensor,
-        mat_b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        if served() and bias is None:  # which Inductor's lowering of the product would drop; Dynamo puts our op there
-            made = products.call(mat_a, mat_b, offs, None, out_dtype)
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        given = product.arguments(*args, **kwargs)
+        if served() and given.bias is None:  # which Inductor's lowering would drop; Dynamo puts our op there
+            made = product.call(*given)
             if not isinstance(made, str):
                 return made.result.empty()
-        return own(mat_a, mat_b, offs, bias, out_dtype)
+        if own is None:
+            raise NotImplementedError(f"{product.name}: ATen has no meta function, and tgl does not serve such a call")
+        return own(*given)
 
-    return grouped_mm
+    return kernel
 
 
 def _forget_traces() -> None:
@@ -220,43 +248,31 @@ def _forget_traces() -> None:
 # --- the registry's answer --------------------------------------------------------------------------------------------
 
 
-def _described(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    return mat_a.device, (mat_a, mat_b, offs, bias), {"out_dtype": out_dtype}
-
-
-def _reason(op: str, syncs: bool, mat_a: Tensor, *args: Any, **kwargs: Any) -> backends.Reason:
+def _reason(product: Product, op: str, syncs: bool, mat_a: Tensor, *given: Any) -> backends.Reason:
     if not _serves(mat_a.device.type):
         return f"tgl.integrations.torch is not enabled for {mat_a.device.type}"
-    return products.reason_against(op, syncs, mat_a, *args, **kwargs)
+    return product.reason_against(op, syncs, mat_a, *given)
 
 
-def _declare() -> None:
+def _declare(product: Product) -> None:
     """Tell the registry what may serve a product."""
-    backends.describe_op(products.OP, _described)
+
+    def described(*args: Any, **kwargs: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+        return product.described(*args, **kwargs)
+
+    described.__signature__ = inspect.signature(product.arguments)  # type: ignore[attr-defined]
+    backends.describe_op(product.name, described)
     for device in ("cpu", "cuda"):
-        entry = functools.partial(backends.Implementation, products.OP, device=device, run=None)
-        for op in products.OPTIONS:
-            ours: dict[str, Any] = {"prepare": products.prepare, "copies": products.copies}
-            backends.add(entry(f"tgl::{op}", supports=functools.partial(_reason, op, False), priority=10, **ours))
-            loop = functools.partial(_reason, op, True)
+        entry = functools.partial(backends.Implementation, product.name, device=device, run=None)
+        for op in product.ops:
+            ours: dict[str, Any] = {"prepare": product.prepare, "copies": product.copies}
+            kernels = functools.partial(_reason, product, op, False)
+            backends.add(entry(f"tgl::{op}", supports=kernels, priority=10, **ours))
+            loop = functools.partial(_reason, product, op, True)
             backends.add(entry(f"tgl::{op}, group by group", supports=loop, priority=5, syncs=True, **ours))
         backends.add(entry(OWN))
 
 
-def _declare_scaled(op: str) -> None:
-    """Tell the registry that ATen's own kernel serves this product of quantised operands, enabled or not."""
-    backends.describe_op(op, lambda mat_a, *args, **kwargs: (mat_a.device, (), {}))
-    for device in ("cpu", "cuda"):
-        backends.add(backends.Implementation(op, OWN, device, None, note="of quantised operands"))
-
-
-_declare()
-for _op in ("aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"):
-    _declare_scaled(_op)
+for _product in PRODUCTS:
+    _declare(_product)
 _torch_compile.install()

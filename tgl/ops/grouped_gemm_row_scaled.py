@@ -1,0 +1,123 @@
+"""``tgl::grouped_gemm_row_scaled`` and its weight gradient: FP8 operands with a scale for each of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import row_scaled
+from ..meta.remembered import remembered
+from ._library import autocast_nothing, define
+
+NAME, WGRAD = row_scaled.OP, row_scaled.WGRAD
+_SCHEMA = "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, *, ScalarType? out_dtype=None) -> Tensor"
+ADVICE = "quantised operands have no gradient; use torch.no_grad()"
+
+CHECKS: dict[str, Callable[..., Any]] = {
+    NAME: row_scaled.grouped_gemm_row_scaled,
+    WGRAD: row_scaled.grouped_gemm_row_scaled_wgrad,
+}
+"""What checks the operands of an op and says what its result is."""
+_checked = remembered(row_scaled.grouped_gemm_row_scaled, {"a": "rows", "a_scale": "vector"})
+_checked_wgrad = remembered(row_scaled.grouped_gemm_row_scaled_wgrad, {"a": "transposed", "b": "transposed"})
+REMEMBERED = {NAME: _checked, WGRAD: _checked_wgrad}
+"""For real tensors, whose sizes are no symbols."""
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _define(name: str, tokens: int) -> torch._ops.OpOverload:
+    """The op whose tokens lie along dimension ``tokens`` of ``a``."""
+
+    def kernel(
+        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        operands = (a, a_scale, b, b_scale, offs)
+        out: Tensor = REMEMBERED[name](*operands, out_dtype=out_dtype).empty()
+        debug.check_offs(name, offs, a.shape[tokens])
+        backends.run(name, a.device, *operands, out=out)
+        return out
+
+    def call(
+        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None
+    ) -> tuple[torch.device, tuple, dict[str, Any]]:
+        operands = (a, a_scale, b, b_scale, offs)
+        return a.device, operands, {"out": CHECKS[name](*operands, out_dtype=out_dtype).meta()}
+
+    op = define(
+        f"{name}{_SCHEMA}",
+        kernel,
+        lambda *operands, **options: CHECKS[name](*operands, **options).empty(),
+        no_derivative=ADVICE,
+        autocast=autocast_nothing,
+    )
+    backends.describe_op(name, call)
+    return op
+
+
+_op = _define(NAME, 0)
+_op_wgrad = _define(WGRAD, 1)
+
+
+def grouped_gemm_row_scaled(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Multiply every group of FP8 rows by its own FP8 matrix, where each row of both has a scale.
+
+    For row ``t`` of group ``g``: ``out[t, n] = (a[t] @ b[g, n]) * a_scale[t] * b_scale[g, n]``, accumulated in float32
+    and rounded once. Rows past ``offs[-1]`` come out as zeros and are never read, nor are their scales.
+
+    It is what ``torch.nn.functional.scaled_grouped_mm`` computes with ``ScalingType.RowWise``, which is given ``b``
+    transposed; ``tgl.integrations.torch`` serves that by this op. Not differentiable.
+
+    Args:
+        a: ``[T, K]`` float8_e4m3fn or float8_e5m2, in any order with a unit stride; kernels read row-major ones where
+            they lie.
+        a_scale: ``[T]`` float32: what a row's elements are multiplied by.
+        b: ``[G, N, K]``, as ``a``; its elements may be of the other type.
+        b_scale: ``[G, N]`` float32.
+        offs: int32 ``[G]``: cumulative group ends.
+        out_dtype: bfloat16 (default), float16 or float32.
+
+    Returns:
+        ``[T, N]``.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    return _op(a, a_scale, b, b_scale, offs, out_dtype=out_dtype)
+
+
+def grouped_gemm_row_scaled_wgrad(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Multiply the groups of columns of two FP8 matrices, where each row of a group has a scale.
+
+    ``out[g, m, n] = (a[m] @ b[n] over the columns of g) * a_scale[g, m] * b_scale[g, n]``, accumulated in float32 and
+    rounded once; zeros for an empty group. Columns past ``offs[-1]`` are never read. It is the weight gradient of
+    ``grouped_gemm_row_scaled``, of operands that were transposed and then quantised group by group. Not differentiable.
+
+    Args:
+        a: ``[M, T]`` float8_e4m3fn or float8_e5m2, in any order with a unit stride; kernels read row-major ones, whose
+            rows begin on 16 bytes, where they lie. Groups may begin anywhere.
+        a_scale: ``[G, M]`` float32: what the elements of a group in a row are multiplied by.
+        b: ``[N, T]``, as ``a``; its elements may be of the other type.
+        b_scale: ``[G, N]`` float32.
+        offs: int32 ``[G]``: cumulative group ends.
+        out_dtype: bfloat16 (default), float16 or float32.
+
+    Returns:
+        ``[G, M, N]``.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: an argument requires grad while grad mode is on.
+    """
+    return _op_wgrad(a, a_scale, b, b_scale, offs, out_dtype=out_dtype)
