@@ -14,6 +14,8 @@ Nothing is run: sizes are those that ``tgl.distributed.ExpertParallelMLP`` fixes
 ``sent``             MiB that a rank sends in a forward: choices, tokens with their weights, answers
 ``used``             share of these places that tokens take on average
 ``to a peer``        KiB of tokens in one message, of which an exchange sends W - 1
+``8-bit arrived``    ``arrived`` and ``sent`` with ``wire="quantized"`` and ``MXFP8BlockScaling``: codes and scales
+``8-bit sent``       of tokens, answers in bfloat16
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ import torch
 from harness.command import choice, parser
 
 from tgl.distributed._exchange import Sizes
+from tgl.distributed._wire import Form
+from tgl.recipes import MXFP8BlockScaling
 
 MIB, KIB = 1 << 20, 1 << 10
 BF16 = torch.bfloat16
+QUANTIZED = Form.of("quantized", None, MXFP8BlockScaling())
 RANKS = (8, 16, 32, 64, 128, 256, 512)
-HEAD = ("W", "rows a token", "factor", "P", "arrived", "h", "sent", "used", "to a peer")
+HEAD = ("W", "rows a token", "factor", "P", "arrived", "h", "sent", "used", "to a peer", "8-bit arrived", "8-bit sent")
 
 
 class Model(NamedTuple):
@@ -80,6 +85,8 @@ def row(model: Model, ranks: int, tokens: int, factor: float | None) -> tuple[st
         f"{sent / MIB:.0f}",
         f"{goes * tokens / places:.2f}",
         f"{sizes.pair_rows * line / KIB:.0f}",
+        f"{places * QUANTIZED.bytes_to(model.hidden, BF16) / MIB:.0f}",
+        f"{sizes.traffic(model.hidden, BF16, QUANTIZED)[0] / MIB:.0f}",
     )
 
 

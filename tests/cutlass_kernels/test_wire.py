@@ -27,6 +27,8 @@ from tgl.cutlass_kernels.ops import expert_parallel as engine
 from tgl.cutlass_kernels.ops.wire import MEET, MOVE, PLACES, MeetCall, MoveKey, PlacesCall, PlacesKey
 from tgl.cutlass_kernels.permute.cut import cut_of
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.distributed._exchange import Sizes
+from tgl.distributed._wire import Form
 from tgl.meta import expert_parallel as meta
 from tgl.meta.specs import empty_all
 from tgl.testing import emulator
@@ -159,7 +161,11 @@ def moved(found: Ranks, op: str, tensors: list[tuple[Tensor, Tensor | None]], pl
     check, collective = MOVING[op]
     places = [(token, position) for position, token, _, _ in plan]
     made = [empty_all(check(*both, *where, copies)) for both, where in zip(tensors, places)]
-    ours, theirs = [framed_like(outputs) for outputs in made], [[t.float() for t in outputs] for outputs in made]
+
+    def wider(t):
+        return t if t is None or t.dtype == torch.uint8 else t.float()
+
+    ours, theirs = [framed_like(outputs) for outputs in made], [[wider(t) for t in outputs] for outputs in made]
     found.world.poison(0xFF)
 
     def calls(operands, outputs):
@@ -167,7 +173,7 @@ def moved(found: Ranks, op: str, tensors: list[tuple[Tensor, Tensor | None]], pl
         return [((*both, *where), given) for both, where, given in zip(operands, places, options)]
 
     found.play(op, calls(tensors, [frame.inside for frame in ours]))
-    wide = [tuple(t if t is None else t.float() for t in both) for both in tensors]
+    wide = [tuple(wider(t) for t in both) for both in tensors]
     Threads(found.world.ranks)(collective, calls(wide, theirs))
     for rank, (frame, wanted) in enumerate(zip(ours, theirs)):
         assert frame.intact()
@@ -190,6 +196,23 @@ def test_rows_there_and_back(together, ranks, invariant):
             y = [torch.randn(rows * ranks, width).to(dtype) for _ in plan]
             weights = [weighted and torch.rand(rows * ranks, TOP_K).to(weighted) for _ in plan]
             moved(found, "ep_combine", list(zip(y, weights)), plan, copies)
+
+
+def test_rows_of_bytes(together):
+    """Codes and scales with float32 partial sums back, in the memory that a layer reserves for them."""
+    recipe = tgl.recipes.MXFP8BlockScaling()
+    form = Form.of("quantized", F32, recipe)
+    sizes = Sizes(2, EXPERTS, TOP_K, 6, None, None, invariant=False)
+    codec = form.codecs(72, BF16)[0]
+    with world(2, [(1, sizes.memory(72, BF16, form), torch.uint8)]) as made:
+        found = Ranks(made, together)
+        plan = routed(found, draw("uneven", 2), pair_rows=sizes.pair_rows)
+        x = [torch.randn(len(position) // 2, 72).bfloat16() for position, *_ in plan]
+        sent = [(codec.pack(t), torch.rand(len(t), TOP_K)) for t in x]
+        assert sent[0][0].shape[1] == codec.width == 96
+        moved(found, "ep_dispatch", sent, plan, 2)
+        moved(found, "ep_dispatch", [(rows[:, 16:64], None) for rows, _ in sent], plan, 2)  # of a pitch, copied
+        moved(found, "ep_combine", [(torch.randn(2 * sizes.pair_rows, 72), None) for _ in plan], plan, 2)
 
 
 @pytest.mark.parametrize("sizes", [{"pair_rows": 4}, {"expert_rows": 12}], ids=str)
@@ -278,6 +301,7 @@ def test_a_rank_by_itself(machine):
         for op, args, options in (
             ("ep_route", (index, 4), sizes),
             ("ep_dispatch", (x, weights, *places), {}),
+            ("ep_dispatch", (torch.randint(256, (6, 64), dtype=torch.uint8), weights.detach(), *places), {}),
             ("ep_combine", (torch.randn(6, 64, requires_grad=True), None, *places), {}),
         ):
             torch.library.opcheck(getattr(torch.ops.tgl, op).default, args, {**options, **group})

@@ -105,6 +105,29 @@ def test_values_and_unused_places(ranks):
     ranks(check_values)
 
 
+def check_bytes() -> None:
+    """Any bits arrive as they are, and the gradient of the weights comes back alone."""
+    name = options()["group_name"]
+    x, weights, places, _ = problem()
+    sent = torch.randint(256, (len(x), 48), dtype=torch.uint8)
+    sent[:, ::4] = torch.tensor([0x01, 0x7F, 0xFF, 0x80, 0x7F, 0xFF])[torch.arange(12) % 6].byte()
+    wide = sent.double()
+    arrived, _ = OPS.ep_dispatch(sent, weights, *places, group_name=name)
+    assert arrived.dtype == torch.uint8
+    assert torch.equal(arrived.double(), OPS.ep_dispatch(wide, None, *places, group_name=name)[0])
+    for odd in (sent.t().contiguous().t()[:, :32], torch.zeros(len(x) * 48 + 1).byte()[1:].view(-1, 48)):
+        assert torch.equal(
+            OPS.ep_dispatch(odd, None, *places, group_name=name)[0].double(),
+            OPS.ep_dispatch(odd.double(), None, *places, group_name=name)[0],
+        )
+    weights.requires_grad_()
+    grads = []
+    for rows in (sent, wide):
+        _, back = OPS.ep_dispatch(rows, weights, *places, group_name=name)
+        grads += torch.autograd.grad(back.sin().sum(), weights)
+    assert torch.equal(*grads)
+
+
 def check_contracts() -> None:
     name = options()["group_name"]
     x, weights, places, rows = problem()
@@ -113,7 +136,12 @@ def check_contracts() -> None:
         torch.library.opcheck(OPS.ep_route.default, (INDEX[dist.get_rank()], EXPERTS), options(invariant=invariant))
     nothing = torch.empty(0, TOP_K, dtype=torch.int32)
     torch.library.opcheck(OPS.ep_route.default, (nothing, EXPERTS), options())
-    for op, t, w in ((OPS.ep_dispatch, x, weights), (OPS.ep_combine, rows, torch.rand(2 * PAIR_ROWS, 1))):
+    sent = torch.randint(256, (len(x), 32), dtype=torch.uint8)
+    for op, t, w in (
+        (OPS.ep_dispatch, x, weights),
+        (OPS.ep_dispatch, sent, weights.detach()),  # opcheck does not add sums of bytes and of floats that require grad
+        (OPS.ep_combine, rows, torch.rand(2 * PAIR_ROWS, 1)),
+    ):
         for given in (w, None):
             torch.library.opcheck(op.default, (t, given, *places), {"group_name": name})
             report = tgl.explain(op, t, given, *places, group_name=name)
@@ -122,6 +150,7 @@ def check_contracts() -> None:
 
 
 def test_contracts(ranks):
+    ranks(check_bytes)
     ranks(check_contracts)
 
 
@@ -180,6 +209,8 @@ def check_bad_rows() -> None:
     wide, narrow, odd = x.int(), weights[:1], position[:-1]
     cases: list[tuple[Any, tuple, type[Exception], str]] = [
         (OPS.ep_dispatch, (wide, weights, token, position, copies), TypeError, "ep_dispatch: `x` must be float64"),
+        (OPS.ep_dispatch, (x.byte(), None, token, position, copies), ValueError, "`x` must be of rows of a multiple"),
+        (OPS.ep_combine, (rows.byte(), None, token, position, copies), TypeError, "ep_combine: `y` must be float64"),
         (OPS.ep_dispatch, (x[0], weights, token, position, copies), ValueError, "`x` must be 2-D [S, H]"),
         (OPS.ep_dispatch, (x[1:], None, token, position, copies), ValueError, f"`x` must be of {len(x)} rows"),
         (OPS.ep_dispatch, (x, narrow, token, position, copies), ValueError, f"`weights` must be of {len(x)} rows"),

@@ -331,6 +331,27 @@ def check_route():
             assert torch.equal(ours.full_tensor(), theirs)
 
 
+def check_topk_router():
+    """Tokens are independent of each other; sums over them are partial."""
+    logits, grad, bias = torch.randn(6, 8).double(), torch.randn(6, 2).double(), torch.randn(8).double()
+    options = {"score_function": "sigmoid", "num_groups": 4, "topk_groups": 2, "sums": True}
+    op = torch.ops.tgl.topk_router
+
+    def results(x, g, b):
+        made = op(x, 2, b, **options)
+        return *made, torch.autograd.grad((made[0] * g).sum() + made[3].sin().sum() + made[4].sum(), x)[0]
+
+    wanted = results(logits.clone().requires_grad_(), grad, bias)
+    for placement, of_sums in ((R, R), (S0, Partial())):
+        shards, ranks_bias = place(logits, placement, grad=True), place(bias, R)
+        with CommDebugMode() as counter:
+            made = op(shards, 2, ranks_bias, **options)
+        assert counter.get_total_counts() == 0
+        assert [t.placements for t in made] == [(placement,)] * 2 + [(of_sums,)] * 3
+        for ours, theirs in zip(results(shards, place(grad, placement), place(bias, R)), wanted, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
 def check_tensor_parallel_mlp():
     """Column-parallel FC1, row-parallel FC2, as Megatron does it: one all-reduce each way."""
     mlp = tgl.GroupedMLP(G, K, I, bias=True, interleaved=True, params_dtype=torch.float64)

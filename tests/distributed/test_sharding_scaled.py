@@ -119,6 +119,27 @@ def check_packed(format: str, over_rows: bool) -> None:
         check(y, expected, Partial() if contracted else S1, counter)
 
 
+def check_row_scaled() -> None:
+    """FP8 operands with a scale for each row: rows of the matrices, and what is contracted; rows of a gradient."""
+    a, b, c = (torch.randint(-2, 3, shape).float().to(torch.float8_e4m3fn) for shape in ((T, K), (G, N, K), (N, T)))
+    a_scale, b_scale = torch.exp2(torch.randint(-2, 3, (T,)).float()), torch.rand(G, N)
+    options = {"out_dtype": torch.float32}
+    expected = tgl.grouped_gemm_row_scaled(a, a_scale, b, b_scale, OFFS, **options)
+    for result, *placements in ((S1, R, R, S1, S1), (Partial(), S1, R, S2, R)):
+        operands = [place(t, p) for t, p in zip((a, a_scale, b, b_scale, OFFS), (*placements, R))]
+        with CommDebugMode() as counter:
+            y = tgl.grouped_gemm_row_scaled(*operands, **options)
+        check(y, expected, result, counter)
+    of_a = torch.rand(G, K)
+    expected = tgl.grouped_gemm_row_scaled_wgrad(a.t().contiguous(), of_a, c, b_scale, OFFS, **options)
+    for result, *placements in ((S1, S0, S1, R, R), (S2, R, R, S0, S1)):
+        given = (a.t().contiguous(), of_a, c, b_scale, OFFS)
+        operands = [place(t, p) for t, p in zip(given, (*placements, R))]
+        with CommDebugMode() as counter:
+            dw = tgl.grouped_gemm_row_scaled_wgrad(*operands, **options)
+        check(dw, expected, result, counter)
+
+
 def check_wgrad(format: str) -> None:
     x, dy, _ = components(format)
     operands = dy.columnwise_data, dy.columnwise_scale, x.columnwise_data, x.columnwise_scale
@@ -251,6 +272,10 @@ def test_packed(ranks, format, over_rows):
 @pytest.mark.parametrize("format", FORMATS)
 def test_wgrad(ranks, format):
     ranks(check_wgrad, format)
+
+
+def test_rows_with_a_scale_each(ranks):
+    ranks(check_row_scaled)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "fp8_block"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import backends
-from ..meta.expert_parallel import ALL_TO_ALL
+from ..meta.expert_parallel import ALL_TO_ALL, as_words
 from ..meta.specs import TensorSpec
 
 
@@ -162,9 +162,10 @@ def dispatch(
     group = _group("ep_dispatch", group_name)
     for t, arrived in ((x, out), (weights, out_weights)):
         if t is not None:
-            spec = TensorSpec(tuple(arrived.shape), t.dtype, t.device)
-            sent = backends.produce("dispatch", t.device, spec, [t, token, position, None], top_k=top_k)
-            _exchange("ep_dispatch", arrived, sent, group)
+            rows, to = as_words(t), as_words(arrived)
+            spec = TensorSpec(tuple(to.shape), to.dtype, to.device)
+            sent = backends.produce("dispatch", t.device, spec, [rows, token, position, None], top_k=top_k)
+            _exchange("ep_dispatch", to, sent, group)
 
 
 def combine(

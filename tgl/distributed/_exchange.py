@@ -15,6 +15,9 @@ from .. import peers
 from ..meta import expert_parallel as meta
 from ..nn._errors import fail
 from ._needed import Needed
+from ._wire import Form
+
+AS_ALWAYS = Form()
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,18 @@ class Sizes:
         most = self.ranks * self.max_tokens * self.top_k
         return max(min(rows, most), int(meta.fewest_expert_rows(self.num_experts, self.ranks)))
 
-    def memory(self, hidden_size: int, dtype: torch.dtype) -> int:
+    def memory(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> int:
         """Bytes of a rank's symmetric memory, for tokens of this width and dtype and weights of float32 at most."""
         rows = self.ranks * self.pair_rows
         routing = (self.ranks, self.num_experts + self.ranks, torch.int32), (rows, self.top_k, torch.int32)
-        moving = (rows, hidden_size, dtype), (rows, self.top_k, torch.float32)
+        row = max(form.bytes_to(hidden_size, dtype), form.bytes_back(hidden_size, dtype))
+        moving = (rows, row, torch.uint8), (rows, self.top_k, torch.float32)
         return max(peers.size(self.ranks, specs) for specs in (routing, moving))
 
-    def traffic(self, hidden_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    def traffic(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> tuple[int, int]:
         """Bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
-        row = 2 * hidden_size * dtype.itemsize + self.top_k * (dtype.itemsize + torch.int32.itemsize)
+        rows = form.bytes_to(hidden_size, dtype) + form.bytes_back(hidden_size, dtype)
+        row = rows + self.top_k * (dtype.itemsize + torch.int32.itemsize)
         places = self.ranks * self.pair_rows
         return places * row, min(self.used, places) * row
 
@@ -98,7 +103,7 @@ class Arrived(NamedTuple):
     """What all ranks have sent to this one, and the way back. W P rows, of which those without a choice are unused.
 
     Attributes:
-        rows: ``[W P, H]`` tokens.
+        rows: ``[W P, H]`` tokens, or uint8 ``[W P, bytes]`` of tokens that travel as bytes.
         choices: int32 ``[W P, k]``: those of this rank's experts, counted from 0; -1 for none.
         weights: ``[W P, k]``: routing weights; NaN, all of them, in a call that found no room.
         places: of this rank's tokens.
@@ -138,8 +143,13 @@ class Exchange:
         """Keywords of the ops."""
         return {"group_name": self.group_name, "engine": self.engine}
 
-    def arrive(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> Arrived:
-        """Send tokens ``[S, H]`` with their choices and weights ``[S, k]`` to the ranks of their experts."""
+    def arrive(
+        self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None, packed: Tensor | None = None
+    ) -> Arrived:
+        """Send tokens ``[S, H]`` with their choices and weights ``[S, k]`` to the ranks of their experts.
+
+        Bytes ``packed [S, ...]`` go in the place of tokens, and then routing weights alone have a derivative.
+        """
         if not torch.compiler.is_compiling() and (most := self.needed.arrived()):
             self._raise_if_full(most)
         sizes = self.sizes
@@ -155,18 +165,24 @@ class Exchange:
         )
         self.needed.note(needed)
         places = token, position, sizes.copies
-        rows, row_weights = torch.ops.tgl.ep_dispatch(tokens, weights, *places, **self.group)
+        sent = tokens if packed is None else packed
+        rows, row_weights = torch.ops.tgl.ep_dispatch(sent, weights, *places, **self.group)
         # NaN in every weight of a step that does not fit, for the choices that ep_route then makes.
-        factor = torch.where(self._full(needed), math.nan, 1.0).to(row_weights.dtype)
+        factor = torch.where(self._full(needed), math.nan, 1.0)
+        factor = factor.to(tokens.dtype if weights is None else row_weights.dtype)
         row_weights = factor.expand(index.shape) if weights is None else row_weights * factor
         return Arrived(rows, index, row_weights, places)
 
     def answer(self, answers: Tensor, arrived: Arrived) -> Tensor:
         """Send ``[W P, H]`` back: of every token ``[S, H]`` the sum."""
         y, _ = torch.ops.tgl.ep_combine(answers, None, *arrived.places, **self.group)
+        self.done()
+        return y
+
+    def done(self) -> None:
+        """Behind a call: the numbers of rows are on their way to the host."""
         if not torch.compiler.is_compiling():
             self.needed.send()
-        return y
 
     def _check(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> None:
         count, most, top_k = tokens.shape[0], self.sizes.max_tokens, self.sizes.top_k

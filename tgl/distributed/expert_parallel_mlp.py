@@ -12,10 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from ..nn._errors import fail
 from ..nn._inputs import result_dtype
+from ..nn._modules import to_be_called
+from ..nn._places import Places
 from ..nn.moe import MoE
-from ..nn.routing import route
+from ..nn.routing import dispatch_weights, route
 from ._exchange import Exchange, Sizes, check_agreement
 from ._symmetric import reserve
+from ._wire import DENSE, Form, Wire, check_wire
 
 
 class ExpertParallelMLP(MoE):
@@ -28,9 +31,9 @@ class ExpertParallelMLP(MoE):
     silently. All ranks of the group make the calls of the layer, and its backwards, in one order; each may bring any
     number of tokens up to ``max_tokens``.
 
-    On the wire tokens, answers and their gradients have the dtype of ``x`` (of autocast where active): sums are formed
-    in float32 (float64 for float64) and rounded once on every rank, and once more at home. Routing weights have their
-    own dtype there.
+    On the wire tokens, answers and their gradients have the dtype of ``x`` (of autocast where active) unless ``wire``
+    or ``wire_dtype`` say otherwise: sums are formed in float32 (float64 for float64) and rounded once on every rank,
+    and once more at home. Routing weights have their own dtype there.
 
     **Room for rows.** The rows that arrive lie in ``W pair_rows`` places, those of the experts in ``expert_rows``. A
     step that needs more on any rank has NaN in all its outputs and gradients, on all ranks. The number that was needed
@@ -55,8 +58,19 @@ class ExpertParallelMLP(MoE):
             on any devices. ``"symmetric_memory"``: kernels that write to the memory of the other ranks, which have to
             reach each other's (GPUs of one NVLink domain); the memory lies on the current CUDA device, and all layers
             of the group use it in turn. Both give equal bits.
+        wire: what travels to the experts. ``"dense"``: tokens, and in the backward gradients of outputs, in the dtype
+            of ``x``. ``"quantized"``: both are quantised at home as ``recipe`` says, and their codes and scales travel,
+            1.03 bytes an element, which the GEMMs read as they arrive. For recipes that scale blocks of one row:
+            ``MXFP8BlockScaling`` and ``Float8BlockScaling``. Outputs have the bits of the dense wire, and so have the
+            gradients of tokens, and of routing weights if ``fc2`` has no bias. Weight gradients read columnwise codes
+            that are made of the rowwise ones, which rounds twice.
+        wire_dtype: of the partial sums that travel back, of answers and of gradients of tokens. None: that of ``x``,
+            one rounding on every rank. ``torch.float32``: none until home, for twice the bytes of bfloat16.
         name: what errors call the layer.
         **options: those of ``GroupedMLP``.
+
+    With another wire than the default a call is one node of autograd, of first order. ``fc1`` and ``fc2`` then have no
+    hooks, and nothing else stands in their place.
 
     Attributes:
         pair_rows: rows for each pair of ranks.
@@ -80,6 +94,8 @@ class ExpertParallelMLP(MoE):
         pair_capacity_factor: float | None = None,
         invariant: bool = False,
         engine: str = ALL_TO_ALL,
+        wire: str = DENSE,
+        wire_dtype: torch.dtype | None = None,
         name: str = "ExpertParallelMLP",
         **options: Any,
     ) -> None:
@@ -95,13 +111,19 @@ class ExpertParallelMLP(MoE):
         )
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(map(repr, ENGINES))}, but got {engine!r}")
+        recipe = options.get("recipe")
+        check_wire(wire, wire_dtype, recipe)
         super().__init__(num_experts // sizes.ranks, hidden_size, ffn_hidden_size, **options)
         parameter = next(self.parameters())
         self.exchange = Exchange(group, sizes, name, parameter.device, engine)
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
-        check_agreement(group, sizes, hidden_size=hidden_size, engine=engine)
+        self.wire, self.form = wire, Form.of(wire, wire_dtype, recipe)
+        agreed = {"hidden_size": hidden_size, "engine": engine, "wire": wire, "wire_dtype": wire_dtype}
+        if wire != DENSE:
+            agreed["recipe"] = recipe
+        check_agreement(group, sizes, **agreed)
         if engine == SYMMETRIC_MEMORY:
-            reserve(group, sizes.memory(hidden_size, parameter.dtype), name)
+            reserve(group, sizes.memory(hidden_size, parameter.dtype, self.form), name)
 
     def forward(  # type: ignore[override]
         self,
@@ -131,18 +153,55 @@ class ExpertParallelMLP(MoE):
         if tokens.dim() != 2 or tokens.shape[1] != self.in_features:
             must = f"[S, H] with H = {self.in_features}"
             fail(f"{self.exchange.name}: `x` must be {must}, but got shape {tuple(x.shape)}")
-        arrived = self.exchange.arrive(tokens.to(result_dtype(tokens)), top_k_index, weights)
-        routing = route(arrived.choices, self.num_gemms, self.expert_rows)
-        answers = super().forward(arrived.rows, routing, arrived.weights, is_first_microbatch)
-        y = self.exchange.answer(answers, arrived)
+        tokens = tokens.to(result_dtype(tokens))
+        if self.form.as_always:
+            arrived = self.exchange.arrive(tokens, top_k_index, weights)
+            routing = route(arrived.choices, self.num_gemms, self.expert_rows)
+            answers = super().forward(arrived.rows, routing, arrived.weights, is_first_microbatch)
+            y = self.exchange.answer(answers, arrived)
+        else:
+            y = self._by_wire(tokens, top_k_index, weights, is_first_microbatch)
         return y if x.dim() == 2 else y.view(x.shape)
+
+    def _by_wire(
+        self,
+        tokens: Tensor,
+        top_k_index: Tensor,
+        weights: Tensor | None,
+        is_first_microbatch: bool | Tensor | None,
+    ) -> Tensor:
+        """From tokens to their sums in one function, as no gradient of autograd has the form of what travels."""
+        exchange, form = self.exchange, self.form
+        self._check_wire(tokens)
+        inputs, grads = form.codecs(self.in_features, tokens.dtype)
+        arrived = exchange.arrive(tokens, top_k_index, weights, inputs.pack(tokens.detach()))
+        routing = route(arrived.choices, self.num_gemms, self.expert_rows)
+        probs = dispatch_weights(arrived.weights, routing)
+        local, home = Places.of(routing), Places(*arrived.places)
+        way = Wire(local, home, arrived.rows, inputs, grads, form.sums, exchange.group_name, exchange.engine)
+        y = self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
+        exchange.done()
+        return y
+
+    def _check_wire(self, tokens: Tensor) -> None:
+        """Before any rank waits for this one."""
+        fc1, fc2, name = self.fc1, self.fc2, self.exchange.name
+        for argument, layer in (("fc1", fc1), ("fc2", fc2)):
+            if to_be_called(layer):
+                must = f"a GroupedLinear without hooks with wire={self.wire!r} and wire_dtype={self.form.sums}"
+                fail(f"{name}: `{argument}` must be {must}, but got {type(layer).__name__}")
+        fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
+        if type(tokens) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+            fail(f"{name}: `x` must be an ordinary tensor outside of torch.func, but got {type(tokens).__name__}")
+        if self.form.sums is not None and tokens.dtype.itemsize > self.form.sums.itemsize:
+            fail(f"{name}: `x` must be no wider than wire_dtype={self.form.sums}, but got {tokens.dtype}", TypeError)
 
     def traffic(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes that this rank sends to all ranks in one forward with tokens and weights of ``dtype``: in all, and of
         them those that ``max_tokens`` tokens under an even load use, at most. A backward sends the last two of the
         three parts once more: choices, tokens with their weights, answers.
         """
-        return self.exchange.sizes.traffic(self.in_features, dtype)
+        return self.exchange.sizes.traffic(self.in_features, dtype, self.form)
 
     @property
     def found_inf(self) -> Tensor:

@@ -14,14 +14,15 @@ For one dimension of the mesh, besides all operands replicated:
 | ``grouped_gemm_dactivation`` | I of ``b`` and columns of ``h``, pairs | ``dh`` in columns, ``dprobs`` a partial sum |
 | ``dispatch``, ``combine`` | H, or ``x`` (``y``) a partial sum | sharded in H, or a partial sum |
 | ``combine_backward`` | H of ``grad`` and ``y`` | ``dy`` sharded in H, ``dweights`` a partial sum |
+| ``topk_router``, ``..._backward`` | tokens | sharded in tokens, sums partial sums |
 | ``offload``, ``reload``, ``after`` | any dimension | the placement of the operand |
 
 Ops on quantised operands follow this pattern, with all components of an operand sharded together: see
 ``sharding_scaled``.
 
-DTensor redistributes operands with other placements. ``offs`` is always replicated, and rows and groups are never
-sharded: a shard of cumulative ends does not know where its first group starts. Ranks that hold different experts or
-different tokens work on local tensors with ends of their own; see ``expert_parallel_host``.
+DTensor redistributes operands with other placements. ``offs`` is always replicated, and rows of experts and groups
+are never sharded: a shard of cumulative ends does not know where its first group starts. Ranks that hold different
+experts or different tokens work on local tensors with ends of their own; see ``expert_parallel_host``.
 """
 
 from __future__ import annotations
@@ -249,6 +250,22 @@ def _route(top_k_index: Any, num_experts: int, num_rows: int | None = None) -> l
     return [(results, [*operands, None, None])]
 
 
+def _topk_router(logits: Any, top_k: int, bias: Any = None, **_: Any) -> list[Rule]:
+    whole, tokens = Replicate(), Shard(0)
+    return [
+        rule([whole] * 5, (logits, whole), (None, whole), (bias, whole)),
+        rule([tokens] * 2 + [Partial()] * 3, (logits, tokens), (None, whole), (bias, whole)),
+    ]
+
+
+def _topk_router_backward(
+    grad_weights: Any, logits: Any, top_k_index: Any, grad_prob_sum: Any = None, grad_z_sum: Any = None, **_: Any
+) -> list[Rule]:
+    by_token, sums = (grad_weights, logits, top_k_index), (grad_prob_sum, grad_z_sum)
+    ways = (Replicate(), Shard(0))
+    return [rule([way], *((t, way) for t in by_token), *((t, Replicate()) for t in sums)) for way in ways]
+
+
 def _any_placement(t: Any) -> list[Placement]:
     return [Replicate(), Partial(), *(Shard(dim) for dim in range(len(t.shape)))]
 
@@ -288,6 +305,8 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.combine_backward.default: _combine_backward,
     _ops.splits_to_offsets.default: _splits_to_offsets,
     _ops.route.default: _route,
+    _ops.topk_router.default: _topk_router,
+    _ops.topk_router_backward.default: _topk_router_backward,
     _ops.offload.default: _offload,
     _ops.reload.default: _reload,
     _ops.after.default: _after,

@@ -243,8 +243,28 @@ def _group_quantize(
     return rules
 
 
+def _grouped_gemm_row_scaled(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, **_: Any) -> list[Rule]:
+    """Rows of the matrices, or columns of both, which are contracted."""
+    return [
+        replicated(1, a, a_scale, b, b_scale, offs),
+        rule([Shard(1)], (a, WHOLE), (a_scale, WHOLE), (b, Shard(1)), (b_scale, Shard(1)), (offs, WHOLE)),
+        rule([Partial()], (a, Shard(1)), (a_scale, WHOLE), (b, Shard(2)), (b_scale, WHOLE), (offs, WHOLE)),
+    ]
+
+
+def _grouped_gemm_row_scaled_wgrad(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, **_: Any) -> list[Rule]:
+    """Rows of one of them."""
+    return [
+        replicated(1, a, a_scale, b, b_scale, offs),
+        rule([Shard(1)], (a, Shard(0)), (a_scale, Shard(1)), (b, WHOLE), (b_scale, WHOLE), (offs, WHOLE)),
+        rule([Shard(2)], (a, WHOLE), (a_scale, WHOLE), (b, Shard(0)), (b_scale, Shard(1)), (offs, WHOLE)),
+    ]
+
+
 RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_packed.default: _grouped_gemm_packed,
+    _ops.grouped_gemm_row_scaled.default: _grouped_gemm_row_scaled,
+    _ops.grouped_gemm_row_scaled_wgrad.default: _grouped_gemm_row_scaled_wgrad,
     _ops.grouped_gemm_scaled.default: _grouped_gemm_scaled,
     _ops.grouped_gemm_scaled_activation_quantize.default: _grouped_gemm_scaled_activation_quantize,
     _ops.grouped_gemm_scaled_wgrad.default: _wgrad,

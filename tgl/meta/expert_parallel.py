@@ -19,6 +19,9 @@ ALL_TO_ALL, SYMMETRIC_MEMORY = "all_to_all", "symmetric_memory"
 ENGINES = (ALL_TO_ALL, SYMMETRIC_MEMORY)
 """What moves rows between ranks: collectives of static sizes, or kernels that write to the memory of peers."""
 
+PIECE = 16
+"""Bytes; rows of bytes are of whole ones."""
+
 
 def _at_least(op: str, argument: str, value: Dim, least: Dim, why: str) -> None:
     if (enough := value >= least) is not True:
@@ -83,7 +86,12 @@ def ep_route(
 def _places(op: str, name: str, t: Tensor, token: Tensor, position: Tensor, top_k: Dim) -> Dim:
     """S, where rows or tokens of the tensor called ``name`` have places."""
     checks.ndim(op, name, t, 2, "[S, H]" if op == "ep_dispatch" else "[W P, H]")
-    checks.floating(op, name, t)
+    if op == "ep_dispatch" and t.dtype == torch.uint8:
+        whole = t.shape[1] % PIECE == 0
+        if whole is not True:
+            checks.require(whole, op, name, lambda: f"of rows of a multiple of {PIECE} bytes", t.shape)
+    else:
+        checks.floating(op, name, t)
     permutation.check_pairs(op, token, position, top_k, name, t.device)
     tokens = position.shape[0] // top_k
     if (whole := tokens * top_k == position.shape[0]) is not True:
@@ -99,7 +107,8 @@ def _moved(op: str, name: str, tensors: tuple[Tensor, Tensor | None], count: Dim
             made.append(TensorSpec((0,), tensors[0].dtype, tensors[0].device))
             continue
         checks.ndim(op, argument, t, 2, "of a row for each")
-        checks.floating(op, argument, t)
+        if argument == "weights":
+            checks.floating(op, argument, t)
         checks.same_device(op, argument, t, name, tensors[0].device)
         checks.size(op, argument, t, 0, count, lambda: f"of {count} rows like its places")
         made.append(TensorSpec((to, t.shape[1]), t.dtype, t.device))
@@ -109,7 +118,10 @@ def _moved(op: str, name: str, tensors: tuple[Tensor, Tensor | None], count: Dim
 def ep_dispatch(
     x: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: Dim
 ) -> tuple[TensorSpec, ...]:
-    """``[S, H]`` and ``[S, n]`` -> ``[W P, H]`` and ``[W P, n]`` from all ranks, of absent weights ``[0]``."""
+    """``[S, H]`` and ``[S, n]`` -> ``[W P, H]`` and ``[W P, n]`` from all ranks, of absent weights ``[0]``.
+
+    ``x`` may be of bytes, which quantised tokens travel as; these have no derivative.
+    """
     op = "ep_dispatch"
     tokens = _places(op, "x", x, token, position, top_k)
     return _moved(op, "x", (x, weights), tokens, token.shape[0])
@@ -122,3 +134,11 @@ def ep_combine(
     op = "ep_combine"
     tokens = _places(op, "y", y, token, position, top_k)
     return _moved(op, "y", (y, weights), token.shape[0], tokens)
+
+
+def as_words(t: Tensor) -> Tensor:
+    """Rows of bytes as the float32 that engines move, which compute nothing of them; other rows as they are."""
+    if t.dtype != torch.uint8:
+        return t
+    whole = t.is_contiguous() and t.storage_offset() % torch.float32.itemsize == 0
+    return (t if whole else t.clone(memory_format=torch.contiguous_format)).view(torch.float32)

@@ -5,7 +5,7 @@ The ranks take part in every call: those of a group make the calls of one order,
 
 Dispatch and combine are each other's transpose, hence each other's derivative, to any order. Both take the routing
 weights beside the rows: the exchanges of one call have one order, where a compiler may order two calls as it likes, and
-another way on another rank.
+another way on another rank. Rows of bytes are dispatched too, and have no derivative.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _save(
     **group: str,
 ) -> None:
     ctx.save_for_backward(token, position)
-    ctx.top_k, ctx.group, ctx.weighted = top_k, group, weights is not None
+    ctx.top_k, ctx.group, ctx.weighted, ctx.of_rows = top_k, group, weights is not None, t.is_floating_point()
 
 
 def _transposed(op: str) -> Any:
@@ -88,6 +88,8 @@ def _transposed(op: str) -> Any:
 
     def backward(ctx: Any, needs: tuple[bool, ...], grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         call = getattr(torch.ops.tgl, op)
+        if not ctx.of_rows:  # bytes: the gradient of the weights travels alone
+            return None, call(grad_weights, None, *ctx.saved_tensors, ctx.top_k, **ctx.group)[0], None, None, None
         weights = grad_weights if ctx.weighted else None
         dt, dweights = call(grad, weights, *ctx.saved_tensors, ctx.top_k, **ctx.group)
         return dt, dweights if ctx.weighted else None, None, None, None

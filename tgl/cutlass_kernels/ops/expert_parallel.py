@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import backends, peers
-from ...meta.expert_parallel import SYMMETRIC_MEMORY
+from ...meta.expert_parallel import SYMMETRIC_MEMORY, as_words
 from ...peers import Peers
 from ..archs import ARCHS, chips
 from ..runtime import device
@@ -94,8 +94,8 @@ class MovingCall(NamedTuple):
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """What moves, and where to; tensors without columns have nothing that does."""
-        both = [(self.t, self.out)]
+        """What moves, and where to, bytes as words; tensors without columns have nothing that does."""
+        both = [(as_words(self.t), as_words(self.out))]
         if self.weights is not None:
             both.append((self.weights, self.out_weights))
         return [(t, out) for t, out in both if t.shape[1]]
