@@ -11,13 +11,17 @@ values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process
 ``eager``     tgl.moe as a call
 ``compiled``  the same under torch.compile(fullgraph=True), as a call
 ``captured``  the same, replayed as a CUDA graph
+``current``   tgl.MoE with the recipe Float8CurrentScaling, replayed; weights are quantised in each step; no biases
+``delayed``   with DelayedScaling
+``blocks``    with Float8BlockScaling
 ``torch``     a sort, gathers, torch._grouped_mm and index_add, compiled, as a call; takes no biases
 ``sonic``     SonicMoE, where it is installed, as a call
 ``hf``        transformers' experts with its ``grouped_mm``, where it is installed, as a call; takes no biases
 ============  =======================================================================================================
 
 Nothing is timed before an arm's output and gradients have passed against a loop over the experts in float32: at most
-eight roundings to bfloat16 of error. Arms that fail, or cannot run, are named with the reason.
+eight roundings to bfloat16 of error, of arms with a recipe one rounding to FP8 (E4M3). Arms that fail, or cannot run,
+are named with the reason.
 
 L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared; what the
 host takes to issue a call is part of it. TFLOP/s are those of the model: nine products of the routed rows in a step,
@@ -29,10 +33,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from harness.block import by_grouped_mm
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.gates import relative_error
 from harness.report import Table, mean_of, quotient, save, summaries, with_machine
@@ -47,7 +53,12 @@ BASELINE = "pieces"
 ROUTINGS = ("balanced", "multinomial", "zipf")
 RESULTS = ("output", "gradient of x", "gradient of weights", "gradient of w1", "gradient of w2")
 BIASED = (*RESULTS, "gradient of bias1", "gradient of bias2")
-BOUND = 8 * torch.finfo(BF16).eps
+BOUND, FP8_BOUND = 8 * torch.finfo(BF16).eps, torch.finfo(torch.float8_e4m3fn).eps
+RECIPES: dict[str, tgl.recipes.Recipe] = {
+    "current": tgl.recipes.Float8CurrentScaling(),
+    "delayed": tgl.recipes.DelayedScaling(),
+    "blocks": tgl.recipes.Float8BlockScaling(),
+}
 
 
 class Block(NamedTuple):
@@ -96,8 +107,8 @@ class Problem:
         self.block, self.device = block, device
         tokens, hidden, inner, experts, top_k, biases = block
 
-        def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
-            return (torch.randn(shape, device=device, dtype=dtype) * scale).requires_grad_()
+        def random(*shape: int, scale: float = 1.0) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(shape, device=device, dtype=BF16) * scale)
 
         self.x, self.dy = random(tokens, hidden), torch.randn(tokens, hidden, device=device, dtype=BF16)
         self.weights = torch.rand(tokens, top_k, device=device).requires_grad_()
@@ -153,19 +164,16 @@ def compiled(p: Problem) -> Forward:
     return torch.compile(block(p), fullgraph=True, dynamic=False)
 
 
-def grouped_mm(p: Problem) -> Forward:
-    def forward() -> Tensor:
-        experts, order = p.chosen.reshape(-1).sort(stable=True)
-        offs = torch.searchsorted(experts, torch.arange(p.block.experts, device=p.device), right=True).int()
-        token = order // p.block.top_k
-        gate, linear = torch._grouped_mm(p.x[token], p.w1.transpose(1, 2), offs=offs).chunk(2, -1)
-        weight = p.weights.reshape(-1)[order, None]
-        hidden = (torch.nn.functional.silu(gate.float()) * linear.float() * weight).to(BF16)
-        rows = torch._grouped_mm(hidden, p.w2.transpose(1, 2), offs=offs)
-        return torch.zeros_like(p.x, dtype=torch.float32).index_add(0, token, rows.float()).to(BF16)
-
+def quantised(p: Problem, recipe: tgl.recipes.Recipe) -> Forward:
     _without_biases(p)
-    return torch.compile(forward, fullgraph=True, dynamic=False)
+    experts = tgl.MoE(p.block.experts, p.block.hidden, p.block.inner, device=p.device, recipe=recipe)
+    experts.fc1.weight, experts.fc2.weight = p.w1, p.w2
+    return lambda: experts(p.x, p.chosen, p.weights)
+
+
+def grouped_mm(p: Problem) -> Forward:
+    _without_biases(p)
+    return torch.compile(lambda: by_grouped_mm(p.x, p.chosen, p.weights, p.w1, p.w2), fullgraph=True, dynamic=False)
 
 
 def sonic(p: Problem) -> Forward:
@@ -226,11 +234,12 @@ ARMS: dict[str, Callable[[Problem], Forward]] = {
     "eager": block,
     "compiled": compiled,
     "captured": block,
+    **{name: partial(quantised, recipe=recipe) for name, recipe in RECIPES.items()},
     "torch": grouped_mm,
     "sonic": sonic,
     "hf": hf,
 }
-REPLAYED = ("captured",)
+REPLAYED = ("captured", *RECIPES)
 
 
 class Arm:
@@ -270,12 +279,12 @@ class Arm:
         return step.result if isinstance(step, Replay) else found
 
 
-def wrong(arm: Arm, wanted: list[Tensor]) -> str | None:
+def wrong(arm: Arm, wanted: list[Tensor], bound: float) -> str | None:
     """What is wrong with an arm's results, or None."""
     for name, ours, right in zip(BIASED, arm.results(), wanted):
         error = relative_error(ours, right)
-        if not error <= BOUND:
-            return f"{name}: error {error:.1e}, at most {BOUND:.1e}"
+        if not error <= bound:
+            return f"{name}: error {error:.1e}, at most {bound:.1e}"
     return None
 
 
@@ -287,7 +296,7 @@ def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], 
     for name in dict.fromkeys((BASELINE, *names)):
         try:
             arm = Arm(problem, ARMS[name](problem), name in REPLAYED)
-            reason = wrong(arm, wanted)
+            reason = wrong(arm, wanted, FP8_BOUND if name in RECIPES else BOUND)
         except Exception as error:  # of an arm; the others go on
             reason = why(error)
         if reason is None:

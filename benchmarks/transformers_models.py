@@ -38,7 +38,7 @@ from harness.report import Table, mean_of, quotient, save, summaries, with_machi
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
 from torch import Tensor
 
-import tgl
+from tgl.integrations import transformers as tgl_transformers
 
 BOUND = 8 * torch.finfo(torch.bfloat16).eps
 BASELINE = "grouped_mm eager"
@@ -176,8 +176,8 @@ def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], 
     """The arms that may be timed, and what is wrong with the others."""
     arms: dict[str, Arm] = {}
     reasons: dict[str, str] = {}
+    torch._dynamo.reset()
     for name in dict.fromkeys((BASELINE, *names)):
-        torch._dynamo.reset()
         try:
             arm = Arm(problem, *ARMS[name])
             reason = problem.wrong(arm.results())
@@ -232,7 +232,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     device = needs_device()
-    tgl.integrations.transformers.register()
+    tgl_transformers.register()
     print(f"{device}, torch {torch.__version__}, {args.samples} samples\n{TABLE.header()}")
     results = run_all(cases(model=args.models), lambda **case: run_case(**case, args=args), lines)
     print(report(results))

@@ -48,7 +48,7 @@ def test_formats_without_kernels_are_named_with_the_reason(bench, monkeypatch):
     reasons = {name: bench.unserved(recipe, "cuda") for name, recipe in bench.RECIPES.items()}
     served = [name for name, reason in reasons.items() if reason is None]
     assert served == ["fp8_current", "fp8_delayed", "fp8_block"]
-    assert "takes mxfp8 on sm_100, not on sm_90, which takes fp8_tensor, fp8_block" in reasons["mxfp8"]
+    assert "takes mxfp8 on sm_100, sm_120, sm_121, not on sm_90, which takes fp8_tensor, fp8_block" in reasons["mxfp8"]
 
 
 def test_a_shape_is_a_layer(bench):

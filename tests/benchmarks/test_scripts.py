@@ -1,18 +1,15 @@
 """Every script of ``benchmarks``: it is imported, its arguments are parsed, and those for a GPU run on the CPU.
 
-What stands for the GPU here captures no graphs: a replay calls once more. Its clock adds a millisecond per reading, so
-that every arm takes as long.
+Those of blocks, layers and models are in ``test_scripts_of_layers``.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
-from tgl import backends
+from tests.benchmarks.stand_in import ran
 from tgl.meta.formats import FORMATS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -32,81 +29,14 @@ GPU += (
     "gather_gpu",
     "packed_gpu",
     "route_gpu",
+    "router_gpu",
     "routing_gpu",
     "moe_block",
+    "decode",
     "drop_in",
     "transformers_models",
     "expert_parallel_gpu",
 )
-
-
-class Replay:
-    """A call in place of its graph: writes where the first one did."""
-
-    def __init__(self, call, runs=3):
-        self.call, self.result = call, call()
-
-    def __call__(self):
-        again = self.call()
-        pairs = zip(self.result, again) if isinstance(again, list | tuple) else [(self.result, again)]
-        for held, made in pairs:
-            if held is not None and held is not made:
-                held.copy_(made)
-
-
-class Clock:
-    def __init__(self, l2, host=False):
-        self.taken = 0
-
-    def take(self, call):
-        call()
-        self.taken += 1
-        return self.taken
-
-    def settle(self):
-        pass
-
-    def read(self, mark):
-        return 1.0
-
-
-class OnCpu(TorchFunctionMode):
-    """Calls of torch that name the GPU get the CPU."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        args = ["cpu" if isinstance(a, str) and a == "cuda" else a for a in args]
-        kwargs = {name: "cpu" if str(a) == "cuda" else a for name, a in (kwargs or {}).items()}
-        return function(*args, **kwargs)
-
-
-@pytest.fixture
-def gpu(load, monkeypatch):
-    """Something that passes for a GPU."""
-    timing = load("harness.timing")
-    for name in ("compared", "tiled", "dense"):
-        load(f"harness.{name}")
-    monkeypatch.setattr(load("harness.dense"), "quack", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
-    monkeypatch.setattr(timing, "Replay", Replay)
-    monkeypatch.setattr(timing, "DeviceClock", Clock)
-    monkeypatch.setattr(timing, "L2", lambda clean: None)
-    monkeypatch.setattr(timing, "warm_up", lambda call: call())
-    swiglu = load("harness.swiglu")
-    for name in ("", "_backward", "_backward_with_probs"):
-        monkeypatch.setattr(swiglu, f"compiled{name}", getattr(swiglu, name.strip("_") or "forward"))
-
-    def module(name):
-        script = load(name)
-        for shared in ("Replay", "DeviceClock", "L2", "warm_up"):
-            if hasattr(script, shared):
-                monkeypatch.setattr(script, shared, getattr(timing, shared))
-        return script
-
-    with OnCpu():
-        yield module
 
 
 def test_every_script_is_named():
@@ -140,13 +70,6 @@ def test_shared_options(load, name):
     args = load(name).arguments(["--samples", "7", "--clean-l2", "--out", "results.json"])
     assert (args.samples, args.clean_l2, args.out) == (7, True, Path("results.json"))
     assert load(name).arguments([]).samples == 50
-
-
-def ran(script, tmp_path, capsys, *options):
-    """What it prints, in words, and its results."""
-    path = tmp_path / "results.json"
-    script.main(["--samples", "2", "--out", str(path), *options])
-    return [line.split() for line in capsys.readouterr().out.splitlines()], json.loads(path.read_text())
 
 
 def test_grouped_gemm(gpu, load, monkeypatch, tmp_path, capsys):
@@ -289,6 +212,30 @@ def test_route(gpu, monkeypatch, tmp_path, capsys):
     assert ["64", "tokens", "1.0000", "0.5", "1.000", "1.000"] in lines
 
 
+@pytest.mark.parametrize("name", ["forward", "both", "losses"])
+def test_router(gpu, monkeypatch, tmp_path, capsys, name):
+    script = gpu("router_gpu")
+    monkeypatch.setattr(script, "compiled", lambda call: call)
+    grouped = script.SHAPES["deepseek"]._replace(tokens=9)
+    monkeypatch.setitem(script.SHAPES, "deepseek", grouped)
+    shapes = ("one token", "64 tokens", "deepseek")
+    lines, found = ran(script, tmp_path, capsys, "--passes", name, "--shapes", *shapes)
+    assert [result["shape"] for result in found] == list(shapes)
+    for result in found:
+        assert set(result["ms"]) == {"tgl", "eager", "compiled"}, result
+    assert ["compiled:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
+    ours = script.calls
+
+    def coarse(shape, kind):
+        call = ours(shape, kind)["tgl"]
+        exact = {torch.float64: lambda t: t, torch.float32: lambda t: t.bfloat16().float()}
+        return {"tgl": lambda logits, bias, grad: call(exact[logits.dtype](logits), bias, grad)}
+
+    monkeypatch.setattr(script, "calls", coarse)
+    lines, _ = ran(script, tmp_path, capsys, "--passes", name, "--shapes", "deepseek")
+    assert any("WRONG:" in line for line in lines)
+
+
 def test_routing(gpu, monkeypatch, tmp_path, capsys):
     script = gpu("routing_gpu")
     monkeypatch.setattr(script, "ROWS", 128)
@@ -333,119 +280,6 @@ def test_packed(gpu, monkeypatch, tmp_path, capsys):
     assert any("WRONG:" in line for line in lines)
 
 
-@pytest.fixture
-def lora(load, monkeypatch):
-    script = load("lora")
-    monkeypatch.setitem(script.SHAPES, "small", load("harness.shapes").Expert(3, 96, 64, 48))
-    return script
-
-
-def test_lora(lora, tmp_path, capsys):
-    options = ("--device", "cpu", "--routings", "zipf", "--ranks", "4", "--arms", "lora", "materialised")
-    lines, found = ran(lora, tmp_path, capsys, *options)
-    (result,) = found["results"]
-    arms = {"frozen", "lora", "materialised"}
-    assert (set(result["times"]), set(result["MiB"]), result["left out"]) == (arms, arms, {})
-    assert result["MiB"]["lora"] < result["MiB"]["materialised"]
-    assert lines[-1][:3] == ["small", "zipf", "4"]
-
-
-def test_lora_that_is_wrong_is_not_timed(lora, monkeypatch, tmp_path, capsys):
-    right = lora.Problem.materialised
-    monkeypatch.setattr(lora.Problem, "materialised", lambda self, *rows: 1.01 * right(self, *rows))
-    options = ("--device", "cpu", "--ranks", "4", "--arms", "lora", "materialised")
-    lines, found = ran(lora, tmp_path, capsys, *options)
-    assert set(found["results"][0]["times"]) == {"frozen", "lora"}
-    assert any(line[:4] == ["materialised", "left", "out:", "output:"] for line in lines)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Nothing is compiled, and no memory is taken."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 96 * 64 * 2)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-
-
-def test_lora_on_a_gpu(lora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
-    """Every arm, as graphs."""
-    script = gpu("lora")
-    for name in script.QUICK["cuda"]:
-        monkeypatch.setitem(script.SHAPES, name, script.SHAPES["small"])
-    _, found = ran(script, tmp_path, capsys, "--device", "cuda", "--quick")
-    assert [(r["shape"], r["rank"]) for r in found["results"]] == [(name, "16") for name in script.QUICK["cuda"]]
-    for result in found["results"]:
-        assert set(result["times"]) == set(script.ARMS), result["left out"]
-        assert result["times"]["lora"]["median"] == 1.0
-
-
-def test_drop_in(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
-    script, shapes = gpu("drop_in"), load("harness.shapes")
-    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small", "--routings", "balanced", "quarter empty")
-    for result in found["results"]:
-        assert set(result["ms"]) == {"tgl", "torch", "tgl compiled", "torch compiled"}, result
-        assert result["flops"] == 3 * 6 * 96 * 64 * 32
-    assert ["small", "balanced", "1.000", "0", "1.000", "1.000", "1.000"] in lines
-
-
-def test_a_wrong_drop_in_is_not_timed(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
-    script, shapes = gpu("drop_in"), load("harness.shapes")
-    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
-    right = script.Problem.oracle
-    monkeypatch.setattr(script.Problem, "oracle", lambda self: [2 * t for t in right(self)])
-    _, found = ran(script, tmp_path, capsys, "--shapes", "small", "--routings", "balanced")
-    assert found["results"][0]["wrong"].startswith("output: error")
-
-
-@pytest.fixture
-def moe_block(gpu, uncompiled, monkeypatch):
-    """With two small shapes."""
-    script = gpu("moe_block")
-    monkeypatch.setitem(script.SHAPES, "small", script.Block(96, 64, 32, 5, 2))
-    monkeypatch.setitem(script.SHAPES, "biased", script.Block(96, 64, 32, 5, 2, biases=True))
-    return script
-
-
-def test_moe_block(moe_block, tmp_path, capsys):
-    pytest.importorskip("transformers")
-    options = ("--shapes", "small", "biased", "--routings", "balanced", "zipf")
-    lines, found = ran(moe_block, tmp_path, capsys, *options)
-    assert [(r["shape"], r["routing"]) for r in found["results"]] == [
-        (shape, routing) for shape in ("small", "biased") for routing in ("balanced", "zipf")
-    ]
-    ours = {"pieces", "eager", "compiled", "captured"}
-    for result in found["results"]:
-        served = ours if result["biases"] else ours | {"torch", "hf"}
-        assert set(result["step"]) == set(result["forward"]) == set(result["memory"]) == served, result["left out"]
-        assert set(result["left out"]) == set(moe_block.ARMS) - served
-        assert result["flops"] == 6 * 96 * 2 * 64 * 32
-    assert ["small", "zipf", "captured", "1.000", "0", "1.000", "0", "1.000", "-0", "0"] in lines
-    assert ["biased", "zipf:", "not", "torch:", "ValueError:", "takes", "no", "biases"] in lines
-    assert ["captured", "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
-
-
-def test_a_wrong_block_is_not_timed(moe_block, monkeypatch, tmp_path, capsys):
-    right = moe_block.ARMS["eager"]
-    monkeypatch.setitem(moe_block.ARMS, "eager", lambda p: lambda: right(p)() * 2)
-    _, found = ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "eager")
-    (result,) = found["results"]
-    assert set(result["step"]) == {"pieces"}
-    assert result["left out"]["eager"].startswith("output: error 1.0e+00")
-
-
-@pytest.mark.parametrize("routing", ["balanced", "multinomial", "zipf"])
-def test_choices_of_a_token_are_distinct(load, routing):
-    script = load("moe_block")
-    block = script.Block(4096, 8, 8, 16, 4)
-    chosen = script.chosen(routing, block)
-    assert all(len(set(row)) == 4 for row in chosen.tolist())
-    rows = chosen.flatten().bincount(minlength=16)
-    assert (rows.max() == rows.min()) == (routing == "balanced")
-    assert (rows.max() > 3 * rows.min()) == (routing == "zipf")
-
-
 @pytest.mark.parametrize("name", ["dactivation", "gemm_activation"])
 def test_gemms_with_activations(gpu, load, monkeypatch, tmp_path, capsys, name):
     script, shapes = gpu(name), load("harness.shapes")
@@ -473,51 +307,3 @@ def test_wrong_activations_are_not_timed(gpu, load, monkeypatch, tmp_path, capsy
     lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
     assert any("WRONG:" in line for line in lines)
     assert "ms" not in found[0]
-
-
-SMALL = {
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "vocab_size": 100,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-EXPERTS_OF = {
-    "qwen3-moe": {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
-    "mixtral": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt-oss": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
-
-
-@pytest.fixture
-def models(gpu, uncompiled, monkeypatch):
-    """Each of the models, with every size that it names made small."""
-    pytest.importorskip("transformers")
-    script = gpu("transformers_models")
-    for name, model in script.MODELS.items():
-        small = model._replace(tokens=48, sizes={**model.sizes, **SMALL, **EXPERTS_OF[name]})
-        monkeypatch.setitem(script.MODELS, name, small)
-    return script
-
-
-def test_transformers_models(models, tmp_path, capsys):
-    lines, found = ran(models, tmp_path, capsys)
-    assert [result["model"] for result in found["results"]] == list(models.MODELS) == list(EXPERTS_OF)
-    served = {f"{experts} {way}" for experts in ("tgl", "grouped_mm") for way in models.WAYS}
-    for result in found["results"]:
-        assert set(result["step"]) == set(result["peak"]) == served, result["left out"]
-        assert set(result["left out"]) == set(models.ARMS) - served
-    assert ["captured", "1.000", "(1.000,", "qwen3-moe,", "of", "3)"] in lines
-
-
-def test_a_model_with_a_wrong_loss_is_not_timed(models, monkeypatch, tmp_path, capsys):
-    right = models.Problem.step
-    monkeypatch.setattr(
-        models.Problem, "step", lambda self, loss: [t * (1 if loss == self.loss else 1.1) for t in right(self, loss)]
-    )
-    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda: function())
-    _, found = ran(models, tmp_path, capsys, "--models", "mixtral", "--arms", "tgl eager", "tgl compiled")
-    (result,) = found["results"]
-    assert set(result["step"]) == {"grouped_mm eager", "tgl eager"}
-    assert result["left out"]["tgl compiled"].startswith("loss: ")

@@ -29,6 +29,9 @@ width is, and so a larger part of a narrow expert's time. Widths of 256, 768 and
 """
 
 
+FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so that it gathers at any width
+
+
 class _Places(NamedTuple):
     """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it."""
 
@@ -78,7 +81,8 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     places, device = _Places(source, position, token, top_k), x.device
     probs = places.per_row(weights)
     first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
-    tokens, index = places.read(x, w2.shape[1] <= FIRST)
+    few = token.shape[0] <= FEW_ROWS * w2.shape[0]
+    tokens, index = places.read(x, few or w2.shape[1] <= FIRST)
     given = [tokens, w1, offs, bias1, probs]
     del tokens
     table = {} if index is None else {"rows": index}

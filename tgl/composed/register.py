@@ -14,6 +14,7 @@ from . import (
     packed_gemm,
     quantize_steps,
     requantize,
+    row_scaled,
     scaled_activation_quantize,
 )
 
@@ -111,5 +112,10 @@ add(
     )
 )
 
-for _implementation in (*emulation.implementations("cuda"), *packed_gemm.implementations("cuda")):
+for _implementation in (
+    *emulation.implementations("cuda"),
+    *packed_gemm.implementations("cuda"),
+    *row_scaled.implementations("cuda"),
+    *row_scaled.implementations("cpu"),
+):
     add(_implementation)

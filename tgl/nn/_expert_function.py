@@ -18,7 +18,7 @@ from ..ops._library import unobserved
 from ..ops.after import after
 from ._gemms import Operand
 from ._linear_function import Call, of_first_order
-from ._places import Places
+from ._places import Way
 from ._saving import bring_back, restore, save
 
 
@@ -38,7 +38,7 @@ class Expert(NamedTuple):
     second: Call
     activation: dict[str, Any]
     fuses_product: bool
-    places: Places | None = None
+    places: Way | None = None
 
 
 class Made(NamedTuple):
@@ -68,10 +68,11 @@ def forward(
     state2 = second.gemms.state_of_input() if again2 else ()
     wgrad1, wgrad2 = wgrad[0] and not again1, wgrad[1] and not again2
 
-    rows, index = (x, None) if places is None else places.read(x, first.gemms)
-    prepared = first.gemms.input(rows, offs, index, fprop=True, wgrad=wgrad1, state=state1)
+    x = x if places is None else places.kept(x)
+    wanted: dict[str, Any] = {"fprop": True, "wgrad": wgrad1, "state": state1}
+    prepared = first.gemms.input(x, offs, **wanted) if places is None else places.input(x, first.gemms, offs, **wanted)
     operand, x_kept = prepared.fprop, (x, *state1) if again1 else prepared.wgrad
-    del rows, prepared
+    del x, prepared
     if fuses_product:
         hidden, act = second.gemms.activated_product(  # type: ignore[attr-defined]
             operand,
@@ -119,15 +120,15 @@ class ExpertFunction(torch.autograd.Function):
         second_kept = (made.hidden,) if activated_again or any(needs[2:n]) else ()
         scales = (probs,) if probs is not None else ()
         bias = second.bias if probs is not None else None
-        routing = (None, None) if places is None else places[:2]
+        routing = () if places is None else places.tensors
         save(
             ctx,
             (made.x, (*made.act, *second_kept, *scales)),
             (offs, bias, *routing, *first.weight.dgrad, *second.weight.dgrad),
         )
-        ctx.sizes = len(made.act), len(second_kept), len(first.weight.dgrad)
+        ctx.sizes = len(made.act), len(second_kept), len(routing), len(first.weight.dgrad)
         ctx.dtypes = x.dtype, made.hidden.dtype
-        ctx.top_k = None if places is None else places.top_k
+        ctx.places = None if places is None else places.bare()
         ctx.expert = expert._replace(first=first.for_backward(), second=second.for_backward(), places=None)
         return made.y if second.out is None else made.y.detach()
 
@@ -148,13 +149,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     into_first = needs_dx or any(wanted1)
     into_hidden = into_first or needs_dprobs
 
-    (x_operand, acts), (offs, bias, token, position, *weights) = restore(ctx)
+    (x_operand, acts), (offs, bias, *kept) = restore(ctx)
     assert offs is not None
-    places = None if token is None or position is None else Places(token, position, ctx.top_k)
+    n_act, n_hidden, n_places, n_weight = ctx.sizes
+    places = None if ctx.places is None else ctx.places.with_tensors(*kept[:n_places])
     acts = bring_back(ctx, 1, acts, grad)
-    n_act, n_hidden, n_weight = ctx.sizes
-    weights1, weights2 = tuple(weights[:n_weight]), tuple(weights[n_weight:])
-    del weights
+    weights1, weights2 = tuple(kept[n_places : n_places + n_weight]), tuple(kept[n_places + n_weight :])
+    del kept
     act_operand = acts[:n_act]
     hidden = acts[n_act] if n_hidden else None
     probs = acts[n_act + n_hidden] if len(acts) > n_act + n_hidden else None
@@ -162,19 +163,21 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx = dprobs = dhidden = None
 
     gradients1, gradients2 = first.gradients.checked(wanted1), second.gradients.checked(wanted2)
-    answers, index = grad, None
-    if places is not None:
-        answers, index = places.read(grad, second.gemms) if into_hidden or wgrad2 else (places.dispatched(grad), None)
-    dy, dbias = second.gemms.grad(
-        answers, offs, index, dgrad=into_hidden, wgrad=wgrad2, dbias=dbias2_wanted and (bias is None or probs is None)
-    )
+    wanted = {"dgrad": into_hidden, "wgrad": wgrad2, "dbias": dbias2_wanted and (bias is None or probs is None)}
+    answers = None  # of rows it is ``grad``
+    if places is None:
+        dy, dbias = second.gemms.grad(grad, offs, **wanted)
+    else:
+        answers = places.answers(grad, second.gemms, read=into_hidden or wgrad2)
+        dy, dbias = places.grad(answers, second.gemms, offs, **wanted)
     if into_hidden:
         dact = second.gemms.dgrad(dy.dgrad, weights2, offs, out_dtype=ctx.dtypes[1])
         dhidden, dprobs = torch.ops.tgl.grouped_activation_backward(dact, hidden, offs, probs, **activation)
         del dact
     if bias is not None and probs is not None and (dbias2_wanted or needs_dprobs):
-        answers = answers if places is None or index is None else places.dispatched(grad)
-        dbias, dscale = grouped_dbias_dscales(answers, bias, probs, offs)
+        rows = grad if places is None or answers is None else places.dense(answers, offs)
+        dbias, dscale = grouped_dbias_dscales(rows, bias, probs, offs)
+        del rows
         dprobs = dscale if dprobs is None else dprobs + dscale
     del answers
     if wgrad2 and second.save_original_input:
@@ -196,15 +199,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
         dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
-        dx = dx if places is None else places.combined(dx)
+        if places is not None:
+            dx = places.combined(dx)
+            dprobs = dprobs if dprobs is None or not compiling else places.ordered(dprobs, dx)
         if first.dgrad_out is not None:
             dx = dx.detach()
     if wgrad1 and first.save_original_input:
         x, *state = x_operand
-        index, now = None, after(offs, dhidden) if compiling else offs
-        if places is not None:
+        now, wanted = after(offs, dhidden) if compiling else offs, {"fprop": False, "wgrad": True}
+        if places is None:
+            x_operand = first.gemms.input(x, now, state=tuple(state), **wanted).wgrad
+        else:
             places = places.after(dhidden) if compiling else places
-            x, index = places.read(x, first.gemms)
-        x_operand = first.gemms.input(x, now, index, fprop=False, wgrad=True, state=tuple(state)).wgrad
+            x_operand = places.input(x, first.gemms, now, state=tuple(state), **wanted).wgrad
     of_first = gradients1.form(first.gemms, x_operand, dy.wgrad, offs, dbias, wanted1, dhidden)
     return None, None, dx, dprobs, *of_first, *of_second

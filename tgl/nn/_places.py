@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,56 @@ from ..ops import permutation
 from ..ops._library import unobserved_call
 from ..ops.after import after
 from . import _routing_expressions as expressions
-from ._gemms import Gemms
+from ._gemms import Gemms, Operand, Operands
 from ._transforms import compiled_for_cpu
 from .routing import Routing
+
+
+class Rows(NamedTuple):
+    """What ``Gemms`` read: rows, or those of ``t`` that an index tells, int32 ``[T]``."""
+
+    t: Tensor
+    index: Tensor | None = None  # type: ignore[assignment]  # a name that tuples have
+
+
+class Way(Protocol):
+    """The way of tokens to the rows of experts and back: ``Places`` of a device, or one that leads to other ranks."""
+
+    def kept(self, x: Tensor) -> Tensor:
+        """What stands for tokens ``x [S, H]`` in ``input``, in the backward too."""
+
+    def input(self, x: Tensor, gemms: Gemms, offs: Tensor, *, fprop: bool, wgrad: bool, state: Operand) -> Operands:
+        """``gemms.input`` of the rows of what ``kept`` has returned."""
+
+    def answers(self, grad: Tensor, gemms: Gemms, *, read: bool) -> Rows:
+        """Rows of ``grad [S, O]``, which ``gemms`` will ``read`` or not; all ranks of a way take part."""
+
+    def grad(
+        self, rows: Rows, gemms: Gemms, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
+    ) -> tuple[Operands, Tensor | None]:
+        """``gemms.grad`` of what ``answers`` has returned."""
+
+    def dense(self, rows: Rows, offs: Tensor) -> Tensor:
+        """``[T, O]``: their values."""
+
+    def combined(self, rows: Tensor) -> Tensor:
+        """``[S, columns]``: the sum of every token's ``rows [T, columns]``."""
+
+    def after(self, dependency: Tensor) -> Way:
+        """Where a graph cannot make an ``input`` before there is ``dependency``, see ``tgl::after``."""
+
+    def ordered(self, t: Tensor, dependency: Tensor) -> Tensor:
+        """``t``, which a graph does not have before ``dependency`` if both travel."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a backward has to keep."""
+
+    def bare(self) -> Way:
+        """Without tensors."""
+
+    def with_tensors(self, *tensors: Tensor) -> Way:
+        """``bare`` undone."""
 
 
 class Places(NamedTuple):
@@ -43,9 +90,49 @@ class Places(NamedTuple):
         made: Tensor = torch.ops.tgl.dispatch(t, *self)
         return made
 
-    def read(self, t: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor | None]:
+    def read(self, t: Tensor, gemms: Gemms) -> Rows:
         """``t [S, columns]`` for ``input`` or ``grad`` of ``gemms``, with an index if they gather; else dispatched."""
-        return (t, self.token) if gemms.gathers else (self.dispatched(t), None)
+        return Rows(t, self.token) if gemms.gathers else Rows(self.dispatched(t))
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Tokens as they are."""
+        return x
+
+    def input(self, x: Tensor, gemms: Gemms, offs: Tensor, *, fprop: bool, wgrad: bool, state: Operand) -> Operands:
+        """``gemms.input`` of the rows of tokens."""
+        t, index = self.read(x, gemms)
+        return gemms.input(t, offs, index, fprop=fprop, wgrad=wgrad, state=state)
+
+    def answers(self, grad: Tensor, gemms: Gemms, *, read: bool) -> Rows:
+        """Of a gradient."""
+        return self.read(grad, gemms) if read else Rows(self.dispatched(grad))
+
+    def grad(self, rows: Rows, gemms: Gemms, offs: Tensor, **wanted: bool) -> tuple[Operands, Tensor | None]:
+        """``gemms.grad`` of rows."""
+        return gemms.grad(rows.t, offs, rows.index, **wanted)
+
+    def dense(self, rows: Rows, offs: Tensor) -> Tensor:
+        """Their values."""
+        return rows.t if rows.index is None else self.dispatched(rows.t)
+
+    def ordered(self, t: Tensor, dependency: Tensor) -> Tensor:
+        """Nothing travels."""
+        return t
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a backward has to keep."""
+        return self.token, self.position
+
+    def bare(self) -> Places:
+        """Without tensors."""
+        none: Any = None
+        return Places(none, none, self.top_k)
+
+    def with_tensors(self, *tensors: Tensor) -> Places:
+        """``bare`` undone."""
+        token, position = tensors
+        return Places(token, position, self.top_k)
 
     def after(self, dependency: Tensor) -> Places:
         """Places by which a graph cannot dispatch before there is ``dependency``, see ``tgl::after``."""

@@ -19,7 +19,7 @@ from ._expert_function import Expert, ExpertFunction
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
-from ._places import Places
+from ._places import Way
 from ._scaled_gemms import fuse_product
 from .grouped_linear import GroupedLinear
 from .grouped_lora_linear import GroupedLoRALinear
@@ -219,9 +219,9 @@ class GroupedMLP(nn.Module):
         is_first_microbatch: bool | Tensor | None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-        places: Places | None = None,
+        places: Way | None = None,
     ) -> Tensor:
-        """By ``ExpertFunction``; of tokens, if their ``places`` are given. Both calls are checked before any work."""
+        """By ``ExpertFunction``; of tokens, if the way to their ``places`` is given. Both calls are checked first."""
         fc1, fc2 = self.fc1, self.fc2
         parts1, parts2 = fc1._parts_of_call(), fc2._parts_of_call()
         rows, out_dtype = fc1._matrix(inp), result_dtype(inp)

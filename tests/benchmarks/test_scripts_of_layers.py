@@ -1,0 +1,194 @@
+"""Scripts of ``benchmarks`` that run blocks, layers and models, on a CPU; see ``stand_in``."""
+
+import pytest
+import torch
+
+from tests.benchmarks.stand_in import ran
+
+
+def test_decode(gpu, load, monkeypatch, tmp_path, capsys):
+    script = gpu("decode")
+    small, of_a_gpu = script.Block(64, 48, 8, 2), script.Problem
+    monkeypatch.setattr(script, "Problem", lambda block, tokens: of_a_gpu(block, tokens, "cpu"))
+    monkeypatch.setattr(script, "kernels_of", lambda graph: [load("harness.kernels").Kernel("a", 2, 3.0)])
+    monkeypatch.setitem(script.SHAPES, "small", small)
+    monkeypatch.setattr(script, "grouped_mm", lambda p: lambda: p.oracle().bfloat16())
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small", "--tokens", "4", "--bandwidth", "1", "--kernels")
+    (result,) = found["results"]
+    assert set(result["times"]) == set(script.ARMS)
+    assert not result["left out"]
+    assert 2 <= result["experts hit"] <= 8
+    assert result["bound"] == result["experts hit"] * 3 * 48 * 64 * 2 / 1e9  # ms at 1 TB/s
+    (line,) = (line for line in lines if line[:2] == ["small", "4"])
+    assert line[4:7] == ["1000.0"] * 3
+    assert line[-2:] == ["2", "2"]
+    assert ["3.0", "us", "2", "x", "a"] in lines
+    monkeypatch.setattr(script, "block", lambda p, chosen, weights: torch.zeros_like(p.x))
+    _, found = ran(script, tmp_path, capsys, "--shapes", "small", "--tokens", "4")
+    (result,) = found["results"]
+    assert set(result["times"]) == {"torch"}
+    assert set(result["left out"]) == {"tgl", "block"}
+
+
+@pytest.fixture
+def lora(load, monkeypatch):
+    script = load("lora")
+    monkeypatch.setitem(script.SHAPES, "small", load("harness.shapes").Expert(3, 96, 64, 48))
+    return script
+
+
+def test_lora(lora, tmp_path, capsys):
+    options = ("--device", "cpu", "--routings", "zipf", "--ranks", "4", "--arms", "lora", "materialised")
+    lines, found = ran(lora, tmp_path, capsys, *options)
+    (result,) = found["results"]
+    arms = {"frozen", "lora", "materialised"}
+    assert (set(result["times"]), set(result["MiB"]), result["left out"]) == (arms, arms, {})
+    assert result["MiB"]["lora"] < result["MiB"]["materialised"]
+    assert lines[-1][:3] == ["small", "zipf", "4"]
+
+
+def test_lora_that_is_wrong_is_not_timed(lora, monkeypatch, tmp_path, capsys):
+    right = lora.Problem.materialised
+    monkeypatch.setattr(lora.Problem, "materialised", lambda self, *rows: 1.01 * right(self, *rows))
+    options = ("--device", "cpu", "--ranks", "4", "--arms", "lora", "materialised")
+    lines, found = ran(lora, tmp_path, capsys, *options)
+    assert set(found["results"][0]["times"]) == {"frozen", "lora"}
+    assert any(line[:4] == ["materialised", "left", "out:", "output:"] for line in lines)
+
+
+def test_lora_on_a_gpu(lora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
+    """Every arm, as graphs."""
+    script = gpu("lora")
+    for name in script.QUICK["cuda"]:
+        monkeypatch.setitem(script.SHAPES, name, script.SHAPES["small"])
+    _, found = ran(script, tmp_path, capsys, "--device", "cuda", "--quick")
+    assert [(r["shape"], r["rank"]) for r in found["results"]] == [(name, "16") for name in script.QUICK["cuda"]]
+    for result in found["results"]:
+        assert set(result["times"]) == set(script.ARMS), result["left out"]
+        assert result["times"]["lora"]["median"] == 1.0
+
+
+def test_drop_in(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
+    script, shapes = gpu("drop_in"), load("harness.shapes")
+    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "small", "--routings", "balanced", "quarter empty")
+    assert [result["step"] for result in found["results"]] == [step for step in script.STEPS for _ in range(2)]
+    every = {"tgl", "torch", "tgl compiled", "torch compiled"}
+    for result in found["results"]:
+        dense = result["step"] == "bfloat16"
+        assert set(result["ms"]) == (every if dense else {"tgl", "tgl compiled"}), result  # ATen has no others on a CPU
+        assert set(result["failed"]) == (set() if dense else {"torch", "torch slow", "torch compiled"})
+        assert result["flops"] == (3 if dense else 1) * 6 * 96 * 64 * 32
+    assert ["bfloat16", "small", "balanced", "1.000", "0", "1.000", "-", "1.000", "1.000"] in lines
+    assert ["fp8-forward", "small", "balanced", "1.000", "0", "-", "-", "1.000", "-"] in lines
+
+
+def test_groups_of_scaled_products_are_multiples_of_16(gpu):
+    script = gpu("drop_in")
+    assert script.sixteens([31, 0, 16, 49]) == [16, 0, 16, 64]
+
+
+@pytest.mark.parametrize(("step", "name"), [("bfloat16", "output"), ("fp8-wgrad", "product of gate and linear half")])
+def test_a_wrong_drop_in_is_not_timed(gpu, load, uncompiled, monkeypatch, tmp_path, capsys, step, name):
+    script, shapes = gpu("drop_in"), load("harness.shapes")
+    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
+    for problem in (script.Problem, script.ScaledProblem):
+        right = problem.oracle
+        monkeypatch.setattr(problem, "oracle", lambda self, right=right: [2 * t for t in right(self)])
+    _, found = ran(script, tmp_path, capsys, "--steps", step, "--shapes", "small", "--routings", "balanced")
+    assert found["results"][0]["wrong"].startswith(f"{name}: error")
+
+
+@pytest.fixture
+def moe_block(gpu, uncompiled, monkeypatch):
+    """With two small shapes."""
+    script = gpu("moe_block")
+    monkeypatch.setitem(script.SHAPES, "small", script.Block(96, 64, 32, 5, 2))
+    monkeypatch.setitem(script.SHAPES, "biased", script.Block(96, 64, 32, 5, 2, biases=True))
+    return script
+
+
+def test_moe_block(moe_block, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    options = ("--shapes", "small", "biased", "--routings", "balanced", "zipf")
+    lines, found = ran(moe_block, tmp_path, capsys, *options)
+    assert [(r["shape"], r["routing"]) for r in found["results"]] == [
+        (shape, routing) for shape in ("small", "biased") for routing in ("balanced", "zipf")
+    ]
+    ours, further = {"pieces", "eager", "compiled", "captured"}, {"torch", "hf", *moe_block.RECIPES}
+    for result in found["results"]:
+        served = ours if result["biases"] else ours | further
+        assert set(result["step"]) == set(result["forward"]) == set(result["memory"]) == served, result["left out"]
+        assert set(result["left out"]) == set(moe_block.ARMS) - served
+        assert result["flops"] == 6 * 96 * 2 * 64 * 32
+    assert ["small", "zipf", "captured", "1.000", "0", "1.000", "0", "1.000", "-0", "0"] in lines
+    assert ["biased", "zipf:", "not", "torch:", "ValueError:", "takes", "no", "biases"] in lines
+    assert ["captured", "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
+
+
+def test_a_wrong_block_is_not_timed(moe_block, monkeypatch, tmp_path, capsys):
+    right = moe_block.ARMS["eager"]
+    monkeypatch.setitem(moe_block.ARMS, "eager", lambda p: lambda: right(p)() * 2)
+    _, found = ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "eager")
+    (result,) = found["results"]
+    assert set(result["step"]) == {"pieces"}
+    assert result["left out"]["eager"].startswith("output: error 1.0e+00")
+
+
+@pytest.mark.parametrize("routing", ["balanced", "multinomial", "zipf"])
+def test_choices_of_a_token_are_distinct(load, routing):
+    script = load("moe_block")
+    block = script.Block(4096, 8, 8, 16, 4)
+    chosen = script.chosen(routing, block)
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
+    rows = chosen.flatten().bincount(minlength=16)
+    assert (rows.max() == rows.min()) == (routing == "balanced")
+    assert (rows.max() > 3 * rows.min()) == (routing == "zipf")
+
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+EXPERTS_OF = {
+    "qwen3-moe": {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture
+def models(gpu, uncompiled, monkeypatch):
+    """Each of the models, with every size that it names made small."""
+    pytest.importorskip("transformers")
+    script = gpu("transformers_models")
+    for name, model in script.MODELS.items():
+        small = model._replace(tokens=48, sizes={**model.sizes, **SMALL, **EXPERTS_OF[name]})
+        monkeypatch.setitem(script.MODELS, name, small)
+    return script
+
+
+def test_transformers_models(models, tmp_path, capsys):
+    lines, found = ran(models, tmp_path, capsys)
+    assert [result["model"] for result in found["results"]] == list(models.MODELS) == list(EXPERTS_OF)
+    served = {f"{experts} {way}" for experts in ("tgl", "grouped_mm") for way in models.WAYS}
+    for result in found["results"]:
+        assert set(result["step"]) == set(result["peak"]) == served, result["left out"]
+        assert set(result["left out"]) == set(models.ARMS) - served
+    assert ["captured", "1.000", "(1.000,", "qwen3-moe,", "of", "3)"] in lines
+
+
+def test_a_model_with_a_wrong_loss_is_not_timed(models, monkeypatch, tmp_path, capsys):
+    right = models.Problem.step
+    monkeypatch.setattr(
+        models.Problem, "step", lambda self, loss: [t * (1 if loss == self.loss else 1.1) for t in right(self, loss)]
+    )
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda: function())
+    _, found = ran(models, tmp_path, capsys, "--models", "mixtral", "--arms", "tgl eager", "tgl compiled")
+    (result,) = found["results"]
+    assert set(result["step"]) == {"grouped_mm eager", "tgl eager"}
+    assert result["left out"]["tgl compiled"].startswith("loss: ")
