@@ -11,6 +11,7 @@ from .nn import (
     GroupedMLP,
     GroupedPackedLinear,
     MoE,
+    RouterOutput,
     Routing,
     Sequential,
     combine,
@@ -19,6 +20,7 @@ from .nn import (
     moe,
     round_tokens,
     route,
+    topk_router,
 )
 from .offload import cpu_offload
 from .ops import (
@@ -40,6 +42,8 @@ from .ops import (
     grouped_gemm_activation,
     grouped_gemm_dactivation,
     grouped_gemm_packed,
+    grouped_gemm_row_scaled,
+    grouped_gemm_row_scaled_wgrad,
     grouped_gemm_scaled,
     grouped_gemm_scaled_activation_quantize,
     grouped_gemm_scaled_wgrad,
@@ -84,6 +88,7 @@ __all__ = [
     "MoE",
     "NVFP4GroupedTensor",
     "NoImplementationError",
+    "RouterOutput",
     "Routing",
     "Sequential",
     "allocate_wgrad",
@@ -110,6 +115,8 @@ __all__ = [
     "grouped_gemm_activation",
     "grouped_gemm_dactivation",
     "grouped_gemm_packed",
+    "grouped_gemm_row_scaled",
+    "grouped_gemm_row_scaled_wgrad",
     "grouped_gemm_scaled",
     "grouped_gemm_scaled_activation_quantize",
     "grouped_gemm_scaled_wgrad",
@@ -127,6 +134,7 @@ __all__ = [
     "to_blocked_scale",
     "to_te_scale_layout",
     "to_torch_scale_layout",
+    "topk_router",
     "warmup",
     "wgrad_stash_",
 ]

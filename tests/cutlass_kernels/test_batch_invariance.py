@@ -7,6 +7,8 @@ import torch
 
 import tgl
 from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.register import LAUNCHERS
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 
@@ -43,18 +45,24 @@ def combined(x, offs, probs):
     return torch.ops.tgl.combine(y, token, position, TOP_K, probs[:, None].expand(-1, TOP_K).contiguous())
 
 
-FORMATS = {
-    "sm_90": ({"format": "fp8_block"}, {"format": "fp8_tensor"}),
-    "sm_100": ({"format": "mxfp8", "scale_layout": "blocked"}, {"format": "fp8_block"}),
-}
+FORMATS = (
+    {"format": "fp8_block"},
+    {"format": "fp8_tensor"},
+    {"format": "mxfp8", "scale_layout": "blocked"},
+)
+
+
+def formats_of(arch):
+    """Those that the architecture multiplies; all of one that multiplies none, whose quantisers are asked alone."""
+    return [options for options in FORMATS if arch in OPERANDS[options["format"]].archs] or FORMATS
 
 
 def by_formats(make, only=None):
-    """``make`` of the formats that the architecture multiplies and whose scales are a row's, or given, side by side."""
+    """``make`` of formats whose scales are a row's, or given, side by side."""
 
     def every(x, offs, probs):
         results = []
-        for options in FORMATS[backends.emulated_arch]:
+        for options in formats_of(backends.emulated_arch):
             if only is not None and options["format"] != only:
                 continue
             given = {"scale": torch.full((G,), 1 / 8)} if options["format"] == "fp8_tensor" else {}
@@ -104,6 +112,16 @@ def packed_product(x, offs, probs):
     return torch.cat(results, 1)
 
 
+def row_scaled_product(x, offs, probs):
+    codes, w = x.to(torch.float8_e4m3fn), W.transpose(1, 2).contiguous().to(torch.float8_e4m3fn)
+    return tgl.grouped_gemm_row_scaled(codes, probs, w, BIAS.float().abs(), offs)
+
+
+def routed(x, offs, probs):
+    made = tgl.topk_router(x, 4, renormalize=True)
+    return torch.cat([made.weights, made.top_k_index.float()], 1)
+
+
 ROWS_OF = {
     "grouped_gemm": lambda x, offs, probs: tgl.grouped_gemm(x, W, offs, BIAS, probs),
     "grouped_gemm_activation": lambda x, offs, probs: torch.cat(
@@ -116,8 +134,10 @@ ROWS_OF = {
     "group_dequantize": by_formats(values),
     "grouped_activation_quantize": by_formats(activated_codes),
     "grouped_gemm_packed": packed_product,
+    "grouped_gemm_row_scaled": row_scaled_product,
     "grouped_gemm_scaled": by_formats(product),
     "grouped_gemm_scaled_activation_quantize": by_formats(product_codes, only="mxfp8"),
+    "topk_router": routed,
 }
 
 
@@ -133,7 +153,7 @@ def row_of(make, arch, batch):
     x, place = normal(int(sizes.sum()), K, seed=sum(batch)) * SPREAD, others + ahead
     probs = normal(x.shape[0], seed=3).abs()
     x[place], probs[place] = ROW, PROB
-    with emulator.emulate(arch + "a") as machine, backends.emulated_device(arch):
+    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         result = make(x.bfloat16(), sizes.cumsum(0).int(), probs)
     assert machine.launches
     return result[place]

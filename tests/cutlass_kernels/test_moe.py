@@ -7,6 +7,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tgl.composed import moe
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.testing import emulator
 
@@ -39,3 +40,16 @@ def test_kernels_serve_every_part(arch):
         assert ours.isfinite().all()
         # What the products round to bfloat16 between them may differ by its last bit.
         assert (ours.float() - cpu.float()).norm() <= 2.0**-7 * cpu.float().norm()
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
+    """At any width: the weights are most of what the first product reads."""
+    monkeypatch.setattr(moe, "FIRST", 0)
+    monkeypatch.setattr(moe, "FEW_ROWS", 4 if few else 3)
+    x, weights, w1, w2 = (torch.randn(size).bfloat16() for size in ((6, H), (6, K), (G, 2 * I, H), (G, H, I)))
+    with emulator.emulate("sm_90a", detect_races=False) as machine:
+        tgl.moe(x, torch.tensor([[0, 1]] * 6), weights, w1.transpose(1, 2), w2.transpose(1, 2))
+    kernels = " ".join(launch.kernel for launch in machine.launches)
+    assert ("GatheredActivatedGroupedGemm" in kernels) == few
+    assert len(machine.launches) == (5 if few else 6)

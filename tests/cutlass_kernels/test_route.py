@@ -63,6 +63,9 @@ def test_one_launch(machine, experts):
 def test_two_launches(machine, experts):
     check(choices(1100, 2, experts, beyond=1, dtype=torch.int32), experts)
     assert [record.grid for record in machine.launches] == [(4, 1, 1)] * 2
+    # The second one begins while the first one runs, and ranks choices before it waits for it.
+    assert [record.overlaps for record in machine.launches] == [False, "sm_80" not in machine.chip.name]
+    assert machine.launches[1].early is not None or not machine.launches[1].overlaps
 
 
 @pytest.mark.parametrize("num_rows", [0, 1000, 3000])

@@ -27,6 +27,7 @@ OPS = [
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
         "grouped_gemm_packed",
+        "grouped_gemm_row_scaled",
         "grouped_gemm_scaled",
         "grouped_gemm_scaled_activation_quantize",
         "grouped_gemm_scaled_wgrad",
@@ -44,6 +45,10 @@ SM100_ONLY = "grouped_gemm_scaled_activation_quantize"
 
 def rows(*shape, dtype=BF16):
     return torch.randint(-1, 2, shape).to(dtype)
+
+
+def _scaled_rows(groups, *operands):
+    return [t for rows in operands for t in (rows, torch.ones(groups, rows.shape[0]))]
 
 
 def bases(groups=G, depth=K, columns=N, dtype=BF16):
@@ -75,6 +80,8 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "grouped_gemm_activation": ((a, w.repeat(1, 1, 2), offs, wide_bias, probs), swiglu),
         "grouped_gemm_dactivation": ((a, w, wide, offs, probs), swiglu),
         "grouped_gemm_packed": ((a, codes, exponents, offs, None, bias, probs), {"format": "mxfp4"}),
+        "grouped_gemm_row_scaled": ((fp8, probs, fp8_w, bias.float(), offs), {}),
+        "grouped_gemm_row_scaled_wgrad": ((*_scaled_rows(groups, *turned), offs), {}),
         "grouped_gemm_scaled": ((fp8, ones, fp8_w, ones.clone(), offs), tensor),
         "grouped_gemm_scaled.out": ((fp8, ones, fp8_w, ones.clone(), offs), {**tensor, "out": y}),
         "grouped_gemm_scaled_wgrad": ((turned[0], ones, turned[1], ones.clone(), offs), tensor),

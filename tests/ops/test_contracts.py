@@ -22,6 +22,8 @@ ON_THEIR_OWN = {  # and where they are under test
     "same_offs",  # test_debug.py
     "scale_from_layout",  # quantize/test_scale_layout.py
     "scale_to_layout",
+    "topk_router",  # test_topk_router.py
+    "topk_router_backward",
     "wgrad_stash_",  # test_wgrad_stash.py
 }
 FEWEST = len(tgl.testing.ROUTINGS)

@@ -116,6 +116,7 @@ def test_save_list_holds_overloads():
         ops.grouped_gemm,
         ops.grouped_gemm_activation,
         ops.grouped_gemm_packed,
+        ops.grouped_gemm_row_scaled,
         ops.grouped_gemm_scaled,
         ops.grouped_gemm_scaled_activation_quantize,
         ops.grouped_mlp,

@@ -11,11 +11,13 @@ from .ops import (
     gemm_activation,
     gemm_dactivation,
     gemm_packed,
+    gemm_row_scaled,
     gemm_scaled,
     gemm_scaled_quantize,
     permutation,
     quantize,
     reduce,
+    router,
     routing,
 )
 from .runtime.launcher import Launcher
@@ -25,6 +27,7 @@ COPYING: tuple[Launcher, ...] = (
     *gemm_activation.LAUNCHERS,
     *gemm_dactivation.LAUNCHERS,
     *gemm_scaled.LAUNCHERS,
+    *gemm_row_scaled.LAUNCHERS,
     *permutation.LAUNCHERS,
     quantize.GROUP_QUANTIZE,
 )
@@ -36,6 +39,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     gemm_packed.GROUPED_GEMM_PACKED,
     *activation.LAUNCHERS,
     *reduce.LAUNCHERS,
+    *router.LAUNCHERS,
     *routing.LAUNCHERS,
     dequantize.GROUP_DEQUANTIZE,
     quantize.GROUPED_ACTIVATION_QUANTIZE,

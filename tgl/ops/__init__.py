@@ -1,6 +1,6 @@
 """The ops of ``torch.ops.tgl``, one file each: schema, check and allocation, fake, formula, public function."""
 
-from . import after, expert_parallel, moe, offload, permutation, route, same_offs  # noqa: F401 (register)
+from . import after, expert_parallel, moe, offload, permutation, route, same_offs, topk_router  # noqa: F401 (register)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
 from .fp8_history import fp8_scale_from_history, fp8_update_history_
@@ -14,6 +14,7 @@ from .grouped_gemm import grouped_gemm
 from .grouped_gemm_activation import grouped_gemm_activation
 from .grouped_gemm_dactivation import grouped_gemm_dactivation
 from .grouped_gemm_packed import grouped_gemm_packed
+from .grouped_gemm_row_scaled import grouped_gemm_row_scaled, grouped_gemm_row_scaled_wgrad
 from .grouped_gemm_scaled import grouped_gemm_scaled
 from .grouped_gemm_scaled_activation_quantize import grouped_gemm_scaled_activation_quantize
 from .grouped_gemm_scaled_wgrad import grouped_gemm_scaled_wgrad, grouped_gemm_scaled_wgrad_accumulate_
@@ -49,6 +50,8 @@ __all__ = [
     "grouped_gemm_activation",
     "grouped_gemm_dactivation",
     "grouped_gemm_packed",
+    "grouped_gemm_row_scaled",
+    "grouped_gemm_row_scaled_wgrad",
     "grouped_gemm_scaled",
     "grouped_gemm_scaled_activation_quantize",
     "grouped_gemm_scaled_wgrad",

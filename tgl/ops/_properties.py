@@ -15,6 +15,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm_activation,
     grouped_gemm_dactivation,
     grouped_gemm_packed,
+    grouped_gemm_row_scaled,
     grouped_gemm_scaled,
     grouped_gemm_scaled_activation_quantize,
     grouped_gemm_scaled_wgrad,
@@ -31,6 +32,7 @@ SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
     _ops.grouped_gemm_activation.default,
     _ops.grouped_gemm_packed.default,
+    _ops.grouped_gemm_row_scaled.default,
     _ops.grouped_gemm_scaled.default,
     _ops.grouped_gemm_scaled_activation_quantize.default,
     _ops.grouped_mlp.default,
@@ -143,6 +145,22 @@ def moe_backward_flop(
 def grouped_gemm_packed_flop(a_shape: list[int], b_shape: list[int], *args: Any, format: str, **kwargs: Any) -> int:
     """``2 T N K``: every row counts."""
     return 2 * a_shape[0] * b_shape[1] * b_shape[2] * FORMATS[format].per_byte
+
+
+@_flops(_ops.grouped_gemm_row_scaled)
+def grouped_gemm_row_scaled_flop(
+    a_shape: list[int], a_scale_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any
+) -> int:
+    """``2 T N K``: every row counts."""
+    return 2 * a_shape[0] * b_shape[1] * b_shape[2]
+
+
+@_flops(_ops.grouped_gemm_row_scaled_wgrad)
+def grouped_gemm_row_scaled_wgrad_flop(
+    a_shape: list[int], a_scale_shape: list[int], b_shape: list[int], *args: Any, **kwargs: Any
+) -> int:
+    """``2 T M N``: every column counts."""
+    return 2 * a_shape[0] * a_shape[1] * b_shape[0]
 
 
 @_flops(_ops.grouped_gemm_scaled, _ops.grouped_gemm_scaled_activation_quantize)

@@ -70,7 +70,7 @@ def combine_backward(
 def _save(
     ctx: Any,
     needs: tuple[bool, ...],
-    x: Tensor,
+    rows: Tensor,
     token: Tensor,
     position: Tensor,
     top_k: int,
@@ -78,7 +78,7 @@ def _save(
     *,
     output: Tensor,
 ) -> None:
-    ctx.save_for_backward(token, position, weights, None if weights is None or not needs[4] else x)
+    ctx.save_for_backward(token, position, weights, None if weights is None or not needs[4] else rows)
     ctx.top_k = top_k
 
 
@@ -91,21 +91,6 @@ def _backward(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor |
         _, dweights = ops.combine_backward(x, grad, token, position, ctx.top_k, weights)
         dweights = dweights.to(weights.dtype)
     return dx, None, None, None, dweights
-
-
-def _save_combine(
-    ctx: Any,
-    needs: tuple[bool, ...],
-    y: Tensor,
-    token: Tensor,
-    position: Tensor,
-    top_k: int,
-    weights: Tensor | None,
-    *,
-    output: Tensor,
-) -> None:
-    ctx.save_for_backward(token, position, weights, None if weights is None or not needs[4] else y)
-    ctx.top_k = top_k
 
 
 def _backward_combine(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,7 +145,7 @@ define(
     f"{COMBINE}(Tensor y, {_PLACES}, Tensor? weights=None) -> Tensor",
     combine,
     lambda *args: permutation.combine(*args).empty(),
-    formula=Formula(_save_combine, _backward_combine),
+    formula=Formula(_save, _backward_combine),
 )
 define(
     f"{BACKWARD}(Tensor grad, Tensor y, {_PLACES}, Tensor weights) -> (Tensor dy, Tensor dweights)",
