@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -83,6 +84,36 @@ def test_batches_of_their_own(ranks, path):
 def test_ranks_that_share_a_batch(ranks, four_ranks):
     ranks(check, CLASSES[0], 1, False)
     four_ranks(check, CLASSES[0], 2, False)
+
+
+def check_cold(path: str, batches: int, dynamic: bool | None = None) -> None:
+    """Nothing has been made before the call that is traced, and its graph serves every routing."""
+    transformers_parallel.register(max_tokens=TOKENS, capacity_factor=None)
+    experts = parallel(models.make(models.FOUND[path], **COUNTS).double(), batches)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(experts, fullgraph=True, backend=counter, dynamic=dynamic)
+    for seed in range(2):
+        torch.manual_seed(seed * batches + dist.get_rank() * batches // dist.get_world_size())
+        x, index = torch.randn(TOKENS, models.HIDDEN).double(), chosen(TOKENS)
+        weights = torch.rand(TOKENS, TOP_K).double()
+        results = []
+        for model in (compiled, experts):
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            y = model(leaves[0], index, leaves[1])
+            results.append((y, *torch.autograd.grad(y.sin().sum(), [*leaves, *experts.parameters()])))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert counter.frame_count == 1
+    experts.exchange.check()
+
+
+def test_a_first_call_that_is_compiled(ranks):
+    mixtral, gpt_oss, inkling = CLASSES
+    ranks(check_cold, mixtral, 2)
+    ranks(check_cold, mixtral, 1)
+    ranks(check_cold, gpt_oss, 2, True)
+    ranks(check_cold, inkling, 1, True)
 
 
 def check_overflow() -> None:

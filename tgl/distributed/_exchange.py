@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -64,14 +63,14 @@ class Sizes:
         """The most rows that ``max_tokens`` tokens are sent as."""
         return self.max_tokens * (self.top_k if self.invariant else min(self.top_k, self.ranks))
 
-    @cached_property
+    @property
     def pair_rows(self) -> int:
         """Rows from one rank to one rank."""
         worst = self.max_tokens * (self.top_k if self.invariant else 1)
         rows = _rows(self.pair_capacity_factor, self.used / self.ranks, worst)
         return max(min(rows, worst), int(meta.fewest_pair_rows(self.num_experts, self.ranks, self.top_k)))
 
-    @cached_property
+    @property
     def expert_rows(self) -> int:
         """Rows of the experts of one rank. A factor may reach further than the worst case of choices that differ."""
         worst = self.ranks * self.max_tokens * min(self.top_k, self.num_experts // self.ranks)
@@ -124,6 +123,9 @@ class Exchange:
         name: what errors call the layer.
         device: where it counts.
         engine: what moves rows, one of ``meta.ENGINES``.
+
+    Attributes:
+        pair_rows, expert_rows: those of ``sizes``, which every call reads.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Exchange:
         engine: str = meta.ALL_TO_ALL,
     ) -> None:
         self.sizes, self.name, self.engine = sizes, name, engine
+        self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
         self.group_name = str(group.group_name)
         self.needed = Needed(2, device)
 
@@ -158,8 +161,8 @@ class Exchange:
             top_k_index,
             sizes.num_experts,
             group_size=sizes.ranks,
-            pair_rows=sizes.pair_rows,
-            expert_rows=sizes.expert_rows,
+            pair_rows=self.pair_rows,
+            expert_rows=self.expert_rows,
             invariant=sizes.invariant,
             **self.group,
         )
@@ -196,7 +199,7 @@ class Exchange:
 
     def _full(self, needed: Tensor) -> Tensor:
         """Whether so many rows do not fit: bool ``[]``."""
-        return torch.logical_or(needed[0] > self.sizes.pair_rows, needed[1] > self.sizes.expert_rows)
+        return torch.logical_or(needed[0] > self.pair_rows, needed[1] > self.expert_rows)
 
     @property
     def found_inf(self) -> Tensor:
@@ -217,7 +220,7 @@ class Exchange:
         self.clear()
 
     def _raise_if_full(self, most: list[int]) -> None:
-        limits = (self.sizes.pair_rows, "pair_capacity_factor"), (self.sizes.expert_rows, "capacity_factor")
+        limits = (self.pair_rows, "pair_capacity_factor"), (self.expert_rows, "capacity_factor")
         said = [
             f"{count} {what} were needed, but there are {limit}: raise `{argument}`"
             for count, what, (limit, argument) in zip(most, ("rows of a pair of ranks", "rows of experts"), limits)

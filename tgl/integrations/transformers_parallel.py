@@ -12,8 +12,10 @@ It serves the experts that ``tgl.integrations.transformers`` serves, whatever ex
 from __future__ import annotations
 
 import functools
+from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..distributed._exchange import Exchange, Sizes
 from ..distributed._symmetric import reserve
 from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
+from ..nn._parameters import decided_when_traced
 from .transformers import NAME, experts_forward
 
 _NEEDS = (
@@ -94,13 +97,16 @@ class ExpertParallel:
         own = hidden_states, top_k_index, top_k_weights
         if self.slices > 1:
             own = tuple(self._slice(t) for t in own)  # type: ignore[assignment]
-        exchange, experts = self._exchange(own[0], top_k_index.shape[1]), self.experts
+        tokens, experts = own[0], self.experts
+        columns, top_k = (index(t.shape[1]) for t in (tokens, top_k_index))  # numbers where a trace has symbols
+        self._make_exchange(columns, tokens.dtype, tokens.device, top_k)
+        exchange: Any = experts.exchange
         arrived = exchange.arrive(*own)
         none: Any = experts.num_experts  # the number by which experts know a choice that is not theirs
         choices = arrived.choices.masked_fill(arrived.choices < 0, none)
-        rows = exchange.sizes.expert_rows
+        rows = exchange.expert_rows
         answers = experts_forward(experts, arrived.rows, choices, arrived.weights, num_rows=rows)
-        y = exchange.answer(answers, arrived)
+        y: Tensor = exchange.answer(answers, arrived)
         if self.slices == 1:
             return y
         shape = hidden_states.shape
@@ -113,15 +119,18 @@ class ExpertParallel:
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
         return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
-    def _exchange(self, tokens: Tensor, top_k: int) -> Exchange:
-        """Made in the first call, which tells where the experts are, how wide, and how many a token chooses."""
-        found: Any = getattr(self.experts, "exchange", None)
-        if found is None:
-            local: Any = self.experts.num_experts
-            ranks, group = self.ep_mesh.size(), self.ep_mesh.get_group()
-            sizes = Sizes(ranks=ranks, num_experts=local * ranks, top_k=top_k, **self.options)
-            name = type(self.experts).__name__
-            if self.engine == SYMMETRIC_MEMORY:
-                reserve(group, sizes.memory(tokens.shape[1], tokens.dtype), name)
-            found = self.experts.exchange = Exchange(group, sizes, name, tokens.device, self.engine)  # type: ignore[assignment]
-        return found
+    @decided_when_traced
+    def _make_exchange(self, columns: int, dtype: torch.dtype, device: torch.device, top_k: int) -> None:
+        """In the first call, which tells where tokens are, how wide, and how many experts they choose.
+
+        A trace runs it, as no graph can hold the making of a group's memory, and then finds what it has made.
+        """
+        experts: Any = self.experts
+        if hasattr(experts, "exchange"):
+            return
+        ranks, group = self.ep_mesh.size(), self.ep_mesh.get_group()
+        sizes = Sizes(ranks=ranks, num_experts=experts.num_experts * ranks, top_k=top_k, **self.options)
+        name = type(experts).__name__
+        if self.engine == SYMMETRIC_MEMORY:
+            reserve(group, sizes.memory(columns, dtype), name)
+        experts.exchange = Exchange(group, sizes, name, device, self.engine)
