@@ -71,6 +71,58 @@ def test_every_op_can_be_explained_on_the_cpu():
             assert tgl.explain(op, *args, **kwargs).chosen is not None, name
 
 
+def samples_of_every_op():
+    """One of every signature that is served on a CPU: name, op, and what it is called with."""
+    for name, signatures in SIGNATURES.items():
+        packet, _, suffix = name.partition(".")
+        op = getattr(getattr(torch.ops.tgl, packet), suffix or "default")
+        for signature in signatures:
+            for sample in list(signature.samples(dtypes=(torch.float32,), routings=("ragged_tail",)))[:1]:
+                yield name, op, *sample.call(op, sample.tensors())
+
+
+def test_the_parts_of_a_composition_are_the_ops_that_it_runs(monkeypatch):
+    def seen(act):
+        def acting(op, *args, **kwargs):
+            nested.append(op)
+            level.append(op)
+            ran.extend([op] if len(level) == 2 else [])  # below the op itself
+            try:
+                return act(op, *args, **kwargs)
+            finally:
+                level.pop()
+
+        return acting
+
+    compositions = {}
+    for name, op, args, kwargs in samples_of_every_op():
+        explanation = tgl.explain(op, *args, **kwargs)
+        if explanation.chosen.parts is None:
+            assert explanation.parts == ()
+            continue
+        ran, level, nested = [], [], []
+        with monkeypatch.context() as patched:
+            patched.setattr(backends, "run", seen(backends.run))
+            patched.setattr(backends, "produce", seen(backends.produce))
+            op(*args, **kwargs)
+        assert [part.op for part in explanation.parts] == ran, name
+        assert all(part.device.type == "cpu" and part.chosen is not None for part in explanation.parts)
+        compositions[name] = len(nested)
+    assert {"moe", "moe_backward", "grouped_mlp", "grouped_gemm_activation", "group_requantize"} <= compositions.keys()
+    assert compositions["moe"] > 5  # ops of its ops
+
+
+def test_a_composition_syncs_where_a_part_does(cuda):
+    for dtype, syncs in ((torch.float32, True), (torch.bfloat16, False)):
+        a, b, offs = cuda(dtype, width=2 * N)
+        second = torch.empty(G, N, K, dtype=dtype, device="cuda")
+        explanation = tgl.explain(tgl.grouped_mlp, a, b, second, offs)
+        assert [part.op for part in explanation.parts] == ["grouped_gemm_activation", "grouped_gemm"]
+        assert [part.syncs for part in explanation.parts] == [syncs, syncs]
+        assert explanation.syncs == syncs
+        assert not explanation.batch_invariant
+
+
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="`offs` must be int32"):
         tgl.explain("grouped_gemm", torch.ones(T, K), torch.ones(G, K, N), torch.ones(G))

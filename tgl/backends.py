@@ -11,11 +11,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from ._rehearsal import rehearse as rehearse
+from ._rehearsal import rehearsed
 from .meta.specs import TensorSpec
 
 Reason = str | None
@@ -58,6 +60,8 @@ class Implementation:
         emulates: whether it stands in for a kernel of the operands' format, at its own price.
         batch_invariant: called like ``run``; whether the bits of a row of the results depend on the row's operands and
             its group's alone: not on the other rows, on their number or on the row's place. None: never promised.
+        parts: called like ``run``; of one that is made of other ops, and besides treats elements or rows one by one:
+            their reports for such a call. It promises what all of them promise.
     """
 
     op: str
@@ -77,6 +81,7 @@ class Implementation:
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
     batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
+    parts: Callable[..., tuple[Explanation, ...]] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -112,6 +117,8 @@ def device_arch(device: torch.device) -> str:
     """``"sm_90"`` and the like for a CUDA device (or one that is emulated), the device type for any other."""
     if device.type == "cuda":
         return _cuda_arch(device)
+    if device.type == "meta" and rehearsed.device is not None:
+        return device_arch(rehearsed.device)
     return (pretended_arch or emulated_arch or device.type) if device.type == "cpu" else device.type
 
 
@@ -174,6 +181,15 @@ def _preparing(i: Implementation) -> Implementation:
     return Implementation(**{f.name: getattr(i, f.name) for f in fields(Implementation)} | {"run": i.prepare})
 
 
+def _recording(op: str) -> Implementation:
+    """What serves an op on the meta tensors of a rehearsal: its report."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        rehearsed.ran.append(report(op, torch.device("meta"), *args, **kwargs))
+
+    return Implementation(op, "report", "meta", run, slots=True, rows=True)
+
+
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
     if pretended_arch is not None:
         return tuple(map(_preparing, _table.get((op, "cuda"), ())))
@@ -185,6 +201,8 @@ def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
 
 def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
     """The candidates that run on ``device``, remembered until the table changes."""
+    if device.type == "meta" and rehearsed.device is not None:
+        return (_recording(op),)  # not remembered: it is this thread's
     found = _on_device  # the dict itself, so that an answer overtaken by a change of the table is stored nowhere
     able = tuple(i for i in _candidates(op, device) if i.reason_against_device(device) is None)
     found[op, device] = able
@@ -359,7 +377,16 @@ def reason_against(op: str, device: torch.device, *args: Any, **kwargs: Any) -> 
 
 def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanation:
     """``explain`` of what ``run`` with these arguments would find."""
-    return _explain(op, device, args, kwargs)
+    found = _explain(op, device, args, kwargs)
+    chosen = found.chosen
+    if chosen is None:
+        return found
+    copies = () if chosen.copies is None else tuple(chosen.copies(*args, **kwargs).items())
+    if chosen.parts is not None:
+        parts = chosen.parts(*args, **kwargs)
+        return replace(found, copies=copies, parts=parts, batch_invariant=all(p.batch_invariant for p in parts))
+    promised = chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
+    return replace(found, copies=copies, batch_invariant=promised)
 
 
 def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -381,6 +408,7 @@ class Explanation:
         unasked: implementations of lower priority that could have served as well.
         copies: names of the tensors that ``chosen`` copies because of where they lie, and their bytes.
         batch_invariant: whether ``chosen`` gives a row of the results the same bits in any batch.
+        parts: of the ops that ``chosen`` is made of, in order, where it is made of ops.
     """
 
     op: str
@@ -390,16 +418,19 @@ class Explanation:
     unasked: tuple[Implementation, ...]
     copies: tuple[tuple[str, int], ...] = ()
     batch_invariant: bool = False
+    parts: tuple[Explanation, ...] = ()
 
     @property
     def emulates(self) -> bool:
         """Whether ``chosen`` stands in for a kernel of the operands' format, which is slower."""
-        return self.chosen is not None and self.chosen.emulates
+        return self.chosen is not None and (self.chosen.emulates or any(p.emulates for p in self.parts))
 
     @property
     def syncs(self) -> bool:
         """Whether the call synchronises the device with the host."""
-        return self.chosen is not None and self.chosen.syncs and self.device.type != "cpu"
+        if self.chosen is None or self.device.type == "cpu":
+            return False
+        return self.chosen.syncs or any(p.syncs for p in self.parts)
 
     def reason(self) -> Reason:
         """None if an implementation was found, else all reasons in one line."""
@@ -427,6 +458,8 @@ class Explanation:
 
 
 def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Explanation:
+    """Who serves the call, without what ``report`` asks of it."""
+    device = rehearsed.stands_for(device)
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):
@@ -437,9 +470,7 @@ def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Exp
             chosen = implementation
         else:
             unasked.append(implementation)
-    copies = {} if chosen is None or chosen.copies is None else chosen.copies(*args, **kwargs)
-    promised = chosen is not None and chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
-    return Explanation(op, device, chosen, tuple(refused), tuple(unasked), tuple(copies.items()), promised)
+    return Explanation(op, device, chosen, tuple(refused), tuple(unasked))
 
 
 def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
@@ -461,7 +492,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     if name not in _arguments:
         raise ValueError(f"`op` must be one of {', '.join(sorted(_arguments))}, but got {name!r}")
     device, call_args, call_kwargs = _described(name, args, kwargs)
-    return _explain(name, device, call_args, call_kwargs)
+    return report(name, device, *call_args, **call_kwargs)
 
 
 def _described(name: str, args: tuple, kwargs: dict) -> tuple[torch.device, tuple, dict]:

@@ -146,6 +146,63 @@ def test_every_kernel_that_promises_it_is_here():
     assert promising == ROWS_OF.keys()
 
 
+def block_operands(dtype):
+    """Of ``moe`` and of ``grouped_mlp``: names, positional arguments, keywords."""
+    x, w1, w2 = (torch.zeros(size, dtype=dtype) for size in ((8, K), (G, K, 2 * N), (G, N, K)))
+    routing = tgl.route(torch.arange(8)[:, None] % G, G)
+    places = routing.source, routing.position, routing.token, routing.offs
+    return {"moe": ((x, w1, w2, *places), {"top_k": 1}), "grouped_mlp": ((x, w1, w2, routing.offs), {})}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", ["moe", "grouped_mlp"])
+def test_the_block_promises_what_its_parts_promise(op, arch):
+    for dtype in (torch.bfloat16, torch.float16):
+        args, options = block_operands(dtype)[op]
+        with backends.emulated_device(arch):
+            explanation = tgl.explain(op, *args, **options)
+        assert explanation.batch_invariant
+        assert "batch-invariant" in str(explanation)
+        assert {part.chosen.name for part in explanation.parts} == {"tgl kernel"}
+        assert not tgl.explain(op, *args, **options).batch_invariant  # on the CPU
+    args, options = block_operands(torch.float32)[op]  # whose products are ATen's
+    with backends.emulated_device(arch):
+        assert not tgl.explain(op, *args, **options).batch_invariant
+
+
+@pytest.mark.parametrize("op", ["moe", "grouped_mlp"])
+def test_the_block_does_not_promise_gradients_of_weights(op):
+    args, options = block_operands(torch.bfloat16)[op]
+    x, w1, w2, *rest = args
+    h = torch.zeros(8, 2 * N).bfloat16()
+    between = (h,) if op == "moe" else (h, None)
+    mask = [False, True, False, False, False, False]
+    with backends.emulated_device("sm_90"):
+        found = tgl.explain(f"{op}_backward", x, x, w1, w2, *rest, *between, output_mask=mask, **options)
+    assert found.parts[-1].op == "grouped_gemm_wgrad"
+    assert not found.parts[-1].batch_invariant
+    assert not found.batch_invariant
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_two_ops_promise_what_their_scales_allow(given):
+    """A scale of a tensor is one of the other rows, unless it is given."""
+    x, offs, scale = torch.zeros(8, 2 * K).bfloat16(), torch.tensor([8], dtype=torch.int32), torch.ones(1)
+    codes, w = (torch.zeros(size, dtype=torch.float8_e4m3fn) for size in ((8, K), (1, 2 * K, K)))
+    options = {"format": "fp8_tensor", "columnwise": False}
+    with backends.pretended_device("sm_90"):
+        found = tgl.explain(
+            "grouped_gemm_scaled_activation_quantize",
+            *(codes, scale, w, scale, offs),
+            scale=scale if given else None,
+            **options,
+        )
+        alone = tgl.explain("grouped_activation_quantize", x, offs, scale=scale if given else None, **options)
+    assert [part.op for part in found.parts] == ["grouped_gemm_scaled", "grouped_activation_quantize"]
+    assert [part.batch_invariant for part in found.parts] == [True, given]
+    assert found.batch_invariant == alone.batch_invariant == given
+
+
 def row_of(make, arch, batch):
     """What becomes of ``ROW`` in group 1 with such rows around it."""
     ahead, behind, others = batch

@@ -16,6 +16,7 @@ from ..backends import Implementation, Reason
 from ..meta import placement
 from ..meta.formats import FORMATS
 from ..meta.packed import BYTES, Packed, PackedCall, at_a_time, decoded_dtype, decoding
+from . import parts
 from .decoded_operands import Groups
 
 NOTE = (
@@ -97,7 +98,15 @@ def implementations(device: str) -> list[Implementation]:
     """By a dense GEMM, and where there is only one that reads the device, by that."""
     return [
         Implementation(
-            "grouped_gemm_packed", name, device, run, _served(syncs), priority=priority, syncs=syncs, note=NOTE
+            "grouped_gemm_packed",
+            name,
+            device,
+            run,
+            _served(syncs),
+            priority=priority,
+            syncs=syncs,
+            note=NOTE,
+            parts=parts.of_run(run),
         )
         for name, priority, syncs in (
             ("decoded in pieces, dense GEMM", -10, False),

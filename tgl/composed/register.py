@@ -12,6 +12,7 @@ from . import (
     mlp,
     moe,
     packed_gemm,
+    parts,
     quantize_steps,
     requantize,
     row_scaled,
@@ -20,12 +21,13 @@ from . import (
 
 _PARTS = "the implementations of the ops it is made of, see their own reports"
 _TWO_OPS = "two ops; see `explain` of each"
-_EXPERTS: dict[str, Callable] = {
-    "grouped_mlp": mlp.forward,
-    "grouped_mlp_backward": mlp.backward,
-    "moe": moe.forward,
-    "moe_backward": moe.backward,
+_EXPERTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "grouped_mlp": (mlp.forward, ("y", "h", "act")),
+    "grouped_mlp_backward": (mlp.backward, ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")),
+    "moe": (moe.forward, ("y", "h")),
+    "moe_backward": (moe.backward, ("dx", "dw1", "dw2", "dweights", "dbias1", "dbias2")),
 }
+"""Of every op: what produces its outputs, and their names."""
 
 _COLLECTIVES = "sizes are static and counts stay on the device; sends the places of no token as zeros"
 
@@ -36,9 +38,18 @@ for _device in ("cpu", "cuda"):
         ("ep_combine", expert_parallel.combine),
     ):
         add(Implementation(_op, "all_to_all_single", _device, _run, expert_parallel.supports, note=_COLLECTIVES))
-    for _op, _produce in _EXPERTS.items():
+    for _op, (_produce, _outputs) in _EXPERTS.items():
         add(
-            Implementation(_op, "composition", _device, None, emulable=_device == "cuda", note=_PARTS, produce=_produce)
+            Implementation(
+                _op,
+                "composition",
+                _device,
+                None,
+                emulable=_device == "cuda",
+                note=_PARTS,
+                produce=_produce,
+                parts=parts.of_produce(_produce, *_outputs),
+            )
         )
     add(
         Implementation(
@@ -49,6 +60,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note=_TWO_OPS,
             produce=activations.produce_gemm_activation,
+            parts=parts.of_produce(activations.produce_gemm_activation, "y", "h"),
             rows=True,
         )
     )
@@ -61,6 +73,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note="two ops",
             produce=activations.produce_gemm_dactivation,
+            parts=parts.of_produce(activations.produce_gemm_dactivation, "dh", "dprobs", "act"),
             rows=True,
         )
     )
@@ -72,6 +85,7 @@ for _device in ("cpu", "cuda"):
             activations.activation_quantize,
             priority=-10,
             prepare=activations.prepare_activation_quantize,
+            parts=parts.of_run(activations.activation_quantize),
         )
     )
     add(
@@ -84,6 +98,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note=_TWO_OPS,
             prepare=scaled_activation_quantize.prepare,
+            parts=parts.of_run(scaled_activation_quantize.run),
         )
     )
     add(
@@ -95,6 +110,7 @@ for _device in ("cpu", "cuda"):
             requantize.supports,
             note="group_dequantize into a float32 [T, K], group_quantize",
             prepare=requantize.prepare,
+            parts=parts.of_run(requantize.run),
         )
     )
 

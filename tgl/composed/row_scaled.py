@@ -16,6 +16,7 @@ from .. import backends
 from ..backends import Implementation, Reason
 from ..meta import placement
 from ..meta.row_scaled import OP, WGRAD
+from . import parts
 from .decoded_operands import Groups
 
 NOTE = "elements widened for a dense GEMM, whose float32 sums are scaled"
@@ -76,10 +77,11 @@ def implementations(device: str) -> list[Implementation]:
     """Those of both ops: by a dense GEMM, and on a GPU, where there is only one that reads the device, by that."""
     made: list[Implementation] = []
     for op, of_op in ((OP, run), (WGRAD, run_wgrad)):
+        options: dict[str, Any] = {"note": NOTE, "parts": parts.of_run(of_op)}
         if device == "cpu":
-            made.append(Implementation(op, "widen and mm", device, of_op, note=NOTE))
+            made.append(Implementation(op, "widen and mm", device, of_op, **options))
             continue
         for name, priority, syncs in (("widened, dense GEMM", -10, False), ("widened, loop of mm", -20, True)):
-            options: dict[str, Any] = {"priority": priority, "syncs": syncs, "note": NOTE}
-            made.append(Implementation(op, name, device, of_op, _served(op, syncs), **options))
+            served = _served(op, syncs)
+            made.append(Implementation(op, name, device, of_op, served, priority=priority, syncs=syncs, **options))
     return made
