@@ -31,11 +31,15 @@ def arch() -> str | None:
     return None if found is None else found.name
 
 
-def parameters(names: Iterable[str] = ARCHS) -> list:
-    """Architectures for ``parametrize``, those marked slow that have the GEMM kernels of one before them."""
+def parameters(names: Iterable[str] = ARCHS, *facts: str) -> list:
+    """Architectures for ``parametrize``, those marked slow that have the GEMM kernels of one before them.
+
+    Args:
+        facts: attributes of ``Arch`` that matter, too: slow are those alike in them as well.
+    """
     marked, seen = [], set()
     for name in names:
-        folder = ARCHS[name].folder
-        marked.append(pytest.param(name, marks=pytest.mark.slow if folder in seen else ()))
-        seen.add(folder)
+        kind = tuple(getattr(ARCHS[name], fact) for fact in ("folder", *facts))
+        marked.append(pytest.param(name, marks=pytest.mark.slow if kind in seen else ()))
+        seen.add(kind)
     return marked

@@ -7,6 +7,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests import chips
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import (
     BF16,
@@ -22,18 +23,18 @@ from tests.cutlass_kernels.test_quantize import (
 from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels.archs import arch_of
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
 from tgl.meta.components import Components
 from tgl.testing import emulator
 
-ARCHS = ("sm_90a", "sm_100a")
 SHORT = (5, 0, 130, 1)
 SEED = torch.tensor([1 << 40 | 12345, -3])
 BLOCKED = dict(format="nvfp4", scale_layout="blocked")
 COMPACT = dict(format="nvfp4")
+FROM_9 = chips.parameters([name for name in ARCHS if int(name.removeprefix("sm_")) >= 90], "rounds_to_fp4")
 CASES = {
     "both, blocked": ("sm_90a", BLOCKED, RAGGED),
     "both, compact": ("sm_100a", COMPACT, RAGGED),
@@ -75,7 +76,7 @@ def test_partial_squares_and_seeds_of_matrices():
     check(awkward(3, 160, 40, dtype=BF16), None, arch="sm_90a", block_2d=True, rng=SEED, **COMPACT)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", FROM_9)
 def test_ties_and_their_neighbours(arch):
     """Products by 1 that lie on, above and below what rounding turns on, of both signs, zeros and subnormals."""
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
@@ -91,7 +92,7 @@ def test_ties_and_their_neighbours(arch):
     check(x, offs, arch=arch, **COMPACT)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", FROM_9)
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_every_scale(arch, dtype):
     """Blocks of every magnitude beside one of 1: scales from 0 to the largest, products from small to infinite."""
@@ -115,7 +116,7 @@ def test_row_scale_comes_before_the_transform():
     check(x, offs, row_scale=factors, rht=True, **BLOCKED)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", FROM_9)
 def test_many_schedules(arch):
     check(*grouped((3, 0, 140), 9, 72, BF16), arch=arch, seeds=range(3), **BLOCKED)
 
@@ -174,19 +175,25 @@ def test_what_it_does_not_take_is_said():
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", FROM_9)
 @pytest.mark.parametrize(
     "source, rht, stochastic, registers",
-    [("bfloat16", False, False, 64), ("bfloat16", True, True, 128), ("float32", False, False, 128)],
+    [
+        ("bfloat16", False, False, 64),
+        ("bfloat16", True, True, 128),
+        pytest.param("float32", False, False, 128, marks=pytest.mark.slow),
+    ],
 )
 def test_machine_code(arch, source, rht, stochastic, registers):
     """Registers for blocks to share a multiprocessor, nothing in local memory, a cast for two elements or a minimum."""
-    converts = arch == "sm_100"
+    converts = ARCHS[arch].rounds_to_fp4
+    if rht and not ARCHS[arch].spares_registers:
+        registers = 255  # one block has them all
     spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts)
-    with emulator.emulate(arch_of(arch).target):  # keeps what was compiled
+    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["nvfp4"].build(arch, spec)
     maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupMaxima")
-    assert maxima.registers <= (80 if source == "bfloat16" and not rht else 128)
+    assert maxima.registers <= (80 if source == "bfloat16" and not rht else max(registers, 128))
     report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeNVFP4")
     assert report.registers <= registers
     for one in (maxima, report):
@@ -197,6 +204,19 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     if not stochastic and not converts:
         assert report.count("VIMNMX3") >= 4 * lanes.STEPS * lanes.VECTOR  # with clamped products and without
     assert report.count("CALL") <= 3 * (1 + rht)  # a group's two divisions, and one for a table of multipliers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if not arch.spares_registers])
+@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_machine_code_of_transforms(arch, source, stochastic):
+    """Nothing in local memory where the compiler spares no registers."""
+    spec = NVFP4Spec(source, True, True, False, True, True, True, stochastic, ARCHS[arch].rounds_to_fp4)
+    with emulator.emulate(ARCHS[arch].target):
+        report = sass.inspect(QUANTIZERS["nvfp4"].build(arch, spec).artifacts.CUBIN)
+    assert (report.spills, report.frame) == (0, 0)
 
 
 def test_tiles_without_rows_cost_little():

@@ -96,6 +96,7 @@ def _of_warps(name: str, smem_kb: int, widths: tuple[int, ...], target: str = ""
         tilings,
         bulk_copies,
         maps_operands=False,
+        rounds_to_fp4=4 in widths,
         spares_registers=False,
     )
 

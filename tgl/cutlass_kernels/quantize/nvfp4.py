@@ -92,8 +92,9 @@ class QuantizeNVFP4(BandValues):
         self.tables = 2 if spec.rht and spec.rowwise else 1
         # As registers suffice for.
         blocks = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
-        full = spec.rht or (spec.rows and blocks == 4)  # transforms, and what finds a row, take the last registers
-        self.blocks_per_sm = blocks - (full and not spares_registers)
+        # Transforms, and what finds a row, take the last registers; those of float16 are of another dtype besides.
+        full = (spec.rht or (spec.rows and blocks == 4)) + (spec.rht and self.source is cutlass.Float16)
+        self.blocks_per_sm = max(blocks - (0 if spares_registers else full), 1)
 
     @cute.jit
     def __call__(
