@@ -120,7 +120,7 @@ def test_room(ranks):
 
 
 def check_graph(backend: str, invariant: bool) -> None:
-    """One graph of every number of tokens from none, and of every routing; overflow in it is found."""
+    """One graph of every number of tokens from none, and of every routing, made by the first call; finds overflow."""
     problem = Problem("full", torch.float64)
     layer = problem.layer(invariant=invariant, capacity_factor=1.5)
     torch._dynamo.reset()
@@ -138,7 +138,7 @@ def check_graph(backend: str, invariant: bool) -> None:
         index = chosen(case, MOST)[:count]
         x, weights = torch.randn(MOST, H)[:count].double(), torch.rand(MOST, TOP_K)[:count].double()
         grads = []
-        for model in (layer, compiled):
+        for model in (compiled, layer):
             leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
             if model is compiled:
                 for t in (*leaves, index):
