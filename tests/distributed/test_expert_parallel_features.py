@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
+from tgl.distributed._needed import Needed
 
 from .test_expert_parallel_mlp import MOST, TOP_K, E, H, I, Problem, chosen
 
@@ -61,6 +62,30 @@ def check_overflow(what: str, invariant: bool, weighted: bool) -> None:
         results = problem.results(model, problem.tokens)
         assert not any(t.isnan().any() for t in results.values())
         model.check()
+
+
+def check_when_counts_travel() -> None:
+    """Behind the routing, so that the next call waits for no tokens of this one."""
+    events: list[str] = []
+    exchange, send = dist.all_to_all_single, Needed.send
+
+    def counted(out: Tensor, t: Tensor, group: dist.ProcessGroup) -> None:
+        events.append("exchange")
+        exchange(out, t, group=group)
+
+    problem = Problem("full", torch.bfloat16)
+    layers = [problem.layer(**options) for options in ({}, {"wire_dtype": torch.float32})]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        patch.setattr(Needed, "send", lambda self: (events.append("send"), send(self)))
+        for layer in layers:
+            events.clear()
+            layer(problem.x[problem.tokens], problem.index[problem.tokens], problem.weights[problem.tokens])
+            assert events == ["exchange", "exchange", "send", "exchange", "exchange", "exchange"]
+
+
+def test_counts_travel_behind_the_routing(ranks):
+    ranks(check_when_counts_travel)
 
 
 class Unweighted(torch.nn.Module):

@@ -167,6 +167,8 @@ class Exchange:
             **self.group,
         )
         self.needed.note(needed)
+        if not torch.compiler.is_compiling():
+            self.needed.send()
         places = token, position, sizes.copies
         sent = tokens if packed is None else packed
         rows, row_weights = torch.ops.tgl.ep_dispatch(sent, weights, *places, **self.group)
@@ -178,14 +180,8 @@ class Exchange:
 
     def answer(self, answers: Tensor, arrived: Arrived) -> Tensor:
         """Send ``[W P, H]`` back: of every token ``[S, H]`` the sum."""
-        y, _ = torch.ops.tgl.ep_combine(answers, None, *arrived.places, **self.group)
-        self.done()
+        y: Tensor = torch.ops.tgl.ep_combine(answers, None, *arrived.places, **self.group)[0]
         return y
-
-    def done(self) -> None:
-        """Behind a call: the numbers of rows are on their way to the host."""
-        if not torch.compiler.is_compiling():
-            self.needed.send()
 
     def _check(self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None) -> None:
         count, most, top_k = tokens.shape[0], self.sizes.max_tokens, self.sizes.top_k

@@ -41,7 +41,7 @@ class Needed:
         self._copy = self._copied = None
 
     def send(self) -> None:
-        """Behind an eager call: let the counts travel to the host, which asks for them before the next call."""
+        """Behind the routing of an eager call: let the counts travel to the host, which asks before the next call."""
         if self.most.device.type == "cuda" and not backends.capturing(self.most.device):
             if self._copy is None:
                 self._copy = torch.empty(self.most.shape, dtype=torch.int32, device="cpu", pin_memory=True)

@@ -179,9 +179,7 @@ class ExpertParallelMLP(MoE):
         probs = dispatch_weights(arrived.weights, routing)
         local, home = Places.of(routing), Places(*arrived.places)
         way = Wire(local, home, arrived.rows, inputs, grads, form.sums, exchange.group_name, exchange.engine)
-        y = self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
-        exchange.done()
-        return y
+        return self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
 
     def _check_wire(self, tokens: Tensor) -> None:
         """Before any rank waits for this one."""
