@@ -331,6 +331,80 @@ def test_autocast_mesh_and_meta(ranks):
     ranks(check_meta)
 
 
+# --- frozen parts and unused rows ------------------------------------------------------------------------------------
+
+FROZEN = {
+    "fc1": ("fc1",),
+    "fc2": ("fc2",),
+    "all experts": ("fc1", "fc2"),
+    "tokens": ("x",),
+    "tokens and FC1": ("x", "fc1"),
+    "all but tokens": ("fc1", "fc2", "weights"),
+    "all but routing weights": ("fc1", "fc2", "x"),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "by rank": {},
+    "by choice": {"invariant": True},
+    "float32 sums": {"params_dtype": torch.bfloat16, "wire_dtype": torch.float32},
+    "quantized": {"params_dtype": torch.bfloat16, "wire": "quantized", "recipe": tgl.recipes.MXFP8BlockScaling()},
+}
+
+
+def in_form(form: str) -> tuple[Problem, ExpertParallelMLP, dict[str, Tensor]]:
+    """A problem with places to spare, its layer in one of ``FORMS``, and its results."""
+    options = {"params_dtype": torch.float64, **FORMS[form]}
+    problem = Problem("uneven", options["params_dtype"])
+    layer = problem.layer(**options)
+    return problem, layer, problem.results(layer, problem.tokens)
+
+
+def check_frozen(form: str) -> None:
+    """What is left has the bits that it has beside the gradients of the others."""
+    problem, layer, expected = in_form(form)
+    for what, frozen in FROZEN.items():
+        x, weights = problem.x[problem.tokens].clone(), problem.weights[problem.tokens].clone()
+        leaves = {"x": x, "weights": weights, **dict(layer.named_parameters())}
+        for name, t in leaves.items():
+            t.requires_grad_(name.split(".")[0] not in frozen)
+        left = {name: t for name, t in leaves.items() if t.requires_grad}
+        y = layer(x, problem.index[problem.tokens], weights)
+        assert torch.equal(y, expected["y"]), what
+        for name, grad in zip(left, torch.autograd.grad(y, left.values(), problem.grad[problem.tokens]), strict=True):
+            assert torch.equal(grad, expected[name]), (what, name)
+
+
+def check_unused(form: str) -> None:
+    """NaN in the places of no token, on every way, and in all memory before it is written."""
+    problem, layer, expected = in_form(form)
+    spoilt, exchange = [], dist.all_to_all_single
+
+    def spoiling(out: Tensor, t: Tensor, group: dist.ProcessGroup) -> None:
+        rows = t.clone().view(torch.uint8)
+        unused = (rows == 0).all(1)
+        rows[unused] = 0xFF  # NaN in every format of elements and of scales
+        spoilt.append(int(unused.sum()))
+        exchange(out, rows.view(t.dtype), group=group)
+
+    torch.use_deterministic_algorithms(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", spoiling)
+        try:
+            results = problem.results(layer, problem.tokens)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for name, t in expected.items():
+        assert torch.equal(results[name], t), name
+    # Counts and choices of a forward have no such places, the other exchanges of a call and its backward have.
+    assert [number > 0 for number in spoilt] == [False, False] + [True] * (len(spoilt) - 2)
+    assert len(spoilt) == 2 + 6
+
+
+def test_frozen_parts_and_unused_rows(ranks):
+    for form in FORMS:
+        ranks(check_frozen, form)
+        ranks(check_unused, form)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
