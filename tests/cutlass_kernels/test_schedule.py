@@ -132,10 +132,10 @@ def _write_deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
     sort_groups(order, offs, rows, warp, WARPS)
     cute.arch.sync_threads()
     if warp == 0:
-        deal_tiles(deal, order, offs, rows, Int32(TILES_M * TILES_N), block, blocks)
+        deal_tiles(deal, order, Int32(cute.size(offs)), rows, Int32(TILES_M * TILES_N), block, blocks)
     cute.arch.sync_threads()
     turn, index = Int32(0), block
-    tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order)
+    tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order.groups)
     while tile.valid:
         if cute.arch.thread_idx()[0] == 0:
             out[block, turn, 0] = tile.group
@@ -145,7 +145,7 @@ def _write_deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
             out[block, turn, 4] = tile.length
         turn += 1
         index += blocks
-        tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order)
+        tile = exact_tile(dealt(deal, turn, index), offs, rows, TILES_M, TILES_N, BAND, order.groups)
 
 
 @cute.jit

@@ -15,8 +15,7 @@ far back it is in a backward round, and the tiles' indices.
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from .groups import group_range
-from .order import unequal
+from .order import Order, unequal
 
 STEPS = 31  # one set at first and one more per step at most: a lane for each
 HEAD = 3
@@ -45,29 +44,26 @@ def deal_rounds(deal: cute.Tensor, back: Int32):
 
 
 @cute.jit
-def work_of(order: cute.Tensor, offs: cute.Tensor, rows: Int32, place: Int32) -> Int32:
-    """Work of a tile of the group at ``place`` in the order; that of the last one behind it."""
-    start, end = group_range(offs, rows, order[cutlass.min(place, cute.size(offs) - 1)], False)
-    return (end - start + UNIT - 1) // UNIT + EPILOGUE
+def work_of(order: Order, place: Int32) -> Int32:
+    """Work of a tile of the group at ``place`` in the order, one of the first."""
+    return (order.lengths[place] + UNIT - 1) // UNIT + EPILOGUE
 
 
 @cute.jit
-def worthwhile(order: cute.Tensor, offs: cute.Tensor, rows: Int32, per_group: Int32, step: Int32) -> cutlass.Boolean:
+def worthwhile(order: Order, groups: Int32, rows: Int32, per_group: Int32, step: Int32) -> cutlass.Boolean:
     """Whether the longest tile is a large part of what a cluster has to do."""
-    everything = Float32(rows // UNIT + cute.size(offs) * EPILOGUE) * Float32(per_group)
-    return Float32(work_of(order, offs, rows, Int32(0))) * Float32(WORTHWHILE * step) > everything
+    everything = Float32(rows // UNIT + groups * EPILOGUE) * Float32(per_group)
+    return Float32(work_of(order, Int32(0))) * Float32(WORTHWHILE * step) > everything
 
 
 @cute.jit
-def deal_longest(
-    deal: cute.Tensor, order: cute.Tensor, offs: cute.Tensor, rows: Int32, per_group: Int32, first: Int32, step: Int32
-):
+def deal_longest(deal: cute.Tensor, order: Order, groups: Int32, per_group: Int32, first: Int32, step: Int32):
     """Deal the longest tiles to the clusters with the least work, the others in rounds; one warp calls it.
 
     Args:
         deal: shared memory of this cluster's part.
         order: the groups, longest first.
-        offs, rows: the groups' ends, and how many rows there are.
+        groups: how many there are.
         per_group: tiles of a group.
         first, step: this cluster, and how many there are.
     """
@@ -76,10 +72,12 @@ def deal_longest(
     begin, size, work = Int32(0), Int32(0), Int32(NO_SET)
     if lane == 0:
         size, work = step, Int32(0)
-    tiles = work_of(order, offs, rows, lane)  # of more groups than there are steps
+    tiles = Int32(0)  # a lane for each group, of which there are more than steps
+    if lane < groups:
+        tiles = work_of(order, lane)
     sets, place, left, given, mine = Int32(1), Int32(0), per_group, Int32(0), Int32(0)
     turn = Int32(0)
-    while turn < STEPS and place < cute.size(offs):
+    while turn < STEPS and place < groups:
         more = cute.arch.shuffle_sync(tiles, place)
         least = cute.arch.warp_redux_sync(work, "min")
         owner = lowest_bit(cute.arch.vote_ballot_sync(work == least))
@@ -119,12 +117,16 @@ def deal_longest(
 
 @cute.jit
 def deal_tiles(
-    deal: cute.Tensor, order: cute.Tensor, offs: cute.Tensor, rows: Int32, per_group: Int32, first: Int32, step: Int32
+    deal: cute.Tensor, order: Order, groups: Int32, rows: Int32, per_group: Int32, first: Int32, step: Int32
 ):
-    """Deal in the way that suits the groups' lengths; one warp calls it. Arguments are those of ``deal_longest``."""
-    if unequal(order, offs, rows):
-        if worthwhile(order, offs, rows, per_group, step):
-            deal_longest(deal, order, offs, rows, per_group, first, step)
+    """Deal in the way that suits the groups' lengths; one warp calls it.
+
+    Args:
+        rows: how many there are of all groups; the others are those of ``deal_longest``.
+    """
+    if unequal(order, groups, rows):
+        if worthwhile(order, groups, rows, per_group, step):
+            deal_longest(deal, order, groups, per_group, first, step)
         else:
             deal_rounds(deal, step - 1 - 2 * first)
     else:

@@ -14,7 +14,7 @@ from .deal import BYTES as DEAL_BYTES
 from .deal import allocate_deal, deal_tiles, dealt
 from .groups import clamp, slot_of
 from .order import BYTES as ORDER_BYTES
-from .order import allocate_order, sort_groups
+from .order import Order, allocate_order, sort_groups
 from .ragged import ragged_coord, ragged_tensor
 from .raster import ceil_div
 from .search import Grid, GroupSearch, Tile, exact_tile, find_tile, start_search
@@ -213,17 +213,17 @@ class VarlenK(_Policy):
         order, deal = allocate_order(allocator), allocate_deal(allocator)
         sort_groups(order, problem.offs, problem.rows, warp, warps)
         cute.arch.sync_threads()
-        problem = problem._replace(order=order, deal=deal)
-        self.deal(problem, warp, first, step)
+        problem = problem._replace(order=order.groups, deal=deal)
+        self.deal(problem, order, warp, first, step)
         cute.arch.sync_threads()
         return problem
 
     @cute.jit
-    def deal(self, problem: Problem, warp: Int32, first: Int32, step: Int32):
+    def deal(self, problem: Problem, order: Order, warp: Int32, first: Int32, step: Int32):
         """One warp says which tiles this cluster gets."""
         p = problem
         if warp == 0:
-            deal_tiles(p.deal, p.order, p.offs, p.rows, p.tiles_m * p.tiles_n, first, step)
+            deal_tiles(p.deal, order, Int32(cute.size(p.offs)), p.rows, p.tiles_m * p.tiles_n, first, step)
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
         """The state of a warp that walks the tiles: how many it has found."""
