@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import grouped_mm
+from torch.utils._pytree import tree_map_only
 
 from tests.integrations.test_torch import BY_FORM, PROBLEMS, N, expected, operands, padded
 from tests.kernel_cases import integers
@@ -158,6 +159,92 @@ assert counters["stats"]["unique_graphs"] == 1
 def test_a_graph_from_before_the_import_is_not_run():
     done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+DTENSORS = """
+import sys
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import grouped_mm
+
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+mesh = torch.distributed.init_device_mesh("cpu", (1,))
+
+import tgl.integrations.torch
+
+tgl.integrations.torch.enable(["cpu"])
+assert "tgl.distributed" not in sys.modules
+a, b, offs = torch.full((8, 8), 2.0), torch.ones(2, 8, 8), torch.tensor([3, 5], dtype=torch.int32)
+a[5:] = torch.nan
+placed = [(a, Replicate()), (b, Shard(2)), (offs, Replicate())]
+a, b, offs = (distribute_tensor(t, mesh, [placement]) for t, placement in placed)
+weight = torch.nn.Parameter(b)
+
+
+def product(a, weight):
+    return grouped_mm(a, weight, offs=offs)
+
+
+eager, found = product(a, weight), torch.compile(product, backend="aot_eager", fullgraph=True)(a, weight)
+assert found.placements == eager.placements == (Shard(1),)
+assert found.to_local()[:, 0].tolist() == [16.0] * 5 + [0.0] * 3
+gradients = [torch.autograd.grad(y, weight, torch.ones_like(y))[0] for y in (eager, found)]
+assert torch.equal(gradients[0].full_tensor(), gradients[1].full_tensor())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_dtensors(tmp_path):
+    """They keep ATen's rules of placement; the products of their shards are ours, of a dtype that only ours takes."""
+    command = [sys.executable, "-c", DTENSORS, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Pair(torch.Tensor):
+    """Two tensors in one, which has a product of its own: of every op of ATen's, and of no other library's."""
+
+    both: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor) -> Pair:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
+        )
+        made.both = (first, second)
+        return made
+
+    first = property(lambda self: self.both[0])
+    second = property(lambda self: self.both[1])
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return f"Pair({self.first!r}, {self.second!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: None, size: Any, stride: Any) -> Pair:
+        return Pair(parts["first"], parts["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.namespace in ("aten", "prim"), func
+        of_each = [tree_map_only(Pair, lambda pair, i=i: pair.both[i], (args, kwargs or {})) for i in range(2)]
+        first, second = (func(*some, **named) for some, named in of_each)
+        return Pair(first, second) if isinstance(first, Tensor) else first
+
+
+@pytest.mark.parametrize("operand", [0, 1])
+def test_other_subclasses(enabled, operand):
+    """What a subclass makes of the product is its own matter."""
+    problem = PROBLEMS["2D x 3D"]
+    given = list(operands(problem))
+    plain = expected(problem, *given)
+    given[operand] = Pair(given[operand], 2 * given[operand])
+    out = torch.compile(WAYS["functional"], backend="aot_eager", fullgraph=True)(*given, problem.offs)
+    assert torch.equal(out.first.double(), plain)
+    assert torch.equal(out.second.double(), 2 * plain)
 
 
 def test_what_ours_refuses_stays_atens(enabled):

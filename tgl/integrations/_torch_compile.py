@@ -7,6 +7,10 @@ whichever way the answer was, as Dynamo's own guards on functions of global stat
 
 ``torch.compiler.substitute_in_graph`` would be the public way, but takes no function that Dynamo puts into graphs.
 
+A subclass that is made of tensors, as ``DTensor`` is, has rules for ATen's product and none for ours. It keeps the
+product in the graph, as it does in eager code. What it makes of it calls ATen's products of plain tensors, and those
+are served when they run; only a template that Inductor has chosen for one under ``max_autotune`` is not.
+
 transformers leaves ATen's product for an op of its own in graphs whose weights are not bfloat16. That op is replaced
 as well.
 """
@@ -17,6 +21,8 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from .._after_import import after_import
 from . import _torch_products as products
@@ -77,6 +83,8 @@ def _traced(product: Product, variable: Any, tx: Any, *args: Any, **kwargs: Any)
     if not isinstance(values["mat_a"], torch.Tensor) or not isinstance(values["mat_b"], torch.Tensor):
         return None
     if values["mat_a"].device.type not in integration.served():
+        return None
+    if any(is_traceable_wrapper_subclass(t) for t in tree_leaves(values)):
         return None
     with tx.fake_mode:
         made = product.call(**values)
