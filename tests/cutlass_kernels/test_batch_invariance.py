@@ -7,9 +7,12 @@ import torch
 
 import tgl
 from tgl import backends
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.config import LINE, VARLEN_M
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.register import LAUNCHERS
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 
 pytest.importorskip("cutlass")
@@ -25,7 +28,8 @@ def normal(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-SPREAD = torch.logspace(-9, 9, K, base=2)  # so that another order of sums has other bits
+# So that another order of sums has other bits, where products keep float32: 16 bits would hide it.
+SPREAD = torch.logspace(-9, 9, K, base=2)
 ROW, PROB, W, BIAS = normal(1, K) * SPREAD, 0.37, normal(G, K, N).bfloat16(), normal(G, N).bfloat16()
 
 
@@ -91,7 +95,9 @@ def product(x, offs, probs, given, options):
     a = tgl.group_quantize(x, offs, columnwise=False, **given, **options)
     square = {"block_2d": True} if options["format"] == "fp8_block" else {}
     b = tgl.group_quantize(W.transpose(1, 2).contiguous(), None, columnwise=False, **given, **options, **square)
-    return tgl.grouped_gemm_scaled(a.data, a.scale, b.data, b.scale, offs, bias=BIAS, bias_scale=probs, **options)
+    return tgl.grouped_gemm_scaled(
+        a.data, a.scale, b.data, b.scale, offs, bias=BIAS, bias_scale=probs, **options, out_dtype=torch.float32
+    )
 
 
 def product_codes(x, offs, probs, given, options):
@@ -107,14 +113,14 @@ def packed_product(x, offs, probs):
     results = []
     for over_rows in (False, True):
         b = tgl.group_quantize(W if over_rows else W.transpose(1, 2).contiguous(), None, format="mxfp4")
-        options = {"format": "mxfp4", "over_rows": over_rows}
+        options = {"format": "mxfp4", "over_rows": over_rows, "out_dtype": torch.float32}
         results.append(tgl.grouped_gemm_packed(x, b.data, b.scale, offs, None, BIAS, probs, **options))
     return torch.cat(results, 1)
 
 
 def row_scaled_product(x, offs, probs):
     codes, w = x.to(torch.float8_e4m3fn), W.transpose(1, 2).contiguous().to(torch.float8_e4m3fn)
-    return tgl.grouped_gemm_row_scaled(codes, probs, w, BIAS.float().abs(), offs)
+    return tgl.grouped_gemm_row_scaled(codes, probs, w, BIAS.float().abs(), offs, out_dtype=torch.float32)
 
 
 def routed(x, offs, probs):
@@ -123,9 +129,9 @@ def routed(x, offs, probs):
 
 
 ROWS_OF = {
-    "grouped_gemm": lambda x, offs, probs: tgl.grouped_gemm(x, W, offs, BIAS, probs),
+    "grouped_gemm": lambda x, offs, probs: tgl.grouped_gemm(x, W, offs, BIAS, probs, out_dtype=torch.float32),
     "grouped_gemm_activation": lambda x, offs, probs: torch.cat(
-        tgl.grouped_gemm_activation(x, W, offs, BIAS, probs), 1
+        tgl.grouped_gemm_activation(x, W, offs, BIAS, probs, out_dtype=torch.float32), 1
     ),
     "grouped_activation": lambda x, offs, probs: tgl.grouped_activation(x, offs, probs),
     "dispatch": dispatched,
@@ -236,3 +242,82 @@ def test_the_row_tells_orders_of_sums_apart():
     products = ROW.bfloat16().float().T * W[1].float()
     there, back = (functools.reduce(torch.add, t) for t in (products, products.flip(0)))
     assert not torch.equal(there, back)
+
+
+# --- where a call takes another path ----------------------------------------------------------------------------------
+
+WIDE, TOKENS, SIZES = 128, 40, (5, 0, 70)
+INDEX = torch.randint(TOKENS, (sum(SIZES),), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+
+
+def cancelling(seed):
+    """Tokens and matrices of exponents far apart whose products are zero but for what sums round, in any order."""
+    shuffled = torch.randperm(K, generator=torch.Generator().manual_seed(seed))
+    x = (normal(TOKENS, K // 2, seed=seed) * SPREAD[: K // 2]).repeat(1, 2)
+    far = torch.exp2(torch.randint(-9, 10, (G, K // 2, WIDE), generator=torch.Generator().manual_seed(seed)).float())
+    w = normal(G, K // 2, WIDE, seed=seed + 1) * far
+    return x[:, shuffled].bfloat16(), torch.cat([w, -w], 1)[:, shuffled].bfloat16()
+
+
+PRODUCTS = {
+    "grouped_gemm": lambda x, *operands, rows: tgl.grouped_gemm(x, *operands, rows=rows),
+    "grouped_gemm_activation": lambda x, *operands, rows: torch.cat(
+        tgl.grouped_gemm_activation(x, *operands, rows=rows), 1
+    ),
+}
+
+
+def tiles(op, arch, gathering):
+    """One tiling of every shape that there is, the smallest tile first."""
+    able = tilings.candidates(arch, VARLEN_M, gathering)
+    if op == "grouped_gemm_activation":  # halves of gate and linear half lie along the columns here
+        able = [t for t in able if t.tile_n % (2 * LINE) == 0]
+    found = {(t.tile_m, t.tile_n, t.two_cta, t.pingpong): t for t in able}
+    return sorted(found.values(), key=lambda t: (t.tile_m * t.tile_n, t.tile_m, t.pingpong))
+
+
+def product_by(op, arch, tiling, gathers, backwards=False):
+    """The result on rows in order, or read by ``INDEX``, by the kernel of such tiles; ``backwards``: along K."""
+    x, w = (t.flip(1) if backwards else t for t in cancelling(seed=7))
+    bias, probs = torch.zeros(G, WIDE).bfloat16(), normal(sum(SIZES), seed=10).abs()
+    offs, mean = torch.tensor(SIZES).cumsum(0).int(), launcher.power_of_two(sum(SIZES) // G)
+    problem = arch, VARLEN_M, WIDE, K, mean
+    launcher.forget()
+    with pytest.MonkeyPatch.context() as patched, emulator.emulate(ARCHS[arch].target, detect_races=False):
+        patched.setitem(tilings.tuned, (*problem, "a") if gathers else problem, tiling)
+        rows = INDEX if gathers else None
+        with backends.emulated_device(arch):
+            made = PRODUCTS[op](x if gathers else x[INDEX.long()], w, offs, bias, probs, rows=rows)
+    (plan,) = launcher.known.values()
+    launcher.forget()
+    assert (plan.key.config, plan.key.gathered) == (tiling, "a" if gathers else None)
+    return made
+
+
+PATHS = [
+    pytest.param(op, arch, marks=() if (op, arch) in fast else pytest.mark.slow)
+    for fast in [{("grouped_gemm", arch) for arch in ("sm_80", "sm_90", "sm_100")}]
+    for op in PRODUCTS
+    for arch in sorted(SERVED[op])
+]
+
+
+@pytest.mark.parametrize(("op", "arch"), PATHS)
+def test_small_tiles_that_gather_and_large_ones_that_do_not(op, arch):
+    """What few tokens take, and what many do."""
+    few = tiles(op, arch, gathering=True)[0]
+    many = next(t for t in tiles(op, arch, gathering=False) if t.tile_m > few.tile_m and t.tile_n > few.tile_n)
+    gathered = product_by(op, arch, few, True)
+    assert torch.equal(gathered, product_by(op, arch, many, False))
+    assert (gathered != product_by(op, arch, few, True, backwards=True)).float().mean() > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(("op", "arch"), [(op, arch) for op in PRODUCTS for arch in ("sm_80", "sm_90", "sm_100")])
+def test_tiles_of_every_shape(op, arch, gathers):
+    first, *others = tiles(op, arch, gathers)
+    expected = product_by(op, arch, first, gathers)
+    assert others
+    for tiling in others:
+        assert torch.equal(product_by(op, arch, tiling, gathers), expected), tiling

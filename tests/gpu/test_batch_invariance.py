@@ -5,19 +5,21 @@ import torch
 
 import tgl
 from tests.gpu.device import ARCH, DEVICE
+from tests.router_cases import CASES, operands
 
 pytestmark = pytest.mark.gpu
 
 EXPERTS, CHOICES, HIDDEN, INNER, PLACES = 16, 4, 512, 256, 200
+WIDE = 2048  # columns of experts that read few tokens in place, and many in a copy
 BATCHES = [1, 2, 3, 8, 17, 64, 65, 200, 1000, 4096, 20000, 65536]
 RECIPES = {"sm_90": [None, "fp8_block"], "sm_100": [None, "mxfp8"]}
 MAKE = {None: lambda: None, "fp8_block": tgl.recipes.Float8BlockScaling, "mxfp8": tgl.recipes.MXFP8BlockScaling}
 CHOSEN, SHARES = torch.tensor([3, 11, 0, 7]), torch.tensor([0.5, 0.25, 0.15, 0.1])
 
 
-def block(recipe):
+def block(recipe, inner=INNER):
     torch.manual_seed(0)
-    made = tgl.MoE(EXPERTS, HIDDEN, INNER, recipe=MAKE[recipe](), device=DEVICE, params_dtype=torch.bfloat16)
+    made = tgl.MoE(EXPERTS, HIDDEN, inner, recipe=MAKE[recipe](), device=DEVICE, params_dtype=torch.bfloat16)
     with torch.no_grad():  # exponents far apart, so that another order of sums has other bits
         for layer in (made.fc1, made.fc2):
             layer.weight.mul_(torch.exp2(torch.randint(-9, 9, layer.weight.shape, device=DEVICE).float()))
@@ -82,6 +84,50 @@ def test_places(recipe):
     expected = module(*batch(1, 0))[0]
     for place in torch.linspace(0, 2999, PLACES).long().tolist():
         assert torch.equal(module(*batch(3000, place))[place], expected), place
+
+
+def parts(module, x, chosen, weights):
+    """The ops that the block runs."""
+    routing, (w1, w2) = tgl.route(chosen, EXPERTS), (layer.weight.transpose(1, 2) for layer in (module.fc1, module.fc2))
+    places = routing.source, routing.position, routing.token, routing.offs
+    found = tgl.explain("moe", x, w1, w2, *places, weights, top_k=CHOICES)
+    assert found.batch_invariant
+    return [part.op for part in found.parts]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_wide_experts(way):
+    """Their first product reads few tokens in place, by small tiles, and many in a copy."""
+    module = block(None, WIDE)
+    few, many = (parts(module, *batch(tokens, 0)) for tokens in (BATCHES[0], BATCHES[-1]))
+    assert few.count("dispatch") == many.count("dispatch") - 1
+    expected = module(*batch(1, 0))[0]
+    assert expected.isfinite().all()
+    call = WAYS[way](module)
+    for tokens in BATCHES:
+        for place in sorted({0, tokens // 2, tokens - 1}):
+            assert torch.equal(call(*batch(tokens, place))[place], expected), (tokens, place)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.options.get("sums")])
+def test_a_router(name, dtype):
+    """The token's choices and weights, without sums for losses."""
+    case = CASES[name]
+    (logits, bias), expected = operands(case, 1, dtype), None
+    bias = None if bias is None else bias.to(DEVICE)
+    for tokens in BATCHES:
+        for place in sorted({0, tokens // 2, tokens - 1}):
+            others = torch.randn(
+                tokens, case.experts, generator=torch.Generator(DEVICE).manual_seed(place), device=DEVICE
+            )
+            given = others.to(dtype).index_copy_(0, torch.tensor([place], device=DEVICE), logits.to(DEVICE)), case.top_k
+            assert tgl.explain("topk_router", *given, bias, **case.options).batch_invariant
+            weights, index, *_ = torch.ops.tgl.topk_router(*given, bias, **case.options)
+            expected = expected or (weights[place], index[place])
+            assert torch.equal(weights[place], expected[0]), (tokens, place)
+            assert torch.equal(index[place], expected[1]), (tokens, place)
 
 
 def test_the_ops_say_so():
