@@ -8,6 +8,7 @@ compiled and kept on disk, and not launched.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
@@ -25,28 +26,36 @@ from .ops._library import KERNELS
 
 
 class Call(NamedTuple):
-    """One call of an op, with tensors on the meta device."""
+    """One call of an op, with tensors on the meta device, and what implements the op."""
 
     op: torch._ops.OpOverload
+    kernel: Callable[..., object]
     args: tuple
     kwargs: dict[str, Any]
 
 
 class _Recording(TorchDispatchMode):
-    """Collects calls of ops that have kernels."""
+    """Collects calls of ops that have kernels, and of ATen's products where ``tgl.integrations.torch`` serves them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in KERNELS:
-            self.calls.append(Call(func, args, kwargs or {}))
+        kernel = KERNELS.get(func) or _in_place_of_atens(func)
+        if kernel is not None:
+            self.calls.append(Call(func, kernel, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
+def _in_place_of_atens(op: torch._ops.OpOverload) -> Callable[..., object] | None:
+    """What serves one of ATen's products on CUDA, or None."""
+    drop_in = sys.modules.get("tgl.integrations.torch")  # without which nothing is enabled
+    return None if drop_in is None else drop_in.in_place_of(op, "cuda")
+
+
 def recorded(step: Callable[[], object]) -> list[Call]:
-    """The calls of ops of this package that ``step`` makes on the meta device."""
+    """The calls that ``step`` makes on the meta device of ops that this package serves."""
     with _Recording() as recording:
         step()
     return recording.calls
@@ -59,11 +68,13 @@ def store(calls: list[Call], chip: str) -> list[str]:
         A sentence for each call that no kernel of this package serves without reading the device on the host.
     """
     left = []
-    with FakeTensorMode(), backends.pretended_device(chip):
-        for op, args, kwargs in calls:
+    # Steps of torch may have constants, which are not fake.
+    with FakeTensorMode(allow_non_fake_inputs=True), backends.pretended_device(chip):
+        for op, kernel, args, kwargs in calls:
             there, named = tree_map_only(Tensor, _on_chip, (args, kwargs))
             try:
-                KERNELS[op](*there, **named)
+                if kernel(*there, **named) is NotImplemented:
+                    left.append(f"{op.name()} is served by ATen's own kernel on {chip}: nothing to compile")
             except DataDependentOutputException:
                 left.append(f"{op.name()} reads the device on the host on {chip}: nothing to compile")
     return left

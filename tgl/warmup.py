@@ -2,8 +2,9 @@
 
     python -m tgl.warmup --chip sm_90 experts=8,hidden=4096,ffn=14336,tokens=4096,top_k=2 package.module:step
 
-A step is a ``tgl.MoE`` block by its sizes, or a function that runs a step of a model on the meta device. The function
-``tgl.warmup`` prepares a single call on the device at hand.
+A step is a ``tgl.MoE`` block by its sizes, or a function that runs a step of a model on the meta device. ATen's grouped
+products are among what it calls where it calls ``tgl.integrations.torch.enable()`` first. The function ``tgl.warmup``
+prepares a single call on the device at hand.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import sys
 
 import tgl
+
+NO_CALLS = "no op that tgl serves was called; ATen's products are served after `tgl.integrations.torch.enable()`"
 
 
 def main(arguments: list[str]) -> None:
@@ -36,8 +39,10 @@ def main(arguments: list[str]) -> None:
     if given.directory is not None:
         cache.set_directory(given.directory)
     for text, step in steps.items():
-        before = cache.count()
-        for sentence in store(recorded(step), given.chip):
+        before, calls = cache.count(), recorded(step)
+        if not calls:
+            print(f"  {NO_CALLS}")
+        for sentence in store(calls, given.chip):
             print(f"  {sentence}")
         print(f"{text}: compiled {cache.count() - before}")
     print(f"{cache.count()} kernels in {cache.directory()}")

@@ -1,6 +1,7 @@
 """Kernels stored ahead of a job by ``python -m tgl.warmup``: those that its steps ask for."""
 
 import contextlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ pytest.importorskip("tvm_ffi")
 import tgl
 import tgl.warmup as command
 from tgl import backends, recipes
+from tgl.cpu.quantize._rows import int32
 from tgl._stored_kernels import Block, named_step, recorded, store
 from tgl.cutlass_kernels.runtime import cache, launcher
+from tgl.integrations import torch as drop_in
 
 SIZES = {"experts": 4, "hidden": 64, "ffn": 128, "tokens": 50, "top_k": 2}
 TEXT = ",".join(f"{name}={value}" for name, value in SIZES.items())
@@ -105,6 +108,93 @@ def test_a_step_of_a_model(stored):
     assert {"splits_to_offsets", "grouped_gemm", "grouped_gemm_wgrad"} == {op for op, _ in stored}
 
 
+def product_step(device, dtype=torch.bfloat16):
+    """ATen's products of a layer, forward and backward, in code that knows nothing of tgl."""
+    x = torch.ones(20, 64, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.ones(2, 48, 64, dtype=dtype, device=device, requires_grad=True)
+    offs = torch.tensor([5, 16], dtype=torch.int32, device=device)
+    y = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offs)
+    y.sum().backward()
+    return y, x.grad, weight.grad
+
+
+def drop_in_step():
+    """A step as a user writes it who has switched the drop-in on."""
+    drop_in.enable()
+    product_step("meta")
+
+
+@pytest.fixture
+def disabled():
+    """No drop-in before and after a test."""
+    drop_in.disable()
+    yield
+    drop_in.disable()
+
+
+def test_products_of_aten_that_are_served(stored, disabled, monkeypatch):
+    """What is stored is what the same step asks for where kernels do nothing."""
+    calls = recorded(drop_in_step)
+    drop_in.disable()
+    assert store(calls, "sm_90") == []
+    assert {"grouped_gemm", "grouped_gemm_wgrad"} == {op for op, _ in stored}
+    asked = set()
+
+    def nothing(op, key, where, build):
+        asked.add((op, key._replace(emulated=False)))
+        return lambda *args: None
+
+    monkeypatch.setattr(launcher, "compiled", nothing)
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
+    with backends.emulated_device("sm_90"), drop_in.enabled("cpu"):
+        product_step("cpu")
+    assert stored == asked
+
+
+def test_products_of_aten_that_are_atens(stored, disabled):
+    """Nothing is recorded unless they are served, and what ours refuses is told."""
+    assert recorded(lambda: torch.nn.functional.grouped_mm(*columns_twice())) == []
+    with drop_in.enabled():
+        calls = recorded(lambda: torch.nn.functional.grouped_mm(*columns_twice()))
+        calls += recorded(lambda: product_step("meta", torch.float32))
+    served, *loops = store(calls, "sm_90")
+    assert served == "aten::_grouped_mm is served by ATen's own kernel on sm_90: nothing to compile"
+    assert loops == ["aten::_grouped_mm reads the device on the host on sm_90: nothing to compile"] * 3
+    assert not stored
+
+
+def columns_twice():
+    """Operands of three dimensions that lie as no op of ours takes them."""
+    return [torch.ones(3, 8, 8, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(2)]
+
+
+def packed_step(device="meta"):
+    """A frozen layer that quantises a weight of its own, which MXFP4 does by steps of torch."""
+    layer = tgl.GroupedPackedLinear(2, 64, 48, bias=False, device="cpu").to(device)
+    x = torch.ones(20, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    layer(x, torch.tensor([5, 11], dtype=torch.int32, device=device)).sum().backward()
+
+
+def test_a_packed_layer(stored):
+    int32.cache_clear()
+    assert store(recorded(packed_step), "sm_90") == []
+    assert {"splits_to_offsets", "grouped_gemm_packed"} <= {op for op, _ in stored}
+    packed_step("cpu")  # nothing that is kept is a fake tensor
+
+
+def test_a_step_without_an_op_of_ours(stored, disabled, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["warmup", "--chip", "sm_90", f"{__name__}:silent_step"])
+    monkeypatch.delitem(sys.modules, "tgl.warmup")  # the command again
+    runpy.run_module("tgl.warmup", run_name="__main__")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("  no op that tgl serves was called; ATen's products are served after `tgl.integrations.torch")
+
+
+def silent_step():
+    torch.nn.functional.grouped_mm(*columns_twice())
+
+
 def test_calls_into_buffers(stored):
     def step():
         a, b = (torch.empty(20, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
@@ -170,12 +260,14 @@ def loaded(op, key, where, build):
 cache.set_directory(sys.argv[1])
 with emulate("sm_90a"), mock.patch.object(launcher, "compiled", loaded):
     this.real_step(this.Block(**this.SIZES))
+    with this.drop_in.enabled("cpu"):
+        this.product_step("cpu")
     print(len(launcher.plans))
 """
 
 
 @pytest.mark.slow
-def test_a_first_step_compiles_nothing(tmp_path):
+def test_a_first_step_compiles_nothing(tmp_path, disabled):
     """A step in another process, on CPU tensors, loads every kernel that it asks for from disk."""
     root = Path(__file__).parents[2]
 
@@ -184,16 +276,19 @@ def test_a_first_step_compiles_nothing(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    warm = ("-m", "tgl.warmup", "--chip", "sm_90", "--directory", tmp_path, TEXT)
-    kernels = len(recorded_kernels())
-    assert run(*warm).startswith(f"{TEXT}: compiled {kernels}\n")
-    assert run(*warm).startswith(f"{TEXT}: compiled 0\n")
-    assert run("-c", FIRST_STEP, tmp_path) == f"{kernels}\n"
+    named = f"{__name__}:drop_in_step"
+    warm = ("-m", "tgl.warmup", "--chip", "sm_90", "--directory", tmp_path, TEXT, named)
+    block, both = kernels(Block(**SIZES)), kernels(Block(**SIZES), drop_in_step)
+    assert run(*warm).startswith(f"{TEXT}: compiled {block}\n{named}: compiled {both - block}\n")
+    assert run(*warm).startswith(f"{TEXT}: compiled 0\n{named}: compiled 0\n")
+    assert run("-c", FIRST_STEP, tmp_path) == f"{both}\n"
 
 
-def recorded_kernels():
+def kernels(*steps):
+    """How many kernels ``steps`` need."""
     with pytest.MonkeyPatch.context() as patch:
         keys = set()
         patch.setattr(cache, "store", lambda key, build: keys.add(key))
-        store(recorded(Block(**SIZES)), "sm_90")
-    return keys
+        for step in steps:
+            store(recorded(step), "sm_90")
+    return len(keys)

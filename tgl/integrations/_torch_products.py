@@ -276,9 +276,10 @@ class Product(NamedTuple):
             debug.check_offs(form.op, made.operands[form.offs], tokens)
         with _given_dtypes(device.type):
             for implementation in backends.in_order(form.op, device):
-                if implementation.name == GROUPED_MM or implementation.emulates:  # ATen's kernel has fewer steps
-                    return None
-                if implementation.serve(device, made.operands, options) is None:
+                if implementation.name == GROUPED_MM or implementation.emulates:
+                    if implementation.reason_against(device, made.operands, options) is None:
+                        return None  # ATen's kernel has fewer steps
+                elif implementation.serve(device, made.operands, options) is None:
                     if form.transposed:
                         out.copy_(destination.t())
                     return out

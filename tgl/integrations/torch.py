@@ -102,6 +102,22 @@ def served() -> tuple[str, ...]:
     return tuple(sorted(_process | _of_thread()))
 
 
+def in_place_of(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any] | None:
+    """What serves ``op`` on a device in this thread, or None if it is not one of ATen's products that are served.
+
+    It takes the arguments of ``op``, and returns ``NotImplemented`` where ATen's own kernel serves a call.
+    """
+    product = next((p for p in PRODUCTS if _overload(p.name) is op), None)
+    if product is None or not _serves(device_type):
+        return None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        made = product.attempt(product.arguments(*args, **kwargs))
+        return NotImplemented if made is None else made
+
+    return kernel
+
+
 def _checked(device_types: Sequence[str]) -> frozenset[str]:
     known = backends.device_types()
     for device_type in [device_types] if isinstance(device_types, str) else device_types:

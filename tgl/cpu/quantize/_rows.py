@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...aten.indexed import Indexed
 from ...meta.slots import on_host
@@ -24,7 +25,8 @@ _WINDOW = 1 << 13  # rows whose groups are looked up at once
 @functools.cache
 def int32(value: int) -> Tensor:
     """An operand for integer tensors; a number would be converted at every call, which takes as long as the call."""
-    return torch.tensor(value, dtype=torch.int32, device="cpu")
+    with _disable_current_modes():  # a fake tensor of who asks first would be kept
+        return torch.tensor(value, dtype=torch.int32, device="cpu")
 
 
 def step_of(width: int, multiple: int = 1, buffers: int = _BUFFERS) -> int:
