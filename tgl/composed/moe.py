@@ -2,6 +2,7 @@
 
 The rows that experts read, ``[T, H]``, and what the activation makes of them, ``[T, I]``, live from one op to the next.
 The backward forms both again: the rows are copies of the tokens, and the activation's result comes with its gradient.
+It is two ops, so that what goes into the activation is held by nobody while the second one runs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
 
 
-FIRST, BACK, FIRST_GRADIENT = 1024, 768, 512
-"""How wide the activation's result may be where GEMMs read tokens by an index: FC1; the two that read dy; dw1.
+FIRST, BACK, FIRST_GRADIENT = 1024, 768, 1024
+"""How wide the activation's result may be where GEMMs read tokens by an index: FC1; the two that read dy; and dw1.
+
+Of dw1 it is its own width.
 
 Gathering costs a GEMM a part of its time, 5 to 25 % on an H200 by its kind; a copy in order costs as much whatever the
 width is, and so a larger part of a narrow expert's time. Widths of 256, 768 and 2048 were measured, both ways.
@@ -35,7 +38,6 @@ FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so t
 class _Places(NamedTuple):
     """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it."""
 
-    source: Tensor
     position: Tensor
     token: Tensor
     top_k: int
@@ -56,9 +58,9 @@ class _Places(NamedTuple):
             return self.rows(t), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
-    def per_row(self, weights: Tensor | None) -> Tensor | None:
-        """``[T]``: of ``weights [S, k]`` that of every row."""
-        return None if weights is None else self._dispatched(weights.reshape(-1, 1), self.source, 1).view(-1)
+    def per_row(self, weights: Tensor | None, source: Tensor) -> Tensor | None:
+        """``[T]``: of ``weights [S, k]`` that of every row, ``source`` being its choice."""
+        return None if weights is None else self._dispatched(weights.reshape(-1, 1), source, 1).view(-1)
 
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
         spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
@@ -78,8 +80,8 @@ class _Places(NamedTuple):
 def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int) -> Tensors:
     """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
-    places, device = _Places(source, position, token, top_k), x.device
-    probs = places.per_row(weights)
+    places, device = _Places(position, token, top_k), x.device
+    probs = places.per_row(weights, source)
     first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
     few = token.shape[0] <= FEW_ROWS * w2.shape[0]
     tokens, index = places.read(x, few or w2.shape[1] <= FIRST)
@@ -95,23 +97,22 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
 
 
-def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
-    """The gradients that have a spec. What is not needed any more gives its memory to what follows.
+def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
+    """The gradients of h, w2, weights and bias2 that have a spec.
 
     dw2 waits for the kernel that goes back through the activation, which reads ``h`` and so hands out the activation's
-    result as well; by then ``h`` is gone. dx comes before dw1: in dw1's turn its rows are gone.
+    result as well; by then ``h`` is gone, if nobody else holds it.
     """
-    dy, x, w1, w2, source, position, token, offs, h, weights, bias2 = operands
+    dy, w2, source, position, token, offs, h, weights, bias2 = operands
     operands.clear()
-    places, device = _Places(source, position, token, top_k), dy.device
+    places, device = _Places(position, token, top_k), dy.device
     width = w2.shape[1]
-    probs, answers = places.per_row(weights), places.read(dy, width <= BACK and bias2 is None)
+    probs, answers = places.per_row(weights, source), places.read(dy, width <= BACK and bias2 is None)
     del dy
     grads: Tensors = dict.fromkeys(made)
-    further = any(made[name] is not None for name in ("dx", "dw1", "dweights", "dbias1"))
     grads["dbias2"], scaled = bias_gradients(answers[0], bias2, probs, offs, made["dbias2"], made["dweights"])
     inner = TensorSpec((h.shape[0], width), h.dtype, device)
-    if not further:
+    if made["dh"] is None and made["dweights"] is None:
         if made["dw2"] is not None:
             made_again = activate(inner, h, offs, probs, params=params)
             grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"])
@@ -124,8 +125,8 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
     del h
     table = {} if answers[1] is None else {"rows": answers[1]}
     back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params, **table)
-    dh, dprobs, act = back["dh"], back["dprobs"], back["act"]
-    del given, back
+    del given
+    dprobs, act = back["dprobs"], back.pop("act")
     if made["dw2"] is not None and act is not None:
         grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"])
     del answers, act
@@ -133,6 +134,16 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
         dprobs = dprobs.to(made["dweights"].dtype)
         dprobs = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
         grads["dweights"] = places.per_choice(dprobs, made["dweights"])
+    if made["dh"] is not None:
+        grads["dh"] = back["dh"]
+    return grads
+
+
+def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
+    """The gradients of x, w1 and bias1 that have a spec. dx comes before dw1: in dw1's turn its rows are gone."""
+    dh, x, w1, position, token, offs = operands
+    places, device = _Places(position, token, top_k), dh.device
+    grads: Tensors = dict.fromkeys(made)
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
         backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
@@ -143,5 +154,6 @@ def backward(made: Specs, operands: list, *, params: Params, top_k: int) -> Tens
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
-        grads["dw1"] = wgrad(places.read(x, width <= FIRST_GRADIENT), (dh, None), offs, made["dw1"])
+        tokens = places.read(x, w1.shape[2] <= FIRST_GRADIENT)
+        grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"])
     return grads

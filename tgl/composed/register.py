@@ -25,7 +25,8 @@ _EXPERTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "grouped_mlp": (mlp.forward, ("y", "h", "act")),
     "grouped_mlp_backward": (mlp.backward, ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")),
     "moe": (moe.forward, ("y", "h")),
-    "moe_backward": (moe.backward, ("dx", "dw1", "dw2", "dweights", "dbias1", "dbias2")),
+    "moe_backward_hidden": (moe.backward_hidden, ("dh", "dw2", "dweights", "dbias2")),
+    "moe_backward_input": (moe.backward_input, ("dx", "dw1", "dbias1")),
 }
 """Of every op: what produces its outputs, and their names."""
 

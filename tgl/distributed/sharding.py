@@ -208,10 +208,8 @@ def _moe(
     return [replicated(2, x, w1, w2, source, position, token, offs, weights, bias1, bias2)]
 
 
-def _moe_backward(
+def _moe_backward_hidden(
     dy: Any,
-    x: Any,
-    w1: Any,
     w2: Any,
     source: Any,
     position: Any,
@@ -222,7 +220,11 @@ def _moe_backward(
     bias2: Any = None,
     **_: Any,
 ) -> list[Rule]:
-    return [replicated(6, dy, x, w1, w2, source, position, token, offs, h, weights, bias2)]
+    return [replicated(4, dy, w2, source, position, token, offs, h, weights, bias2)]
+
+
+def _moe_backward_input(dh: Any, x: Any, w1: Any, position: Any, token: Any, offs: Any, **_: Any) -> list[Rule]:
+    return [replicated(3, dh, x, w1, position, token, offs)]
 
 
 def _permutation(t: Any, token: Any, position: Any, top_k: int, weights: Any = None) -> list[Rule]:
@@ -299,7 +301,8 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_mlp.default: _grouped_mlp,
     _ops.grouped_mlp_backward.default: _grouped_mlp_backward,
     _ops.moe.default: _moe,
-    _ops.moe_backward.default: _moe_backward,
+    _ops.moe_backward_hidden.default: _moe_backward_hidden,
+    _ops.moe_backward_input.default: _moe_backward_input,
     _ops.dispatch.default: _permutation,
     _ops.combine.default: _permutation,
     _ops.combine_backward.default: _combine_backward,

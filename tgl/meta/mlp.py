@@ -98,12 +98,14 @@ def bias(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, .
         checks.same_device(op, name, t, matrix.name, matrix.t.device)
 
 
-def of_weights(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], w1: Tensor) -> None:
-    """``t``, if given, is a dense matrix of that shape, with the dtype and on the device of ``w1``."""
+def of_weight(
+    op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], weight: str, w: Tensor
+) -> None:
+    """``t``, if given, is a dense matrix of that shape, in the dtype and on the device of ``w``, called ``weight``."""
     if t is not None:
         checks.shape(op, name, t, shape, letters)
-        checks.same_dtype(op, name, t, "w1", w1.dtype)
-        checks.same_device(op, name, t, "w1", w1.device)
+        checks.same_dtype(op, name, t, weight, w.dtype)
+        checks.same_device(op, name, t, weight, w.device)
         checks.dense_matrix(op, name, t)
 
 
@@ -128,40 +130,32 @@ def grouped_mlp_backward(
     width, inter, columns = operands(op, matrix, w1, w2, offs, kind)
     rows, dtype, device = matrix.t.shape[0], dy.dtype, dy.device
     _probs(op, probs, matrix.name, matrix.t)
-    of_weights(op, "dy", dy, "[T, O]", (rows, columns), w1)
-    of_weights(op, "h", h, "[T, N]", (rows, width), w1)
-    of_weights(op, "act", act, "[T, I]", (rows, inter), w1)
+    of_weight(op, "dy", dy, "[T, O]", (rows, columns), "w1", w1)
+    of_weight(op, "h", h, "[T, N]", (rows, width), "w1", w1)
+    of_weight(op, "act", act, "[T, I]", (rows, inter), "w1", w1)
     bias(op, "bias2", bias2, "[G, O]", (w1.shape[0], columns), Matrix("dy", dy))
-    check_mask(op, output_mask, {1: ("w1 without `x`", x), 3: ("absent probs", probs)})
+    check_mask(op, output_mask, GRADIENTS, {1: ("w1 without `x`", x), 3: ("absent probs", probs)})
     dx = RowsSpec((rows, w1.shape[1]), dtype, device)
     dprobs = RowsSpec((rows,), dtype if probs is None else probs.dtype, device)
-    return gradients(dx, dprobs, w1, w2, output_mask)
+    acc = accumulator(dtype)
+    dbias1, dbias2 = (TensorSpec((w.shape[0], w.shape[2]), acc, device) for w in (w1, w2))
+    return masked((dx, weight_gradient(w1), weight_gradient(w2), dprobs, dbias1, dbias2), output_mask)
 
 
-def check_mask(op: str, output_mask: Sequence[bool], without: dict[int, tuple[str, Tensor | None]]) -> None:
+def check_mask(op: str, output_mask: Sequence[bool], count: int, without: dict[int, tuple[str, Tensor | None]]) -> None:
     """``output_mask`` has a flag for each gradient, and asks for none that takes an absent tensor of ``without``."""
-    checks.require(len(output_mask) == GRADIENTS, op, "output_mask", f"{GRADIENTS} flags", len(output_mask))
+    checks.require(len(output_mask) == count, op, "output_mask", f"{count} flags", len(output_mask))
     for i, (name, given) in without.items():
         checks.require(given is not None or not output_mask[i], op, "output_mask", f"False for {name}", "True")
 
 
-def gradients(
-    dx: TensorSpec, dprobs: TensorSpec, w1: Tensor, w2: Tensor, output_mask: Sequence[bool]
-) -> tuple[TensorSpec, ...]:
-    """The six gradients in their order, ``[0]`` where ``output_mask`` does not ask for one."""
-    groups, acc, device = w1.shape[0], accumulator(w1.dtype), w1.device
-    wanted = (
-        dx,
-        _weight_gradient(w1),
-        _weight_gradient(w2),
-        dprobs,
-        TensorSpec((groups, w1.shape[2]), acc, device),
-        TensorSpec((groups, w2.shape[2]), acc, device),
-    )
-    return tuple(spec if want else TensorSpec((0,), spec.dtype, spec.device) for spec, want in zip(wanted, output_mask))
+def masked(made: Sequence[TensorSpec], output_mask: Sequence[bool]) -> tuple[TensorSpec, ...]:
+    """Gradients, ``[0]`` where ``output_mask`` does not ask for one."""
+    return tuple(spec if want else TensorSpec((0,), spec.dtype, spec.device) for spec, want in zip(made, output_mask))
 
 
-def _weight_gradient(w: Tensor) -> TensorSpec:
+def weight_gradient(w: Tensor) -> TensorSpec:
+    """That of ``w``, in the memory order of its matrices."""
     groups, depth, columns = w.shape
     stride = (depth * columns, 1, depth) if by_columns(w) else None
     return TensorSpec((groups, depth, columns), w.dtype, w.device, stride)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, permutation
-from .mlp import Matrix, bias, check_mask, gradients, of_weights, operands
-from .specs import Dim, TensorSpec
+from . import activations, checks, permutation
+from .mlp import Matrix, bias, check_mask, masked, of_weight, operands, weight_gradient
+from .specs import Dim, TensorSpec, accumulator
 
 
 def moe(
@@ -65,10 +65,8 @@ def _places(
     return rows
 
 
-def moe_backward(
+def moe_backward_hidden(
     dy: Tensor,
-    x: Tensor | None,
-    w1: Tensor,
     w2: Tensor,
     source: Tensor,
     position: Tensor,
@@ -82,16 +80,62 @@ def moe_backward(
     output_mask: Sequence[bool],
     kind: str = "swiglu",
 ) -> tuple[TensorSpec, ...]:
-    """The gradients of x, w1, w2, weights, bias1 and bias2, ``[0]`` where ``output_mask`` does not ask for one."""
-    op, tokens = "moe_backward", dy.shape[:1]
-    checks.ndim(op, "dy", dy, 2, "[S, O]")
-    matrix = Matrix("dy", dy, "[S, O]") if x is None else Matrix("x", x, "[S, H]")
-    width, _, columns = operands(op, matrix, w1, w2, offs, kind)
+    """The gradients of h, w2, weights and bias2, ``[0]`` where ``output_mask`` does not ask for one."""
+    op, matrix = "moe_backward_hidden", Matrix("dy", dy, "[S, O]")
+    activation = activations.named(kind, op=op)
+    _with_weight(op, matrix, "w2", w2, "[G, I, O]", "O", offs)
+    groups, inter, columns = w2.shape
     rows = _places(op, matrix, source, position, token, top_k, weights)
-    of_weights(op, "dy", dy, "[S, O]", (*matrix.t.shape[:1], columns), w1)
-    of_weights(op, "h", h, "[T, N]", (rows, width), w1)
-    bias(op, "bias2", bias2, "[G, O]", (*w1.shape[:1], columns), Matrix("dy", dy))
-    check_mask(op, output_mask, {1: ("w1 without `x`", x), 3: ("absent weights", weights)})
-    dx = TensorSpec((*tokens, w1.shape[1]), dy.dtype, dy.device)
+    of_weight(op, "h", h, "[T, N]", (rows, activation.width(inter)), "w2", w2)
+    bias(op, "bias2", bias2, "[G, O]", (groups, columns), matrix)
+    check_mask(op, output_mask, 4, {2: ("absent weights", weights)})
     dtype: torch.dtype = dy.dtype if weights is None else weights.dtype
-    return gradients(dx, TensorSpec((*tokens, top_k), dtype, dy.device), w1, w2, output_mask)
+    made = (
+        TensorSpec(tuple(h.shape), h.dtype, h.device),
+        weight_gradient(w2),
+        TensorSpec((dy.shape[0], top_k), dtype, dy.device),
+        TensorSpec((groups, columns), accumulator(dy.dtype), dy.device),
+    )
+    return masked(made, output_mask)
+
+
+def moe_backward_input(
+    dh: Tensor,
+    x: Tensor | None,
+    w1: Tensor,
+    position: Tensor,
+    token: Tensor,
+    offs: Tensor,
+    *,
+    top_k: Dim,
+    output_mask: Sequence[bool],
+) -> tuple[TensorSpec, ...]:
+    """The gradients of x, w1 and bias1, ``[0]`` where ``output_mask`` does not ask for one."""
+    op, matrix = "moe_backward_input", Matrix("dh", dh, "[T, N]")
+    _with_weight(op, matrix, "w1", w1, "[G, H, N]", "N", offs)
+    groups, depth, columns = w1.shape
+    permutation.check_pairs(op, token, position, top_k, "dh", dh.device)
+    checks.shape(op, "token", token, (dh.shape[0],), "[T]")
+    tokens = position.shape[0] // top_k
+    of_weight(op, "x", x, "[S, H]", (tokens, depth), "w1", w1)
+    check_mask(op, output_mask, 3, {1: ("w1 without `x`", x)})
+    made = (
+        TensorSpec((tokens, depth), dh.dtype, dh.device),
+        weight_gradient(w1),
+        TensorSpec((groups, columns), accumulator(dh.dtype), dh.device),
+    )
+    return masked(made, output_mask)
+
+
+def _with_weight(op: str, matrix: Matrix, name: str, w: Tensor, letters: str, last: str, offs: Tensor) -> None:
+    """``w`` has a matrix for each group, and the columns of ``matrix``, which is multiplied by their transposes."""
+    given, t, _ = matrix
+    checks.ndim(op, given, t, 2, matrix.letters)
+    checks.floating(op, given, t)
+    checks.dense_matrix(op, given, t)
+    checks.ndim(op, name, w, 3, letters)
+    checks.same_dtype(op, name, w, given, t.dtype)
+    checks.same_device(op, name, w, given, t.device)
+    checks.size(op, name, w, 2, t.shape[1], lambda: f"{letters} with {last} = {t.shape[1]} like `{given}`")
+    checks.dense_matrix(op, name, w)
+    checks.offsets(op, offs, w.shape[0], given, t.device)

@@ -39,7 +39,7 @@ def moe(
     For token ``s`` the sum over its choices ``j``, with ``g`` the expert chosen, of
     ``weights[s, j] * (activation(x[s] @ w1[g] + bias1[g]) @ w2[g] + bias2[g])``, with the bits of ``dispatch``,
     ``grouped_mlp`` with the weights as ``probs``, and ``combine``. Differentiable in all floating arguments, twice. The
-    backward is one op too. It holds ``x``, what goes into the activation ``[T, N]``, the weights and the routing; the
+    backward is two ops. It holds ``x``, what goes into the activation ``[T, N]``, the weights and the routing; the
     rows ``[T, H]`` and the activation's result ``[T, I]`` are formed again. In a graph compiled for a CPU the GEMMs are
     ops of their own, and the compiler fuses the rest and decides what is held.
 
@@ -87,7 +87,7 @@ class MoE(GroupedMLP):
     forward.) The backward forms the activation's result again in any case, so that ``recompute_activation`` and
     ``save_original_input`` change nothing.
 
-    A plain block is ``tgl.moe``: one op forward and one backward. With a recipe, weights per expert,
+    A plain block is ``tgl.moe``: one op forward and two backward. With a recipe, weights per expert,
     ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` it is one node of autograd, with the values of ``dispatch``,
     ``GroupedMLP`` and ``combine``; what reads quantised rows quantises tokens by an index. The block is these three,
     and holds what they hold, with hooks of ``fc1`` or ``fc2`` or other modules in their place, under ``torch.func``,

@@ -126,11 +126,9 @@ def moe_flop(
     return grouped_mlp_flop(source_shape, w1_shape, w2_shape)
 
 
-@_flops(_ops.moe_backward)
-def moe_backward_flop(
+@_flops(_ops.moe_backward_hidden)
+def moe_backward_hidden_flop(
     dy_shape: list[int],
-    x_shape: list[int] | None,
-    w1_shape: list[int],
     w2_shape: list[int],
     source_shape: list[int],
     *args: Any,
@@ -138,7 +136,22 @@ def moe_backward_flop(
     **kwargs: Any,
 ) -> int:
     """Those of the GEMMs that the gradients asked for take."""
-    return grouped_mlp_backward_flop(source_shape, x_shape, w1_shape, w2_shape, output_mask=output_mask)
+    dh, dw2, dweights, _ = output_mask
+    return 2 * source_shape[0] * w2_shape[1] * w2_shape[2] * (dw2 + (dh or dweights))
+
+
+@_flops(_ops.moe_backward_input)
+def moe_backward_input_flop(
+    dh_shape: list[int],
+    x_shape: list[int] | None,
+    w1_shape: list[int],
+    *args: Any,
+    output_mask: list[bool],
+    **kwargs: Any,
+) -> int:
+    """Those of the GEMMs that the gradients asked for take."""
+    dx, dw1, _ = output_mask
+    return 2 * dh_shape[0] * w1_shape[1] * w1_shape[2] * (dx + dw1)
 
 
 @_flops(_ops.grouped_gemm_packed)

@@ -1,4 +1,4 @@
-"""``tgl::moe``: the Mixture-of-Experts block from tokens to tokens, as one op forward and one backward.
+"""``tgl::moe``: the Mixture-of-Experts block from tokens to tokens, as one op forward and two backward.
 
 ``tgl.moe`` gives it the parts of a ``tgl.Routing``.
 """
@@ -20,11 +20,12 @@ from ._library import Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 from .grouped_mlp import composed_gradients
 
-NAME, BACKWARD = "moe", "moe_backward"
+NAME, HIDDEN, INPUT = "moe", "moe_backward_hidden", "moe_backward_input"
 
 _PLACES = {"source": "tokens", "position": "tokens", "token": "tokens", "weights": "tokens"}
 _checked = remembered(specs.moe, {"x": "rows", **_PLACES})
-_checked_backward = remembered(specs.moe_backward, {"dy": "rows", "x": "rows", "h": "tokens", **_PLACES})
+_checked_hidden = remembered(specs.moe_backward_hidden, {"dy": "rows", "h": "tokens", **_PLACES})
+_checked_input = remembered(specs.moe_backward_input, {"dh": "rows", "x": "tokens", **_PLACES})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -59,40 +60,53 @@ def _check_values(op: str, places: Sequence[Tensor], top_k: int) -> None:
     debug.check_places(op, source, position, 1, "source")
 
 
-def _kernel_backward(
+def _kernel_hidden(
     dy: Tensor,
-    x: Tensor | None,
-    w1: Tensor,
     w2: Tensor,
     source: Tensor,
     position: Tensor,
     token: Tensor,
     offs: Tensor,
     h: Tensor,
-    weights: Tensor | None = None,
-    bias2: Tensor | None = None,
-    *,
-    top_k: int,
-    output_mask: Sequence[bool],
-    **params: Any,
+    *scales: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
-    return _gradients([dy, x, w1, w2, source, position, token, offs, h, weights, bias2], top_k, output_mask, params)
+    weights, bias2 = (*scales, None, None)[:2]  # the dispatcher drops trailing defaults
+    return _hidden_gradients([dy, w2, source, position, token, offs, h, weights, bias2], **options)
 
 
-_GRADIENTS = ("dx", "dw1", "dw2", "dweights", "dbias1", "dbias2")
+def _kernel_input(
+    dh: Tensor, x: Tensor | None, w1: Tensor, position: Tensor, token: Tensor, offs: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    return _input_gradients([dh, x, w1, position, token, offs], **options)
 
 
-def _gradients(operands: list, top_k: int, mask: Sequence[bool], params: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The backward's results; ``operands`` may be empty afterwards."""
+_OF_HIDDEN, _OF_INPUT = ("dh", "dw2", "dweights", "dbias2"), ("dx", "dw1", "dbias1")
+
+
+def _hidden_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool], **params: Any) -> tuple[Tensor, ...]:
+    """Of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
     parsed, device = Params(**params), operands[0].device
-    made = _checked_backward(*operands, top_k=top_k, output_mask=tuple(mask), kind=parsed.kind)
-    _check_values(BACKWARD, operands[4:8], top_k)
-    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, params=parsed, top_k=top_k)
-    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_GRADIENTS, made))
+    made = _checked_hidden(*operands, top_k=top_k, output_mask=tuple(output_mask), kind=parsed.kind)
+    _check_values(HIDDEN, operands[2:6], top_k)
+    wanted = _wanted(_OF_HIDDEN, made, output_mask)
+    grads = backends.produce(HIDDEN, device, wanted, operands, params=parsed, top_k=top_k)
+    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_OF_HIDDEN, made))
 
 
-def _wanted(made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
-    return {name: spec if want else None for name, spec, want in zip(_GRADIENTS, made, mask)}
+def _input_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Of x, w1 and bias1."""
+    device = operands[0].device
+    made = _checked_input(*operands, top_k=top_k, output_mask=tuple(output_mask))
+    position, token, offs = operands[3:]
+    debug.check_offs(INPUT, offs, token.shape[0])
+    debug.check_places(INPUT, token, position, top_k)
+    grads = backends.produce(INPUT, device, _wanted(_OF_INPUT, made, output_mask), operands, top_k=top_k)
+    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_OF_INPUT, made))
+
+
+def _wanted(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
+    return {name: spec if want else None for name, spec, want in zip(names, made, mask)}
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -126,21 +140,41 @@ def _save(
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradient of the tokens' results goes to the rows, through ``grouped_mlp``'s backward, and is summed.
 
-    As one op; where a second order may follow, or comes, as the differentiable ones that it is made of.
+    As two ops; where a second order may follow, or comes, as the differentiable ones that it is made of.
     """
     mask = [needs[i] for i in (0, 1, 2, 7, 8, 9)]
     if dy is None or dh is not None or torch.is_grad_enabled():
         grads = _composed(ctx, mask, dy, dh)
-    elif unobserved(dy):
-        # Past the dispatcher, which would hold all operands to the end.
-        operands = [dy, *ctx.saved_tensors]
-        ctx.maybe_clear_saved_tensors()
-        grads = _gradients(operands, ctx.top_k, mask, ctx.params)
     else:
-        grads = _op_backward(dy, *ctx.saved_tensors, top_k=ctx.top_k, output_mask=mask, **ctx.params)
+        grads = _by_two_ops(ctx, mask, dy)
     dx, dw1, dw2, dweights, dbias1, dbias2 = (g if want else None for g, want in zip(grads, mask))
     biases = (None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes))
     return dx, dw1, dw2, None, None, None, None, dweights, *biases
+
+
+def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The first alone reads ``h``.
+
+    A graph holds the operands of an op to its end: one op would hold ``h`` beside the gradients of x and w1. Called
+    eagerly, past the dispatcher, ``h`` goes within the first.
+    """
+    plain = unobserved(dy)
+    of_x, of_w1, of_w2, of_weights, of_bias1, of_bias2 = mask
+    further = of_x or of_w1 or of_bias1
+    x, w1, w2, source, position, token, offs, h, weights, bias2 = ctx.saved_tensors
+    if plain:
+        ctx.maybe_clear_saved_tensors()
+    operands = [dy, w2, source, position, token, offs, h, weights, bias2]
+    del h
+    given: dict[str, Any] = {"top_k": ctx.top_k, "output_mask": [further, of_w2, of_weights, of_bias2], **ctx.params}
+    made = _hidden_gradients(operands, **given) if plain else _op_hidden(*operands, **given)
+    dh, dw2, dweights, dbias2 = made
+    if not further:
+        return None, None, dw2, dweights, None, dbias2
+    operands = [dh, x, w1, position, token, offs]
+    given = {"top_k": ctx.top_k, "output_mask": [of_x, of_w1, of_bias1]}
+    dx, dw1, dbias1 = _input_gradients(operands, **given) if plain else _op_input(*operands, **given)
+    return dx, dw1, dw2, dweights, dbias1, dbias2
 
 
 def _composed(ctx: Any, mask: Sequence[bool], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -162,20 +196,16 @@ def _autocast(
     x: Tensor,
     w1: Tensor,
     w2: Tensor,
-    source: Tensor,
-    position: Tensor,
-    token: Tensor,
-    offs: Tensor,
-    weights: Tensor | None = None,
-    *biases: Tensor | None,
+    *rest: Tensor | None,
     **kwargs: Any,
 ) -> tuple[tuple, dict]:
     """Operands and biases in the autocast dtype; ``weights`` keep their own."""
+    places, weights, biases = rest[:4], rest[4] if len(rest) > 4 else None, rest[5:]
     x, w1, w2 = (autocast_operand(dtype, t) for t in (x, w1, w2))
     if weights is not None and weights.dtype not in (x.dtype, torch.float32):
         weights = weights.float()
     cast = (None if b is None else autocast_operand(dtype, b) for b in biases)
-    return (x, w1, w2, source, position, token, offs, weights, *cast), kwargs
+    return (x, w1, w2, *places, weights, *cast), kwargs
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -189,15 +219,22 @@ define(
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
-_op_backward = define(
-    f"{BACKWARD}(Tensor dy, Tensor? x, Tensor w1, Tensor w2, {_SCHEMA_PLACES}, Tensor h, Tensor? weights=None, "
-    f"Tensor? bias2=None, *, SymInt top_k, bool[] output_mask, {SCHEMA}) -> "
-    "(Tensor dx, Tensor dw1, Tensor dw2, Tensor dweights, Tensor dbias1, Tensor dbias2)",
-    _kernel_backward,
+_NO_DERIVATIVE = "the backward of tgl::moe is differentiable under create_graph=True"
+_op_hidden = define(
+    f"{HIDDEN}(Tensor dy, Tensor w2, {_SCHEMA_PLACES}, Tensor h, Tensor? weights=None, Tensor? bias2=None, *, "
+    f"SymInt top_k, bool[] output_mask, {SCHEMA}) -> (Tensor dh, Tensor dw2, Tensor dweights, Tensor dbias2)",
+    _kernel_hidden,
     lambda *args, top_k, output_mask, kind="swiglu", **_: tuple(
-        spec.empty() for spec in specs.moe_backward(*args, top_k=top_k, output_mask=output_mask, kind=kind)
+        spec.empty() for spec in specs.moe_backward_hidden(*args, top_k=top_k, output_mask=output_mask, kind=kind)
     ),
-    no_derivative="the backward of tgl::moe is differentiable under create_graph=True",
+    no_derivative=_NO_DERIVATIVE,
+)
+_op_input = define(
+    f"{INPUT}(Tensor dh, Tensor? x, Tensor w1, Tensor position, Tensor token, Tensor offs, *, SymInt top_k, "
+    "bool[] output_mask) -> (Tensor dx, Tensor dw1, Tensor dbias1)",
+    _kernel_input,
+    lambda *args, **options: tuple(spec.empty() for spec in specs.moe_backward_input(*args, **options)),
+    no_derivative=_NO_DERIVATIVE,
 )
 
 
@@ -221,10 +258,8 @@ def _call(
     return x.device, operands, {"params": parsed, "top_k": top_k, "y": y.meta(), "h": h.meta()}
 
 
-def _call_backward(
+def _call_hidden(
     dy: Tensor,
-    x: Tensor | None,
-    w1: Tensor,
     w2: Tensor,
     source: Tensor,
     position: Tensor,
@@ -238,11 +273,31 @@ def _call_backward(
     output_mask: Sequence[bool],
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed, operands = Params(**params), (dy, x, w1, w2, source, position, token, offs, h, weights, bias2)
-    made = specs.moe_backward(*operands, top_k=top_k, output_mask=output_mask, kind=parsed.kind)
-    destinations = {name: spec and spec.meta() for name, spec in _wanted(made, output_mask).items()}
-    return dy.device, operands, {"params": parsed, "top_k": top_k, **destinations}
+    parsed, operands = Params(**params), (dy, w2, source, position, token, offs, h, weights, bias2)
+    made = specs.moe_backward_hidden(*operands, top_k=top_k, output_mask=output_mask, kind=parsed.kind)
+    return dy.device, operands, {"params": parsed, "top_k": top_k, **_metas(_OF_HIDDEN, made, output_mask)}
+
+
+def _call_input(
+    dh: Tensor,
+    x: Tensor | None,
+    w1: Tensor,
+    position: Tensor,
+    token: Tensor,
+    offs: Tensor,
+    *,
+    top_k: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    operands = dh, x, w1, position, token, offs
+    made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask)
+    return dh.device, operands, {"top_k": top_k, **_metas(_OF_INPUT, made, output_mask)}
+
+
+def _metas(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, Tensor | None]:
+    return {name: spec and spec.meta() for name, spec in _wanted(names, made, mask).items()}
 
 
 backends.describe_op(NAME, _call)
-backends.describe_op(BACKWARD, _call_backward)
+backends.describe_op(HIDDEN, _call_hidden)
+backends.describe_op(INPUT, _call_input)

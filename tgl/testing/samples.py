@@ -332,7 +332,7 @@ def named_rows(sample: SampleInput, made: Mapping[str, Tensor | None], tail: flo
 
 
 def places(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """int32 ``source [T]``, ``position [2 T]`` and ``token [T]`` of T tokens with two choices each.
+    """int32 ``source [T]``, ``position [2 T]`` and ``token [T]``, as the op takes them, of T tokens with two choices.
 
     The rows of the groups are, in no order, the choices of the first tokens; other tokens have no row.
     """
@@ -342,11 +342,8 @@ def places(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) 
     source[:routed] = order
     position[order] = torch.arange(routed, dtype=torch.int32, device="cpu")
     token = source.div(2, rounding_mode="floor")
-    return {
-        "source": source.to(sample.device),
-        "position": position.to(sample.device),
-        "token": token.to(sample.device),
-    }
+    found = {"source": source, "position": position, "token": token}
+    return {name: t.to(sample.device) for name, t in found.items() if name in made}
 
 
 def lay_out(values: Tensor, layout: str) -> Tensor:

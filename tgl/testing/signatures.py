@@ -38,9 +38,13 @@ _ALL: dict[str, Sequence[Any]] = {"output_mask": ((True,) * 6,)}
 _MOE_WIDE = ("weights", "bias1", "bias2")
 _MOE_PLACES = "source[T]:derived, position[2T]:derived, token[T]:derived, offs[G]:ends"
 _MOE_FORWARD = f"x[T,K], w1[G,K,I], w2[G,I,N], {_MOE_PLACES}, weights[T,2], bias1[G,I]?, bias2[G,N]? -> y[T,N], h[T,I]"
-_MOE_BACKWARD = (
-    f"dy[T,N], x[T,K], w1[G,K,I], w2[G,I,N], {_MOE_PLACES}, h[T,I], weights[T,2], bias2[G,N]? -> "
-    "dx[T,K], dw1[G,K,I], dw2[G,I,N], dweights[T,2], dbias1[G,I], dbias2[G,N]"
+_MOE_HIDDEN = (
+    f"dy[T,N], w2[G,I,N], {_MOE_PLACES}, h[T,I], weights[T,2], bias2[G,N]? -> "
+    "dh[T,I], dw2[G,I,N], dweights[T,2], dbias2[G,N]"
+)
+_MOE_INPUT = (
+    "dh[T,I], x[T,K], w1[G,K,I], position[2T]:derived, token[T]:derived, offs[G]:ends -> "
+    "dx[T,K], dw1[G,K,I], dbias1[G,I]"
 )
 _TWO: dict[str, Sequence[Any]] = {"kind": ("srelu",), "top_k": (2,)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
@@ -129,12 +133,20 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_MLP_BACKWARD, options={**_EXACT, **_ALL}, differentiable=False, wide=_MLP_WIDE),
     ),
     "moe": (Signature(_MOE_FORWARD, options=_TWO, wide=_MOE_WIDE, derive=places),),
-    "moe_backward": (
+    "moe_backward_hidden": (
         Signature(
-            _MOE_BACKWARD,
-            options={**_TWO, **_ALL},
+            _MOE_HIDDEN,
+            options={**_TWO, "output_mask": ((True,) * 4,)},
             differentiable=False,
             wide=_MOE_WIDE,
+            derive=places,
+        ),
+    ),
+    "moe_backward_input": (
+        Signature(
+            _MOE_INPUT,
+            options={"top_k": (2,), "output_mask": ((True,) * 3,)},
+            differentiable=False,
             derive=places,
         ),
     ),
