@@ -149,6 +149,15 @@ def test_an_engine_that_is_not_there(ranks):
         transformers_parallel.register(max_tokens=1, engine="nvshmem")
 
 
+def test_forms_of_rows_that_these_experts_do_not_have():
+    with pytest.raises(ValueError, match=r"`wire` must be 'dense', as experts .*, but got 'quantized'"):
+        transformers_parallel.register(max_tokens=1, wire="quantized")
+    with pytest.raises(ValueError, match=r"`wire_dtype` must be None, as experts .*, but got torch\.float32"):
+        transformers_parallel.register(max_tokens=1, wire_dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"register\(\) got an unexpected keyword argument 'wires'"):
+        transformers_parallel.register(max_tokens=1, wires="dense")
+
+
 def test_an_older_transformers_is_named(monkeypatch):
     found = builtins.__import__
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..distributed._exchange import Exchange, Sizes
 from ..distributed._symmetric import reserve
+from ..distributed._wire import DENSE
 from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from ..nn._parameters import decided_when_traced
 from .transformers import NAME, experts_forward
@@ -30,6 +31,10 @@ _NEEDS = (
     "tgl.integrations.transformers_parallel needs transformers 5.23 or later; install it with "
     "`pip install -U torch-grouped-linear[transformers]`"
 )
+_WIRES = {
+    "wire": (DENSE, "have no recipe whose codes could travel"),
+    "wire_dtype": (None, "sum their answers to a token in its dtype"),
+}
 
 
 def register(
@@ -40,6 +45,7 @@ def register(
     pair_capacity_factor: float | None = None,
     invariant: bool = False,
     engine: str = ALL_TO_ALL,
+    **wires: Any,
 ) -> None:
     """Make this expert parallelism available to transformers models as an implementation of it.
 
@@ -52,13 +58,21 @@ def register(
         max_tokens: the most tokens in a batch of a rank, all sequences together.
         capacity_factor, pair_capacity_factor, invariant: see ``ExpertParallelMLP``.
         engine: see ``ExpertParallelMLP``; a group without that memory is an error of the first call, on all ranks.
+        **wires: ``wire`` and ``wire_dtype`` of ``ExpertParallelMLP``, of which these experts take the defaults alone:
+            they have no recipe whose codes could travel, and sum their answers to a token in the dtype of tokens.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.23, which takes no implementation.
-        ValueError: ``engine`` is unknown.
+        ValueError: ``engine`` is unknown, or rows would travel in a form that these experts do not have.
     """
     if engine not in ENGINES:
         raise ValueError(f"`engine` must be one of {', '.join(map(repr, ENGINES))}, but got {engine!r}")
+    for argument, given in wires.items():
+        if argument not in _WIRES:
+            raise TypeError(f"register() got an unexpected keyword argument {argument!r}")
+        only, why = _WIRES[argument]
+        if given != only:
+            raise ValueError(f"`{argument}` must be {only!r}, as experts of transformers {why}, but got {given!r}")
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError as error:
