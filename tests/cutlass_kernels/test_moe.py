@@ -1,4 +1,4 @@
-"""``tgl.moe`` where kernels serve it: which GEMMs it launches, and results near those of a CPU."""
+"""``tgl.moe`` where kernels serve it: which GEMMs it launches, and results near those of a CPU, or equal to them."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests import moe_cases
+from tests.chips import parameters
 from tgl.composed import moe
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.testing import emulator
@@ -53,3 +55,36 @@ def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
     kernels = " ".join(launch.kernel for launch in machine.launches)
     assert ("GatheredActivatedGroupedGemm" in kernels) == few
     assert len(machine.launches) == (5 if few else 6)
+
+
+def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:
+    """Forward and every gradient have the CPU's bits, by kernels without a race; the kernels."""
+    operands = moe_cases.block(moe_cases.Sizes(G, 24, K, H, I), kind, biased)
+    expected = moe_cases.expected(operands, kind)
+    with emulator.emulate(ARCHS[arch].target) as machine:
+        found = moe_cases.step(operands, kind)
+    for name, wanted in expected.items():
+        assert torch.equal(found[name], wanted), name
+    kernels = [launch.kernel for launch in machine.launches]
+    assert sum("GroupedGemm" in kernel for kernel in kernels) == 2 + 4
+    return kernels
+
+
+@pytest.mark.parametrize("arch", parameters())
+def test_integers_have_the_bits_of_a_cpu(arch):
+    """Of the activation that takes the least time to compile; all are slow."""
+    kernels = integers_agree(arch, "relu", biased=False)
+    assert "Gathered" in " ".join(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", moe_cases.KINDS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_integers_of_every_kind(arch, kind, biased, copies, monkeypatch):
+    """Tokens read by an index, or as wide experts read many: in a copy."""
+    for bound in ("FIRST", "BACK", "FIRST_GRADIENT", "FEW_ROWS") if copies else ():
+        monkeypatch.setattr(moe, bound, 0)
+    kernels = integers_agree(arch, kind, biased)
+    assert ("Gathered" in " ".join(kernels)) != copies

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import tgl
+from tests import moe_cases
 from tests.gpu.device import DEVICE
+from tgl.composed import moe
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +48,19 @@ def test_near_a_cpu_and_two_runs_alike():
         assert torch.equal(first, second)
         # Three products and a sum, each rounded to bfloat16.
         assert (first.double().cpu() - cpu).norm() <= 2.0**-7 * cpu.norm()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", moe_cases.KINDS)
+def test_integers_have_the_bits_of_a_cpu(kind, biased, copies, monkeypatch):
+    """Forward and every gradient, of tokens read by an index or in a copy."""
+    for bound in ("FIRST", "BACK", "FIRST_GRADIENT", "FEW_ROWS") if copies else ():
+        monkeypatch.setattr(moe, bound, 0)
+    operands = moe_cases.block(moe_cases.Sizes(EXPERTS, TOKENS, CHOICES, HIDDEN, INNER), kind, biased)
+    found = moe_cases.step({name: t.to(DEVICE) for name, t in operands.items()}, kind)
+    for name, wanted in moe_cases.expected(operands, kind).items():
+        assert torch.equal(found[name].cpu(), wanted), name
 
 
 def pieces(experts, given, dy):
