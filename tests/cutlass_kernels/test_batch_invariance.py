@@ -176,18 +176,20 @@ def test_the_block_promises_what_its_parts_promise(op, arch):
         assert not tgl.explain(op, *args, **options).batch_invariant
 
 
-@pytest.mark.parametrize("op", ["moe", "grouped_mlp"])
-def test_the_block_does_not_promise_gradients_of_weights(op):
-    args, options = block_operands(torch.bfloat16)[op]
-    x, w1, w2, *rest = args
+def test_gradients_of_weights_are_not_promised():
+    """Those of tokens are, given the gradient of what goes into the activation."""
+    (x, w1, w2, source, position, token, offs), options = block_operands(torch.bfloat16)["moe"]
     h = torch.zeros(8, 2 * N).bfloat16()
-    between = (h,) if op == "moe" else (h, None)
-    mask = [False, True, False, False, False, False]
     with backends.emulated_device("sm_90"):
-        found = tgl.explain(f"{op}_backward", x, x, w1, w2, *rest, *between, output_mask=mask, **options)
-    assert found.parts[-1].op == "grouped_gemm_wgrad"
-    assert not found.parts[-1].batch_invariant
-    assert not found.batch_invariant
+        for wgrad in (False, True):
+            mask = [True, wgrad, False]
+            found = tgl.explain("moe_backward_input", h, x, w1, position, token, offs, output_mask=mask, **options)
+            assert (found.parts[-1].op == "grouped_gemm_wgrad") == wgrad
+            assert found.batch_invariant != wgrad
+        mask = [False, True, False, False, False, False]
+        expert = tgl.explain("grouped_mlp_backward", x, x, w1, w2, offs, h, None, output_mask=mask)
+    assert expert.parts[-1].op == "grouped_gemm_wgrad"
+    assert not expert.batch_invariant
 
 
 @pytest.mark.parametrize("given", [False, True])
