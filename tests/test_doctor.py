@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tgl import backends, doctor
+from tgl._doctor_calls import CALLS, NEED
 from tgl.cutlass_kernels.archs import chips, serving
 from tgl.cutlass_kernels.runtime import device
+from tgl.integrations import torch as drop_in
 from tgl.meta.formats import FORMATS
 
 CAPABILITIES = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_103": (10, 3)}
@@ -33,15 +35,38 @@ def gpu(monkeypatch):
 def served(where):
     """``(op, dtype or format)`` to what the report says of it."""
     lines = doctor.report().split(f"\n{where}: ")[1].split("\n\n")[0].splitlines()
-    cells = (line.split(None, 2) for line in lines[1:])
-    return {(op, of): text for op, of, text in cells if of in ("bfloat16", *FORMATS)}
+    cells = (line.strip().partition("  ") for line in lines[1:] if ": " in line)
+    told = ((op, *text.strip().partition(": ")[::2]) for op, _, text in cells)
+    return {(op, of): answer for op, kinds, answer in told for of in kinds.split(", ")}
 
 
 def test_on_a_cpu():
     found = served("cpu")
-    assert {of for _, of in found} == {"bfloat16", *FORMATS}
+    assert {of for _, of in found} == {"bfloat16", "float32", "int32", "FP8 by rows", "not asked", *FORMATS}
     assert found["grouped_gemm", "bfloat16"] == "loop of mm"
     assert not any("no implementation" in text for text in found.values())
+
+
+def test_every_op_is_in_the_report():
+    """Asked in some dtype or format, or with a word on what it needs."""
+    ours = {op for op in backends.ops() if "::" not in op or op.startswith("aten::")}
+    assert ours == {*CALLS, *NEED}
+    assert {op for op, _ in served("cpu")} == set(backends.ops())
+
+
+def test_an_op_that_was_forgotten(monkeypatch):
+    for name in ("new_op", "others::op"):
+        monkeypatch.setitem(backends._arguments, name, lambda x: None)
+    found = served("cpu")
+    assert found["new_op", "not asked"] == "it needs a call in tgl/_doctor_calls.py"
+    assert found["others::op", "not asked"] == "it needs arguments that its library knows"
+
+
+def test_who_serves_atens_products():
+    assert "ATen's grouped products are ATen's own: tgl.integrations.torch is not enabled" in doctor.report()
+    with drop_in.enabled("cpu"):
+        assert "ATen's grouped products are served on cpu, by tgl.integrations.torch" in doctor.report()
+        assert served("cpu")["aten::_grouped_mm", "bfloat16"] == "tgl::grouped_gemm"
 
 
 @pytest.mark.parametrize("arch", CAPABILITIES)

@@ -250,6 +250,11 @@ def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dic
     _arguments[op] = arguments
 
 
+def ops() -> tuple[str, ...]:
+    """Every op that implementations can be asked for."""
+    return tuple(_arguments)
+
+
 def qualified(op: str) -> str:
     """The op's name with its library."""
     return op if "::" in op else f"tgl::{op}"

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import __version__, backends
+from ._doctor_calls import CALLS, NEED, Operands
 from .cutlass_kernels.archs import chips, serving
 from .cutlass_kernels.runtime import cache, device
-from .meta.formats import FORMATS
-from .ops import group_quantize
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "peft")
-Call = tuple[str, str, tuple, dict[str, Any]]
+
+UNKNOWN = "a call in tgl/_doctor_calls.py", "arguments that its library knows"
 
 
 def report() -> str:
@@ -37,6 +36,7 @@ def _installed() -> Iterator[str]:
         except importlib.metadata.PackageNotFoundError:
             yield f"  {package}: not installed"
     cuda = torch.version.cuda
+    yield f"  {_drop_in()}"
     yield f"  torch is built {'without CUDA' if cuda is None else f'for CUDA {cuda}'}"
     reason = device.packages_reason()
     if reason is not None:
@@ -62,45 +62,36 @@ def _served(where: torch.device) -> Iterator[str]:
     else:
         yield f"{where}: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     with FakeTensorMode():
-        for op, of, args, kwargs in calls(where):
-            found = backends.explain(op, *args, **kwargs)
-            reasons = "; ".join(f"{i.name}: {reason}" for i, reason in found.refused)
-            chosen = f"no implementation: {reasons}" if found.chosen is None else found.chosen.name
-            about = ", an emulation" * found.emulates + ", reads the device on the host" * found.syncs
-            yield f"  {op:<40} {of:<10}  {chosen}{about}"
+        on = Operands(where)
+        for op in sorted(backends.ops(), key=order):
+            answers: dict[str, list[str]] = {}
+            for of, args, kwargs in CALLS[op](on) if op in CALLS else ():
+                answers.setdefault(_answer(backends.explain(op, *args, **kwargs)), []).append(of)
+            for answer, kinds in answers.items():
+                yield f"  {op:<40} {', '.join(kinds)}: {answer}"
+            if not answers:
+                yield f"  {op:<40} not asked: it needs {NEED.get(op, UNKNOWN['::' in op])}"
 
 
-def calls(where: torch.device) -> Iterator[Call]:
-    """A call of each op that a layer runs, forward and backward, in bfloat16 and in every format."""
-    offs = torch.zeros(2, dtype=torch.int32, device=where)
-    places = torch.zeros(256, dtype=torch.int32, device=where)
+def order(op: str) -> int:
+    """Where an op stands: in the order of a layer, ops without a call last."""
+    names = list(CALLS)
+    return names.index(op) if op in CALLS else len(names)
 
-    def made(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=where)
 
-    rows, matrices, wide = made(256, 256), made(2, 256, 256), made(256, 512)
-    for op, args in {
-        "route": (places.view(128, 2), 2),
-        "dispatch": (rows, places, places, 1),
-        "grouped_gemm": (rows, matrices, offs),
-        "grouped_gemm_activation": (rows, made(2, 256, 512), offs),
-        "combine": (rows, places, places, 1),
-        "grouped_gemm_dactivation": (rows, matrices, wide, offs),
-        "grouped_gemm_wgrad": (rows, rows, offs),
-        "grouped_gemm_wgrad_accumulate_": (rows, rows, offs, matrices),
-        "grouped_dbias": (rows, offs),
-    }.items():
-        yield op, "bfloat16", args, {}
-    for name, f in FORMATS.items():
-        options = {"format": name, "scale_layout": "blocked" if "blocked" in f.layouts else "compact"}
-        a, b = (group_quantize(t, o, **options) for t, o in ((rows, offs), (matrices, None)))  # type: ignore[arg-type]
-        if f.square_scales:
-            b = group_quantize(matrices, None, **options, block_2d=True)  # type: ignore[arg-type]
-        amaxes = ((a.amax, b.amax), (a.columnwise_amax, a.columnwise_amax)) if f.decodes_with_amax else ((), ())
-        columns = (a.columnwise_data, a.columnwise_scale)
-        yield "group_quantize", name, (rows, offs), options
-        yield "grouped_gemm_scaled", name, (a.data, a.scale, b.data, b.scale, offs, *amaxes[0]), options
-        yield "grouped_gemm_scaled_wgrad", name, (*columns, *columns, offs, *amaxes[1]), options
+def _answer(found: backends.Explanation) -> str:
+    if found.chosen is None:
+        return "no implementation: " + "; ".join(f"{i.name}: {reason}" for i, reason in found.refused)
+    about = ", an emulation" * found.emulates + ", reads the device on the host" * found.syncs
+    return f"{found.chosen.name}{about}"
+
+
+def _drop_in() -> str:
+    drop_in = sys.modules.get("tgl.integrations.torch")
+    types = drop_in.served() if drop_in is not None else ()
+    if not types:
+        return "ATen's grouped products are ATen's own: tgl.integrations.torch is not enabled in this process"
+    return f"ATen's grouped products are served on {', '.join(types)}, by tgl.integrations.torch"
 
 
 if __name__ == "__main__":

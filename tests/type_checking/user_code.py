@@ -12,6 +12,8 @@ from typing_extensions import assert_type
 
 import tgl
 from tgl import recipes
+from tgl.integrations import peft as adapters
+from tgl.integrations import torch as drop_in
 from tgl.integrations import transformers as adapter
 
 
@@ -65,6 +67,18 @@ def tools(x: Tensor, w: Tensor, offs: Tensor) -> bool:
     return report.emulates and report.batch_invariant
 
 
+def unchanged_code(x: Tensor, w: Tensor, offs: Tensor, model: nn.Module) -> Tensor:
+    """Code that calls ATen's products, and PEFT's adapters on experts."""
+    drop_in.enable()
+    drop_in.enable(["cuda", "cpu"])
+    assert_type(drop_in.served(), tuple[str, ...])
+    drop_in.disable()
+    assert_type(adapters.attach(model), list[str])
+    adapters.detach(model)
+    with drop_in.enabled("cpu"):
+        return torch.nn.functional.grouped_mm(x, w, offs=offs)
+
+
 def wrong(x: Tensor, w: Tensor) -> None:
     """Every call has one mistake."""
     tgl.grouped_gemm(x, w, "offs")  # type: ignore[arg-type]
@@ -75,3 +89,5 @@ def wrong(x: Tensor, w: Tensor) -> None:
     tgl.quantize(x, None, "mxfp8").no_such_method()  # type: ignore[attr-defined]
     tgl.group_quantize(x, None, format="mxfp8").missing  # type: ignore[attr-defined] # noqa: B018
     adapter.register(1)  # type: ignore[arg-type]
+    drop_in.enable(1)  # type: ignore[arg-type]
+    adapters.attach("model")  # type: ignore[arg-type]
