@@ -176,13 +176,15 @@ CALLS: dict[str, Callable[[Operands], Iterator[Call]]] = {
     "moe": _dense(
         lambda on: (on.rows, on.wide_matrices, on.matrices, on.places, on.places, on.places, on.offs), top_k=1
     ),
-    "moe_backward": _dense(
-        lambda on: (
-            *(on.rows, on.rows, on.wide_matrices, on.matrices),
-            *(on.places, on.places, on.places, on.offs, on.wide),
-        ),
+    "moe_backward_hidden": _dense(
+        lambda on: (on.rows, on.matrices, on.places, on.places, on.places, on.offs, on.wide),
         top_k=1,
-        output_mask=[True, True, True, False, False, False],
+        output_mask=[True, True, False, False],
+    ),
+    "moe_backward_input": _dense(
+        lambda on: (on.wide, on.rows, on.wide_matrices, on.places, on.places, on.offs),
+        top_k=1,
+        output_mask=[True, True, False],
     ),
     "grouped_gemm_row_scaled": _by_rows(
         lambda on: (*_fp8_rows(on), on.made(GROUPS, WIDTH, WIDTH, dtype=FP8), _scales(on)[1], on.offs)
