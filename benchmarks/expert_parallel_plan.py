@@ -1,6 +1,6 @@
 """What an expert parallel layer holds and sends on paper, from 8 ranks to 512, in bfloat16.
 
-    python benchmarks/expert_parallel_plan.py [--models deepseek-v3 ...] [--tokens 4096] [--pair-factors 1.25 2]
+    python benchmarks/expert_parallel_plan.py [--models deepseek-v3 ...] [--tokens 4096] [--pair-factors 2] [--host 8]
 
 Nothing is run: sizes are those that ``tgl.distributed.ExpertParallelMLP`` fixes when it is made, with
 ``capacity_factor=2``. Per rank and layer:
@@ -13,7 +13,11 @@ Nothing is run: sizes are those that ``tgl.distributed.ExpertParallelMLP`` fixes
 ``h``                MiB of ``[expert_rows, 2 I]``, held for the backward
 ``sent``             MiB that a rank sends in a forward: choices, tokens with their weights, answers
 ``used``             share of these places that tokens take on average
+``off host``         MiB of ``sent`` that leave a host of ``--host`` ranks
 ``to a peer``        KiB of tokens in one message, of which an exchange sends W - 1
+``messages``         that a rank sends to others in a forward and a backward, with collectives
+``symmetric``        MiB of the memory that all layers of a group share with ``engine="symmetric_memory"``, for ranks of
+                     one NVLink domain; such a forward and backward have 10 barriers and no messages
 ``8-bit arrived``    ``arrived`` and ``sent`` with ``wire="quantized"`` and ``MXFP8BlockScaling``: codes and scales
 ``8-bit sent``       of tokens, answers in bfloat16
 """
@@ -30,13 +34,18 @@ from harness.command import choice, parser
 
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
+from tgl.peers import MOST_RANKS
 from tgl.recipes import MXFP8BlockScaling
 
 MIB, KIB = 1 << 20, 1 << 10
 BF16 = torch.bfloat16
 QUANTIZED = Form.of("quantized", None, MXFP8BlockScaling())
 RANKS = (8, 16, 32, 64, 128, 256, 512)
-HEAD = ("W", "rows a token", "factor", "P", "arrived", "h", "sent", "used", "to a peer", "8-bit arrived", "8-bit sent")
+EXCHANGES = 8  # counts, choices, tokens, weights, answers; gradients of answers, of tokens and of weights
+HEAD = (
+    *("W", "rows a token", "factor", "P", "arrived", "h", "sent", "used", "off host", "to a peer", "messages"),
+    *("symmetric", "8-bit arrived", "8-bit sent"),
+)
 
 
 class Model(NamedTuple):
@@ -59,7 +68,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser(__doc__)
     choice(made, "--models", MODELS)
     made.add_argument("--tokens", type=int, default=4096, help="max_tokens of a rank")
-    made.add_argument("--pair-factors", type=float, nargs="+", default=[1.25], help="beside the worst case")
+    made.add_argument("--pair-factors", type=float, nargs="+", default=[1.25, 2.0], help="beside the worst case")
+    made.add_argument("--host", type=int, default=8, help="ranks of a host")
     return made.parse_args(argv)
 
 
@@ -69,7 +79,12 @@ def ranks_of_a_token(model: Model, ranks: int) -> float:
     return ranks * (1 - without)
 
 
-def row(model: Model, ranks: int, tokens: int, factor: float | None) -> tuple[str, ...]:
+def off_host(sent: int, ranks: int, host: int) -> int:
+    """Of the bytes that a rank sends, evenly to all ranks, those for ranks of other hosts."""
+    return sent * (ranks - min(host, ranks)) // ranks
+
+
+def row(model: Model, ranks: int, tokens: int, factor: float | None, host: int) -> tuple[str, ...]:
     """The figures of one layer."""
     sizes = Sizes(ranks, model.experts, model.top_k, tokens, 2.0, factor, invariant=False)
     places, goes = ranks * sizes.pair_rows, ranks_of_a_token(model, ranks)
@@ -84,20 +99,23 @@ def row(model: Model, ranks: int, tokens: int, factor: float | None) -> tuple[st
         f"{sizes.expert_rows * 2 * model.inner * BF16.itemsize / MIB:.0f}",
         f"{sent / MIB:.0f}",
         f"{goes * tokens / places:.2f}",
+        f"{off_host(sent, ranks, host) / MIB:.0f}",
         f"{sizes.pair_rows * line / KIB:.0f}",
+        str(EXCHANGES * (ranks - 1)),
+        f"{sizes.memory(model.hidden, BF16) / MIB:.0f}" if ranks <= MOST_RANKS else "none",
         f"{places * QUANTIZED.bytes_to(model.hidden, BF16) / MIB:.0f}",
         f"{sizes.traffic(model.hidden, BF16, QUANTIZED)[0] / MIB:.0f}",
     )
 
 
-def table(model: Model, tokens: int, factors: Sequence[float | None]) -> Iterator[str]:
+def table(model: Model, tokens: int, factors: Sequence[float | None], host: int) -> Iterator[str]:
     """Lines of a table, of as many ranks as share the experts evenly."""
     yield f"| {' | '.join(HEAD)} |"
     yield "|---" * len(HEAD) + "|"
     for ranks in RANKS:
         if not model.experts % ranks:
             for factor in factors:
-                yield f"| {' | '.join(row(model, ranks, tokens, factor))} |"
+                yield f"| {' | '.join(row(model, ranks, tokens, factor, host))} |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = MODELS[name]
         sizes = f"H {model.hidden}, I {model.inner}, {model.experts} experts, {model.top_k} choices"
         print(f"{name} ({sizes}), {options.tokens} tokens a rank\n")
-        print("\n".join(table(model, options.tokens, [None, *options.pair_factors])), end="\n\n")
+        print("\n".join(table(model, options.tokens, [None, *options.pair_factors], options.host)), end="\n\n")
 
 
 if __name__ == "__main__":
