@@ -9,11 +9,12 @@ import torch
 from tgl import backends, doctor
 from tgl._doctor_calls import CALLS, NEED
 from tgl.cutlass_kernels.archs import chips, serving
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.runtime import device
 from tgl.integrations import torch as drop_in
 from tgl.meta.formats import FORMATS
 
-CAPABILITIES = {"sm_75": (7, 5), "sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_103": (10, 3)}
+CAPABILITIES = {name: (int(name[3:-1]), int(name[-1])) for name in ("sm_75", *chips())}
 
 
 @pytest.fixture
@@ -82,10 +83,8 @@ def test_on_a_gpu(gpu, arch):
                 "loop of mm, reads the device on the host",
                 "decoded, loop of mm, an emulation, reads the device on the host",
             ),
-            "sm_80": ("tgl kernel", "decoded, dense GEMM, an emulation"),
-            "sm_90": ("tgl kernel", "decoded, dense GEMM, an emulation"),
-            "sm_100": ("tgl kernel", "tgl kernel"),
-            "sm_103": ("tgl kernel", "tgl kernel"),
+            **dict.fromkeys(chips(), ("tgl kernel", "decoded, dense GEMM, an emulation")),
+            **dict.fromkeys(chips(OPERANDS["mxfp8"].archs), ("tgl kernel", "tgl kernel")),
         }[arch]
     )
     assert (f"tgl has kernels for {', '.join(chips())}, not for {arch}" in doctor.report()) == (serving(arch) is None)

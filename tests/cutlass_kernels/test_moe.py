@@ -9,8 +9,9 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests import moe_cases
 from tests.chips import parameters
+from tgl import backends
 from tgl.composed import moe
-from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels.archs import ARCHS, chips
 from tgl.testing import emulator
 
 G, S, K, H, I = 3, 80, 2, 64, 64
@@ -24,15 +25,15 @@ def step(routing: tgl.Routing, tensors: list[torch.Tensor]) -> list[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_kernels_serve_every_part(arch):
+@pytest.mark.parametrize("chip", chips())
+def test_kernels_serve_every_part(chip):
     torch.manual_seed(0)
     tensors = [torch.randn(size).bfloat16() for size in ((S, H), (S, K), (G, 2 * I, H), (G, H, I))]
     tensors = [t.mul_(t.shape[-1] ** -0.5 if t.dim() == 3 else 1).requires_grad_() for t in tensors]
     chosen = torch.randint(0, G + 1, (S, K))  # some are no expert's
     routing = tgl.route(chosen, G)
     near = step(routing, tensors)
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+    with emulator.emulate(chip, detect_races=False) as machine:
         found = step(routing, tensors)
     kernels = [launch.kernel for launch in machine.launches]
     assert sum("GroupedGemm" in kernel for kernel in kernels) == 2 + 4
@@ -42,6 +43,17 @@ def test_kernels_serve_every_part(arch):
         assert ours.isfinite().all()
         # What the products round to bfloat16 between them may differ by its last bit.
         assert (ours.float() - cpu.float()).norm() <= 2.0**-7 * cpu.float().norm()
+
+
+@pytest.mark.parametrize("chip", chips())
+def test_a_kernel_is_named_for_every_part(chip):
+    x, w1, w2 = (torch.zeros(size).bfloat16() for size in ((S, H), (G, H, 2 * I), (G, I, H)))
+    routing = tgl.route(torch.randint(0, G, (S, K)), G)
+    with backends.emulated_device(chip):
+        places = routing.source, routing.position, routing.token, routing.offs
+        parts = tgl.explain("moe", x, w1, w2, *places, top_k=K).parts
+    assert [part.op for part in parts][-3:] == ["grouped_gemm_activation", "grouped_gemm", "combine"]
+    assert {part.chosen.name for part in parts} == {"tgl kernel"}
 
 
 @pytest.mark.parametrize("few", [False, True])
