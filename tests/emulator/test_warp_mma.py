@@ -161,6 +161,7 @@ def scale_register(codes, first, lanes):
         (("kind::mxf8f6f4", "scale_vec::1X"), 32, "e4m3", "e5m2", "ue8m0", 1),
         (("kind::mxf4nvf4", "scale_vec::4X"), 64, "e2m1", "e2m1", "ue4m3", 4),
         (("kind::mxf4nvf4", "scale_vec::2X"), 64, "e2m1", "e2m1", "ue8m0", 2),
+        (("kind::mxf4", "scale_vec::2X"), 64, "e2m1", "e2m1", "ue8m0", 2),
     ],
 )
 def test_mma_with_block_scales(kinds, k, at, bt, st, per):
@@ -195,6 +196,25 @@ def test_block_scales_that_are_not_a_number():
     values = fragment_values(got, 8, "f32")
     assert np.isnan(values[11]).all()
     assert (np.delete(values, 11, axis=0) == 32).all()
+
+
+def test_selectors_of_block_scales_in_registers():
+    """As immediate ones where all lanes hold the same; where they differ nothing is defined."""
+    ones = tuple(np.full(32, 0x38383838, np.uint32) for _ in range(6))
+    scales = np.arange(32, dtype=np.uint32) + 0x7F7F7F70, np.full(32, 0x7F7F7F7F, np.uint32)
+    zero = tuple(np.zeros((4, 32), np.uint32))
+    kinds, types = ("kind::mxf8f6f4", "scale_vec::1X"), ("f32", "e4m3", "e4m3", "f32", "ue8m0")
+
+    def multiplied(byte, thread):
+        operands = ones[:4], ones[4:], zero, ((scales[0], byte, thread), (scales[1], 0, 0))
+        return np.stack(mma.mma_scaled("m16n8k32", kinds, types, *operands))
+
+    byte, thread = np.full(32, 0, np.uint16), np.full(32, 1, np.uint16)
+    assert np.array_equal(multiplied(byte, thread), multiplied(0, 1))
+    assert not np.array_equal(multiplied(byte, thread), multiplied(0, 0))
+    thread[5] = 0
+    with pytest.raises(UnsupportedError, match="differ among lanes"):
+        multiplied(byte, thread)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 # quack patches the DSL and fixes the architecture when it is imported: a process for each
 DRIVERS = (
+    ("cutlass_operators", "sm_80"),
     ("cutlass_operators", "sm_90a"),
     ("quack_gemm", "sm_90a"),
     ("cutlass_operators", "sm_100a"),
     ("quack_gemm", "sm_100a"),
+    ("cutlass_operators", "sm_120a"),
+    ("quack_gemm", "sm_120a"),
 )
 
 

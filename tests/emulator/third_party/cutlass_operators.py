@@ -43,6 +43,13 @@ def device_tensor(t):
     return c.mark_layout_dynamic(leading_dim=leading)
 
 
+def by_pieces(t):
+    """One whose contiguous dimension is a multiple of 16 bytes, which kernels that copy such pieces want to know."""
+    leading, order = t.stride().index(1), sorted(range(t.dim()), key=lambda i: -t.stride(i))
+    c = from_dlpack(t, assumed_align=16)
+    return c.mark_compact_shape_dynamic(leading, tuple(order), divisibility=16 // t.element_size())
+
+
 def integers(gen, shape, dtype, low=-2, high=2):
     return torch.randint(low, high + 1, shape, generator=gen).to(dtype)
 
@@ -52,17 +59,29 @@ def major(t, transposed):
     return t.transpose(-1, -2).contiguous().transpose(-1, -2) if transposed else t.contiguous()
 
 
-def dense(arch, kernel, ab, acc, out, m, n, k, batch=1, a_major="k", b_major="k", **_):
+def dense(arch, kernel, ab, acc, out, m, n, k, batch=1, a_major="k", b_major="k", tensor=device_tensor, **_):
     gen = torch.Generator().manual_seed(1)
     dt = DTYPES[ab][0]
     span = 1 if acc == "f16" else 2
     a = major(integers(gen, (batch, m, k), torch.float32, -span, span), a_major == "m").to(dt)
     b = major(integers(gen, (batch, k, n), torch.float32, -span, span), b_major == "k").to(dt)
     c = torch.empty(batch, m, n, dtype=DTYPES[out][0])
-    args = [*[device_tensor(x) for x in (a, b, c)], STREAM]
+    args = [*[tensor(x) for x in (a, b, c)], STREAM]
     compiled = cute.compile[cute.GPUArch(arch)](kernel, *args)
     want = torch.bmm(a.to(torch.float64), b.to(torch.float64)).to(c.dtype)
     return lambda: compiled(*args), c, want
+
+
+def sm80_dense(arch, ab, acc, out, tile, **case):
+    types = (DTYPES[name][1] for name in (ab, ab, out, acc))
+    kernel = implementation("sm80_tensorop_gemm_impl", "Sm80TensorOpGemmKernel")(*types)
+    assert kernel.cta_tiler[:2] == tile
+
+    @cute.jit
+    def call(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
+        kernel(a, b, c, stream)
+
+    return dense(arch, call, ab=ab, acc=acc, out=out, tensor=by_pieces, **case)
 
 
 def sm90_dense(arch, tile, cluster, acc, **case):
@@ -190,6 +209,10 @@ def sm100_block_scaled(arch, tile, cluster, a_fmt, b_fmt, scale, vec, out, m, n,
     return lambda: (compiled(*args), keep), c, want.to(c.dtype)
 
 
+def _warps(arch, **kw):
+    return {"build": sm80_dense, "arch": arch, "kind": "dense", "tile": (128, 128), "cluster": (1, 1), **kw}
+
+
 def _sm90(**kw):
     return {"build": sm90_dense, "arch": "sm_90a", "kind": "dense", **kw}
 
@@ -211,6 +234,14 @@ MX4 = {"a_fmt": "e2m1", "b_fmt": "e2m1", "scale": "ue8m0", "vec": 32}
 NV4 = {"a_fmt": "e2m1", "b_fmt": "e2m1", "scale": "ue4m3", "vec": 16}
 BF16 = {"ab": "bf16", "acc": "f32", "out": "f32"}
 CASES = {
+    "sm80_bf16": _warps("sm_80", **BF16, m=200, n=264, k=136),
+    "sm80_f16_mn_major": _warps(
+        "sm_80", ab="f16", acc="f32", out="f16", m=136, n=256, k=72, batch=2, a_major="m", b_major="n"
+    ),
+    "sm80_f16_accumulate_f16": _warps("sm_80", ab="f16", acc="f16", out="f16", m=256, n=128, k=128),
+    "sm80_bf16_out": _warps("sm_80", ab="bf16", acc="f32", out="bf16", m=128, n=136, k=320),
+    "sm120_bf16": _warps("sm_120a", **BF16, m=130, n=128, k=96),
+    "sm120_f16_mn_major": _warps("sm_120a", ab="f16", acc="f32", out="f32", m=72, n=136, k=200, a_major="m"),
     "sm90_bf16": _sm90(**BF16, tile=(128, 128), cluster=(1, 1), m=200, n=264, k=136),
     "sm90_bf16_cluster_mn_major": _sm90(
         **BF16, tile=(128, 256), cluster=(2, 1), m=384, n=512, k=128, batch=2, a_major="m", b_major="n"

@@ -172,10 +172,14 @@ def _case(build, arch, kind, **kw):
     return {"build": build, "arch": arch, "kind": kind, "ab": "bf16", "out": "f32", **kw}
 
 
-def _scaled(a_fmt, b_fmt=None, **kw):
-    case = _case(block_scaled, "sm_100a", "block-scaled", a_fmt=a_fmt, b_fmt=b_fmt or a_fmt, **kw)
+def _scaled(a_fmt, b_fmt=None, arch="sm_100a", **kw):
+    case = _case(block_scaled, arch, "block-scaled", a_fmt=a_fmt, b_fmt=b_fmt or a_fmt, **kw)
     del case["ab"]
     return case
+
+
+def _sm120(build, kind, **kw):
+    return _case(build, "sm_120a", kind, cluster=(1, 1), **kw)
 
 
 def fenced(before):
@@ -267,6 +271,19 @@ CASES = {
         "mxfp6_e2m3_packed", "mxfp6_e3m2_packed", tile=(128, 128), cluster=(1, 1), m=256, n=256, k=256
     ),
     "sm100_fp8_fp4": _scaled("mxfp8_e5m2", "mxfp4", tile=(256, 128), cluster=(2, 1), m=512, n=256, k=256),
+    "sm120_dense": _sm120(dense, "dense", tile=(128, 128), m=200, n=264, k=136),
+    "sm120_dense_pingpong": _sm120(dense, "dense", tile=(64, 128), m=392, n=256, k=128, options=PINGPONG),
+    "sm120_grouped": _sm120(varlen_m, "grouped", tile=(128, 128), sizes=SIZES, n=192, k=136),
+    "sm120_grouped_pingpong": _sm120(varlen_m, "grouped", tile=(64, 128), sizes=SIZES, n=256, k=128, options=PINGPONG),
+    "sm120_grouped_gather": _sm120(varlen_m, "grouped", tile=(128, 128), sizes=SIZES, n=128, k=128, gather=True),
+    "sm120_weight_gradient": _sm120(varlen_k, "grouped", tile=(128, 128), sizes=(64, 1, 200, 63), m=136, n=192),
+    "sm120_mxfp8": _scaled("mxfp8_e4m3", arch="sm_120a", tile=(128, 128), cluster=(1, 1), m=200, n=256, k=256),
+    "sm120_mxfp8_grouped": _scaled(
+        "mxfp8_e4m3", arch="sm_120a", tile=(128, 128), cluster=(1, 1), sizes=SIZES, n=256, k=256
+    ),
+    "sm120_mxfp4": _scaled("mxfp4", arch="sm_120a", tile=(128, 128), cluster=(1, 1), m=256, n=256, k=256),
+    "sm120_nvfp4": _scaled("nvfp4", arch="sm_120a", tile=(128, 128), cluster=(1, 1), m=256, n=256, k=256),
+    "sm120_nvfp4_grouped": _scaled("nvfp4", arch="sm_120a", tile=(128, 128), cluster=(1, 1), sizes=SIZES, n=256, k=256),
 }
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def wgmma(g, ins: Insn, part: bool) -> list[str]:
 @op(
     "mma.sync",
     mods="aligned row col f32 s32 f16 bf16 tf32 e4m3 e5m2 e2m1 s8 u8 satfinite block_scale ue8m0 ue4m3 "
-    "kind::mxf8f6f4 kind::mxf4nvf4 scale_vec::1X scale_vec::2X scale_vec::4X",
+    "kind::mxf8f6f4 kind::mxf4 kind::mxf4nvf4 scale_vec::1X scale_vec::2X scale_vec::4X",
     pattern=r"m\d+n\d+k\d+",
 )
 def mma_sync(g, ins: Insn, part: bool) -> list[str]:
@@ -336,10 +336,8 @@ def mma_sync(g, ins: Insn, part: bool) -> list[str]:
         kinds = [x for x in ins.parts if "::" in x]
         scales = []
         for data, selector in (ins.ops[4:6], ins.ops[6:8]):
-            (word,), (byte, thread) = elements(data), elements(selector)
-            if byte[0] != "imm" or thread[0] != "imm":
-                raise UnsupportedError(f"{ins.op} with a variable selector")
-            scales.append(f"({g.val(word)}, {byte[1]}, {thread[1]})")
+            word, byte, thread = *elements(data), *elements(selector)
+            scales.append(f"({g.val(word)}, {g.val(byte, 16)}, {g.val(thread, 16)})")
         out.append(f"t_ = mma_scaled({shape!r}, {kinds!r}, {types!r}, {a}, {b}, {c}, ({', '.join(scales)}))")
     else:
         types = [x for x in ins.parts if x != "satfinite"][-4:]

@@ -124,10 +124,19 @@ def mma_sync(shape, types, a, b, c, satfinite=False):
 # kind, scale vector and scale type of an MMA with block scales -> its shape, its element types, scales of a row
 _SCALED = {
     ("kind::mxf8f6f4", "scale_vec::1X", "ue8m0"): ("m16n8k32", ("e4m3", "e5m2"), 1),
+    ("kind::mxf4", "scale_vec::2X", "ue8m0"): ("m16n8k64", ("e2m1",), 2),
     ("kind::mxf4nvf4", "scale_vec::4X", "ue4m3"): ("m16n8k64", ("e2m1",), 4),
     ("kind::mxf4nvf4", "scale_vec::4X", "ue8m0"): ("m16n8k64", ("e2m1",), 4),
     ("kind::mxf4nvf4", "scale_vec::2X", "ue8m0"): ("m16n8k64", ("e2m1",), 2),
 }
+
+
+def _selector(value) -> int:
+    """What all lanes hold."""
+    found = np.unique(value)
+    if found.size != 1:
+        raise UnsupportedError("mma.sync with selectors of scales that differ among lanes")
+    return int(found[0])
 
 
 def mma_scaled(shape, kinds, types, a, b, c, scales):
@@ -143,7 +152,7 @@ def mma_scaled(shape, kinds, types, a, b, c, scales):
     if known is None or shape != known[0] or {at, bt} - set(known[1]) or (dt, ct) != ("f32", "f32"):
         raise UnsupportedError(f"mma.sync.{shape}.{'.'.join((*kinds, *types))}")
     per = known[2]
-    (scale_a, byte_a, thread_a), (scale_b, byte_b, thread_b) = scales
+    (scale_a, byte_a, thread_a), (scale_b, byte_b, thread_b) = ((x, *map(_selector, ids)) for x, *ids in scales)
     if thread_a not in (0, 1) or thread_b not in range(4) or any(x not in range(0, 4, per) for x in (byte_a, byte_b)):
         raise UnsupportedError(
             f"mma.sync with {per} scales of a row: selectors {byte_a}, {thread_a}, {byte_b}, {thread_b}"
