@@ -1,5 +1,6 @@
 """The tables of docs/support.md say which calls are kernels, as ``tgl.explain`` does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,16 @@ import tgl
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.meta.formats import FORMATS
+from tools import support_matrix
+from tools.support_matrix import dense, quantised
 
 pytest.importorskip("cutlass")
 
-PAGE = (Path(__file__).parents[1] / "docs" / "support.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = support_matrix.PAGE.read_text()
 ALL = tuple(ARCHS)
 CELLS = {"-": (), "all": ALL}
 OFFS = torch.tensor([128, 256], dtype=torch.int32)
-PLACES = torch.arange(256)
 
 
 def table(first_column: str) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -40,49 +43,6 @@ def kernels(op, *args, **kwargs):
             return found and found.name
 
     return tuple(arch for arch in ALL if chosen(arch) == "tgl kernel")
-
-
-def dense(op, dtype):
-    rows, matrices, wide = (torch.zeros(size, dtype=dtype) for size in ((256, 256), (2, 256, 256), (256, 512)))
-    return {
-        "grouped_gemm": (rows, matrices, OFFS),
-        "grouped_gemm_wgrad": (rows, rows, OFFS),
-        "grouped_gemm_wgrad_accumulate_": (rows, rows, OFFS, matrices),
-        "grouped_gemm_activation": (rows, matrices, OFFS),
-        "grouped_gemm_dactivation": (rows, matrices, wide, OFFS),
-        "grouped_activation": (rows, OFFS),
-        "grouped_dbias": (rows, OFFS),
-        "dispatch": (rows, PLACES, PLACES, 1),
-        "combine": (rows, PLACES, PLACES, 1),
-        "combine_backward": (rows, rows, PLACES, PLACES, 1, torch.ones(256, 1)),
-        "topk_router": (rows, 8),
-        "topk_router_backward": (torch.zeros(256, 8), rows, torch.zeros(256, 8, dtype=torch.int32)),
-    }[op]
-
-
-def quantised(op, form):
-    rows, matrices = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(2, 256, 256, dtype=torch.bfloat16)
-    facts = FORMATS[form]
-    options = {"format": form, "scale_layout": "blocked" if "blocked" in facts.layouts else "compact"}
-    square = {"block_2d": True} if facts.square_scales else {}
-    a, b = tgl.group_quantize(rows, OFFS, **options), tgl.group_quantize(matrices, None, **options, **square)
-    amax = (a.amax, b.amax) if facts.decodes_with_amax else (None, None)
-    columns = (a.columnwise_data, a.columnwise_scale)
-    amaxes = (a.columnwise_amax,) * 2 if facts.decodes_with_amax else (None, None)
-    gemm = (a.data, a.scale, b.data, b.scale, OFFS, *amax)
-    if op == "grouped_gemm_packed":
-        scale = tgl.group_quantize(matrices, None, format=form, **square).scale
-        return (rows, b.data, scale, OFFS, amax[1]), {"format": form}
-    arguments = {
-        "grouped_gemm_scaled": gemm,
-        "grouped_gemm_scaled_wgrad": (*columns, *columns, OFFS, *amaxes),
-        "grouped_gemm_scaled_wgrad_accumulate_": (*columns, *columns, OFFS, torch.zeros(2, 256, 256), *amaxes),
-        "group_quantize": (rows, OFFS),
-        "group_dequantize": (a.data, a.scale, OFFS, amax[0]),
-        "grouped_activation_quantize": (rows, OFFS),
-        "grouped_gemm_scaled_activation_quantize": gemm,
-    }[op]
-    return arguments, options
 
 
 def test_dense_ops():
@@ -111,3 +71,23 @@ def test_rows_with_a_scale_each(op):
 def test_given_scales():
     rows, scale = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(2)
     assert kernels("grouped_activation_quantize", rows, OFFS, None, scale, format="fp8_tensor") == ALL
+
+
+def test_the_matrix_is_what_the_command_writes():
+    assert support_matrix.page(PAGE) == PAGE, "run python -m tools.support_matrix"
+
+
+@pytest.mark.parametrize("op", support_matrix.EMULATED)
+def test_what_ran_in_the_emulator_is_a_test(op):
+    """Of the op where it has ops, and of chips."""
+    test = support_matrix.EMULATED[op]
+    tried = [values for values in support_matrix.parameters(test) if {"chip", "arch"} & values.keys()]
+    assert bool(tried) != bool(test.chips)
+    assert not any("op" in values for values in tried) or any(values["op"] == op for values in tried)
+    assert not support_matrix.emulated(op, "no such format", "sm_80") or all("format" not in v for v in tried)
+
+
+def test_what_ran_on_hardware_is_a_test_on_a_device():
+    for ops in support_matrix.HARDWARE.values():
+        for op, module in ops.items():
+            assert re.search(rf"\b{op}\b", (ROOT / "tests" / "gpu" / f"{module}.py").read_text()), op

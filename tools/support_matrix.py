@@ -1,0 +1,292 @@
+"""Writes the matrix of docs/support.md: what serves every op in every format on every chip, and how that was verified.
+
+    python -m tools.support_matrix [--check]
+
+What serves a call is what ``tgl.explain`` says of it on a device that pretends to be the chip. A kernel is verified in
+the emulator if the test that ``EMULATED`` names is parametrised with the chip, and on hardware if ``HARDWARE`` says so.
+``--check`` writes nothing, and fails where the page is not what the command writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tgl
+from tgl import backends
+from tgl.cutlass_kernels.archs import arch_of, chips
+from tgl.meta.formats import FORMATS
+from tgl.meta.table import OnePerName
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+BEGIN, END = "<!-- written by python -m tools.support_matrix -->\n", "<!-- end -->"
+DENSE = "bfloat16"
+INT = torch.int32
+# Ops of a training step by which the first table tells a format.
+STEP = {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize", "grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
+KERNEL, COMPILED, COMPOSED, EMULATION, STEPS = "kernel", "compiled", "composed", "emulated", "steps"
+
+CARDS = OnePerName(
+    chips(),
+    "CARDS in tools/support_matrix.py",
+    {
+        "sm_80": "A100",
+        "sm_86": "RTX 3090, A40",
+        "sm_89": "RTX 4090, L40",
+        "sm_90": "H100, H200",
+        "sm_100": "B200",
+        "sm_103": "B300",
+        "sm_120": "RTX 5090, RTX PRO 6000",
+        "sm_121": "DGX Spark",
+    },
+)
+
+
+class Test(NamedTuple):
+    """A test on the emulator: its module in ``tests/cutlass_kernels``, its name, and chips if no parameter has them."""
+
+    module: str
+    name: str
+    chips: tuple[str, ...] = ()
+
+
+_DENSE = Test("test_every_chip", "test_it_runs_as_compiled_for_the_chip")
+_BYTES = Test("test_every_chip", "test_it_writes_the_bytes_of_the_cpu")
+_SCALED = Test("test_gemm_scaled", "test_ops_run_one_kernel_each")
+
+EMULATED: dict[str, Test] = {
+    **dict.fromkeys(
+        (
+            "grouped_gemm",
+            "grouped_gemm_wgrad",
+            "grouped_gemm_wgrad_accumulate_",
+            "grouped_gemm_activation",
+            "grouped_gemm_dactivation",
+            "grouped_activation",
+            "grouped_activation_backward",
+            "grouped_dbias",
+            "grouped_dbias_dscales",
+            "route",
+            "splits_to_offsets",
+            "dispatch",
+            "combine",
+            "combine_backward",
+            "topk_router",
+            "topk_router_backward",
+        ),
+        _DENSE,
+    ),
+    "group_quantize": _BYTES,
+    "group_dequantize": _BYTES,
+    "grouped_activation_quantize": _BYTES,
+    "grouped_gemm_scaled": _SCALED,
+    "grouped_gemm_scaled_wgrad": _SCALED,
+    "grouped_gemm_scaled_activation_quantize": Test(
+        "test_gemm_quantizing", "test_one_launch_with_the_bytes_of_two", ("sm_100",)
+    ),
+    "grouped_gemm_packed": Test("test_gemm_packed", "test_the_op_and_its_gradient_are_served"),
+}
+"""By op, in the order of the page."""
+
+HARDWARE: dict[str, dict[str, str]] = {
+    "sm_90": {
+        **dict.fromkeys(("grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm_wgrad_accumulate_"), "test_sm90"),
+        **dict.fromkeys(("grouped_dbias", "grouped_dbias_dscales", "splits_to_offsets"), "test_sm90"),
+        "grouped_gemm_activation": "test_gemm_activation",
+        "grouped_gemm_dactivation": "test_dactivation",
+        **dict.fromkeys(("grouped_activation", "grouped_activation_backward"), "test_activation"),
+        "route": "test_route",
+        **dict.fromkeys(("dispatch", "combine"), "test_moe"),
+        **dict.fromkeys(("topk_router", "topk_router_backward"), "test_topk_router"),
+        "group_quantize": "test_quantize",
+        "group_dequantize": "test_dequantize",
+        "grouped_activation_quantize": "test_activation",
+        **dict.fromkeys(("grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"), "test_scaled"),
+        "grouped_gemm_packed": "test_packed",
+    }
+}
+"""By chip, the ops whose kernels have passed a test of ``tests/gpu`` on one, and that test's module."""
+
+
+def dense(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple:
+    """Arguments of an op on dense operands."""
+
+    def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=of, device=device)
+
+    rows, matrices, offs, places = made(256, 256), made(2, 256, 256), made(2, of=INT), made(256, of=INT)
+    return {
+        "grouped_gemm": (rows, matrices, offs),
+        "grouped_gemm_wgrad": (rows, rows, offs),
+        "grouped_gemm_wgrad_accumulate_": (rows, rows, offs, matrices),
+        "grouped_gemm_activation": (rows, matrices, offs),
+        "grouped_gemm_dactivation": (rows, matrices, made(256, 512), offs),
+        "grouped_activation": (rows, offs),
+        "grouped_activation_backward": (made(256, 128), rows, offs),
+        "grouped_dbias": (rows, offs),
+        "grouped_dbias_dscales": (rows, made(2, 256), made(256), offs),
+        "route": (places.view(128, 2), 2),
+        "splits_to_offsets": (offs,),
+        "dispatch": (rows, places, places, 1),
+        "combine": (rows, places, places, 1),
+        "combine_backward": (rows, rows, places, places, 1, made(256, 1, of=torch.float32)),
+        "topk_router": (rows, 8),
+        "topk_router_backward": (made(256, 8, of=torch.float32), rows, made(256, 8, of=INT)),
+    }[op]
+
+
+def quantised(op: str, form: str, device: torch.device | str = "cpu") -> tuple[tuple, dict[str, Any]]:
+    """Arguments and options of an op on quantised operands; scales lie as the tensor cores have them."""
+    rows, matrices = (torch.ones(size, dtype=torch.bfloat16, device=device) for size in ((256, 256), (2, 256, 256)))
+    offs = torch.zeros(2, dtype=INT, device=device)
+    facts = FORMATS[form]
+    options: dict[str, Any] = {
+        "format": form,
+        "scale_layout": "blocked" if "blocked" in facts.layouts else "compact",
+    }
+    square = {"block_2d": True} if facts.square_scales else {}
+    a, b = tgl.group_quantize(rows, offs, **options), tgl.group_quantize(matrices, None, **options, **square)
+    amax = (a.amax, b.amax) if facts.decodes_with_amax else (None, None)
+    columns = (a.columnwise_data, a.columnwise_scale)
+    amaxes = (a.columnwise_amax,) * 2 if facts.decodes_with_amax else (None, None)
+    gemm = (a.data, a.scale, b.data, b.scale, offs, *amax)
+    if op == "grouped_gemm_packed":
+        scale = tgl.group_quantize(matrices, None, format=form, **square).scale
+        return (rows, b.data, scale, offs, amax[1]), {"format": form}
+    total = torch.zeros(2, 256, 256, device=device)
+    arguments = {
+        "grouped_gemm_scaled": gemm,
+        "grouped_gemm_scaled_wgrad": (*columns, *columns, offs, *amaxes),
+        "grouped_gemm_scaled_wgrad_accumulate_": (*columns, *columns, offs, total, *amaxes),
+        "group_quantize": (rows, offs),
+        "group_dequantize": (a.data, a.scale, offs, amax[0]),
+        "grouped_activation_quantize": (rows, offs),
+        "grouped_gemm_scaled_activation_quantize": gemm,
+    }[op]
+    return arguments, options
+
+
+def is_dense(op: str) -> bool:
+    """Whether the op has no format."""
+    return "format" not in {a.name for a in torch._C._get_schema(f"tgl::{op}", "").arguments}
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Format and op of every row."""
+    for form in (DENSE, *FORMATS):
+        yield from ((form, op) for op in EMULATED if is_dense(op) == (form == DENSE))
+
+
+@contextlib.contextmanager
+def pretended(chip: str) -> Iterator[torch.device]:
+    """A CUDA device that says it is the chip, for fake tensors."""
+    capability = int(chip[3:-1]), int(chip[-1])
+    backends._cuda_arch.cache_clear()
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        FakeTensorMode(),
+    ):
+        yield torch.device("cuda", 0)
+    backends._cuda_arch.cache_clear()
+    backends._forget_candidates()
+
+
+def parameters(test: Test) -> list[dict[str, str]]:
+    """What a test is parametrised with: of every mark the values that are strings, by name."""
+    function = getattr(importlib.import_module(f"tests.cutlass_kernels.{test.module}"), test.name)
+    found = []
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names = mark.args[0]
+            names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+            for values in mark.args[1]:
+                if hasattr(values, "marks"):
+                    values = values.values
+                elif len(names) == 1:
+                    values = (values,)
+                found.append({n: v for n, v in zip(names, values, strict=True) if isinstance(v, str)})
+    return found
+
+
+def emulated(op: str, form: str, chip: str) -> bool:
+    """Whether a test runs the op's kernel in the emulator, compiled for the chip; of 10.3 what runs for 10.0 counts."""
+    test = EMULATED[op]
+    wanted = {"op": (op,), "format": (form,), "chip": (chip, arch_of(chip).name), "arch": (chip, arch_of(chip).name)}
+
+    def fits(values: dict[str, str]) -> bool:
+        return all(value in wanted.get(name, (value,)) for name, value in values.items())
+
+    tried = [values for values in parameters(test) if {"chip", "arch"} & values.keys()]
+    return arch_of(chip).name in test.chips or any(map(fits, tried))
+
+
+def served(found: backends.Explanation) -> str:
+    """In a word."""
+    assert found.chosen is not None
+    if found.chosen.name == "tgl kernel":
+        return KERNEL
+    if found.emulates:
+        return EMULATION
+    return COMPOSED if found.parts and all(served(p) in (KERNEL, COMPOSED) for p in found.parts) else STEPS
+
+
+def cells(chip: str) -> dict[tuple[str, str], str]:
+    """By format and op what serves it on a chip, and how that was verified."""
+    found = {}
+    with pretended(chip) as device:
+        for form, op in rows():
+            args, options = (dense(op, torch.bfloat16, device), {}) if is_dense(op) else quantised(op, form, device)
+            found[form, op] = served(backends.explain(op, *args, **options))
+    for form, op in found:
+        if found[form, op] == KERNEL and op in HARDWARE.get(chip, {}):
+            found[form, op] = f"**{KERNEL}**"
+        elif found[form, op] == KERNEL and not emulated(op, form, chip):
+            found[form, op] = COMPILED
+    return found
+
+
+def tables() -> str:
+    """What a training step in a format is on each chip, and all ops."""
+    by_chip = {chip: cells(chip) for chip in chips()}
+    names = {chip: f"{chip[3:-1]}.{chip[-1]}<br>{CARDS[chip]}" for chip in chips()}
+    formats = (DENSE, *FORMATS)
+    lines = ["| GPU | " + " | ".join(formats) + " |", "|---|" + "---|" * len(formats)]
+    for chip, found in by_chip.items():
+        steps = ({found[form, op] for op in STEP if (form, op) in found} for form in formats)
+        words = (EMULATION if EMULATION in step else ", ".join(sorted(step)) for step in steps)
+        lines.append(f"| {names[chip]} | " + " | ".join(words) + " |")
+    lines += ["", "| format | op | " + " | ".join(names.values()) + " |", "|---|---|" + "---|" * len(names)]
+    for form, op in rows():
+        lines.append(f"| {form} | `{op}` | " + " | ".join(found[form, op] for found in by_chip.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """The page with the table that it should have."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + "\n" + tables() + "\n" + END + rest.partition(END)[2]
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--check", action="store_true", help="compare only")
+    check = made.parse_args().check
+    text = PAGE.read_text()
+    if check and page(text) != text:
+        sys.exit("docs/support.md is not what python -m tools.support_matrix writes")
+    PAGE.write_text(page(text))
+
+
+if __name__ == "__main__":
+    main()
