@@ -21,7 +21,7 @@ ADAPTER_TESTS := $(addprefix tests/integrations/test_transformers,.py _fp8.py _m
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-full test-gpu test-transformers wheel hub sanitize mutation lint types format bench clean
+.PHONY: help demo docs test test-full test-gpu test-transformers wheel hub torch-tests sanitize mutation lint types format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
@@ -32,6 +32,8 @@ help:
 	@echo "                the adapter's tests against that release of transformers, which is installed into build/"
 	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
 	@echo "make hub        the package as a kernel of the Hugging Face Hub, loaded by the library 'kernels'"
+	@echo "make torch-tests PYTORCH=../pytorch ARGS='--device cpu'"
+	@echo "                PyTorch's own tests of its grouped products, from a checkout, served by this package"
 	@echo "make sanitize   compute-sanitizer's racecheck over every tiling and a training step, on a CUDA device (minutes)"
 	@echo "make mutation   plant every bug of the emulator's mutation score (minutes); rewrites docs/emulator_mutation.md"
 	@echo "make docs       the documentation as a site, in site/; warnings and broken links are errors"
@@ -79,6 +81,9 @@ hub: $(READY)
 	$(BIN)/python -m tools.kernel_hub build/hub
 	$(BIN)/pip install --quiet --target build/kernels --no-deps kernels
 	PYTHONPATH=build/kernels $(TEST_ENV) $(BIN)/python tests/packaging/hub_user.py build/hub
+
+torch-tests: $(READY)
+	$(TEST_ENV) $(BIN)/python -m tools.torch_tests $(PYTORCH)/test/test_matmul_cuda.py $(PYTORCH)/test/test_scaled_matmul_cuda.py $(ARGS)
 
 sanitize: $(READY)
 	$(BIN)/python -m tests.gpu.sanitize
