@@ -178,7 +178,7 @@ def test_the_block_promises_what_its_parts_promise(op, arch):
 
 def test_gradients_of_weights_are_not_promised():
     """Those of tokens are, given the gradient of what goes into the activation."""
-    (x, w1, w2, source, position, token, offs), options = block_operands(torch.bfloat16)["moe"]
+    (x, w1, w2, _, position, token, offs), options = block_operands(torch.bfloat16)["moe"]
     h = torch.zeros(8, 2 * N).bfloat16()
     with backends.emulated_device("sm_90"):
         for wgrad in (False, True):

@@ -1,4 +1,4 @@
-"""compute-sanitizer over a small problem in every tiling, over the reductions, and over a compiled training step.
+"""compute-sanitizer over a small problem in every tiling, over the other kernels, and over a compiled training step.
 
     python -m tests.gpu.sanitize [--tool racecheck] [--seconds 200] [--cases training]
 
@@ -21,22 +21,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import tgl
-from tests import chips, demo_training
+from tests import chips, demo_training, router_cases
 from tests.cutlass_kernels.matrix import TILINGS
 from tests.demo_training import Size
 from tests.kernel_cases import ends, gradient, integers, product, row_sums
+from tests.memory import same_bytes
+from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.formats import FORMATS
 
 SIZES = (130, 0, 3, 65)
 MANY = (3000, 0, 3, 1330)  # rows enough for a ring, and for a group in several tiles of a reduction
 TAIL, DEPTH, COLUMNS = 5, 136, 264
 BF16 = torch.bfloat16
+DEVICE = torch.device("cuda")
 TRAINING = "training"
 
 
@@ -46,10 +51,14 @@ def gemms(tiling: GemmConfig) -> None:
     launcher.forget()
     rows = sum(SIZES) + TAIL
     a, b, dy = integers(rows, DEPTH), integers(len(SIZES), DEPTH, COLUMNS), integers(rows, COLUMNS)
-    offs, y, dw = ends(SIZES).cuda(), product(a, b, SIZES).to(BF16), gradient(a, dy, SIZES)
-    ours = [torch.zeros_like(y).cuda(), torch.zeros(dw.shape, dtype=BF16).cuda(), torch.ones(dw.shape).cuda()]
-    left, right = a.cuda(), dy.cuda()
-    tgl.grouped_gemm(left, b.cuda(), offs, out=ours[0])
+    offs, y, dw = ends(SIZES).to(DEVICE), product(a, b, SIZES).to(BF16), gradient(a, dy, SIZES)
+    ours = [
+        torch.zeros_like(y).to(DEVICE),
+        torch.zeros(dw.shape, dtype=BF16).to(DEVICE),
+        torch.ones(dw.shape).to(DEVICE),
+    ]
+    left, right = a.to(DEVICE), dy.to(DEVICE)
+    tgl.grouped_gemm(left, b.to(DEVICE), offs, out=ours[0])
     tgl.grouped_gemm_wgrad(left, right, offs, out=ours[1])
     tgl.grouped_gemm_wgrad_accumulate_(left, right, offs, ours[2])
     for got, wanted in zip(ours, (y, dw.to(BF16), dw.float() + 1)):
@@ -64,13 +73,13 @@ def gathers() -> None:
     index = torch.randint(0, tokens // 2, (rows,), dtype=torch.int32)
     index[sum(SIZES) :] = -1
     given = {
-        name: t.cuda() for name, t in {"a": a, "dy": dy, "grad": grad, "index": index, "offs": ends(SIZES)}.items()
+        name: t.to(DEVICE) for name, t in {"a": a, "dy": dy, "grad": grad, "index": index, "offs": ends(SIZES)}.items()
     }
     on, offs = given["index"], given["offs"]
-    y = tgl.grouped_gemm(given["a"], b.cuda(), offs, rows=on)
+    y = tgl.grouped_gemm(given["a"], b.to(DEVICE), offs, rows=on)
     dw = tgl.grouped_gemm_wgrad(given["a"], given["dy"], offs, a_rows=on)
     in_order = a[index.clamp(min=0).long()]
-    other = tgl.grouped_gemm_wgrad(in_order.cuda(), given["grad"], offs, b_rows=on)
+    other = tgl.grouped_gemm_wgrad(in_order.to(DEVICE), given["grad"], offs, b_rows=on)
     assert torch.equal(y.cpu()[: sum(SIZES)], product(in_order, b, SIZES)[: sum(SIZES)].to(BF16))
     assert torch.equal(dw.cpu(), gradient(in_order, dy, SIZES).to(BF16))
     assert torch.equal(other.cpu(), gradient(in_order, grad[index.clamp(min=0).long()], SIZES).to(BF16))
@@ -79,15 +88,88 @@ def gathers() -> None:
 def reductions() -> None:
     """Offsets, sums of rows of few columns and of many, and choices grouped by expert."""
     sizes = torch.tensor(MANY)
-    offs = tgl.splits_to_offsets(sizes.cuda())
+    offs = tgl.splits_to_offsets(sizes.to(DEVICE))
     assert torch.equal(offs.cpu(), sizes.cumsum(0).int())
     for columns in (136, 768):
         dy = integers(sum(MANY) + TAIL, columns)
-        assert torch.equal(tgl.grouped_dbias(dy.cuda(), offs).cpu().double(), row_sums(dy, MANY))
+        assert torch.equal(tgl.grouped_dbias(dy.to(DEVICE), offs).cpu().double(), row_sums(dy, MANY))
     for tokens in (100, 1500):  # one launch and two
         index = torch.randint(-1, 130, (tokens, 4))
-        for ours, theirs in zip(torch.ops.tgl.route(index.cuda(), 128), torch.ops.tgl.route(index, 128)):
-            assert torch.equal(ours.cpu(), theirs)
+        as_on_the_host("route", index, 128)
+
+
+def index_of_rows(tokens: int) -> torch.Tensor:
+    """A token for every row, of the first half of them; none for rows of the tail."""
+    made = torch.randint(0, tokens // 2, (sum(SIZES) + TAIL,), dtype=torch.int32)
+    made[sum(SIZES) :] = -1
+    return made
+
+
+def on_the_host(op: Callable, *args: Any, **options: Any) -> Any:
+    """What a CPU makes of it, while one is emulated as a device too."""
+    with backends.emulated_device("none"):
+        return op(*args, **options)
+
+
+def as_on_the_host(op: str, *args: Any, **options: Any) -> None:
+    """The op on the device gives what it gives on a CPU: codes to the byte, numbers but for the sign of a zero."""
+    given = (a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)
+    table = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    run = getattr(torch.ops.tgl, op)
+    for ours, theirs in zip(run(*given, **table), on_the_host(run, *args, **options), strict=True):
+        same = torch.equal if theirs.dtype in (BF16, torch.float32) else same_bytes
+        assert same(ours.cpu(), theirs)
+
+
+def gathered_activation() -> None:
+    """A product on rows by an index, with its activation."""
+    x, w, probs = integers(50, DEPTH), integers(len(SIZES), DEPTH, 272), integers(sum(SIZES) + TAIL)
+    index = index_of_rows(len(x))
+    as_on_the_host("grouped_gemm_activation", x, w, ends(SIZES), None, probs, index, kind="reglu")
+
+
+def gathered_gradient() -> None:
+    """A product back through the activation, on rows by an index and in order."""
+    rows = sum(SIZES) + TAIL
+    w, h, probs = integers(len(SIZES), DEPTH, 136), integers(rows, 272), integers(rows)
+    for tokens, index in ((50, index_of_rows(50)), (rows, None)):
+        as_on_the_host(
+            "grouped_gemm_dactivation", integers(tokens, DEPTH), w, h, ends(SIZES), probs, index, kind="reglu"
+        )
+
+
+def gathered_quantisation() -> None:
+    """Rows by an index, quantised in both directions."""
+    x = torch.randn(50, 256).to(BF16)
+    for name in FORMATS:
+        as_on_the_host("group_quantize", x, ends(SIZES), rows=index_of_rows(len(x)), format=name)
+
+
+def router() -> None:
+    """Experts, weights, sums and gradients, of groups with a bias too."""
+    for name in ("qwen3", "deepseek-v3, sums"):
+        case = router_cases.CASES[name]
+        logits, bias = router_cases.operands(case, 300, torch.float32)
+        grad, *sums = router_cases.cotangents(case, 300, torch.float32)
+        place = functools.partial(torch.Tensor.to, device=DEVICE)
+        made = torch.ops.tgl.topk_router(
+            place(logits), case.top_k, bias if bias is None else place(bias), **case.options
+        )
+        wanted = on_the_host(torch.ops.tgl.topk_router, logits, case.top_k, bias, **case.options)
+        for ours, theirs in zip(made, wanted, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-30)
+        options = router_cases.weighing(case)
+        back = torch.ops.tgl.topk_router_backward(place(grad), place(logits), made[1], *map(place, sums), **options)
+        theirs = on_the_host(torch.ops.tgl.topk_router_backward, grad, logits, wanted[1], *sums, **options)
+        torch.testing.assert_close(back.cpu(), theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+def combining_backward() -> None:
+    """Gradients of rows and weights, of choices some of which are no expert's."""
+    routing = tgl.route(torch.randint(-1, 5, (300, 4)), 5)
+    rows = len(routing.token)
+    given = integers(300, DEPTH), integers(rows, DEPTH), routing.token, routing.position, 4
+    as_on_the_host("combine_backward", *given, integers(300, 4))
 
 
 def training(recipe: str) -> None:
@@ -101,10 +183,21 @@ def training(recipe: str) -> None:
         assert parameter.grad.isfinite().all(), name
 
 
+BODIES = (
+    reductions,
+    gathers,
+    gathered_activation,
+    gathered_gradient,
+    gathered_quantisation,
+    router,
+    combining_backward,
+)
+
+
 def cases() -> dict[str, Callable[[], None]]:
     arch = chips.arch()
     assert arch is not None, "needs a device that the kernels are built for"
-    found: dict[str, Callable[[], None]] = {"reductions": reductions, "gathers": gathers}
+    found: dict[str, Callable[[], None]] = {body.__name__.replace("_", " "): body for body in BODIES}
     for recipe in chips.RECIPES[arch]:
         found[f"{TRAINING} {recipe}"] = functools.partial(training, recipe)
     for kind, tiling in TILINGS:
