@@ -15,7 +15,7 @@ from tests.ops.test_permutation import SOME, combined, dispatched, dots, integer
 from tgl import backends
 from tgl.cutlass_kernels.ops import permutation as calls
 from tgl.cutlass_kernels.permute.cut import LANES, cut_of
-from tgl.cutlass_kernels.runtime import launcher
+from tgl.cutlass_kernels.runtime import device, launcher
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -62,6 +62,8 @@ def check(x, y, token, position, top_k, weights, given=("none", "wide", "narrow"
 
 CASES = [
     ("sm_90a", 8, BF16, 264, "both"),
+    ("sm_80", 2, BF16, 40, "both"),
+    ("sm_120a", 3, F16, 24, "both"),
     pytest.param("sm_100a", 2, F16, 36, "both", marks=pytest.mark.slow),
     pytest.param("sm_90a", 1, BF16, 520, "both", marks=pytest.mark.slow),
     pytest.param("sm_90a", 4, F32, 36, "spare rows", marks=pytest.mark.slow),
@@ -91,6 +93,23 @@ def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
         for report in (sass.inspect(kernel.artifacts.CUBIN) for kernel in kernels):
             assert report.spills == report.frame == 0
             assert report.registers <= 128
+
+
+def test_two_devices_give_the_same_bits(monkeypatch):
+    """Of values whose sums round: the grid follows from the problem, not from how many multiprocessors there are."""
+    token, position = places(40, 4, spare=2, absent=0.3)
+    x, y, weights = torch.randn(40, 264).to(BF16), torch.randn(len(token), 264).to(BF16), torch.rand(40, 4)
+    found, grids = [], []
+    for count in (1, 132):
+        launcher.plans.clear()
+        launcher.forget()
+        monkeypatch.setattr(device, "multiprocessors", lambda _, count=count: count)
+        with emulator.emulate("sm_90a") as machine:
+            found.append((OPS.dispatch(x, token, position, 4, weights), OPS.combine(y, token, position, 4, weights)))
+        grids.append([launch.grid for launch in machine.launches])
+    assert all(map(torch.equal, *found))
+    assert grids[0] == grids[1]
+    assert len(grids[0]) == 2
 
 
 def test_through_the_ops():

@@ -68,6 +68,16 @@ def test_two_launches(machine, experts):
     assert machine.launches[1].early is not None or not machine.launches[1].overlaps
 
 
+@pytest.mark.usefixtures("several")
+def test_devices_of_any_size_give_the_same_bits(machine, monkeypatch):
+    """A block for each multiprocessor, up to those that the choices fill, and the exact routing by each."""
+    index = choices(1100, 2, 7, beyond=1)
+    for count in (1, 2, 3, 132):
+        monkeypatch.setattr(device, "multiprocessors", lambda _, count=count: count)
+        check(index, 7)
+    assert [record.grid[0] for record in machine.launches] == [1, 1, 2, 2, 3, 3, 5, 5]
+
+
 @pytest.mark.parametrize("num_rows", [0, 1000, 3000])
 def test_other_numbers_of_rows(several, num_rows):
     """Fewer than choices of experts, in the middle of a group, and more than all choices."""
