@@ -68,6 +68,31 @@ def test_lora_on_a_gpu(lora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
         assert result["times"]["lora"]["median"] == 1.0
 
 
+@pytest.fixture
+def qlora(load, monkeypatch):
+    script = load("qlora")
+    monkeypatch.setitem(script.SHAPES, "small", load("harness.shapes").Expert(3, 96, 128, 96))
+    return script
+
+
+def test_qlora(qlora, tmp_path, capsys):
+    lines, found = ran(qlora, tmp_path, capsys, "--device", "cpu", "--ranks", "8")
+    (result,) = found["results"]
+    assert (set(result["times"]), set(result["MiB"]), result["left out"]) == ({*qlora.ARMS}, {*qlora.ARMS}, {})
+    elements = 3 * 128 * (2 * 96 + 96)
+    assert result["packed bytes"] == elements // 2 + elements // 32
+    assert result["bfloat16 bytes"] == 2 * elements
+    assert lines[-1][:6] == ["small:", "weights", "of", "a", "layer", "0.00"]
+
+
+def test_a_step_of_qlora_that_is_wrong_is_not_timed(qlora, monkeypatch, tmp_path, capsys):
+    right = qlora.Problem.dequantised
+    monkeypatch.setattr(qlora.Problem, "dequantised", lambda self, *rows: 1.1 * right(self, *rows))
+    lines, found = ran(qlora, tmp_path, capsys, "--device", "cpu", "--ranks", "8")
+    assert set(found["results"][0]["times"]) == {"packed"}
+    assert any(line[:4] == ["dequantised", "left", "out:", "output:"] for line in lines)
+
+
 def test_drop_in(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
     script, shapes = gpu("drop_in"), load("harness.shapes")
     monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
