@@ -261,6 +261,7 @@ def cancelling(seed):
     return x[:, shuffled].bfloat16(), torch.cat([w, -w], 1)[:, shuffled].bfloat16()
 
 
+MMAS = {"sm90": "wgmma.mma_async.", "sm100": "tcgen05.mma.", "warp": "mma.sync."}  # the only kind, by folder of kernels
 PRODUCTS = {
     "grouped_gemm": lambda x, *operands, rows: tgl.grouped_gemm(x, *operands, rows=rows),
     "grouped_gemm_activation": lambda x, *operands, rows: torch.cat(
@@ -285,11 +286,13 @@ def product_by(op, arch, tiling, gathers, backwards=False):
     offs, mean = torch.tensor(SIZES).cumsum(0).int(), launcher.power_of_two(sum(SIZES) // G)
     problem = arch, VARLEN_M, WIDE, K, mean
     launcher.forget()
-    with pytest.MonkeyPatch.context() as patched, emulator.emulate(ARCHS[arch].target, detect_races=False):
+    with pytest.MonkeyPatch.context() as patched, emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
         patched.setitem(tilings.tuned, (*problem, "a") if gathers else problem, tiling)
         rows = INDEX if gathers else None
         with backends.emulated_device(arch):
             made = PRODUCTS[op](x if gathers else x[INDEX.long()], w, offs, bias, probs, rows=rows)
+    ran = machine.launches[-1].instructions
+    assert {kind for kind in MMAS.values() if any(i.startswith(kind) for i in ran)} == {MMAS[ARCHS[arch].folder]}
     (plan,) = launcher.known.values()
     launcher.forget()
     assert (plan.key.config, plan.key.gathered) == (tiling, "a" if gathers else None)

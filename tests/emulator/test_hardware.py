@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.hardware import instructions, launches
+from tests.emulator.hardware import instructions, launches, products
 from tests.emulator.hardware.driver import Device
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +45,14 @@ def test_instructions(device, family):
     forms = list(getattr(instructions, family)())
     wrong = [r for r in instructions.compare(device, forms) if r[2]]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_two_kinds_of_mma(device, record_property):
+    """Both compute the product; how many sums differ is reported, as nothing rests on it."""
+    found = products.compare(device)
+    assert found.error <= products.ROUNDING
+    record_property("sums", found.sums)
+    record_property("differing between mma.sync and wgmma", found.differing)
 
 
 @pytest.mark.parametrize("driver", CASES)

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.emulator import reference as ref
+from tests.emulator.hardware import products
 from tests.emulator.operands import SIZES, Cta, Warp, codes_for, desc90, place
-from tgl.testing.emulator import mma
+from tgl.testing.emulator import emulate, mma
 from tgl.testing.emulator.errors import UnsupportedError
 
 
@@ -239,3 +241,19 @@ def test_mma_sync_refusals():
         mma.mma_sync("m8n8k4", ("f64", "f64", "f64", "f64"), (0,), (0,), (0, 0))
     with pytest.raises(UnsupportedError):
         mma.mma_sync("m16n8k32", ("f32", "bf16", "bf16", "f32"), (0,) * 4, (0,) * 2, (0,) * 4)
+
+
+def test_the_comparison_of_two_kinds_of_mma():
+    """Its kernel, which is for a device, computes the product by both; here both add up alike."""
+    a, b = products.operands(2, spread=12)
+    given = [torch.from_numpy(t.view(np.int32)) for t in products.fragments(a, b)]
+    sums = torch.full((2, products.THREADS, 8), float("nan"))
+    with emulate("sm_90a") as machine:
+        machine.launch_ptx(
+            products.text(), [*given, sums], grid=(2, 1, 1), block=(products.THREADS, 1, 1), smem=products.SHARED
+        )
+    found = products.outcome(a, b, sums.numpy())
+    assert (found.sums, found.differing) == (2 * products.M * products.N, 0)
+    assert found.error <= products.ROUNDING
+    sums[1, 5, 6] = torch.nextafter(sums[1, 5, 6], torch.tensor(torch.inf))
+    assert products.outcome(a, b, sums.numpy()).differing == 1

@@ -30,6 +30,8 @@ _LAYERS = (GroupedLinear, GroupedLoRALinear)  # what takes group ends and scales
 class GroupedMLP(nn.Module):
     """G expert MLPs on G groups of rows: FC1, activation times a probability per row, FC2.
 
+    Rows come grouped and go so. ``MoE`` is a subclass, from a router's tokens to tokens, with the same parameters.
+
     A plain layer is ``tgl.grouped_mlp``: one op forward and one backward. A recipe, hooks of ``fc1`` or ``fc2`` and the
     options of training loops take several ops. In a graph compiled for a CPU the GEMMs are ops of their own, and the
     compiler fuses the activation with its neighbours.

@@ -1,9 +1,10 @@
 """``python -m tests.emulator.hardware instructions`` compares single instructions on the device with the emulator;
+``products`` compares its two kinds of MMA with each other;
 ``capture FILE DRIVER CASE ...`` writes launches made in the emulator; ``replay FILE ...`` runs them on the device."""
 
 import sys
 
-from tests.emulator.hardware import instructions, launches
+from tests.emulator.hardware import instructions, launches, products
 from tests.emulator.hardware.driver import Device
 
 
@@ -15,6 +16,12 @@ def main(verb, *args):
             print(f"{name}: {bad} of {n} differ; {first}")
         print(f"{len(results)} forms, {sum(r[1] for r in results)} results, {len(wrong)} forms differ")
         return bool(wrong)
+    if verb == "products":
+        found = products.compare(Device())
+        print(
+            f"{found.differing} of {found.sums} sums differ between mma.sync and wgmma; largest error {found.error:.2g}"
+        )
+        return found.error > products.ROUNDING
     if verb == "capture":
         path, driver, *names = args
         cases = __import__(f"tests.emulator.third_party.{driver}", fromlist=["CASES"]).CASES
