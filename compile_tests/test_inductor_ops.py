@@ -64,6 +64,12 @@ def gemm() -> Iterator[Call]:
         yield [with_tail(T, K, dtype=dtype), torch.randn(G, K, N).to(dtype), OFFS, torch.randn(G, N).to(dtype)], {}
 
 
+def gemm_low_rank() -> Iterator[Call]:
+    for dtype in DTYPES:
+        for (a, b, offs, *rest), options in product(gemm_tensors(dtype), out_dtypes(dtype)):
+            yield [a, b, with_tail(T, 4, dtype=dtype), torch.randn(G, 4, N).to(dtype), offs, *rest], options
+
+
 def gemm_layouts() -> Iterator[Call]:
     """Row-major, column-major, padded and expanded operands; ``b`` in either major."""
     wide = torch.randn(T, K + 3)
@@ -156,6 +162,7 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "splits_to_offsets": (torch.ops.tgl.splits_to_offsets, splits),
     "grouped_gemm": (torch.ops.tgl.grouped_gemm, gemm),
     "grouped_gemm, layouts": (torch.ops.tgl.grouped_gemm, gemm_layouts),
+    "grouped_gemm_low_rank": (torch.ops.tgl.grouped_gemm_low_rank, gemm_low_rank),
     "grouped_gemm_activation": (torch.ops.tgl.grouped_gemm_activation, gemm_activation),
     "grouped_gemm_wgrad": (torch.ops.tgl.grouped_gemm_wgrad, wgrad),
     "grouped_dbias": (torch.ops.tgl.grouped_dbias, dbias),

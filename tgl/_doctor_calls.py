@@ -158,6 +158,9 @@ CALLS: dict[str, Callable[[Operands], Iterator[Call]]] = {
         lambda on: (on.rows, on.rows, on.places, on.places, 1, on.made(ROWS, 1, dtype=torch.float32))
     ),
     "grouped_gemm": _dense(lambda on: (on.rows, on.matrices, on.offs)),
+    "grouped_gemm_low_rank": _dense(
+        lambda on: (on.rows, on.matrices, on.made(ROWS, 16), on.made(GROUPS, 16, WIDTH), on.offs)
+    ),
     "grouped_gemm_activation": _dense(lambda on: (on.rows, on.wide_matrices, on.offs)),
     "grouped_gemm_dactivation": _dense(lambda on: (on.rows, on.matrices, on.wide, on.offs)),
     "grouped_gemm_wgrad": _dense(lambda on: (on.rows, on.rows, on.offs)),

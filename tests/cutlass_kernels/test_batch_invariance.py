@@ -139,6 +139,9 @@ ROWS_OF = {
     "group_quantize": by_formats(codes),
     "group_dequantize": by_formats(values),
     "grouped_activation_quantize": by_formats(activated_codes),
+    "grouped_gemm_low_rank": lambda x, offs, probs: tgl.grouped_gemm_low_rank(
+        x, W, x[:, :24].contiguous(), W[:, :24], offs, BIAS, probs
+    ),
     "grouped_gemm_packed": packed_product,
     "grouped_gemm_row_scaled": row_scaled_product,
     "grouped_gemm_scaled": by_formats(product),

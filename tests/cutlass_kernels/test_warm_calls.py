@@ -26,6 +26,7 @@ OPS = [
         "grouped_gemm",
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
+        "grouped_gemm_low_rank",
         "grouped_gemm_packed",
         "grouped_gemm_row_scaled",
         "grouped_gemm_scaled",
@@ -67,6 +68,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
     quantized = sized_components(quantized, (T, depth), groups, a.device, grouped=True).empty()
     codes, exponents = (torch.full((groups, columns, depth // n), 127, dtype=torch.uint8) for n in (2, 32))
     y, dw = dy.clone(), torch.zeros(groups, depth, columns)
+    low, up = rows(T, 16, dtype=dtype), rows(groups, 16, columns, dtype=dtype)
     return {
         "grouped_gemm": ((a, w, offs, bias, probs), {}),
         "grouped_gemm.out": ((a, w, offs, bias, probs), {"out": y}),
@@ -79,6 +81,8 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "grouped_activation_backward": ((dy, wide, offs, probs), swiglu),
         "grouped_gemm_activation": ((a, w.repeat(1, 1, 2), offs, wide_bias, probs), swiglu),
         "grouped_gemm_dactivation": ((a, w, wide, offs, probs), swiglu),
+        "grouped_gemm_low_rank": ((a, w, low, up, offs, bias, probs), {}),
+        "grouped_gemm_low_rank.out": ((a, w, low, up, offs, bias, probs), {"out": y}),
         "grouped_gemm_packed": ((a, codes, exponents, offs, None, bias, probs), {"format": "mxfp4"}),
         "grouped_gemm_row_scaled": ((fp8, probs, fp8_w, bias.float(), offs), {}),
         "grouped_gemm_row_scaled_wgrad": ((*_scaled_rows(groups, *turned), offs), {}),

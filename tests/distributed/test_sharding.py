@@ -64,6 +64,15 @@ def gemm_with_scaled_bias(a, b, bias, scale, offs):
     return tgl.grouped_gemm(a, b, offs, bias, scale)
 
 
+def low_rank(a, b, low, up, bias, offs):
+    return tgl.grouped_gemm_low_rank(a, b, low, up, offs, bias)
+
+
+def narrowed(a, b, down, up, offs):
+    """LoRA: where K is sharded, the narrow product is a partial sum."""
+    return tgl.grouped_gemm_low_rank(a, b, tgl.grouped_gemm(a, down, offs), up, offs)
+
+
 def layer(a, weight, bias, offs):
     """As ``GroupedLinear`` calls it: the weight ``[G, N, K]``, transposed."""
     return tgl.grouped_gemm(a, weight.transpose(1, 2), offs, bias)
@@ -84,6 +93,18 @@ def check_gemm_placements():
     ]
     for function, tensors, placements, result in cases:
         compare(function, tensors, placements, result, communications=0)
+
+
+def check_low_rank_placements():
+    a, b, low, up, bias = integers(T, K), integers(G, K, N), integers(T, K), integers(G, K, N), integers(G, N)
+    cases = [
+        ((R, R, R, R, R), R),
+        ((R, S2, R, S2, S1), S1),
+        ((S1, S1, S1, S1, R), Partial()),
+    ]
+    for placements, result in cases:
+        compare(low_rank, (a, b, low, up, bias), placements, result, communications=0)
+    compare(narrowed, (a, b, integers(G, K, 8), integers(G, 8, N)), (S1, S1, S1, R), Partial(), communications=0)
 
 
 def check_gemm_from_anywhere():
@@ -392,4 +413,4 @@ def test_every_dense_op_has_a_rule():
     defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
     rules = {op.name().removeprefix("tgl::") for op in tgl.distributed.sharding._RULES}
     dense = {n for n in defined if n.startswith(("grouped_", "moe")) and "scaled" not in n and "quantize" not in n}
-    assert dense - rules == {"grouped_gemm.out", "grouped_gemm_wgrad.out"}
+    assert dense - rules == {"grouped_gemm.out", "grouped_gemm_low_rank.out", "grouped_gemm_wgrad.out"}

@@ -69,6 +69,19 @@ CASES = [
     ("grouped_gemm", "bias_scale", lambda t: t[1:], ValueError, r"must be of shape \[T\] = \(6,\), but got"),
     ("grouped_gemm", "bias_scale", torch.Tensor.double, TypeError, "must be torch.float32, but got torch.float64"),
     ("grouped_gemm", "bias_scale", lambda t: t.to("meta"), ValueError, "must be on cpu"),
+    ("grouped_gemm_low_rank", "a", torch.Tensor.long, TypeError, "must be float64, float32, bfloat16 or float16"),
+    ("grouped_gemm_low_rank", "b", lambda t: t[:, 1:], ValueError, r"must be \[G, K, N\] with K = 8 like `a`"),
+    ("grouped_gemm_low_rank", "low", lambda t: t[0], ValueError, r"must be 2-D \[T, R\], but got"),
+    ("grouped_gemm_low_rank", "low", lambda t: t[1:], ValueError, r"must be \[T, R\] with T = 6 like `a`, but got"),
+    ("grouped_gemm_low_rank", "low", torch.Tensor.half, TypeError, "must be torch.float32 like `a`"),
+    ("grouped_gemm_low_rank", "low", every_other_column, ValueError, INNER),
+    ("grouped_gemm_low_rank", "low", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`"),
+    ("grouped_gemm_low_rank", "up", lambda t: t[:, 1:], ValueError, r"must be of shape \[G, R, N\] = \(3, 4, 16\)"),
+    ("grouped_gemm_low_rank", "up", lambda t: t[1:], ValueError, r"must be of shape \[G, R, N\] = \(3, 4, 16\)"),
+    ("grouped_gemm_low_rank", "up", torch.Tensor.half, TypeError, "must be torch.float32 like `a`"),
+    ("grouped_gemm_low_rank", "up", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`"),
+    ("grouped_gemm_low_rank", "bias", lambda t: t[0], ValueError, r"must be of shape \[G, N\] = \(3, 16\), but got"),
+    ("grouped_gemm_low_rank", "offs", torch.Tensor.long, TypeError, "must be int32"),
     ("grouped_gemm_wgrad", "a", lambda t: t[0], ValueError, RANK),
     ("grouped_gemm_wgrad", "b", lambda t: t[1:], ValueError, r"must be \[T, N\] with T = 6 like `a`"),
     ("grouped_gemm_wgrad", "b", torch.Tensor.half, TypeError, "must be torch.float32 like `a`"),
@@ -123,6 +136,14 @@ BUFFERS = [
     ("grouped_gemm.out", "out", torch.Tensor.double, TypeError, "must be float32, bfloat16 or float16, but got"),
     ("grouped_gemm.out", "out", torch.Tensor.int, TypeError, "must be float32, bfloat16 or float16, but got"),
     ("grouped_gemm.out", "out", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`, but got"),
+    (
+        "grouped_gemm_low_rank.out",
+        "out",
+        lambda t: t[1:],
+        ValueError,
+        r"must be of shape \[T, N\] = \(6, 16\), but got",
+    ),
+    ("grouped_gemm_low_rank.out", "out", torch.Tensor.int, TypeError, "must be float32, bfloat16 or float16, but got"),
     ("grouped_gemm_wgrad.out", "out", lambda t: t[1:], ValueError, r"must be of shape \[G, M, N\] = \(3, 8, 16\)"),
     ("grouped_gemm_wgrad.out", "out", column_major, ValueError, "row-major"),
     ("grouped_gemm_wgrad.out", "out", lambda t: t[:1].expand(t.shape), ValueError, "must be free of overlapping rows"),
@@ -135,7 +156,12 @@ POINTERS = [
     ("grouped_gemm_wgrad.out", "out", misaligned, ValueError, "must be aligned to 16 bytes"),
     ("grouped_gemm_wgrad_accumulate_", "main_grad", misaligned, ValueError, "must be aligned to 16 bytes"),
 ]
-OUT = {"grouped_gemm.out": "out", "grouped_gemm_wgrad.out": "out", "grouped_gemm_wgrad_accumulate_": "main_grad"}
+OUT = {
+    "grouped_gemm.out": "out",
+    "grouped_gemm_low_rank.out": "out",
+    "grouped_gemm_wgrad.out": "out",
+    "grouped_gemm_wgrad_accumulate_": "main_grad",
+}
 
 
 def with_writers(cases):

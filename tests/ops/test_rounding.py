@@ -31,6 +31,28 @@ def per_row(values, offs, rows):
 
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("bias", ["none", "narrow", "scaled"])
+def test_two_products_are_added_before_the_only_rounding(dtype, shape, by_columns, bias):
+    rows, depth, width = shape
+    offs = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
+    a, low = integers(dtype, rows, depth), integers(dtype, rows, 5)
+    b, up = integers(dtype, 3, depth, width), integers(dtype, 3, 5, width)
+    if by_columns:
+        b, up = (t.mT.contiguous().mT for t in (b, up))
+    wanted, added = product(a, b, offs) + product(low, up, offs), ()
+    if bias != "none":
+        added = (integers(dtype, 3, width),)
+        wanted += per_row(added[0], offs, rows)
+    if bias == "scaled":
+        added += (torch.full((rows,), 2, dtype=dtype),)
+        wanted += per_row(added[0], offs, rows)
+    assert torch.equal(tgl.grouped_gemm_low_rank(a, b, low, up, offs, *added), wanted.to(dtype))
+    assert torch.equal(tgl.grouped_gemm_low_rank(a, b, low, up, offs, *added, out_dtype=torch.float32), wanted.float())
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("wide_bias", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_bias_is_added_before_the_only_rounding(dtype, shape, wide_bias, scaled):

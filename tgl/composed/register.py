@@ -9,6 +9,7 @@ from . import (
     activations,
     emulation,
     expert_parallel,
+    low_rank_gemm,
     mlp,
     moe,
     packed_gemm,
@@ -114,6 +115,20 @@ for _device in ("cpu", "cuda"):
             parts=parts.of_run(requantize.run),
         )
     )
+
+add(
+    Implementation(
+        "grouped_gemm_low_rank",
+        "two GEMMs and an addition",
+        "cuda",
+        low_rank_gemm.run,
+        priority=-10,
+        emulable=True,
+        note="each product and the sum is rounded to the dtype of the result",
+        prepare=low_rank_gemm.prepare,
+        parts=parts.of_run(low_rank_gemm.run),
+    )
+)
 
 add(
     Implementation(

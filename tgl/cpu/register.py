@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
-from . import activation, gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
+from . import activation, gemm, low_rank_gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
 
 _GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
 _DECODED = "float32 products of decoded groups"
@@ -42,6 +42,7 @@ add(
         rows=True,
     )
 )
+add(Implementation("grouped_gemm_low_rank", "loop of mm", "cpu", low_rank_gemm.gemm))
 add(
     Implementation("grouped_gemm_packed", "decode and mm", "cpu", packed_gemm.gemm, note="one decoded matrix at a time")
 )

@@ -20,6 +20,7 @@ DENSE |= {f"Gathered{name}" for name in DENSE}
 OF_WARPS = DENSE | {"PackedGroupedGemm"}
 ALL = OF_WARPS | {"ScaledGroupedGemm"}
 DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than a warp's
+PAIRED = "PairedGroupedGemm"  # adds the product of a second pair of operands
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ ARCHS = {
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
-            kernels=ALL | {DECODING},
+            kernels=ALL | {DECODING, PAIRED},
             tilings=sm90_tilings,
         ),
         Arch(
@@ -120,7 +121,7 @@ ARCHS = {
             chips=("sm_100", "sm_103"),
             target="sm_100f",
             folder="sm100",
-            kernels=ALL | {"QuantizingGroupedGemm"},
+            kernels=ALL | {"QuantizingGroupedGemm", PAIRED},
             tilings=sm100_tilings,
             rounds_to_fp4=True,
         ),

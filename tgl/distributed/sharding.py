@@ -6,6 +6,9 @@ For one dimension of the mesh, besides all operands replicated:
 |---|---|---|
 | ``grouped_gemm`` | N of ``b`` and ``bias`` (column parallel) | sharded in N |
 | | K of ``a`` and ``b``, ``bias`` a partial sum (row parallel) | partial sum |
+| ``grouped_gemm_low_rank`` | N of ``b``, ``up`` and ``bias`` | sharded in N |
+| | K of ``a`` and ``b``, ``low`` and ``bias`` partial sums | partial sum |
+| | K of ``a`` and ``b`` and R of ``low`` and ``up``, ``bias`` a partial sum | partial sum |
 | ``grouped_gemm_activation`` | N of ``b`` and ``bias``, in whole pairs | both sharded in columns |
 | ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded in that dimension |
 | ``grouped_dbias`` | N | sharded in N |
@@ -59,6 +62,23 @@ def _grouped_gemm(
         replicated(1, a, b, offs, bias, bias_scale, slots, rows),
         rule([Shard(1)], (a, whole), (b, Shard(2)), (offs, whole), (bias, Shard(1)), *rest),
         rule([Partial()], (a, Shard(1)), (b, Shard(1)), (offs, whole), (bias, Partial()), *rest),
+    ]
+
+
+def _grouped_gemm_low_rank(
+    a: Any, b: Any, low: Any, up: Any, offs: Any, bias: Any = None, bias_scale: Any = None, **_: Any
+) -> list[Rule]:
+    """Where K is sharded, ``low``, which is a product over K itself, is a partial sum as it comes."""
+    whole, operands = Replicate(), (a, b, low, up, offs, bias, bias_scale)
+
+    def sharded(result: Placement, *placements: Placement) -> Rule:
+        return rule([result], *zip(operands, (*placements[:4], whole, placements[4], whole)))
+
+    return [
+        replicated(1, *operands),
+        sharded(Shard(1), whole, Shard(2), whole, Shard(2), Shard(1)),
+        sharded(Partial(), Shard(1), Shard(1), Partial(), whole, Partial()),
+        sharded(Partial(), Shard(1), Shard(1), Shard(1), Shard(1), Partial()),
     ]
 
 
@@ -294,6 +314,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_wgrad.default: _wgrad,
     _ops.grouped_gemm_wgrad_accumulate_.default: _wgrad_accumulate,
     _ops.grouped_dbias.default: _grouped_dbias,
+    _ops.grouped_gemm_low_rank.default: _grouped_gemm_low_rank,
     _ops.grouped_dbias_dscales.default: _grouped_dbias_dscales,
     _ops.grouped_activation.default: _grouped_activation,
     _ops.grouped_activation_backward.default: _grouped_activation_backward,

@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm,
     grouped_gemm_activation,
     grouped_gemm_dactivation,
+    grouped_gemm_low_rank,
     grouped_gemm_packed,
     grouped_gemm_row_scaled,
     grouped_gemm_scaled,
@@ -31,6 +32,7 @@ _formulas: list[tuple[list[torch._ops.OpOverloadPacket], Callable[..., int]]] = 
 SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
     _ops.grouped_gemm_activation.default,
+    _ops.grouped_gemm_low_rank.default,
     _ops.grouped_gemm_packed.default,
     _ops.grouped_gemm_row_scaled.default,
     _ops.grouped_gemm_scaled.default,
@@ -71,6 +73,14 @@ def _rows(a_shape: list[int], tables: Sequence[list[int] | None], place: int) ->
 def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kwargs: Any) -> int:
     """``2 T K N``: every row counts, since which of them are routed is known on the device alone."""
     return 2 * _rows(a_shape, tables, 4) * a_shape[1] * b_shape[2]
+
+
+@_flops(_ops.grouped_gemm_low_rank)
+def grouped_gemm_low_rank_flop(
+    a_shape: list[int], b_shape: list[int], low_shape: list[int], *args: Any, **kwargs: Any
+) -> int:
+    """``2 T (K + R) N``: every row counts."""
+    return 2 * a_shape[0] * (a_shape[1] + low_shape[1]) * b_shape[2]
 
 
 @_flops(_ops.grouped_gemm_activation, _ops.grouped_gemm_dactivation)

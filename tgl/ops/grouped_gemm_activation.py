@@ -124,18 +124,9 @@ def _autocast(
 
 
 def _specs(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    kind: str = "swiglu",
-    out_dtype: torch.dtype | None = None,
-    **_: Any,
+    *operands: Any, kind: str = "swiglu", out_dtype: torch.dtype | None = None, **_: Any
 ) -> tuple[specs.TensorSpec, specs.TensorSpec]:
-    return specs.grouped_gemm_activation(a, b, offs, bias, probs, rows, kind=kind, out_dtype=out_dtype)
+    return specs.grouped_gemm_activation(*operands, kind=kind, out_dtype=out_dtype)
 
 
 _op = define(

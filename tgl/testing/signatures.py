@@ -51,6 +51,8 @@ _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_
 _PACKED = "a[T,{0}], b[]:derived, b_scale[]:derived, offs[G]:ends, b_amax[G]{2}{3} -> y[T,{1}]"
 _ROW_SCALED = "a[]:derived, a_scale[]:derived, b[]:derived, b_scale[]:derived, offs[G]:ends -> {0}"
 _SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G]"
+_LOW_RANK = "a[T,K], b[G,K,N], low[T,R], up[G,R,N], offs[G]:ends, bias[G,N]?, bias_scale[T]?"
+_RANK: dict[str, Any] = {"dimensions": {**DIMENSIONS, "R": 4}}
 _INDEXED: dict[str, Any] = {"derive": named_rows, "dimensions": {**DIMENSIONS, "S": 6}}
 
 SIGNATURES: dict[str, tuple[Signature, ...]] = {
@@ -84,6 +86,17 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
             wide=("bias", "bias_scale", "out"),
         ),
         Signature("a[S,K], b[G,K,N], offs[G]:ends, rows[T]:derived, out[T,N]! ->", wide=("out",), **_INDEXED),
+    ),
+    "grouped_gemm_low_rank": (
+        Signature(f"{_LOW_RANK} -> y[T,N]", requires={"bias_scale": "bias"}, wide=("bias", "bias_scale"), **_RANK),
+    ),
+    "grouped_gemm_low_rank.out": (
+        Signature(
+            f"{_LOW_RANK}, out[T,N]! ->",
+            requires={"bias_scale": "bias"},
+            wide=("bias", "bias_scale", "out"),
+            **_RANK,
+        ),
     ),
     "grouped_gemm_activation": (
         Signature(_FUSED.format("2I"), options=_GATED, exact=False, wide=("bias", "probs")),

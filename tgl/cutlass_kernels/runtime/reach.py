@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta.slots import gather, room, scatter
-from .requirements import Need
+from .requirements import Need, unit_dimension
 
 
 def _nothing(c: Any) -> bool:
@@ -39,6 +39,7 @@ class Reach(NamedTuple):
             copied.
         indexed: the fields whose rows a call may ask for by an index, and the fields with that index.
         gathers: of a call: the field whose rows the kernel itself reads by the index, or None.
+        ordered: the fields whose matrices must lie in the memory order of those of another field, and that field.
     """
 
     needs: Mapping[str, Need]
@@ -47,6 +48,7 @@ class Reach(NamedTuple):
     slotted: str | None = None
     indexed: Mapping[str, str] = {}
     gathers: Callable[[Any], str | None] = _none
+    ordered: Mapping[str, str] = {}
 
     def reason(self, c: Any) -> str | None:
         """Why the kernel cannot reach a tensor where it lies: the first reason there is."""
@@ -120,7 +122,22 @@ class Reach(NamedTuple):
         """Why the kernel cannot reach the tensor where it lies, or None."""
         if self._index(c, name) is not None and name != self.gathers(c):
             return f"reads rows of `{name}` in the order of the groups, not by `{self.indexed[name]}`"
-        return self.needs[name].reason(name, getattr(c, name))
+        reason = self.needs[name].reason(name, getattr(c, name))
+        return self._out_of_order(c, name) if reason is None else reason
+
+    def _out_of_order(self, c: Any, name: str) -> str | None:
+        """Why matrices that lie as a kernel needs them do not lie like those beside them, or None."""
+        other = self.ordered.get(name)
+        if other is None or not getattr(c, name).numel() or self._unit(c, name) == self._unit(c, other):
+            return None
+        strides, others = getattr(c, name).stride(), getattr(c, other).stride()
+        return f"needs the matrices of `{name}` in the memory order of `{other}`, got strides {strides} and {others}"
+
+    def _unit(self, c: Any, name: str) -> int:
+        """Which dimension of matrices is contiguous, in the copy of those that the kernel cannot reach."""
+        t: Tensor = getattr(c, name)
+        beyond = self.needs[name].reason(name, t) is not None
+        return t.dim() - 1 if beyond else unit_dimension(t.stride())
 
     def _beyond(self, c: Any) -> list[str]:
         """The tensors that the kernel cannot reach."""
@@ -131,7 +148,11 @@ class Reach(NamedTuple):
         made = {}
         for name in self._beyond(c):
             t, index = getattr(c, name), self._index(c, name)
-            made[name] = self.needs[name].room(t, None if index is None else index.shape[0])
+            need = self.needs[name]
+            if name in self.ordered and self._unit(c, self.ordered[name]) != t.dim() - 1:
+                made[name] = need.room(t.transpose(-1, -2)).transpose(-1, -2)
+            else:
+                made[name] = need.room(t, None if index is None else index.shape[0])
         return made
 
     def _in_order(self, c: Any, made: Mapping[str, Tensor]) -> Any:

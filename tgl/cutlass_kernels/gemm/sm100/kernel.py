@@ -37,6 +37,7 @@ from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
 from ..factors import load_factors
 from ..gathered import Gathered, check
+from ..paired import lengthened
 from ..scaling import ATOM_ROWS, DENSE, OperandFormat
 from . import gather, promote
 from .finish import finish_tiles
@@ -61,6 +62,7 @@ class Inputs(NamedTuple):
         scales: those of their scales and the MMA that partitions those of B, or None; see ``scale_maps``.
         factors: both operands' scales of blocks in global memory, or None; see ``promote``.
         gathered: the operand whose rows are found by an index, or None.
+        pair: (map, coordinate tensor of the map) of both operands of a second pair, or None; see ``paired``.
     """
 
     a: tuple
@@ -68,6 +70,7 @@ class Inputs(NamedTuple):
     scales: Any
     factors: Any
     gathered: Gathered | None
+    pair: Any
 
 
 def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
@@ -96,11 +99,13 @@ class GroupedGemm:
         gradient: the activation that the epilogue goes back through, or None.
         buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``turns``.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
+        paired: whether there is a second pair of operands; see ``paired``.
     """
 
     gradient: ActivationSpec | None = None
     hidden: Any  # of a gradient
     buffers: int | None = None
+    paired = False
 
     def __init__(
         self,
@@ -194,6 +199,7 @@ class GroupedGemm:
         extra=None,
         slots: cute.Tensor | None = None,
         index: cute.Tensor | None = None,
+        pair=None,
     ):
         """Make the maps and launch.
 
@@ -203,6 +209,7 @@ class GroupedGemm:
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
             index: which rows of what is ``gathered``; None if nothing is.
+            pair: operands like A and B whose product is added, see ``paired``; or None.
         """
         config = self.config
         problem = self.policy.problem(a, b, offs, out, slots)
@@ -210,6 +217,9 @@ class GroupedGemm:
         if cutlass.const_expr(self.gathered is not None):
             gathered = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)
             problem = problem._replace(rows=Int32(gathered.index.shape[0]))
+        if cutlass.const_expr(pair is not None):
+            problem = lengthened(problem, pair[0], config.tile_k)
+            pair = self.policy.views(*pair, out)[:2]
         a, b, out = self.policy.views(a, b, out)
         tiled_mma = self.tiled_mma(major(a, 1), major(b, 1), self.cta_group, self.tiler[:2])
         cluster = (config.ctas, 1, 1)
@@ -220,19 +230,17 @@ class GroupedGemm:
         if cutlass.const_expr(self.gathered == "a"):
             a_map, a_coords = gather.gather_map(self, gathered, a_smem)
         else:
-            a_map, a_coords = cute.nvgpu.make_tiled_tma_atom_A(
-                load, a, cute.slice_(a_smem, (None, None, None, 0)), self.tiler, tiled_mma, cluster_vmnk.shape
-            )
+            a_map, a_coords = self.a_map(load, a, a_smem, tiled_mma, cluster_vmnk)
         if cutlass.const_expr(self.gathered == "b"):
             b_map, b_coords = gather.gather_map(self, gathered, b_smem)
         else:
-            b_map, b_coords = cute.nvgpu.make_tiled_tma_atom_B(
-                load,
-                b,
-                cute.slice_(b_smem, (None, None, None, 0)),
-                (self.tiler[0], *self.b_tile),
-                tiled_mma,
-                cluster_vmnk.shape,
+            b_map, b_coords = self.b_map(load, b, b_smem, tiled_mma, cluster_vmnk)
+        behind: Any = None
+        if cutlass.const_expr(pair is not None):
+            low, up = pair
+            behind = (
+                self.a_map(load, low, a_smem, tiled_mma, cluster_vmnk),
+                self.b_map(load, up, b_smem, tiled_mma, cluster_vmnk),
             )
         scale_operands: Any = None
         if cutlass.const_expr(self.form.vector):
@@ -262,6 +270,7 @@ class GroupedGemm:
                 scale_operands,
                 scales if cutlass.const_expr(self.promotes) else None,
                 gathered,
+                behind,
             ),
             Outputs(
                 (out_map, out_coords, out_smem), outputs, out if cutlass.const_expr(self.spec.reads_output) else None
@@ -276,6 +285,16 @@ class GroupedGemm:
             stream=stream,
             min_blocks_per_mp=1,  # shared memory allows no more: registers need not be spared
         )
+
+    def a_map(self, load, a: cute.Tensor, a_smem, tiled_mma: cute.TiledMma, cluster_vmnk) -> tuple:
+        """``(map, coordinate tensor of the map)`` of an operand like A."""
+        stage = cute.slice_(a_smem, (None, None, None, 0))
+        return cute.nvgpu.make_tiled_tma_atom_A(load, a, stage, self.tiler, tiled_mma, cluster_vmnk.shape)
+
+    def b_map(self, load, b: cute.Tensor, b_smem, tiled_mma: cute.TiledMma, cluster_vmnk) -> tuple:
+        """``(map, coordinate tensor of the map)`` of an operand like B."""
+        stage, tiler = cute.slice_(b_smem, (None, None, None, 0)), (self.tiler[0], *self.b_tile)
+        return cute.nvgpu.make_tiled_tma_atom_B(load, b, stage, tiler, tiled_mma, cluster_vmnk.shape)
 
     def second(self, y: cute.Tensor, store, problem: Problem) -> tuple:
         """``(map, coordinate tensor of the map)`` of the activation's output."""
@@ -334,7 +353,7 @@ class GroupedGemm:
     ):
         """Set up what the roles share, then branch into them."""
         config = self.config
-        (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), scales, factors, gathered = inputs
+        (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), scales, factors, gathered, pair = inputs
         (out_map, out_coords, out_smem), second, out_values = outputs
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
@@ -401,9 +420,12 @@ class GroupedGemm:
         pipeline.pipeline_init_wait(cluster_vmnk)
 
         a, b = (a_map, a_coords, a_buffers), (b_map, b_coords, b_buffers)
+        behind: Any = None
+        if cutlass.const_expr(pair is not None):
+            behind = (*pair[0], a_buffers), (*pair[1], b_buffers)
         share = Share(problem, rank, first, step)
         if warp == self.load_warp:
-            load_tiles(self, tiled_mma.get_slice(rank), a, b, scale_loads, loads, share)
+            load_tiles(self, tiled_mma.get_slice(rank), (a, b), behind, scale_loads, loads, share)
         if cutlass.const_expr(gathered is not None):  # noqa: SIM102 - decided while tracing
             if warp > self.load_warp:
                 operand, which = a if cutlass.const_expr(self.gathered == "a") else b, warp - self.load_warp - 1

@@ -4,6 +4,7 @@ from ..warp.packed import PackedGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
+from .paired import PairedGroupedGemm
 from .scaled import QuantizingGroupedGemm, ScaledGroupedGemm
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "GradientGroupedGemm",
     "GroupedGemm",
     "PackedGroupedGemm",
+    "PairedGroupedGemm",
     "QuantizingGroupedGemm",
     "ScaledGroupedGemm",
 ]

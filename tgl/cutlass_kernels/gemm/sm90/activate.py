@@ -61,8 +61,7 @@ def store_activated(
                     block,
                     half * chunks + chunk,
                     vectors,
-                    first_row + thread_row,
-                    thread_column,
+                    (first_row + thread_row, thread_column),
                     product,
                 )
                 for half in range(halves)
@@ -98,8 +97,7 @@ def _rounded(
     block: cutlass.Constexpr,
     chunk: cutlass.Constexpr,
     vectors: TileVectors,
-    row: Int32,
-    column: Int32,
+    at: tuple[Int32, Int32],
     product: cutlass.Boolean,
 ) -> cute.Tensor:
     """A chunk's registers with their bias, ``(2, 2, columns / 8)`` of the output's dtype.
@@ -107,8 +105,9 @@ def _rounded(
     Args:
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         block, chunk: which 64 rows and which columns.
-        row, column: the thread's first element in a chunk at the tile's left edge.
+        at: row and column of the thread's first element in a chunk at the tile's left edge.
     """
+    row, column = at
     columns = gemm.chunk[1]
     pieces = columns // 8
     values = cute.make_rmem_tensor((2, 2, pieces), Float32)

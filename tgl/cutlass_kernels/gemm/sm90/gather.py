@@ -30,7 +30,7 @@ from cutlass import Int32, Int64, cute
 from ...config import VARLEN_K, VARLEN_M
 from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
-from ...tiles.policy import Problem
+from ...tiles.policy import Share
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
 from ..gathered import Gathered, find_rows, index_at, read_index, row_at
 from ..ring import Ring, advance
@@ -49,19 +49,18 @@ def gather_tiles(
     a: Operand,
     b: Operand,
     ring: Ring,
-    problem: Problem,
-    first: Int32,
-    step: Int32,
+    share: Share,
 ):
-    """Load the k tiles of every tile from ``first`` on in steps of ``step``; a warpgroup calls it.
+    """Load the k tiles of every tile of a share; a warpgroup calls it.
 
     Args:
         gemm: the ``GroupedGemm``.
         source: what is gathered.
         a, b: the operands; the gathered one has no map.
         ring: barriers.
-        problem: sizes and offsets.
+        share: what the CTA works on.
     """
+    problem, _, first, step = share
     policy, tile_k = gemm.policy, gemm.config.tile_k
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % LANES

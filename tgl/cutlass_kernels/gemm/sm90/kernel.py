@@ -37,6 +37,7 @@ from ...tiles.ragged import ragged_tensor
 from ..activated import Activated
 from ..factors import LANES, factor_count, load_factors
 from ..gathered import Gathered, check
+from ..paired import lengthened
 from ..ring import Ring, allocate_ring, open_ring
 from ..scaling import DENSE, OperandFormat
 from . import gather, store
@@ -62,6 +63,7 @@ class GroupedGemm:
         chunk: rows and columns of a chunk, which a warp stages and stores at a time.
         buffers: chunks that each consumer warp stages.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
+        paired: whether there is a second pair of operands; see ``paired``.
         by_lanes: the operand that lanes write to the ring, where the other one is loaded by TMA; or None.
         aside: bytes of shared memory that those lanes have for themselves.
         load_warpgroups: whose warps load.
@@ -69,6 +71,7 @@ class GroupedGemm:
 
     gradient: ActivationSpec | None = None
     hidden: Any  # of a gradient
+    paired = False
     buffers = aside = 0
     load_warpgroups = 1
 
@@ -157,6 +160,7 @@ class GroupedGemm:
         slots: cute.Tensor | None = None,
         index: cute.Tensor | None = None,
         packed=None,
+        pair=None,
     ):
         """Make the maps and launch.
 
@@ -167,6 +171,7 @@ class GroupedGemm:
             slots: where among the matrices each group's is, or None.
             index: which rows of what is ``gathered``; None if nothing is.
             packed: what lanes decode in place of B, which then has a layout and no values; or None.
+            pair: operands like A and B whose product is added, see ``paired``; or None.
         """
         problem = self.policy.problem(a, b, offs, out, slots)
         source = packed
@@ -175,7 +180,6 @@ class GroupedGemm:
             problem = problem._replace(rows=Int32(source.index.shape[0]))
         a, b, target = self.policy.views(a, b, out)
         a_depth, b_depth = depth_major(a), depth_major(b)
-        tile_m, _, tile_k = self.tiler
         tiled_mma = self.tiled_mma(a_depth, b_depth)
         row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         a_smem = hopper_helpers.make_smem_layout_a(
@@ -185,16 +189,11 @@ class GroupedGemm:
             row_major if b_depth else column_major, self.tiler, self.b_element, self.stages
         )
         ctas = self.config.ctas
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
-        a_map: Any = None
-        a_coords: Any = None
-        if cutlass.const_expr(self.by_lanes != "a"):
-            a_map, a_coords = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
-        b_map: Any = None
-        b_coords: Any = None
-        if cutlass.const_expr(self.by_lanes != "b"):
-            b_map, b_coords = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
+        (a_map, a_coords), (b_map, b_coords) = self.maps(a, b, a_smem, b_smem)
+        if cutlass.const_expr(pair is not None):
+            problem = lengthened(problem, pair[0], self.config.tile_k)
+            low, up, _ = self.policy.views(*pair, out)
+            source = self.maps(low, up, a_smem, b_smem)
         if cutlass.const_expr(self.spec.reduces):
             save = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
         else:
@@ -230,6 +229,20 @@ class GroupedGemm:
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def maps(self, a: cute.Tensor, b: cute.Tensor, a_smem: Any, b_smem: Any) -> tuple[tuple, tuple]:
+        """``(map, coordinate tensor of the map)`` of A and of B, Nones for an operand that lanes write."""
+        tile_m, _, tile_k = self.tiler
+        ctas = self.config.ctas
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
+        of_a: tuple = (None, None)
+        of_b: tuple = (None, None)
+        if self.by_lanes != "a":
+            of_a = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
+        if self.by_lanes != "b":
+            of_b = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
+        return of_a, of_b
 
     def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
         """The MMA of a team, for operands that are contiguous along the contraction or not.
@@ -269,6 +282,7 @@ class GroupedGemm:
         b_map, b_coords, b_smem = b
         out_map, out_coords, out_smem = out
         second_map, _ = second
+        (low_map, low_coords), (up_map, up_coords) = source if self.paired else ((None, None), (None, None))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -276,7 +290,7 @@ class GroupedGemm:
         rank, first, step = block % ctas, block // ctas, blocks // ctas
         load_warp = self.consumers // 32
         if warp == load_warp:
-            for tma in (a_map, b_map, out_map, second_map):
+            for tma in (a_map, b_map, low_map, up_map, out_map, second_map):
                 if cutlass.const_expr(tma is not None):
                     cpasync.prefetch_descriptor(tma)
 
@@ -305,11 +319,12 @@ class GroupedGemm:
         if warp >= load_warp:
             cute.arch.setmaxregister_decrease(self.load_registers)
             operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
+            pair = Operand(low_map, low_coords, a_buffers), Operand(up_map, up_coords, b_buffers)
             if cutlass.const_expr(self.by_lanes is not None):
                 self.fill(source, *operands, ring, aside, Share(problem, rank, first, step))
             else:
                 if warp == load_warp:
-                    load_tiles(self, *operands, ring, problem, rank, first, step)
+                    load_tiles(self, operands, pair, ring, Share(problem, rank, first, step))
             if cutlass.const_expr(self.factors):  # noqa: SIM102 - decided while tracing
                 if warp == load_warp + 1:
                     load_factors(self, scales, factors, ring, Share(problem, rank, first, step))
@@ -347,7 +362,7 @@ class GroupedGemm:
             source: where from.
             own: the address of ``aside`` bytes, or None.
         """
-        gather.gather_tiles(self, source, a, b, ring, share.problem, share.first, share.step)
+        gather.gather_tiles(self, source, a, b, ring, share)
 
     @cute.jit
     def meet(self):

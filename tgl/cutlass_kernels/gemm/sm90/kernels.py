@@ -5,6 +5,7 @@ from .decode import DecodingGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
+from .paired import PairedGroupedGemm
 from .scaled import ScaledGroupedGemm
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "GradientGroupedGemm",
     "GroupedGemm",
     "PackedGroupedGemm",
+    "PairedGroupedGemm",
     "ScaledGroupedGemm",
 ]

@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ...tiles import ceil_div
-from ...tiles.policy import Problem
+from ...tiles import Tile, ceil_div
+from ...tiles.policy import Share
 from ..ring import Ring, advance
 
 
@@ -27,51 +27,78 @@ class Operand(NamedTuple):
     buffers: cute.Tensor  # shared memory [rows, tile_k, stages]
 
 
+Operands = tuple[Operand, Operand]
+"""A and B."""
+
+
 @cute.jit
-def load_tiles(
-    gemm: cutlass.Constexpr,
-    a: Operand,
-    b: Operand,
-    ring: Ring,
-    problem: Problem,
-    rank: Int32,
-    first: Int32,
-    step: Int32,
-):
-    """Load the k tiles of every tile from ``first`` on in steps of ``step``; one warp calls it.
+def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: Ring, share: Share):
+    """Load the k tiles of every tile of a share; one warp calls it.
 
     Args:
         gemm: the ``GroupedGemm``.
-        a, b: the operands.
+        operands: A and B.
+        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.paired``.
         ring: barriers.
-        problem: sizes and offsets.
-        rank: of this CTA in its cluster.
+        share: what the CTA works on.
     """
-    policy, ctas = gemm.policy, gemm.config.ctas
-    tile_m, _, tile_k = gemm.tiler
+    policy = gemm.policy
+    problem, rank, first, step = share
     stage, phase = Int32(0), Int32(0)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
-        a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
-        b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
-        a_to, a_from = boxes(a, a_tile, rank, ctas)
-        b_to, b_from = boxes(b, b_tile, 0, 1)
-        for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
-            # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
-            # once in the first, since a new barrier counts as having ended a phase of odd parity.
-            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
-            if cutlass.const_expr(ctas > 1):
-                everyone = cutlass.Int16((1 << ctas) - 1)
-                cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage, mcast_mask=everyone)
-            else:
-                cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
-            cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
-            stage, phase = advance(stage, phase, gemm.stages)
+        if cutlass.const_expr(gemm.paired):
+            stage, phase = load_tile(gemm, operands, ring, tile, extent(operands), rank, (stage, phase))
+            stage, phase = load_tile(gemm, pair, ring, tile, extent(pair), rank, (stage, phase))
+        else:
+            stage, phase = load_tile(gemm, operands, ring, tile, policy.depth(tile, problem), rank, (stage, phase))
         first += step
         search, tile = policy.find(search, first, problem)
+
+
+@cute.jit
+def load_tile(
+    gemm: cutlass.Constexpr,
+    operands: Operands,
+    ring: Ring,
+    tile: Tile,
+    depth: Int32,
+    rank: Int32,
+    state: tuple[Int32, Int32],
+) -> tuple[Int32, Int32]:
+    """Load a tile's k tiles over ``depth`` elements of the contraction.
+
+    Args:
+        state: stage and phase, where the ring stands; they are returned as they are behind the tile.
+    """
+    a, b = operands
+    stage, phase = state
+    policy, ctas = gemm.policy, gemm.config.ctas
+    tile_m, _, tile_k = gemm.tiler
+    a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
+    b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
+    a_to, a_from = boxes(a, a_tile, rank, ctas)
+    b_to, b_from = boxes(b, b_tile, 0, 1)
+    for k in cutlass.range(ceil_div(depth, tile_k), unroll=1):
+        # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
+        # once in the first, since a new barrier counts as having ended a phase of odd parity.
+        cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
+        if cutlass.const_expr(ctas > 1):
+            everyone = cutlass.Int16((1 << ctas) - 1)
+            cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage, mcast_mask=everyone)
+        else:
+            cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
+        cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
+        stage, phase = advance(stage, phase, gemm.stages)
+    return stage, phase
+
+
+def extent(operands: Operands) -> Int32:
+    """Of the contraction of operands whose groups share it."""
+    return Int32(operands[0].coords.shape[1])
 
 
 def boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:

@@ -1,0 +1,180 @@
+"""``tgl::grouped_gemm_low_rank``: the sum of two grouped products, such as a frozen weight's and an adapter's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta import low_rank, memory
+from ..meta.low_rank import LowRankCall
+from ..meta.remembered import remembered
+from ._library import Formula, autocast_operand, define
+
+NAME = "grouped_gemm_low_rank"
+_ARGS = "Tensor a, Tensor b, Tensor low, Tensor up, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None"
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+_ROWS = {"a": "rows", "low": "rows", "bias_scale": "vector"}
+_checked = remembered(low_rank.grouped_gemm_low_rank, _ROWS)
+_checked_out = remembered(low_rank.grouped_gemm_low_rank_out, {**_ROWS, "out": "destination"})
+
+
+def _kernel(*operands: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+    call = LowRankCall(*operands)
+    spec = _checked(*call, out_dtype=out_dtype)
+    debug.check_offs(NAME, call.offs, call.a.shape[0])
+    return backends.produce(NAME, call.a.device, spec, list(call), zero_tail=True)
+
+
+def _kernel_out(*operands: Any, out: Tensor) -> None:
+    call = LowRankCall(*operands)
+    _checked_out(*call, out=out)
+    memory.writable(NAME, "out", out, **call._asdict())
+    debug.check_offs(NAME, call.offs, call.a.shape[0])
+    backends.run(NAME, call.a.device, *call, out=out, zero_tail=False)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _transposed(t: Tensor) -> bool:
+    """Whether matrices are column-major."""
+    return t.stride(1) == 1 and t.stride(2) != 1
+
+
+def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, **_: Any) -> None:
+    call, asked = LowRankCall(*operands), LowRankCall(*needs)  # type: ignore[arg-type]
+    scaled = call.bias_scale is not None and (asked.bias or asked.bias_scale)
+    ctx.save_for_backward(
+        call.a if asked.b else None,
+        call.b if asked.a else None,
+        call.low if asked.up else None,
+        call.up if asked.low else None,
+        call.offs,
+        *((call.bias, call.bias_scale) if scaled else (None, None)),
+    )
+    ctx.dtype = call.a.dtype
+    # The gradients of b and up are formed in their own memory order, so that accumulating them copies nothing.
+    ctx.transposed = _transposed(call.b), _transposed(call.up)
+    ctx.bias_dtype = call.bias.dtype if call.bias is not None else None
+    ctx.scale_dtype = call.bias_scale.dtype if call.bias_scale is not None else None
+
+
+def _wgrad(rows: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+    """``rows^T dy`` of every group, in a memory order."""
+    if transposed:
+        return torch.ops.tgl.grouped_gemm_wgrad(dy, rows, offs).transpose(1, 2)
+    return torch.ops.tgl.grouped_gemm_wgrad(rows, dy, offs)
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """da = dy b^T;  db = a^T dy;  dlow = dy up^T;  dup = low^T dy;  those of the bias as in ``grouped_gemm``."""
+    a, b, low, up, offs, bias, bias_scale = ctx.saved_tensors
+    da = db = dlow = dup = dbias = dscale = None
+    operand = dy.to(ctx.dtype)
+    if needs[1]:
+        db = _wgrad(a, operand, offs, ctx.transposed[0])
+    if needs[3]:
+        dup = _wgrad(low, operand, offs, ctx.transposed[1])
+    # Without a second backward to come, nobody needs ``a`` and ``low`` any more: da may take their memory.
+    ctx.maybe_clear_saved_tensors()
+    del a, low
+    if needs[0]:
+        da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
+    if needs[2]:
+        dlow = torch.ops.tgl.grouped_gemm(operand, up.transpose(1, 2), offs)
+    if needs[5] or needs[6]:
+        if bias_scale is None:
+            dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
+        else:
+            dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
+            dbias, dscale = dbias.to(ctx.bias_dtype), dscale.to(ctx.scale_dtype)
+    return da, db, dlow, dup, None, dbias if needs[5] else None, dscale if needs[6] else None
+
+
+def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
+    """Operands and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
+    call = LowRankCall(*operands)
+    a, b, low, up = (autocast_operand(dtype, t) for t in call[:4])
+    bias, bias_scale = call.bias, call.bias_scale
+    bias = autocast_operand(dtype, bias) if bias is not None else None
+    if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
+        bias_scale = bias_scale.float()
+    return (a, b, low, up, call.offs, bias, bias_scale), kwargs
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_op = define(
+    f"{NAME}({_ARGS}, *, ScalarType? out_dtype=None) -> Tensor",
+    _kernel,
+    lambda *args, **kwargs: low_rank.grouped_gemm_low_rank(*args, **kwargs).empty(),
+    formula=Formula(_save, _backward),
+    autocast=_autocast,
+)
+_op_out = define(f"{NAME}.out({_ARGS}, *, Tensor(a!) out) -> ()", _kernel_out, low_rank.grouped_gemm_low_rank_out)
+
+
+def _call(
+    *operands: Any, out_dtype: torch.dtype | None = None, out: Tensor | None = None, **named: Any
+) -> tuple[torch.device, tuple, dict[str, Any]]:
+    call, functional = LowRankCall(*operands, **named), out is None
+    if out is not None:
+        low_rank.grouped_gemm_low_rank_out(*call, out=out)
+    else:
+        out = low_rank.grouped_gemm_low_rank(*call, out_dtype=out_dtype).meta()
+    return call.a.device, call, {"out": out, "zero_tail": functional}
+
+
+backends.describe_op(NAME, _call)
+
+
+def grouped_gemm_low_rank(
+    a: Tensor,
+    b: Tensor,
+    low: Tensor,
+    up: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply every group of rows by its own matrix, and add the product of a second pair of operands.
+
+    For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + low[t] @ up[g] + bias[g] * bias_scale[t]``. With ``low = s *
+    grouped_gemm(a, down, offs)`` it is the product with ``b + s * down @ up``, which is never formed: LoRA on experts.
+    R may be any number; the name says what it is for.
+
+    A kernel adds both products up in one float32 accumulator and rounds once, and so does a CPU (float64 for float64).
+    Where a GPU has no such kernel, ``tgl.explain`` says so: both products are formed and added, and in 16 bits each of
+    them and their sum is rounded. The tail is as in ``grouped_gemm``: never read, and zeros in the result.
+
+    Differentiable in all floating arguments, twice; without ``out``.
+
+    Args:
+        a, b, offs, bias, bias_scale, out_dtype, out: see ``grouped_gemm``; without ``slots`` and ``rows``.
+        low: ``[T, R]`` in the dtype of ``a``, row- or column-major.
+        up: ``[G, R, N]`` in that dtype, either major. A kernel copies an ``up`` whose major is not that of ``b``. It
+            takes R in multiples of 8 without a copy.
+
+    Returns:
+        ``[T, N]``; ``out`` itself if given.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes, layouts or devices that do not fit.
+        RuntimeError: ``out`` is given and an argument requires grad, or a forward-mode derivative is requested.
+    """
+    if out is None:
+        return _op(a, b, low, up, offs, bias, bias_scale, out_dtype=out_dtype)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
+    _op_out(a, b, low, up, offs, bias, bias_scale, out=out)
+    return out
