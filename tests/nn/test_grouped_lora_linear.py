@@ -109,8 +109,42 @@ def test_the_backward_forms_gradients_of_the_update_alone(base):
     y = layer(x, SPLITS)
     with Ops() as seen:
         y.sum().backward()
-    assert sorted(seen.names) == ["grouped_gemm"] * 3 + ["grouped_gemm_wgrad"] * 2
+    products = ["grouped_gemm"] * 3 if base == "discrete" else ["grouped_gemm", "grouped_gemm_low_rank"]
+    assert sorted(seen.names) == products + ["grouped_gemm_wgrad"] * 2
     assert {name for name, p in layer.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
+
+
+def test_the_sum_is_rounded_once():
+    """Of integers, whose sums float32 holds and bfloat16 does not: forward, and in the gradient of the input."""
+    layer = make(4, 4.0, dtype=torch.bfloat16, bias=False)
+    with torch.no_grad():
+        layer.base.weight.copy_(torch.randint(-255, 256, (G, N, K)))
+        layer.lora_A.copy_(torch.randint(-1, 2, (G, 4, K)))
+        layer.lora_B.copy_(torch.randint(-1, 2, (G, N, 4)))
+    x, dy = (torch.randint(-7, 8, (T, n)).bfloat16() for n in (K, N))
+    x.requires_grad_()
+    y = layer(x, SPLITS)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    weight = layer.base.weight.double() + layer.lora_B.double() @ layer.lora_A.double()
+    offs = SPLITS.cumsum(0).int()
+    assert torch.equal(y, tgl.grouped_gemm(x.double(), weight.mT, offs).bfloat16())
+    assert torch.equal(dx, tgl.grouped_gemm(dy.double(), weight, offs).bfloat16())
+
+
+def test_a_base_that_is_trained_after_all():
+    """Its parameters get gradients, from two products and a sum."""
+    layer, x = make(), torch.randn(T, K, dtype=torch.float64, requires_grad=True)
+    frozen = layer(x, SPLITS)
+    expected = torch.autograd.grad(frozen, [x, layer.lora_A, layer.lora_B], torch.ones_like(frozen))
+    layer.base.requires_grad_()
+    y = layer(x, SPLITS)
+    torch.testing.assert_close(y, frozen)
+    leaves = [x, layer.lora_A, layer.lora_B, layer.base.weight, layer.base.bias]
+    *found, dw, dbias = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    torch.testing.assert_close(found, list(expected))
+    offs = SPLITS.cumsum(0).int()
+    torch.testing.assert_close(dw, tgl.ops.grouped_gemm_wgrad(torch.ones_like(y), x.detach(), offs))
+    torch.testing.assert_close(dbias, SPLITS.double()[:, None].expand(G, N))
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..meta.specs import accumulator
 from ..nn._activation import activate, is_one_op
 from ..nn._errors import fail
-from ..nn._low_rank import LowRank, add_low_rank
+from ..nn._low_rank import LowRank, add_low_rank, product_and_low_rank
 from ..nn.moe import moe
 from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_gemm
@@ -150,8 +150,10 @@ def _linear(
     bias = getattr(flags, f"{name}_bias") if flags.has_bias else None
     scale = probs if bias is not None else None
     rows = rows.to(weight.dtype)
-    y = grouped_gemm(rows, _matrices(flags, weight), offs, bias, scale)
-    for update in updates:
+    if not updates:
+        return grouped_gemm(rows, _matrices(flags, weight), offs, bias, scale)
+    y = product_and_low_rank(rows, _matrices(flags, weight), updates[0], offs, bias, scale)
+    for update in updates[1:]:
         y = add_low_rank(y, rows, update, offs)
     return y
 

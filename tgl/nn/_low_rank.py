@@ -1,12 +1,19 @@
-"""The product with a matrix of low rank for every group, and its addition to another product."""
+"""The product with a matrix of low rank for every group, beside the product with a frozen matrix or added to one."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
+from ..ops._engine import asked_for
+from ..ops._library import autocast_enabled, autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
+from ..ops.grouped_gemm_low_rank import grouped_gemm_low_rank
+from ._inputs import needs_grad
+from ._transforms import applier, is_differentiated
 
 
 class LowRank(NamedTuple):
@@ -36,5 +43,113 @@ def add_low_rank(y: Tensor, x: Tensor, update: LowRank, offs: Tensor) -> Tensor:
         update: of ``x``'s dtype, or cast by autocast.
         offs: int32 ``[G]``: cumulative group ends.
     """
-    hidden = grouped_gemm(x, update.a.transpose(1, 2), offs)
-    return grouped_gemm(hidden * update.scaling, update.b.transpose(1, 2), offs).add_(y)
+    hidden = _narrowed(x, update.a, update.scaling, offs)
+    return grouped_gemm(hidden, update.b.transpose(1, 2), offs).add_(y)
+
+
+def product_and_low_rank(
+    x: Tensor,
+    weight: Tensor,
+    update: LowRank,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+) -> Tensor:
+    """``add_low_rank`` to ``grouped_gemm(x, weight, offs, bias, bias_scale)``, as one op where those are frozen.
+
+    Forward and input gradient are ``grouped_gemm_low_rank`` then, and nothing of the size of the result lies beside it.
+
+    Args:
+        x: ``[T, K]``; its tail is not read.
+        weight: ``[G, K, N]``.
+        update: of ``x``'s dtype, or cast by autocast.
+        offs: int32 ``[G]``: cumulative group ends.
+        bias, bias_scale: see ``grouped_gemm``.
+    """
+    transformed = torch._C._are_functorch_transforms_active()
+    if not _frozen(weight, transformed) or not (bias is None or _frozen(bias, transformed)):
+        return add_low_rank(grouped_gemm(x, weight, offs, bias, bias_scale), x, update, offs)
+    (a, b, scaling), device = update, x.device.type
+    if autocast_enabled(device):
+        # Here and not by the ops within, for the backward is not called under autocast.
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, a, b = (autocast_operand(dtype, t) for t in (x, weight, a, b))
+        bias = None if bias is None else autocast_operand(dtype, bias)
+        if bias_scale is not None and bias_scale.dtype not in (x.dtype, torch.float32):
+            bias_scale = bias_scale.float()
+    arguments = scaling, offs, x, weight, a, b, bias, bias_scale
+    if needs_grad((x, a, b, bias_scale)) or transformed:
+        return _differentiable(*arguments)[0]
+    return LowRankFunction.forward(*arguments)[0]
+
+
+def _frozen(t: Tensor, transformed: bool) -> bool:
+    """Whether nothing differentiates by ``t``; under a transform that is traced it is not known."""
+    if t.requires_grad or not transformed:
+        return not t.requires_grad
+    return not torch.compiler.is_compiling() and not is_differentiated(t)
+
+
+def _narrowed(x: Tensor, a: Tensor, scaling: float, offs: Tensor) -> Tensor:
+    """``scaling * a[g] x[t]``, ``[T, r]``."""
+    return _scaled(grouped_gemm(x, a.transpose(1, 2), offs), scaling)
+
+
+def _scaled(t: Tensor, scaling: float) -> Tensor:
+    return t if scaling == 1 else t * scaling
+
+
+class LowRankFunction(torch.autograd.Function):
+    """``apply(scaling, offs, x, weight, a, b, bias, bias_scale)``: the result, and ``scaling * a[g] x[t]``.
+
+    The second is a result for a backward of the backward, which has a gradient of it.
+    """
+
+    @staticmethod
+    def forward(scaling: float, offs: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        x, weight, a, b, bias, bias_scale = tensors
+        low = _narrowed(x, a, scaling, offs)
+        return grouped_gemm_low_rank(x, weight, low, b.transpose(1, 2), offs, bias, bias_scale), low
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        ctx.scaling, offs, x, weight, a, b, bias, bias_scale = inputs
+        _, _, needs_x, _, needs_a, needs_b, _, needs_scale = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x if needs_a else None,
+            weight if needs_x else None,
+            a if needs_x else None,
+            b if needs_x or needs_a else None,
+            output[1] if needs_b else None,
+            offs,
+            bias if needs_scale else None,
+            bias_scale if needs_scale else None,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
+        """With ``d = scaling (dy b + dlow)``: dx = dy w^T + d a;  da = d^T x;  db = dy^T low."""
+        x, weight, a, b, low, offs, bias, bias_scale = ctx.saved_tensors
+        _, _, needs_x, _, needs_a, needs_b, _, needs_scale = asked_for(ctx)
+        dx = da = db = dscale = None
+        narrow = dlow
+        if dy is not None and (needs_x or needs_a):
+            through = grouped_gemm(dy, b, offs)
+            narrow = through if dlow is None else through + dlow
+        narrow = None if narrow is None else _scaled(narrow, ctx.scaling)
+        if needs_b and dy is not None:
+            db = grouped_gemm_wgrad(dy, low, offs)
+        if needs_a and narrow is not None:
+            da = grouped_gemm_wgrad(narrow, x, offs)
+        if needs_scale and dy is not None:
+            dscale = grouped_dbias_dscales(dy, bias, bias_scale, offs)[1].to(bias_scale.dtype)
+        if needs_x and narrow is not None:
+            if dy is None:
+                dx = grouped_gemm(narrow, a, offs)
+            else:
+                dx = grouped_gemm_low_rank(dy, weight.transpose(1, 2), narrow, a, offs)
+        return None, None, dx, None, da, db, None, dscale
+
+
+_differentiable = applier(LowRankFunction)

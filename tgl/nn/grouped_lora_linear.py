@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..tensor import GroupedTensor
 from ._errors import fail
-from ._inputs import MSplits, offsets_on, result_dtype
-from ._low_rank import LowRank, add_low_rank
+from ._inputs import MSplits, check_input_dtype, offsets_on, result_dtype
+from ._low_rank import LowRank, add_low_rank, product_and_low_rank
 from ._modules import given, splits_of, to_be_called
 from .grouped_linear import GroupedLinear
 
@@ -132,15 +132,23 @@ class GroupedLoRALinear(nn.Module):
         if isinstance(inp, GroupedTensor):
             fail(f"`inp` must be a plain tensor for the low-rank update, but got a {type(inp).__name__}", TypeError)
         base, options = self.base, given(is_first_microbatch=is_first_microbatch)
-        if to_be_called(base):
-            y = base(inp, splits_of(offs), bias_scale=bias_scale, **options)
-        else:
-            y = base.forward_offsets(inp, offs, bias_scale, **options)
-        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-        flat = y.reshape(-1, y.shape[-1]) if y.dim() != 2 else y
         dtype = result_dtype(inp)
-        flat = add_low_rank(flat, rows, LowRank(self.lora_A.to(dtype), self.lora_B.to(dtype), self.scaling), offs)
-        return flat if y.dim() == 2 else flat.view(y.shape)
+        update = LowRank(self.lora_A.to(dtype), self.lora_B.to(dtype), self.scaling)
+        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
+        called = to_be_called(base)
+        if base.plain and not called:
+            weight = base.weight
+            if rows.dtype != weight.dtype:
+                check_input_dtype(rows.dtype, weight.dtype, rows.device)
+            y = product_and_low_rank(rows, weight.transpose(1, 2), update, offs, base.bias, bias_scale)
+        else:
+            if called:
+                y = base(inp, splits_of(offs), bias_scale=bias_scale, **options)
+            else:
+                y = base.forward_offsets(inp, offs, bias_scale, **options)
+            flat = y.reshape(-1, y.shape[-1]) if y.dim() != 2 else y
+            y = add_low_rank(flat, rows, update, offs)
+        return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
         """``GroupedLinear._check_call`` of the base."""
