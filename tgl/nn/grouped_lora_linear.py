@@ -30,7 +30,11 @@ class GroupedLoRALinear(nn.Module):
 
     The parameters of the base require no grad from the construction on. The backward forms no gradient of them and the
     forward saves no activation for one: ``x`` is saved once, for the gradient of ``A``, and ``[T, r]`` for that of
-    ``B``. No ``[G, N, K]`` beside the base's weight is allocated. The update is two grouped GEMMs and one addition.
+    ``B``. No ``[G, N, K]`` beside the base's weight is allocated.
+
+    Beside a base with one weight for all groups and without a recipe, the update is a grouped GEMM to ``[T, r]`` and
+    ``tgl.grouped_gemm_low_rank``, which adds the rest of it to the base's product. Beside others it is two grouped
+    GEMMs and one addition.
 
     Args:
         base: the layer to adapt. Its parameters are frozen.
