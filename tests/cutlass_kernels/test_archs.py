@@ -33,9 +33,8 @@ def test_an_entry_has_its_kernels_and_its_tilings(arch):
         assert tilings.reason(arch, kind, tilings.choose(arch, kind, 512, 512, 256)) is None
         for form in OPERANDS.values():
             if arch in form.archs:
-                for by_columns in (False, True):
-                    chosen = tilings.choose_scaled(arch, kind, form, 512, 512, 256, by_columns)
-                    assert tilings.reason(arch, kind, chosen, form) is None
+                chosen = tilings.choose_scaled(arch, kind, form, 512, 512, 256)
+                assert tilings.reason(arch, kind, chosen, form) is None
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -71,7 +70,7 @@ def test_the_class_of_rows_tells_how_many_groups_are_busy():
 def test_bytes_by_columns_are_loaded_in_whole_lines(columns, depth, rows):
     """MXFP8's second operand, where its columns lie side by side; each CTA of a pair loads half of them."""
     for kind in KINDS:
-        chosen = tilings.choose_scaled("sm_100", kind, OPERANDS["mxfp8"], columns, depth, rows, True)
+        chosen = tilings.choose_scaled("sm_100", kind, OPERANDS["mxfp8"], columns, depth, rows)
         assert chosen.tile_n // chosen.ctas >= 128
 
 

@@ -112,12 +112,6 @@ def choose_gradient(arch: str, columns: int, depth: int, rows: int, gathering: b
     return arch_of(arch).tilings.for_gradient(usual)
 
 
-def choose_scaled(
-    arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
-) -> GemmConfig:
-    """``choose`` for quantised operands.
-
-    Args:
-        by_columns: whether the columns of B lie side by side, rather than the elements of the contraction.
-    """
-    return arch_of(arch).tilings.choose_scaled(kind, form, columns, depth, rows, by_columns)
+def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
+    """``choose`` for quantised operands."""
+    return arch_of(arch).tilings.choose_scaled(kind, form, columns, depth, rows)

@@ -148,7 +148,7 @@ class GroupedGemmScaled(ScaledLauncher[ScaledGemmCall]):
         depth = c.a.shape[1] * (2 if c.a.dtype == torch.uint8 else 1)
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
         first, elements = c.b_direction == "rowwise" or form.placed, (name(c.a), name(c.b))
-        tiling = tilings.choose_scaled(arch, VARLEN_M, form, c.out.shape[1], depth, rows, not first)
+        tiling = tilings.choose_scaled(arch, VARLEN_M, form, c.out.shape[1], depth, rows)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail, alpha=form.alpha)
         return ScaledGemmKey(VARLEN_M, arch, not c.a.is_cuda, c.format, *elements, first, spec, tiling)
 
@@ -211,7 +211,7 @@ class GroupedGemmScaledWgrad(ScaledLauncher[ScaledWgradCall]):
         """The tiling follows from M, N and the class of rows per group."""
         form, (_, rows, columns) = OPERANDS[c.format], c.out.shape
         depth = power_of_two(tokens_of(c.a, rows) // c.offs.shape[0])
-        tiling = tilings.choose_scaled(arch, VARLEN_K, form, columns, depth, rows, not form.placed)
+        tiling = tilings.choose_scaled(arch, VARLEN_K, form, columns, depth, rows)
         spec = EpilogueSpec(name(c.out), accumulate=c.accumulate, alpha=form.alpha)
         elements = (name(c.a), name(c.b))
         emulated, table = not c.a.is_cuda, c.slots is not None

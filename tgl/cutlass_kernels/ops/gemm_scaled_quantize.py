@@ -137,7 +137,7 @@ class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
         """The tiling of ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
         first = c.b_direction == "rowwise"
-        tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows, not first)
+        tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows)
         if c.params.gated and not c.params.interleaved:
             tiling = replace(tiling, tile_n=2 * ATOM_ROWS)
         quantized = MXFP8Spec(

@@ -14,7 +14,7 @@ from ...activation.curves import activate, widened
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import add_bias
 from ...tiles import Tile
-from .pieces import piece_stores, send_piece
+from .pieces import accumulator_of, in_turn, piece_stores, send_piece
 from .quantize import Quantized, quantized_sinks, store_quantized
 
 
@@ -81,12 +81,14 @@ def store_activated(
     shape = views.acc.shape
     rounded = tuple(cute.make_rmem_tensor(shape, gemm.out_element) for _ in range(halves))
     result = cute.make_rmem_tensor(shape, gemm.out_element)
-    for piece in cutlass.range_constexpr(pieces):
+    which = accumulator_of(gemm, made)
+    for nth in cutlass.range_constexpr(pieces):
+        piece = in_turn(gemm, made, nth, pieces)
         for half in cutlass.range_constexpr(halves):
             at = 2 * piece + half if spec.alternates else half * pieces + piece
-            cute.copy(views.load, views.accumulators[None, None, None, 0, at, made.index], views.acc)
+            cute.copy(views.load, views.accumulators[None, None, None, 0, at, which], views.acc)
             cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(at == halves * pieces - 1):
+            if cutlass.const_expr(nth == gemm.read_first - 1 and half == halves - 1):
                 with cute.arch.elect_one():
                     results.consumer_release(made)
             if cutlass.const_expr(spec.bias):

@@ -14,7 +14,9 @@ half of the columns, see ``promote``. Warps 8 and 9 multiply and load then, and 
 
 Every warp walks the same sequence of tiles on its own. Two pipelines connect them: ``stages`` buffers of A and B
 between load and MMA, and two accumulators between MMA and epilogue, so that one tile's epilogue runs during the next
-tile's mainloop.
+tile's mainloop. Where tensor memory is too small for both and the scales of blocks, they share some columns: the
+epilogue reads those first and gives the accumulator back after them. ``results`` then has one stage, whose phase tells
+which accumulator it is.
 """
 
 from typing import Any, NamedTuple
@@ -98,6 +100,8 @@ class GroupedGemm:
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
         buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``turns``.
+        overlap: columns of tensor memory that both accumulators have, the last of the even and the first of the odd.
+        read_first: steps of the epilogue, of a piece or of a pair, after which it gives the accumulator back.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
         paired: whether there is a second pair of operands; see ``paired``.
     """
@@ -153,8 +157,13 @@ class GroupedGemm:
         room = (SMEM_BYTES - fixed - self.stages * stage) // epi_stage
         self.epi_stages = self.buffers or turns(config.tile_n // self.teams // self.epi_tile[1], min(4, room))
         self.stage_bytes = stage * config.ctas
-        fit = (TMEM_COLUMNS - scale_columns) // config.tile_n
-        self.accumulators = fit if self.promotes else min(ACCUMULATORS, fit)
+        columns = TMEM_COLUMNS - scale_columns
+        self.accumulators = columns // config.tile_n if self.promotes else ACCUMULATORS
+        self.overlap = max(self.accumulators * config.tile_n - columns, 0)
+        self.hand_overs = 1 if self.overlap else self.accumulators
+        halves = 2 if spec.activation is not None and spec.activation.gated else 1
+        steps = config.tile_n // self.teams // halves // self.epi_tile[1]
+        self.read_first = ceil_div(self.overlap, self.epi_tile[1]) if self.overlap else steps
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
 
     def warp_layout(self) -> cute.ComposedLayout:
@@ -309,6 +318,12 @@ class GroupedGemm:
         scale = getattr(cutlass, self.form.scale)
         return blackwell_helpers.make_blockscaled_trivial_tiled_mma(*elements, scale, self.form.vector, cta_group, tile)
 
+    def accumulator_layout(self, tiled_mma: cute.TiledMma) -> cute.Layout:
+        """``[..., accumulators]`` in tensor memory, whose columns have stride 1."""
+        shape = cute.append(tiled_mma.partition_shape_C(self.tiler[:2]), self.accumulators)
+        layout = tiled_mma.make_fragment_C(shape).layout
+        return cute.make_layout(layout.shape, stride=(*layout.stride[:-1], layout.stride[-1] - self.overlap))
+
     def scale_maps(self, tiled_mma: cute.TiledMma, load, cluster_vmnk, a_scale: cute.Tensor, b_scale: cute.Tensor):
         """(map, coordinates, shared memory layout) of the scales of A and of B, and the MMA that partitions B's.
 
@@ -364,7 +379,7 @@ class GroupedGemm:
 
         allocator = memory.SmemAllocator()
         full = allocator.allocate_array(Int64, 2 * self.stages)
-        accumulated = allocator.allocate_array(Int64, 2 * self.accumulators)
+        accumulated = allocator.allocate_array(Int64, 2 * self.hand_overs)
         freed = allocator.allocate(Int64, 8)
         address = allocator.allocate(Int32, 4)
         loads = pipeline.PipelineTmaUmma.create(
@@ -378,7 +393,7 @@ class GroupedGemm:
         )
         results = pipeline.PipelineUmmaAsync.create(
             barrier_storage=accumulated,
-            num_stages=self.accumulators,
+            num_stages=self.hand_overs,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.mma_warp * config.ctas),
             cta_layout_vmnk=cluster_vmnk,
@@ -415,8 +430,7 @@ class GroupedGemm:
                 single.get_slice(0),
             )
         vectors = allocate_vectors(allocator, self.spec, config.cta_m, config.tile_n)
-        acc_shape = tiled_mma.partition_shape_C(self.tiler[:2])
-        acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, self.accumulators)).layout
+        acc_layout = self.accumulator_layout(tiled_mma)
         pipeline.pipeline_init_wait(cluster_vmnk)
 
         a, b = (a_map, a_coords, a_buffers), (b_map, b_coords, b_buffers)

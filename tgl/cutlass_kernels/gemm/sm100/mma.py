@@ -98,7 +98,7 @@ def multiply_tiles(
     if cutlass.const_expr(scale_buffers is not None):
         a_scales, b_scales = _both_scales(gemm, tiled_mma, scale_buffers, accumulators)
     loaded = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.stages)
-    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cute.size(accumulators, mode=[3]))
+    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.hand_overs)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
@@ -111,7 +111,8 @@ def multiply_tiles(
                 if cutlass.const_expr(gemm.promotes):
                     results.producer_acquire(made)
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
-                accumulator = accumulators[None, None, None, made.index]
+                which = made.phase ^ 1 if cutlass.const_expr(gemm.overlap) else made.index
+                accumulator = accumulators[None, None, None, which]
                 loads.consumer_wait(loaded)
                 if cutlass.const_expr(policy.clears):
                     before, end = policy.before(tile), cutlass.min(depth - k * gemm.tiler[2], gemm.tiler[2])

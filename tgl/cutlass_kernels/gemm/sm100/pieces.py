@@ -1,7 +1,9 @@
 """One piece of a tile, on its way from a warp's registers through shared memory to any output."""
 
+from typing import Any
+
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 WARP_ROWS = 32
@@ -34,6 +36,18 @@ def piece_stores(
         cute.group_modes(cute.local_tile(buffers, (WARP_ROWS, piece), (warp, 0, None)), 0, 2),
         cute.group_modes(cute.flat_divide(matrix, (WARP_ROWS, piece)), 0, 2),
     )
+
+
+def accumulator_of(gemm: Any, made: pipeline.PipelineState) -> Int32:
+    """Which accumulator the epilogue has got: of two that share columns, the even one comes with the even phase."""
+    return made.phase if gemm.overlap else made.index
+
+
+def in_turn(gemm: Any, made: pipeline.PipelineState, step: int, steps: int) -> Int32 | int:
+    """Which piece of an accumulator is the ``step``-th: columns that are shared come first, see ``kernel``."""
+    if not gemm.overlap:
+        return step
+    return cutlass.select_(made.phase == 0, Int32(steps - 1 - step), Int32(step))
 
 
 @cute.jit

@@ -132,7 +132,7 @@ def store_quantized(
     gemm: cutlass.Constexpr,
     sinks: Sinks,
     result: cute.Tensor,
-    piece: cutlass.Constexpr,
+    piece: Int32 | int,
     buffer: Int32,
 ):
     """Quantise and store a warp's rows of a piece.
@@ -222,7 +222,7 @@ def write_codes(gemm: Any, wide: cute.Tensor, inverses: list[Float32], codes: cu
 
 
 @cute.jit
-def put_scales(gemm: cutlass.Constexpr, sinks: Sinks, piece: cutlass.Constexpr, row_bytes: tuple, column_bytes: tuple):
+def put_scales(gemm: cutlass.Constexpr, sinks: Sinks, piece: Int32 | int, row_bytes: tuple, column_bytes: tuple):
     """A thread's scales of a piece to memory, zero for columns that do not exist: of its row and of two columns."""
     spec, outputs, lane = gemm.spec.quantized, sinks.outputs, cute.arch.lane_idx()
     column = sinks.column + piece * COLUMNS

@@ -15,7 +15,7 @@ from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output,
 from ...tiles import ceil_div
 from ...tiles.policy import Share
 from .activate import Views, activated_sinks, store_activated
-from .pieces import WARP_ROWS, piece_stores, send_piece
+from .pieces import WARP_ROWS, accumulator_of, in_turn, piece_stores, send_piece
 from .promote import Results, promote_tile
 from .quantize import all_stores, clear_gaps, clear_scales
 
@@ -114,7 +114,7 @@ def store_tiles(
         sums = cute.make_rmem_tensor(columns, Float32)
     if cutlass.const_expr(spec.quantized is not None):
         clear_gaps(second, problem, THREADS // 32)
-    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.accumulators)
+    made = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.hand_overs)
     buffer = Int32(0)
     factor, factor_group = Float32(1), Int32(-1)
     search = policy.start(problem, True)
@@ -156,13 +156,15 @@ def store_tiles(
                     buffer = store_activated(gemm, views, sinks, probability, results, made, buffer)
                 else:
                     _, store_from, store_to = sinks[0]
-                    for piece in cutlass.range_constexpr(pieces):
+                    which = accumulator_of(gemm, made)
+                    for nth in cutlass.range_constexpr(pieces):
+                        piece = in_turn(gemm, made, nth, pieces)
                         if cutlass.const_expr(gemm.promotes):
                             acc.store(cute.make_tensor(sums.iterator + piece * epi_n, acc.layout).load())
                         else:
-                            cute.copy(tiled_load, acc_part[None, None, None, 0, piece, made.index], acc)
+                            cute.copy(tiled_load, acc_part[None, None, None, 0, piece, which], acc)
                             cute.arch.fence_view_async_tmem_load()
-                            if cutlass.const_expr(piece == pieces - 1):
+                            if cutlass.const_expr(nth == gemm.read_first - 1):
                                 with cute.arch.elect_one():
                                     results.consumer_release(made)
                         if cutlass.const_expr(spec.group_factor):

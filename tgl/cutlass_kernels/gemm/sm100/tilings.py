@@ -67,16 +67,15 @@ def choose_gathering(
     return choose(kind, max(columns, activated or 0), depth, rows)
 
 
-def choose_scaled(
-    kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
-) -> GemmConfig:
-    """Wide tiles for long contractions, and for pairs whose B lies by columns.
+def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
+    """Wide tiles for pairs, and for long contractions.
 
-    They leave room in tensor memory for one accumulator and its scales, so their epilogue does not overlap the next
-    tile, which weighs least where the contraction is long. Each CTA of a pair loads half of B's columns: of 128 columns
-    of bytes side by side that would be 64, half of a line of the L2, at the price of a whole one. Where registers hold
-    the sums, there are none.
+    Pairs load two thirds of the bytes per MMA with them, and their epilogue overlaps the next tile's mainloop, but for
+    the columns that two accumulators share: a short contraction may have them too. Each CTA of a pair loads half of B's
+    columns besides: of 128 columns of bytes side by side that would be 64, half of a line of the L2, at the price of a
+    whole one. A single CTA has room for fewer stages of them, and where groups are short, narrow tiles are more, so
+    that more multiprocessors load weights. Where registers hold the sums, there are no wide ones.
     """
     pair = rows >= 256 and not form.anywhere
-    wide = not form.block and columns > 128 and (depth >= 16 * form.tile_k or (pair and by_columns))
+    wide = not form.block and columns > 128 and (pair or depth >= 16 * form.tile_k)
     return GemmConfig(tile_m=256 if pair else 128, tile_n=256 if wide else 128, tile_k=form.tile_k, two_cta=pair)

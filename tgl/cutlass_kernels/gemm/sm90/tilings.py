@@ -120,9 +120,7 @@ def _empty(extent: int, tile: int) -> float:
     return ceil_div(extent, tile) * tile / extent - 1
 
 
-def choose_scaled(
-    kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
-) -> GemmConfig:
+def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
     """High or wide tiles, which move the fewest bytes through L2 and shared memory per MMA.
 
     Measured on an H200. In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one

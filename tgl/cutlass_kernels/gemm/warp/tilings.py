@@ -134,9 +134,7 @@ class Tilings:
         """The tiling of a kernel that goes back through the activation, for one that suits the problem otherwise."""
         return usual if gradient_reason(usual) is None else self.deepest(128, 128)
 
-    def choose_scaled(
-        self, kind: str, form: OperandFormat, columns: int, depth: int, rows: int, by_columns: bool = False
-    ) -> GemmConfig:
+    def choose_scaled(self, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
         """128 x 128 tiles where rows and columns fill them, the largest beside whose sums are those of a stage.
 
         With scales that MMAs take themselves there are no smaller ones, and of larger ones two stages do not fit.
