@@ -18,6 +18,7 @@ NEEDS = {
     "blackwell_economy": "cutlass",
     "blackwell_economy_scaled": "cutlass",
     "blackwell_gather": "cutlass",
+    "warp_economy": "cutlass",
     "expert_layer": "transformers",
     "memory": "transformers",
     "plots": "matplotlib",
@@ -36,6 +37,7 @@ GPU += (
     "drop_in",
     "transformers_models",
     "expert_parallel_gpu",
+    "warp_gpu",
 )
 
 

@@ -248,3 +248,23 @@ def test_bytes_of_plain_loads_and_stores_are_those_of_the_lanes_that_take_part()
     with emulate("sm_90a") as m:
         record = m.launch_ptx(module(body, 1), (tensor,))
     assert record.global_bytes == {"load": 5 * 16 + 8, "store": 3 * 4 + 8}
+    assert record.copied_bytes == 0
+
+
+def test_bytes_of_asynchronous_copies_are_those_that_are_read():
+    """16 bytes of 5 lanes, of which the first has 4 that count and zeros behind them."""
+    tensor = torch.arange(256, dtype=torch.int32)
+    body = """
+  mul.wide.u32 %rd1, %r0, 16;
+  add.s64 %rd1, %rd0, %rd1;
+  mad.lo.u32 %r3, %r0, 16, %r2;
+  setp.lt.u32 %p1, %r0, 5;
+  setp.eq.u32 %p2, %r0, 0;
+  selp.b32 %r4, 4, 16, %p2;
+  @%p1 cp.async.cg.shared.global [%r3], [%rd1], 16, %r4;
+  cp.async.commit_group;
+  cp.async.wait_group 0;
+"""
+    with emulate("sm_90a") as m:
+        record = m.launch_ptx(module(body, 1), (tensor,), smem=512)
+    assert (record.copied_bytes, record.global_bytes["load"]) == (4 * 16 + 4, 0)

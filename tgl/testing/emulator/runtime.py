@@ -27,7 +27,8 @@ class LaunchRecord:
     """What one emulated launch did.
 
     ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce), ``global_bytes`` those of plain loads
-    and stores, of the lanes that take part (once if all have one address); ``bank_conflicts`` the shared-memory passes
+    and stores, of the lanes that take part (once if all have one address), ``copied_bytes`` what ``cp.async`` reads;
+    ``bank_conflicts`` the shared-memory passes
     beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
     the translation refused and the launch did not reach, with their PTX line. ``overlaps`` is whether the launch may
     begin before the one in front has ended (programmatic stream serialisation), and ``early`` where a warp of it first
@@ -45,6 +46,7 @@ class LaunchRecord:
     instructions: Counter[str] = field(default_factory=Counter)
     tma_bytes: dict[str, int] = field(default_factory=dict)
     global_bytes: dict[str, int] = field(default_factory=dict)
+    copied_bytes: int = 0
     mma_count: int = 0
     mma_flops: int = 0
     barriers: int = 0
@@ -268,6 +270,7 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
         "reduce": stat["tma_reduce_bytes"],
     }
     record.global_bytes = {"load": stat["global_load_bytes"], "store": stat["global_store_bytes"]}
+    record.copied_bytes = stat["copied_bytes"]
     record.mma_count, record.mma_flops = stat["mma"], stat["mma_flops"]
     record.barriers = stat["barriers"] + stat["cluster_barriers"]
     record.bank_conflicts = stat["bank_conflicts"]

@@ -410,6 +410,7 @@ class BulkWarp(SyncWarp):
             self._bounds(cta, o, o + n, "cp.async")
             if k:
                 self.launch.find(s, k, self)
+            self.launch.stat["copied_bytes"] += k
             words = slice(o >> 2, (o + n + 3) >> 2)
             if unit is not None:
                 cta.shadow.write(unit, words)
