@@ -12,6 +12,15 @@ settings.register_profile("tgl", deadline=None, max_examples=60, derandomize=Tru
 settings.load_profile("tgl")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernels",
+        choices=("own", "warp"),
+        default="own",
+        help="of GEMMs on a Hopper in tests/gpu: its own, or in their place those with MMAs of warps",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)

@@ -160,6 +160,7 @@ def scaled_product(a, b, a_scale, b_scale, offs):
     return scaled_grouped_mm(a, b, a_scale, scale_b=b_scale, offs=offs, **ROW_WISE)
 
 
+@pytest.mark.wide_mmas
 @has_row_wise_kernels
 @BY_OP
 @pytest.mark.parametrize("sizes", ROUTINGS)
@@ -178,6 +179,7 @@ def test_row_wise_products(make, sizes, columns):
         assert again.stride() == out.stride()
 
 
+@pytest.mark.wide_mmas
 @has_row_wise_kernels
 @pytest.mark.parametrize("spoiled", range(len(SIZES)))
 def test_a_groups_nan_stays_in_it(spoiled):
@@ -187,6 +189,7 @@ def test_a_groups_nan_stays_in_it(spoiled):
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.wide_mmas
 @has_row_wise_kernels
 @BY_OP
 @pytest.mark.skipif(ARCH != "sm_90", reason="ATen's kernel is one of sm_90")
@@ -210,6 +213,7 @@ def test_row_wise_products_of_random_values_agree_with_atens(make):
     assert errors[0] <= 2 * errors[1] + 1e-5 * exact.norm()
 
 
+@pytest.mark.wide_mmas
 @BY_FORM
 @BY_WAY
 def test_every_form_of_row_wise_products(form, way):
@@ -221,6 +225,7 @@ def test_every_form_of_row_wise_products(form, way):
     assert torch.equal(WAYS[way](*case.given, case.offs).cpu(), wanted(form, case))
 
 
+@pytest.mark.wide_mmas
 @has_row_wise_kernels
 @BY_OP
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
@@ -237,6 +242,7 @@ def test_row_wise_products_in_graphs(make, mode):
     assert torch.equal(out.double().cpu(), 2 * problem.wanted.to(BF16).double())
 
 
+@pytest.mark.wide_mmas
 @has_row_wise_kernels
 def test_scaled_products_read_nothing_on_the_host():
     calls = [atens(make(SIZES, 272, 264, -sum(SIZES) % 16).to(DEVICE)) for make in (of_rows, of_columns)]
@@ -251,6 +257,7 @@ def test_scaled_products_read_nothing_on_the_host():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.wide_mmas
 @has_row_wise_kernels
 @BY_OP
 def test_a_cuda_graph_of_a_scaled_product_takes_new_routings(make):

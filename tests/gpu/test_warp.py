@@ -4,21 +4,18 @@ Nothing in them depends on the architecture, so what holds for their code compil
 without the chips that they are for.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import tgl
+from tests import kernels_of_warps
 from tests.cutlass_kernels.gather_cases import random_index, scattered
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import ROUTINGS, column_major, exact, gradient, poisoned, product
-from tgl.cutlass_kernels import archs, tilings
-from tgl.cutlass_kernels.archs import ARCHS
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import KINDS
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
-from tgl.cutlass_kernels.runtime import launcher
+from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
 
 pytestmark = pytest.mark.gpu
 if ARCH != "sm_90":
@@ -26,19 +23,15 @@ if ARCH != "sm_90":
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
-HERE = Tilings(ARCHS["sm_90"].smem_bytes, (16, 8))
+HERE = kernels_of_warps.TILINGS
 FORMATS = [name for name, form in OPERANDS.items() if "sm_89" in form.archs]
 LARGE = (700, 0, 3, 1025, 64, 512)
 
 
 @pytest.fixture(autouse=True)
-def kernels_of_warps(monkeypatch):
-    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.ALL, tilings=HERE)
-    monkeypatch.setitem(ARCHS, "sm_90", forced)
-    monkeypatch.setattr(launcher, "plans", {})
-    launcher.forget()
-    yield
-    launcher.forget()
+def _kernels_of_warps():
+    with kernels_of_warps.in_place():
+        yield
 
 
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
