@@ -11,7 +11,7 @@ from tgl.cutlass_kernels.archs import PAIRED, chips, having
 
 if ARCH not in chips(having(PAIRED)):
     pytest.skip("needs a device with one kernel for both products", allow_module_level=True)
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.wide_mmas]
 
 
 def inputs(sizes, depth, rank, columns, dtype):
