@@ -26,7 +26,7 @@ class Rehearsed(threading.local):
         self.ran: list[Any] = []
 
     def stands_for(self, device: torch.device) -> torch.device:
-        """The device that is meant by ``device``."""
+        """The device that is meant by ``device``: another one by the meta device of a rehearsal."""
         return self.device if self.device is not None and device.type == "meta" else device
 
 

@@ -464,7 +464,8 @@ class Explanation:
 
 def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Explanation:
     """Who serves the call, without what ``report`` asks of it."""
-    device = rehearsed.stands_for(device)
+    if device.type == "meta":
+        device = rehearsed.stands_for(device)
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):

@@ -400,6 +400,7 @@ def test_explain_takes_the_arguments_of_an_overload(op):
 
 def test_an_implementation_says_whether_it_takes_an_index():
     a, b = tokens(K), matrices()
+    before = tgl.grouped_gemm(a, b, ends(), rows=index())
 
     @tgl.register_implementation("grouped_gemm", "in order", device="cpu")
     def in_order(*operands, out, zero_tail):
@@ -409,6 +410,6 @@ def test_an_implementation_says_whether_it_takes_an_index():
         report = tgl.explain(tgl.grouped_gemm, a, b, ends(), rows=index())
         assert report.chosen.name == "loop of mm"
         assert "reads rows in the order of the groups, not by `rows`" in str(report)
-        assert torch.equal(tgl.grouped_gemm(a, b, ends(), rows=index())[:1], a[:1] @ b[0])
+        assert torch.equal(tgl.grouped_gemm(a, b, ends(), rows=index()), before)
     finally:
         tgl.backends.remove(in_order)
