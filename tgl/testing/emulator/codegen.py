@@ -31,7 +31,7 @@ SPECIAL = {
     "%nclusterid.x": "w.launch.nclusters[0]", "%nclusterid.y": "w.launch.nclusters[1]",
     "%nclusterid.z": "w.launch.nclusters[2]", "%smid": "w.cta.smid", "%nsmid": "w.launch.num_sms",
     "%clock64": "w.launch.clock()",
-    "%clock": "w.launch.clock()", "%globaltimer": "w.launch.clock()", "%lanemask_lt": "w.lanemask_lt",
+    "%clock": "w.launch.clock()", "%globaltimer": "w.launch.global_timer()", "%lanemask_lt": "w.lanemask_lt",
     "%lanemask_le": "w.lanemask_le", "%lanemask_eq": "w.lanemask_eq", "%lanemask_gt": "w.lanemask_gt",
     "%lanemask_ge": "w.lanemask_ge", "%dynamic_smem_size": "w.launch.smem", "%is_explicit_cluster": "True",
     "%nwarpid": "w.cta.nwarps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import time
 from collections import Counter, deque
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .warp import Warp
 MAX_CLUSTER = 16
 _STALLED_STEPS = 20_000
 _LIVELOCK_STEPS = 400_000
+_PATIENT_STEPS, _NAP = 20, 0.001  # without progress, and seconds of each further one that other processes have
 
 
 class Extent(NamedTuple):
@@ -46,6 +48,7 @@ class Rules(NamedTuple):
         detect_races: keep vector clocks.
         strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
         strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
+        patience: seconds without progress while other processes may write to the memory; None: nobody else does.
     """
 
     seed: int
@@ -54,6 +57,7 @@ class Rules(NamedTuple):
     detect_races: bool
     strict_loads: bool
     strict_exits: bool
+    patience: float | None
 
 
 class Launch(Engine):
@@ -84,6 +88,7 @@ class Launch(Engine):
         self.waited = not self.overlaps
         self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
         self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits
+        self.patience, self.deadline = rules.patience, 0.0
         self.chip, self.num_sms = chip, chip.multiprocessors
         self._check_shape()
         self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))
@@ -125,6 +130,10 @@ class Launch(Engine):
         """A counter that advances with every look at it: the emulator does not model time."""
         self.time += 100
         return self.time & 0xFFFFFFFF
+
+    def global_timer(self) -> int:
+        """Nanoseconds: those of the host where other processes are waited for, who take their time."""
+        return self.clock() if self.patience is None else time.monotonic_ns()
 
     def warn(self, text: str) -> None:
         self.warnings[text] += 1
@@ -221,6 +230,8 @@ class Launch(Engine):
                 steps += 1
                 if self.progress != last_progress:
                     last_progress, last_step = self.progress, steps
+                elif self.patience is not None and steps - last_step >= _PATIENT_STEPS:
+                    self.wait_for_others(steps - last_step)
                 elif steps - last_step > _STALLED_STEPS:
                     if self.todo:  # somebody may be spinning on memory that a cluster not yet resident will write
                         self.start_cluster()
@@ -258,6 +269,21 @@ class Launch(Engine):
             if count:
                 for op, k in histogram.items():
                     self.opcodes[op] += count * k
+
+    def wait_for_others(self, steps: int) -> None:
+        """No progress for so many steps: let other processes, whose writes are waited for, have the core."""
+        assert self.patience is not None
+        now = time.monotonic()
+        if steps == _PATIENT_STEPS:
+            self.deadline = now + self.patience
+        elif now > self.deadline and not self.todo:
+            raise DeadlockError(
+                f"livelock: no barrier or copy made progress for {self.patience:g} s, and no other process has written "
+                f"what is waited for\n{self.describe()}"
+            )
+        if self.todo and steps % 100 == 0:  # it may be a cluster not yet resident that will
+            self.start_cluster()
+        time.sleep(_NAP)
 
     def step(self, w: Warp) -> None:
         """Run a warp up to its next wait."""

@@ -65,7 +65,12 @@ class LaunchRecord:
 
 
 class Emulation:
-    """The machine of an ``emulate`` block. Options may change between launches; ``launches`` grows with each one."""
+    """The machine of an ``emulate`` block. Options may change between launches; ``launches`` grows with each one.
+
+    ``patience`` is for memory that other processes write to as well (``register``): seconds for which a launch without
+    progress waits for them, while ``%globaltimer`` is the host's clock. With None, as it begins, nobody else writes,
+    and a launch ends after a number of steps without progress.
+    """
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class Emulation:
         self.target = self.chip.target if arch == self.chip.name else arch
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
         self.strict_loads, self.strict_exits = strict_loads, strict_exits
+        self.patience: float | None = None
         self.launches: list[LaunchRecord] = []
         self.error: BaseException | None = None
         self.edit_ptx: Callable[[str], str] | None = None
@@ -95,6 +101,8 @@ class Emulation:
     @property
     def rules(self) -> Rules:
         """Those of the next launch."""
+        if self.patience is not None and not self.patience > 0:
+            raise ValueError(f"patience must be positive or None, got {self.patience}")
         return Rules(
             self.seed,
             self.timing,
@@ -102,6 +110,7 @@ class Emulation:
             self.detect_races,
             self.strict_loads,
             self.strict_exits,
+            self.patience,
         )
 
     def register(self, tensor: Any) -> None:

@@ -1,0 +1,143 @@
+"""Ranks that are processes, each with an emulated device, whose symmetric memory is files that all of them have mapped.
+
+What stands for hardware is here and nothing else: that there are devices, and the rendezvous. Layers, ops, kernels and
+the barriers between them are the package's own. Every process has its own addresses of all memories.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tgl import backends, peers
+from tgl.cutlass_kernels.ops.wire import MEET
+from tgl.cutlass_kernels.runtime.launcher import Launcher
+from tgl.distributed import _symmetric
+from tgl.testing import emulator
+
+EMULATED = frozenset({"ep_route", "ep_dispatch", "ep_combine", "combine"})
+"""Ops that run as kernels; all others compute as on any CPU, the same for both engines."""
+POISON = 0xFF  # NaN in every floating point dtype, and -1
+LIMIT, PATIENCE = 40.0, 60.0  # seconds that a late rank waits for the others, and they for it
+
+
+@dataclass
+class Device:
+    """This rank's device, and in which order its launches and those of the others come.
+
+    A rank that is late before a launch lets all others run until they stand in the barrier that it has to reach next,
+    which it sees in its own memory. So what others do too early they have done by then, on a machine of any speed.
+
+    Attributes:
+        machine: what executes the kernels.
+        launches: since ``start``, ``tells`` (a barrier with numbers of rows), ``meets`` (one without) or ``moves``.
+        late: numbers of launches before which this rank is late.
+        hasty: numbers of barriers that wait for nobody.
+        ahead: which barrier the others reach before a late rank goes on: 1 for the next one, 2 if that is hasty.
+    """
+
+    machine: emulator.Emulation
+    launches: list[str] = field(default_factory=list)
+    late: frozenset[int] = frozenset()
+    hasty: frozenset[int] = frozenset()
+    ahead: int = 1
+
+    def start(self, late: Iterable[int] = (), hasty: Iterable[int] = (), ahead: int = 1) -> None:
+        self.launches, self.late, self.hasty, self.ahead = [], frozenset(late), frozenset(hasty), ahead
+
+    def before(self, launcher: Launcher, c: Any) -> None:
+        """What happens in front of a launch."""
+        number, barrier = len(self.launches), launcher is MEET
+        kind = "moves" if not barrier else "meets" if c.token is None else "tells"
+        self.launches.append(kind)
+        if number in self.late:
+            self.wait()
+        if kind == "tells":  # nobody writes here before this rank has come
+            mine = _made[-1]
+            mine.memory[mine.control.nbytes :] = POISON
+        if barrier and number in self.hasty:
+            # As if all had come: what they write here themselves when they do, and nothing more as long as this waits.
+            c.control[: c.table.shape[0]] = int(c.epoch) + 1
+
+    def wait(self) -> None:
+        mine, end = _made[-1], time.monotonic() + LIMIT
+        others = [rank for rank in range(mine.ranks) if rank != mine.rank]
+        while any(int(mine.control[rank]) < int(mine.epoch) + self.ahead for rank in others):
+            assert time.monotonic() < end, "the others do not come"
+            time.sleep(0.002)
+
+
+_made: list[peers.Peers] = []  # the last one is in use
+
+
+def rendezvous(group: Any, size: int) -> peers.Peers:
+    """Every rank makes a file, and all map all of them."""
+    handle, own = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    os.truncate(handle, size)
+    os.close(handle)
+    paths: list[Any] = [None] * group.size()
+    dist.all_gather_object(paths, own, group=group)
+    memories = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+    dist.barrier(group)
+    os.unlink(own)
+    made = peers.Peers(
+        rank=group.rank(),
+        table=torch.tensor([memory.data_ptr() for memory in memories]),
+        memory=memories[group.rank()],
+        epoch=torch.zeros(1, dtype=torch.int32),
+        arrived=torch.zeros(group.size(), dtype=torch.int32),
+        group=group,
+        handle=memories,
+    )
+    for memory in memories:
+        machine = emulator.active()
+        assert machine is not None
+        machine.register(memory)
+    _made.append(made)
+    return made
+
+
+@contextmanager
+def device(arch: str = "sm_90a") -> Iterator[Device]:
+    """Kernels of symmetric memory serve this process until the end."""
+    candidates, run = backends._candidates, Launcher.run
+
+    def some(op: str, where: torch.device) -> tuple[backends.Implementation, ...]:
+        found = candidates(op, where)
+        return found if op in EMULATED else tuple(i for i in found if i.device == where.type)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_candidates", some)
+        patch.setattr(_symmetric, "_reason", lambda group: None)
+        patch.setattr(_symmetric, "_rendezvous", rendezvous)
+        with emulator.emulate(arch, detect_races=False) as machine:
+            machine.patience = PATIENCE
+            made = Device(machine)
+
+            def watched(launcher: Launcher, c: Any) -> Any:
+                made.before(launcher, c)
+                return run(launcher, c)
+
+            patch.setattr(Launcher, "run", watched)
+            try:
+                yield made
+            finally:
+                peers.forget(str(dist.group.WORLD.group_name))
+                _made.clear()
+
+
+def alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Equal bits."""
+    assert list(ours) == list(theirs)
+    for name, t in ours.items():
+        assert torch.equal(t, theirs[name]), name

@@ -1,0 +1,186 @@
+"""``ExpertParallelMLP`` over symmetric memory on several ranks, against collectives, to the bit.
+
+Each rank is a process, and the memory of all is mapped into each. Between two exchanges a rank fills its own memory
+with NaN. One rank after the other is late before each of its launches, so that only barriers keep the order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tgl import peers
+from tgl.distributed import ExpertParallelMLP
+
+from .shared_memory import alike, device
+from .test_expert_parallel_mlp import MOST, E, H, Problem
+
+BF16, F32 = torch.bfloat16, torch.float32
+SYMMETRIC = {"engine": "symmetric_memory"}
+MXFP8 = tgl.recipes.MXFP8BlockScaling()
+STRIDE = 5  # launches from one where a rank is late to the next, where it is in one run
+
+Named = dict[str, Tensor]
+
+
+def mine(problem: Problem, layer: ExpertParallelMLP) -> Named:
+    return problem.results(layer, problem.tokens)
+
+
+def check_step(case: str, dtype: torch.dtype, options: dict[str, Any], of_layer: dict[str, Any]) -> None:
+    """A step, and again with every rank late before each of its launches."""
+    with device() as found:
+        problem = Problem(case, dtype, **options)
+        theirs = mine(problem, problem.layer(**of_layer))
+        layer = problem.layer(**of_layer, **SYMMETRIC)
+        found.start()
+        alike(mine(problem, layer), theirs)
+        count = len(found.launches)
+        assert found.launches.count("tells") == found.launches.count("meets") > 4
+        for rank in range(problem.ranks):
+            for first in range(STRIDE):
+                found.start(late=range(first, count, STRIDE) if problem.me == rank else ())
+                alike(mine(problem, layer), theirs)
+            found.start()
+            alike(mine(problem, layer), theirs)  # for which the others come to a rank that is late behind a barrier
+        layer.check()
+
+
+QUANTIZED = {"wire": "quantized", "wire_dtype": F32}
+STEPS = {
+    "float32": ("uneven", F32, {}, {}),
+    "quantised, with float32 sums": ("even", BF16, {"recipe": MXFP8}, QUANTIZED),
+    "float32 sums": ("uneven", BF16, {}, {"wire_dtype": F32}),
+    "by choice": ("sentinels", BF16, {}, {"invariant": True}),
+    "one rank has all": ("one rank has all", F32, {}, {}),
+    "no tokens": ("no tokens", F32, {}, {}),
+    "one rank takes all": ("one rank takes all", BF16, {}, {}),
+}
+FAST = ("float32", "quantised, with float32 sums")
+
+
+@pytest.mark.parametrize(
+    "step", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
+)
+def test_a_step_with_late_ranks(ranks, step):
+    ranks(check_step, *STEPS[step], limit=180)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["float32", "by choice"])
+def test_a_step_of_four_ranks(four_ranks, step):
+    four_ranks(check_step, *STEPS[step], limit=400)
+
+
+# --- barriers ---------------------------------------------------------------------------------------------------------
+
+
+HASTY = {
+    "rows come while those before are read": (10, 12),
+    "rows come before the memory is free": (12, 12),
+    "rows are read before they have come": (7, 9),
+}
+"""Launches: before which rank 0 is late, and in which barrier rank 1 does not wait for it."""
+
+
+def check_hasty(late: int, hasty: int) -> None:
+    with device() as found:
+        problem = Problem("even", F32)
+        theirs = mine(problem, problem.layer())
+        layer = problem.layer(**SYMMETRIC)
+        alike(mine(problem, layer), theirs)
+        if problem.me == 0:
+            found.start(late=[late], ahead=2)
+        else:
+            found.start(hasty=[hasty])
+        ours = mine(problem, layer)
+        wrong = torch.tensor([not all(torch.equal(t, theirs[name]) for name, t in ours.items())], dtype=torch.int32)
+        dist.all_reduce(wrong)
+        assert wrong, "no result differs"
+
+
+@pytest.mark.parametrize("case", HASTY)
+def test_without_one_barrier_results_differ(ranks, case):
+    """What the tests of late ranks find."""
+    ranks(check_hasty, *HASTY[case])
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class Stack:
+    """Four layers: called, checkpointed, with frozen parameters, and with a backward that dispatches again."""
+
+    def __init__(self, problem: Problem, **options: Any) -> None:
+        self.problem, self.options = problem, options
+        self.layers = [problem.layer(max_tokens=most, **options) for most in (MOST, MOST - 1, MOST)]
+        for parameter in (self.layers[2].fc1.weight, self.layers[2].fc2.bias):
+            parameter.requires_grad_(False)
+
+    def grow(self) -> None:
+        """The last layer, which takes more tokens than the others."""
+        self.layers.append(self.problem.layer(max_tokens=2 * MOST, **self.options))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        saved = [op for op in tgl.SAC_SAVE_LIST if op is not torch.ops.tgl.ep_dispatch.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+        ways: list[dict[str, Any] | None] = [None, {}, None, {"context_fn": contexts}]
+        for layer, way in zip(self.layers, ways):
+            call = layer if way is None else functools.partial(checkpoint, layer, use_reentrant=False, **way)
+            x = x + call(x, index, weights)
+        return x
+
+    def step(self) -> Named:
+        """Two microbatches, of which the second begins before the first has gone back; no gradient of its tokens."""
+        problem, rows = self.problem, self.problem.tokens
+        count = len(problem.x[rows])
+        batches = []
+        for shift, needs in ((0, True), (1, False)):
+            x = problem.x[rows].roll(shift, 0).requires_grad_(needs)
+            index = (problem.index[rows] + shift) % E
+            batches.append((x, index, problem.weights[rows].clone().requires_grad_()))
+        results = [self.forward(*batch) for batch in batches]
+        for layer in self.layers:
+            layer.zero_grad()
+        for y in results:
+            y.backward(problem.grad[rows].view(count, H))
+        found = {f"y{i}": y.detach() for i, y in enumerate(results)}
+        found |= {f"weights{i}": batch[2].grad for i, batch in enumerate(batches)} | {"x": batches[0][0].grad}
+        for i, layer in enumerate(self.layers):
+            found |= {f"{i}.{name}": p.grad for name, p in layer.named_parameters() if p.requires_grad}
+        return found
+
+
+def check_stack() -> None:
+    with device() as found:
+        problem = Problem("even", F32)
+        theirs, ours = Stack(problem), Stack(problem, **SYMMETRIC)
+        before = memory()
+        alike(ours.step(), theirs.step())
+        for stack in (theirs, ours):
+            stack.grow()
+        assert memory() > before
+        found.start()
+        wanted = theirs.step()
+        alike(ours.step(), wanted)
+        behind_a_barrier = len(found.launches) - found.launches[::-1].index("meets")
+        found.start(late=range(0, behind_a_barrier, 11) if problem.me == 1 else ())
+        alike(ours.step(), wanted)
+
+
+def memory() -> int:
+    return peers.memory_of(str(dist.group.WORLD.group_name)).memory.nbytes
+
+
+def test_four_layers_and_two_microbatches_share_a_growing_memory(ranks):
+    ranks(check_stack, limit=180)
