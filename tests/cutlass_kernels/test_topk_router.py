@@ -92,6 +92,33 @@ def test_backward(machine, name, dtype):
     assert len(machine.launches) == 1
 
 
+MASKED = ("olmoe", "deepseek-v3, sums", "deepseek-v4", "one expert")  # with a score of each kind, and with one expert
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MASKED)
+def test_sums_of_some_tokens(name, dtype):
+    """The rest is NaN, and nothing of it in a sum, nor a gradient of one in it."""
+    case, mask = CASES[name], torch.arange(11) % 3 != 1
+    logits, bias = operands(case, 11, dtype)
+    logits[~mask] = float("nan")
+    wanted = on_cpu(OP, logits, case.top_k, bias, mask, **case.options)
+    wide = torch.zeros(11, 3, dtype=torch.bool)
+    wide[:, 1] = mask
+    for given in (mask, wide[:, 1]):
+        made = OP(logits, case.top_k, bias, given, **case.options)
+        assert torch.equal(made[2], wanted[2])
+        for i in (0, 3, 4):
+            torch.testing.assert_close(made[i].double(), wanted[i], equal_nan=True, **CLOSE)
+    logits = operands(case, 11, dtype)[0]
+    grad, *sums = cotangents(case, 11, torch.float32)
+    index = on_cpu(OP, logits, case.top_k, bias, **case.options)[1]
+    made = BACKWARD(grad, logits, index, *sums, mask, **weighing(case))
+    wanted = on_cpu(BACKWARD, grad, logits, index, *sums, mask, **weighing(case))
+    error = (made.double() - wanted).abs().amax(1) / wanted.abs().amax(1).clamp_min(1e-3)
+    assert error.max() < (1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
 def test_backward_of_many_tokens():
     case = CASES["mixtral"]
     logits, _ = operands(case, 300, torch.float32)
@@ -238,9 +265,15 @@ def test_machine_code(machine, name):
     logits, bias = operands(case, 3, dtype)
     router = calls.Router(**case.options)
     made = OP(logits, case.top_k, bias, **case.options)
-    forward = calls.RouterCall(logits, case.top_k, bias, router, *made)
-    back = calls.BackwardCall(made[0], logits, made[1], None, None, calls.Weighing(**weighing(case)), logits)
-    for launch, call in ((calls.TOPK_ROUTER, forward), (calls.TOPK_ROUTER_BACKWARD, back)):
+    forward = calls.RouterCall(logits, case.top_k, bias, None, router, *made)
+    back = calls.BackwardCall(made[0], logits, made[1], None, None, None, calls.Weighing(**weighing(case)), logits)
+    of_sums = torch.ones(case.experts), torch.ones(1), torch.ones(3, dtype=torch.bool)
+    masked = back._replace(**dict(zip(("grad_prob_sum", "grad_z_sum", "mask"), of_sums)))
+    built = [(calls.TOPK_ROUTER, forward), (calls.TOPK_ROUTER_BACKWARD, back)]
+    if name == "qwen3":
+        forward = forward._replace(mask=of_sums[2])
+        built += [(calls.TOPK_ROUTER, forward), (calls.TOPK_ROUTER_BACKWARD, masked)]
+    for launch, call in built:
         report = sass.inspect(launch.build(launch.key(call, arch)).artifacts.CUBIN)
         assert report.spills == report.frame == 0
         assert report.registers <= 128

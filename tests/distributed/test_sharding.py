@@ -356,20 +356,21 @@ def check_topk_router():
     """Tokens are independent of each other; sums over them are partial."""
     logits, grad, bias = torch.randn(6, 8).double(), torch.randn(6, 2).double(), torch.randn(8).double()
     options = {"score_function": "sigmoid", "num_groups": 4, "topk_groups": 2, "sums": True}
-    op = torch.ops.tgl.topk_router
+    op, some = torch.ops.tgl.topk_router, torch.tensor([True, True, False, True, False, True])
 
-    def results(x, g, b):
-        made = op(x, 2, b, **options)
+    def results(x, g, b, mask):
+        made = op(x, 2, b, mask, **options)
         return *made, torch.autograd.grad((made[0] * g).sum() + made[3].sin().sum() + made[4].sum(), x)[0]
 
-    wanted = results(logits.clone().requires_grad_(), grad, bias)
-    for placement, of_sums in ((R, R), (S0, Partial())):
+    for (placement, of_sums), mask in itertools.product(((R, R), (S0, Partial())), (None, some)):
+        wanted = results(logits.clone().requires_grad_(), grad, bias, mask)
         shards, ranks_bias = place(logits, placement, grad=True), place(bias, R)
+        mask = None if mask is None else place(mask, placement)
         with CommDebugMode() as counter:
-            made = op(shards, 2, ranks_bias, **options)
+            made = op(shards, 2, ranks_bias, mask, **options)
         assert counter.get_total_counts() == 0
         assert [t.placements for t in made] == [(placement,)] * 2 + [(of_sums,)] * 3
-        for ours, theirs in zip(results(shards, place(grad, placement), place(bias, R)), wanted, strict=True):
+        for ours, theirs in zip(results(shards, place(grad, placement), place(bias, R), mask), wanted, strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs)
 
 

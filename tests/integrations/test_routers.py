@@ -86,14 +86,18 @@ def test_routers(model):
         torch.testing.assert_close(a, b)
 
 
-def test_load_balancing_loss():
+@pytest.mark.parametrize("padded", [False, True])
+def test_load_balancing_loss(padded):
+    """With the mask of attention, where the last tokens of each sequence do not count."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     losses, grads = [], []
     tokens = torch.randn(TOKENS, EXPERTS)
+    attention = (torch.arange(TOKENS // 2) < torch.tensor([[TOKENS // 2], [TOKENS // 3]])).long() if padded else None
+    options = {"mask": attention.bool().view(-1)} if padded else {}
     for call in (
-        lambda logits: load_balancing_loss_func((logits,), EXPERTS, TOP_K),
-        lambda logits: tgl.topk_router(logits, TOP_K, renormalize=True, losses=True).load_balancing_loss,
+        lambda logits: load_balancing_loss_func((logits,), EXPERTS, TOP_K, attention),
+        lambda logits: tgl.topk_router(logits, TOP_K, renormalize=True, losses=True, **options).load_balancing_loss,
     ):
         logits = tokens.clone().requires_grad_()
         losses.append(call(logits))

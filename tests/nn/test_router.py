@@ -26,6 +26,20 @@ def test_losses():
     torch.testing.assert_close(ours, wanted[0])
 
 
+def test_losses_of_some_tokens():
+    """Means over those; of none they are zero. In float64 and narrower, and with the mask as attention has it."""
+    logits, mask = torch.randn(9, 5, dtype=torch.float64), torch.arange(9) % 3 != 0
+    for x in (logits, logits.bfloat16()):
+        made, some = tgl.topk_router(x, 2, mask=mask, losses=True), tgl.topk_router(x[mask], 2, losses=True)
+        assert torch.equal(made.tokens_per_expert, some.tokens_per_expert)
+        torch.testing.assert_close(made.load_balancing_loss, some.load_balancing_loss)
+        torch.testing.assert_close(made.z_loss, some.z_loss)
+    made = tgl.topk_router(logits, 2, mask=torch.zeros_like(mask), losses=True)
+    assert made.load_balancing_loss == made.z_loss == 0
+    with pytest.raises(ValueError, match="tgl::topk_router: `mask` must be None where there are no sums"):
+        tgl.topk_router(logits, 2, mask=mask)
+
+
 def test_no_losses():
     made = tgl.topk_router(torch.randn(4, 3), 2)
     assert made.tokens_per_expert is made.load_balancing_loss is made.z_loss is None

@@ -45,6 +45,31 @@ def test_sums(name):
         assert t.shape == (0,)
 
 
+WITH_SUMS = [name for name in SMALL if CASES[name].options.get("sums")]
+
+
+@pytest.mark.parametrize("name", WITH_SUMS)
+def test_sums_of_some_tokens(name):
+    """Those of the tokens alone, values and gradients, though the other ones are NaN; weights are of all tokens."""
+    case, counts = CASES[name], torch.tensor([True, False, True, True, False, True])
+    logits, bias = operands(case, 6)
+    few = logits[counts].requires_grad_()
+    logits[1, 0], logits[4] = float("nan"), float("nan")
+    logits.requires_grad_()
+    made, some = OP(logits, case.top_k, bias, counts, **case.options), OP(few, case.top_k, bias, **case.options)
+    assert torch.equal(made[1][counts], some[1])
+    assert torch.equal(made[2], some[2])
+    for ours, wanted in zip((made[0][counts], *made[3:]), (some[0], *some[3:]), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    grad, *sums = cotangents(case, 6)
+    (ours,) = torch.autograd.grad((made[0], *made[3:]), logits, (grad.where(counts[:, None], 0), *sums))
+    (wanted,) = torch.autograd.grad((some[0], *some[3:]), few, (grad[counts], *sums))
+    torch.testing.assert_close(ours[counts], wanted)
+    alone = BACKWARD(grad, logits, made[1], *sums, counts, **weighing(case))
+    without = BACKWARD(grad, logits, made[1], **weighing(case))
+    assert torch.equal(alone[~counts].nan_to_num(), without[~counts].nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_dtypes_are_scored_in_float32(dtype):
     case = CASES["deepseek-v3, sums"]
@@ -91,13 +116,14 @@ def test_scores_of_zero_have_weights_of_zero():
 
 @pytest.mark.parametrize("name", SMALL)
 def test_derivatives(name):
-    """First and second order, of all outputs."""
+    """First and second order, of all outputs; sums are of two tokens of three."""
     case = CASES[name]
     logits, bias = operands(case, 3)
     logits.requires_grad_()
+    mask = torch.tensor([True, False, True]) if case.options.get("sums") else None
 
     def results(logits):
-        weights, _, _, *sums = OP(logits, case.top_k, bias, **case.options)
+        weights, _, _, *sums = OP(logits, case.top_k, bias, mask, **case.options)
         return (weights, *sums) if case.options.get("sums") else weights
 
     torch.autograd.gradcheck(results, logits)
@@ -137,6 +163,10 @@ def test_opcheck(name):
         index = OP(logits, case.top_k, bias, **case.options)[1]
         grads = [None if t is None else t.requires_grad_() for t in cotangents(case, tokens, torch.float32)]
         torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:]), weighing(case))
+        if case.options.get("sums"):
+            mask = torch.arange(tokens) % 2 == 0
+            torch.library.opcheck(OP.default, (logits, case.top_k, bias, mask), case.options)
+            torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:], mask), weighing(case))
 
 
 @pytest.mark.parametrize("layout", ["column-major", "sliced", "expanded"])
@@ -162,7 +192,7 @@ def test_autocast_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
 
 
-X, B = torch.zeros(3, 8), torch.zeros(8)
+X, B, M = torch.zeros(3, 8), torch.zeros(8), torch.ones(3, dtype=torch.bool)
 BAD = [
     ((X[0], 2), {}, ValueError, r"`logits` must be 2-D \[S, E\], but got shape \(8,\)"),
     ((X.int(), 2), {}, TypeError, "`logits` must be float64, float32, bfloat16 or float16, but got torch.int32"),
@@ -182,6 +212,9 @@ BAD = [
     ((X, 2), {"group_score": "mean"}, ValueError, "`group_score` must be one of max, top2_sum, but got 'mean'"),
     ((X, 2, B[1:]), {}, ValueError, r"`bias` must be of shape \[E\] = \(8,\), but got shape \(7,\)"),
     ((X, 2, B.double()), {}, TypeError, "`bias` must be torch.float32, but got torch.float64"),
+    ((X, 2, B, M[1:]), {"sums": True}, ValueError, r"`mask` must be of shape \[S\] = \(3,\), but got shape \(2,\)"),
+    ((X, 2, B, M.long()), {"sums": True}, TypeError, "`mask` must be torch.bool, but got torch.int64"),
+    ((X, 2, None, M), {}, ValueError, "`mask` must be None where there are no sums \\(losses\\)"),
 ]
 INDEX, GRAD = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
 BAD_BACKWARD = [
@@ -192,6 +225,8 @@ BAD_BACKWARD = [
     ((GRAD, X, INDEX, B[1:], B[:1]), ValueError, r"`grad_prob_sum` must be of shape \[E\] = \(8,\)"),
     ((GRAD, X, INDEX, B, B), ValueError, r"`grad_z_sum` must be of shape \[1\] = \(1,\)"),
     ((GRAD, X, INDEX, B), ValueError, "`grad_z_sum` must be given where `grad_prob_sum` is"),
+    ((GRAD, X, INDEX, None, None, M), ValueError, "`mask` must be None where there are no sums"),
+    ((GRAD, X, INDEX, B, B[:1], M[:2]), ValueError, r"`mask` must be of shape \[S\] = \(3,\)"),
 ]
 
 

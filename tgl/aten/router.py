@@ -13,6 +13,7 @@ def forward(
     logits: Tensor,
     top_k: int,
     bias: Tensor | None,
+    mask: Tensor | None,
     *,
     router: Router,
     weights: Tensor,
@@ -27,12 +28,16 @@ def forward(
     tokens_per_expert, prob_sum, z_sum = (sums[name] for name in ("tokens_per_expert", "prob_sum", "z_sum"))
     if tokens_per_expert is None or prob_sum is None or z_sum is None:
         return
+    shares, squares = _shares(x, router), x.logsumexp(1).square()
+    if mask is not None:
+        index = index.where(mask[:, None], x.shape[1])  # behind all experts
+        shares, squares = shares.where(mask[:, None], 0), squares.where(mask, 0)
     experts = torch.arange(x.shape[1], device=x.device)
     ends = torch.searchsorted(index.flatten().sort().values, experts, right=True)
     torch.diff(ends, prepend=ends.new_zeros(1), out=ends)
     tokens_per_expert.copy_(ends)
-    torch.sum(_shares(x, router), 0, out=prob_sum)
-    z_sum.copy_(x.logsumexp(1).square().sum())
+    torch.sum(shares, 0, out=prob_sum)
+    z_sum.copy_(squares.sum())
 
 
 def _choose(x: Tensor, top_k: int, bias: Tensor | None, router: Router) -> Tensor:
@@ -76,12 +81,11 @@ def backward(
     grad_weights: Tensor,
     logits: Tensor,
     top_k_index: Tensor,
-    grad_prob_sum: Tensor | None,
-    grad_z_sum: Tensor | None,
-    *,
+    *sums_and_mask: Tensor | None,
     weighing: Weighing,
     out: Tensor,
 ) -> None:
     """Reads nothing on the host."""
+    grad_prob_sum, grad_z_sum, mask = sums_and_mask
     index = top_k_index.long()
-    out.copy_(gradient(grad_weights, logits, index, grad_prob_sum, grad_z_sum, weighing))
+    out.copy_(gradient(grad_weights, logits, index, grad_prob_sum, grad_z_sum, mask, weighing))

@@ -272,20 +272,26 @@ def _route(top_k_index: Any, num_experts: int, num_rows: int | None = None) -> l
     return [(results, [*operands, None, None])]
 
 
-def _topk_router(logits: Any, top_k: int, bias: Any = None, **_: Any) -> list[Rule]:
+def _topk_router(logits: Any, top_k: int, bias: Any = None, mask: Any = None, **_: Any) -> list[Rule]:
     whole, tokens = Replicate(), Shard(0)
     return [
-        rule([whole] * 5, (logits, whole), (None, whole), (bias, whole)),
-        rule([tokens] * 2 + [Partial()] * 3, (logits, tokens), (None, whole), (bias, whole)),
+        rule([whole] * 5, (logits, whole), (None, whole), (bias, whole), (mask, whole)),
+        rule([tokens] * 2 + [Partial()] * 3, (logits, tokens), (None, whole), (bias, whole), (mask, tokens)),
     ]
 
 
 def _topk_router_backward(
-    grad_weights: Any, logits: Any, top_k_index: Any, grad_prob_sum: Any = None, grad_z_sum: Any = None, **_: Any
+    grad_weights: Any,
+    logits: Any,
+    top_k_index: Any,
+    grad_prob_sum: Any = None,
+    grad_z_sum: Any = None,
+    mask: Any = None,
+    **_: Any,
 ) -> list[Rule]:
     by_token, sums = (grad_weights, logits, top_k_index), (grad_prob_sum, grad_z_sum)
     ways = (Replicate(), Shard(0))
-    return [rule([way], *((t, way) for t in by_token), *((t, Replicate()) for t in sums)) for way in ways]
+    return [rule([way], *((t, way) for t in by_token), *((t, Replicate()) for t in sums), (mask, way)) for way in ways]
 
 
 def _any_placement(t: Any) -> list[Placement]:

@@ -121,8 +121,17 @@ def _named(op: str, argument: str, name: str, table: dict[str, Any]) -> None:
     checks.require(name in table, op, argument, f"one of {', '.join(table)}", repr(name))
 
 
+def _mask(op: str, mask: Tensor | None, logits: Tensor, sums: bool) -> None:
+    """``mask`` says of each token whether it counts, in sums that there are."""
+    if mask is not None:
+        checks.require(sums, op, "mask", "None where there are no sums (losses)", "a tensor")
+        checks.shape(op, "mask", mask, (logits.shape[0],), "[S]")
+        checks.either_dtype(op, "mask", mask, torch.bool)
+        checks.same_device(op, "mask", mask, "logits", logits.device)
+
+
 def topk_router(
-    logits: Tensor, top_k: int, bias: Tensor | None, router: Router
+    logits: Tensor, top_k: int, bias: Tensor | None, mask: Tensor | None, router: Router
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
     """``weights`` and int32 ``top_k_index [S, k]``, int32 ``tokens_per_expert [E]``, ``prob_sum [E]``, ``z_sum [1]``.
 
@@ -149,6 +158,7 @@ def topk_router(
         checks.shape(op, "bias", bias, (experts,), "[E]")
         checks.either_dtype(op, "bias", bias, acc, logits.dtype)
         checks.same_device(op, "bias", bias, "logits", device)
+    _mask(op, mask, logits, router.sums)
     sums = experts if router.sums else 0
     return (
         TensorSpec((tokens, top_k), acc, device),
@@ -165,6 +175,7 @@ def topk_router_backward(
     top_k_index: Tensor,
     grad_prob_sum: Tensor | None,
     grad_z_sum: Tensor | None,
+    mask: Tensor | None,
     weighing: Weighing,
 ) -> TensorSpec:
     """The gradient of ``logits``, like these."""
@@ -189,6 +200,7 @@ def topk_router_backward(
             checks.same_device(op, name, t, "logits", device)
     both = (grad_prob_sum is None) == (grad_z_sum is None)
     checks.require(both, op, "grad_z_sum", "given where `grad_prob_sum` is, and not elsewhere", grad_z_sum)
+    _mask(op, mask, logits, grad_prob_sum is not None)
     return TensorSpec((tokens, experts), logits.dtype, device)
 
 
@@ -198,13 +210,15 @@ def gradient(
     index: Tensor,
     grad_prob_sum: Tensor | None,
     grad_z_sum: Tensor | None,
+    mask: Tensor | None,
     weighing: Weighing,
 ) -> Tensor:
     """The gradient of ``logits`` in differentiable operations.
 
     With the scores s, and w of a sum of 1 over the chosen: ``dw_j = w_j (g_j - sum of g w)`` if renormalised by a
     softmax, else ``ds_j = g_j``, or ``(g_j - sum of g s / D) / D`` for the sum D of the chosen scores. Through a
-    softmax p, ``dx_i = p_i (ds_i - sum of ds p)``. What comes in by the sums has that form too, on all experts.
+    softmax p, ``dx_i = p_i (ds_i - sum of ds p)``. What comes in by the sums has that form too, on all experts
+    of the tokens that count.
     """
     score, scale = weighing.score, weighing.scale
     x = logits.to(accumulator(logits.dtype))
@@ -230,12 +244,13 @@ def gradient(
         dx = dx + whole
     if grad_prob_sum is not None and grad_z_sum is not None:
         p = x.softmax(1)
-        dx = dx + 2 * grad_z_sum * x.logsumexp(1, keepdim=True) * p
+        by_sums = 2 * grad_z_sum * x.logsumexp(1, keepdim=True) * p
         if score.slope is None:
-            dx = dx + p * (grad_prob_sum - (p * grad_prob_sum).sum(1, keepdim=True))
+            by_sums = by_sums + p * (grad_prob_sum - (p * grad_prob_sum).sum(1, keepdim=True))
         else:
             s = score.value(x)
             total = s.sum(1, keepdim=True) + EPSILON
             off = grad_prob_sum - (s * grad_prob_sum).sum(1, keepdim=True) / total
-            dx = dx + off / total * score.slope(x, s)
+            by_sums = by_sums + off / total * score.slope(x, s)
+        dx = dx + (by_sums if mask is None else by_sums.where(mask[:, None], 0))
     return dx.to(logits.dtype)

@@ -16,7 +16,8 @@ class RouterOutput(NamedTuple):
     Attributes:
         weights: ``[S, k]``, float32 (float64 for float64 logits): the weight of each choice. Differentiable.
         top_k_index: int32 ``[S, k]``: the chosen experts, best first; for ``route``.
-        tokens_per_expert: int32 ``[E]``: how many tokens chose each expert. None without ``losses``, as all below.
+        tokens_per_expert: int32 ``[E]``: how many tokens chose each expert, of those that count where there is a
+            ``mask``, here and below. None without ``losses``, as all below.
         load_balancing_loss: a scalar like ``weights``: ``E sum over experts of f P``, where f is
             ``tokens_per_expert / S`` and P the expert's mean share of a token's scores: the score of a softmax, or a
             sigmoid's divided by the sum over the experts. Differentiable through P. The loss of
@@ -44,6 +45,7 @@ def topk_router(
     topk_groups: int | None = None,
     group_score: str = "max",
     losses: bool = False,
+    mask: Tensor | None = None,
 ) -> RouterOutput:
     """Choose ``top_k`` experts for every token, and weigh them.
 
@@ -66,13 +68,17 @@ def topk_router(
         group_score: ``"max"``, the best score of a group (DeepSeek-V2), or ``"top2_sum"``, the sum of its two best
             (DeepSeek-V3); of scores plus ``bias``.
         losses: whether to return ``tokens_per_expert`` and the losses, for one pass over the logits with the rest.
+        mask: bool ``[S]``, for ``losses``: the tokens that count in them, and in ``tokens_per_expert``; None for all.
+            The others, which may be padding, are routed as ever. Means are over those that count, as with the
+            ``attention_mask`` of transformers' ``load_balancing_loss_func``; where none does, the losses are 0.
 
     Returns:
         The ``RouterOutput``. Second derivatives exist, forward mode does not.
 
     Raises:
-        TypeError: ``logits`` or ``bias`` is of another dtype, or ``top_k`` no integer.
-        ValueError: a name is unknown, a size does not fit, or ``bias`` is on another device.
+        TypeError: ``logits``, ``bias`` or ``mask`` is of another dtype, or ``top_k`` no integer.
+        ValueError: a name is unknown, a size does not fit, ``bias`` or ``mask`` is on another device, or there is a
+            ``mask`` without ``losses``.
     """
     if not isinstance(top_k, int):
         fail(f"tgl::topk_router: `top_k` must be an integer, but got {top_k!r}", TypeError)
@@ -80,6 +86,7 @@ def topk_router(
         logits,
         top_k,
         bias,
+        mask,
         score_function=score_function,
         renormalize=renormalize,
         scale=scale,
@@ -91,6 +98,6 @@ def topk_router(
     if not losses:
         return RouterOutput(weights, index)
     tokens, experts = logits.shape
-    some = torch.sym_max(tokens, 1)
+    some = torch.sym_max(tokens, 1) if mask is None else mask.sum(dtype=z_sum.dtype).clamp_min(1)
     balance = (tokens_per_expert * prob_sum).sum() * (experts / (some * some))
     return RouterOutput(weights, index, tokens_per_expert, balance, z_sum[0] / some)

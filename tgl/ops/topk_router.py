@@ -33,15 +33,19 @@ def _named(outputs: tuple | list, router: Router) -> dict[str, Any]:
     return named if router.sums else named | dict.fromkeys(OUTPUTS[2:])
 
 
-def _kernel(logits: Tensor, top_k: int, bias: Tensor | None = None, **options: Any) -> Outputs:
+def _kernel(
+    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, **options: Any
+) -> Outputs:
     router = Router(**options)
-    made = empty_all(specs.topk_router(logits, top_k, bias, router))
-    backends.run(NAME, logits.device, logits, top_k, bias, router=router, **_named(made, router))
+    made = empty_all(specs.topk_router(logits, top_k, bias, mask, router))
+    backends.run(NAME, logits.device, logits, top_k, bias, mask, router=router, **_named(made, router))
     return tuple(made)  # type: ignore[return-value]
 
 
-def _fake(logits: Tensor, top_k: int, bias: Tensor | None = None, **options: Any) -> Outputs:
-    return tuple(empty_all(specs.topk_router(logits, top_k, bias, Router(**options))))  # type: ignore[return-value]
+def _fake(
+    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, **options: Any
+) -> Outputs:
+    return tuple(empty_all(specs.topk_router(logits, top_k, bias, mask, Router(**options))))  # type: ignore[return-value]
 
 
 def _kernel_backward(
@@ -50,9 +54,10 @@ def _kernel_backward(
     top_k_index: Tensor,
     grad_prob_sum: Tensor | None = None,
     grad_z_sum: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    operands, weighing = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum), Weighing(**options)
+    operands, weighing = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum, mask), Weighing(**options)
     out = specs.topk_router_backward(*operands, weighing).empty()
     backends.run(BACKWARD, logits.device, *operands, weighing=weighing, out=out)
     return out
@@ -64,9 +69,10 @@ def _fake_backward(
     top_k_index: Tensor,
     grad_prob_sum: Tensor | None = None,
     grad_z_sum: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    operands = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum)
+    operands = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum, mask)
     return specs.topk_router_backward(*operands, Weighing(**options)).empty()
 
 
@@ -79,15 +85,15 @@ def _save(
     logits: Tensor,
     top_k: int,
     bias: Tensor | None,
+    mask: Tensor | None,
     *,
     output: Outputs,
-    sums: bool,
     **options: Any,
 ) -> None:
     ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(logits, output[1])
+    ctx.save_for_backward(logits, output[1], mask)
     ctx.options = {name: options[name] for name in Weighing._fields}
-    ctx.sums = sums
+    ctx.sums = options["sums"]
 
 
 def _backward(
@@ -100,11 +106,11 @@ def _backward(
     grad_z_sum: Tensor,
 ) -> tuple[Tensor | None, ...]:
     sums = (grad_prob_sum, grad_z_sum) if ctx.sums else (None, None)
-    logits, index = ctx.saved_tensors
+    logits, index, mask = ctx.saved_tensors
     made = None
     if needs[0]:
-        made = torch.ops.tgl.topk_router_backward(grad, logits, index, *sums, **ctx.options)
-    return made, None, None
+        made = torch.ops.tgl.topk_router_backward(grad, logits, index, *sums, mask, **ctx.options)
+    return made, None, None, None
 
 
 def _save_backward(
@@ -120,16 +126,16 @@ def _save_backward(
 
 def _second_backward(ctx: Any, needs: tuple[bool, ...], cotangent: Tensor) -> tuple[Tensor | None, ...]:
     """By the formula, which is differentiable to any order."""
-    grad_weights, logits, top_k_index, *sums = ctx.saved_tensors
+    grad_weights, logits, top_k_index, *sums, mask = ctx.saved_tensors
     index, weighing = top_k_index.long(), ctx.weighing
     given = (grad_weights, logits, *(t for t in sums if t is not None))
 
     def first(grad: Tensor, x: Tensor, of_probs: Tensor | None = None, of_z: Tensor | None = None) -> Tensor:
-        return specs.gradient(grad, x, index, of_probs, of_z, weighing)
+        return specs.gradient(grad, x, index, of_probs, of_z, mask, weighing)
 
     pull = torch.func.vjp(first, *given)[1]
     d_grad, d_logits, *d_sums = pull(cotangent)
-    made = (d_grad, d_logits, None, *(d_sums or (None, None)))
+    made = (d_grad, d_logits, None, *(d_sums or (None, None)), None)
     return tuple(t if wanted else None for t, wanted in zip(made, needs, strict=True))
 
 
@@ -137,7 +143,7 @@ def _second_backward(ctx: Any, needs: tuple[bool, ...], cotangent: Tensor) -> tu
 
 
 _op = define(
-    f"{NAME}(Tensor logits, int top_k, Tensor? bias=None, *, {SCHEMA}) -> "
+    f"{NAME}(Tensor logits, int top_k, Tensor? bias=None, Tensor? mask=None, *, {SCHEMA}) -> "
     "(Tensor weights, Tensor top_k_index, Tensor tokens_per_expert, Tensor prob_sum, Tensor z_sum)",
     _kernel,
     _fake,
@@ -146,7 +152,7 @@ _op = define(
 )
 _op_backward = define(
     f"{BACKWARD}(Tensor grad_weights, Tensor logits, Tensor top_k_index, Tensor? grad_prob_sum=None, "
-    f"Tensor? grad_z_sum=None, *, {_WEIGHING}) -> Tensor",
+    f"Tensor? grad_z_sum=None, Tensor? mask=None, *, {_WEIGHING}) -> Tensor",
     _kernel_backward,
     _fake_backward,
     formula=Formula(_save_backward, _second_backward),
@@ -155,11 +161,11 @@ _op_backward = define(
 
 
 def _call(
-    logits: Tensor, top_k: int, bias: Tensor | None = None, **options: Any
+    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, **options: Any
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     router = Router(**options)
-    made = [spec.meta() for spec in specs.topk_router(logits, top_k, bias, router)]
-    return logits.device, (logits, top_k, bias), {"router": router, **_named(made, router)}
+    made = [spec.meta() for spec in specs.topk_router(logits, top_k, bias, mask, router)]
+    return logits.device, (logits, top_k, bias, mask), {"router": router, **_named(made, router)}
 
 
 def _call_backward(
@@ -168,9 +174,10 @@ def _call_backward(
     top_k_index: Tensor,
     grad_prob_sum: Tensor | None = None,
     grad_z_sum: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    operands, weighing = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum), Weighing(**options)
+    operands, weighing = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum, mask), Weighing(**options)
     out = specs.topk_router_backward(*operands, weighing).meta()
     return logits.device, operands, {"weighing": weighing, "out": out}
 

@@ -37,6 +37,7 @@ class RouterCall(NamedTuple):
     logits: Tensor
     top_k: int
     bias: Tensor | None
+    mask: Tensor | None
     router: Router
     weights: Tensor
     top_k_index: Tensor
@@ -91,11 +92,11 @@ class TopKRouter(Launcher[RouterCall]):
 
     def alike(self, c: RouterCall) -> tuple | None:
         """All but the number of tokens."""
-        logits, bias = c.logits, c.bias
+        logits, bias, masked = c.logits, c.bias, c.mask is not None
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
         of_bias = None if bias is None else bias.dtype
-        return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, c.router
+        return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, masked, c.router
 
     def nothing(self, c: RouterCall) -> bool:
         """No tokens."""
@@ -121,6 +122,7 @@ class TopKRouter(Launcher[RouterCall]):
             bias=c.bias is not None,
             sums=r.sums,
             vector=vector(c.logits),
+            masked=c.mask is not None,
         )
         bias = None if c.bias is None else name(c.bias)
         return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, bias)
@@ -141,7 +143,7 @@ class TopKRouter(Launcher[RouterCall]):
             most = BLOCKS * device.multiprocessors(c.weights.device)
             blocks = min(most, -(-tokens // plan.key.spec.tokens))
             counted, added = c.top_k_index.new_empty(blocks, experts), c.weights.new_empty(blocks, experts + 1)
-            sums = (counted, added, c.tokens_per_expert, c.prob_sum, c.z_sum)
+            sums = (as_bytes(c.mask), counted, added, c.tokens_per_expert, c.prob_sum, c.z_sum)
         plan.launch(*self.arguments(c), sums)
 
     def scratch(self, c: RouterCall) -> RouterCall:
@@ -153,7 +155,7 @@ class TopKRouter(Launcher[RouterCall]):
             for field in ("bias", "weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
             if (t := getattr(c, field)) is not None
         }
-        return c._replace(**given)
+        return c._replace(mask=one_flag(c.mask), **given)
 
 
 class BackwardCall(NamedTuple):
@@ -164,6 +166,7 @@ class BackwardCall(NamedTuple):
     top_k_index: Tensor
     grad_prob_sum: Tensor | None
     grad_z_sum: Tensor | None
+    mask: Tensor | None
     weighing: Weighing
     out: Tensor
 
@@ -184,8 +187,8 @@ class TopKRouterBackward(Launcher[BackwardCall]):
         logits = c.logits
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
-        sums = c.grad_prob_sum is not None
-        return logits.dtype, logits.shape[1], logits.stride(), c.top_k_index.shape[1], sums, c.weighing
+        sums, masked = c.grad_prob_sum is not None, c.mask is not None
+        return logits.dtype, logits.shape[1], logits.stride(), c.top_k_index.shape[1], sums, masked, c.weighing
 
     def nothing(self, c: BackwardCall) -> bool:
         """No tokens, or no choices and hence no gradient of a weight."""
@@ -199,6 +202,7 @@ class TopKRouterBackward(Launcher[BackwardCall]):
             *c.weighing,
             sums=c.grad_prob_sum is not None,
             vector=vector(c.logits),
+            masked=c.mask is not None,
         )
         return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec)
 
@@ -208,7 +212,8 @@ class TopKRouterBackward(Launcher[BackwardCall]):
 
     def arguments(self, c: BackwardCall) -> tuple:
         """What the kernel is called with."""
-        return c.grad_weights, c.logits, c.top_k_index, c.grad_prob_sum, c.grad_z_sum, c.out
+        sums = None if c.grad_prob_sum is None else (c.grad_prob_sum, c.grad_z_sum, as_bytes(c.mask))
+        return c.grad_weights, c.logits, c.top_k_index, sums, c.out
 
     def scratch(self, c: BackwardCall) -> BackwardCall:
         """One token of logits 0, in the layout of those of the call."""
@@ -218,7 +223,17 @@ class TopKRouterBackward(Launcher[BackwardCall]):
             for field in ("grad_weights", "top_k_index", "grad_prob_sum", "grad_z_sum")
             if (t := getattr(c, field)) is not None
         }
-        return c._replace(logits=logits, out=torch.empty_like(logits), **given)
+        return c._replace(logits=logits, mask=one_flag(c.mask), out=torch.empty_like(logits), **given)
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """What a kernel reads of ``mask``."""
+    return None if mask is None else mask.view(torch.uint8)
+
+
+def one_flag(mask: Tensor | None) -> Tensor | None:
+    """A mask for one token, where there is one."""
+    return None if mask is None else mask.new_ones(1)
 
 
 def one_token(logits: Tensor) -> Tensor:
@@ -232,9 +247,11 @@ def build(key: RouterKey) -> Callable:
     from ..runtime.compiling import compiled, contiguous, strided, vector
 
     spec = key.spec
-    sums = None
+    sums: tuple | None = None
     if spec.sums:
-        sums = (contiguous("int32"), contiguous("float32"), vector("int32"), vector("float32"), vector("float32"))
+        workspace = contiguous("int32"), contiguous("float32")
+        mask = strided("uint8" if spec.masked else None)
+        sums = (mask, *workspace, vector("int32"), vector("float32"), vector("float32"))
     return compiled(
         key.arch,
         Choose(spec),
@@ -252,10 +269,11 @@ def build_backward(key: RouterKey) -> Callable:
     from ..runtime.compiling import compiled, strided
 
     spec = key.spec
-    sums = (strided("float32"), strided("float32")) if spec.sums else (None, None)
+    mask = strided("uint8" if spec.masked else None)
+    sums = (strided("float32"), strided("float32"), mask) if spec.sums else None
     grad, index = strided("float32", 2), strided("int32", 2)
     logits, out = readable(key.element, spec), readable(key.element, spec)
-    return compiled(key.arch, Gradient(spec), grad, logits, index, *sums, out)
+    return compiled(key.arch, Gradient(spec), grad, logits, index, sums, out)
 
 
 def readable(element: str, spec: RouterSpec) -> Any:

@@ -32,12 +32,13 @@ ADDING = 8  # warps that add up the sums of blocks
 
 
 class At(NamedTuple):
-    """A lane's part in a token: which ones, and whether the token is the lane's or another's."""
+    """A lane's part in a token: which ones, whether the token is the lane's or another's, and if it counts in sums."""
 
     logits: cute.Tensor
     token: Int32
     lane: Int32
     present: Any = True
+    counts: Any = True
 
 
 class Sums(NamedTuple):
@@ -76,17 +77,19 @@ class Choose:
             bias: float32 or the logits' dtype ``[E]``, any stride; None for none.
             weights: float32 ``[S, k]``.
             index: int32 ``[S, k]``.
-            sums: None, or a workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``, then what is asked for:
-                tokens of each expert, int32 ``[E]``, its sum of shares, float32 ``[E]``, and that of squares ``[1]``.
+            sums: None, or bytes ``[S]`` that are 0 of tokens that do not count, any stride, or None for all; a
+                workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``; then what is asked for: tokens of each
+                expert, int32 ``[E]``, its sum of shares, float32 ``[E]``, and that of squares ``[1]``.
             stream: CUDA stream.
         """
         blocks = cute.ceil_div(logits.shape[0], self.spec.tokens)
+        mask: Any = None
         counted: Any = None
         added: Any = None
         if cutlass.const_expr(self.spec.sums):
-            counted, added, tokens_per_expert, prob_sum, z_sum = sums
+            mask, counted, added, tokens_per_expert, prob_sum, z_sum = sums
             blocks = counted.shape[0]
-        self.choose(logits, bias, weights, index, counted, added).launch(
+        self.choose(logits, bias, weights, index, mask, counted, added).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
         if cutlass.const_expr(self.spec.sums):
@@ -99,7 +102,14 @@ class Choose:
 
     @cute.kernel
     def choose(
-        self, logits: cute.Tensor, bias: Any, weights: cute.Tensor, index: cute.Tensor, counted: Any, added: Any
+        self,
+        logits: cute.Tensor,
+        bias: Any,
+        weights: cute.Tensor,
+        index: cute.Tensor,
+        mask: Any,
+        counted: Any,
+        added: Any,
     ):
         """Blocks take turns on tokens, all lanes of a warp at once: those without a token work on the last one."""
         spec = self.spec
@@ -126,8 +136,11 @@ class Choose:
         begin = block * spec.tokens + warp * (LANES // spec.width)
         for first in cutlass.range(begin, count, blocks * spec.tokens, unroll=1):
             token = first + (thread % LANES) // spec.width
-            at = At(logits, cutlass.min(token, count - 1), lane, token < count)
-            self.work(at, bias, weights, index, ranked, sums)
+            present, token = token < count, cutlass.min(token, count - 1)
+            counts_it = present
+            if cutlass.const_expr(spec.masked):
+                counts_it = present & (mask[token] != 0)
+            self.work(At(logits, token, lane, present, counts_it), bias, weights, index, ranked, sums)
         if cutlass.const_expr(spec.sums):
             instructions.launch_dependents()
             self.finish(sums, counted, added, smem)
@@ -136,7 +149,7 @@ class Choose:
     def work(self, at: Any, bias: Any, weights: cute.Tensor, index: cute.Tensor, ranked: Any, sums: Any):
         """One token."""
         spec = self.spec
-        logits, token, lane, present = at
+        logits, token, lane, _, counts = at
         held = scores.load(spec, logits, token, lane)
         x = cute.make_rmem_tensor(spec.items, Float32)
         x.store(held.load().to(Float32))
@@ -158,7 +171,7 @@ class Choose:
                 z = of_top + cute.math.log(of_total)
             else:
                 z = top + cute.math.log(total)
-            if present:
+            if counts:
                 sums.squares[0] = sums.squares[0] + z * z
                 for i in cutlass.range_constexpr(spec.items):
                     sums.shares[i] = sums.shares[i] + scored[i] * share
@@ -181,7 +194,7 @@ class Choose:
         self.weigh(at, weights, index, chosen, top, total)
         if cutlass.const_expr(spec.sums):
             for slot in cutlass.range_constexpr(spec.slots):
-                if present and slot * spec.width + lane < spec.top_k:
+                if counts and slot * spec.width + lane < spec.top_k:
                     cute.arch.atomic_add(
                         (sums.counts.iterator + chosen[slot]).llvm_ptr, Int32(1), sem="relaxed", scope="cta"
                     )
@@ -280,7 +293,7 @@ class Choose:
         """Weights of the chosen experts, and what they are."""
         spec = self.spec
         made = weighed(spec, at, chosen, top, total)
-        _, token, lane, present = at
+        _, token, lane, present, _ = at
         for slot in cutlass.range_constexpr(spec.slots):
             j = slot * spec.width + lane
             if present and j < spec.top_k:
@@ -354,7 +367,7 @@ def across(value: Float32, width: int) -> Float32:
 @cute.jit
 def weighed(spec: cutlass.Constexpr, at: Any, chosen: cute.Tensor, top: Float32, total: Float32) -> cute.Tensor:
     """Weights of a lane's choices before the scale, 0 where it has none."""
-    logits, token, lane, _ = at
+    logits, token, lane = at.logits, at.token, at.lane
     made = cute.make_rmem_tensor(spec.slots, Float32)
     for slot in cutlass.range_constexpr(spec.slots):
         own = slot * spec.width + lane < spec.top_k

@@ -31,8 +31,7 @@ class Gradient:
         grad: cute.Tensor,
         logits: cute.Tensor,
         index: cute.Tensor,
-        grad_prob_sum: Any,
-        grad_z_sum: Any,
+        sums: Any,
         out: cute.Tensor,
         stream,
     ):
@@ -42,11 +41,12 @@ class Gradient:
             grad: float32 ``[S, k]``, any strides.
             logits: ``[S, E]``, float32, bfloat16 or float16; S > 0, up to 2^30.
             index: int32 ``[S, k]``, any strides. What is no expert gets nothing.
-            grad_prob_sum, grad_z_sum: float32 ``[E]`` and ``[1]``, any strides; None without sums.
+            sums: None, or the gradients of the sums, float32 ``[E]`` and ``[1]``, and bytes ``[S]`` that are 0 of
+                tokens that do not count, or None for all; any strides.
             out: ``[S, E]``, like the logits.
             stream: CUDA stream.
         """
-        self.differentiate(grad, logits, index, grad_prob_sum, grad_z_sum, out).launch(
+        self.differentiate(grad, logits, index, sums, out).launch(
             grid=(cute.ceil_div(logits.shape[0], self.spec.tokens), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -56,8 +56,7 @@ class Gradient:
         grad: cute.Tensor,
         logits: cute.Tensor,
         index: cute.Tensor,
-        grad_prob_sum: Any,
-        grad_z_sum: Any,
+        sums: Any,
         out: cute.Tensor,
     ):
         """A token of each set of lanes; those without one work on the last one."""
@@ -88,10 +87,18 @@ class Gradient:
             for i in cutlass.range_constexpr(spec.items):
                 d[i] = d[i] - shares[i] * whole
         if cutlass.const_expr(spec.sums):
+            grad_prob_sum, grad_z_sum, mask = sums
+            by_sums = d
+            if cutlass.const_expr(spec.masked):
+                by_sums = cute.make_rmem_tensor(spec.items, Float32)
+                by_sums.fill(0.0)
             twice = Float32(2) * grad_z_sum[0] * (top + cute.math.log(total))
             for i in cutlass.range_constexpr(spec.items):
-                d[i] = d[i] + twice * shares[i]
-            self.add_shares(x, shares, grad_prob_sum, lane, d)
+                by_sums[i] = by_sums[i] + twice * shares[i]
+            self.add_shares(x, shares, grad_prob_sum, lane, by_sums)
+            if cutlass.const_expr(spec.masked):
+                for i in cutlass.range_constexpr(spec.items):
+                    d[i] = d[i] + cutlass.select_(mask[token] != 0, by_sums[i], Float32(0))
         self.scatter(chosen, local, thread % LANES - lane, lane, d)
         held = cute.make_rmem_tensor(spec.items, logits.element_type)
         held.store(d.load().to(logits.element_type))
@@ -104,7 +111,7 @@ class Gradient:
     ) -> tuple[cute.Tensor, Float32]:
         """What each of a lane's choices gets for itself, and the sum of it over the token's."""
         spec = self.spec
-        logits, token, lane, _ = at
+        logits, token, lane = at.logits, at.token, at.lane
         near = cute.make_rmem_tensor(spec.slots, Int32)
         for slot in cutlass.range_constexpr(spec.slots):
             near[slot] = cutlass.max(cutlass.min(chosen[slot], Int32(spec.experts - 1)), Int32(0))

@@ -23,6 +23,7 @@ class RouterSpec(NamedTuple):
         bias: whether there is one.
         sums: whether sums for losses are formed, or come in by their gradients.
         vector: neighbouring logits that one access takes, up to ``CHUNK``.
+        masked: whether some tokens do not count in the sums.
     """
 
     experts: int
@@ -36,6 +37,7 @@ class RouterSpec(NamedTuple):
     bias: bool = False
     sums: bool = False
     vector: int = 1
+    masked: bool = False
 
     @property
     def width(self) -> int:
