@@ -27,5 +27,5 @@ def test_every_op_is_in_the_table():
     """Backward ops are the derivatives of those that stand there."""
     named = {name for row in re.findall(r"^\| (`.*?) \| ", TEXT, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     ops = {name.partition(".")[0] for name in SIGNATURES}
-    missing = {op for op in ops - named if op.removesuffix("_backward") not in named}
+    missing = {op for op in ops - named if op.partition("_backward")[0] not in named}
     assert not missing
