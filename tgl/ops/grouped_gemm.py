@@ -11,6 +11,7 @@ from .. import backends, debug
 from ..meta import memory, specs
 from ..meta.remembered import remembered
 from ..meta.slots import gather
+from ._bias import autocast_bias, bias_gradients, save_bias_dtypes
 from ._library import CASTS, Formula, autocast_operand, define
 from ._rows import given, summed
 
@@ -121,8 +122,7 @@ def _save(
     ctx.dtype, ctx.tokens = a.dtype, a.shape[0]
     # The gradient of b is formed in b's own memory order, so that accumulating it into a weight does not copy it.
     ctx.transposed_b = b.stride(1) == 1 and b.stride(2) != 1
-    ctx.bias_dtype = bias.dtype if bias is not None else None
-    ctx.scale_dtype = bias_scale.dtype if bias_scale is not None else None
+    save_bias_dtypes(ctx, bias, bias_scale)
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,7 +131,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     With ``rows``, the gradient of a row of ``a`` is the sum over the rows that read it.
     """
     a, b, offs, bias, bias_scale, slots, rows = ctx.saved_tensors
-    da = db = dbias = dscale = None
+    da = db = None
     operand = dy.to(ctx.dtype)
     if needs[1]:
         if ctx.transposed_b:
@@ -144,13 +144,8 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     if needs[0]:
         da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs, **given(slots=slots))
         da = da if rows is None else summed(da, rows, ctx.tokens)
-    if needs[3] or needs[4]:
-        if bias_scale is None:
-            dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-        else:
-            dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
-            dbias, dscale = dbias.to(ctx.bias_dtype), dscale.to(ctx.scale_dtype)
-    return da, db, None, dbias if needs[3] else None, dscale if needs[4] else None, None, None
+    dbias, dscale = bias_gradients(ctx, needs[3:5], dy, operand, offs, bias, bias_scale)
+    return da, db, None, dbias, dscale, None, None
 
 
 def _autocast(
@@ -173,9 +168,7 @@ def _autocast(
             raise RuntimeError(_NO_GRADIENT)
         b, slots = gather(b, slots), None
     a, b = autocast_operand(dtype, a), autocast_operand(dtype, b)
-    bias = autocast_operand(dtype, bias) if bias is not None else None
-    if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
-        bias_scale = bias_scale.float()
+    bias, bias_scale = autocast_bias(dtype, a.dtype, bias, bias_scale)
     return (a, b, offs, bias, bias_scale, slots, rows), kwargs
 
 

@@ -11,6 +11,7 @@ from .. import backends, debug
 from ..meta import low_rank, memory
 from ..meta.low_rank import LowRankCall
 from ..meta.remembered import remembered
+from ._bias import autocast_bias, bias_gradients, save_bias_dtypes
 from ._library import Formula, autocast_operand, define
 
 NAME = "grouped_gemm_low_rank"
@@ -61,8 +62,7 @@ def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, **_
     ctx.dtype = call.a.dtype
     # The gradients of b and up are formed in their own memory order, so that accumulating them copies nothing.
     ctx.transposed = _transposed(call.b), _transposed(call.up)
-    ctx.bias_dtype = call.bias.dtype if call.bias is not None else None
-    ctx.scale_dtype = call.bias_scale.dtype if call.bias_scale is not None else None
+    save_bias_dtypes(ctx, call.bias, call.bias_scale)
 
 
 def _wgrad(rows: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
@@ -75,7 +75,7 @@ def _wgrad(rows: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """da = dy b^T;  db = a^T dy;  dlow = dy up^T;  dup = low^T dy;  those of the bias as in ``grouped_gemm``."""
     a, b, low, up, offs, bias, bias_scale = ctx.saved_tensors
-    da = db = dlow = dup = dbias = dscale = None
+    da = db = dlow = dup = None
     operand = dy.to(ctx.dtype)
     if needs[1]:
         db = _wgrad(a, operand, offs, ctx.transposed[0])
@@ -88,23 +88,15 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
         da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
     if needs[2]:
         dlow = torch.ops.tgl.grouped_gemm(operand, up.transpose(1, 2), offs)
-    if needs[5] or needs[6]:
-        if bias_scale is None:
-            dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-        else:
-            dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
-            dbias, dscale = dbias.to(ctx.bias_dtype), dscale.to(ctx.scale_dtype)
-    return da, db, dlow, dup, None, dbias if needs[5] else None, dscale if needs[6] else None
+    dbias, dscale = bias_gradients(ctx, needs[5:7], dy, operand, offs, bias, bias_scale)
+    return da, db, dlow, dup, None, dbias, dscale
 
 
 def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """Operands and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
     call = LowRankCall(*operands)
     a, b, low, up = (autocast_operand(dtype, t) for t in call[:4])
-    bias, bias_scale = call.bias, call.bias_scale
-    bias = autocast_operand(dtype, bias) if bias is not None else None
-    if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
-        bias_scale = bias_scale.float()
+    bias, bias_scale = autocast_bias(dtype, a.dtype, call.bias, call.bias_scale)
     return (a, b, low, up, call.offs, bias, bias_scale), kwargs
 
 

@@ -11,6 +11,7 @@ from .. import backends, debug
 from ..meta import packed
 from ..meta.packed import PackedCall
 from ..meta.remembered import remembered
+from ._bias import autocast_bias, bias_gradients, save_bias_dtypes
 from ._library import Formula, autocast_operand, define
 
 NAME = packed.OP
@@ -46,33 +47,25 @@ def _save(
     matrices = call.matrices if asked.a else (None, None, None)
     ctx.save_for_backward(*matrices, call.offs, *((call.bias, call.bias_scale) if scaled else (None, None)))
     ctx.dtype, ctx.options = call.a.dtype, {"format": format, "over_rows": not over_rows}
-    ctx.bias_dtype = call.bias.dtype if call.bias is not None else None
-    ctx.scale_dtype = call.bias_scale.dtype if call.bias_scale is not None else None
+    save_bias_dtypes(ctx, call.bias, call.bias_scale)
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
     """da: the op itself over the other dimension; dbias and dbias_scale as those of ``grouped_gemm``."""
     b, b_scale, b_amax, offs, bias, bias_scale = ctx.saved_tensors
-    da = dbias = dscale = None
+    da = None
     operand = dy.to(ctx.dtype)
     if needs[0]:
         da = torch.ops.tgl.grouped_gemm_packed(operand, b, b_scale, offs, b_amax, **ctx.options)
-    if needs[5] or needs[6]:
-        if bias_scale is None:
-            dbias = torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-        else:
-            dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
-            dbias, dscale = dbias.to(ctx.bias_dtype), dscale.to(ctx.scale_dtype)
-    return da, None, None, None, None, dbias if needs[5] else None, dscale if needs[6] else None
+    dbias, dscale = bias_gradients(ctx, needs[5:7], dy, operand, offs, bias, bias_scale)
+    return da, None, None, None, None, dbias, dscale
 
 
 def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """Rows and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
     call = PackedCall(*operands)
-    a, bias, bias_scale = autocast_operand(dtype, call.a), call.bias, call.bias_scale
-    bias = autocast_operand(dtype, bias) if bias is not None else None
-    if bias_scale is not None and bias_scale.dtype not in (a.dtype, torch.float32):
-        bias_scale = bias_scale.float()
+    a = autocast_operand(dtype, call.a)
+    bias, bias_scale = autocast_bias(dtype, a.dtype, call.bias, call.bias_scale)
     return call._replace(a=a, bias=bias, bias_scale=bias_scale), kwargs
 
 

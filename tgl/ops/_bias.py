@@ -1,0 +1,51 @@
+"""What GEMMs that add a bias, scaled by row or not, have in common: its autocast and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import autocast_operand
+
+
+def autocast_bias(
+    dtype: torch.dtype, rows: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own where ``rows`` allows it."""
+    bias = autocast_operand(dtype, bias) if bias is not None else None
+    if bias_scale is not None and bias_scale.dtype not in (rows, torch.float32):
+        bias_scale = bias_scale.float()
+    return bias, bias_scale
+
+
+def save_bias_dtypes(ctx: Any, bias: Tensor | None, bias_scale: Tensor | None) -> None:
+    """Keep the dtypes that ``bias_gradients`` returns."""
+    ctx.bias_dtype = bias.dtype if bias is not None else None
+    ctx.scale_dtype = bias_scale.dtype if bias_scale is not None else None
+
+
+def bias_gradients(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    dy: Tensor,
+    operand: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dbias = sum of dy (times ``bias_scale``) per group;  dbias_scale = dy . bias per row; None of what is not needed.
+
+    Args:
+        ctx: of the op, which has the dtypes of ``save_bias_dtypes``.
+        needs: whether of the bias, and of its scale.
+        operand: ``dy`` in the dtype of the op's rows.
+        bias, bias_scale: as they were saved: both, or neither where there is no scale.
+    """
+    if not any(needs):
+        return None, None
+    if bias_scale is None:
+        return torch.ops.tgl.grouped_dbias(dy, offs).to(ctx.bias_dtype) if needs[0] else None, None
+    dbias, dscale = torch.ops.tgl.grouped_dbias_dscales(operand, bias, bias_scale, offs)
+    return dbias.to(ctx.bias_dtype) if needs[0] else None, dscale.to(ctx.scale_dtype) if needs[1] else None
