@@ -60,11 +60,7 @@ def test_quantised_ops():
 
 @pytest.mark.parametrize("op", ["grouped_gemm_row_scaled", "grouped_gemm_row_scaled_wgrad"])
 def test_rows_with_a_scale_each(op):
-    rows, matrices = torch.ones(256, 256).to(torch.float8_e4m3fn), torch.ones(2, 256, 256).to(torch.float8_e4m3fn)
-    scales, of_groups = torch.ones(256), torch.ones(2, 256)
-    wgrad = op.endswith("wgrad")
-    operands = (rows, of_groups, rows, of_groups) if wgrad else (rows, scales, matrices, of_groups)
-    assert kernels(op, *operands, OFFS) == ("sm_90", "sm_100")
+    assert kernels(op, *support_matrix.by_rows(op)) == ("sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
     assert f"`{op}`" in PAGE
 
 

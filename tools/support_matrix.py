@@ -31,6 +31,7 @@ from tgl.meta.table import OnePerName
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- written by python -m tools.support_matrix -->\n", "<!-- end -->"
 DENSE = "bfloat16"
+BY_ROWS = "fp8, a scale for each row"
 INT = torch.int32
 # Ops of a training step by which the first table tells a format.
 STEP = {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize", "grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
@@ -96,8 +97,15 @@ EMULATED: dict[str, Test] = {
         "test_gemm_quantizing", "test_one_launch_with_the_bytes_of_two", ("sm_100",)
     ),
     "grouped_gemm_packed": Test("test_gemm_packed", "test_the_op_and_its_gradient_are_served"),
+    **dict.fromkeys(
+        ("grouped_gemm_row_scaled", "grouped_gemm_row_scaled_wgrad"),
+        Test("test_gemm_row_scaled", "test_ops_run_one_kernel_each"),
+    ),
 }
 """By op, in the order of the page."""
+
+BLOCKS = ("grouped_mlp", "grouped_mlp_backward", "moe", "moe_backward_hidden", "moe_backward_input")
+"""Ops that run others of the page."""
 
 HARDWARE: dict[str, dict[str, str]] = {
     "sm_90": {
@@ -126,6 +134,7 @@ def dense(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tu
         return torch.zeros(shape, dtype=of, device=device)
 
     rows, matrices, offs, places = made(256, 256), made(2, 256, 256), made(2, of=INT), made(256, of=INT)
+    narrow, down, routing = made(256, 128), made(2, 128, 256), (places, places, places, offs)
     return {
         "grouped_gemm": (rows, matrices, offs),
         "grouped_gemm_wgrad": (rows, rows, offs),
@@ -144,6 +153,35 @@ def dense(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tu
         "combine_backward": (rows, rows, places, places, 1, made(256, 1, of=torch.float32)),
         "topk_router": (rows, 8),
         "topk_router_backward": (made(256, 8, of=torch.float32), rows, made(256, 8, of=INT)),
+        "grouped_mlp": (rows, matrices, down, offs),
+        "grouped_mlp_backward": (rows, rows, matrices, down, offs, rows, narrow),
+        "moe": (rows, matrices, down, *routing),
+        "moe_backward_hidden": (rows, down, *routing, rows),
+        "moe_backward_input": (rows, rows, matrices, *routing[1:]),
+    }[op]
+
+
+def options_of(op: str) -> dict[str, Any]:
+    """Options of an op on dense operands that have no default; gradients are those of rows and matrices."""
+    wanted = {
+        "grouped_mlp_backward": [True, True, True, False, False, False],
+        "moe_backward_hidden": [True, True, False, False],
+        "moe_backward_input": [True, True, False],
+    }
+    one_choice = {"top_k": 1} if op.startswith("moe") else {}
+    return one_choice | ({"output_mask": wanted[op]} if op in wanted else {})
+
+
+def by_rows(op: str, device: torch.device | str = "cpu") -> tuple:
+    """Arguments of an op on FP8 operands whose rows have a scale each."""
+    rows, matrices = (
+        torch.zeros(size, dtype=torch.float8_e4m3fn, device=device) for size in ((256, 256), (2, 256, 256))
+    )
+    scales, of_groups = (torch.ones(size, device=device) for size in ((256,), (2, 256)))
+    offs = torch.zeros(2, dtype=INT, device=device)
+    return {
+        "grouped_gemm_row_scaled": (rows, scales, matrices, of_groups, offs),
+        "grouped_gemm_row_scaled_wgrad": (rows, of_groups, rows, of_groups, offs),
     }[op]
 
 
@@ -178,15 +216,23 @@ def quantised(op: str, form: str, device: torch.device | str = "cpu") -> tuple[t
     return arguments, options
 
 
-def is_dense(op: str) -> bool:
-    """Whether the op has no format."""
-    return "format" not in {a.name for a in torch._C._get_schema(f"tgl::{op}", "").arguments}
+def formats(op: str) -> tuple[str, ...]:
+    """Those that an op has a row for."""
+    names = {a.name for a in torch._C._get_schema(f"tgl::{op}", "").arguments}
+    return tuple(FORMATS) if "format" in names else (BY_ROWS,) if "a_scale" in names else (DENSE,)
 
 
 def rows() -> Iterator[tuple[str, str]]:
     """Format and op of every row."""
-    for form in (DENSE, *FORMATS):
-        yield from ((form, op) for op in EMULATED if is_dense(op) == (form == DENSE))
+    for form in (DENSE, *FORMATS, BY_ROWS):
+        yield from ((form, op) for op in (*EMULATED, *BLOCKS) if form in formats(op))
+
+
+def call(op: str, form: str, device: torch.device) -> tuple[tuple, dict[str, Any]]:
+    """Arguments and options of a row."""
+    if form == DENSE:
+        return dense(op, torch.bfloat16, device), options_of(op)
+    return (by_rows(op, device), {}) if form == BY_ROWS else quantised(op, form, device)
 
 
 @contextlib.contextmanager
@@ -248,7 +294,7 @@ def cells(chip: str) -> dict[tuple[str, str], str]:
     found = {}
     with pretended(chip) as device:
         for form, op in rows():
-            args, options = (dense(op, torch.bfloat16, device), {}) if is_dense(op) else quantised(op, form, device)
+            args, options = call(op, form, device)
             found[form, op] = served(backends.explain(op, *args, **options))
     for form, op in found:
         if found[form, op] == KERNEL and op in HARDWARE.get(chip, {}):
@@ -262,10 +308,10 @@ def tables() -> str:
     """What a training step in a format is on each chip, and all ops."""
     by_chip = {chip: cells(chip) for chip in chips()}
     names = {chip: f"{chip[3:-1]}.{chip[-1]}<br>{CARDS[chip]}" for chip in chips()}
-    formats = (DENSE, *FORMATS)
-    lines = ["| GPU | " + " | ".join(formats) + " |", "|---|" + "---|" * len(formats)]
+    columns = (DENSE, *FORMATS)
+    lines = ["| GPU | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for chip, found in by_chip.items():
-        steps = ({found[form, op] for op in STEP if (form, op) in found} for form in formats)
+        steps = ({found[form, op] for op in STEP if (form, op) in found} for form in columns)
         words = (EMULATION if EMULATION in step else ", ".join(sorted(step)) for step in steps)
         lines.append(f"| {names[chip]} | " + " | ".join(words) + " |")
     lines += ["", "| format | op | " + " | ".join(names.values()) + " |", "|---|---|" + "---|" * len(names)]

@@ -11,6 +11,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests import kernels_of_warps
 from tests.cutlass_kernels import sass
 from tests.kernel_cases import framed
 from tests.memory import same_bytes
@@ -18,9 +19,10 @@ from tests.row_scaled_cases import E4M3, RowScaled, of_columns, of_rows
 from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import ROW_SCALED, ROW_SCALED_WGRAD
+from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
 from tgl.cutlass_kernels.ops import gemm_row_scaled
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing import emulator
@@ -29,6 +31,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
 CPU = torch.device("cpu")
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
+OTHERS = [name for name in ROW_SCALED.archs if name != "sm_90"]
 TAIL = 23  # together with the groups a multiple of 16
 
 
@@ -49,6 +52,8 @@ class Case:
 
     @property
     def config(self) -> GemmConfig:
+        if not ARCHS[self.arch].wider_mmas:
+            return ARCHS[self.arch].tilings.deepest(self.tile_m, self.tile_n, None, ROW_SCALED)
         pair = self.arch == "sm_100" and self.tile_m == 256
         return GemmConfig(self.tile_m, self.tile_n, ROW_SCALED.tile_k, two_cta=pair, cluster_n=self.cluster_n)
 
@@ -63,6 +68,9 @@ GEMM = {
     "sm_100": Case("sm_100", 128, 128, elements=(E5M2, E4M3)),
     "sm_100, wide pair": Case("sm_100", 256, 256, (257, 0, 255, 1), columns=272, out=F32),
     "sm_100, all empty": Case("sm_100", 128, 128, (0, 0), tail=20),
+    "sm_120, few rows, deeper than the ring": Case("sm_120", 64, 64, (70, 0, 1), 1040, 40, out=F32),
+    "sm_89": Case("sm_89", 128, 128, lines=336, elements=(E4M3, E5M2)),
+    "sm_121, all empty": Case("sm_121", 64, 128, (0, 0, 0), tail=140, out=F16),
 }
 WGRAD = {
     "sm_90": Case("sm_90", 128, 128, out=F32, tail=TAIL),
@@ -75,9 +83,18 @@ WGRAD = {
     "sm_100": Case("sm_100", 128, 128, out=F32, tail=TAIL),
     "sm_100, wide, mixed": Case("sm_100", 128, 256, (33, 0, 200, 31, 32), 144, 272, tail=8, elements=(E4M3, E5M2)),
     "sm_100, within 16": Case("sm_100", 128, 128, (3, 4, 0, 2, 1, 5, 17, 8), tail=8),
+    "sm_121, within 16": Case("sm_121", 64, 64, (3, 4, 0, 17), 72, 40, tail=8),
+    "sm_120": Case("sm_120", 128, 128, out=F32, tail=TAIL, elements=(E5M2, E4M3)),
+    "sm_89, deeper than the ring": Case("sm_89", 128, 64, (1, 700, 0, 97), 144, 72, tail=18),
+    "sm_89, all empty": Case("sm_89", 64, 64, (0, 0), tail=32, out=F16),
 }
 CASES = [(of_rows, case) for case in GEMM.values()] + [(of_columns, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"columns: {name}" for name in WGRAD]
+QUICK = {"rows: sm_120, few rows, deeper than the ring", "columns: sm_121, within 16"}  # of those with MMAs of warps
+USUALLY = [
+    pytest.param(*case, id=name, marks=[] if ARCHS[case[1].arch].wider_mmas or name in QUICK else [pytest.mark.slow])
+    for case, name in zip(CASES, NAMES)
+]
 
 
 def run(monkeypatch, case: Case, problem: RowScaled, seeds=(0,)) -> torch.Tensor:
@@ -106,7 +123,7 @@ def check(monkeypatch, make, case, seeds=(0,)):
     assert torch.equal(found, problem.wanted.to(case.out)), f"{differ} elements differ"
 
 
-@pytest.mark.parametrize(("make", "case"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("make", "case"), USUALLY)
 def test_exact(monkeypatch, make, case):
     check(monkeypatch, make, case)
 
@@ -117,7 +134,9 @@ def test_exact_under_many_schedules(monkeypatch, make, case):
     check(monkeypatch, make, case, range(1, 7))
 
 
-@pytest.mark.parametrize("name", ["sm_90", "sm_90, two blocks", "sm_100"])
+@pytest.mark.parametrize(
+    "name", ["sm_90", "sm_90, two blocks", "sm_100", pytest.param("sm_120", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("spoiled", [2, 3])
 def test_a_groups_nan_stays_in_it(monkeypatch, name, spoiled):
     """A neighbour's columns share stages, and MMAs, with its own."""
@@ -129,7 +148,17 @@ def test_a_groups_nan_stays_in_it(monkeypatch, name, spoiled):
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [of_rows, of_columns])
+def test_kernels_of_warps_in_place_of_a_hoppers_own(make):
+    torch.manual_seed(0)
+    problem = make((40, 0, 9), 96, 64, 15)
+    with kernels_of_warps.in_place(), emulator.emulate(kernels_of_warps.PLACE) as machine:
+        out = getattr(tgl, problem.op)(*problem.operands)
+        assert machine.launches[-1].instructions["mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"]
+    assert torch.equal(out, problem.wanted.to(BF16))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_ops_run_one_kernel_each(arch):
     """And scales are multiplied in float32, one rounding each."""
     torch.manual_seed(0)
@@ -187,13 +216,27 @@ TILINGS = [
     for tiling in [GemmConfig(rows, columns, 128, two_cta=arch == "sm_100" and rows == 256, cluster_n=ctas)]
     if tilings.reason(arch, kind, tiling, form) is None
 ]
+TILINGS += [
+    (arch, kind, tiling)
+    for arch in ROW_SCALED.archs
+    if not ARCHS[arch].wider_mmas
+    for kind in KINDS
+    for rows, columns in WARPS
+    for tiling in [ARCHS[arch].tilings.deepest(rows, columns, kind, ROW_SCALED)]
+    if tilings.reason(arch, kind, tiling, ROW_SCALED) is None
+]
 USUAL = {
     (arch, kind, tilings.choose_scaled(arch, kind, form, 4096, depth, rows))
-    for arch in ("sm_90", "sm_100")
+    for arch in ROW_SCALED.archs
     for kind, form in ((VARLEN_M, ROW_SCALED), (VARLEN_K, ROW_SCALED_WGRAD))
     for rows in (32, 2048)
     for depth in (512, 4096)
 }
+
+
+MMA = {"sm_90": "QGMMA", "sm_100": "UTCQMMA"}  # others' is that of a warp
+COMPILED = {made for made in USUAL if ARCHS[made[0]].wider_mmas}
+COMPILED |= {made for made in USUAL if made[:2] == ("sm_89", VARLEN_K) and made[2].tile_m == 128}
 
 
 def test_the_usual_tilings_are_among_those_compiled():
@@ -208,7 +251,7 @@ def test_the_usual_tilings_are_among_those_compiled():
         pytest.param(
             *made,
             id=f"{made[0]} {made[1]} {made[2].tile_m}x{made[2].tile_n}x{made[2].cluster_n}",
-            marks=[] if made in USUAL else [pytest.mark.slow],
+            marks=[] if made in COMPILED else [pytest.mark.slow],
         )
         for made in TILINGS
     ],
@@ -221,7 +264,7 @@ def test_compiles_without_spills(arch, kind, tiling, out):
     with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         report = sass.inspect(gemm_row_scaled.build(key).artifacts.CUBIN)
     assert report.spills == report.frame == 0
-    assert report.count("QGMMA" if arch == "sm_90" else "UTCQMMA") > 0
+    assert report.count(MMA.get(arch, "QMMA.16832")) > 0
     if arch == "sm_90":
         # One wait per 64 rows of a warpgroup, in whole stages and in the last: more would be one for every single MMA.
         assert report.count("WARPGROUP.DEPBAR") == max(tiling.tile_m // 128, 1) * (2 if kind == VARLEN_K else 1)

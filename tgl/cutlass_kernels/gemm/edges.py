@@ -49,6 +49,18 @@ def clear_edges(
     cute.arch.fence_view_async_shared()
 
 
+@cute.jit
+def clear_start(stage: Int32, rows: cutlass.Constexpr, before: Int32, thread: Int32, threads: cutlass.Constexpr):
+    """Clear the bytes before ``before``, as ``clear_edges`` does; nothing is fenced.
+
+    It is enough where what is behind the end of a group is not copied but filled up with zeros.
+    """
+    for i in cutlass.range_constexpr((rows + threads - 1) // threads):
+        row = thread + i * threads
+        if row < rows:
+            _keep(stage + row * LINE + row % 8 * PIECE, before, PIECE)
+
+
 def _keep(address: Int32, first: Int32 | int, end: Int32 | int):
     """Clear a piece but for the bytes ``[first, end)``."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=PIECE)

@@ -99,9 +99,7 @@ NO_EPILOGUE: OnePerName[str | None] = OnePerName(
 )
 """By format: why no GEMM quantises its result's activation to it; None of the one that a kernel writes."""
 
-ROW_SCALED = OperandFormat(
-    vector=0, scale="", unit=0, placed=True, alpha="lines", tile_k=_STAGE, archs=("sm_90", "sm_100")
-)
+ROW_SCALED = OperandFormat(vector=0, scale="", unit=0, placed=True, alpha="lines", tile_k=_STAGE, archs=FP8)
 """FP8 elements whose rows, along the whole contraction, have a float32 scale each."""
 ROW_SCALED_WGRAD = replace(ROW_SCALED, anywhere=True)
 """Those whose columns lie in groups, as torch has them."""

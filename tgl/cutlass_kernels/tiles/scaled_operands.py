@@ -15,7 +15,7 @@ from . import Tile, ceil_div, quotient
 from .gated import GatedVarlenM
 from .policy import Problem, VarlenK, VarlenM
 
-BOUNDARY = 16  # bytes, which a coordinate of a map along its contiguous mode must be a multiple of
+BOUNDARY = 16  # bytes, of which what maps and ``cp.async`` read begins at a multiple
 
 
 def _atoms(scales: cute.Tensor, vector: int, down: Int32, across: Int32) -> cute.Tensor:
@@ -134,7 +134,7 @@ class ScaledVarlenK(VarlenK):
 class AnywhereVarlenK(ScaledVarlenK):
     """``a [M, T] x b [N, T]^T``, both contiguous along the contraction, in which groups begin anywhere.
 
-    A map is read from multiples of 16 bytes there. So a group's contraction begins up to 15 bytes before the group.
+    It is read from multiples of 16 bytes there. So a group's contraction begins up to 15 bytes before the group.
     """
 
     clears = True
@@ -147,5 +147,9 @@ class AnywhereVarlenK(ScaledVarlenK):
         """Extent of the contraction, with what lies before the group; 0 of an empty one."""
         return cutlass.min(tile.length, Int32(1)) * self.before(tile) + tile.length
 
+    def place(self, tile: Tile) -> Int32:
+        """Where that begins."""
+        return tile.start - self.before(tile)
+
     def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:
-        return cute.domain_offset((0, tile.start - self.before(tile)), tensor)
+        return cute.domain_offset((0, self.place(tile)), tensor)

@@ -21,7 +21,7 @@ from .store import (
     add_bias,
     chunk_of,
     corner,
-    load_bias,
+    of_matrix,
     rounded,
     store_chunk,
     store_columns,
@@ -59,7 +59,8 @@ def store_activated(
         if cutlass.const_expr(spec.bias):
             first = left + lane % 4 * 2
             bias = tuple(
-                load_bias(args, tile.group, first + half * width, (half + 1) * width, product) for half in range(halves)
+                of_matrix(args.bias, tile.group, first + half * width, (half + 1) * width, product)
+                for half in range(halves)
             )
         for block in cutlass.range_constexpr(gemm.warp_tile[0] // 16):
             top = row + block * 16

@@ -244,9 +244,8 @@ def ordered_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -
         )
     place, whole = gemm.policy.place(tile), gemm.policy.whole
     a_rows, b_rows = (cute.domain_offset((0, place), values) for values in (operands.a, operands.b))
-    depth = cutlass.min(
-        ceil_div(tile.length, whole) * whole, problem.rows - place
-    )  # the first, if offsets are in order
+    depth = gemm.policy.depth(tile, problem)
+    depth = cutlass.min(ceil_div(depth, whole) * whole, problem.rows - place)  # the first, if offsets are in order
     return (
         begin_lines(a, a_rows, row, Int32(operands.a.shape[0]), depth),
         begin_lines(b, b_rows, column, problem.columns, depth),

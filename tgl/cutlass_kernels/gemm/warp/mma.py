@@ -21,6 +21,7 @@ from ...epilogue.vectors import EpilogueArgs
 from ...tiles import ceil_div
 from ...tiles.policy import Problem, Share
 from ..copies import LINE, PIECE, STEPS
+from ..edges import clear_start
 from .factors import make_factors, promote, read_factors
 from .load import Feed, Operands, Part, copy_next, follow, next_tile, parts_of
 from .narrow import read_bytes
@@ -177,6 +178,15 @@ def arrive(gemm: cutlass.Constexpr):
 
 
 @cute.jit
+def clear(gemm: cutlass.Constexpr, stage: Int32, before: Int32):
+    """Clear the bytes of the depth before ``before`` in a stage that has arrived."""
+    if before > 0:
+        thread, _, _ = cute.arch.thread_idx()
+        clear_start(stage, gemm.config.tile_m + gemm.config.tile_n, before, thread, gemm.threads)
+        cute.arch.sync_threads()
+
+
+@cute.jit
 def multiply(
     gemm: cutlass.Constexpr,
     operands: Operands,
@@ -185,16 +195,22 @@ def multiply(
     feed: Feed,
     ring: Ring,
     extent: Int32,
+    before: Int32,
     problem: Problem,
     step: Int32,
 ) -> tuple[Feed, Ring]:
-    """``acc += A B`` over ``extent`` of the depth; no MMA lies behind it."""
+    """``acc += A B`` over ``extent`` of the depth; no MMA lies behind it.
+
+    What is ``before`` the group in its first stage, in bytes, is none of it, where the policy ``clears``.
+    """
     tile_k, sums, factors = gemm.config.tile_k, acc, make_factors(gemm)
     steps, depth, blocks = STEPS, tile_k // STEPS, gemm.warp_tile[1] // BLOCK
     if cutlass.const_expr(gemm.promotes):
         sums = cute.make_rmem_tensor(acc.shape, Float32)
     if extent > 0:
         arrive(gemm)
+        if cutlass.const_expr(gemm.policy.clears):
+            clear(gemm, ring.read, before)
         read_rows(gemm, operands, own, ring.read, 0, 0)
         read_columns(gemm, operands, own, ring.read, 0, 0, 0)
     while extent > 0:
@@ -273,13 +289,15 @@ def multiply_tiles(
     search, tile = policy.find(search, first, problem, True)
     while tile.valid:
         product = policy.is_product(tile, problem)
-        extent = Int32(0)
+        extent, before = Int32(0), Int32(0)
         if product:
             extent = policy.depth(tile, problem)
+        if cutlass.const_expr(policy.clears):
+            before = policy.before(tile)
         rows, columns = gemm.warp_tile
         acc = cute.make_rmem_tensor(((2, 2), rows // MMA[0], columns // MMA[1]), Float32)
         acc.fill(0.0)
-        feed, ring = multiply(gemm, operands, own, acc, feed, ring, extent, problem, step)
+        feed, ring = multiply(gemm, operands, own, acc, feed, ring, extent, before, problem, step)
         if cutlass.const_expr(gemm.spec.accumulate):
             if product:
                 finish_tile(gemm, acc, output, args, tile, problem, product)

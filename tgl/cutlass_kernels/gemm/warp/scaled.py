@@ -6,7 +6,7 @@ import cutlass
 
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
-from ...tiles.scaled_operands import ScaledVarlenK, ScaledVarlenM
+from ...tiles.scaled_operands import AnywhereVarlenK, ScaledVarlenK, ScaledVarlenM
 from ..scaled import Scaled
 from ..scaling import OperandFormat
 from .kernel import GroupedGemm
@@ -43,4 +43,5 @@ class ScaledGroupedGemm(Scaled, GroupedGemm):
         if kind == VARLEN_M:
             self.policy = ScaledVarlenM(*tiles, spec.tail, form=form)
         else:
-            self.policy = ScaledVarlenK(*tiles, config.longest_first, form=form)
+            policy = AnywhereVarlenK if form.anywhere else ScaledVarlenK
+            self.policy = policy(*tiles, config.longest_first, form=form)

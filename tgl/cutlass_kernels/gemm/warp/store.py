@@ -56,21 +56,31 @@ def store_tile(
     if cutlass.const_expr(spec.group_factor):  # noqa: SIM102 - the first is decided while tracing
         if product:
             factor = alpha(spec, args, tile.group)
+    of_rows: Any = None
+    if cutlass.const_expr(spec.line_factors):
+        of_rows = row_factors(args.a_factor, tile, row, height, rows, product)
     for chunk in cutlass.range_constexpr(columns // CHUNK):
         left = column + chunk * CHUNK
+        first = left + lane % 4 * 2
         bias: Any = None
+        of_columns: Any = None
+        if cutlass.const_expr(spec.line_factors):
+            of_columns = of_matrix(args.b_factor, tile.group, first, args.b_factor.shape[1], product)
         if cutlass.const_expr(spec.bias):
-            bias = load_bias(args, tile.group, left + lane % 4 * 2, args.bias.shape[1], product)
+            bias = of_matrix(args.bias, tile.group, first, args.bias.shape[1], product)
         for block in cutlass.range_constexpr(rows // 16):
             top = row + block * 16
             values = chunk_of(acc, block, chunk)
             if cutlass.const_expr(spec.group_factor):
                 values.store(values.load() * factor)
+            if cutlass.const_expr(spec.line_factors):  # noqa: SIM102 - the first is decided while tracing
+                if product:
+                    scale_lines(values, of_rows, block, of_columns)
             if cutlass.const_expr(spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
                     add_bias(values, bias, args, tile.start + top, tile.start + height)
             if cutlass.const_expr(spec.accumulate):
-                add_old(values, matrix, top, left + lane % 4 * 2)
+                add_old(values, matrix, top, first)
             store_chunk(rounded(values, matrix.element_type), matrix, top, height, left, lane % 4)
 
 
@@ -112,16 +122,48 @@ def target(gemm: cutlass.Constexpr, out: cute.Tensor, tile: Tile, problem: Probl
 
 
 @cute.jit
-def load_bias(args: EpilogueArgs, group: Int32, column: Int32, end: Int32, product: cutlass.Boolean) -> cute.Tensor:
-    """The bias of a thread's columns of a chunk, ``(2, PIECES)`` from ``column`` on; zero from column ``end`` on."""
+def of_matrix(values: cute.Tensor, group: Int32, column: Int32, end: Int32, product: cutlass.Boolean) -> cute.Tensor:
+    """A group's row of ``values [G, columns]``, for a thread's columns of a chunk.
+
+    Returns:
+        ``(2, PIECES)`` from ``column`` on; zero from column ``end`` on.
+    """
     found = cute.make_rmem_tensor((2, PIECES), Float32)
     for i in cutlass.range_constexpr(2 * PIECES):
         at = column + i % 2 + 8 * (i // 2)
         value = Float32(0)
         if product and at < end:
-            value = args.bias[group, at].to(Float32)
+            value = values[group, at].to(Float32)
         found[i] = value
     return found
+
+
+@cute.jit
+def row_factors(
+    factors: cute.Tensor, tile: Tile, row: Int32, height: Int32, rows: cutlass.Constexpr, product: cutlass.Boolean
+) -> cute.Tensor:
+    """Those of a thread's rows of a warp's ``rows``, ``(2, rows / 16)`` from ``row`` on; zero from ``height`` on.
+
+    Args:
+        factors: ``[T]`` where groups are rows, else ``[G, rows]``.
+    """
+    found, start = cute.make_rmem_tensor((2, rows // 16), Float32), tile.start
+    if cutlass.const_expr(cute.rank(factors) == 2):
+        factors, start = factors[tile.group, None], Int32(0)
+    for i in cutlass.range_constexpr(rows // 8):
+        at, value = row + 8 * i, Float32(0)
+        if product and at < height:
+            value = factors[start + at]
+        found[i] = value
+    return found
+
+
+def scale_lines(values: cute.Tensor, rows: cute.Tensor, block: int, columns: cute.Tensor) -> None:
+    """``values`` times the factors of 16 of a warp's ``rows``, the ``block``-th, then times those of its columns."""
+    for piece in range(PIECES):
+        for half in range(2):
+            for i in range(2):
+                values[i, half, piece] = values[i, half, piece] * rows[half, block] * columns[i, piece]
 
 
 @cute.jit
