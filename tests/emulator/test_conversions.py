@@ -394,6 +394,15 @@ def test_round_to_integral_float():
     assert make_cvt(("rn", "ftz"), "f16", "f32", 16)(0x00000001) == 0
 
 
+def test_double_precision_flushes_what_a_device_did():
+    """Results of an H100."""
+    f = make_cvt(("rn", "ftz"), "f32", "f64", 32)
+    assert f(0xB6F13D8C0C2B9D74) == 0x80000000
+    assert f(0x37CFEFDCEB89A68C) == f(0x372C20D1E149DA36) == 0
+    assert make_cvt(("rn",), "f32", "f64", 32)(0x37CFEFDCEB89A68C) == 0x7FBF7
+    assert f(0x3810000000000000) == 0x00800000
+
+
 def test_pack():
     assert cvt_pack("s16", (0x00012345, 0xFFFF0000)) == 0x7FFF8000
     assert cvt_pack("u8", (300, 0xFFFFFFFF, 0xABCD)) == 0xABCDFF00

@@ -25,17 +25,17 @@ def capture(case):
     taken = {}
     original = runtime.Launch
 
-    def launch(program, grid, block, cluster, shared, params, spans, **options):
+    def launch(program, extent, params, spans, chip, rules):
         taken.update(
-            grid=grid,
-            block=block,
-            cluster=cluster,
-            shared=shared,
+            grid=extent.grid,
+            block=extent.block,
+            cluster=extent.cluster,
+            shared=extent.smem,
             params=params,
             layout=list(program.params),
             before=[(a, bytes(_view(a, n))) for a, n in spans if n],
         )
-        return original(program, grid, block, cluster, shared, params, spans, **options)
+        return original(program, extent, params, spans, chip, rules)
 
     texts: list[str] = []
     with emulate(case["arch"]) as session:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from .floats import NAN_BITS, PACKED, WIDTH, flush, pack2, pack_bits, round_to, tofloat, unpack2
+from .floats import NAN_BITS, PACKED, WIDTH, flush, flush_result, pack2, pack_bits, round_to, tofloat, unpack2
 from .formats import (
     CODE_BITS,
     LUT,
@@ -272,6 +272,8 @@ def _float_to_float(a, dty, sty, rnd, ftz, sat, relu, satfinite):
         x = np.where(x > 0, np.minimum(x, 1.0), 0.0)
     if relu:
         x = _clamp_negative(x)
+    if ftz and (dty, sty) == ("f32", "f64"):
+        x = flush_result(x, "f32", rnd or "rn")
     bits = round_to(x, dty, rnd or "rn")
     if not sat and (dty, sty) in _KEPT:
         bits = _keep_nan(bits, a, dty, sty)

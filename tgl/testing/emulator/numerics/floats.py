@@ -195,7 +195,7 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
     else:
         r = _WIDE[name](*[x.astype(np.float64) for x in xs], rnd)
     if ftz:
-        r = _flush_result(r, ty, rnd)
+        r = flush_result(r, ty, rnd)
     bits = round_to(r, ty, rnd)
     if ty == "f64":
         bits = _propagate_nan(name, bits, r, xs)
@@ -209,7 +209,7 @@ def _arith(name, ty, xs, rnd, ftz, sat, relu):
     return bits
 
 
-def _flush_result(r, ty, rnd):
+def flush_result(r, ty, rnd):
     """Flush exact results as the device does: by their value rounded to the precision of ``ty`` at any exponent.
 
     A value that needs few enough bits stays below the normal range and becomes zero, although rounding on the coarser
