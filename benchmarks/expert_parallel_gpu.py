@@ -1,30 +1,42 @@
 """Expert parallelism on the GPUs of one host: both engines of ``ExpertParallelMLP``, and what torch alone offers.
 
-    torchrun --nproc-per-node 4 benchmarks/expert_parallel_gpu.py [--shapes qwen3-30b ...] [--gates] [--out FILE]
+    torchrun --nproc-per-node 4 benchmarks/expert_parallel_gpu.py [--shapes qwen3-30b ...] [--arms torch ...] [--gates]
 
 Without torchrun one process is a group by itself, in which nothing crosses a link. On all ranks, in bfloat16 with
 float32 routing weights and SwiGLU, every token choosing its experts at random:
 
 ====================  ===============================================================================================
-``symmetric_memory``  the layer by kernels that write to the memory of the other GPUs
+``symmetric_memory``  the layer by kernels that write to the memory of the other GPUs; the baseline
 ``all_to_all``        the layer by collectives of static sizes, over NCCL
+``float32 sums``      the baseline with ``wire_dtype=torch.float32``
+``capacity 1.1``      the baseline with room for 1.1 times the even load of rows of experts
+``capacity worst``    the baseline with room for the worst case
+``halves``            the baseline on two halves of the tokens, on two streams and two groups of the same ranks, so that
+                      rows of one half can move while the experts run on the other one
+``blocks``            the baseline with ``Float8BlockScaling``
+``blocks, wire``      and ``wire="quantized"``
+``local``             ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
 ``torch``             an exchange of exact sizes over NCCL, read on the host, and ``torch._grouped_mm``; not captured
 ====================  ===============================================================================================
 
 **Gates.** Nothing is timed before they have passed on all ranks: the layers of both engines give equal bits, outputs
 and all gradients, called and as a graph that is replayed with changing routings, for any number of tokens, and with a
-rank that comes late to every exchange; a step that does not fit is NaN on all ranks; the third arm agrees within
-eight roundings. ``--gates`` stops there.
+rank that comes late to every exchange; capacities change no bit; a step that does not fit is NaN on all ranks; the
+``torch`` arm agrees within eight roundings, float32 sums and FP8 within theirs. ``--gates`` stops there.
 
 **Figures**, medians over turns of the slowest rank. ``forward`` and ``step`` (with all gradients) are of the whole
-layer from tokens to tokens, graphs but for ``torch``, in ms and TFLOP/s per GPU of model FLOPs. ``route``, ``dispatch``
-and ``combine`` are ops as graphs, in us; GB/s are bytes of rows that leave the GPU in that time; ``empty`` is a
-dispatch without tokens, which is two barriers.
+layer from tokens to tokens, graphs but for ``torch``, in ms and TFLOP/s per GPU of model FLOPs; ``backward`` is their
+difference. All ranks meet on the device before a reading begins. ``route``, ``dispatch`` and ``combine`` are ops, and
+``exchange`` is the three behind one another, in us of one of eight in a graph, so that ranks that are late for the
+first have no share in it; GB/s are bytes of rows that leave the GPU in that time; ``empty`` is a dispatch without
+tokens, which is two barriers. ``memory`` is the rank's symmetric memory, beside what it would be with places for every
+choice of every token of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -38,14 +50,35 @@ from harness.report import summaries
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled
 from torch import Tensor
 
+import tgl
 from tgl.distributed import ExpertParallelMLP, expert_parallel_host
 
 BF16 = torch.bfloat16
 OPS = torch.ops.tgl
-ENGINES = ("all_to_all", "symmetric_memory")
-BOUND = 8 * torch.finfo(BF16).eps
+BASELINE = "symmetric_memory"
+ENGINES = ("all_to_all", BASELINE)
+BLOCKS = tgl.recipes.Float8BlockScaling()
+LAYERS: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    "all_to_all": {"engine": "all_to_all"},
+    "float32 sums": {"wire_dtype": torch.float32},
+    "capacity 1.1": {"capacity_factor": 1.1},
+    "capacity worst": {"capacity_factor": None},
+    "halves": {},
+    "blocks": {"recipe": BLOCKS},
+    "blocks, wire": {"recipe": BLOCKS, "wire": "quantized"},
+}
+"""Options of the layer of an arm."""
+EXACT = ("capacity 1.1", "capacity worst")
+"""Arms with the bits of the baseline."""
+CALLED = ("torch",)
+"""Arms that no graph can hold."""
+ARMS = (*LAYERS, "local", "torch")
+BOUND, FP8_BOUND = 8 * torch.finfo(BF16).eps, torch.finfo(torch.float8_e4m3fn).eps
+COMMON: dict[str, Any] = {"params_dtype": BF16, "device": "cuda"}
 LATE = 20_000_000  # cycles
 REPLAYS = 200
+REPEATS = 8
 
 
 class Shape(NamedTuple):
@@ -66,15 +99,19 @@ class Shape(NamedTuple):
 SHAPES = {
     "qwen3-30b": Shape(8192, 2048, 768, 128, 8),
     "mixtral": Shape(8192, 4096, 14336, 8, 2),
+    "deepseek-128": Shape(4096, 7168, 2048, 128, 8),  # half of its experts, which two ranks hold
     "deepseek-v3": Shape(4096, 7168, 2048, 256, 8),
     "few tokens": Shape(128, 7168, 2048, 256, 8),
 }
+BY_DEFAULT = ("qwen3-30b", "mixtral", "deepseek-128", "few tokens")
 SMALL = Shape(300, 512, 256, 16, 3)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made = gpu_parser(__doc__)
     choice(made, "--shapes", SHAPES)
+    made.set_defaults(shapes=list(BY_DEFAULT))
+    choice(made, "--arms", ARMS)
     made.add_argument("--gates", action="store_true", help="the gates alone")
     return made.parse_args(argv)
 
@@ -83,19 +120,34 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Problem:
-    """One rank's layers, with equal parameters, and its tokens."""
+    """One rank's layers, which share their experts, and its tokens.
 
-    def __init__(self, shape: Shape, group: Any) -> None:
-        self.shape, self.group, self.rank = shape, group, group.rank()
+    Args:
+        shape: its sizes.
+        groups: two of all ranks. The second is for the half of the tokens that runs beside the other one.
+        arms: those that are asked for.
+    """
+
+    def __init__(self, shape: Shape, groups: Sequence[Any], arms: Sequence[str]) -> None:
+        self.shape, self.group, self.rank = shape, groups[0], groups[0].rank()
         torch.manual_seed(self.rank)
-        options: dict[str, Any] = {"params_dtype": BF16, "device": "cuda", "top_k": shape.top_k}
-        sizes = shape.experts, shape.hidden, shape.inner
-        room = {"group": group, "max_tokens": shape.tokens}
-        self.layers = {engine: ExpertParallelMLP(*sizes, engine=engine, **room, **options) for engine in ENGINES}
-        for layer in self.layers.values():
-            layer.load_state_dict(self.layers[ENGINES[0]].state_dict())
-        self.parameters = list(self.layers[ENGINES[0]].parameters())
+        self.layers = {}
+        for arm in {*ENGINES, *arms} & {*LAYERS} - {"halves"}:
+            self.layers[arm] = self.layer(groups[0], shape.tokens, LAYERS[arm])
+        half = -(-shape.tokens // 2)
+        self.halves = [self.layer(group, half, LAYERS["halves"]) for group in groups if "halves" in arms]
+        first = self.layers[BASELINE]
+        self.parameters = list(first.parameters())
+        self.local = tgl.MoE(shape.experts // groups[0].size(), shape.hidden, shape.inner, **COMMON)
+        for layer in (*self.layers.values(), *self.halves, self.local):
+            layer.fc1.weight, layer.fc2.weight = first.fc1.weight, first.fc2.weight
         self.given = self.draw(0)
+
+    def layer(self, group: Any, tokens: int, options: dict[str, Any]) -> ExpertParallelMLP:
+        shape = self.shape
+        sizes: dict[str, Any] = {"top_k": shape.top_k, "max_tokens": tokens}
+        given = {"engine": BASELINE, **COMMON, **options}
+        return ExpertParallelMLP(shape.experts, shape.hidden, shape.inner, group=group, **sizes, **given)
 
     def draw(self, seed: int, tokens: int | None = None) -> Given:
         """Tokens, choices, weights and a gradient, other ones on every rank."""
@@ -109,7 +161,27 @@ class Problem:
         x, index, weights, _ = given
         if arm in self.layers:
             return self.layers[arm](x, index, weights)
+        if arm == "halves":
+            return self.by_halves(x, index, weights)
+        if arm == "local":
+            return self.local(x, index % self.local.num_gemms, weights)
+        assert arm == "torch"
         return expert_parallel_host(self.experts, x, index, weights, self.shape.experts, self.group)
+
+    def by_halves(self, *given: Tensor) -> Tensor:
+        """The second half on a stream of its own."""
+        here, beside = torch.cuda.current_stream(), self.beside
+        halves = list(zip(*(t.split(-(-len(t) // 2)) for t in given)))
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            second = self.halves[1](*halves[1])
+        first = self.halves[0](*halves[0])
+        here.wait_stream(beside)
+        return torch.cat([first, second])
+
+    @functools.cached_property
+    def beside(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
 
     def experts(self, rows: Tensor, offs: Tensor) -> Tensor:
         """The experts of this rank by torch's own GEMMs."""
@@ -121,8 +193,7 @@ class Problem:
         """Output and all gradients."""
         x, _, weights, dy = given
         y = self.forward(arm, given)
-        own = self.layers[arm].parameters() if arm in self.layers else self.parameters
-        return [y.detach(), *torch.autograd.grad(y, [x, weights, *own], dy)]
+        return [y.detach(), *torch.autograd.grad(y, [x, weights, *self.parameters], dy)]
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------
@@ -143,7 +214,7 @@ def differ(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
     return next((f"{n} differs" for n, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)), None)
 
 
-def check(problem: Problem) -> None:
+def check(problem: Problem, arms: Sequence[str]) -> None:
     """All gates of one shape."""
     other, ours = ENGINES
     counts = problem.shape.tokens, 0, 1 + problem.rank, problem.shape.tokens * (problem.rank % 2)
@@ -165,9 +236,22 @@ def check(problem: Problem) -> None:
         if seed % 20 == 0:
             wrong = wrong or differ(graph.result, problem.step(other, drawn))
     agreed(f"equal bits in {REPLAYS} replays of a graph", wrong)
-    pairs = zip(problem.step(ours, problem.given), problem.step("torch", problem.given))
-    errors = [relative_error(a, b.float()) for a, b in pairs]
-    agreed("near torch", f"error {max(errors):.1e}" if not max(errors) <= BOUND else None)
+    del graph
+    base = problem.step(ours, problem.given)
+    for arm in arms:
+        if arm in EXACT:
+            agreed(f"{arm}: equal bits", differ(problem.step(arm, problem.given), base))
+        elif arm not in (*ENGINES, "local"):
+            bound = FP8_BOUND if arm.startswith("blocks") else BOUND
+            error = max(map(apart, problem.step(arm, problem.given), base))
+            agreed(f"{arm}: near", f"error {error:.1e}" if not error <= bound else None)
+
+
+def apart(got: Tensor, wanted: Tensor) -> float:
+    """The relative error, of a matrix at a time."""
+    if got.dim() == 3:
+        return max(map(apart, got, wanted))
+    return relative_error(got, wanted.float())
 
 
 def differ_in_any(problem: Problem, given: list[Given], before: Callable[[], None]) -> str | None:
@@ -204,10 +288,13 @@ class Together(DeviceClock):
         return super().take(call)
 
 
-def timed(calls: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def timed(
+    calls: dict[str, Callable[[], Any]], problem: Problem, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """Milliseconds of every call: of each turn those of the slowest rank."""
     turns = range(args.samples + WARM_UP)
-    own = interleaved(calls, Together(L2(args.clean_l2)), turns, shuffled, WARM_UP)
+    clock = Together(L2(args.clean_l2), before=Replay(exchange(problem, BASELINE)["empty"]))
+    own = interleaved(calls, clock, turns, shuffled, WARM_UP)
     slowest = torch.tensor(list(own.values()), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return summaries(dict(zip(own, slowest.tolist())))
@@ -215,41 +302,66 @@ def timed(calls: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict
 
 def layers(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {}
-    for arm in (*ENGINES, "torch"):
-        ways = {"forward": problem.forward, "step": problem.step}
-        for way, call in ways.items():
-            calls[f"{arm} {way}"] = lambda call=call, arm=arm: call(arm, problem.given)
-            if arm in ENGINES:
-                calls[f"{arm} {way}"] = Replay(calls[f"{arm} {way}"])
-    return timed(calls, args)
+    pool = torch.cuda.graph_pool_handle()
+    for arm in args.arms:
+        for way, of in (("forward", problem.forward), ("step", problem.step)):
+            call = functools.partial(of, arm, problem.given)
+            calls[f"{arm} {way}"] = call if arm in CALLED else Replay(call, pool=pool)
+    return timed(calls, problem, args)
+
+
+def exchange(problem: Problem, engine: str) -> dict[str, Callable[[], Any]]:
+    """Calls of the ops of an engine, of rows that are there already."""
+    layer, (x, index, weights, _) = problem.layers[engine], (t.detach() for t in problem.given)
+    sizes, group = layer.exchange.sizes, layer.exchange.group
+    of_route: dict[str, Any] = {"group_size": sizes.ranks, "pair_rows": sizes.pair_rows, **group}
+    of_route["expert_rows"] = sizes.expert_rows
+
+    def route() -> list[Tensor]:
+        return OPS.ep_route(index, problem.shape.experts, **of_route)
+
+    position, token, _, _ = route()
+    y = torch.randn(len(token), problem.shape.hidden, device="cuda", dtype=BF16)
+    places = token, position, sizes.copies
+    nobody = torch.full_like(token, -1), position.new_empty(0), sizes.copies
+
+    def dispatch() -> list[Tensor]:
+        return OPS.ep_dispatch(x, weights, *places, **group)
+
+    def combine() -> list[Tensor]:
+        return OPS.ep_combine(y, None, *places, **group)
+
+    return {
+        "route": route,
+        "dispatch": dispatch,
+        "combine": combine,
+        "exchange": lambda: (route(), dispatch(), combine()),
+        "empty": lambda: OPS.ep_dispatch(x[:0], None, *nobody, **group),
+    }
 
 
 def ops(problem: Problem, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Of both engines, and the bytes of rows that leave this rank on average."""
-    x, index, weights, _ = (t.detach() for t in problem.given)
     calls: dict[str, Callable[[], Any]] = {}
-    for engine, layer in problem.layers.items():
-        sizes, group = layer.exchange.sizes, layer.exchange.group
-        of_route: dict[str, Any] = {"group_size": sizes.ranks, "pair_rows": sizes.pair_rows, **group}
-        of_route["expert_rows"] = sizes.expert_rows
-        route = Replay(lambda given=of_route: OPS.ep_route(index, problem.shape.experts, **given))
-        route()
-        position, token, _, _ = route.result
-        y = torch.randn(len(token), problem.shape.hidden, device="cuda", dtype=BF16)
-        places = token, position, sizes.copies
-        nobody = torch.full_like(token, -1), position.new_empty(0), sizes.copies
-        calls[f"{engine} route"] = route
-        for name, call in (
-            ("dispatch", lambda p=places, g=group: OPS.ep_dispatch(x, weights, *p, **g)),
-            ("combine", lambda y=y, p=places, g=group: OPS.ep_combine(y, None, *p, **g)),
-            ("empty", lambda p=nobody, g=group: OPS.ep_dispatch(x[:0], None, *p, **g)),
-        ):
-            calls[f"{engine} {name}"] = Replay(call)
-    leaving = (token.view(dist.get_world_size(), -1) >= 0).sum(1)
-    leaving[dist.get_rank()] = 0
-    sent = leaving.sum().double()
+    pool = torch.cuda.graph_pool_handle()
+    for engine in ENGINES:
+        for name, call in exchange(problem, engine).items():
+            calls[f"{engine} {name}"] = Replay(lambda call=call: [call() for _ in range(REPEATS)][-1], pool=pool)
+    times = timed(calls, problem, args)
+    for of_one in times.values():
+        of_one.update({statistic: value / REPEATS for statistic, value in of_one.items()})
+    return times, leaving(problem)
+
+
+def leaving(problem: Problem) -> int:
+    """Bytes of tokens that leave a rank, on average of all."""
+    ranks = problem.group.size()
+    owners = problem.given[1] // (problem.shape.experts // ranks)
+    goes = torch.zeros(len(owners), ranks, dtype=torch.bool, device="cuda").scatter_(1, owners, True)
+    goes[:, problem.rank] = False
+    sent = goes.sum().double()
     dist.all_reduce(sent)
-    return timed(calls, args), round(sent.item() / dist.get_world_size()) * problem.shape.hidden * BF16.itemsize
+    return round(sent.item() / ranks) * problem.shape.hidden * BF16.itemsize
 
 
 def say(text: str) -> None:
@@ -257,24 +369,29 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[name]
-    problem = Problem(shape, dist.group.WORLD)
+    problem = Problem(shape, groups, args.arms)
     say(f"{name}, {dist.get_world_size()} ranks")
-    check(problem)
+    check(problem, args.arms)
     if args.gates:
         return {"shape": name}
     whole = layers(problem, args)
-    for arm, times in whole.items():
-        products = 3 if arm.endswith("step") else 1
-        rate = products * shape.flops / times["median"] / 1e9
-        say(f"  {arm:28s} {times['median']:9.3f} ms {rate:7.0f} TFLOP/s")
+    for arm in args.arms:
+        forward, step = (whole[f"{arm} {way}"]["median"] for way in ("forward", "step"))
+        backward = step - forward
+        times = {"forward": (forward, 1), "backward": (backward, 2), "step": (step, 3)}
+        said = (f"{way} {ms:8.3f} ms {n * shape.flops / ms / 1e9:4.0f} TFLOP/s" for way, (ms, n) in times.items())
+        say(f"  {arm:17s} {'   '.join(said)}")
     parts, sent = ops(problem, args)
     for arm, times in parts.items():
         moves = arm.endswith(("dispatch", "combine"))
         rate = f"{sent / times['median'] / 1e6:7.0f} GB/s out" if moves else ""
         say(f"  {arm:28s} {times['median'] * 1e3:9.1f} us {rate}")
-    return {"shape": name, "layers": whole, "ops": parts, "bytes out": sent}
+    sizes = problem.layers[BASELINE].exchange.sizes
+    memory = sizes.memory(shape.hidden, BF16), sizes.ranks * shape.tokens * shape.top_k * shape.hidden * BF16.itemsize
+    say("  memory of the exchange {:.0f} MiB, of every choice {:.0f} MiB".format(*(size / 2**20 for size in memory)))
+    return {"shape": name, "layers": whole, "ops": parts, "bytes out": sent, "memory": memory}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -289,13 +406,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         say(f"{device}, torch {torch.__version__}")
         check_overflow(dist.group.WORLD)
-        results = []
+        found = {"device": device, "torch": torch.__version__, "ranks": dist.get_world_size(), "results": []}
+        groups = dist.group.WORLD, dist.new_group()
         for name in args.shapes:
-            results.append(run(name, args))
+            found["results"].append(run(name, groups, args))
             torch.cuda.empty_cache()
-        if args.out and dist.get_rank() == 0:
-            found = {"device": device, "torch": torch.__version__, "ranks": dist.get_world_size(), "results": results}
-            args.out.write_text(json.dumps(found, indent=1))
+            if args.out and dist.get_rank() == 0:
+                args.out.write_text(json.dumps(found, indent=1))
     finally:
         dist.destroy_process_group()
 

@@ -101,15 +101,18 @@ def for_seconds(seconds: float, least: int, now: Callable[[], float] = time.perf
 class Replay:
     """A call captured as a graph, after ``runs`` of it to warm up; calling it replays the graph.
 
+    Graphs that are replayed one after another, and whose results nobody reads, can share the memory of a ``pool``.
+
     Attributes:
-        result: what the captured call returned, held since a graph does not hold what it writes to.
+        result: what the captured call returned, held since a graph does not hold what it writes to; None with a pool.
     """
 
-    def __init__(self, call: Call, runs: int = WARM_UP):
+    def __init__(self, call: Call, runs: int = WARM_UP, pool: Any = None):
         warm_up(call, runs)
         self.graph = cuda.CUDAGraph()
-        with cuda.graph(self.graph):
-            self.result = call()
+        with cuda.graph(self.graph, pool=pool):
+            made = call()
+        self.result = made if pool is None else None
 
     def __call__(self) -> None:
         self.graph.replay()
@@ -163,10 +166,11 @@ class DeviceClock:
         l2: is flushed before each call.
         host: whether what the host takes to issue a call counts. Otherwise the device is kept busy meanwhile, so that
             no launch latency is in the reading.
+        before: work of the device that the reading begins behind, such as a barrier.
     """
 
-    def __init__(self, l2: L2, host: bool = False):
-        self.l2, self.host = l2, host
+    def __init__(self, l2: L2, host: bool = False, before: Call | None = None):
+        self.l2, self.host, self.before = l2, host, before
 
     def take(self, call: Call) -> tuple[cuda.Event, cuda.Event]:
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -175,6 +179,8 @@ class DeviceClock:
         self.l2.flush()
         if self.host:
             cuda.synchronize()
+        if self.before is not None:
+            self.before()
         start.record()
         call()
         end.record()
