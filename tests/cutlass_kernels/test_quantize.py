@@ -10,6 +10,7 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.kernel_cases import ends, framed_like, poisoned
 from tests.memory import raw, same_bytes
+from tests.quantize import drawn
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
@@ -38,7 +39,8 @@ def awkward(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check(x, offs, arch="sm_100a", seeds=(0,), **options):
-    expected = tgl.group_quantize(x, offs, **options)
+    with drawn.as_on(arch.rstrip("af"), x, offs, options):
+        expected = tgl.group_quantize(x, offs, **options)
     extra = {k: options.pop(k) for k in ("row_scale", "scale", "rng") if k in options}
     frame = framed_like(expected)
     out = Components(*frame.inside)

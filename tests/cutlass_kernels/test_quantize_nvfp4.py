@@ -1,10 +1,16 @@
 """NVFP4 quantisation kernels on the emulator: the bytes of the CPU implementation, and nothing written around them."""
 
+import contextlib
+
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream
 
 import tgl
 from tests import chips
@@ -22,13 +28,20 @@ from tests.cutlass_kernels.test_quantize import (
 )
 from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
+from tests.quantize import drawn
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
-from tgl.cutlass_kernels.quantize import lanes
+from tgl.cpu.quantize import fp4 as cpu_fp4
+from tgl.cutlass_kernels import archs
+from tgl.cutlass_kernels.archs import ARCHS, arch_of
+from tgl.cutlass_kernels.ops.quantize import GROUP_QUANTIZE, QUANTIZERS
+from tgl.cutlass_kernels.ops.quantizer import QuantizeCall
+from tgl.cutlass_kernels.quantize import fp4, lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
+from tgl.cutlass_kernels.runtime import compiling
 from tgl.meta.components import Components
+from tgl.meta.quantized import Options
 from tgl.testing import emulator
+from tgl.testing.emulator.chips import CHIPS
 
 SHORT = (5, 0, 130, 1)
 SEED = torch.tensor([1 << 40 | 12345, -3])
@@ -187,10 +200,11 @@ def test_what_it_does_not_take_is_said():
 def test_machine_code(arch, source, rht, stochastic, registers):
     """Registers for blocks to share a multiprocessor, nothing in local memory, a cast for two elements or a minimum."""
     converts = ARCHS[arch].rounds_to_fp4
+    chip = next(iter(ARCHS[arch].draws_to_fp4), None) if stochastic else None
     if rht and not ARCHS[arch].spares_registers:
         registers = 255  # one block has them all
-    spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts)
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts, chip=chip)
+    with emulator.emulate(chip or ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["nvfp4"].build(arch, spec)
     maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupMaxima")
     assert maxima.registers <= (80 if source == "bfloat16" and not rht else max(registers, 128))
@@ -199,8 +213,10 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     for one in (maxima, report):
         assert one.spills == 0
         assert one.frame == 0
-    if not stochastic and converts:
+    if chip or (not stochastic and converts):
         assert report.count("F2FP.SATFINITE") >= lanes.STEPS * lanes.VECTOR
+    if stochastic:  # by integers it is 7440 on sm_100
+        assert (sum(report.opcodes.values()) < 4500) == (chip is not None)
     if not stochastic and not converts:
         assert report.count("VIMNMX3") >= 4 * lanes.STEPS * lanes.VECTOR  # with clamped products and without
     assert report.count("CALL") <= 3 * (1 + rht)  # a group's two divisions, and one for a table of multipliers
@@ -217,6 +233,66 @@ def test_machine_code_of_transforms(arch, source, stochastic):
     with emulator.emulate(ARCHS[arch].target):
         report = sass.inspect(QUANTIZERS["nvfp4"].build(arch, spec).artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
+
+
+# --- stochastic rounding by an instruction ----------------------------------------------------------------------------
+
+
+class Draws:
+    """The smallest kernel with it."""
+
+    @cute.jit
+    def __call__(self, out: cute.Tensor, stream):
+        self.kernel(out).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, out: cute.Tensor):
+        words = [out[i] for i in range(lanes.VECTOR)]
+        eight = fp4.Eight(words, [None] * lanes.VECTOR, cutlass.Float32)
+        out[0] = fp4.drawn(eight, cutlass.Float32(1.0), words[:2])
+
+
+@pytest.mark.parametrize("target", sorted({c.target for c in CHIPS.values()} | {a.target for a in ARCHS.values()}))
+def test_the_assembler_takes_the_instruction_for_some_chips_alone(target):
+    taken = {arch.own_target(chip) for arch in ARCHS.values() for chip in arch.draws_to_fp4}
+    refused = pytest.raises(Exception, match="PTX assembly failed")
+    with contextlib.nullcontext() if target in taken else refused:
+        cute.compile[cute.GPUArch(target)](Draws(), compiling.vector("int32"), make_fake_stream())
+
+
+@pytest.mark.parametrize("chip", archs.chips())
+def test_a_kernel_with_the_instruction_is_its_chips_own(chip):
+    """By its key, which kernels are kept by, in memory and on disk; without a seed it is that of the family."""
+    entry, x, offs = arch_of(chip), torch.zeros(16, 64, dtype=BF16), torch.tensor([16], dtype=torch.int32)
+    out = tgl.group_quantize(x, offs, **COMPACT)
+    with backends.emulated_device(chip):
+        for rng in (None, SEED):
+            assert tgl.explain("group_quantize", x, offs, rng=rng, **COMPACT).chosen.name == "tgl kernel"
+            call = QuantizeCall(x, offs, None, None, rng, None, Options(**COMPACT).resolved("group_quantize"), out)
+            draws = rng is not None and chip in entry.draws_to_fp4
+            assert GROUP_QUANTIZE.key(call, entry.name).spec.chip == (chip if draws else None)
+
+
+def test_it_is_compiled_for_and_loaded_by_that_chip():
+    x, offs = grouped((3, 40), 9, 64, BF16)
+    with emulator.emulate("sm_103", detect_races=False) as machine:
+        tgl.group_quantize(x, offs, rng=SEED, columnwise=False, **COMPACT)
+        assert {launch.arch for launch in machine.launches} == {"sm_103a"}
+    with pytest.raises(ValueError, match="sm_100 is sm_100, sm_103, not sm_90"):
+        arch_of("sm_100").own_target("sm_90")
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_its_bits_are_fair_and_shared_by_two_neighbours_alone(stream):
+    x, offs, count = torch.zeros(512, 256), torch.tensor([512], dtype=torch.int32), 512 * 256 // 16
+    with drawn.by_instruction(x, offs):
+        bits = cpu_fp4.random_bits(torch.arange(count), 3, 5, stream).view(-1, 2, 2)
+    assert torch.equal(bits[..., 0], bits[..., 1])
+    numbers = bits[..., 0].double()
+    assert ((numbers.mean(0) - 32767.5).abs() < 5 * 2**16 / (12 * len(numbers)) ** 0.5).all()
+    assert numbers.T.corrcoef()[0, 1].abs() < 5 / len(numbers) ** 0.5
+    words = numbers[:, 0] * 2**16 + numbers[:, 1]
+    assert len(words.unique()) >= len(words) - 3  # of 2^32 there are, a pair alike in seven such tests
 
 
 def test_tiles_without_rows_cost_little():

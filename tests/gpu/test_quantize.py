@@ -7,6 +7,8 @@ import tgl
 from tests.gpu.device import DEVICE, TAIL, ends, served
 from tests.kernel_cases import ROUTINGS, framed_like, poisoned
 from tests.memory import raw
+from tests.quantize import drawn
+from tgl import backends
 from tgl.meta.components import Components
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +86,8 @@ def test_nvfp4(options, seeded, dtype):
     """Transformed and not, rounded to nearest and stochastically."""
     sizes = ROUTINGS["edges"]
     x, rng = rows(sizes, 264, dtype), torch.tensor([2**40 + 3, -5]) if seeded else None
-    expected = tgl.group_quantize(x, ends(sizes).cpu(), rng=rng, **options)
+    with drawn.as_on(backends.device_arch(DEVICE), x, ends(sizes).cpu(), {"rng": rng}):
+        expected = tgl.group_quantize(x, ends(sizes).cpu(), rng=rng, **options)
     rng = rng.to(DEVICE) if seeded else None
     assert not differing(served(tgl.group_quantize, x.to(DEVICE), ends(sizes), rng=rng, **options), expected)
 

@@ -38,6 +38,8 @@ class Arch:
             are added up.
         maps_operands: whether its GEMM kernels read operands through tensor maps, which skip no elements.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
+        draws_to_fp4: those of its chips that have one which rounds to E2M1 stochastically. No target of a family has
+            it: kernels with it are compiled for a chip alone, see ``own_target``.
         spares_registers: whether the compiler leaves some where a kernel takes nearly all that as many blocks on a
             multiprocessor leave it; otherwise such a kernel has room for a block less.
     """
@@ -51,6 +53,7 @@ class Arch:
     bulk_copies: bool = True
     maps_operands: bool = True
     rounds_to_fp4: bool = False
+    draws_to_fp4: tuple[str, ...] = ()
     spares_registers: bool = True
 
     @property
@@ -67,6 +70,16 @@ class Arch:
     def smem_bytes(self) -> int:
         """Shared memory that a CTA may have."""
         return self.tilings.SMEM_BYTES
+
+    def own_target(self, chip: str) -> str:
+        """What the compiler is told of a kernel with instructions of one of its chips.
+
+        Raises:
+            ValueError: it is none of its chips.
+        """
+        if chip not in self.chips:
+            raise ValueError(f"{self.name} is {', '.join(self.chips)}, not {chip}")
+        return chip + "a"
 
     def kernel(self, name: str) -> Any:
         """The class ``name`` among the GEMM kernels. Imports the compiler.
@@ -124,6 +137,7 @@ ARCHS = {
             kernels=ALL | {"QuantizingGroupedGemm", PAIRED},
             tilings=sm100_tilings,
             rounds_to_fp4=True,
+            draws_to_fp4=("sm_100", "sm_103"),
         ),
         _of_warps("sm_120", 99, (16, 8, 4), "sm_120f", bulk_copies=True),
         _of_warps("sm_121", 99, (16, 8, 4), "sm_121f", bulk_copies=True),

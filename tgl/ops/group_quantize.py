@@ -223,9 +223,9 @@ def group_quantize(
       0, a block's byte is ``e4m3(amax_block * (S * float32(1 / 6)))`` and its elements are
       ``e2m1(x * min(1 / (byte * (1 / S)), FLT_MAX))``. A block with Inf or NaN has byte 0x7F and elements 0x7.
       ``block_2d`` (matrices): a square of 16 shares a scale. ``rng``: elements are rounded stochastically, by the
-      position, seed and offset alone. ``rht``: columnwise data is made from a random Hadamard transform of every 16
-      tokens of a group, the last ones zero-filled and all 16 results kept (signs, butterfly at distance 1, 2, 4, 8,
-      times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
+      position, seed and offset alone, with the random bits of the backend. ``rht``: columnwise data is made from a
+      random Hadamard transform of every 16 tokens of a group, the last ones zero-filled and all 16 results kept (signs,
+      butterfly at distance 1, 2, 4, 8, times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
     - ``"mxfp4"`` (OCP Microscaling Formats 1.0, and gpt-oss): E2M1 elements, two per byte, and E8M0 bytes per block of
       32, made as those of ``"mxfp8"`` with 6 for the largest element. A block with Inf or NaN has byte 0xFF and
       elements 0x7. ``columnwise_data`` is transposed.
@@ -270,7 +270,8 @@ def group_quantize(
         scale: float32 ``[G]``; fp8_tensor only.
         row_scale: ``[T]``, dtype of ``x`` or float32: rows are multiplied by it, and rounded to the dtype of ``x``,
             first.
-        rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. Equal seed and offset: equal bytes.
+        rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. Equal seed and offset: equal bytes on
+            one backend. Kernels of compute capability 10.0 and 10.3 draw other bits than all others and the CPU.
         noop: float32 or bool, ``[]`` or ``[1]``, only with ``out``: if not zero, nothing is written. Not read on the
             host.
         slots: int32 ``[G]`` on the device of ``x``, as in ``grouped_gemm``: the matrix of group ``g`` is

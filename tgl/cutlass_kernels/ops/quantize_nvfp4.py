@@ -29,7 +29,9 @@ class NVFP4Quantizer(Quantizer):
         assert activation is None
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
         order = (c.offs is not None, c.slots is not None, c.rows is not None)
-        return _spec(arch, dtypes, order, c.rng is not None, c.options, elementwise)
+        chip = backends.device_arch(c.x.device)
+        draws = chip if c.rng is not None and chip in arch.draws_to_fp4 else None
+        return _spec(arch, dtypes, order, c.rng is not None, c.options, elementwise, draws)
 
     def without(self, c: QuantizeCall) -> None:
         """The largest magnitudes of no values are zero."""
@@ -85,6 +87,7 @@ class NVFP4Quantizer(Quantizer):
             *side(spec.rowwise, 4),
             *side(spec.columnwise, 16),
             cutlass.Int32(1),
+            chip=spec.chip,
         )
 
 
@@ -96,6 +99,7 @@ def _spec(
     stochastic: bool,
     options: Options,
     elementwise: bool,
+    draws: str | None,
 ) -> NVFP4Spec:
     source, row_scale, noop = map(name, dtypes)
     grouped, slots, rows = order
@@ -114,4 +118,5 @@ def _spec(
         row_scale=row_scale,
         noop=noop,
         elementwise=elementwise,
+        chip=draws,
     )

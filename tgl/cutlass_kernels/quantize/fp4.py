@@ -226,11 +226,32 @@ def stochastic(values: Eight, factor: Float32, random) -> Int32:
     )
 
 
+def drawn(values: Eight, factor: Float32, random) -> Int32:
+    """``stochastic`` by an instruction of some chips, which takes two words of random bits.
+
+    Of each word two elements that are neighbours get the upper bytes of its halves, the higher one first, as 16 bits,
+    and the two below get the lower bytes (PTX ISA, ``cvt.rs`` to ``.e2m1x4``). The magnitude is rounded up where its
+    distance from the lower neighbour, in steps, and the bits, as a fraction, are 1 or more together.
+    """
+    lines = [REGISTERS]
+    for i in range(VECTOR):
+        lines += _product(values, i)
+    words = len(values.words)
+    for half in range(2):
+        four = ", ".join(f"y{4 * half + i}" for i in (3, 2, 1, 0))
+        lines.append(f"cvt.rs.satfinite.e2m1x4.f32 narrow{half}, {{{four}}}, {{$r{1 + words + half}}};")
+    return cute.arch.inline_ptx(
+        "\n".join(("{", *lines, "mov.b32 {$w0}, {narrow0, narrow1};", "}")),
+        write_only_types=[Int32],
+        read_only_args=[factor, *values.words, *random],
+    )
+
+
 # --- random bits ------------------------------------------------------------------------------------------------------
 
 
 def random_words(block: Int64, half: Any, seed, offset, stream: int):
-    """Four words of 16-bit numbers for eight elements, a half of a block: Philox 4x32-10 of its position.
+    """Four words of random bits for a half of a block, or of two: Philox 4x32-10 of its position.
 
     ``seed`` and ``offset`` are two words each, the lower first; see ``random_bits`` of the CPU.
     """

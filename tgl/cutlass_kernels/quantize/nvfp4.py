@@ -372,9 +372,11 @@ class QuantizeNVFP4(BandValues):
         start, rows = self.rows_of(x, data, spot.tile, top, column)
         factors = self.multipliers(words, table)
         across = ceil_div(Int32(x.shape[1]), BLOCK)
+        random: tuple = ()
         for i in cutlass.range_constexpr(STEPS):
-            block = Int64(spot.tile.first + top + i) * across + column // BLOCK
-            word = self.elements(fp4.row_of(values, i), factors[i], rng, block, column // VECTOR % 2, 0, clamped)
+            number = Int64(spot.unit) * (ROWS // 2) + (top + i) // 2 if self.draws else Int64(spot.tile.first + top + i)
+            random = self.draw(random, i, rng, number * across + column // BLOCK, column // VECTOR % 2, 0)
+            word = self.elements(fp4.row_of(values, i), factors[i], random, clamped)
             if i < rows:
                 self.store_elements(start, data, i, word, x.shape[1] - column)
 
@@ -401,6 +403,8 @@ class QuantizeNVFP4(BandValues):
         if cutlass.const_expr(not self.spec.grouped):
             run += Int64(place.group) * ceil_div(matrix_rows, BLOCK)
         first = run * x.shape[1] + column
+        if cutlass.const_expr(self.draws):
+            first = ((Int64(spot.unit) * ROWS + top) // BLOCK * x.shape[1] + column) // 2
         table = held.column_table.multipliers
         if cutlass.const_expr(self.may_clamp):
             if blocks.clamped:
@@ -412,21 +416,42 @@ class QuantizeNVFP4(BandValues):
 
     @cute.jit
     def turn_columns(self, blocks, table, turned, rng, first, thread):
-        """Elements of a lane's columns, four bytes each, to the transposed tile; its blocks count from ``first`` on."""
+        """Elements of a lane's columns, four bytes each, to the transposed tile.
+
+        Its blocks, or pairs of them where two share random words, count from ``first`` on.
+        """
         values, words, clamped = blocks
         lane = thread % LANES
         top, _ = self.corner(Int32(0), thread)
         factors = self.multipliers(words, table)
+        random: tuple = ()
         for j in cutlass.range_constexpr(VECTOR):
-            word = self.elements(fp4.column_of(values, j), factors[j], rng, first + j, lane // 16, 1, clamped)
+            random = self.draw(random, j, rng, first + (j // 2 if self.draws else j), lane // 16, 1)
+            word = self.elements(fp4.column_of(values, j), factors[j], random, clamped)
             self.store_word(turned, turned_at(top, j, lane), word)
 
-    def elements(self, values, factor, rng, block, half, stream: int, clamped: bool):
+    def draw(self, left: tuple, i: int, rng, number, half, stream: int) -> tuple:
+        """Random words for a lane's row or column ``i``, if there are any; ``left``: those for the one before it.
+
+        Rounded by integers, half a block takes four, from its ``number``. The instruction takes two: the other two are
+        for the next row or column, and ``number`` is that of the pair.
+        """
+        if not self.spec.stochastic:
+            return ()
+        if self.draws and i % 2:
+            return left[2:]
+        return tuple(fp4.random_words(number, half, (rng[0], rng[1]), (rng[2], rng[3]), stream))
+
+    def elements(self, values, factor, random: tuple, clamped: bool):
         """A word of eight elements, half a block."""
         if not self.spec.stochastic:
             return fp4.nearest(values, factor, self.spec.converts, clamped)
-        random = fp4.random_words(block, half, (rng[0], rng[1]), (rng[2], rng[3]), stream)
-        return fp4.stochastic(values, factor, random)
+        return fp4.drawn(values, factor, random[:2]) if self.draws else fp4.stochastic(values, factor, random)
+
+    @property
+    def draws(self):
+        """Whether an instruction rounds stochastically."""
+        return self.spec.chip is not None
 
     @property
     def may_clamp(self):

@@ -98,6 +98,8 @@ class NVFP4Spec:
         row_scale: dtype of the factor per row, or None.
         noop: dtype of the flag that stops everything, or None.
         elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+        chip: the one whose instruction rounds stochastically, and for which alone the kernel is compiled; None where
+            integers do that.
     """
 
     source: str
@@ -114,6 +116,7 @@ class NVFP4Spec:
     elementwise: bool = False
     slots: bool = False
     rows: bool = False
+    chip: str | None = None
 
 
 @dataclass(frozen=True)

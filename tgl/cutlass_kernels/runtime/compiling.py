@@ -62,10 +62,15 @@ def order_of(spec: Any) -> Any:
     return strided("int32" if spec.slots or spec.rows else None)
 
 
-def compiled(arch: str, kernel: Callable, *arguments: Any) -> Callable:
-    """``kernel`` for ``arch``, to be called with the like of ``arguments``, without the stream, which comes last."""
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile[cute.GPUArch(arch_of(arch).target), cute.EnableTVMFFI(True)](kernel, *arguments, stream)
+def compiled(arch: str, kernel: Callable, *arguments: Any, chip: str | None = None) -> Callable:
+    """``kernel`` for ``arch``, to be called with the like of ``arguments``, without the stream, which comes last.
+
+    Args:
+        chip: the one that it is for alone, since it has instructions of it.
+    """
+    entry, stream = arch_of(arch), make_fake_stream(use_tvm_ffi_env_stream=True)
+    target = entry.target if chip is None else entry.own_target(chip)
+    return cute.compile[cute.GPUArch(target), cute.EnableTVMFFI(True)](kernel, *arguments, stream)
 
 
 def _sizes(dims: int) -> tuple:

@@ -153,7 +153,9 @@ def _to_small(dty, sty, args, rnd, relu, dbits):
         if rnd != "rs" or sty != "f32":
             raise UnsupportedError(f"cvt.{rnd}.{dty}.{sty}")
         word = vec(args[4], 32)
-        if t == "e2m1":  # 8 bits from each half of the random word, the upper ones for the first two operands
+        # The PTX ISA's figures of rbits: of E2M1 8 bits from each half of the word, the upper ones for the first two
+        # operands. That those of the upper half come first has not been compared with a GPU.
+        if t == "e2m1":
             first = (word >> np.uint32(24) << np.uint32(8)) | (word >> np.uint32(8) & np.uint32(0xFF))
             second = (word >> np.uint32(16) & np.uint32(0xFF)) << np.uint32(8) | (word & np.uint32(0xFF))
         else:
