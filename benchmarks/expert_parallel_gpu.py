@@ -132,8 +132,9 @@ class Problem:
         self.shape, self.group, self.rank = shape, groups[0], groups[0].rank()
         torch.manual_seed(self.rank)
         self.layers = {}
-        for arm in {*ENGINES, *arms} & {*LAYERS} - {"halves"}:
-            self.layers[arm] = self.layer(groups[0], shape.tokens, LAYERS[arm])
+        for arm, options in LAYERS.items():  # in one order on all ranks
+            if arm in ENGINES or (arm in arms and arm != "halves"):
+                self.layers[arm] = self.layer(groups[0], shape.tokens, options)
         half = -(-shape.tokens // 2)
         self.halves = [self.layer(group, half, LAYERS["halves"]) for group in groups if "halves" in arms]
         first = self.layers[BASELINE]

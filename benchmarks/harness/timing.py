@@ -104,10 +104,12 @@ class Replay:
     Graphs that are replayed one after another, and whose results nobody reads, can share the memory of a ``pool``.
 
     Attributes:
+        call: held with what it refers to, since a graph does not hold what it reads.
         result: what the captured call returned, held since a graph does not hold what it writes to; None with a pool.
     """
 
     def __init__(self, call: Call, runs: int = WARM_UP, pool: Any = None):
+        self.call = call
         warm_up(call, runs)
         self.graph = cuda.CUDAGraph()
         with cuda.graph(self.graph, pool=pool):
