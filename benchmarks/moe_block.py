@@ -1,23 +1,28 @@
 """The Mixture-of-Experts block from tokens to tokens, on a GPU: tgl's one op against its pieces and other packages.
 
     python benchmarks/moe_block.py [--shapes mixtral ...] [--routings zipf ...] [--arms captured ...] [--out FILE]
+    python benchmarks/moe_block.py --report FILE ...
 
 A step is the block behind the router (experts chosen and routing weights are given), forward, and backward to the
 gradients of tokens, routing weights, experts' weights and, where the shape has them, biases. All arms have the same
 values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process:
 
-============  =======================================================================================================
-``pieces``    tgl.route, dispatch, grouped_mlp and combine as calls: what the block is made of; the baseline
-``eager``     tgl.moe as a call
-``compiled``  the same under torch.compile(fullgraph=True), as a call
-``captured``  the same, replayed as a CUDA graph
-``current``   tgl.MoE with the recipe Float8CurrentScaling, replayed; weights are quantised in each step; no biases
-``delayed``   with DelayedScaling
-``blocks``    with Float8BlockScaling
-``torch``     a sort, gathers, torch._grouped_mm and index_add, compiled, as a call; takes no biases
-``sonic``     SonicMoE, where it is installed, as a call
-``hf``        transformers' experts with its ``grouped_mm``, where it is installed, as a call; takes no biases
-============  =======================================================================================================
+==================  =================================================================================================
+``pieces``          tgl.route, dispatch, grouped_mlp and combine as calls: what the block is made of; the baseline
+``eager``           tgl.moe as a call
+``compiled``        the same under torch.compile(fullgraph=True), as a call
+``captured``        the same, replayed as a CUDA graph
+``rounded``         the same on experts that tgl.round_tokens chose anew, in whole tiles of 128 rows; the other rows
+                    have an oracle of their own, TFLOP/s are of their number
+``current``         tgl.MoE with the recipe Float8CurrentScaling, replayed; quantises weights in each step; no biases
+``delayed``         with DelayedScaling
+``blocks``          with Float8BlockScaling
+``torch``           a sort, gathers, torch._grouped_mm and index_add, compiled, as a call; takes no biases
+``torch captured``  the same, replayed
+``sonic``           SonicMoE, where it is installed, as a call
+``sonic captured``  the same, replayed
+``hf``              transformers' experts with its ``grouped_mm``, where it is installed, as a call; takes no biases
+==================  =================================================================================================
 
 Nothing is timed before an arm's output and gradients have passed against a loop over the experts in float32: at most
 eight roundings to bfloat16 of error, of arms with a recipe one rounding to FP8 (E4M3). Arms that fail, or cannot run,
@@ -26,14 +31,21 @@ are named with the reason.
 L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared; what the
 host takes to issue a call is part of it. TFLOP/s are those of the model: nine products of the routed rows in a step,
 three in a forward. ``held`` is what the forward leaves allocated beside its result, ``peak`` the highest point of a
-step above what was there before it, both in MiB. A shape with one routing takes about half a minute.
+step above what was there before it, both in MiB. The time of a call of tgl.round_tokens is printed beside.
+
+A shape with one routing takes about half a minute, and SonicMoE one or more until its kernels are compiled. The file is
+written after each, so that a run can be cut off; ``--report`` prints what some files hold, with the means over all.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import copy
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -41,8 +53,9 @@ import torch
 from harness.block import by_grouped_mm
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.gates import relative_error
-from harness.report import Table, mean_of, quotient, save, summaries, with_machine
+from harness.report import Mean, Table, mean_of, quotient, save, summaries, with_machine
 from harness.shapes import split
+from harness.sonic import by_sonicmoe, configurations, installed
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
 from torch import Tensor
 
@@ -71,17 +84,18 @@ class Block(NamedTuple):
     top_k: int
     biases: bool = False
 
-    @property
-    def flops(self) -> float:
+    def flops(self, rows: int) -> float:
         """Of a forward: three products of the routed rows."""
-        return 6.0 * self.tokens * self.top_k * self.hidden * self.inner
+        return 6.0 * rows * self.hidden * self.inner
 
 
 SHAPES = {
     "qwen3-30b": Block(16384, 2048, 768, 128, 8),
+    "qwen3-32768": Block(32768, 2048, 768, 128, 8),
     "sonic-7b": Block(24576, 1536, 256, 128, 8),
     "deepseek-rank": Block(8192, 7168, 2048, 32, 8),
     "mixtral": Block(8192, 4096, 14336, 8, 2),
+    "mixtral-16384": Block(16384, 4096, 14336, 8, 2),
     "many-tokens": Block(32768, 4096, 1024, 128, 8),
     "gpt-oss": Block(8192, 2880, 2880, 128, 4, biases=True),
 }
@@ -116,7 +130,26 @@ class Problem:
         self.w2 = random(experts, hidden, inner, scale=inner**-0.5)
         self.biases = (random(experts, 2 * inner), random(experts, hidden)) if biases else ()
         self.chosen = chosen(routing, block).to(device)
-        self.leaves = [self.x, self.weights, self.w1, self.w2, *self.biases]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.weights, self.w1, self.w2, *self.biases]
+
+    def scores(self) -> Tensor:
+        """``[S, G]``: each token's own experts have the highest."""
+        noise = torch.rand(self.block.tokens, self.block.experts, device=self.device)
+        return noise.scatter_add(1, self.chosen, torch.ones_like(self.weights))
+
+    def in_tiles(self) -> Problem:
+        """With the experts that ``tgl.round_tokens`` chooses instead, and weights of them."""
+        made = copy.copy(self)
+        made.chosen = tgl.round_tokens(self.chosen, self.scores())
+        made.weights = torch.rand(made.chosen.shape, device=self.device).requires_grad_()
+        return made
+
+    def rows(self) -> int:
+        """How many the experts get."""
+        return int((self.chosen >= 0).sum())
 
     def step(self, forward: Callable[[], Tensor]) -> list[Tensor]:
         y = forward()
@@ -160,6 +193,16 @@ def block(p: Problem) -> Forward:
     return lambda: tgl.moe(p.x, p.chosen, p.weights, p.w1.transpose(1, 2), p.w2.transpose(1, 2), *p.biases)
 
 
+def in_tiles(p: Problem) -> Forward:
+    rows = p.block.tokens * p.block.top_k + p.block.experts * 64  # half a tile for each
+
+    def forward() -> Tensor:
+        routing = tgl.route(p.chosen, p.block.experts, num_rows=rows)
+        return tgl.moe(p.x, routing, p.weights, p.w1.transpose(1, 2), p.w2.transpose(1, 2), *p.biases)
+
+    return forward
+
+
 def compiled(p: Problem) -> Forward:
     return torch.compile(block(p), fullgraph=True, dynamic=False)
 
@@ -177,31 +220,8 @@ def grouped_mm(p: Problem) -> Forward:
 
 
 def sonic(p: Problem) -> Forward:
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_general_routing_inputs
-
-    token = torch.arange(p.block.tokens, device=p.device, dtype=torch.int32).repeat_interleave(p.block.top_k)
-    stream = torch.cuda.current_stream().cuda_stream
-    bias1, bias2 = p.biases or (None, None)
-
-    def forward() -> Tensor:
-        out, _ = moe_general_routing_inputs(
-            p.x,
-            p.weights.reshape(-1),
-            token,
-            p.chosen.reshape(-1).int(),
-            p.w1.permute(1, 2, 0),
-            bias1,
-            p.w2.permute(1, 2, 0),
-            bias2,
-            p.block.experts,
-            stream,
-            ActivationType.SWIGLU,
-            concat_layout=True,
-        )
-        return out
-
-    return forward
+    chosen, biases = p.chosen.int(), p.biases or (None, None)
+    return lambda: by_sonicmoe(p.x, chosen, p.weights, p.w1, p.w2, *biases)
 
 
 def hf(p: Problem) -> Forward:
@@ -234,12 +254,24 @@ ARMS: dict[str, Callable[[Problem], Forward]] = {
     "eager": block,
     "compiled": compiled,
     "captured": block,
+    "rounded": in_tiles,
     **{name: partial(quantised, recipe=recipe) for name, recipe in RECIPES.items()},
     "torch": grouped_mm,
+    "torch captured": grouped_mm,
     "sonic": sonic,
+    "sonic captured": sonic,
     "hf": hf,
 }
-REPLAYED = ("captured", *RECIPES)
+REPLAYED = ("captured", "rounded", "torch captured", "sonic captured", *RECIPES)
+# Whose time is divided by whose: a call by a call, a replay by a replay.
+AGAINST = (
+    ("sonic", "eager"),
+    ("sonic captured", "captured"),
+    ("torch", "eager"),
+    ("torch", "compiled"),
+    ("torch captured", "captured"),
+    ("captured", "rounded"),
+)
 
 
 class Arm:
@@ -255,6 +287,7 @@ class Arm:
             "step": lambda: problem.step(forward),
             "forward": torch.no_grad()(forward),
         }
+        self.seconds = 0.0  # until the results had passed
         for call in self.calls.values():
             warm_up(call)
         self.memory = self._memory()
@@ -293,14 +326,18 @@ def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], 
     arms: dict[str, Arm] = {}
     reasons: dict[str, str] = {}
     wanted = problem.oracle()
-    for name in dict.fromkeys((BASELINE, *names)):
+    for name in names:
+        start = time.perf_counter()
         try:
-            arm = Arm(problem, ARMS[name](problem), name in REPLAYED)
-            reason = wrong(arm, wanted, FP8_BOUND if name in RECIPES else BOUND)
+            own = problem.in_tiles() if name == "rounded" else problem
+            right = wanted if own is problem else own.oracle()
+            arm = Arm(own, ARMS[name](own), name in REPLAYED)
+            reason = wrong(arm, right, FP8_BOUND if name in RECIPES else BOUND)
         except Exception as error:  # of an arm; the others go on
             reason = why(error)
         if reason is None:
             arms[name] = arm
+            arm.seconds = time.perf_counter() - start
         else:
             reasons[name] = reason
     return arms, reasons
@@ -310,21 +347,35 @@ def run_case(shape: str, routing: str, args: argparse.Namespace) -> dict[str, An
     block = SHAPES[shape]
     torch.manual_seed(0)
     torch._dynamo.reset()
-    arms, reasons = gated_arms(Problem(block, routing), args.arms)
+    problem = Problem(block, routing)
+    arms, reasons = gated_arms(problem, args.arms)
     clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
-    found: dict[str, Any] = {}
-    for part in ("step", "forward"):
-        calls = {name: arm.calls[part] for name, arm in arms.items()}
-        found[part] = summaries(interleaved(calls, clock, turns, shuffled, WARM_UP)) if calls else {}
-    memory = {name: arm.memory for name, arm in arms.items()}
-    return {**block._asdict(), "flops": block.flops, **found, "memory": memory, "left out": reasons}
+
+    def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+        return summaries(interleaved(calls, clock, turns, shuffled, WARM_UP)) if calls else {}
+
+    found: dict[str, Any] = {
+        part: timed({name: arm.calls[part] for name, arm in arms.items()}) for part in ("step", "forward")
+    }
+    if "rounded" in arms:
+        scores = problem.scores()
+        found["rounding"] = timed({"call": lambda: tgl.round_tokens(problem.chosen, scores)})["call"]
+    return {
+        **block._asdict(),
+        "flops": {name: block.flops(arm.problem.rows()) for name, arm in arms.items()},
+        **found,
+        "memory": {name: arm.memory for name, arm in arms.items()},
+        "prepared": {name: arm.seconds for name, arm in arms.items()},
+        "left out": reasons,
+        "sonic configurations": configurations(),
+    }
 
 
 TABLE = Table(
     {
         "shape": "<14",
         "routing": "<12",
-        "arm": "<9",
+        "arm": "<14",
         "step ms": "8.3f",
         "TF/s": "5.0f",
         "forward ms": "10.3f",
@@ -338,25 +389,37 @@ TABLE = Table(
 
 def lines(result: dict[str, Any]) -> str:
     """A line for every arm; ``ratio`` is the baseline's step divided by the arm's."""
+    if "wrong" in result:
+        return f"{result['shape']} {result['routing']}: {result['wrong']}"
     made = []
-    for arm, step in result.get("step", {}).items():
+    for arm, step in result["step"].items():
         forward, memory = result["forward"][arm], result["memory"][arm]
-        rates = 3 * result["flops"] / step["median"] / 1e9, result["flops"] / forward["median"] / 1e9
+        flops = result["flops"][arm]
+        rates = 3 * flops / step["median"] / 1e9, flops / forward["median"] / 1e9
         ratio = quotient(result["step"], BASELINE, arm)
         cells = step["median"], rates[0], forward["median"], rates[1], ratio, memory["held"], memory["peak"]
         made.append(TABLE.line([result["shape"], result["routing"], arm, *cells]))
-    for arm, reason in result.get("left out", {}).items():
+    for arm, reason in result["left out"].items():
         made.append(f"{result['shape']} {result['routing']}: not {arm}: {reason}")
-    return "\n".join(made)
+    if "rounding" in result:
+        made.append(f"  tgl.round_tokens as a call: {result['rounding']['median']:.3f} ms")
+    prepared = ", ".join(f"{arm} {seconds:.0f}" for arm, seconds in result["prepared"].items())
+    return "\n".join([*made, f"  seconds until an arm had passed: {prepared}"])
 
 
-def report(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Geometric means and worst cases of the steps' ratios."""
-    made = ["", f"time of {BASELINE} / time of the arm, of a step: geometric mean (worst, where)"]
-    for name in names:
-        pairs = ((f"{r['shape']} {r['routing']}", quotient(r.get("step", {}), BASELINE, name)) for r in results)
-        if mean := mean_of(pairs):
-            made.append(f"{name:>12} {mean}")
+def ratios(results: Iterable[dict[str, Any]], part: str, arm: str, of: str) -> Mean | None:
+    """Of the times of one part, over all results."""
+    return mean_of((f"{r['shape']} {r['routing']}", quotient(r.get(part, {}), arm, of)) for r in results)
+
+
+def report(results: Sequence[dict[str, Any]]) -> str:
+    """Geometric means and worst cases of the ratios of steps and forwards."""
+    made = ["", "time of the first / time of the second: geometric mean (worst, where)"]
+    pairs = [(BASELINE, name) for name in ARMS if name != BASELINE]
+    for arm, of in (*pairs, *AGAINST):
+        for part in ("step", "forward"):
+            if mean := ratios(results, part, arm, of):
+                made.append(f"{arm:>14} / {of:14} {part:>7} {mean}")
     return "\n".join(made)
 
 
@@ -364,18 +427,25 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = gpu_parser(__doc__)
     choice(parser, "--shapes", SHAPES)
     choice(parser, "--routings", ROUTINGS)
-    choice(parser, "--arms", [name for name in ARMS if name != BASELINE])
+    choice(parser, "--arms", ARMS)
+    parser.add_argument("--report", type=Path, nargs="+", help="print the results of these files, and run nothing")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
+    if args.report:
+        results = [result for path in args.report for result in json.loads(path.read_text())["results"]]
+        print("\n".join([TABLE.header(), *(lines(result) for result in results), report(results)]))
+        return
     device = needs_device()
-    print(f"{device}, torch {torch.__version__}, {args.samples} samples\n{TABLE.header()}")
+    print(f"{device}, torch {torch.__version__}, {args.samples} samples\n{installed()}\n{TABLE.header()}", flush=True)
+
+    def keep(results: list[dict[str, Any]]) -> None:
+        save(args.out, with_machine(device, results) | {"sonic": installed()})
+
     every = cases(shape=args.shapes, routing=args.routings)
-    results = run_all(every, lambda **case: run_case(**case, args=args), lines)
-    print(report(results, args.arms))
-    save(args.out, with_machine(device, results))
+    print(report(run_all(every, lambda **case: run_case(**case, args=args), lines, keep)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,8 +59,13 @@ def run_all(
     cases: Iterable[dict[str, str]],
     run: Callable[..., Mapping[str, Any]],
     line: Callable[[dict[str, Any]], str],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda results: None,
 ) -> list[dict[str, Any]]:
-    """Each case with its results, printed as they come. One that does not fit into memory has no ``times``."""
+    """Each case with its results, printed as they come. One that does not fit into memory has no ``times``.
+
+    Args:
+        keep: gets the results so far after every case, so that a run that is cut off leaves a file.
+    """
     results: list[dict[str, Any]] = []
     for case in cases:
         try:
@@ -68,5 +74,7 @@ def run_all(
         except torch.OutOfMemoryError:
             results.append({**case, "times": {}, "wrong": "out of memory"})
             print(f"{' '.join(case.values())}: out of memory", flush=True)
+        keep(results)
+        gc.collect()
         torch.cuda.empty_cache()
     return results

@@ -1,5 +1,7 @@
 """Scripts of ``benchmarks`` that run blocks, layers and models, on a CPU; see ``stand_in``."""
 
+import json
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def test_decode(gpu, load, monkeypatch, tmp_path, capsys):
     assert 2 <= result["experts hit"] <= 8
     assert result["bound"] == result["experts hit"] * 3 * 48 * 64 * 2 / 1e9  # ms at 1 TB/s
     (line,) = (line for line in lines if line[:2] == ["small", "4"])
-    assert line[4:7] == ["1000.0"] * 3
+    assert line[4:8] == ["1000.0"] * 4
     assert line[-2:] == ["2", "2"]
     assert ["3.0", "us", "2", "x", "a"] in lines
     monkeypatch.setattr(script, "block", lambda p, chosen, weights: torch.zeros_like(p.x))
@@ -140,21 +142,79 @@ def test_moe_block(moe_block, tmp_path, capsys):
     assert [(r["shape"], r["routing"]) for r in found["results"]] == [
         (shape, routing) for shape in ("small", "biased") for routing in ("balanced", "zipf")
     ]
-    ours, further = {"pieces", "eager", "compiled", "captured"}, {"torch", "hf", *moe_block.RECIPES}
+    ours = {"pieces", "eager", "compiled", "captured", "rounded"}
+    further = {"torch", "torch captured", "hf", *moe_block.RECIPES}
     for result in found["results"]:
         served = ours if result["biases"] else ours | further
         assert set(result["step"]) == set(result["forward"]) == set(result["memory"]) == served, result["left out"]
         assert set(result["left out"]) == set(moe_block.ARMS) - served
-        assert result["flops"] == 6 * 96 * 2 * 64 * 32
+        assert result["flops"]["eager"] == 6 * 96 * 2 * 64 * 32
+        assert set(result["prepared"]) == served
     assert ["small", "zipf", "captured", "1.000", "0", "1.000", "0", "1.000", "-0", "0"] in lines
     assert ["biased", "zipf:", "not", "torch:", "ValueError:", "takes", "no", "biases"] in lines
-    assert ["captured", "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
+    for part in ("step", "forward"):
+        assert ["pieces", "/", "captured", part, "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
+        assert ["torch", "/", "eager", part, "1.000", "(1.000,", "small", "balanced,", "of", "2)"] in lines
+    assert ["SonicMoE:", "sonic-moe", "is", "not", "installed"] in lines
+
+
+def test_moe_block_of_files(moe_block, monkeypatch, tmp_path, capsys):
+    """Shapes run apart, one of which does not fit, are reported together without a device."""
+    of_a_gpu = moe_block.Problem
+
+    def problem(block, routing):
+        if block.biases:
+            raise torch.OutOfMemoryError
+        return of_a_gpu(block, routing)
+
+    monkeypatch.setattr(moe_block, "Problem", problem)
+    files = []
+    for routing in ("balanced", "zipf"):
+        options = ("--shapes", "biased", "small", "--routings", routing, "--arms", "eager", "captured", "rounded")
+        _, found = ran(moe_block, tmp_path, capsys, *options)
+        assert [set(result.get("step", {})) for result in found["results"]] == [set(), {"eager", "captured", "rounded"}]
+        files.append((tmp_path / "results.json").rename(tmp_path / f"{routing}.json"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    moe_block.main(["--report", *map(str, files)])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["biased", "zipf:", "out", "of", "memory"] in lines
+    assert ["captured", "/", "rounded", "step", "1.000", "(1.000,", "small", "balanced,", "of", "2)"] in lines
+    assert ["tgl.round_tokens", "as", "a", "call:", "1.000", "ms"] in lines
+
+
+def test_a_case_that_is_cut_off_leaves_those_before(moe_block, monkeypatch, tmp_path, capsys):
+    of_a_gpu = moe_block.run_case
+
+    def cut_off(shape, routing, args):
+        if routing == "zipf":
+            raise KeyboardInterrupt
+        return of_a_gpu(shape, routing, args)
+
+    monkeypatch.setattr(moe_block, "run_case", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "balanced", "zipf", "--arms", "eager")
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [result["routing"] for result in found["results"]] == ["balanced"]
+
+
+def test_rounded_choices_are_whole_tiles_of_experts_own_tokens(moe_block):
+    problem = moe_block.Problem(moe_block.Block(1024, 8, 8, 4, 2), "multinomial", "cpu")
+    rounded = problem.in_tiles()
+    rows = rounded.chosen[rounded.chosen >= 0].bincount(minlength=4)
+    before = problem.chosen.flatten().bincount(minlength=4)
+    assert not (rows % 128).any()
+    assert (before % 128).any()
+    for g in range(4):
+        kept = (problem.chosen == g).any(1) & (rounded.chosen == g).any(1)
+        assert kept.sum() == min(rows[g], before[g])
+    assert rounded.rows() == rows.sum()
+    assert rounded.leaves[1] is rounded.weights is not problem.weights
 
 
 def test_a_wrong_block_is_not_timed(moe_block, monkeypatch, tmp_path, capsys):
     right = moe_block.ARMS["eager"]
     monkeypatch.setitem(moe_block.ARMS, "eager", lambda p: lambda: right(p)() * 2)
-    _, found = ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "eager")
+    _, found = ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "pieces", "eager")
     (result,) = found["results"]
     assert set(result["step"]) == {"pieces"}
     assert result["left out"]["eager"].startswith("output: error 1.0e+00")
