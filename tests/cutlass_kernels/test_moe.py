@@ -73,8 +73,12 @@ def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:
     """Forward and every gradient have the CPU's bits, by kernels without a race; the kernels."""
     operands = moe_cases.block(moe_cases.Sizes(G, 24, K, H, I), kind, biased)
     expected = moe_cases.expected(operands, kind)
-    with emulator.emulate(ARCHS[arch].target) as machine:
-        found = moe_cases.step(operands, kind)
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        with emulator.emulate(ARCHS[arch].target) as machine:
+            found = moe_cases.step(operands, kind)
+    finally:
+        torch.use_deterministic_algorithms(False)
     for name, wanted in expected.items():
         assert torch.equal(found[name], wanted), name
     kernels = [launch.kernel for launch in machine.launches]
@@ -87,6 +91,27 @@ def test_integers_have_the_bits_of_a_cpu(arch):
     """Of the activation that takes the least time to compile; all are slow."""
     kernels = integers_agree(arch, "relu", biased=False)
     assert "Gathered" in " ".join(kernels)
+
+
+def test_nothing_is_written_past_the_last_experts_rows():
+    """New memory is NaN, and still is there behind both kernels with an activation, the copies and the products."""
+    kind = "relu"
+    given = moe_cases.block(moe_cases.Sizes(G, 24, K, H, I), kind, biased=False)
+    x, weights, w1, w2, dy = (given[name] for name in ("x", "weights", "w1", "w2", "dy"))
+    routing = tgl.route(given["chosen"], G, K * 24 + moe_cases.ROOM)
+    places, used = (routing.source, routing.position, routing.token, routing.offs), int(routing.offs[-1])
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        with emulator.emulate("sm_90a", detect_races=False):
+            _, h = torch.ops.tgl.moe(x, w1.transpose(1, 2), w2, *places, weights, top_k=K, kind=kind)
+            options = {"top_k": K, "kind": kind, "output_mask": [True] * 4}
+            dh, *_ = torch.ops.tgl.moe_backward_hidden(dy, w2, *places, h, weights, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for t in (h, dh):
+        assert t[:used].isfinite().all()
+        assert t[used:].isnan().all()
 
 
 @pytest.mark.slow

@@ -19,7 +19,16 @@ def taken(t: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return t.index_select(0, places.masked_fill(absent, 0)), absent[:, None]
 
 
-def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
+def dispatch(
+    x: Tensor,
+    token: Tensor,
+    position: Tensor,
+    weights: Tensor | None,
+    *,
+    top_k: int,
+    out: Tensor,
+    zero_tail: bool = True,
+) -> None:
     if not x.shape[0]:
         out.zero_()
         return

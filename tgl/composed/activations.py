@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 
 def produce_gemm_activation(
-    made: dict[str, specs.TensorSpec], operands: list, *, params: Params, rows: Tensor | None = None
+    made: dict[str, specs.TensorSpec],
+    operands: list,
+    *,
+    params: Params,
+    rows: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> dict[str, Tensor]:
-    """The product, then the activation of what it was rounded to."""
+    """The product, then the activation of what it was rounded to, whose tail is zero in any case."""
     a, b, offs, bias, probs = operands
     operands.clear()
     index = {} if rows is None else {"rows": rows}
-    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=True, **index)
+    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=zero_tail, **index)
     del a  # which nobody else may hold
     y = made["y"].empty()
     backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
@@ -30,11 +35,16 @@ def produce_gemm_activation(
 
 
 def produce_gemm_dactivation(
-    made: dict[str, Any], operands: list, *, params: Params, rows: Tensor | None = None
+    made: dict[str, Any],
+    operands: list,
+    *,
+    params: Params,
+    rows: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> dict[str, Tensor | None]:
     """The product rounded to the dtype of ``h``, then the activation's backward, then its forward if ``act`` is wanted.
 
-    ``act`` comes last, when the product's memory is free for it.
+    ``act`` comes last, when the product's memory is free for it. Tails are zero in any case.
     """
     dy, b, h, offs, probs = operands
     operands.clear()

@@ -3,6 +3,9 @@
 The rows that experts read, ``[T, H]``, and what the activation makes of them, ``[T, I]``, live from one op to the next.
 The backward forms both again: the rows are copies of the tokens, and the activation's result comes with its gradient.
 It is two ops, so that what goes into the activation is held by nobody while the second one runs.
+
+Nobody reads rows past the last expert's, and nothing writes them: a layer with room for more rows than it has pays for
+those it has. Among them are those of h and of its gradient.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ class _Places(NamedTuple):
 
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
         spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
-        return backends.produce("dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k)
+        return backends.produce(
+            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=False
+        )
 
     def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
         """``[S, columns]``: the sum of every token's ``rows``."""
@@ -88,11 +93,11 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     given = [tokens, w1, offs, bias1, probs]
     del tokens
     table = {} if index is None else {"rows": index}
-    expert = backends.produce("grouped_gemm_activation", device, first, given, params=params, **table)
+    expert = backends.produce("grouped_gemm_activation", device, first, given, params=params, zero_tail=False, **table)
     del given
     answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
-    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=True)
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=False)
     del given
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
 
@@ -124,7 +129,7 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     given = [answers[0], w2.transpose(1, 2), h, offs, probs]
     del h
     table = {} if answers[1] is None else {"rows": answers[1]}
-    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params, **table)
+    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=False, **table)
     del given
     dprobs, act = back["dprobs"], back.pop("act")
     if made["dw2"] is not None and act is not None:
@@ -150,7 +155,7 @@ def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
     if made["dx"] is not None:
         spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
         given = [dh, w1.transpose(1, 2), offs, None, None]
-        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=True)
+        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=False)
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:

@@ -37,14 +37,23 @@ def rows_at(t: Tensor, places: Tensor) -> Tensor:
         return taken
 
 
-def dispatch(x: Tensor, token: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
+def dispatch(
+    x: Tensor,
+    token: Tensor,
+    position: Tensor,
+    weights: Tensor | None,
+    *,
+    top_k: int,
+    out: Tensor,
+    zero_tail: bool = True,
+) -> None:
     if weights is None:
         out.copy_(rows_at(x, token))
     else:
         aten.dispatch(x, token, position, weights, top_k=top_k, out=out)
 
 
-def produce_dispatch(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
+def produce_dispatch(spec: TensorSpec, operands: list, *, top_k: int, zero_tail: bool = True) -> Tensor:
     x, token, position, weights = operands
     if weights is None:
         return rows_at(x, token)

@@ -37,10 +37,11 @@ class GemmActivationCall(NamedTuple):
     y: Tensor
     h: Tensor
     rows: Tensor | None = None
+    zero_tail: bool = True
 
 
 class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
-    """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, ``y`` its activation, and zero tails."""
+    """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, ``y`` its activation."""
 
     op = "grouped_gemm_activation"
     archs = having("ActivatedGroupedGemm")
@@ -48,6 +49,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
     reach = Reach(
         {"a": ROWS, "b": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR},
         ("y", "h"),
+        keeps=lambda c: not c.zero_tail,
         indexed={"a": "rows"},
         gathers=lambda c: gathered(c.a, a=c.rows),
     )
@@ -72,13 +74,13 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def alike(self, c: GemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, bias, probs, params, y, h, index = c
+        a, b, _, bias, probs, params, y, h, index, zero_tail = c
         rows, shape = h.shape[0], b.shape
         if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
             return None
         layouts = (a.stride(), b.stride(), h.stride(), y.stride(), shape)
         dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
-        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None
+        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None, zero_tail
 
     def batch_invariant(self, c: GemmActivationCall) -> bool:
         """As for ``grouped_gemm``; the activation is elementwise."""
@@ -90,8 +92,9 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def without(self, c: GemmActivationCall) -> None:
         """Every row is the tail's."""
-        c.h.zero_()
-        c.y.zero_()
+        if c.zero_tail:
+            c.h.zero_()
+            c.y.zero_()
 
     def key(self, c: GemmActivationCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
@@ -108,7 +111,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             if gated and (c.params.interleaved or c.b.stride(2) == 1) and tiling.tile_n % (2 * LINE):
                 tiling = replace(tiling, tile_n=2 * LINE)
         activation = spec_of(c.params)
-        spec = EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
+        spec = EpilogueSpec(name(c.h), name(c.bias), tail=c.zero_tail, activation=activation, probs=name(c.probs))
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
         return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, gathered=operand)
 

@@ -36,6 +36,7 @@ class DactivationKey(NamedTuple):
     config: GemmConfig
     gathered: str | None = None  # "a" if rows of dy are found by an index
     act: bool = False  # whether the activation's own result is written
+    tail: bool = True  # whether rows past the last group become zeros
 
 
 class DactivationCall(NamedTuple):
@@ -51,10 +52,11 @@ class DactivationCall(NamedTuple):
     dprobs: Tensor
     act: Tensor | None = None
     rows: Tensor | None = None
+    zero_tail: bool = True
 
 
 class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
-    """The product and back through the activation, with zero tails; if asked for, the activation's own result too.
+    """The product and back through the activation; if asked for, the activation's own result too.
 
     A row's sum for ``dprobs`` is that of its tiles, or warps' parts of tiles, across I in order of ``torch.sum``, each
     that of its columns.
@@ -66,6 +68,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     reach = Reach(
         {"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR, "act": ROW_MAJOR},
         ("dh", "act"),
+        keeps=lambda c: not c.zero_tail,
         indexed={"dy": "rows"},
         gathers=lambda c: gathered(c.dy, dy=c.rows),
     )
@@ -87,14 +90,14 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     def alike(self, c: DactivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        dy, b, h, _, probs, params, dh, _, act, index = c
+        dy, b, h, _, probs, params, dh, _, act, index, zero_tail = c
         rows, shape = dh.shape[0], b.shape
         written = 0 if act is None else act.data_ptr()
         if not warm(max(rows, dy.shape[0]), dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr() | written):
             return None
         layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), act is None or act.stride(), shape)
         dtypes = (dy.dtype, probs is None or probs.dtype)
-        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None
+        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None, zero_tail
 
     def nothing(self, c: DactivationCall) -> bool:
         """No results, or no matrices to form them of."""
@@ -102,6 +105,8 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     def without(self, c: DactivationCall) -> None:
         """Every row is the tail's."""
+        if not c.zero_tail:
+            return
         c.dh.zero_()
         c.dprobs.zero_()
         if c.act is not None:
@@ -114,7 +119,8 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         rows = power_of_two(c.dh.shape[0] // groups)
         tiling = tilings.choose_gradient(arch, columns, depth, rows, operand is not None)
         where = arch, not c.dy.is_cuda, name(c.dy), unit_dimension(c.b.stride())
-        return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand, c.act is not None)
+        written = c.act is not None, c.zero_tail
+        return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand, *written)
 
     def build(self, key: DactivationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -129,7 +135,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         columns = halves * ALIGNMENT * 8 // element.width
         return compiled(
             key.arch,
-            kernel(key.config, element, key.element, key.activation, key.act),
+            kernel(key.config, element, key.element, key.activation, key.act, tail=key.tail),
             matrix(key.element),
             matrix(key.element, 3, unit=key.b_unit),
             strided("int32"),

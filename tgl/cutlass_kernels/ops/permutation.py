@@ -31,6 +31,7 @@ class PermutationKey(NamedTuple):
     token: str | None
     position: str
     weights: str | None
+    tail: bool = True  # whether rows of no token become zeros
 
 
 class DispatchCall(NamedTuple):
@@ -42,6 +43,7 @@ class DispatchCall(NamedTuple):
     weights: Tensor | None
     top_k: int
     out: Tensor
+    zero_tail: bool = True
 
 
 class CombineCall(NamedTuple):
@@ -105,6 +107,7 @@ class Permutation(Launcher[Call]):
             return None
         token = getattr(c, "token", None)
         weights = c.weights if c.weights is None else c.weights.dtype
+        facts.append(getattr(c, "zero_tail", None))
         return t.dtype, t.shape[1], c.top_k, token is None or token.dtype, c.position.dtype, weights, *facts
 
     def key(self, c: Any, arch: str) -> PermutationKey:
@@ -112,8 +115,8 @@ class Permutation(Launcher[Call]):
         matrices = [getattr(c, field) for field in self.matrices]
         first = matrices[0]
         cut = cut_of(first.shape[1], vector_of(*matrices), c.top_k, self.least, self.most)
-        token = name(getattr(c, "token", None))
-        return PermutationKey(arch, not first.is_cuda, cut, name(first), token, name(c.position), name(c.weights))
+        token, tail = name(getattr(c, "token", None)), getattr(c, "zero_tail", True)
+        return PermutationKey(arch, not first.is_cuda, cut, name(first), token, name(c.position), name(c.weights), tail)
 
 
 class Dispatch(Permutation[DispatchCall]):
@@ -122,7 +125,7 @@ class Dispatch(Permutation[DispatchCall]):
     op = "dispatch"
     call = DispatchCall
     matrices = ("x", "out")
-    reach = Reach({"x": ROWS, "out": ROWS}, outputs=("out",))
+    reach = Reach({"x": ROWS, "out": ROWS}, outputs=("out",), keeps=lambda c: not c.zero_tail)
 
     def batch_invariant(self, c: DispatchCall) -> bool:
         """Copies, and products of one number each."""
@@ -134,13 +137,14 @@ class Dispatch(Permutation[DispatchCall]):
 
     def without(self, c: DispatchCall) -> None:
         """Rows of no token."""
-        c.out.zero_()
+        if c.zero_tail:
+            c.out.zero_()
 
     def build(self, key: PermutationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
         from ..permute.kernel import Dispatch as Kernel
 
-        return build(key, Kernel(key.cut), "rows", "token", "position", "weights", "rows")
+        return build(key, Kernel(key.cut, key.tail), "rows", "token", "position", "weights", "rows")
 
     def arguments(self, c: DispatchCall) -> tuple:
         """What the kernel is called with."""

@@ -251,7 +251,16 @@ class Combine(Choices):
 
 
 class Dispatch(Choices):
-    """``out[position[s, j]] = weights[s, j] x[s]``, and zeros in rows whose ``token`` is none."""
+    """``out[position[s, j]] = weights[s, j] x[s]``.
+
+    Args:
+        cut: see ``Choices``.
+        tail: whether rows whose ``token`` is none become zeros.
+    """
+
+    def __init__(self, cut: Cut, tail: bool = True):
+        super().__init__(cut)
+        self.tail = tail
 
     @cute.jit
     def __call__(
@@ -292,10 +301,10 @@ class Dispatch(Choices):
             else:
                 for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
                     self.spread(held, routing, out, token, tokens, choice, first)
-            # more rows than choices
-            for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
-                if place(routing.owners, row, tokens) < 0:
-                    self.clear(out, row, first)
+            if cutlass.const_expr(self.tail):  # more rows than choices
+                for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
+                    if place(routing.owners, row, tokens) < 0:
+                        self.clear(out, row, first)
 
     @cute.jit
     def spread(
@@ -311,7 +320,7 @@ class Dispatch(Choices):
         """The token's pieces to the rows of a batch of choices, and zeros to the rows that have their numbers."""
         cut, weights = self.cut, routing.weights
         rows = self.batch(self.row_of, routing.position, token, Int32(out.shape[0]), choice)
-        absent = self.batch(self.absent_row, routing.owners, token, tokens, choice)
+        absent = self.batch(self.absent_row, routing.owners, token, tokens, choice) if self.tail else []
         for j in cutlass.range_constexpr(cut.batch):
             factor = Float32(1.0)
             if cutlass.const_expr(weights is not None):
@@ -321,6 +330,7 @@ class Dispatch(Choices):
                 if cutlass.const_expr(weights is not None):
                     piece = weighted(held[None, i], factor)
                 store(out, rows[j], self.column(first, i), piece)
+        for j in cutlass.range_constexpr(len(absent)):
             if absent[j] >= 0:
                 self.clear(out, absent[j], first)
 

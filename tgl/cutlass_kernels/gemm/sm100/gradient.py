@@ -30,14 +30,15 @@ class GradientGroupedGemm(Gradient, GroupedGemm):
         activation: ActivationSpec,
         result: bool = False,
         gathered: str | None = None,
+        tail: bool = True,
     ):
         self.gradient = activation
         self.parts = buffers_per_chunk(activation)
         self.result = result
         self.buffers = buffers_per_warp(activation, result)
-        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element, gathered=gathered)
+        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=tail), element, gathered=gathered)
         self.side_by_side = activation.gated and not activation.interleaved
-        self.policy = HalvesVarlenM(config.tile_m, config.tile_n, config.band, True, self.side_by_side)
+        self.policy = HalvesVarlenM(config.tile_m, config.tile_n, config.band, tail, self.side_by_side)
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> Hidden:
         """The operands of the epilogue, before it has barriers."""

@@ -208,11 +208,12 @@ class GradientGroupedGemm(Gradient, GroupedGemm):
         activation: ActivationSpec,
         result: bool = False,
         gathered: str | None = None,
+        tail: bool = True,
     ):
         reason = gradient_reason(config)
         if reason is not None:
             raise ValueError(reason)
-        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=True), element, gathered)
+        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=tail), element, gathered)
         self.gradient, self.result = activation, result
         self.parts = 2 if activation.gated else 1
 
