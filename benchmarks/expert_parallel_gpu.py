@@ -40,7 +40,7 @@ import functools
 import json
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor]
+Block = TypeVar("Block", bound=tgl.MoE)
 
 
 class Problem:
@@ -131,7 +132,7 @@ class Problem:
     def __init__(self, shape: Shape, groups: Sequence[Any], arms: Sequence[str]) -> None:
         self.shape, self.group, self.rank = shape, groups[0], groups[0].rank()
         torch.manual_seed(self.rank)
-        self.layers = {}
+        self.layers: dict[str, ExpertParallelMLP] = {}
         for arm, options in LAYERS.items():  # in one order on all ranks
             if arm in ENGINES or (arm in arms and arm != "halves"):
                 self.layers[arm] = self.layer(groups[0], shape.tokens, options)
@@ -139,16 +140,22 @@ class Problem:
         self.halves = [self.layer(group, half, LAYERS["halves"]) for group in groups if "halves" in arms]
         first = self.layers[BASELINE]
         self.parameters = list(first.parameters())
-        self.local = tgl.MoE(shape.experts // groups[0].size(), shape.hidden, shape.inner, **COMMON)
-        for layer in (*self.layers.values(), *self.halves, self.local):
-            layer.fc1.weight, layer.fc2.weight = first.fc1.weight, first.fc2.weight
+        self.local = self.sharing(tgl.MoE(shape.experts // groups[0].size(), shape.hidden, shape.inner, **COMMON))
+        torch.cuda.empty_cache()
         self.given = self.draw(0)
 
     def layer(self, group: Any, tokens: int, options: dict[str, Any]) -> ExpertParallelMLP:
         shape = self.shape
         sizes: dict[str, Any] = {"top_k": shape.top_k, "max_tokens": tokens}
         given = {"engine": BASELINE, **COMMON, **options}
-        return ExpertParallelMLP(shape.experts, shape.hidden, shape.inner, group=group, **sizes, **given)
+        return self.sharing(ExpertParallelMLP(shape.experts, shape.hidden, shape.inner, group=group, **sizes, **given))
+
+    def sharing(self, layer: Block) -> Block:
+        """The layer with the experts of the first one: there is no room for those of all."""
+        for first in self.layers.values():
+            layer.fc1.weight, layer.fc2.weight = first.fc1.weight, first.fc2.weight
+            break
+        return layer
 
     def draw(self, seed: int, tokens: int | None = None) -> Given:
         """Tokens, choices, weights and a gradient, other ones on every rank."""
