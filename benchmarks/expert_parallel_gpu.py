@@ -152,9 +152,9 @@ class Problem:
 
     def sharing(self, layer: Block) -> Block:
         """The layer with the experts of the first one: there is no room for those of all."""
-        for first in self.layers.values():
+        first = next(iter(self.layers.values()), None)
+        if first is not None:
             layer.fc1.weight, layer.fc2.weight = first.fc1.weight, first.fc2.weight
-            break
         return layer
 
     def draw(self, seed: int, tokens: int | None = None) -> Given:

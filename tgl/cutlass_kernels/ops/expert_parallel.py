@@ -126,9 +126,11 @@ def meet(mine: Peers, token: Tensor | None) -> Step:
     return MEET, MeetCall(mine.table, mine.control, mine.epoch, mine.arrived, token, mine.rank, nanoseconds)
 
 
-def move(mine: Peers, rows: Tensor, by: str | None, which: Tensor | None, part: Tensor) -> Step:
-    """Rows to the memory of the ranks that they go to."""
-    return MOVE, MoveCall(rows, which, mine.table, part, mine.rank, by, True)
+def move(
+    mine: Peers, rows: Tensor, by: str | None, which: Tensor | None, part: Tensor, home: Tensor | None = None
+) -> Step:
+    """Rows to the memory of the ranks that they go to; this rank's own ones to ``home`` if there is one."""
+    return MOVE, MoveCall(rows, which, mine.table, part, home, mine.rank, by, True, home is not None)
 
 
 def by_rows(t: Tensor) -> Tensor:
@@ -153,11 +155,11 @@ def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
     """Tokens to the ranks of their experts, and out of the memory that the next exchange writes to."""
     parts = mine.parts(c.specs)
     yield meet(mine, c.token)
-    for (t, _), part in zip(c.pairs, parts):
-        yield move(mine, by_rows(t), "owners", c.token, part)
+    for (t, out), part in zip(c.pairs, parts):
+        yield move(mine, by_rows(t), "owners", c.token, part, home=out)
     yield meet(mine, None)
     for (_, out), part in zip(c.pairs, parts):
-        yield MOVE, MoveCall(part, mine.arrived, mine.table, out, mine.rank, "arrived", False)
+        yield MOVE, MoveCall(part, mine.arrived, mine.table, out, None, mine.rank, "arrived", False, True)
 
 
 def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:

@@ -85,6 +85,7 @@ class MoveKey(NamedTuple):
     element: str
     by: str | None
     remote: bool
+    around: bool = False
 
 
 class MoveCall(NamedTuple):
@@ -94,9 +95,11 @@ class MoveCall(NamedTuple):
     which: Tensor | None
     table: Tensor
     out: Tensor
+    home: Tensor | None
     rank: int
     by: str | None
     remote: bool
+    around: bool = False
 
 
 class Move(Wired[MoveCall]):
@@ -111,8 +114,9 @@ class Move(Wired[MoveCall]):
 
     def key(self, c: MoveCall, arch: str) -> MoveKey:
         """The width of accesses follows from where the rows lie."""
-        cut = cut_of(c.out.shape[1], vector_of(c.rows, c.out), 1)
-        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out), c.by, c.remote)
+        matrices = [t for t in (c.rows, c.out, c.home) if t is not None]
+        cut = cut_of(c.out.shape[1], vector_of(*matrices), 1)
+        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out), c.by, c.remote, c.around)
 
     def build(self, key: MoveKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -123,14 +127,15 @@ class Move(Wired[MoveCall]):
         from ..wire.move import Move as Kernel
 
         width = key.cut.vector * TYPES[key.element].width // 8
-        rows, out = (matrix(key.element, pitch=width, columns=key.cut.vector, align=width) for _ in range(2))
+        rows, out, home = (matrix(key.element, pitch=width, columns=key.cut.vector, align=width) for _ in range(3))
         which = vector("int32") if key.by else None
-        kernel = Kernel(key.cut, key.by, key.remote)
-        return compiled(key.arch, kernel, rows, which, vector("int64", 8), out, cutlass.Int32(0))
+        kernel = Kernel(key.cut, key.by, key.remote, key.around)
+        home = home if key.remote and key.around else None
+        return compiled(key.arch, kernel, rows, which, vector("int64", 8), out, home, cutlass.Int32(0))
 
     def arguments(self, c: MoveCall) -> tuple:
         """What the kernel is called with."""
-        return c[:5]
+        return c[:6]
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------
