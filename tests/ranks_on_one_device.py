@@ -26,9 +26,10 @@ class World:
         ranks: how many.
         specs: of the largest exchange.
         device: where they are.
+        seconds: that they wait for each other.
     """
 
-    def __init__(self, ranks: int, specs: list[peers.Spec], device: str = "cpu") -> None:
+    def __init__(self, ranks: int, specs: list[peers.Spec], device: str = "cpu", seconds: float = 60.0) -> None:
         size, control = peers.size(ranks, specs), peers.size(ranks, [])
         self.ranks, self.room = ranks, torch.full((ranks, size + 2 * MARGIN), BYTE, dtype=torch.uint8, device=device)
         self.memories = [room[MARGIN:-MARGIN] for room in self.room]
@@ -38,7 +39,7 @@ class World:
         self.names = [f"as rank {r} of {ranks} sees it" for r in range(ranks)]
         for rank, memory in enumerate(self.memories):
             memory[:control] = 0
-            known = Peers(rank, self.tables[rank], memory, self.epochs[rank], self.arrived[rank], self, seconds=60.0)
+            known = Peers(rank, self.tables[rank], memory, self.epochs[rank], self.arrived[rank], self, seconds)
             peers.put(self.names[rank], known)
 
     def poison(self, byte: int) -> None:

@@ -7,7 +7,7 @@ time (``parts``), whose places follow from the sizes of the exchange and are equ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ MOST_RANKS = 32  # a warp of one block for each
 _LINE = 256  # bytes, on which a part begins
 _PIECE = 16  # bytes, on which its rows do
 SLOTS = 2  # counts of this exchange, and of the next one from ranks that are ahead
+OPS = ("ep_route", "ep_dispatch", "ep_combine")
+BARRIERS = ("before", "behind")  # the writes of an exchange, in their order
+WAIT = 600.0  # seconds, of a group that has no time-out
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,9 @@ class Peers:
         group: whose memory it is; a later group may have its name.
         seconds: that a barrier waits for a rank before it stops the device with an error.
         handle: what keeps the memory of the others in reach.
+        missed: int32 ``[3, 2, W]`` of the host, in reach of the device: of an op, a barrier and a rank, 1 where
+            that rank was waited for in vain, else 0. A device that has stopped cannot be asked.
+        watch: int64 ``[3, 2]``: of an op, nanoseconds that its barriers wait, and the address of its ``missed``.
     """
 
     rank: int
@@ -42,8 +48,32 @@ class Peers:
     epoch: Tensor
     arrived: Tensor
     group: object
-    seconds: float = 600.0
+    seconds: float = WAIT
     handle: object = None
+    missed: Tensor = field(init=False)
+    watch: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.table.device
+        missed = torch.zeros(
+            len(OPS), len(BARRIERS), self.ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        watch = [[int(self.seconds * 1e9), of_op.data_ptr()] for of_op in missed]
+        object.__setattr__(self, "missed", missed)
+        object.__setattr__(self, "watch", torch.tensor(watch, dtype=torch.int64, device=device))
+
+    def failure(self) -> str | None:
+        """Which barrier has waited for whom in vain, or None; asks the host alone."""
+        said = [
+            f"for rank {rank} in {OPS[op]}, in the barrier {BARRIERS[barrier]} its writes"
+            for op, barrier, rank in self.missed.nonzero().tolist()
+        ]
+        if not said:
+            return None
+        return (
+            f"rank {self.rank} of {self.ranks} waited {self.seconds:g} s {' and '.join(said)}. That rank has raised an "
+            "error, has left, or makes other calls; a device whose barrier waits in vain stops for good"
+        )
 
     @property
     def ranks(self) -> int:
@@ -102,6 +132,12 @@ def of(group_name: str) -> Peers | None:
 def memory_of(group_name: str) -> Peers:
     """The memory of a group that has some."""
     return _groups[group_name]
+
+
+def failure_of(group_name: str) -> str | None:
+    """What has made a barrier of the group stop this rank's device, or None."""
+    known = _groups.get(group_name)
+    return None if known is None else known.failure()
 
 
 def reason_against(group_name: str, device: torch.device, specs: Sequence[Spec]) -> str | None:

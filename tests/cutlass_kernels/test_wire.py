@@ -63,8 +63,9 @@ class Ranks:
 
     def __init__(self, world: World, together: Kernels, seed: int = 0) -> None:
         self.world, self.together, self.random = world, together, random.Random(seed)
-        for memory in world.memories:
+        for name, memory in zip(world.names, world.memories):
             emulator.active().register(memory)
+            emulator.active().register(peers.memory_of(name).missed)
 
     def order(self) -> list[int]:
         return self.random.sample(range(self.world.ranks), self.world.ranks)
@@ -231,7 +232,8 @@ def test_more_rows_than_there_are(together, sizes):
 def alone(made: World, rank: int, token: Tensor | None) -> MeetCall:
     """What one rank waits for the others with, not for long."""
     known = peers.memory_of(made.names[rank])
-    return MeetCall(known.table, known.control, known.epoch, known.arrived, token, rank, 10_000)
+    known.watch[:, 0] = 10_000
+    return MeetCall(known.table, known.control, known.epoch, known.arrived, token, known.watch[0], rank)
 
 
 def numbers(used: list[int], rows: int) -> Tensor:
@@ -267,11 +269,30 @@ def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
         assert changed == [1, 5]  # the epoch of rank 1, and what it tells for the exchange to come
 
 
-def test_a_rank_that_stays_away_stops_the_others_after_a_time(together):
-    with world(2, []) as made:
+@pytest.mark.parametrize("barrier", ["before", "behind"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_stays_away_is_named(together, op, barrier):
+    """The device of the other one stops after a time, and the host says who, in which op and where."""
+    with world(2, [(12, 64, F32)], seconds=1e-5) as made:
         Ranks(made, together)
-        with pytest.raises(emulator.EmulatorError, match="trap"):
-            MEET.run(alone(made, 0, None))
+        known = peers.memory_of(made.names[0])
+        assert peers.failure_of(made.names[0]) is None
+        if barrier == "behind":
+            known.control[1] = 1  # the other one has come to the first barrier
+        tokens = torch.zeros(12, dtype=torch.int32), torch.zeros(6, dtype=torch.int32), 2
+        args, sizes = {
+            "ep_route": (
+                (torch.zeros(3, 2, dtype=torch.int32), 4),
+                {"group_size": 2, "pair_rows": 6, "expert_rows": 8},
+            ),
+            "ep_dispatch": ((torch.zeros(3, 8), None, *tokens), {}),
+            "ep_combine": ((torch.zeros(12, 8), None, *tokens), {}),
+        }[op]
+        said = f"rank 0 of 2 waited 1e-05 s for rank 1 in {op}, in the barrier {barrier} its writes"
+        with pytest.raises(RuntimeError, match=f"{op}: {said}"):
+            getattr(torch.ops.tgl, op)(*args, **sizes, group_name=made.names[0], engine="symmetric_memory")
+        assert said in peers.failure_of(made.names[0])
+        assert peers.failure_of(made.names[1]) is None
 
 
 # --- calls of the ops -------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int64
 from torch import Tensor
 
 from tests.ranks_on_one_device import World
-from tgl.cutlass_kernels.runtime.compiling import compiled, strided
+from tgl.cutlass_kernels.runtime.compiling import compiled, strided, vector
 from tgl.cutlass_kernels.wire.meet import LANES, Meet
+
+PATIENT = torch.tensor([10**12, 0])  # nanoseconds; nobody is missed
 
 
 class Together(Meet):
@@ -25,11 +26,11 @@ class Together(Meet):
         epochs: cute.Tensor,
         arrived: cute.Tensor,
         tokens: cute.Tensor | None,
-        nanoseconds: Int64,
+        watch: cute.Tensor,
         stream,
     ):
         """Launch."""
-        self.together(tables, epochs, arrived, tokens, nanoseconds).launch(
+        self.together(tables, epochs, arrived, tokens, watch).launch(
             grid=(tables.shape[0], 1, 1), block=(LANES * self.ranks, 1, 1), stream=stream
         )
 
@@ -40,7 +41,7 @@ class Together(Meet):
         epochs: cute.Tensor,
         arrived: cute.Tensor,
         tokens: cute.Tensor | None,
-        nanoseconds: Int64,
+        watch: cute.Tensor,
     ):
         """A rank for every block."""
         rank, _, _ = cute.arch.block_idx()
@@ -50,7 +51,7 @@ class Together(Meet):
         token = None
         if cutlass.const_expr(tokens is not None):
             token = tokens[rank, None]
-        self.meet(table, control, epochs[rank, None], arrived[rank, None], token, rank, nanoseconds)
+        self.meet(table, control, epochs[rank, None], arrived[rank, None], token, watch, rank)
 
 
 class Kernels:
@@ -60,12 +61,12 @@ class Kernels:
         self.arch = arch
         self.made: dict[tuple[int, bool], Callable[..., None]] = {}
 
-    def __call__(self, world: World, tokens: list[Tensor | None], nanoseconds: int = 10**12) -> None:
+    def __call__(self, world: World, tokens: list[Tensor | None]) -> None:
         """The barrier of all ranks; with ``tokens`` the first of an exchange."""
         tells = tokens[0] is not None
         if (world.ranks, tells) not in self.made:
             ints = [strided("int32", 2) for _ in range(3)]
             tensors = strided("int64", 2), *ints[:2], ints[2] if tells else None
-            self.made[world.ranks, tells] = compiled(self.arch, Together(world.ranks), *tensors, Int64(1))
+            self.made[world.ranks, tells] = compiled(self.arch, Together(world.ranks), *tensors, vector("int64", 8))
         stacked = torch.stack([t for t in tokens if t is not None]) if tells else None
-        self.made[world.ranks, tells](world.tables, world.epochs, world.arrived, stacked, nanoseconds)
+        self.made[world.ranks, tells](world.tables, world.epochs, world.arrived, stacked, PATIENT)

@@ -99,9 +99,9 @@ def rendezvous(group: Any, size: int) -> peers.Peers:
         group=group,
         handle=memories,
     )
-    for memory in memories:
-        machine = emulator.active()
-        assert machine is not None
+    machine = emulator.active()
+    assert machine is not None
+    for memory in (*memories, made.missed):
         machine.register(memory)
     _made.append(made)
     return made

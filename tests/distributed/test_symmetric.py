@@ -6,6 +6,7 @@ The memory itself is a CPU's, as torch makes none there; ``tests/gpu/test_expert
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 
 from tgl import peers
 from tgl.distributed import _symmetric
+from tgl.distributed._exchange import Exchange, Sizes
 from tgl.distributed._symmetric import reserve
+from tgl.meta.expert_parallel import SYMMETRIC_MEMORY
 
 
 def rendezvous(group: Any, size: int) -> peers.Peers:
@@ -65,6 +68,36 @@ def check_reasons() -> None:
             with pytest.raises(RuntimeError, match=re.escape(said)):
                 reserve(group, 1000, "layer 7")
             assert peers.of(group.group_name) is None
+
+
+def check_failure() -> None:
+    """A group's own time-out, and what a layer says when its device does not answer."""
+    group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
+    assert _symmetric._seconds(group, torch.device("cpu")) == 2
+    sizes = Sizes(group.size(), 4, 2, 8, 2.0, None, False)
+    layer = Exchange(group, sizes, "layer 7", torch.device("cpu"), SYMMETRIC_MEMORY)
+
+    def stopped() -> list[int]:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.needed, "arrived", stopped)
+        index, x = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 16)
+        with pytest.raises(RuntimeError, match=r"^CUDA error"):
+            layer.arrive(x, index, None)
+        known = rendezvous(group, 1000)
+        peers.put(layer.group_name, known)
+        with pytest.raises(RuntimeError, match=r"^CUDA error"):
+            layer.arrive(x, index, None)
+        known.missed[1, 0, 1] = 1
+        said = "layer 7: rank {} of 2 waited 600 s for rank 1 in ep_dispatch, in the barrier before its writes"
+        with pytest.raises(RuntimeError, match=said.format(group.rank())):
+            layer.arrive(x, index, None)
+    peers.forget(layer.group_name)
+
+
+def test_what_a_layer_says_of_a_rank_that_did_not_come(ranks):
+    ranks(check_failure)
 
 
 def test_layers_of_a_group_share_the_memory(ranks):

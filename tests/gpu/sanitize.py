@@ -31,11 +31,13 @@ from tests.cutlass_kernels.matrix import TILINGS
 from tests.demo_training import Size
 from tests.kernel_cases import ends, gradient, integers, product, row_sums
 from tests.memory import same_bytes
+from tests.ranks_on_one_device import world
 from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import FORMATS
+from tgl.testing import emulator
 
 SIZES = (130, 0, 3, 65)
 MANY = (3000, 0, 3, 1330)  # rows enough for a ring, and for a group in several tiles of a reduction
@@ -172,6 +174,29 @@ def combining_backward() -> None:
     as_on_the_host("combine_backward", *given, integers(300, 4))
 
 
+def exchange() -> None:
+    """The ops of expert parallelism over the memory of a group, of one rank: tokens, bytes, and back."""
+    rows, choices = 60, 2
+    place = functools.partial(torch.Tensor.to, device=DEVICE)
+    with world(1, [(rows, DEPTH, torch.float32), (rows, choices, torch.float32)], DEVICE.type) as made:
+        machine = emulator.active()
+        if machine is not None:
+            machine.register(made.room)
+        group = {"group_name": made.names[0], "engine": "symmetric_memory"}
+        index, weights, x = torch.rand(rows, 8).topk(choices).indices, integers(rows, choices), integers(rows, DEPTH)
+        sizes = {"group_size": 1, "pair_rows": rows, "expert_rows": rows * choices}
+        position, token, chosen, _ = torch.ops.tgl.ep_route(place(index), 8, **sizes, **group)
+        assert torch.equal(chosen.cpu(), index.int())
+        codes = torch.randint(256, (rows, DEPTH), dtype=torch.uint8)
+        for sent, beside in ((x, weights), (codes, None)):
+            on_device = None if beside is None else place(beside)
+            arrived, arrived_weights = torch.ops.tgl.ep_dispatch(place(sent), on_device, token, position, 1, **group)
+            assert torch.equal(arrived.cpu(), sent)
+            assert beside is None or torch.equal(arrived_weights.cpu(), beside)
+        back, _ = torch.ops.tgl.ep_combine(place(x), None, token, position, 1, **group)
+        assert torch.equal(back.cpu(), x)
+
+
 def training(recipe: str) -> None:
     """Forward and backward of the demo's model, compiled."""
     size = Size(dim=256, layers=2, experts=32, context=256, windows=2, steps=1)
@@ -191,6 +216,7 @@ BODIES = (
     gathered_quantisation,
     router,
     combining_backward,
+    exchange,
 )
 
 

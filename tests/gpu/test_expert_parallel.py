@@ -5,7 +5,10 @@ Several devices have their own program, ``benchmarks/expert_parallel_gpu.py``.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from tgl.meta.specs import empty_all
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).resolve().parents[2]
 OPS = torch.ops.tgl
 EXPERTS, TOP_K, HIDDEN, INNER, MOST = 8, 3, 256, 128, 200
 
@@ -102,6 +106,36 @@ def test_a_step_that_does_not_fit(layers):
     assert all(t.isnan().all() for t in step(layer, problem(0, MOST)))
     with pytest.raises(RuntimeError, match="rows of experts were needed, but there are 300: raise `capacity_factor`"):
         layer.check()
+
+
+STAYS_AWAY = """
+import torch
+from tests.ranks_on_one_device import world
+from tgl import peers
+
+with world(2, [(12, 64, torch.float32)], "cuda", seconds=0.5) as made:
+    group = {"group_name": made.names[0], "engine": "symmetric_memory"}
+    index = torch.zeros(3, 2, dtype=torch.int32, device="cuda")
+    calls = 0
+    try:
+        for calls in range(2):
+            torch.ops.tgl.ep_route(index, 4, group_size=2, pair_rows=6, expert_rows=8, **group)
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # which says nothing of ranks; the device is lost
+                print("stopped")
+    except RuntimeError as error:
+        print(calls, error, flush=True)
+    import os
+    os._exit(0)
+"""
+
+
+def test_a_rank_that_stays_away_is_named():
+    """In a process of its own, whose device stops for good."""
+    done = subprocess.run([sys.executable, "-c", STAYS_AWAY], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    said = "rank 0 of 2 waited 0.5 s for rank 1 in ep_route, in the barrier before its writes"
+    assert f"stopped\n1 ep_route: {said}" in done.stdout, done.stderr
 
 
 # --- four ranks -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ class Exchange:
 
         Bytes ``packed [S, ...]`` go in the place of tokens, and then routing weights alone have a derivative.
         """
-        if not torch.compiler.is_compiling() and (most := self.needed.arrived()):
+        if not torch.compiler.is_compiling() and (most := self._asked(self.needed.arrived)):
             self._raise_if_full(most)
         sizes = self.sizes
         self._check(tokens, top_k_index, weights)
@@ -210,10 +211,21 @@ class Exchange:
         """Raise if a call since the last ``check()`` or ``clear()`` did not fit; reads the device on the host.
 
         Raises:
-            RuntimeError: it names the layer, the rows that were needed and those that there are.
+            RuntimeError: it names the layer, the rows that were needed and those that there are; or the rank that
+                this one's device has waited for in vain.
         """
-        self._raise_if_full(self.needed.most.tolist())
+        self._raise_if_full(self._asked(self.needed.most.tolist))
         self.clear()
+
+    def _asked(self, ask: Callable[[], list[int]]) -> list[int]:
+        """What the device answers, or why it does not."""
+        try:
+            return ask()
+        except RuntimeError as error:
+            said = peers.failure_of(self.group_name)
+            if said is None:
+                raise
+            raise RuntimeError(f"{self.name}: {said}") from error
 
     def _raise_if_full(self, most: list[int]) -> None:
         limits = (self.pair_rows, "pair_capacity_factor"), (self.expert_rows, "capacity_factor")

@@ -73,8 +73,16 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
         epoch=torch.zeros(1, dtype=torch.int32, device=device),
         arrived=torch.zeros(group.size(), dtype=torch.int32, device=device),
         group=group,
+        seconds=_seconds(group, device),
         handle=handle,
     )
+
+
+def _seconds(group: dist.ProcessGroup, device: torch.device) -> float:
+    """That the ranks of the group wait for each other; what torch keeps of it is no public attribute of a group."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return peers.WAIT if timeout is None else timeout.total_seconds()
 
 
 def _reason_of_kernels(made: peers.Peers, name: str) -> str | None:

@@ -120,10 +120,10 @@ class MovingCall(NamedTuple):
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def meet(mine: Peers, token: Tensor | None) -> Step:
+def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
     """The barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
-    nanoseconds = int(mine.seconds * 1e9)
-    return MEET, MeetCall(mine.table, mine.control, mine.epoch, mine.arrived, token, mine.rank, nanoseconds)
+    watch = mine.watch[peers.OPS.index(op)]
+    return MEET, MeetCall(mine.table, mine.control, mine.epoch, mine.arrived, token, watch, mine.rank)
 
 
 def move(
@@ -143,21 +143,21 @@ def route_steps(c: RouteCall, mine: Peers) -> Iterator[Step]:
     counts = torch.empty(c.num_experts + c.group_size, dtype=torch.int32, device=c.top_k_index.device)
     of_all, choices = mine.parts(c.specs)
     yield PLACES, PlacesCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
-    yield meet(mine, c.token)
+    yield meet(mine, "ep_route", c.token)
     yield move(mine, counts.expand(of_all.shape), None, None, of_all)
     given = c.top_k_index, c.position, c.token
     yield CHOICES, ChoicesCall(*given, mine.table, counts, choices, mine.rank, c.invariant)
-    yield meet(mine, None)
+    yield meet(mine, "ep_route", None)
     yield SETTLE, SettleCall(of_all, choices, mine.arrived, c.position, c.index, c.needed, c.expert_rows)
 
 
 def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
     """Tokens to the ranks of their experts, and out of the memory that the next exchange writes to."""
     parts = mine.parts(c.specs)
-    yield meet(mine, c.token)
+    yield meet(mine, "ep_dispatch", c.token)
     for (t, out), part in zip(c.pairs, parts):
         yield move(mine, by_rows(t), "owners", c.token, part, home=out)
-    yield meet(mine, None)
+    yield meet(mine, "ep_dispatch", None)
     for (_, out), part in zip(c.pairs, parts):
         yield MOVE, MoveCall(part, mine.arrived, mine.table, out, None, mine.rank, "arrived", False, True)
 
@@ -165,10 +165,10 @@ def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
 def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
     """Answers to the ranks of their tokens, which add them up where they arrive."""
     parts = mine.parts(c.specs)
-    yield meet(mine, c.token)
+    yield meet(mine, "ep_combine", c.token)
     for (t, _), part in zip(c.pairs, parts):
         yield move(mine, by_rows(t), "arrived", mine.arrived, part)
-    yield meet(mine, None)
+    yield meet(mine, "ep_combine", None)
     for (_, out), part in zip(c.pairs, parts):
         yield COMBINE, CombineCall(part, c.position, None, c.top_k, out)
 
@@ -196,8 +196,16 @@ class Op(NamedTuple):
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch the steps."""
-        for launcher, step in self.of(args, kwargs):
-            launcher.run(step)
+        c = self.call(*args, **kwargs)
+        mine = peers.memory_of(c.group_name)
+        try:
+            for launcher, step in self.steps(c, mine):
+                launcher.run(step)
+        except Exception as error:
+            said = mine.failure()
+            if said is None:
+                raise
+            raise RuntimeError(f"{self.name}: {said}") from error
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile what the steps launch."""

@@ -43,8 +43,8 @@ class MeetCall(NamedTuple):
     epoch: Tensor
     arrived: Tensor
     token: Tensor | None
+    watch: Tensor
     rank: int
-    nanoseconds: int
 
 
 class Meet(Wired[MeetCall]):
@@ -65,8 +65,7 @@ class Meet(Wired[MeetCall]):
         from ..wire.meet import Meet as Kernel
 
         tensors = vector("int64", 8), *(vector("int32") for _ in range(3)), vector("int32") if key.tells else None
-
-        return compiled(key.arch, Kernel(key.ranks), *tensors, cutlass.Int32(0), cutlass.Int64(1))
+        return compiled(key.arch, Kernel(key.ranks), *tensors, vector("int64", 8), cutlass.Int32(0))
 
     def arguments(self, c: MeetCall) -> tuple:
         """What the kernel is called with."""

@@ -46,8 +46,8 @@ class Meet:
         epoch: cute.Tensor,
         arrived: cute.Tensor,
         token: cute.Tensor | None,
+        watch: cute.Tensor,
         rank: Int32,
-        nanoseconds: Int64,
         stream,
     ):
         """Launch.
@@ -55,11 +55,11 @@ class Meet:
         Args:
             table, control, epoch, arrived: of ``Peers``.
             token: int32 ``[W P]``, of every rank's P the used ones first, -1 behind them.
+            watch: int64 ``[2]``, a row of that of ``Peers``.
             rank: this one.
-            nanoseconds: to wait for a rank.
             stream: CUDA stream.
         """
-        self.kernel(table, control, epoch, arrived, token, rank, nanoseconds).launch(
+        self.kernel(table, control, epoch, arrived, token, watch, rank).launch(
             grid=(1, 1, 1), block=(LANES * self.ranks, 1, 1), stream=stream
         )
 
@@ -71,11 +71,11 @@ class Meet:
         epoch: cute.Tensor,
         arrived: cute.Tensor,
         token: cute.Tensor | None,
+        watch: cute.Tensor,
         rank: Int32,
-        nanoseconds: Int64,
     ):
         """One block."""
-        self.meet(table, control, epoch, arrived, token, rank, nanoseconds)
+        self.meet(table, control, epoch, arrived, token, watch, rank)
 
     @cute.jit
     def meet(
@@ -85,8 +85,8 @@ class Meet:
         epoch: cute.Tensor,
         arrived: cute.Tensor,
         token: Any,
+        watch: cute.Tensor,
         rank: Int32,
-        nanoseconds: Int64,
     ):
         """A block's part."""
         thread, _, _ = cute.arch.thread_idx()
@@ -106,7 +106,9 @@ class Meet:
                 cute.arch.store((theirs + told + rank).llvm_ptr, count, sem="relaxed", scope="sys")
             cute.arch.fence_acq_rel_sys()
             cute.arch.store((theirs + rank).llvm_ptr, now, sem="release", scope="sys")
-            self.wait(control.iterator + peer, now, nanoseconds)
+            barrier = 0 if cutlass.const_expr(token is not None) else 1
+            missed = cute.make_ptr(Int32, watch[1], cute.AddressSpace.gmem, assumed_align=4)
+            self.wait(control.iterator + peer, now, watch[0], missed + barrier * self.ranks + peer)
             if cutlass.const_expr(token is not None):
                 told_here = (control.iterator + told + peer).llvm_ptr
                 arrived[peer] = cute.arch.load(told_here, Int32, sem="relaxed", scope="sys")
@@ -127,11 +129,16 @@ class Meet:
         return low
 
     @cute.jit
-    def wait(self, place: cute.Pointer, now: Int32, nanoseconds: Int64):
-        """Until the count there is at least ``now``, in arithmetic that wraps around."""
+    def wait(self, place: cute.Pointer, now: Int32, nanoseconds: Int64, missed: cute.Pointer):
+        """Until the count there is at least ``now``, in arithmetic that wraps around.
+
+        What has waited in vain says so to the host, which can ask nothing of a device that has stopped.
+        """
         begin = cute.arch.globaltimer()
         seen = cute.arch.load(place.llvm_ptr, Int32, sem="acquire", scope="sys")
         while seen - now < 0:
             if cute.arch.globaltimer() - begin > nanoseconds:
+                cute.arch.store(missed.llvm_ptr, Int32(1), sem="relaxed", scope="sys")
+                cute.arch.fence_acq_rel_sys()
                 llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
             seen = cute.arch.load(place.llvm_ptr, Int32, sem="acquire", scope="sys")
