@@ -187,7 +187,7 @@ def exchange() -> None:
         sizes = {"group_size": 1, "pair_rows": rows, "expert_rows": rows * choices}
         position, token, chosen, _ = torch.ops.tgl.ep_route(place(index), 8, **sizes, **group)
         assert torch.equal(chosen.cpu(), index.int())
-        codes = torch.randint(256, (rows, DEPTH), dtype=torch.uint8)
+        codes = torch.randint(256, (rows, 144), dtype=torch.uint8)
         for sent, beside in ((x, weights), (codes, None)):
             on_device = None if beside is None else place(beside)
             arrived, arrived_weights = torch.ops.tgl.ep_dispatch(place(sent), on_device, token, position, 1, **group)
