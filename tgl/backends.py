@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from ._rehearsal import rehearse as rehearse
-from ._rehearsal import rehearsed
+from ._rehearsal import Rehearsal as Rehearsal
+from ._rehearsal import rehearse, rehearsed
 from .meta.specs import TensorSpec
 
 Reason = str | None
@@ -61,7 +63,8 @@ class Implementation:
         batch_invariant: called like ``run``; whether the bits of a row of the results depend on the row's operands and
             its group's alone: not on the other rows, on their number or on the row's place. None: never promised.
         parts: called like ``run``; of one that is made of other ops, and besides treats elements or rows one by one:
-            their reports for such a call. It promises what all of them promise.
+            the rehearsal of such a call. It promises what all of its ops promise, and ``prepare``, where it has none of
+            its own, prepares each of them.
     """
 
     op: str
@@ -81,7 +84,7 @@ class Implementation:
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
     batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
-    parts: Callable[..., tuple[Explanation, ...]] | None = field(default=None, repr=False)
+    parts: Callable[..., Rehearsal] | None = field(default=None, repr=False)
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -181,13 +184,9 @@ def _preparing(i: Implementation) -> Implementation:
     return Implementation(**{f.name: getattr(i, f.name) for f in fields(Implementation)} | {"run": i.prepare})
 
 
-def _recording(op: str) -> Implementation:
-    """What serves an op on the meta tensors of a rehearsal: its report."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        rehearsed.ran.append(report(op, torch.device("meta"), *args, **kwargs))
-
-    return Implementation(op, "report", "meta", run, slots=True, rows=True)
+def _rehearsing(op: str) -> Implementation:
+    """What serves an op on the meta tensors of a rehearsal."""
+    return Implementation(op, "rehearsal", "meta", functools.partial(rehearsed.instead, op), slots=True, rows=True)
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
@@ -202,7 +201,7 @@ def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
 def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
     """The candidates that run on ``device``, remembered until the table changes."""
     if device.type == "meta" and rehearsed.device is not None:
-        return (_recording(op),)  # not remembered: it is this thread's
+        return (_rehearsing(op),)  # not remembered: it is this thread's
     found = _on_device  # the dict itself, so that an answer overtaken by a change of the table is stored nowhere
     able = tuple(i for i in _candidates(op, device) if i.reason_against_device(device) is None)
     found[op, device] = able
@@ -388,7 +387,7 @@ def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanat
         return found
     copies = () if chosen.copies is None else tuple(chosen.copies(*args, **kwargs).items())
     if chosen.parts is not None:
-        parts = chosen.parts(*args, **kwargs)
+        parts = rehearse(chosen.parts(*args, **kwargs), report)
         return replace(found, copies=copies, parts=parts, batch_invariant=all(p.batch_invariant for p in parts))
     promised = chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
     return replace(found, copies=copies, batch_invariant=promised)
@@ -397,8 +396,24 @@ def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanat
 def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Do what the first ``run`` with these arguments would do besides computing."""
     chosen = _explain(op, device, args, kwargs).chosen
-    if chosen is not None and chosen.prepare is not None:
+    if chosen is None:
+        return
+    if chosen.prepare is not None:
         chosen.prepare(*args, **kwargs)
+    elif chosen.parts is not None:
+        rehearse(chosen.parts(*args, **kwargs), _prepare_part)
+
+
+def _prepare_part(op: str, _: torch.device, *args: Any, **kwargs: Any) -> None:
+    """Prepare an op of a rehearsal, which a kernel does on tensors that lie on its device: uninitialised ones."""
+    device = rehearsed.device
+    assert device is not None
+
+    def there(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    given, named = tree_map_only(Tensor, there, (args, kwargs))
+    prepare(op, device, *given, **named)
 
 
 @dataclass(frozen=True)
@@ -518,8 +533,9 @@ def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Compile and load what a call of ``op`` needs, without making the call: no argument is read or written.
 
     Later calls with equal dtypes, layouts, N and K, and about as many rows per group, then find their kernel ready.
-    CUDA graph capture requires that. Arguments and result are those of ``explain``. ``python -m tgl.warmup`` compiles
-    the kernels of whole steps, also where there is no GPU.
+    CUDA graph capture requires that. Of an op that is made of others, such as ``moe``, what each of them needs is
+    prepared, which takes the memory of one of them at a time. Arguments and result are those of ``explain``.
+    ``python -m tgl.warmup`` compiles the kernels of whole steps, also where there is no GPU.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.

@@ -80,18 +80,3 @@ def activation_quantize(
     activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
     backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
     backends.run("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)
-
-
-def prepare_activation_quantize(
-    x: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    scale: Tensor | None,
-    *,
-    params: Params,
-    options: Options,
-    out: Components,
-) -> None:
-    activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
-    backends.prepare("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
-    backends.prepare("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)

@@ -22,10 +22,3 @@ def run(*operands: Any, out: Tensor, zero_tail: bool) -> None:
         return
     ends = torch.cummax(offs.clamp(0, out.shape[0]), 0).values
     torch.where(placement.tail(ends, out.shape[0])[:, None], out, added.add_(out), out=out)
-
-
-def prepare(*operands: Any, out: Tensor, zero_tail: bool) -> None:
-    """What the first ``run`` would do besides computing."""
-    a, b, low, up, offs, bias, bias_scale = operands
-    backends.prepare("grouped_gemm", a.device, low, up, offs, None, None, out=out, zero_tail=True)
-    backends.prepare("grouped_gemm", a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail)

@@ -1,4 +1,4 @@
-"""The reports of the ops that a composition runs for a call: found by rehearsing the composition itself."""
+"""The ops that a composition runs for a call: found by rehearsing the composition itself."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from ..backends import Rehearsal
 from ..meta.specs import TensorSpec
 
-Parts = Callable[..., tuple[backends.Explanation, ...]]
+Parts = Callable[..., Rehearsal]
 
 
 def of_run(run: Callable[..., None]) -> Parts:
     """``Implementation.parts`` of one that runs."""
 
-    def parts(*args: Any, **kwargs: Any) -> tuple[backends.Explanation, ...]:
+    def parts(*args: Any, **kwargs: Any) -> Rehearsal:
         given = [_stand_in(a) for a in args]
-        return backends.rehearse(lambda: run(*given, **_stand_ins(kwargs)), _device(args))
+        return Rehearsal(lambda: run(*given, **_stand_ins(kwargs)), _device(args))
 
     return parts
 
@@ -32,10 +32,10 @@ def of_produce(produce: Callable[..., Any], *destinations: str) -> Parts:
         destinations: the keywords of a call that are outputs.
     """
 
-    def parts(*args: Any, **kwargs: Any) -> tuple[backends.Explanation, ...]:
+    def parts(*args: Any, **kwargs: Any) -> Rehearsal:
         specs = {name: _spec(kwargs.pop(name)) for name in destinations}
         given = [_stand_in(a) for a in args]
-        return backends.rehearse(lambda: produce(specs, given, **_stand_ins(kwargs)), _device(args))
+        return Rehearsal(lambda: produce(specs, given, **_stand_ins(kwargs)), _device(args))
 
     return parts
 

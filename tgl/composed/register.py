@@ -86,7 +86,6 @@ for _device in ("cpu", "cuda"):
             _device,
             activations.activation_quantize,
             priority=-10,
-            prepare=activations.prepare_activation_quantize,
             parts=parts.of_run(activations.activation_quantize),
         )
     )
@@ -99,7 +98,6 @@ for _device in ("cpu", "cuda"):
             scaled_activation_quantize.supports,
             priority=-10,
             note=_TWO_OPS,
-            prepare=scaled_activation_quantize.prepare,
             parts=parts.of_run(scaled_activation_quantize.run),
         )
     )
@@ -111,7 +109,6 @@ for _device in ("cpu", "cuda"):
             requantize.run,
             requantize.supports,
             note="group_dequantize into a float32 [T, K], group_quantize",
-            prepare=requantize.prepare,
             parts=parts.of_run(requantize.run),
         )
     )
@@ -125,7 +122,6 @@ add(
         priority=-10,
         emulable=True,
         note="each product and the sum is rounded to the dtype of the result",
-        prepare=low_rank_gemm.prepare,
         parts=parts.of_run(low_rank_gemm.run),
     )
 )

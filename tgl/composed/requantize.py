@@ -52,10 +52,3 @@ def supports(
     steps = _steps(data, scale, offs, amax, options, out, TensorSpec.meta)
     reasons = (backends.reason_against(op, data.device, *args, **keywords) for op, args, keywords in steps)
     return next(filter(None, reasons), None)
-
-
-def prepare(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
-) -> None:
-    for op, args, keywords in _steps(data, scale, offs, amax, options, out, TensorSpec.empty):
-        backends.prepare(op, data.device, *args, **keywords)

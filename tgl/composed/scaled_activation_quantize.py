@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import backends
@@ -41,9 +40,3 @@ def supports(a: Tensor, *args: Any, **keywords: Any) -> backends.Reason:
     steps = _steps(a, *args, **keywords)
     reasons = (backends.reason_against(op, a.device, *given, **options) for op, given, options in steps)
     return next(filter(None, reasons), None)
-
-
-def prepare(a: Tensor, *args: Any, h: Tensor, **keywords: Any) -> None:
-    h = torch.empty_like(h, device=a.device)  # a stand-in so far, but an operand of the second op
-    for op, given, options in _steps(a, *args, h=h, **keywords):
-        backends.prepare(op, a.device, *given, **options)
