@@ -10,7 +10,7 @@ from _compiling import Captured, ends, leaf
 
 import tgl
 from tgl.meta.activations import TABLE
-from tgl.nn._activation import _constants, activate
+from tgl.nn._activation import activate, constants
 from tgl.ops.grouped_activation import Params
 
 T, I = 11, 6
@@ -104,4 +104,4 @@ def test_the_op_stays_in_eager_and_in_an_export() -> None:
 
 
 def test_constants_are_those_of_the_op() -> None:
-    assert _constants("srelu") == Params("srelu")
+    assert constants("srelu") == Params("srelu")

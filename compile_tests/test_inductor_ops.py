@@ -126,6 +126,12 @@ def gemm_activation() -> Iterator[Call]:
         yield [with_tail(T, K, dtype=dtype), torch.randn(G, 2 * N, K).to(dtype).transpose(1, 2), OFFS], {}
 
 
+def gemm_low_rank_activation() -> Iterator[Call]:
+    for (a, b, offs, *rest), options in gemm_activation():
+        dtype, (groups, _, columns) = a.dtype, b.shape
+        yield [a, b, with_tail(T, 4, dtype=dtype), torch.randn(groups, 4, columns).to(dtype), offs, *rest], options
+
+
 def dactivation() -> Iterator[Call]:
     for (x, *rest), options in activation():
         width = N if TABLE[options.get("kind", "swiglu")].gated else 2 * N
@@ -164,6 +170,7 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "grouped_gemm, layouts": (torch.ops.tgl.grouped_gemm, gemm_layouts),
     "grouped_gemm_low_rank": (torch.ops.tgl.grouped_gemm_low_rank, gemm_low_rank),
     "grouped_gemm_activation": (torch.ops.tgl.grouped_gemm_activation, gemm_activation),
+    "grouped_gemm_low_rank_activation": (torch.ops.tgl.grouped_gemm_low_rank_activation, gemm_low_rank_activation),
     "grouped_gemm_wgrad": (torch.ops.tgl.grouped_gemm_wgrad, wgrad),
     "grouped_dbias": (torch.ops.tgl.grouped_dbias, dbias),
     "grouped_dbias_dscales": (torch.ops.tgl.grouped_dbias_dscales, dbias_dscales),

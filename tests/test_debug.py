@@ -27,6 +27,7 @@ def calls(offs):
         "grouped_gemm.out": lambda: tgl.grouped_gemm(a, b, offs, bias, scale, out=out),
         "grouped_gemm_activation": lambda: tgl.grouped_gemm_activation(a, b, offs, bias, scale),
         "grouped_gemm_low_rank": lambda: tgl.grouped_gemm_low_rank(a, b, a, b, offs, bias, scale),
+        "grouped_gemm_low_rank_activation": lambda: tgl.grouped_gemm_low_rank_activation(a, b, a, b, offs, bias, scale),
         "grouped_gemm_low_rank.out": lambda: tgl.grouped_gemm_low_rank(a, b, a, b, offs, bias, scale, out=out),
         "grouped_gemm_wgrad": lambda: tgl.grouped_gemm_wgrad(a, dy, offs),
         "grouped_gemm_wgrad.out": lambda: tgl.grouped_gemm_wgrad(a, dy, offs, out=dw),

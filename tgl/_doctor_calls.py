@@ -161,6 +161,9 @@ CALLS: dict[str, Callable[[Operands], Iterator[Call]]] = {
     "grouped_gemm_low_rank": _dense(
         lambda on: (on.rows, on.matrices, on.made(ROWS, 16), on.made(GROUPS, 16, WIDTH), on.offs)
     ),
+    "grouped_gemm_low_rank_activation": _dense(
+        lambda on: (on.rows, on.wide_matrices, on.made(ROWS, 16), on.made(GROUPS, 16, 2 * WIDTH), on.offs)
+    ),
     "grouped_gemm_activation": _dense(lambda on: (on.rows, on.wide_matrices, on.offs)),
     "grouped_gemm_dactivation": _dense(lambda on: (on.rows, on.matrices, on.wide, on.offs)),
     "grouped_gemm_wgrad": _dense(lambda on: (on.rows, on.rows, on.offs)),

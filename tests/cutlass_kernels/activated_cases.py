@@ -14,7 +14,7 @@ from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm, gemm_activation
+from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_low_rank_activation
 from tgl.cutlass_kernels.runtime import names
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
@@ -39,6 +39,7 @@ class Case:
     bias: torch.dtype | None = None
     probs: torch.dtype | None = torch.float32
     offs: tuple[int, ...] | None = None  # other than the sizes say
+    rank: int = 0  # of the second pair of operands; 0: there is none
 
 
 def kernel(arch: str, case: Case):
@@ -47,9 +48,15 @@ def kernel(arch: str, case: Case):
     activation = spec_of(case.params)
     spec = EpilogueSpec(name(case.out), name(case.bias), tail=True, activation=activation, probs=name(case.probs))
     key = gemm.GemmKey(VARLEN_M, arch, True, name(case.dtype), 2 if case.b_row_major else 1, spec, case.config)
-    if key not in _compiled:
-        _compiled[key] = gemm_activation.GROUPED_GEMM_ACTIVATION.build(key)
-    return _compiled[key]
+    paired = case.rank > 0
+    if (key, paired) not in _compiled:
+        launcher = (
+            gemm_low_rank_activation.GROUPED_GEMM_LOW_RANK_ACTIVATION
+            if paired
+            else gemm_activation.GROUPED_GEMM_ACTIVATION
+        )
+        _compiled[key, paired] = launcher.build(key)
+    return _compiled[key, paired]
 
 
 def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
@@ -61,7 +68,12 @@ def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     b = integers(groups, case.depth, width, dtype=case.dtype)
     bias = integers(groups, width, dtype=case.bias) if case.bias else None
     probs = poisoned(torch.rand(rows).to(case.probs), sizes) if case.probs else None
-    wanted = product(a, b, sizes, bias).to(case.out)
+    wanted, pair = product(a, b, sizes, bias), ()
+    if case.rank:
+        low = poisoned(integers(rows, case.rank, dtype=case.dtype), sizes)
+        up = integers(groups, case.rank, width, dtype=case.dtype)
+        wanted, pair = wanted + product(low, up, sizes), (stored(low, True), stored(up, case.b_row_major))
+    wanted = wanted.to(case.out)
     wanted_y = torch.empty(rows, case.columns, dtype=case.out)
     offs = ends(sizes) if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
     a, b = stored(a, True), stored(b, case.b_row_major)
@@ -74,7 +86,7 @@ def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
             for frame in frames:
                 frame.refill()
             machine.seed = seed
-            function(a, b, offs, h.inside, y.inside, bias, probs, CLUSTERS)
+            function(a, b, *pair, offs, h.inside, y.inside, bias, probs, CLUSTERS)
             if case.offs is None:
                 for name, frame, values in (("h", h, wanted), ("y", y, wanted_y)):
                     where = (frame.inside != values).nonzero()

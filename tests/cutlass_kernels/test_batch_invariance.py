@@ -142,6 +142,12 @@ ROWS_OF = {
     "grouped_gemm_low_rank": lambda x, offs, probs: tgl.grouped_gemm_low_rank(
         x, W, x[:, :24].contiguous(), W[:, :24], offs, BIAS, probs
     ),
+    "grouped_gemm_low_rank_activation": lambda x, offs, probs: torch.cat(
+        tgl.grouped_gemm_low_rank_activation(
+            x, W, x[:, :24].contiguous(), W[:, :24], offs, BIAS, probs, out_dtype=torch.float32
+        ),
+        1,
+    ),
     "grouped_gemm_packed": packed_product,
     "grouped_gemm_row_scaled": row_scaled_product,
     "grouped_gemm_scaled": by_formats(product),

@@ -15,7 +15,7 @@ from tests.chips import parameters
 from tests.kernel_cases import ends, integers
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS, PAIRED, arch_of, chips, having
+from tgl.cutlass_kernels.archs import ARCHS, PAIRED, PAIRED_ACTIVATED, arch_of, chips, having
 from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
@@ -24,7 +24,11 @@ from tgl.testing import emulator
 SIZES, ROWS, K, N = (5, 0, 9), 16, 16, 32
 GROUPS = len(SIZES)
 EXACT = {"kind": "relu"}  # integers stay integers
-SOMEWHERE = {"grouped_gemm_low_rank": having(PAIRED)}  # the architectures with one kernel for an op; elsewhere two run
+# The architectures with one kernel for an op; elsewhere two run, and an activation.
+SOMEWHERE = {
+    "grouped_gemm_low_rank": having(PAIRED),
+    "grouped_gemm_low_rank_activation": having(PAIRED_ACTIVATED),
+}
 
 
 def of_kernels() -> list[str]:
@@ -72,6 +76,10 @@ def calls() -> OnePerName:
             "grouped_gemm_activation": ((routed(K), b, offs), EXACT),
             "grouped_gemm_dactivation": ((routed(K), b, routed(N), offs), EXACT),
             "grouped_gemm_low_rank": ((routed(K), b, routed(8), integers(GROUPS, 8, N), offs, wide), {}),
+            "grouped_gemm_low_rank_activation": (
+                (routed(K), b, routed(8), integers(GROUPS, 8, N), offs, wide),
+                EXACT,
+            ),
             "grouped_gemm_wgrad": ((routed(K), routed(N), offs), {}),
             "grouped_gemm_wgrad_accumulate_": ((routed(K), routed(N), offs, torch.ones(GROUPS, K, N)), {}),
             "route": ((torch.randint(-1, GROUPS + 1, (ROWS, 2)), GROUPS), {}),

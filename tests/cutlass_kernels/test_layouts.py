@@ -19,7 +19,16 @@ LACKING = {"sm_90": {"mxfp8", "nvfp4", "mxfp4"}, "sm_100": {"mxfp4"}}
 """Formats whose GEMMs an architecture has no kernels for, and emulates. What kernels reach is one table for all."""
 BY_HOST = {
     f"grouped_gemm{name}"
-    for name in ("", "_activation", "_dactivation", "_low_rank", "_packed", "_wgrad", "_wgrad_accumulate_")
+    for name in (
+        "",
+        "_activation",
+        "_dactivation",
+        "_low_rank",
+        "_low_rank_activation",
+        "_packed",
+        "_wgrad",
+        "_wgrad_accumulate_",
+    )
 }
 """What has no kernel for float32 and reads ends of groups on the host, itself or in one of its parts."""
 

@@ -27,6 +27,7 @@ OPS = [
         "grouped_gemm_activation",
         "grouped_gemm_dactivation",
         "grouped_gemm_low_rank",
+        "grouped_gemm_low_rank_activation",
         "grouped_gemm_packed",
         "grouped_gemm_row_scaled",
         "grouped_gemm_scaled",
@@ -83,6 +84,10 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "grouped_gemm_dactivation": ((a, w, wide, offs, probs), swiglu),
         "grouped_gemm_low_rank": ((a, w, low, up, offs, bias, probs), {}),
         "grouped_gemm_low_rank.out": ((a, w, low, up, offs, bias, probs), {"out": y}),
+        "grouped_gemm_low_rank_activation": (
+            (a, w.repeat(1, 1, 2), low, up.repeat(1, 1, 2), offs, wide_bias, probs),
+            swiglu,
+        ),
         "grouped_gemm_packed": ((a, codes, exponents, offs, None, bias, probs), {"format": "mxfp4"}),
         "grouped_gemm_row_scaled": ((fp8, probs, fp8_w, bias.float(), offs), {}),
         "grouped_gemm_row_scaled_wgrad": ((*_scaled_rows(groups, *turned), offs), {}),

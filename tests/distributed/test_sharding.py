@@ -267,6 +267,21 @@ def check_gemm_activation():
             torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
+def check_gemm_low_rank_activation():
+    a, b, bias = integers(T, K), integers(G, K, 2 * I), integers(G, 2 * I)
+    low, up = integers(T, 4), integers(G, 4, 2 * I)
+    probs = torch.rand(T, dtype=torch.float64)
+    for kind, interleaved in (("srelu", False), ("swiglu", True), ("swiglu", False)):
+        options = {"kind": kind, "interleaved": interleaved}
+        placement = S1 if kind == "srelu" or interleaved else R
+        expected = tgl.grouped_gemm_low_rank_activation(a, b, low, up, OFFS, bias, probs, **options)
+        operands = (a, R), (b, S2), (low, R), (up, S2), (OFFS, R), (bias, S1), (probs, R)
+        found = tgl.grouped_gemm_low_rank_activation(*(place(t, p) for t, p in operands), **options)
+        for mine, theirs in zip(found, expected):
+            assert mine.placements == (placement,)
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
 def check_activation():
     probs = torch.rand(T, dtype=torch.float64)
     for kind, interleaved, width in (("srelu", False, I), ("swiglu", True, 2 * I), ("clamped_qgeglu", True, 2 * I)):

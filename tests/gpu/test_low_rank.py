@@ -7,6 +7,7 @@ import tgl
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, served
 from tests.gpu.test_activation import BF16, F16, F32, ROUTINGS
 from tests.kernel_cases import column_major, integers, poisoned, product
+from tests.memory import same_bytes
 from tgl.cutlass_kernels.archs import PAIRED, chips, having
 
 if ARCH not in chips(having(PAIRED)):
@@ -52,6 +53,24 @@ def test_one_graph_for_every_routing():
         graph.replay()
         sizes = first, last - first
         assert torch.equal(y, (product(a, b, sizes) + product(low, up, sizes)).to(BF16)), (first, last)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("rank", [8, 24, 128])
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"kind": "srelu"}], ids=str)
+@pytest.mark.parametrize(("dtype", "depth", "columns"), [(BF16, 520, 784), (F16, 64, 48), (BF16, 2048, 1040)], ids=str)
+def test_with_an_activation(sizes, rank, options, dtype, depth, columns):
+    """The bits of two ops, whose sum is exact."""
+    a, b, low, up = inputs(sizes, depth, rank, columns, dtype)
+    b, up = (column_major(t) for t in (b, up))
+    bias = integers(len(sizes), columns, dtype=dtype, device=DEVICE)
+    probs = torch.rand(len(a), device=DEVICE)
+    wanted = (product(a, b, sizes, bias) + product(low, up, sizes)).to(dtype)
+    act = tgl.grouped_activation(wanted, ends(sizes), probs, **options)
+    for _ in range(5):
+        found = served("grouped_gemm_low_rank_activation", a, b, low, up, ends(sizes), bias, probs, **options)
+        assert torch.equal(found[1], wanted)
+        assert same_bytes(found[0].cpu(), act.cpu())
 
 
 @pytest.mark.parametrize("rank", [8, 16, 128])

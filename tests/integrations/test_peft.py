@@ -240,9 +240,12 @@ def test_memory_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_backward_forms_no_gradient_of_the_weights(kind: str) -> None:
+def test_products_of_a_step(kind: str) -> None:
     ours = attached(adapted(kind))
-    logits = ours(TOKENS).logits
+    with Ops() as seen:
+        logits = ours(TOKENS).logits
+    assert seen.names.count("grouped_gemm_low_rank_activation") == seen.names.count("grouped_gemm_low_rank") == 2
+    assert "grouped_activation" not in seen.names
     with Ops() as seen:
         logits.sum().backward()
     # Of the adapters' four matrices in each of two layers; and input gradients: of each adapter's second matrix, and

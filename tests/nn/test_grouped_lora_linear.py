@@ -228,6 +228,78 @@ def test_in_the_place_of_a_layer(kind, where):
     torch.testing.assert_close(*of_both)
 
 
+def adapted_mlp(dtype=torch.float64, **options):
+    """Both layers with updates that are not zero."""
+    mlp = tgl.GroupedMLP(G, K, N, bias=True, params_dtype=dtype, **options)
+    for name in ("fc1", "fc2"):
+        layer = tgl.GroupedLoRALinear(getattr(mlp, name), 4, 6.0)
+        nn.init.normal_(layer.lora_B)
+        setattr(mlp, name, layer)
+    return mlp
+
+
+@pytest.mark.parametrize("activation", [{"interleaved": True}, {"activation": "srelu"}], ids=str)
+def test_the_activation_is_in_the_op_of_the_first_layer(activation):
+    """With the bits of the layers one after the other."""
+    torch.manual_seed(0)
+    mlp, results = adapted_mlp(torch.bfloat16, **activation), []
+    kind = activation.get("activation", "swiglu")
+    apart = tgl.Sequential(mlp.fc1, tgl.GroupedActivation(kind, interleaved=mlp.interleaved), mlp.fc2)
+    x, probs, dy = torch.randn(T, K).bfloat16(), torch.rand(T), torch.randn(T, K).bfloat16()
+    leaves = [x.requires_grad_(), probs.requires_grad_(), *(p for p in mlp.parameters() if p.requires_grad)]
+    names = []
+    for of in (mlp, apart):
+        with Ops() as seen:
+            y = of(x, SPLITS, probs)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        names.append([name for name in seen.names if name != "splits_to_offsets"])
+    assert same(*results)
+    second = ["grouped_gemm", "grouped_gemm_low_rank"]
+    assert names[0] == ["grouped_gemm", "grouped_gemm_low_rank_activation", *second]
+    assert names[1] == ["grouped_gemm", "grouped_gemm_low_rank", "grouped_activation", *second]
+
+
+def test_an_activated_layer_saves_what_goes_into_the_activation():
+    """Of activations, the input, the narrow product and that; nothing of them of the result."""
+    mlp, saved = adapted_mlp(), []
+    x = torch.randn(T, K, dtype=torch.float64)
+    own = {p.untyped_storage().data_ptr() for p in mlp.parameters()}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in own and t.dtype.is_floating_point:
+            saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        mlp(x, SPLITS)
+    assert [tuple(t.shape) for t in saved] == [(T, K), (T, 4), (T, 2 * N), (T, N), (T, 4)]
+
+
+def test_transforms_and_second_order_through_the_activation():
+    mlp, x = adapted_mlp(), torch.randn(T, K, dtype=torch.float64, requires_grad=True)
+    parameters, probs = dict(mlp.named_parameters()), torch.rand(T, dtype=torch.float64, requires_grad=True)
+
+    def call(a, b, x, probs):
+        given = {**parameters, "fc1.lora_A": a, "fc1.lora_B": b}
+        return torch.func.functional_call(mlp, given, (x, SPLITS, probs))
+
+    leaves = [mlp.fc1.lora_A, mlp.fc1.lora_B, x, probs]
+    found = torch.func.grad(lambda *given: call(*given).square().sum(), argnums=(0, 1, 2, 3))(*leaves)
+    assert same(found, torch.autograd.grad(call(*leaves).square().sum(), leaves))
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+
+
+def test_autocast_of_an_activated_layer():
+    mlp = adapted_mlp(torch.float32)
+    x, probs = torch.randn(T, K, requires_grad=True), torch.rand(T, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mlp(x, SPLITS, probs)
+    narrow = copy.deepcopy(mlp).bfloat16()
+    assert torch.equal(y, narrow(x.bfloat16(), SPLITS, probs.float()))
+    y.sum().backward()
+    assert mlp.fc1.lora_A.grad.dtype == torch.float32
+
+
 def test_hooks_of_the_base_and_of_the_layer_fire():
     mlp, seen = tgl.GroupedMLP(G, K, N), []
     mlp.fc1 = tgl.GroupedLoRALinear(mlp.fc1, 4)

@@ -41,6 +41,7 @@ def test_flops_of_the_gemms():
     assert count(lambda: tgl.grouped_gemm_activation(a, b, OFFS)) == 2 * T * K * N
     low, up = torch.randn(T, 3), torch.randn(G, 3, N)
     assert count(lambda: tgl.grouped_gemm_low_rank(a, b, low, up, OFFS)) == 2 * T * (K + 3) * N
+    assert count(lambda: tgl.grouped_gemm_low_rank_activation(a, b, low, up, OFFS)) == 2 * T * (K + 3) * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS)) == 2 * T * K * N
     assert count(lambda: tgl.grouped_gemm_wgrad(a, dy, OFFS, out=torch.empty(G, K, N))) == 2 * T * K * N
     h = torch.randn(T, 2 * N)
@@ -118,6 +119,7 @@ def test_save_list_holds_overloads():
         ops.grouped_gemm,
         ops.grouped_gemm_activation,
         ops.grouped_gemm_low_rank,
+        ops.grouped_gemm_low_rank_activation,
         ops.grouped_gemm_packed,
         ops.grouped_gemm_row_scaled,
         ops.grouped_gemm_scaled,

@@ -91,6 +91,9 @@ def calls():
         "grouped_gemm bias": lambda x: tgl.grouped_gemm(a, b, OFFS, bias * x.sum()),
         "grouped_gemm.out": lambda x: tgl.grouped_gemm(x, b, OFFS, out=torch.zeros(T, N, dtype=torch.float64)),
         "grouped_gemm_activation": lambda x: tgl.grouped_gemm_activation(x, b, OFFS, bias, scale, kind="srelu"),
+        "grouped_gemm_low_rank_activation": lambda x: tgl.grouped_gemm_low_rank_activation(
+            x, b, x, b, OFFS, bias, scale, kind="srelu"
+        ),
         "grouped_gemm_low_rank": lambda x: tgl.grouped_gemm_low_rank(x, b, x, b, OFFS, bias, scale),
         "grouped_gemm_wgrad": lambda x: tgl.grouped_gemm_wgrad(x, dy, OFFS),
         "grouped_gemm_wgrad.out": lambda x: tgl.grouped_gemm_wgrad(x, dy, OFFS, out=torch.zeros_like(b)),

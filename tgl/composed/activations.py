@@ -29,8 +29,20 @@ def produce_gemm_activation(
     index = {} if rows is None else {"rows": rows}
     h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=zero_tail, **index)
     del a  # which nobody else may hold
-    y = made["y"].empty()
-    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
+    y = activate(made["y"], h, offs, probs, params=params)
+    return {"y": y, "h": h}
+
+
+def produce_low_rank_activation(
+    made: dict[str, specs.TensorSpec], operands: list, *, params: Params
+) -> dict[str, Tensor]:
+    """The sum of two products, then the activation of what it was rounded to."""
+    *factors, offs, bias, probs = operands
+    operands.clear()
+    device = offs.device
+    h = backends.produce("grouped_gemm_low_rank", device, made["h"], [*factors, offs, bias, None], zero_tail=True)
+    del factors  # which nobody else may hold
+    y = activate(made["y"], h, offs, probs, params=params)
     return {"y": y, "h": h}
 
 

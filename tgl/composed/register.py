@@ -68,6 +68,18 @@ for _device in ("cpu", "cuda"):
     )
     add(
         Implementation(
+            "grouped_gemm_low_rank_activation",
+            "sum of two GEMMs, then activation",
+            _device,
+            None,
+            priority=-10,
+            note=_TWO_OPS,
+            produce=activations.produce_low_rank_activation,
+            parts=parts.of_produce(activations.produce_low_rank_activation, "y", "h"),
+        )
+    )
+    add(
+        Implementation(
             "grouped_gemm_dactivation",
             "grouped GEMM, then the activation's backward",
             _device,

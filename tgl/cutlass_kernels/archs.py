@@ -21,6 +21,7 @@ OF_WARPS = DENSE | {"PackedGroupedGemm"}
 ALL = OF_WARPS | {"ScaledGroupedGemm"}
 DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than a warp's
 PAIRED = "PairedGroupedGemm"  # adds the product of a second pair of operands
+PAIRED_ACTIVATED = "PairedActivatedGroupedGemm"  # and has an activation as a second output
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ ARCHS = {
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
-            kernels=ALL | {DECODING, PAIRED},
+            kernels=ALL | {DECODING, PAIRED, PAIRED_ACTIVATED},
             tilings=sm90_tilings,
         ),
         Arch(
@@ -134,7 +135,7 @@ ARCHS = {
             chips=("sm_100", "sm_103"),
             target="sm_100f",
             folder="sm100",
-            kernels=ALL | {"QuantizingGroupedGemm", PAIRED},
+            kernels=ALL | {"QuantizingGroupedGemm", PAIRED, PAIRED_ACTIVATED},
             tilings=sm100_tilings,
             rounds_to_fp4=True,
             draws_to_fp4=("sm_100", "sm_103"),

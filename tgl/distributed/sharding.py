@@ -10,6 +10,7 @@ For one dimension of the mesh, besides all operands replicated:
 | | K of ``a`` and ``b``, ``low`` and ``bias`` partial sums | partial sum |
 | | K of ``a`` and ``b`` and R of ``low`` and ``up``, ``bias`` a partial sum | partial sum |
 | ``grouped_gemm_activation`` | N of ``b`` and ``bias``, in whole pairs | both sharded in columns |
+| ``grouped_gemm_low_rank_activation`` | N of ``b``, ``up`` and ``bias``, in whole pairs | both sharded in columns |
 | ``grouped_gemm_wgrad`` and ``..._accumulate_`` | M of ``a`` or N of ``b`` | sharded in that dimension |
 | ``grouped_dbias`` | N | sharded in N |
 | ``grouped_dbias_dscales`` | N of ``dy`` and ``bias`` | ``dbias`` sharded in N, ``dscales`` a partial sum |
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..meta import activations
+from ..meta.low_rank import LowRankActivationCall
 from . import sharding_scaled
 from .sharding_rules import Rule, replicated, rule
 
@@ -165,6 +167,17 @@ def _grouped_gemm_activation(
     if _columns_can_be_sharded(b, kind, interleaved):
         columns = (b, Shard(2)), (offs, whole), (bias, Shard(1)), (probs, whole), (rows, whole)
         rules.append(rule([Shard(1), Shard(1)], (a, whole), *columns))
+    return rules
+
+
+def _grouped_gemm_low_rank_activation(
+    *operands: Any, kind: str = "swiglu", interleaved: bool = False, **_: Any
+) -> list[Rule]:
+    call, whole = LowRankActivationCall(*operands), Replicate()
+    rules = [replicated(2, *call)]
+    if _columns_can_be_sharded(call.b, kind, interleaved):
+        placements = whole, Shard(2), whole, Shard(2), whole, Shard(1), whole
+        rules.append(rule([Shard(1), Shard(1)], *zip(call, placements)))
     return rules
 
 
@@ -321,6 +334,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_wgrad_accumulate_.default: _wgrad_accumulate,
     _ops.grouped_dbias.default: _grouped_dbias,
     _ops.grouped_gemm_low_rank.default: _grouped_gemm_low_rank,
+    _ops.grouped_gemm_low_rank_activation.default: _grouped_gemm_low_rank_activation,
     _ops.grouped_dbias_dscales.default: _grouped_dbias_dscales,
     _ops.grouped_activation.default: _grouped_activation,
     _ops.grouped_activation_backward.default: _grouped_activation_backward,

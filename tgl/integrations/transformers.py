@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..meta.specs import accumulator
 from ..nn._activation import activate, is_one_op
 from ..nn._errors import fail
-from ..nn._low_rank import LowRank, add_low_rank, product_and_low_rank
+from ..nn._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
 from ..nn.moe import moe
 from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_gemm
@@ -117,12 +117,18 @@ def experts_forward(
     else:
         rows = dispatch(hidden, routing)
     updates = low_rank or {}
-    rows = _linear(flags, rows, up_name, up, routing.offs, updates.get(up_name, ()))
-    if fused is not None:
-        rows = activate(rows, routing.offs, probs, **fused.parameters(experts))
+    first = updates.get(up_name, ())
+    if fused is not None and len(first) == 1:
+        bias = getattr(flags, f"{up_name}_bias") if flags.has_bias else None
+        operands = rows.to(up.dtype), _matrices(flags, up), first[0], routing.offs, bias, probs
+        rows = activated_product_and_low_rank(*operands, **fused.parameters(experts))
     else:
-        rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
-        rows = rows * probs[:, None] if probs is not None else rows
+        rows = _linear(flags, rows, up_name, up, routing.offs, first)
+        if fused is not None:
+            rows = activate(rows, routing.offs, probs, **fused.parameters(experts))
+        else:
+            rows = flags._apply_gate(rows) if flags.has_gate else flags.act_fn(rows)
+            rows = rows * probs[:, None] if probs is not None else rows
     rows = _linear(flags, rows, "down_proj", down, routing.offs, updates.get("down_proj", ()), probs)
     if early:
         return combine(rows, routing).to(hidden_states.dtype)

@@ -1,4 +1,4 @@
-"""Output specs of ``grouped_gemm_low_rank``; see ``specs``."""
+"""Output specs of ``grouped_gemm_low_rank`` and of the op that ends with an activation; see ``specs``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .specs import TensorSpec, grouped_gemm
+from .specs import TensorSpec, grouped_gemm, grouped_gemm_activation
 
 _OP = "grouped_gemm_low_rank"
+_ACTIVATION = "grouped_gemm_low_rank_activation"
 
 
 class LowRankCall(NamedTuple):
@@ -25,6 +26,18 @@ class LowRankCall(NamedTuple):
     bias_scale: Tensor | None = None
 
 
+class LowRankActivationCall(NamedTuple):
+    """The operands of the op that ends with an activation."""
+
+    a: Tensor
+    b: Tensor
+    low: Tensor
+    up: Tensor
+    offs: Tensor
+    bias: Tensor | None = None
+    probs: Tensor | None = None
+
+
 def grouped_gemm_low_rank(
     a: Tensor,
     b: Tensor,
@@ -37,8 +50,31 @@ def grouped_gemm_low_rank(
     out_dtype: torch.dtype | None = None,
 ) -> TensorSpec:
     """``[T, K] x [G, K, N] + [T, R] x [G, R, N] -> [T, N]``."""
-    op = _OP
-    made = grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype, op=op)
+    made = grouped_gemm(a, b, offs, bias, bias_scale, out_dtype=out_dtype, op=_OP)
+    _check_pair(_OP, a, b, low, up)
+    return made
+
+
+def grouped_gemm_low_rank_activation(
+    a: Tensor,
+    b: Tensor,
+    low: Tensor,
+    up: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    kind: str = "swiglu",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[TensorSpec, TensorSpec]:
+    """``y [T, I]`` and ``h [T, 2 I]`` for gated kinds, ``[T, I]`` both for the others."""
+    made = grouped_gemm_activation(a, b, offs, bias, probs, kind=kind, out_dtype=out_dtype, op=_ACTIVATION)
+    _check_pair(_ACTIVATION, a, b, low, up)
+    return made
+
+
+def _check_pair(op: str, a: Tensor, b: Tensor, low: Tensor, up: Tensor) -> None:
+    """``low [T, R]`` and ``up [G, R, N]`` fit ``a`` and ``b``, which are checked."""
     dtype, device, (groups, _, columns) = a.dtype, a.device, b.shape
     checks.ndim(op, "low", low, 2, "[T, R]")
     checks.same_dtype(op, "low", low, "a", dtype)
@@ -51,7 +87,6 @@ def grouped_gemm_low_rank(
     checks.same_dtype(op, "up", up, "a", dtype)
     checks.same_device(op, "up", up, "a", device)
     checks.dense_matrix(op, "up", up)
-    return made
 
 
 def grouped_gemm_low_rank_out(

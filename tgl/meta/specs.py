@@ -395,9 +395,9 @@ def grouped_gemm_activation(
     *,
     kind: str = "swiglu",
     out_dtype: torch.dtype | None = None,
+    op: str = "grouped_gemm_activation",
 ) -> tuple[TensorSpec, TensorSpec]:
     """``y [T, I]`` and ``h [T, 2 I]`` for gated kinds, ``[T, I]`` both for the others."""
-    op = "grouped_gemm_activation"
     activation = activations.named(kind, op=op)
     h = grouped_gemm(a, b, offs, bias, None, None, rows, out_dtype=out_dtype, op=op)
     count, width = h.shape

@@ -34,11 +34,11 @@ def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -
     result holds is for nobody who reads it.
     """
     if compiled_for_cpu(x.device):
-        return _Expressions.apply(x, probs, *_constants(**activation))
+        return _Expressions.apply(x, probs, *constants(**activation))
     return grouped_activation(x, offs, probs, **activation)
 
 
-def _constants(
+def constants(
     kind: str,
     interleaved: bool = False,
     limit: float | None = None,

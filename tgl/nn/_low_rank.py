@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
+from ..ops._bias import autocast_bias
 from ..ops._engine import asked_for
 from ..ops._library import autocast_enabled, autocast_operand
+from ..ops.grouped_activation import Params
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.grouped_gemm_low_rank import grouped_gemm_low_rank
+from ..ops.grouped_gemm_low_rank_activation import grouped_gemm_low_rank_activation
+from ._activation import activate, constants
 from ._inputs import needs_grad
-from ._transforms import applier, is_differentiated
+from ._transforms import applier, compiled_for_cpu, is_differentiated
 
 
 class LowRank(NamedTuple):
@@ -66,21 +71,63 @@ def product_and_low_rank(
         offs: int32 ``[G]``: cumulative group ends.
         bias, bias_scale: see ``grouped_gemm``.
     """
-    transformed = torch._C._are_functorch_transforms_active()
-    if not _frozen(weight, transformed) or not (bias is None or _frozen(bias, transformed)):
+    if not _all_frozen(weight, bias):
         return add_low_rank(grouped_gemm(x, weight, offs, bias, bias_scale), x, update, offs)
-    (a, b, scaling), device = update, x.device.type
-    if autocast_enabled(device):
-        # Here and not by the ops within, for the backward is not called under autocast.
-        dtype = torch.get_autocast_dtype(device)
+    tensors = _cast(x, weight, update, bias, bias_scale)
+    return _apply(LowRankFunction, _differentiable, (update.scaling, offs, *tensors), tensors)
+
+
+def activated_product_and_low_rank(
+    x: Tensor,
+    weight: Tensor,
+    update: LowRank,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    **activation: Any,
+) -> Tensor:
+    """``activate`` of ``product_and_low_rank``, as one op where weight and bias are frozen.
+
+    The forward is ``grouped_gemm_low_rank_activation`` then. A compiler for a CPU fuses the activation with its
+    neighbours instead.
+
+    Args:
+        x, weight, update, offs, bias: see ``product_and_low_rank``.
+        probs: ``[T]``: multiplies the activation.
+        activation: see ``grouped_activation``.
+    """
+    if compiled_for_cpu(x.device) or not _all_frozen(weight, bias):
+        return activate(product_and_low_rank(x, weight, update, offs, bias), offs, probs, **activation)
+    tensors = _cast(x, weight, update, bias, probs)
+    arguments = (update.scaling, offs, *tensors, *constants(**activation))
+    return _apply(ActivatedLowRankFunction, _differentiable_activated, arguments, tensors)
+
+
+def _all_frozen(weight: Tensor, bias: Tensor | None) -> bool:
+    transformed = torch._C._are_functorch_transforms_active()
+    return _frozen(weight, transformed) and (bias is None or _frozen(bias, transformed))
+
+
+def _cast(
+    x: Tensor, weight: Tensor, update: LowRank, bias: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """``(x, weight, a, b, bias, scale)`` as autocast has them, where it is enabled.
+
+    Here and not by the ops within, for the backward is not called under autocast.
+    """
+    a, b, _ = update
+    if autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, a, b = (autocast_operand(dtype, t) for t in (x, weight, a, b))
-        bias = None if bias is None else autocast_operand(dtype, bias)
-        if bias_scale is not None and bias_scale.dtype not in (x.dtype, torch.float32):
-            bias_scale = bias_scale.float()
-    arguments = scaling, offs, x, weight, a, b, bias, bias_scale
-    if needs_grad((x, a, b, bias_scale)) or transformed:
-        return _differentiable(*arguments)[0]
-    return LowRankFunction.forward(*arguments)[0]
+        bias, scale = autocast_bias(dtype, x.dtype, bias, scale)
+    return x, weight, a, b, bias, scale
+
+
+def _apply(function: Any, differentiable: Callable[..., Any], arguments: tuple, tensors: tuple) -> Tensor:
+    """The first result of ``function``, with a node where anybody may ask for a gradient."""
+    if needs_grad(tensors) or torch._C._are_functorch_transforms_active():
+        return differentiable(*arguments)[0]
+    return function.forward(*arguments)[0]
 
 
 def _frozen(t: Tensor, transformed: bool) -> bool:
@@ -129,27 +176,95 @@ class LowRankFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
-        """With ``d = scaling (dy b + dlow)``: dx = dy w^T + d a;  da = d^T x;  db = dy^T low."""
-        x, weight, a, b, low, offs, bias, bias_scale = ctx.saved_tensors
+        """``_gradients``, and that of ``bias_scale``."""
+        *kept, offs, bias, bias_scale = ctx.saved_tensors
         _, _, needs_x, _, needs_a, needs_b, _, needs_scale = asked_for(ctx)
-        dx = da = db = dscale = None
-        narrow = dlow
-        if dy is not None and (needs_x or needs_a):
-            through = grouped_gemm(dy, b, offs)
-            narrow = through if dlow is None else through + dlow
-        narrow = None if narrow is None else _scaled(narrow, ctx.scaling)
-        if needs_b and dy is not None:
-            db = grouped_gemm_wgrad(dy, low, offs)
-        if needs_a and narrow is not None:
-            da = grouped_gemm_wgrad(narrow, x, offs)
+        dx, da, db = _gradients((needs_x, needs_a, needs_b), dy, dlow, kept, offs, ctx.scaling)
+        dscale = None
         if needs_scale and dy is not None:
             dscale = grouped_dbias_dscales(dy, bias, bias_scale, offs)[1].to(bias_scale.dtype)
-        if needs_x and narrow is not None:
-            if dy is None:
-                dx = grouped_gemm(narrow, a, offs)
-            else:
-                dx = grouped_gemm_low_rank(dy, weight.transpose(1, 2), narrow, a, offs)
         return None, None, dx, None, da, db, None, dscale
 
 
+class ActivatedLowRankFunction(torch.autograd.Function):
+    """``apply(scaling, offs, x, weight, a, b, bias, probs, *constants)``: the activation and what it is made of.
+
+    That is its input, and ``scaling * a[g] x[t]``: results for a backward of the backward, which has gradients of them.
+    """
+
+    @staticmethod
+    def forward(scaling: float, offs: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, a, b, bias, probs, *rest = tensors
+        low = _narrowed(x, a, scaling, offs)
+        y, h = grouped_gemm_low_rank_activation(
+            x, weight, low, b.transpose(1, 2), offs, bias, probs, **Params(*rest)._asdict()
+        )
+        return y, h, low
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.scaling, offs, x, weight, a, b, _, probs, *rest = inputs
+        _, _, needs_x, _, needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.activation = Params(*rest)._asdict()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x if needs_a else None,
+            weight if needs_x else None,
+            a if needs_x else None,
+            b if needs_x or needs_a else None,
+            output[2] if needs_b else None,
+            offs,
+            probs,
+            output[1],
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
+        """dh += the activation's gradient in its input; then ``_gradients``, of dh."""
+        *kept, offs, probs, h = ctx.saved_tensors
+        _, _, needs_x, _, needs_a, needs_b, _, needs_probs, *rest = asked_for(ctx)
+        dprobs = None
+        if dy is not None:
+            through, dprobs = torch.ops.tgl.grouped_activation_backward(dy, h, offs, probs, **ctx.activation)
+            dh = through if dh is None else dh + through
+            dprobs = dprobs.to(probs.dtype) if needs_probs else None
+        dx, da, db = _gradients((needs_x, needs_a, needs_b), dh, dlow, kept, offs, ctx.scaling)
+        return None, None, dx, None, da, db, None, dprobs, *(None for _ in rest)
+
+
+def _gradients(
+    needs: tuple[bool, bool, bool],
+    dy: Tensor | None,
+    dlow: Tensor | None,
+    kept: Sequence[Any],
+    offs: Tensor,
+    scaling: float,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """With ``d = scaling (dy b + dlow)``: dx = dy w^T + d a;  da = d^T x;  db = dy^T low, as they are asked for.
+
+    Args:
+        needs: whether of x, of a and of b.
+        kept: x, weight, a, b and low, Nones for those that no gradient needs.
+    """
+    needs_x, needs_a, needs_b = needs
+    x, weight, a, b, low = kept
+    dx = da = db = None
+    narrow = dlow
+    if dy is not None and (needs_x or needs_a):
+        through = grouped_gemm(dy, b, offs)
+        narrow = through if dlow is None else through + dlow
+    narrow = None if narrow is None else _scaled(narrow, scaling)
+    if needs_b and dy is not None:
+        db = grouped_gemm_wgrad(dy, low, offs)
+    if needs_a and narrow is not None:
+        da = grouped_gemm_wgrad(narrow, x, offs)
+    if needs_x and narrow is not None:
+        if dy is None:
+            dx = grouped_gemm(narrow, a, offs)
+        else:
+            dx = grouped_gemm_low_rank(dy, weight.transpose(1, 2), narrow, a, offs)
+    return dx, da, db
+
+
 _differentiable = applier(LowRankFunction)
+_differentiable_activated = applier(ActivatedLowRankFunction)

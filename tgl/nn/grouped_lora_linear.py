@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..tensor import GroupedTensor
+from ._activation import activate
 from ._errors import fail
 from ._inputs import MSplits, check_input_dtype, offsets_on, result_dtype
-from ._low_rank import LowRank, add_low_rank, product_and_low_rank
+from ._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
 from ._modules import given, splits_of, to_be_called
 from .grouped_linear import GroupedLinear
 
@@ -26,15 +28,16 @@ class GroupedLoRALinear(nn.Module):
         mlp.fc1 = mlp.fc1.base                          # still frozen; with the update: mlp.fc1.merge()
 
     ``GroupedMLP``, ``MoE`` and ``Sequential`` then call the layer, the activation and the other layer one after the
-    other, with gradients of routing weights as ever, and ``recompute_activation`` has no effect.
+    other, with gradients of routing weights as ever, and ``recompute_activation`` has no effect. In the first two an
+    ``fc1`` of this kind has the activation in its op.
 
     The parameters of the base require no grad from the construction on. The backward forms no gradient of them and the
     forward saves no activation for one: ``x`` is saved once, for the gradient of ``A``, and ``[T, r]`` for that of
     ``B``. No ``[G, N, K]`` beside the base's weight is allocated.
 
     Beside a base with one weight for all groups and without a recipe, the update is a grouped GEMM to ``[T, r]`` and
-    ``tgl.grouped_gemm_low_rank``, which adds the rest of it to the base's product. Beside others it is two grouped
-    GEMMs and one addition.
+    ``tgl.grouped_gemm_low_rank``, which adds the rest of it to the base's product, or
+    ``tgl.grouped_gemm_low_rank_activation``. Beside others it is two grouped GEMMs and one addition.
 
     Args:
         base: the layer to adapt. Its parameters are frozen.
@@ -133,26 +136,53 @@ class GroupedLoRALinear(nn.Module):
         is_first_microbatch: bool | Tensor | None = None,
     ) -> Tensor:
         """``forward`` for cumulative ends ``offs``, int32 ``[G]``; ``bias_scale [T]`` scales the bias of each row."""
-        if isinstance(inp, GroupedTensor):
-            fail(f"`inp` must be a plain tensor for the low-rank update, but got a {type(inp).__name__}", TypeError)
+        rows, update = self._operands(inp)
         base, options = self.base, given(is_first_microbatch=is_first_microbatch)
-        dtype = result_dtype(inp)
-        update = LowRank(self.lora_A.to(dtype), self.lora_B.to(dtype), self.scaling)
-        rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-        called = to_be_called(base)
-        if base.plain and not called:
-            weight = base.weight
-            if rows.dtype != weight.dtype:
-                check_input_dtype(rows.dtype, weight.dtype, rows.device)
-            y = product_and_low_rank(rows, weight.transpose(1, 2), update, offs, base.bias, bias_scale)
+        if self._is_one_product(rows):
+            y = product_and_low_rank(rows, base.weight.transpose(1, 2), update, offs, base.bias, bias_scale)
         else:
-            if called:
+            if to_be_called(base):
                 y = base(inp, splits_of(offs), bias_scale=bias_scale, **options)
             else:
                 y = base.forward_offsets(inp, offs, bias_scale, **options)
             flat = y.reshape(-1, y.shape[-1]) if y.dim() != 2 else y
             y = add_low_rank(flat, rows, update, offs)
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
+
+    def _activated(
+        self,
+        inp: Tensor,
+        offs: Tensor,
+        probs: Tensor | None,
+        activation: dict[str, Any],
+        *,
+        is_first_microbatch: bool | Tensor | None = None,
+    ) -> Tensor:
+        """The activation of ``forward_offsets`` times ``probs [T]``; one op ends with it beside a plain base."""
+        rows, update = self._operands(inp)
+        if self._is_one_product(rows):
+            weight, bias = self.base.weight.transpose(1, 2), self.base.bias
+            y = activated_product_and_low_rank(rows, weight, update, offs, bias, probs, **activation)
+        else:
+            hidden = self.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch)
+            y = activate(hidden.reshape(-1, self.out_features), offs, probs, **activation)
+        return y if inp.dim() == 2 else y.view(*inp.shape[:-1], y.shape[-1])
+
+    def _operands(self, inp: Tensor) -> tuple[Tensor, LowRank]:
+        """The input as ``[T, K]``, and the update in the dtype of the computation."""
+        if isinstance(inp, GroupedTensor):
+            fail(f"`inp` must be a plain tensor for the low-rank update, but got a {type(inp).__name__}", TypeError)
+        dtype = result_dtype(inp)
+        update = LowRank(self.lora_A.to(dtype), self.lora_B.to(dtype), self.scaling)
+        return inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp, update
+
+    def _is_one_product(self, rows: Tensor) -> bool:
+        """Whether the update goes into the base's product, and not beside what the base computes."""
+        if not self.base.plain or to_be_called(self.base):
+            return False
+        if rows.dtype != self.base.weight.dtype:
+            check_input_dtype(rows.dtype, self.base.weight.dtype, rows.device)
+        return True
 
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
         """``GroupedLinear._check_call`` of the base."""

@@ -203,11 +203,14 @@ class GroupedMLP(nn.Module):
                 check_takes(name, layer, options)
         first, second = (layer if called else layer.forward_offsets for layer in (fc1, fc2))
         groups = splits_of(offs) if called else offs
-        hidden = first(inp, groups, **options1)
         activation = {"kind": self.activation, "interleaved": self.interleaved}
-        rows = hidden.reshape(-1, hidden.shape[-1]) if hidden.dim() != 2 else hidden
-        hidden = activate(rows, offs, None if replaced else probs, **activation)
-        hidden = hidden if rows.dim() == inp.dim() else hidden.view(*inp.shape[:-1], -1)
+        if isinstance(fc1, GroupedLoRALinear) and not called:
+            hidden = fc1._activated(inp, offs, probs, activation, **options1)
+        else:
+            hidden = first(inp, groups, **options1)
+            rows = hidden.reshape(-1, hidden.shape[-1]) if hidden.dim() != 2 else hidden
+            hidden = activate(rows, offs, None if replaced else probs, **activation)
+            hidden = hidden if rows.dim() == inp.dim() else hidden.view(*inp.shape[:-1], -1)
         if not replaced and probs is not None and fc2.has_bias:
             options2["bias_scale"] = probs
         y = second(hidden, groups, **options2)

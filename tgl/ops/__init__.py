@@ -14,6 +14,7 @@ from .grouped_gemm import grouped_gemm
 from .grouped_gemm_activation import grouped_gemm_activation
 from .grouped_gemm_dactivation import grouped_gemm_dactivation
 from .grouped_gemm_low_rank import grouped_gemm_low_rank
+from .grouped_gemm_low_rank_activation import grouped_gemm_low_rank_activation
 from .grouped_gemm_packed import grouped_gemm_packed
 from .grouped_gemm_row_scaled import grouped_gemm_row_scaled, grouped_gemm_row_scaled_wgrad
 from .grouped_gemm_scaled import grouped_gemm_scaled
@@ -51,6 +52,7 @@ __all__ = [
     "grouped_gemm_activation",
     "grouped_gemm_dactivation",
     "grouped_gemm_low_rank",
+    "grouped_gemm_low_rank_activation",
     "grouped_gemm_packed",
     "grouped_gemm_row_scaled",
     "grouped_gemm_row_scaled_wgrad",

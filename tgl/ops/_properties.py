@@ -15,6 +15,7 @@ from . import (  # noqa: F401  (the ops must exist first)
     grouped_gemm_activation,
     grouped_gemm_dactivation,
     grouped_gemm_low_rank,
+    grouped_gemm_low_rank_activation,
     grouped_gemm_packed,
     grouped_gemm_row_scaled,
     grouped_gemm_scaled,
@@ -33,6 +34,7 @@ SAC_SAVE_LIST: list[torch._ops.OpOverload] = [
     _ops.grouped_gemm.default,
     _ops.grouped_gemm_activation.default,
     _ops.grouped_gemm_low_rank.default,
+    _ops.grouped_gemm_low_rank_activation.default,
     _ops.grouped_gemm_packed.default,
     _ops.grouped_gemm_row_scaled.default,
     _ops.grouped_gemm_scaled.default,
@@ -75,7 +77,7 @@ def grouped_gemm_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kw
     return 2 * _rows(a_shape, tables, 4) * a_shape[1] * b_shape[2]
 
 
-@_flops(_ops.grouped_gemm_low_rank)
+@_flops(_ops.grouped_gemm_low_rank, _ops.grouped_gemm_low_rank_activation)
 def grouped_gemm_low_rank_flop(
     a_shape: list[int], b_shape: list[int], low_shape: list[int], *args: Any, **kwargs: Any
 ) -> int:

@@ -53,17 +53,12 @@ def _kernel(
 def _save(
     ctx: Any,
     needs: tuple[bool, ...],
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    rows: Tensor | None,
-    *,
+    *operands: Any,
     output: tuple[Tensor, Tensor],
     out_dtype: torch.dtype | None,
     **params: Any,
 ) -> None:
+    a, b, offs, bias, probs, rows = operands
     ctx.set_materialize_grads(False)  # mostly nothing but this backward uses h
     ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, probs, rows, output[1])
     ctx.params, ctx.dtype, ctx.tokens = params, a.dtype, a.shape[0]

@@ -52,20 +52,8 @@ def _kernel(
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _save(
-    ctx: Any,
-    needs: tuple[bool, ...],
-    dy: Tensor,
-    b: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    probs: Tensor | None,
-    rows: Tensor | None,
-    *,
-    output: tuple[Tensor, Tensor],
-    **params: Any,
-) -> None:
-    ctx.save_for_backward(dy, b, h, offs, probs, rows)
+def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: tuple[Tensor, Tensor], **params: Any) -> None:
+    ctx.save_for_backward(*operands)
     ctx.params = Params(**params)
 
 

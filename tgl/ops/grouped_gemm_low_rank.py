@@ -43,7 +43,7 @@ def _kernel_out(*operands: Any, out: Tensor) -> None:
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _transposed(t: Tensor) -> bool:
+def transposed(t: Tensor) -> bool:
     """Whether matrices are column-major."""
     return t.stride(1) == 1 and t.stride(2) != 1
 
@@ -61,11 +61,11 @@ def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, **_
     )
     ctx.dtype = call.a.dtype
     # The gradients of b and up are formed in their own memory order, so that accumulating them copies nothing.
-    ctx.transposed = _transposed(call.b), _transposed(call.up)
+    ctx.transposed = transposed(call.b), transposed(call.up)
     save_bias_dtypes(ctx, call.bias, call.bias_scale)
 
 
-def _wgrad(rows: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+def wgrad(rows: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
     """``rows^T dy`` of every group, in a memory order."""
     if transposed:
         return torch.ops.tgl.grouped_gemm_wgrad(dy, rows, offs).transpose(1, 2)
@@ -78,9 +78,9 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     da = db = dlow = dup = None
     operand = dy.to(ctx.dtype)
     if needs[1]:
-        db = _wgrad(a, operand, offs, ctx.transposed[0])
+        db = wgrad(a, operand, offs, ctx.transposed[0])
     if needs[3]:
-        dup = _wgrad(low, operand, offs, ctx.transposed[1])
+        dup = wgrad(low, operand, offs, ctx.transposed[1])
     # Without a second backward to come, nobody needs ``a`` and ``low`` any more: da may take their memory.
     ctx.maybe_clear_saved_tensors()
     del a, low

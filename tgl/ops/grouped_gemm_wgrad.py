@@ -119,19 +119,8 @@ def _kernel_accumulate(
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _save(
-    ctx: Any,
-    needs: tuple[bool, ...],
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    a_rows: Tensor | None,
-    b_rows: Tensor | None,
-    *,
-    output: Tensor,
-    out_dtype: torch.dtype | None,
-    alignment: int | None,
-) -> None:
+def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, **_: Any) -> None:
+    a, b, offs, a_rows, b_rows = operands
     ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, a_rows, b_rows)
     ctx.dtype, ctx.counts = a.dtype, (a.shape[0], b.shape[0])
 

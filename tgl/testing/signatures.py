@@ -52,6 +52,7 @@ _PACKED = "a[T,{0}], b[]:derived, b_scale[]:derived, offs[G]:ends, b_amax[G]{2}{
 _ROW_SCALED = "a[]:derived, a_scale[]:derived, b[]:derived, b_scale[]:derived, offs[G]:ends -> {0}"
 _SCALED_WGRAD = "a[T,M], a_scale[S], b[T,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G]"
 _LOW_RANK = "a[T,K], b[G,K,N], low[T,R], up[G,R,N], offs[G]:ends, bias[G,N]?, bias_scale[T]?"
+_FUSED_LOW_RANK = "a[T,K], b[G,K,{0}], low[T,R], up[G,R,{0}], offs[G]:ends, bias[G,{0}]?, probs[T]? -> y[T,I], h[T,{0}]"
 _RANK: dict[str, Any] = {"dimensions": {**DIMENSIONS, "R": 4}}
 _INDEXED: dict[str, Any] = {"derive": named_rows, "dimensions": {**DIMENSIONS, "S": 6}}
 
@@ -102,6 +103,10 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_FUSED.format("2I"), options=_GATED, exact=False, wide=("bias", "probs")),
         Signature(_FUSED.format("I"), options=_PLAIN, exact=False, wide=("bias", "probs")),
         Signature(_FUSED_INDEXED, exact=False, wide=("bias", "probs"), **_INDEXED),
+    ),
+    "grouped_gemm_low_rank_activation": (
+        Signature(_FUSED_LOW_RANK.format("2I"), options=_GATED, exact=False, wide=("bias", "probs"), **_RANK),
+        Signature(_FUSED_LOW_RANK.format("I"), options=_PLAIN, exact=False, wide=("bias", "probs"), **_RANK),
     ),
     "grouped_gemm_wgrad": (
         Signature("a[T,M], b[T,N], offs[G]:ends -> dw[G,M,N]"),

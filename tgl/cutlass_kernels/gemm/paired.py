@@ -15,7 +15,7 @@ from ..tiles import ceil_div
 from ..tiles.policy import Problem
 
 
-class PairedCall:
+class Paired:
     """Goes before a ``GroupedGemm``, to which it adds a second pair of operands."""
 
     paired = True
@@ -25,6 +25,10 @@ class PairedCall:
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.policy.trims = True
+
+
+class PairedCall(Paired):
+    """How those are called whose epilogue adds a bias at most."""
 
     @cute.jit
     def __call__(
@@ -42,6 +46,28 @@ class PairedCall:
     ):
         """Launch. Tensors have the shapes of the op; ``up`` has the memory order of ``b``."""
         self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, pair=(low, up))
+
+
+class PairedActivatedCall(Paired):
+    """How those are called whose epilogue has an activation."""
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        low: cute.Tensor,
+        up: cute.Tensor,
+        offs: cute.Tensor,
+        h: cute.Tensor,
+        y: cute.Tensor,
+        bias: cute.Tensor | None,
+        probs: cute.Tensor | None,
+        clusters: Int32,
+        stream,
+    ):
+        """Launch. Tensors have the shapes of the op; ``up`` has the memory order of ``b``."""
+        self.start(a, b, None, offs, h, EpilogueArgs(bias, None, probs=probs), clusters, stream, y, pair=(low, up))
 
 
 def lengthened(problem: Problem, low: cute.Tensor, tile_k: int) -> Problem:

@@ -57,20 +57,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
     def refuses(self, c: GemmActivationCall) -> backends.Reason:
         """Widths, and matrices whose halves no tensor map of the device's kernels tells apart."""
         reason = gemm_reason(c.a, c.h, c.rows)
-        if reason is not None or c.h.numel() == 0:
-            return reason
-        step = ALIGNMENT // c.y.element_size()
-        if c.y.shape[1] % step:
-            return f"needs a multiple of {step} columns of the result, got {c.y.shape[1]}"
-        across = c.b.stride(2) == 1
-        arch = serving(backends.device_arch(c.a.device))
-        maps = arch is None or arch.maps_operands
-        if c.params.gated and c.params.interleaved and across and maps:
-            return "needs `b` contiguous along K when gate and linear half alternate: a tensor map skips no elements"
-        half = c.b.shape[2] // 2 * c.b.element_size()
-        if c.params.gated and across and half % ALIGNMENT:
-            return f"needs halves of `b` on {ALIGNMENT} bytes, got {half} bytes from one to the other"
-        return None
+        return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
 
     def alike(self, c: GemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
@@ -154,6 +141,22 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             h=c.h.new_zeros(8, width, device=c.a.device),
             rows=None if c.rows is None else c.rows.new_zeros(8),
         )
+
+
+def halves_reason(b: Tensor, y: Tensor, params: Params) -> backends.Reason:
+    """Why no kernel forms the activation ``y`` of a product with ``b``, or None."""
+    step = ALIGNMENT // y.element_size()
+    if y.shape[1] % step:
+        return f"needs a multiple of {step} columns of the result, got {y.shape[1]}"
+    across = b.stride(2) == 1
+    arch = serving(backends.device_arch(b.device))
+    maps = arch is None or arch.maps_operands
+    if params.gated and params.interleaved and across and maps:
+        return "needs `b` contiguous along K when gate and linear half alternate: a tensor map skips no elements"
+    half = b.shape[2] // 2 * b.element_size()
+    if params.gated and across and half % ALIGNMENT:
+        return f"needs halves of `b` on {ALIGNMENT} bytes, got {half} bytes from one to the other"
+    return None
 
 
 GROUPED_GEMM_ACTIVATION = GroupedGemmActivation()

@@ -49,8 +49,7 @@ class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
 
     def refuses(self, c: LowRankCall) -> backends.Reason:
         """Dtypes, K = 0 and R = 0."""
-        reason = gemm_reason(c.a, c.out)
-        return "does not take R = 0" if reason is None and c.low.shape[1] == 0 and c.out.numel() else reason
+        return pair_reason(c.a, c.low, c.out)
 
     def alike(self, c: LowRankCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
@@ -123,6 +122,12 @@ class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
             bias_scale=None if c.bias_scale is None else c.bias_scale.new_zeros(8),
             out=c.out.new_zeros(8, 8, device=c.a.device),
         )
+
+
+def pair_reason(a: Tensor, low: Tensor, out: Tensor) -> backends.Reason:
+    """Why no dense kernel forms ``out`` of ``a`` and ``low``, wherever they lie, or None."""
+    reason = gemm_reason(a, out)
+    return "does not take R = 0" if reason is None and low.shape[1] == 0 and out.numel() else reason
 
 
 GROUPED_GEMM_LOW_RANK = GroupedGemmLowRank()

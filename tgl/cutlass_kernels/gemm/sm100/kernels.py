@@ -4,7 +4,7 @@ from ..warp.packed import PackedGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
-from .paired import PairedGroupedGemm
+from .paired import PairedActivatedGroupedGemm, PairedGroupedGemm
 from .scaled import QuantizingGroupedGemm, ScaledGroupedGemm
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "GradientGroupedGemm",
     "GroupedGemm",
     "PackedGroupedGemm",
+    "PairedActivatedGroupedGemm",
     "PairedGroupedGemm",
     "QuantizingGroupedGemm",
     "ScaledGroupedGemm",

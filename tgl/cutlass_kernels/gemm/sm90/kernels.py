@@ -5,7 +5,7 @@ from .decode import DecodingGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
-from .paired import PairedGroupedGemm
+from .paired import PairedActivatedGroupedGemm, PairedGroupedGemm
 from .scaled import ScaledGroupedGemm
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "GradientGroupedGemm",
     "GroupedGemm",
     "PackedGroupedGemm",
+    "PairedActivatedGroupedGemm",
     "PairedGroupedGemm",
     "ScaledGroupedGemm",
 ]
