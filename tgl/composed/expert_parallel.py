@@ -101,20 +101,20 @@ def _by_rank(owner: Tensor, ranks: int, pair_rows: int) -> tuple[Tensor, Tensor]
 
     ``owner [S, k]`` is the rank of every choice, ``ranks`` for none.
     """
-    goes = torch.zeros(owner.shape[0], ranks + 1, dtype=torch.int32, device=owner.device).scatter_(1, owner, 1)[:, :-1]
-    number = goes.cumsum(0) - 1
+    goes = torch.zeros(ranks + 1, owner.shape[0], dtype=torch.int32, device=owner.device).scatter_(0, owner.t(), 1)[:-1]
+    number = goes.cumsum(1) - 1  # on a GPU in parallel, where a scan of the first of two dimensions takes row after row
     absent = (goes == 0) | (number >= pair_rows)
-    blocks = torch.arange(ranks, device=owner.device) * pair_rows
-    return (number + blocks).masked_fill_(absent, -1).view(-1), goes.sum(0, dtype=torch.int32)
+    blocks = torch.arange(ranks, device=owner.device)[:, None] * pair_rows
+    return (number + blocks).masked_fill_(absent, -1).t().reshape(-1), goes.sum(1, dtype=torch.int32)
 
 
 def _by_choice(owner: Tensor, ranks: int, pair_rows: int) -> tuple[Tensor, Tensor]:
     """``_by_rank`` for ``[S k]`` places of choices."""
     ranked = owner.reshape(-1)
-    goes = ranked[:, None] == torch.arange(ranks, device=owner.device)
-    number = goes.cumsum(0).gather(1, ranked.clamp(max=ranks - 1)[:, None]).view(-1) - 1
+    goes = ranked == torch.arange(ranks, device=owner.device)[:, None]
+    number = goes.cumsum(1).gather(0, ranked.clamp(max=ranks - 1)[None]).view(-1) - 1
     absent = (ranked == ranks) | (number >= pair_rows)
-    return (number + ranked * pair_rows).masked_fill_(absent, -1), goes.sum(0, dtype=torch.int32)
+    return (number + ranked * pair_rows).masked_fill_(absent, -1), goes.sum(1, dtype=torch.int32)
 
 
 def _inverse(places: Tensor, rows: int) -> Tensor:
