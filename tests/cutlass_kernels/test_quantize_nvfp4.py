@@ -1,6 +1,7 @@
 """NVFP4 quantisation kernels on the emulator: the bytes of the CPU implementation, and nothing written around them."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -201,13 +202,12 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     """Registers for blocks to share a multiprocessor, nothing in local memory, a cast for two elements or a minimum."""
     converts = ARCHS[arch].rounds_to_fp4
     chip = next(iter(ARCHS[arch].draws_to_fp4), None) if stochastic else None
-    if rht and not ARCHS[arch].spares_registers:
-        registers = 255  # one block has them all
     spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts, chip=chip)
     with emulator.emulate(chip or ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["nvfp4"].build(arch, spec)
     maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupMaxima")
-    assert maxima.registers <= (80 if source == "bfloat16" and not rht else max(registers, 128))
+    most = 128 if ARCHS[arch].spares_registers else 255  # of those one block has them all
+    assert maxima.registers <= (80 if source == "bfloat16" and not rht else most if rht else max(registers, 128))
     report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeNVFP4")
     assert report.registers <= registers
     for one in (maxima, report):
@@ -215,24 +215,34 @@ def test_machine_code(arch, source, rht, stochastic, registers):
         assert one.frame == 0
     if chip or (not stochastic and converts):
         assert report.count("F2FP.SATFINITE") >= lanes.STEPS * lanes.VECTOR
-    if stochastic:  # by integers it is 7440 on sm_100
-        assert (sum(report.opcodes.values()) < 4500) == (chip is not None)
+    if stochastic:  # by integers it is 4880 on sm_100
+        assert (sum(report.opcodes.values()) < 3000) == (chip is not None)
     if not stochastic and not converts:
         assert report.count("VIMNMX3") >= 4 * lanes.STEPS * lanes.VECTOR  # with clamped products and without
     assert report.count("CALL") <= 3 * (1 + rht)  # a group's two divisions, and one for a table of multipliers
 
 
-@pytest.mark.slow
+WAYS = {"": {}, "rows": {"rows": True}, "elements": {"elementwise": True}, "factors": {"row_scale": "float32"}}
+QUICK = [(arch, "bfloat16", False, "") for arch in ("sm_90", "sm_100")]
+TRANSFORMS = itertools.product(ARCHS, ("bfloat16", "float16", "float32"), (False, True), WAYS)
+
+
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if not arch.spares_registers])
-@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_machine_code_of_transforms(arch, source, stochastic):
-    """Nothing in local memory where the compiler spares no registers."""
-    spec = NVFP4Spec(source, True, True, False, True, True, True, stochastic, ARCHS[arch].rounds_to_fp4)
-    with emulator.emulate(ARCHS[arch].target):
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(t, id="-".join(map(str, t)), marks=() if t in QUICK else pytest.mark.slow) for t in TRANSFORMS],
+)
+def test_machine_code_of_transforms(made):
+    """Nothing in local memory; but for two words or four where float32 is rounded stochastically by integers."""
+    arch, source, stochastic, way = made
+    chip = next(iter(ARCHS[arch].draws_to_fp4), None) if stochastic else None
+    facts = dict(converts=ARCHS[arch].rounds_to_fp4, chip=chip, **WAYS[way])
+    spec = NVFP4Spec(source, True, True, False, True, True, True, stochastic, **facts)
+    with emulator.emulate(chip or ARCHS[arch].target):
         report = sass.inspect(QUANTIZERS["nvfp4"].build(arch, spec).artifacts.CUBIN)
-    assert (report.spills, report.frame) == (0, 0)
+    words = 4 if source == "float32" and stochastic and chip is None else 0
+    assert report.spills <= words
+    assert report.frame <= 4 * words
 
 
 # --- stochastic rounding by an instruction ----------------------------------------------------------------------------

@@ -294,6 +294,9 @@ def hadamard(values, lane: Int32):
     result = cute.make_rmem_tensor((VECTOR, STEPS), BFloat16)
     sign = cutlass.select_(lane < LANES // 2, Float32(1.0), Float32(-1.0))
     signs = [sign * a if a != b else a for a, b in zip(SIGNS[:STEPS], SIGNS[STEPS:])]
+    # Where lanes have met, the assembler keeps no other way for those apart, and begins with nothing of this earlier:
+    # both take registers.
+    cute.arch.sync_warp()
     for j in range(VECTOR):
         column = [values[j, i].to(Float32) * s for i, s in enumerate(signs)]
         for distance in (1, 2, 4):

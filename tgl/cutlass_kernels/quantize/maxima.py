@@ -41,16 +41,23 @@ class GroupMaxima(BandValues):
         grouped: whether x is rows in groups rather than matrices.
         rht: whether the columnwise maxima are those after the Hadamard transform.
         elementwise: see ``LaneValues``.
+        scaled: whether rows have factors.
         spares_registers: a fact of the architecture, see ``Arch``.
     """
 
     def __init__(
-        self, source: str, grouped: bool, rht: bool = False, elementwise: bool = False, spares_registers: bool = True
+        self,
+        source: str,
+        grouped: bool,
+        rht: bool = False,
+        elementwise: bool = False,
+        scaled: bool = False,
+        spares_registers: bool = True,
     ):
         super().__init__(source, elementwise)
         self.grouped = grouped
         self.transformed = BandValues("bfloat16") if rht else None
-        blocks = 3 - rht - (not self.packed)  # as registers suffice for
+        blocks = 3 - rht - (not self.packed) - (rht and (elementwise or scaled))  # as registers suffice for
         self.blocks_per_sm = max(blocks - (rht and not spares_registers), 1)
 
     @cute.jit

@@ -88,13 +88,15 @@ class QuantizeNVFP4(BandValues):
         super().__init__(spec.source, spec.elementwise)
         self.spec = spec
         self.transformed = BandValues("bfloat16")
-        self.find_maxima = GroupMaxima(spec.source, spec.grouped, spec.rht, spec.elementwise, spares_registers)
+        self.find_maxima = GroupMaxima(
+            spec.source, spec.grouped, spec.rht, spec.elementwise, spec.row_scale is not None, spares_registers
+        )
         self.tables = 2 if spec.rht and spec.rowwise else 1
         # As registers suffice for.
-        blocks = 2 if not self.packed or spec.stochastic else 3 if spec.rht else 4
-        # Transforms, and what finds a row, take the last registers; those of float16 are of another dtype besides.
-        full = (spec.rht or (spec.rows and blocks == 4)) + (spec.rht and self.source is cutlass.Float16)
-        self.blocks_per_sm = max(blocks - (0 if spares_registers else full), 1)
+        blocks = 2 if not self.packed or spec.stochastic or (spec.rht and spec.elementwise) else 3 if spec.rht else 4
+        # What finds a row takes the last registers.
+        full = spec.rows and blocks == 4
+        self.blocks_per_sm = blocks - (full and not spares_registers)
 
     @cute.jit
     def __call__(
