@@ -104,6 +104,10 @@ def test_infinities_and_nan():
         weights, index, *_ = OP(torch.tensor([[0.0, nan, 1.0, nan]]), 3, **options)
         assert index.tolist() == [[1, 3, 2]]
         assert weights[0, 0].isnan()
+    # Whatever the bits of a NaN are.
+    assert OP(torch.tensor([[0.0, nan, inf, 1.0]]).copysign(torch.tensor([1.0, -1.0, 1.0, 1.0])), 2)[1].tolist() == [
+        [1, 2]
+    ]
 
 
 def test_scores_of_zero_have_weights_of_zero():

@@ -32,10 +32,8 @@ def forward(
     if mask is not None:
         index = index.where(mask[:, None], x.shape[1])  # behind all experts
         shares, squares = shares.where(mask[:, None], 0), squares.where(mask, 0)
-    experts = torch.arange(x.shape[1], device=x.device)
-    ends = torch.searchsorted(index.flatten().sort().values, experts, right=True)
-    torch.diff(ends, prepend=ends.new_zeros(1), out=ends)
-    tokens_per_expert.copy_(ends)
+    count = index.new_zeros(x.shape[1] + 1)
+    tokens_per_expert.copy_(count.scatter_add_(0, index.flatten(), torch.ones_like(index).flatten())[:-1])
     torch.sum(shares, 0, out=prob_sum)
     z_sum.copy_(squares.sum())
 
@@ -45,6 +43,8 @@ def _choose(x: Tensor, top_k: int, bias: Tensor | None, router: Router) -> Tenso
     rank = x if router.by_logits(bias) else router.score.value(x)
     if bias is not None:
         rank = rank + bias.to(rank.dtype)
+    if not router.grouped and rank.dtype == torch.float32:
+        return _best(rank, top_k)
     order = _best_first(rank)
     if router.grouped:
         scores = GROUP_RULES[router.group_score].value(rank.unflatten(1, (router.num_groups, -1)))
@@ -53,6 +53,18 @@ def _choose(x: Tensor, top_k: int, bias: Tensor | None, router: Router) -> Tenso
         left_out = out.gather(1, order // (x.shape[1] // router.num_groups))
         order = order.gather(1, torch.sort(left_out.to(torch.uint8), dim=1, stable=True).indices)
     return order[:, :top_k]
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """The first ``count`` of ``_best_first`` of float32 values, for two thirds of its time.
+
+    Of integers in the values' order, each with its place below: so no two are equal.
+    """
+    bits = values.add(0.0).masked_fill_(values.isnan(), torch.nan).view(torch.int32)  # one zero, and one NaN
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = values.shape[1] - 1
+    places = torch.arange(last, -1, -1, device=values.device)
+    return last - ((ordered.long() << 32) + places).topk(count, dim=1).values.bitwise_and_(0xFFFFFFFF)
 
 
 def _best_first(values: Tensor) -> Tensor:
