@@ -58,21 +58,26 @@ class Peers:
         missed = torch.zeros(
             len(OPS), len(BARRIERS), self.ranks, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        watch = [[int(self.seconds * 1e9), of_op.data_ptr()] for of_op in missed]
+        nanoseconds = min(int(self.seconds * 1e9), torch.iinfo(torch.int64).max)
+        watch = [[nanoseconds, of_op.data_ptr()] for of_op in missed]
         object.__setattr__(self, "missed", missed)
         object.__setattr__(self, "watch", torch.tensor(watch, dtype=torch.int64, device=device))
 
     def failure(self) -> str | None:
         """Which barrier has waited for whom in vain, or None; asks the host alone."""
-        said = [
-            f"for rank {rank} in {OPS[op]}, in the barrier {BARRIERS[barrier]} its writes"
-            for op, barrier, rank in self.missed.nonzero().tolist()
-        ]
-        if not said:
+        away: dict[tuple[int, int], list[int]] = {}
+        for op, barrier, rank in self.missed.nonzero().tolist():
+            away.setdefault((op, barrier), []).append(rank)
+        if not away:
             return None
+        said = [
+            f"for rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {OPS[op]}, in the barrier "
+            f"{BARRIERS[barrier]} its writes"
+            for (op, barrier), ranks in away.items()
+        ]
         return (
-            f"rank {self.rank} of {self.ranks} waited {self.seconds:g} s {' and '.join(said)}. That rank has raised an "
-            "error, has left, or makes other calls; a device whose barrier waits in vain stops for good"
+            f"rank {self.rank} of {self.ranks} waited {self.seconds:g} s {' and '.join(said)}. Who does not come has "
+            "raised an error, has left, or makes other calls; a device whose barrier waits in vain stops for good"
         )
 
     @property
@@ -135,9 +140,12 @@ def memory_of(group_name: str) -> Peers:
 
 
 def failure_of(group_name: str) -> str | None:
-    """What has made a barrier of the group stop this rank's device, or None."""
-    known = _groups.get(group_name)
-    return None if known is None else known.failure()
+    """What has made a barrier of the group stop this rank's device, or None; graphs may use what it had before."""
+    now = _groups.get(group_name)
+    if now is None:
+        return None
+    known = [now, *(before for before in _outgrown if before.group is now.group)]
+    return next((said for peers in known if (said := peers.failure()) is not None), None)
 
 
 def reason_against(group_name: str, device: torch.device, specs: Sequence[Spec]) -> str | None:

@@ -295,6 +295,18 @@ def test_a_rank_that_stays_away_is_named(together, op, barrier):
         assert peers.failure_of(made.names[1]) is None
 
 
+def test_all_ranks_that_stay_away_are_named(together):
+    with world(4, [(12, 64, F32)]) as made:
+        Ranks(made, together)
+        known = peers.memory_of(made.names[1])
+        known.control[2] = 1
+        with pytest.raises(emulator.EmulatorError, match="trap"):
+            MEET.run(alone(made, 1, None))
+        assert known.missed[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 1]]
+        said = "rank 1 of 4 waited 60 s for ranks 0, 3 in ep_route, in the barrier behind its writes. Who does"
+        assert known.failure().startswith(said)
+
+
 # --- calls of the ops -------------------------------------------------------------------------------------------------
 
 

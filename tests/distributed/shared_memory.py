@@ -6,6 +6,7 @@ the barriers between them are the package's own. Every process has its own addre
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -80,7 +81,7 @@ class Device:
 _made: list[peers.Peers] = []  # the last one is in use
 
 
-def rendezvous(group: Any, size: int) -> peers.Peers:
+def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
     """Every rank makes a file, and all map all of them."""
     handle, own = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     os.truncate(handle, size)
@@ -97,6 +98,7 @@ def rendezvous(group: Any, size: int) -> peers.Peers:
         epoch=torch.zeros(1, dtype=torch.int32),
         arrived=torch.zeros(group.size(), dtype=torch.int32),
         group=group,
+        seconds=seconds,
         handle=memories,
     )
     machine = emulator.active()
@@ -108,8 +110,8 @@ def rendezvous(group: Any, size: int) -> peers.Peers:
 
 
 @contextmanager
-def device(arch: str = "sm_90a") -> Iterator[Device]:
-    """Kernels of symmetric memory serve this process until the end."""
+def device(arch: str = "sm_90a", seconds: float = peers.WAIT) -> Iterator[Device]:
+    """Kernels of symmetric memory serve this process until the end; barriers wait so many seconds."""
     candidates, run = backends._candidates, Launcher.run
 
     def some(op: str, where: torch.device) -> tuple[backends.Implementation, ...]:
@@ -119,7 +121,7 @@ def device(arch: str = "sm_90a") -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_candidates", some)
         patch.setattr(_symmetric, "_reason", lambda group: None)
-        patch.setattr(_symmetric, "_rendezvous", rendezvous)
+        patch.setattr(_symmetric, "_rendezvous", functools.partial(rendezvous, seconds=seconds))
         with emulator.emulate(arch, detect_races=False) as machine:
             machine.patience = PATIENCE
             made = Device(machine)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tgl import peers
-from tgl.distributed import _symmetric
-from tgl.distributed._exchange import Exchange, Sizes
+from tgl.distributed import ExpertParallelMLP, _symmetric
 from tgl.distributed._symmetric import reserve
-from tgl.meta.expert_parallel import SYMMETRIC_MEMORY
 
 
 def rendezvous(group: Any, size: int) -> peers.Peers:
@@ -70,30 +69,57 @@ def check_reasons() -> None:
             assert peers.of(group.group_name) is None
 
 
+def check_seconds() -> None:
+    """A group's own time-out, also where it has no backend for the device, and one that no clock reaches."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    limits = timedelta(seconds=2), timedelta(milliseconds=1500)
+    for backend, limit in zip(("gloo", "cpu:gloo"), limits):
+        group = dist.new_group(timeout=limit, backend=backend)
+        for device in (cpu, cuda):
+            assert _symmetric._seconds(group, device) == limit.total_seconds()
+    nobody = SimpleNamespace(_device_types=[cpu], _get_backend=lambda _: object())
+    assert _symmetric._seconds(nobody, cpu) == peers.WAIT
+    nothing = torch.zeros(1, dtype=torch.int32)
+    endless = peers.Peers(0, torch.zeros(1), nothing, nothing, nothing, None, timedelta.max.total_seconds())
+    assert endless.watch[0, 0] == 2**63 - 1
+
+
+def test_seconds_are_those_of_the_group(ranks):
+    ranks(check_seconds)
+
+
 def check_failure() -> None:
-    """A group's own time-out, and what a layer says when its device does not answer."""
-    group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
-    assert _symmetric._seconds(group, torch.device("cpu")) == 2
-    sizes = Sizes(group.size(), 4, 2, 8, 2.0, None, False)
-    layer = Exchange(group, sizes, "layer 7", torch.device("cpu"), SYMMETRIC_MEMORY)
+    """What a layer says when its device does not answer."""
+    group = dist.group.WORLD
+    layer = ExpertParallelMLP(4, 16, 16, group=group, top_k=2, max_tokens=8, name="layer 7")
+    index, x = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 16)
 
     def stopped() -> list[int]:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
+    def answers(said: str) -> None:
+        for ask in (lambda: layer(x, index), layer.check):
+            with pytest.raises(RuntimeError, match=said):
+                ask()
+
+    needed = layer.exchange.needed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer.needed, "arrived", stopped)
-        index, x = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 16)
-        with pytest.raises(RuntimeError, match=r"^CUDA error"):
-            layer.arrive(x, index, None)
+        patch.setattr(needed, "arrived", stopped)
+        patch.setattr(needed, "most", SimpleNamespace(tolist=stopped))
+        answers(r"^CUDA error")
         known = rendezvous(group, 1000)
-        peers.put(layer.group_name, known)
-        with pytest.raises(RuntimeError, match=r"^CUDA error"):
-            layer.arrive(x, index, None)
+        peers.put(group.group_name, known)
+        answers(r"^CUDA error")
         known.missed[1, 0, 1] = 1
-        said = "layer 7: rank {} of 2 waited 600 s for rank 1 in ep_dispatch, in the barrier before its writes"
-        with pytest.raises(RuntimeError, match=said.format(group.rank())):
-            layer.arrive(x, index, None)
-    peers.forget(layer.group_name)
+        waited = f"^layer 7: rank {group.rank()} of 2 waited 600 s for rank 1 in ep_dispatch, in the barrier before its"
+        answers(waited)
+        peers.put(group.group_name, rendezvous(group, 2000))
+        answers(waited)  # of a graph that was captured before the memory grew
+        peers.put("another group", known)
+        peers.forget("another group")
+        known.missed.zero_()
+        answers(r"^CUDA error")
+    peers.forget(group.group_name)
 
 
 def test_what_a_layer_says_of_a_rank_that_did_not_come(ranks):

@@ -115,6 +115,27 @@ def test_without_one_barrier_results_differ(ranks, case):
     ranks(check_hasty, *HASTY[case])
 
 
+def check_away() -> None:
+    """A rank that raises an error before its exchange."""
+    with device(seconds=0.2):
+        problem = Problem("full", F32)
+        layer = problem.layer(name="layer 7", **SYMMETRIC)
+        rows = problem.tokens
+        x, index, weights = problem.x[rows], problem.index[rows], problem.weights[rows]
+        if problem.me == 1:
+            with pytest.raises(ValueError, match="layer 7: `top_k_index` must be"):
+                layer(x, index[:, 1:], weights)
+        else:
+            said = "^layer 7: rank 0 of 2 waited 0.2 s for rank 1 in ep_route, in the barrier before its writes"
+            with pytest.raises(RuntimeError, match=said):
+                layer(x, index, weights)
+        dist.barrier()
+
+
+def test_a_rank_that_raises_is_named_by_the_other(ranks):
+    ranks(check_away, limit=30)
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 

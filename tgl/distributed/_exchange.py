@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ._needed import Needed
 from ._wire import Form
 
 AS_ALWAYS = Form()
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Exchange:
 
         Bytes ``packed [S, ...]`` go in the place of tokens, and then routing weights alone have a derivative.
         """
-        if not torch.compiler.is_compiling() and (most := self._asked(self.needed.arrived)):
+        if not torch.compiler.is_compiling() and (most := self.needed.arrived()):
             self._raise_if_full(most)
         sizes = self.sizes
         self._check(tokens, top_k_index, weights)
@@ -214,13 +215,15 @@ class Exchange:
             RuntimeError: it names the layer, the rows that were needed and those that there are; or the rank that
                 this one's device has waited for in vain.
         """
-        self._raise_if_full(self._asked(self.needed.most.tolist))
+        self._raise_if_full(self.watched(self.needed.most.tolist))
         self.clear()
 
-    def _asked(self, ask: Callable[[], list[int]]) -> list[int]:
-        """What the device answers, or why it does not."""
+    def watched(self, call: Callable[..., Result], *args: Any) -> Result:
+        """``call(*args)``; if it fails since this rank's device waited in vain, an error that says for whom."""
+        if torch.compiler.is_compiling():
+            return call(*args)
         try:
-            return ask()
+            return call(*args)
         except RuntimeError as error:
             said = peers.failure_of(self.group_name)
             if said is None:

@@ -79,8 +79,13 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
 
 
 def _seconds(group: dist.ProcessGroup, device: torch.device) -> float:
-    """That the ranks of the group wait for each other; what torch keeps of it is no public attribute of a group."""
-    options = getattr(group._get_backend(device), "options", None)
+    """That the ranks of the group wait for each other; what torch keeps of it is no public attribute of a group.
+
+    A group need have no backend for the device, as no collective moves rows here: then the first that it has.
+    """
+    known = group._device_types
+    same = [of for of in known if of.type == device.type]
+    options = getattr(group._get_backend((same or known)[0]), "options", None)
     timeout = getattr(options, "_timeout", None)
     return peers.WAIT if timeout is None else timeout.total_seconds()
 

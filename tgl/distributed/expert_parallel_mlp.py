@@ -147,21 +147,30 @@ class ExpertParallelMLP(MoE):
         Raises:
             TypeError, ValueError: an argument does not fit.
             RuntimeError: a call since the last ``check()`` needed more rows than there are; or another rank did not
-                take part in the exchange before the time-out of the group.
+                take part in the exchange before the time-out of the group, which over symmetric memory may be that
+                of an earlier call.
         """
         tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
         if tokens.dim() != 2 or tokens.shape[1] != self.in_features:
             must = f"[S, H] with H = {self.in_features}"
             fail(f"{self.exchange.name}: `x` must be {must}, but got shape {tuple(x.shape)}")
         tokens = tokens.to(result_dtype(tokens))
-        if self.form.as_always:
-            arrived = self.exchange.arrive(tokens, top_k_index, weights)
-            routing = route(arrived.choices, self.num_gemms, self.expert_rows)
-            answers = super().forward(arrived.rows, routing, arrived.weights, is_first_microbatch)
-            y = self.exchange.answer(answers, arrived)
-        else:
-            y = self._by_wire(tokens, top_k_index, weights, is_first_microbatch)
+        way = self._by_exchanges if self.form.as_always else self._by_wire
+        y = self.exchange.watched(way, tokens, top_k_index, weights, is_first_microbatch)
         return y if x.dim() == 2 else y.view(x.shape)
+
+    def _by_exchanges(
+        self,
+        tokens: Tensor,
+        top_k_index: Tensor,
+        weights: Tensor | None,
+        is_first_microbatch: bool | Tensor | None,
+    ) -> Tensor:
+        """From tokens to their sums by exchanges and ``GroupedMLP``, each with its own gradient."""
+        arrived = self.exchange.arrive(tokens, top_k_index, weights)
+        routing = route(arrived.choices, self.num_gemms, self.expert_rows)
+        answers = super().forward(arrived.rows, routing, arrived.weights, is_first_microbatch)
+        return self.exchange.answer(answers, arrived)
 
     def _by_wire(
         self,
@@ -214,7 +223,8 @@ class ExpertParallelMLP(MoE):
         """Raise if a call since the last ``check()`` or ``clear()`` did not fit; reads the device on the host.
 
         Raises:
-            RuntimeError: it names the layer, the rows that were needed and those that there are.
+            RuntimeError: it names the layer, the rows that were needed and those that there are; or the ranks that
+                this one's device has waited for in vain.
         """
         self.exchange.check()
 

@@ -108,7 +108,7 @@ class Meet:
             cute.arch.store((theirs + rank).llvm_ptr, now, sem="release", scope="sys")
             barrier = 0 if cutlass.const_expr(token is not None) else 1
             missed = cute.make_ptr(Int32, watch[1], cute.AddressSpace.gmem, assumed_align=4)
-            self.wait(control.iterator + peer, now, watch[0], missed + barrier * self.ranks + peer)
+            self.wait(control, peer, now, watch[0], missed + barrier * self.ranks)
             if cutlass.const_expr(token is not None):
                 told_here = (control.iterator + told + peer).llvm_ptr
                 arrived[peer] = cute.arch.load(told_here, Int32, sem="relaxed", scope="sys")
@@ -129,16 +129,21 @@ class Meet:
         return low
 
     @cute.jit
-    def wait(self, place: cute.Pointer, now: Int32, nanoseconds: Int64, missed: cute.Pointer):
-        """Until the count there is at least ``now``, in arithmetic that wraps around.
+    def wait(self, control: cute.Tensor, peer: Int32, now: Int32, nanoseconds: Int64, missed: cute.Pointer):
+        """Until the count of a rank is at least ``now``, in arithmetic that wraps around.
 
-        What has waited in vain says so to the host, which can ask nothing of a device that has stopped.
+        What has waited in vain says so to the host, which can ask nothing of a device that has stopped. It does so
+        for all warps, since the first trap stops the others.
         """
+        place = (control.iterator + peer).llvm_ptr
         begin = cute.arch.globaltimer()
-        seen = cute.arch.load(place.llvm_ptr, Int32, sem="acquire", scope="sys")
+        seen = cute.arch.load(place, Int32, sem="acquire", scope="sys")
         while seen - now < 0:
             if cute.arch.globaltimer() - begin > nanoseconds:
-                cute.arch.store(missed.llvm_ptr, Int32(1), sem="relaxed", scope="sys")
+                for other in cutlass.range(self.ranks, unroll=1):
+                    count = cute.arch.load((control.iterator + other).llvm_ptr, Int32, sem="relaxed", scope="sys")
+                    if other == peer or count - now < 0:
+                        cute.arch.store((missed + other).llvm_ptr, Int32(1), sem="relaxed", scope="sys")
                 cute.arch.fence_acq_rel_sys()
                 llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
-            seen = cute.arch.load(place.llvm_ptr, Int32, sem="acquire", scope="sys")
+            seen = cute.arch.load(place, Int32, sem="acquire", scope="sys")
