@@ -325,20 +325,30 @@ def test_errors(ranks):
     ranks(check_errors)
 
 
-def check_time_out() -> None:
-    """In the backward, too."""
+def check_time_out(where: str) -> None:
+    """Of a rank that raises an error in its forward, or has no backward."""
     group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
     problem = Problem("full", torch.float64)
     layer, rows = problem.layer(group=group), problem.tokens
-    y = layer(problem.x[rows], problem.index[rows], problem.weights[rows])
-    if problem.me == 0:
-        with pytest.raises(RuntimeError, match=r"tgl::ep_dispatch: the exchange among ranks \[0, 1\] failed on rank 0"):
-            y.sum().backward()
+    given = problem.x[rows], problem.index[rows], problem.weights[rows]
+    said = "tgl::{}: the exchange among ranks \\[0, 1\\] failed on rank 0"
+    if where == "forward" and problem.me == 0:
+        with pytest.raises(RuntimeError, match=said.format("ep_route")):
+            layer(*given)
+    elif where == "forward":
+        with pytest.raises(ValueError, match="`top_k_index` must be"):
+            layer(given[0], given[1][1:])
+    else:
+        y = layer(*given)
+        if problem.me == 0:
+            with pytest.raises(RuntimeError, match=said.format("ep_dispatch")):
+                y.sum().backward()
     dist.barrier()
 
 
-def test_a_rank_without_a_backward_does_not_hang_the_others(ranks):
-    ranks(check_time_out)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_is_missed_does_not_hang_the_others(ranks, where):
+    ranks(check_time_out, where, limit=30.0)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
