@@ -154,7 +154,9 @@ class Problem:
         """The layer with the experts of the first one: there is no room for those of all."""
         first = next(iter(self.layers.values()), None)
         if first is not None:
-            layer.fc1.weight, layer.fc2.weight = first.fc1.weight, first.fc2.weight
+            for mine, theirs in ((layer.fc1, first.fc1), (layer.fc2, first.fc2)):
+                own, mine.weight = mine.weight, theirs.weight
+                own.data = own.data.new_empty(0)  # the layer still knows it
         return layer
 
     def draw(self, seed: int, tokens: int | None = None) -> Given:

@@ -7,13 +7,12 @@ by ``QUACK_COMPILE_WORKERS`` processes, 8 by default, and kept on disk.
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
-
-GEMMS = ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned")
 
 
 def installed() -> str:
@@ -26,12 +25,13 @@ def installed() -> str:
 
 
 def configurations() -> dict[str, list[str]]:
-    """What the autotuner has chosen so far, by its function: a configuration for every size."""
-    try:
-        from quack import gemm_interface
-    except ImportError:
+    """What quack's autotuner has chosen so far, by function: a configuration for every size."""
+    if "quack.autotuner" not in sys.modules:
         return {}
-    return {name: [str(chosen) for chosen in getattr(gemm_interface, name).cache.values()] for name in GEMMS}
+    kind = sys.modules["quack.autotuner"].Autotuner
+    loaded = [module for name, module in sys.modules.items() if name.startswith("quack.")]
+    tuned = {name: f for module in loaded for name, f in vars(module).items() if isinstance(f, kind)}
+    return {name: [str(chosen) for chosen in f.cache.values()] for name, f in tuned.items()}
 
 
 def by_sonicmoe(

@@ -116,16 +116,15 @@ from tgl import peers
 with world(2, [(12, 64, torch.float32)], "cuda", seconds=0.5) as made:
     group = {"group_name": made.names[0], "engine": "symmetric_memory"}
     index = torch.zeros(3, 2, dtype=torch.int32, device="cuda")
-    calls = 0
     try:
-        for calls in range(2):
+        for _ in range(2):
             torch.ops.tgl.ep_route(index, 4, group_size=2, pair_rows=6, expert_rows=8, **group)
             try:
                 torch.cuda.synchronize()
             except RuntimeError:  # which says nothing of ranks; the device is lost
-                print("stopped")
-    except RuntimeError as error:
-        print(calls, error, flush=True)
+                pass
+    except RuntimeError as error:  # of the first call, if it compiled something behind the barrier, else of the second
+        print(error, flush=True)
     import os
     os._exit(0)
 """
@@ -135,7 +134,7 @@ def test_a_rank_that_stays_away_is_named():
     """In a process of its own, whose device stops for good."""
     done = subprocess.run([sys.executable, "-c", STAYS_AWAY], cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = "rank 0 of 2 waited 0.5 s for rank 1 in ep_route, in the barrier before its writes"
-    assert f"stopped\n1 ep_route: {said}" in done.stdout, done.stderr
+    assert done.stdout.startswith(f"ep_route: {said}"), done.stderr
 
 
 # --- four ranks -------------------------------------------------------------------------------------------------------
