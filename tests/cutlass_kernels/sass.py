@@ -47,16 +47,36 @@ class Report:
         return self.count("LDL") + self.count("STL")
 
 
+INSTRUCTION = r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.\w+)*)\s*([^;]*);"
+
+
+def loads_before_use(cubin: bytes, bits: int) -> tuple[int, int]:
+    """Global loads of ``bits``, and how many of them stand before the first instruction that reads what one loads."""
+    taken, found, before = set(), 0, None
+    for name, operands in re.findall(INSTRUCTION, _disassembled(cubin), re.M):
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+        if name.startswith("LDG") and name.endswith(f".{bits}"):
+            found += 1
+            taken |= {registers[0] + i for i in range(bits // 32)}
+        elif name != "CS2R" and before is None and taken & set(registers):
+            before = found
+    return found, found if before is None else before
+
+
 def inspect(cubin: bytes, kernel: str = "") -> Report:
     """Read a cubin: the most registers and stack and all instructions of the kernels whose names hold ``kernel``."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = subprocess.run([nvdisasm(), str(path)], capture_output=True, text=True, check=True).stdout
+    text = _disassembled(cubin)
     sections = re.split(r"^//-+ \.text\.(\S+) -+$", text, flags=re.M)
     code = "\n".join(body for name, body in zip(sections[1::2], sections[2::2]) if kernel in name)
     names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.\w+)?)[^;]*;", code, re.M)
     return Report(_attribute(text, "REGCOUNT", kernel), _attribute(text, "FRAME_SIZE", kernel), Counter(names))
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([nvdisasm(), str(path)], capture_output=True, text=True, check=True).stdout
 
 
 def _attribute(text: str, name: str, kernel: str) -> int:

@@ -13,6 +13,7 @@ from tests.cutlass_kernels import sass
 from tests.kernel_cases import framed_like
 from tests.ops.test_permutation import SOME, combined, dispatched, dots, integers, places, problem
 from tgl import backends
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops import permutation as calls
 from tgl.cutlass_kernels.permute.cut import LANES, cut_of
 from tgl.cutlass_kernels.runtime import device, launcher
@@ -93,6 +94,32 @@ def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
         for report in (sass.inspect(kernel.artifacts.CUBIN) for kernel in kernels):
             assert report.spills == report.frame == 0
             assert report.registers <= 128
+
+
+IN_FLIGHT = [
+    pytest.param(arch.chips[0], dtype, top_k, marks=() if (arch, top_k) == (ARCHS["sm_90"], 8) else pytest.mark.slow)
+    for arch in ARCHS.values()
+    for dtype in calls.DTYPES
+    for top_k in range(1, calls.CombineBackward.most + 1)
+]
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="no disassembler")
+@pytest.mark.parametrize(("arch", "dtype", "top_k"), IN_FLIGHT, ids=str)
+def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype, top_k):
+    """In the backward, in registers alone."""
+    element = str(dtype).removeprefix("torch.")
+    cut = cut_of(4096, 16 // dtype.itemsize, top_k, calls.CombineBackward.least, calls.CombineBackward.most)
+    assert cut.batch == top_k
+    with emulator.emulate(arch):
+        kernel = calls.COMBINE_BACKWARD.build(
+            calls.PermutationKey(arch, True, cut, element, "int32", "int32", "float32")
+        )
+    loads = (top_k + 1) * cut.strips  # and the token's own row
+    assert sass.loads_before_use(kernel.artifacts.CUBIN, 128) == (loads, loads)
+    report = sass.inspect(kernel.artifacts.CUBIN)
+    assert report.spills == report.frame == 0
+    assert report.registers <= 128
 
 
 def test_two_devices_give_the_same_bits(monkeypatch):

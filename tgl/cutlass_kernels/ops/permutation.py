@@ -190,7 +190,7 @@ class CombineBackward(Permutation[CombineBackwardCall]):
     call = CombineBackwardCall
     matrices = ("grad", "y", "dy")
     least = LANES  # a warp sums over all columns of a token
-    most = 4  # whose rows registers hold, read and written
+    most = 10  # in one batch: another would read the gradient again
     reach = Reach({"grad": ROWS, "y": ROWS, "dy": ROWS}, outputs=("dy",))
 
     def nothing(self, c: CombineBackwardCall) -> bool:

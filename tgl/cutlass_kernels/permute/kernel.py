@@ -8,7 +8,8 @@ choices would have the rows around it. A place out of range is neither read nor 
 The bandwidth of memory times its latency is what must be in flight: 4.8 TB/s times 0.8 us is 3.8 MB, 29 KB for each of
 132 multiprocessors. A lane has at least ``LOADS`` pieces of 16 bytes to read, of which two or more are on their way at
 a time. Up to 64 registers leave room for 1,024 lanes on a multiprocessor or more: 32 KB by two pieces, 64 KB by four.
-The backward has up to 128 registers, hence 512 lanes, which read ``LOADS`` pieces of ``y`` beside those of ``grad``.
+The backward has up to 128 registers, hence 512 lanes or more, which read ``LOADS`` pieces of ``y``, or those of a
+token's ten rows, beside those of ``grad``.
 
 =================  =================================================================================================
 class              lanes
@@ -400,7 +401,7 @@ class CombineBackward(Choices):
         cut = self.cut
         block, _, _ = cute.arch.block_idx()
         tokens, rows = Int32(grad.shape[0]), Int32(dy.shape[0])
-        token = block * (THREADS // LANES) + cute.arch.warp_idx()
+        token = block * (THREADS // LANES) + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if token < tokens:
             if cutlass.const_expr(cut.batch == cut.top_k):
                 self.differentiate(grad, y, routing, dy, dweights, token, 0)
@@ -423,36 +424,52 @@ class CombineBackward(Choices):
         token: Int32,
         choice: Any,
     ):
-        """A batch of choices, by one warp."""
+        """A batch of choices, by one warp.
+
+        What belongs to a choice alone is in the lane of its number, and shuffled to all where it is used: registers of
+        every lane for it would leave too few for the rows.
+        """
         cut, lane = self.cut, cute.arch.lane_idx()
-        columns = Int32(grad.shape[1])
-        rows = self.batch(self.row_of, routing.position, token, Int32(y.shape[0]), choice)
-        absent = self.batch(self.absent_row, routing.owners, token, Int32(grad.shape[0]), choice)
-        factors = [weight(routing.weights, token, choice + j, rows[j]) for j in range(cut.batch)]
-        cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
+        columns, tokens, places = Int32(grad.shape[1]), Int32(grad.shape[0]), Int32(y.shape[0])
+        row, absent, factor = Int32(-1), Int32(-1), Float32(0.0)
+        if lane < cut.batch:
+            row = self.row_of(routing.position, token, places, choice + lane)
+            absent = self.absent_row(routing.owners, token, tokens, choice + lane)
+            factor = weight(routing.weights, token, choice + lane, row)
         dots = cute.make_rmem_tensor(cut.batch, Float32)
         dots.fill(0.0)
         upper = cute.make_rmem_tensor((cut.vector, cut.strips), grad.element_type)
         held = cute.make_rmem_tensor((cut.vector, cut.strips, cut.batch), y.element_type)
-        step = cut.strips * LANES * cut.vector
-        for first in cutlass.range(lane * cut.vector, columns + lane * cut.vector, step, unroll=1):
+        for start in cutlass.range(0, columns, cut.strips * LANES * cut.vector, unroll=1):
+            first = start + lane * cut.vector
+            for j in cutlass.range_constexpr(cut.batch):
+                own = cute.arch.shuffle_sync(row, j)
+                for i in cutlass.range_constexpr(cut.strips):
+                    load(y, own, self.column(first, i), held[None, i, j])
             for i in cutlass.range_constexpr(cut.strips):
                 load(grad, token, self.column(first, i), upper[None, i])
-            for j in cutlass.range_constexpr(cut.batch):
-                for i in cutlass.range_constexpr(cut.strips):
-                    load(y, rows[j], self.column(first, i), held[None, i, j])
-            for j in cutlass.range_constexpr(cut.batch):
-                for i in cutlass.range_constexpr(cut.strips):
-                    products = upper[None, i].load().to(Float32) * held[None, i, j].load().to(Float32)
-                    dots[j] += products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                    store(dy, rows[j], self.column(first, i), weighted(upper[None, i], factors[j]))
+            # Both branches are always taken, which the assembler cannot know. Within one block of instructions it
+            # would multiply the first rows, and wait for them, before it asks for the last.
+            if start - columns < places:
+                for j in cutlass.range_constexpr(cut.batch):
+                    for i in cutlass.range_constexpr(cut.strips):
+                        products = upper[None, i].load().to(Float32) * held[None, i, j].load().to(Float32)
+                        dots[j] += products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            if start - columns < tokens:
+                for j in cutlass.range_constexpr(cut.batch):
+                    own, own_factor = cute.arch.shuffle_sync(row, j), cute.arch.shuffle_sync(factor, j)
+                    for i in cutlass.range_constexpr(cut.strips):
+                        store(dy, own, self.column(first, i), weighted(upper[None, i], own_factor))
+        dot = Float32(0.0)
         for j in cutlass.range_constexpr(cut.batch):
             total = dots[j]
             for i in cutlass.range_constexpr(5):
                 total += cute.arch.shuffle_sync_bfly(total, 1 << i)
-            if rows[j] < 0:
-                total = Float32(0.0)  # the token's own row may hold NaN
-            if lane == 0 and choice + j < cut.top_k:
-                dweights[token, choice + j] = total
-            if absent[j] >= 0:
-                clear_row(dy, absent[j], lane, cut.vector)
+            if lane == j and row >= 0:  # of no row it may be NaN, as the token's own
+                dot = total
+        if lane < cut.batch and choice + lane < cut.top_k:
+            dweights[token, choice + lane] = dot
+        for j in cutlass.range_constexpr(cut.batch):
+            own = cute.arch.shuffle_sync(absent, j)
+            if own >= 0:
+                clear_row(dy, own, lane, cut.vector)
