@@ -348,7 +348,7 @@ def check_time_out(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_is_missed_does_not_hang_the_others(ranks, where):
-    ranks(check_time_out, where, limit=30.0)
+    ranks(check_time_out, where)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

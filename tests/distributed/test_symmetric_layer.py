@@ -133,7 +133,7 @@ def check_away() -> None:
 
 
 def test_a_rank_that_raises_is_named_by_the_other(ranks):
-    ranks(check_away, limit=30)
+    ranks(check_away, limit=120)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
