@@ -76,7 +76,7 @@ class Cuda:
         self.where = "default"
 
     @contextlib.contextmanager
-    def graph(self, graph):
+    def graph(self, graph, pool=None):
         self.recording = graph
         try:
             yield

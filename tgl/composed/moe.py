@@ -4,8 +4,8 @@ The rows that experts read, ``[T, H]``, and what the activation makes of them, `
 The backward forms both again: the rows are copies of the tokens, and the activation's result comes with its gradient.
 It is two ops, so that what goes into the activation is held by nobody while the second one runs.
 
-Nobody reads rows past the last expert's, and nothing writes them: a layer with room for more rows than it has pays for
-those it has. Among them are those of h and of its gradient.
+Nobody reads rows past the last expert's, and on a GPU nothing writes them: a layer with room for more rows than it has
+pays for those it has. Among them are rows of h and of its gradient, which an op returns; on a CPU they are zero.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ width is, and so a larger part of a narrow expert's time. Widths of 256, 768 and
 FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so that it gathers at any width
 
 
+def _on_cpu(device: torch.device) -> bool:
+    return backends.device_arch(device) == "cpu"
+
+
 class _Places(NamedTuple):
     """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it."""
 
@@ -57,7 +61,7 @@ class _Places(NamedTuple):
         Args:
             gathers: whether to read by an index costs a GPU less than the copy.
         """
-        if not gathers or backends.device_arch(t.device) == "cpu":
+        if not gathers or _on_cpu(t.device):
             return self.rows(t), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
@@ -68,7 +72,7 @@ class _Places(NamedTuple):
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
         spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
         return backends.produce(
-            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=False
+            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=_on_cpu(t.device)
         )
 
     def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
@@ -93,11 +97,13 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     given = [tokens, w1, offs, bias1, probs]
     del tokens
     table = {} if index is None else {"rows": index}
-    expert = backends.produce("grouped_gemm_activation", device, first, given, params=params, zero_tail=False, **table)
+    expert = backends.produce(
+        "grouped_gemm_activation", device, first, given, params=params, zero_tail=_on_cpu(device), **table
+    )
     del given
     answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
-    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=False)
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=_on_cpu(device))
     del given
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
 
@@ -129,7 +135,9 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     given = [answers[0], w2.transpose(1, 2), h, offs, probs]
     del h
     table = {} if answers[1] is None else {"rows": answers[1]}
-    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=False, **table)
+    back = backends.produce(
+        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=_on_cpu(device), **table
+    )
     del given
     dprobs, act = back["dprobs"], back.pop("act")
     if made["dw2"] is not None and act is not None:
@@ -155,7 +163,7 @@ def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
     if made["dx"] is not None:
         spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
         given = [dh, w1.transpose(1, 2), offs, None, None]
-        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=False)
+        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=_on_cpu(device))
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
