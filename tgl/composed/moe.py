@@ -38,16 +38,22 @@ width is, and so a larger part of a narrow expert's time. Widths of 256, 768 and
 FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so that it gathers at any width
 
 
-def _on_cpu(device: torch.device) -> bool:
-    return backends.device_arch(device) == "cpu"
-
-
 class _Places(NamedTuple):
-    """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it."""
+    """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it.
+
+    Attributes:
+        position, token, top_k: see there.
+        on_cpu: whether a CPU runs the call, where ATen's loops read no index, and rows of nobody become zeros.
+    """
 
     position: Tensor
     token: Tensor
     top_k: int
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, position: Tensor, token: Tensor, top_k: int) -> _Places:
+        return cls(position, token, top_k, backends.device_arch(token.device) == "cpu")
 
     def rows(self, t: Tensor) -> Tensor:
         """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
@@ -61,7 +67,7 @@ class _Places(NamedTuple):
         Args:
             gathers: whether to read by an index costs a GPU less than the copy.
         """
-        if not gathers or _on_cpu(t.device):
+        if not gathers or self.on_cpu:
             return self.rows(t), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
@@ -72,7 +78,7 @@ class _Places(NamedTuple):
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
         spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
         return backends.produce(
-            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=_on_cpu(t.device)
+            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=self.on_cpu
         )
 
     def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
@@ -89,7 +95,7 @@ class _Places(NamedTuple):
 def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int) -> Tensors:
     """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
-    places, device = _Places(position, token, top_k), x.device
+    places, device = _Places.of(position, token, top_k), x.device
     probs = places.per_row(weights, source)
     first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
     few = token.shape[0] <= FEW_ROWS * w2.shape[0]
@@ -98,12 +104,12 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     del tokens
     table = {} if index is None else {"rows": index}
     expert = backends.produce(
-        "grouped_gemm_activation", device, first, given, params=params, zero_tail=_on_cpu(device), **table
+        "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, **table
     )
     del given
     answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
-    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=_on_cpu(device))
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu)
     del given
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
 
@@ -116,7 +122,7 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     """
     dy, w2, source, position, token, offs, h, weights, bias2 = operands
     operands.clear()
-    places, device = _Places(position, token, top_k), dy.device
+    places, device = _Places.of(position, token, top_k), dy.device
     width = w2.shape[1]
     probs, answers = places.per_row(weights, source), places.read(dy, width <= BACK and bias2 is None)
     del dy
@@ -136,7 +142,7 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     del h
     table = {} if answers[1] is None else {"rows": answers[1]}
     back = backends.produce(
-        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=_on_cpu(device), **table
+        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=places.on_cpu, **table
     )
     del given
     dprobs, act = back["dprobs"], back.pop("act")
@@ -155,7 +161,7 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
 def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
     """The gradients of x, w1 and bias1 that have a spec. dx comes before dw1: in dw1's turn its rows are gone."""
     dh, x, w1, position, token, offs = operands
-    places, device = _Places(position, token, top_k), dh.device
+    places, device = _Places.of(position, token, top_k), dh.device
     grads: Tensors = dict.fromkeys(made)
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
@@ -163,7 +169,7 @@ def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
     if made["dx"] is not None:
         spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
         given = [dh, w1.transpose(1, 2), offs, None, None]
-        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=_on_cpu(device))
+        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=places.on_cpu)
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:

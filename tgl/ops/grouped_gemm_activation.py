@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import specs
 from ..meta.remembered import remembered
+from ._bias import autocast_bias
 from ._library import Formula, autocast_operand, define
 from ._rows import given, summed
 from .grouped_activation import SCHEMA, Params
@@ -109,9 +110,7 @@ def _autocast(
 ) -> tuple[tuple, dict]:
     """Operands and bias in the autocast dtype; ``probs`` keeps its own."""
     a, b = autocast_operand(dtype, a), autocast_operand(dtype, b)
-    bias = autocast_operand(dtype, bias) if bias is not None else None
-    if probs is not None and probs.dtype not in (kwargs.get("out_dtype") or a.dtype, torch.float32):
-        probs = probs.float()
+    bias, probs = autocast_bias(dtype, kwargs.get("out_dtype") or a.dtype, bias, probs)
     return (a, b, offs, bias, probs, rows), kwargs
 
 
