@@ -11,7 +11,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels import sass
 from tests.kernel_cases import framed_like
-from tests.ops.test_permutation import SOME, combined, dispatched, dots, integers, places, problem
+from tests.ops.test_permutation import NAN, SOME, combined, dispatched, dots, integers, places, problem
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops import permutation as calls
@@ -92,6 +92,41 @@ def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
             assert "st.global.v4.b32" in kernel.artifacts.PTX
     if sass.nvdisasm() is not None:
         for report in (sass.inspect(kernel.artifacts.CUBIN) for kernel in kernels):
+            assert report.spills == report.frame == 0
+            assert report.registers <= 128
+
+
+WIDER_AND_NARROWER = [
+    ("sm_90a", 8, BF16, F32, 264),
+    ("sm_80", 2, F32, BF16, 40),
+    ("sm_120a", 3, F16, F32, 20),
+    pytest.param("sm_100a", 10, F16, F32, 5, marks=pytest.mark.slow),
+    pytest.param("sm_90a", 11, F32, F16, 36, marks=pytest.mark.slow),
+    pytest.param("sm_100a", 6, F16, BF16, 264, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("arch", "top_k", "dtype", "out_dtype", "columns"), WIDER_AND_NARROWER, ids=str)
+def test_sums_of_another_dtype(monkeypatch, arch, top_k, dtype, out_dtype, columns):
+    """The bits of rows that are cast to float32 first, whose loads are no narrower than without it."""
+    compile, kernels = launcher.compiled, []
+    monkeypatch.setattr(launcher, "compiled", lambda *args: kernels.append(compile(*args)) or kernels[-1])
+    token, position = places(9, top_k, spare=3, absent=0.3)
+    y, weights = torch.randn(len(token), columns).to(dtype), torch.rand(9, top_k)
+    y[(token < 0) | (token >= 9)] = NAN
+    like = {"out": torch.empty(9, columns, dtype=out_dtype)}
+    with emulator.emulate(arch):
+        for w in (None, weights):
+            (sums,) = run("combine", y, position, w, top_k=top_k, likes=like)
+            (expected,) = run("combine", y.float(), position, w, top_k=top_k, likes={"out": torch.empty(9, columns)})
+            assert torch.equal(sums, expected.to(out_dtype))
+            assert torch.equal(sums, OPS.combine(y, token, position, top_k, w, out_dtype=out_dtype))
+    ours = kernels[::2] if dtype != F32 else kernels
+    for kernel in ours:
+        if columns % 8 == 0:
+            assert "ld.global.v4.b32" in kernel.artifacts.PTX
+        if sass.nvdisasm() is not None:
+            report = sass.inspect(kernel.artifacts.CUBIN)
             assert report.spills == report.frame == 0
             assert report.registers <= 128
 
@@ -191,3 +226,17 @@ def test_how_rows_are_dealt(columns, vector, top_k, expected):
 )
 def test_accesses_are_as_wide_as_rows_allow(rows, vector):
     assert calls.vector_of(rows) == vector
+
+
+@pytest.mark.parametrize(
+    ("rows", "sums", "vector"),
+    [
+        (torch.empty(4, 24, dtype=BF16), torch.empty(4, 28)[:, 4:], 8),
+        (torch.empty(4, 24, dtype=BF16), torch.empty(4, 26)[:, 2:], 2),
+        (torch.empty(4, 28, dtype=BF16), torch.empty(4, 28), 4),
+        (torch.empty(4, 24), torch.empty(4, 28, dtype=BF16)[:, 4:], 4),
+        (torch.empty(4, 24), torch.empty(4, 26, dtype=BF16)[:, 2:], 2),
+    ],
+)
+def test_accesses_of_sums_that_are_wider_or_narrower_than_rows(rows, sums, vector):
+    assert calls.vector_of(rows, sums) == vector

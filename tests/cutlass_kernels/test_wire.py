@@ -154,14 +154,16 @@ def test_places_of_many_tokens(machine, ranks, invariant):
     assert invariant or pairs.max() > pair_rows
 
 
-def moved(found: Ranks, op: str, tensors: list[tuple[Tensor, Tensor | None]], plan: list, copies: int) -> None:
+def moved(
+    found: Ranks, op: str, tensors: list[tuple[Tensor, Tensor | None]], plan: list, copies: int, **rounded: torch.dtype
+) -> None:
     """Results of both engines, which are equal wherever a token has its place.
 
     The collectives sum in float32, which is then rounded: torch's sum of bags on a CPU rounds ties of bfloat16 up.
     """
     check, collective = MOVING[op]
     places = [(token, position) for position, token, _, _ in plan]
-    made = [empty_all(check(*both, *where, copies)) for both, where in zip(tensors, places)]
+    made = [empty_all(check(*both, *where, copies, **rounded)) for both, where in zip(tensors, places)]
 
     def wider(t):
         return t if t is None or t.dtype == torch.uint8 else t.float()
@@ -213,7 +215,9 @@ def test_rows_of_bytes(together):
         assert sent[0][0].shape[1] == codec.width == 96
         moved(found, "ep_dispatch", sent, plan, 2)
         moved(found, "ep_dispatch", [(rows[:, 16:64], None) for rows, _ in sent], plan, 2)  # of a pitch, copied
-        moved(found, "ep_combine", [(torch.randn(2 * sizes.pair_rows, 72), None) for _ in plan], plan, 2)
+        sums = [(torch.randn(2 * sizes.pair_rows, 72), None) for _ in plan]
+        moved(found, "ep_combine", sums, plan, 2)
+        moved(found, "ep_combine", sums, plan, 2, out_dtype=BF16)
 
 
 @pytest.mark.parametrize("sizes", [{"pair_rows": 4}, {"expert_rows": 12}], ids=str)
@@ -336,6 +340,7 @@ def test_a_rank_by_itself(machine):
             ("ep_dispatch", (x, weights, *places), {}),
             ("ep_dispatch", (torch.randint(256, (6, 64), dtype=torch.uint8), weights.detach(), *places), {}),
             ("ep_combine", (torch.randn(6, 64, requires_grad=True), None, *places), {}),
+            ("ep_combine", (torch.randn(6, 64, requires_grad=True), None, *places), {"out_dtype": BF16}),
         ):
             torch.library.opcheck(getattr(torch.ops.tgl, op).default, args, {**options, **group})
         report = str(tgl.explain("ep_route", index, 4, **sizes, **group))

@@ -99,6 +99,11 @@ def check_values() -> None:
             visits = (places[1].view(-1, 2) >= 0).sum(1)[:, None]
             assert torch.equal(y, x * visits)
             assert none.shape == (0,)
+            if dtype != torch.float64:
+                for out_dtype in (torch.float32, torch.bfloat16):
+                    sums, _ = OPS.ep_combine(rows, None, *places, group_name=name, out_dtype=out_dtype)
+                    assert sums.dtype == out_dtype
+                    assert torch.equal(sums, (x.float() * visits).to(out_dtype))
 
 
 def test_values_and_unused_places(ranks):
@@ -137,14 +142,17 @@ def check_contracts() -> None:
     nothing = torch.empty(0, TOP_K, dtype=torch.int32)
     torch.library.opcheck(OPS.ep_route.default, (nothing, EXPERTS), options())
     sent = torch.randint(256, (len(x), 32), dtype=torch.uint8)
-    for op, t, w in (
-        (OPS.ep_dispatch, x, weights),
-        (OPS.ep_dispatch, sent, weights.detach()),  # opcheck does not add sums of bytes and of floats that require grad
-        (OPS.ep_combine, rows, torch.rand(2 * PAIR_ROWS, 1)),
+    narrow = torch.randn_like(rows, dtype=torch.bfloat16).requires_grad_()
+    for op, t, w, rounded in (
+        (OPS.ep_dispatch, x, weights, {}),
+        # opcheck does not add sums of bytes and of floats that require grad
+        (OPS.ep_dispatch, sent, weights.detach(), {}),
+        (OPS.ep_combine, rows, torch.rand(2 * PAIR_ROWS, 1), {}),
+        (OPS.ep_combine, narrow, torch.rand(2 * PAIR_ROWS, 1), {"out_dtype": torch.float32}),
     ):
         for given in (w, None):
-            torch.library.opcheck(op.default, (t, given, *places), {"group_name": name})
-            report = tgl.explain(op, t, given, *places, group_name=name)
+            torch.library.opcheck(op.default, (t, given, *places), {"group_name": name, **rounded})
+            report = tgl.explain(op, t, given, *places, group_name=name, **rounded)
             assert report.chosen.name == "all_to_all_single"
             assert not report.syncs
 
@@ -222,6 +230,8 @@ def check_bad_rows() -> None:
     for op, arguments, error, message in cases:
         with pytest.raises(error, match=re.escape(message)):
             op(*arguments, group_name=name)
+    with pytest.raises(TypeError, match=r"tgl::ep_combine: `out_dtype` must be float64, but got torch.float32"):
+        OPS.ep_combine(rows, None, token, position, copies, group_name=name, out_dtype=torch.float32)
 
 
 def test_bad_arguments(ranks):

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
-from tgl.distributed._wire import WIRES, Codec, Form, check_wire
+from tgl.distributed._wire import WIRES, Codec, Form, Wire, check_wire
 from tgl.nn._places import Places
 from tgl.recipes import Float8BlockScaling, Format, MXFP8BlockScaling
 
@@ -195,6 +195,30 @@ def check_float32() -> None:
 
 def test_partial_sums_in_float32(four_ranks):
     four_ranks(check_float32)
+
+
+def cast_first(wire: Wire, rows: Tensor) -> Tensor:
+    """``Wire.combined`` of rows that are float32 in memory before they are summed, and of sums that are home."""
+    sums = torch.ops.tgl.combine(rows.float(), *wire.local)
+    group = {"group_name": wire.group_name, "engine": wire.engine}
+    return torch.ops.tgl.ep_combine(sums, None, *wire.home, **group)[0].to(rows.dtype)
+
+
+def check_sums_without_a_cast() -> None:
+    for case, invariant, recipe in (("uneven", False, None), ("full", True, MXFP8BlockScaling())):
+        pair = Pair(case, 40, wire_dtype=F32, invariant=invariant, recipe=recipe)
+        ours, combined = pair.results(pair.other, pair.x, pair.grad), Wire.combined
+        Wire.combined = cast_first
+        try:
+            expected = pair.results(pair.other, pair.x, pair.grad)
+        finally:
+            Wire.combined = combined
+        for name, t in expected.items():
+            assert torch.equal(ours[name], t), (case, name)
+
+
+def test_sums_have_the_bits_of_rows_in_float32(ranks):
+    ranks(check_sums_without_a_cast)
 
 
 def check_bytes() -> None:

@@ -1,5 +1,7 @@
 """dispatch, combine and combine_backward against loops over pairs: values, places out of range, gradients, input."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -134,6 +136,28 @@ def test_sums_of_choices_are_rounded_once():
         assert torch.equal((OPS.combine(y, token, position, 8, w).double() - exact).abs(), error)
 
 
+@pytest.mark.parametrize(("dtype", "out_dtype"), list(itertools.permutations(DTYPES[1:], 2)), ids=str)
+def test_sums_of_another_dtype(dtype, out_dtype):
+    """Those of rows in float32, to the bit, rounded once; so are their gradients."""
+    for top_k, columns, (spare, absent) in ((1, 5, SOME["both"]), (3, None, SOME["absent"]), (8, 16, SOME["both"])):
+        token, position = places(7, top_k, spare=spare, absent=absent)
+        shape = (len(token),) if columns is None else (len(token), columns)
+        y, weights = torch.randn(shape).to(dtype).requires_grad_(), torch.rand(7, top_k).requires_grad_()
+        for w in (None, weights, weights.detach(), weights.to(dtype).detach().requires_grad_()):
+            found = []
+            for rows, options in ((y, {"out_dtype": out_dtype}), (y.float(), {})):
+                factors = w if w is None or options else w.float()
+                sums = OPS.combine(rows, token, position, top_k, factors, **options).to(out_dtype)
+                leaves = [t for t in (y, w) if t is not None and t.requires_grad]
+                found.append((sums, *torch.autograd.grad(sums, leaves, (sums * 3).detach())))
+            assert found[0][0].dtype == out_dtype
+            assert all(map(torch.equal, *found))
+            rows, sums = y.detach().view(len(token), -1), [torch.empty(7, columns or 1, dtype=out_dtype) for _ in "ab"]
+            aten.combine(rows, position, w, top_k=top_k, out=sums[0])
+            aten.combine(rows.float(), position, w, top_k=top_k, out=sums[1])
+            assert torch.equal(*sums)
+
+
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("columns", [2, None], ids=["rows", "numbers"])
 def test_gradients_of_first_and_second_order(top_k, columns):
@@ -170,7 +194,8 @@ def test_opcheck(weighted):
         x, y, w = (t.requires_grad_() for t in (x, y, torch.rand(5, 2)))
         last = (w,) if weighted else ()
         torch.library.opcheck(OPS.dispatch.default, (x, token, position, 2, *last))
-        torch.library.opcheck(OPS.combine.default, (y, token, position, 2, *last))
+        for out_dtype in (None, torch.float32):
+            torch.library.opcheck(OPS.combine.default, (y, token, position, 2, *last), {"out_dtype": out_dtype})
     torch.library.opcheck(OPS.combine_backward.default, (x, y, token, position, 2, w))
 
 
@@ -244,6 +269,12 @@ BAD = {
 def test_bad_input(op, args, error, message):
     with pytest.raises(error, match=message):
         op(*args)
+
+
+def test_dtypes_that_sums_do_not_have():
+    for y, dtype, known in ((Y.double(), torch.float32, "float64"), (Y, torch.int32, "float32, bfloat16 or float16")):
+        with pytest.raises(TypeError, match=f"combine: `out_dtype` must be {known}, but got {dtype}"):
+            OPS.combine(y, INT, INT, 2, out_dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -63,26 +63,29 @@ def produce_dispatch(spec: TensorSpec, operands: list, *, top_k: int, zero_tail:
 
 
 def combine(y: Tensor, position: Tensor, weights: Tensor | None, *, top_k: int, out: Tensor) -> None:
-    out.copy_(_combined(y, position, weights, top_k))
+    out.copy_(_combined(y, position, weights, top_k, out.dtype))
 
 
 def produce_combine(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
     y, position, weights = operands
     if y.dim() == 2 or (weights is None and top_k == 1):
-        return _combined(y, position, weights, top_k)
+        return _combined(y, position, weights, top_k, spec.dtype)
     out = spec.empty()
     combine(as_rows(y), position, weights, top_k=top_k, out=as_rows(out))
     return out
 
 
-def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
+def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int, dtype: torch.dtype) -> Tensor:
+    """In ``dtype``; where it is not that of the rows, sums of a copy in float32, as bags are rounded to theirs."""
     if weights is None and top_k == 1:
-        return rows_at(y, position)
+        return rows_at(y, position).to(dtype)
+    if dtype != y.dtype:
+        y = y.to(accumulator(y.dtype))
     starts = torch.arange(0, position.shape[0], top_k, dtype=position.dtype, device=y.device)
     factors = weights if weights is None else weights.to(accumulator(y.dtype)).reshape(-1)
     rows = y if factors is None else y.to(factors.dtype)
     try:
-        return _bags(rows, position, starts, factors).to(y.dtype)
+        return _bags(rows, position, starts, factors).to(dtype)
     except RuntimeError:
         present = (position >= 0) & (position < y.shape[0])
         if present.all():
@@ -90,7 +93,7 @@ def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int) -
     counts = present.view(-1, top_k).sum(1, dtype=position.dtype)
     starts = counts.cumsum(0, dtype=position.dtype) - counts
     factors = factors if factors is None else factors[present]
-    return _bags(rows, position[present], starts, factors).to(y.dtype)
+    return _bags(rows, position[present], starts, factors).to(dtype)
 
 
 def _bags(rows: Tensor, places: Tensor, starts: Tensor, factors: Tensor | None) -> Tensor:

@@ -217,10 +217,9 @@ class Wire(NamedTuple):
 
     def combined(self, rows: Tensor) -> Tensor:
         """Sums of this rank's rows, then of all ranks at home, where those that travel in float32 are rounded."""
-        sums = self.local.combined(rows if self.sums is None else rows.to(self.sums))
-        y, _ = torch.ops.tgl.ep_combine(sums, None, *self.home, group_name=self.group_name, engine=self.engine)
-        made: Tensor = y.to(rows.dtype)
-        return made
+        sums, group = self.local.combined(rows, self.sums), {"group_name": self.group_name, "engine": self.engine}
+        y: Tensor = torch.ops.tgl.ep_combine(sums, None, *self.home, **group, out_dtype=rows.dtype)[0]
+        return y
 
     def after(self, dependency: Tensor) -> Wire:
         """Rows are not gathered before."""

@@ -260,7 +260,7 @@ def _moe_backward_input(dh: Any, x: Any, w1: Any, position: Any, token: Any, off
     return [replicated(3, dh, x, w1, position, token, offs)]
 
 
-def _permutation(t: Any, token: Any, position: Any, top_k: int, weights: Any = None) -> list[Rule]:
+def _permutation(t: Any, token: Any, position: Any, top_k: int, weights: Any = None, **_: Any) -> list[Rule]:
     whole = Replicate()
     rest = (token, whole), (position, whole), (None, whole), (weights, whole)
     ways = (whole, Partial(), *([Shard(1)] if len(t.shape) == 2 else []))

@@ -128,12 +128,22 @@ def ep_dispatch(
 
 
 def ep_combine(
-    y: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: Dim
+    y: Tensor,
+    weights: Tensor | None,
+    token: Tensor,
+    position: Tensor,
+    top_k: Dim,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """``[W P, H]`` and ``[W P, n]`` -> ``[S, H]`` and ``[S, n]`` from all ranks, of absent weights ``[0]``."""
+    """``[W P, H]`` and ``[W P, n]`` -> ``[S, H]`` and ``[S, n]`` from all ranks, of absent weights ``[0]``.
+
+    Sums of ``y`` are rounded to ``out_dtype``; what travels has the dtype of ``y``.
+    """
     op = "ep_combine"
     tokens = _places(op, "y", y, token, position, top_k)
-    return _moved(op, "y", (y, weights), token.shape[0], tokens)
+    out, out_weights = _moved(op, "y", (y, weights), token.shape[0], tokens)
+    return out._replace(dtype=checks.out_dtype(op, "out_dtype", y.dtype, out_dtype)), out_weights
 
 
 def as_words(t: Tensor) -> Tensor:

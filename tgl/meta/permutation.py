@@ -62,9 +62,18 @@ def dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Te
     return TensorSpec((token.shape[0], *x.shape[1:]), x.dtype, x.device)
 
 
-def combine(y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None = None) -> TensorSpec:
-    """``[T, H] -> [S, H]``, or ``[T] -> [S]``."""
-    return _combine("combine", y, token, position, top_k, weights)
+def combine(
+    y: Tensor,
+    token: Tensor,
+    position: Tensor,
+    top_k: Dim,
+    weights: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> TensorSpec:
+    """``[T, H] -> [S, H]``, or ``[T] -> [S]``, in ``out_dtype`` or the dtype of ``y``."""
+    out = _combine("combine", y, token, position, top_k, weights)
+    return out._replace(dtype=checks.out_dtype("combine", "out_dtype", y.dtype, out_dtype))
 
 
 def _combine(op: str, y: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None) -> TensorSpec:

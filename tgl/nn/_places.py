@@ -138,11 +138,11 @@ class Places(NamedTuple):
         """Places by which a graph cannot dispatch before there is ``dependency``, see ``tgl::after``."""
         return self._replace(token=after(self.token, dependency))
 
-    def combined(self, rows: Tensor) -> Tensor:
-        """``[S, columns]``: the sum of every token's ``rows [T, columns]``."""
+    def combined(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[S, columns]``: the sum of every token's ``rows [T, columns]``, in ``dtype`` or that of the rows."""
         if unobserved_call(rows, self.token, self.position):
-            return permutation.combine(rows, *self)
+            return permutation.combine(rows, *self, out_dtype=dtype)
         if compiled_for_cpu(rows.device):
-            return expressions.sum_choices(rows, self.position, self.top_k)
-        made: Tensor = torch.ops.tgl.combine(rows, *self)
+            return expressions.sum_choices(rows, self.position, self.top_k, dtype)
+        made: Tensor = torch.ops.tgl.combine(rows, *self, out_dtype=dtype)
         return made

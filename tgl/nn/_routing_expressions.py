@@ -41,10 +41,15 @@ def taken(t: Tensor, places: Tensor) -> Tensor:
     return rows.masked_fill(absent if t.dim() == 1 else absent[:, None], 0)
 
 
-def sum_choices(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
-    """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once."""
+def sum_choices(rows: Tensor, position: Tensor, top_k: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once.
+
+    In ``dtype``, as wide as the rows or float32; None for theirs.
+    """
     chosen = taken(rows, position)
-    return chosen if top_k == 1 else chosen.unflatten(0, (-1, top_k)).sum(1)
+    if top_k == 1:
+        return chosen if dtype is None else chosen.to(dtype)
+    return chosen.unflatten(0, (-1, top_k)).sum(1, dtype=dtype)
 
 
 class _Dispatch(torch.autograd.Function):

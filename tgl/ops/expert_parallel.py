@@ -10,6 +10,7 @@ another way on another rank. Rows of bytes are dispatched too, and have no deriv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ._library import Formula, define
 ROUTE, DISPATCH, COMBINE = "ep_route", "ep_dispatch", "ep_combine"
 _PLAN = ("position", "token", "index", "needed")
 _OUTPUTS = ("out", "out_weights")  # of dispatch and combine
-_SPECS = {DISPATCH: meta.ep_dispatch, COMBINE: meta.ep_combine}
+_SPECS: dict[str, Callable[..., tuple[specs.TensorSpec, ...]]] = {DISPATCH: meta.ep_dispatch, COMBINE: meta.ep_combine}
 
 Plan = tuple[Tensor, Tensor, Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -50,18 +51,26 @@ def _moving(op: str) -> tuple[Any, Any]:
     """Kernel and fake of dispatch or combine."""
     check = _SPECS[op]
 
-    def fake(t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, **group: str) -> Pair:
+    def fake(t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, **options: Any) -> Pair:
+        group, rounded = _split(options)
         meta.check_engine(op, group.get("engine", meta.ALL_TO_ALL))
-        made, made_weights = specs.empty_all(check(t, weights, token, position, top_k))
+        made, made_weights = specs.empty_all(check(t, weights, token, position, top_k, **rounded))
         return made, made_weights
 
-    def kernel(t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, **group: str) -> Pair:
-        made = fake(t, weights, token, position, top_k, **group)
-        options = {"top_k": top_k, "engine": meta.ALL_TO_ALL, **group, **dict(zip(_OUTPUTS, made))}
-        backends.run(op, t.device, t, weights, token, position, **options)
+    def kernel(t: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: int, **options: Any) -> Pair:
+        made = fake(t, weights, token, position, top_k, **options)
+        group, _ = _split(options)
+        given = {"top_k": top_k, "engine": meta.ALL_TO_ALL, **group, **dict(zip(_OUTPUTS, made))}
+        backends.run(op, t.device, t, weights, token, position, **given)
         return made
 
     return kernel, fake
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Names of the group and the engine, and the dtype of sums if a combine is given one."""
+    rounded = {name: value for name, value in options.items() if name == "out_dtype"}
+    return {name: value for name, value in options.items() if name not in rounded}, rounded
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -77,10 +86,11 @@ def _save(
     top_k: int,
     *,
     output: Pair,
-    **group: str,
+    **options: Any,
 ) -> None:
     ctx.save_for_backward(token, position)
-    ctx.top_k, ctx.group, ctx.weighted, ctx.of_rows = top_k, group, weights is not None, t.is_floating_point()
+    ctx.group, _ = _split(options)
+    ctx.top_k, ctx.weighted, ctx.of_rows, ctx.dtype = top_k, weights is not None, t.is_floating_point(), t.dtype
 
 
 def _transposed(op: str) -> Any:
@@ -91,7 +101,7 @@ def _transposed(op: str) -> Any:
         if not ctx.of_rows:  # bytes: the gradient of the weights travels alone
             return None, call(grad_weights, None, *ctx.saved_tensors, ctx.top_k, **ctx.group)[0], None, None, None
         weights = grad_weights if ctx.weighted else None
-        dt, dweights = call(grad, weights, *ctx.saved_tensors, ctx.top_k, **ctx.group)
+        dt, dweights = call(grad.to(ctx.dtype), weights, *ctx.saved_tensors, ctx.top_k, **ctx.group)
         return dt, dweights if ctx.weighted else None, None, None, None
 
     return backward
@@ -113,7 +123,7 @@ define(
     formula=Formula(_save, _transposed(COMBINE)),
 )
 define(
-    f"{COMBINE}(Tensor y, {_ARGUMENTS}) -> (Tensor out, Tensor out_weights)",
+    f"{COMBINE}(Tensor y, {_ARGUMENTS}, ScalarType? out_dtype=None) -> (Tensor out, Tensor out_weights)",
     *_moving(COMBINE),
     formula=Formula(_save, _transposed(DISPATCH)),
 )
@@ -150,10 +160,11 @@ def _calling(op: str) -> Any:
         *,
         group_name: str,
         engine: str = meta.ALL_TO_ALL,
+        **rounded: Any,
     ) -> tuple[torch.device, tuple, dict[str, Any]]:
         meta.check_engine(op, engine)
         operands = t, weights, token, position
-        made = (spec.meta() for spec in _SPECS[op](*operands, top_k))
+        made = (spec.meta() for spec in _SPECS[op](*operands, top_k, **rounded))
         options = {"top_k": top_k, "group_name": group_name, "engine": engine, **dict(zip(_OUTPUTS, made))}
         return t.device, operands, options
 

@@ -37,8 +37,16 @@ def dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Te
     return _produced(DISPATCH, spec, [x, token, position, weights], top_k)
 
 
-def combine(y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
-    spec = _checked_combine(y, token, position, top_k, weights)
+def combine(
+    y: Tensor,
+    token: Tensor,
+    position: Tensor,
+    top_k: int,
+    weights: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    spec = _checked_combine(y, token, position, top_k, weights, out_dtype=out_dtype)
     debug.check_places(COMBINE, token, position, top_k)
     return _produced(COMBINE, spec, [y, position, weights], top_k)
 
@@ -93,12 +101,30 @@ def _backward(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor |
     return dx, None, None, None, dweights
 
 
+def _save_combine(
+    ctx: Any,
+    needs: tuple[bool, ...],
+    rows: Tensor,
+    *args: Any,
+    out_dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> None:
+    _save(ctx, needs, rows, *args, **kwargs)
+    ctx.dtype = rows.dtype
+
+
 def _backward_combine(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Copies of gradients are made in the dtype of the rows, products in the wider one of rows and sums."""
     token, position, weights, y = ctx.saved_tensors
-    if weights is not None and needs[4]:
-        dy, dweights = torch.ops.tgl.combine_backward(grad, y, token, position, ctx.top_k, weights)
-        return dy if needs[0] else None, None, None, None, dweights.to(weights.dtype)
-    return torch.ops.tgl.dispatch(grad, token, position, ctx.top_k, weights), None, None, None, None
+    places = token, position, ctx.top_k
+    if weights is None:
+        return torch.ops.tgl.dispatch(grad.to(ctx.dtype), *places), None, None, None, None
+    wide = torch.promote_types(grad.dtype, ctx.dtype)
+    grad, factors = grad.to(wide), weights if wide == ctx.dtype else weights.to(wide)
+    if needs[4]:
+        dy, dweights = torch.ops.tgl.combine_backward(grad, y.to(wide), *places, factors)
+        return dy.to(ctx.dtype) if needs[0] else None, None, None, None, dweights.to(weights.dtype)
+    return torch.ops.tgl.dispatch(grad, *places, factors).to(ctx.dtype), None, None, None, None
 
 
 def _save_backward(
@@ -142,10 +168,10 @@ define(
     formula=Formula(_save, _backward),
 )
 define(
-    f"{COMBINE}(Tensor y, {_PLACES}, Tensor? weights=None) -> Tensor",
+    f"{COMBINE}(Tensor y, {_PLACES}, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
     combine,
-    lambda *args: permutation.combine(*args).empty(),
-    formula=Formula(_save, _backward_combine),
+    lambda *args, **options: permutation.combine(*args, **options).empty(),
+    formula=Formula(_save_combine, _backward_combine),
 )
 define(
     f"{BACKWARD}(Tensor grad, Tensor y, {_PLACES}, Tensor weights) -> (Tensor dy, Tensor dweights)",
@@ -163,9 +189,15 @@ def _call(
 
 
 def _call_combine(
-    y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None
+    y: Tensor,
+    token: Tensor,
+    position: Tensor,
+    top_k: int,
+    weights: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    out = permutation.combine(y, token, position, top_k, weights).meta()
+    out = permutation.combine(y, token, position, top_k, weights, out_dtype=out_dtype).meta()
     return y.device, (as_rows(y), position, weights), {"top_k": top_k, "out": as_rows(out)}
 
 

@@ -32,6 +32,7 @@ class PermutationKey(NamedTuple):
     position: str
     weights: str | None
     tail: bool = True  # whether rows of no token become zeros
+    out: str | None = None  # dtype of sums that are not rounded to that of rows
 
 
 class DispatchCall(NamedTuple):
@@ -96,11 +97,12 @@ class Permutation(Launcher[Call]):
 
     def alike(self, c: Any) -> tuple | None:
         """All but the numbers of tokens and rows."""
-        addresses, facts = 0, []
+        addresses = 0
+        facts: list[Any] = []
         for field in self.matrices:
             t = getattr(c, field)
             addresses |= t.data_ptr()
-            facts.append(t.stride())
+            facts += t.dtype, t.stride()
             if 0 in facts[-1]:
                 return None
         if not c.position.shape[0] or not warm(t.shape[0], addresses):
@@ -108,7 +110,7 @@ class Permutation(Launcher[Call]):
         token = getattr(c, "token", None)
         weights = c.weights if c.weights is None else c.weights.dtype
         facts.append(getattr(c, "zero_tail", None))
-        return t.dtype, t.shape[1], c.top_k, token is None or token.dtype, c.position.dtype, weights, *facts
+        return t.shape[1], c.top_k, token is None or token.dtype, c.position.dtype, weights, *facts
 
     def key(self, c: Any, arch: str) -> PermutationKey:
         """The width of accesses follows from where the rows lie."""
@@ -116,7 +118,12 @@ class Permutation(Launcher[Call]):
         first = matrices[0]
         cut = cut_of(first.shape[1], vector_of(*matrices), c.top_k, self.least, self.most)
         token, tail = name(getattr(c, "token", None)), getattr(c, "zero_tail", True)
-        return PermutationKey(arch, not first.is_cuda, cut, name(first), token, name(c.position), name(c.weights), tail)
+        names = name(first), token, name(c.position), name(c.weights)
+        return PermutationKey(arch, not first.is_cuda, cut, *names, tail, self.sums(c))
+
+    def sums(self, c: Any) -> str | None:
+        """The dtype of results, if it is not that of rows."""
+        return None
 
 
 class Dispatch(Permutation[DispatchCall]):
@@ -160,6 +167,10 @@ class Combine(Permutation[CombineCall]):
     most = 10  # in one batch: two of five take 1.17 to 1.4 times as long on an H200
     reach = Reach({"y": ROWS, "out": ROWS}, outputs=("out",))
 
+    def sums(self, c: CombineCall) -> str | None:
+        """Partial sums may be wider than rows, and what is summed of them narrower."""
+        return None if c.out.dtype == c.y.dtype else name(c.out)
+
     def batch_invariant(self, c: CombineCall) -> bool:
         """A token's choices are summed in their order, wherever their rows are."""
         return True
@@ -176,7 +187,7 @@ class Combine(Permutation[CombineCall]):
         """Compile the kernel for ``key``. Needs no GPU."""
         from ..permute.kernel import Combine as Kernel
 
-        return build(key, Kernel(key.cut), "rows", "position", "weights", "rows")
+        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums")
 
     def arguments(self, c: CombineCall) -> tuple:
         """What the kernel is called with."""
@@ -214,13 +225,17 @@ class CombineBackward(Permutation[CombineBackwardCall]):
 
 
 def vector_of(*matrices: Tensor) -> int:
-    """Elements of an access: what divides the rows, their pitch and the addresses of all matrices, up to 16 bytes."""
-    size = matrices[0].element_size()
-    vector, low = ALIGNMENT // size, matrices[0].shape[1]
+    """Elements of an access: what divides the rows, their pitch and the addresses of all matrices, up to 16 bytes.
+
+    Of the first one, whose rows are read; what is wider takes as many accesses of 16 bytes.
+    """
+    first = matrices[0]
+    vector, columns = ALIGNMENT // first.element_size(), first.shape[1]
     for t in matrices:
-        low |= t.stride(0) | address(t) // size
-    while low % vector:
-        vector //= 2
+        size = t.element_size()
+        most, low = ALIGNMENT // size, t.stride(0) | address(t) // size
+        while columns % vector or low % min(vector, most):
+            vector //= 2
     return vector
 
 
@@ -229,11 +244,15 @@ def build(key: PermutationKey, kernel: Callable, *arguments: str) -> Callable:
     from ..runtime.compiling import compiled, matrix, strided
     from ..runtime.elements import TYPES
 
-    width = key.cut.vector * TYPES[key.element].width // 8
+    def rows(element: str) -> Any:
+        width = min(key.cut.vector * TYPES[element].width // 8, ALIGNMENT)
+        return matrix(element, pitch=width, columns=key.cut.vector, align=width)
 
     def stand_in(argument: str) -> Any:
         if argument == "rows":
-            return matrix(key.element, pitch=width, columns=key.cut.vector, align=width)
+            return rows(key.element)
+        if argument == "sums":
+            return rows(key.out or key.element)
         if argument == "dweights":
             return matrix("float32", pitch=4, align=4)
         return strided(getattr(key, argument), dims=2 if argument == "weights" else 1)

@@ -70,6 +70,11 @@ ACCESSES = {
 """By bytes."""
 
 
+def widest(vector: int, element: Any) -> int:
+    """Elements of one access, of so many side by side."""
+    return min(vector, max(ACCESSES) * 8 // element.width)
+
+
 def _reached(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor) -> tuple[Access, cute.Tensor, list]:
     """How a piece is accessed, its registers as words, and the operands: address, and whether it is in the row."""
     access = ACCESSES[cute.size(held) * held.element_type.width // 8]
@@ -185,7 +190,7 @@ class Routing(NamedTuple):
 
 
 class Combine(Choices):
-    """``out[s] = sum over j of weights[s, j] y[position[s, j]]``."""
+    """``out[s] = sum over j of weights[s, j] y[position[s, j]]``, summed in float32."""
 
     @cute.jit
     def __call__(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor, stream):
@@ -195,7 +200,7 @@ class Combine(Choices):
             y: ``[T, H]``, unit stride along rows.
             position: int32 or int64 ``[S k]``.
             weights: ``[S, k]`` or None.
-            out: ``[S, H]`` like y; S and H at least 1.
+            out: ``[S, H]`` like y, of any dtype; S and H at least 1.
             stream: CUDA stream.
         """
         self.kernel(y, position, weights, out).launch(
@@ -219,7 +224,10 @@ class Combine(Choices):
         for i in cutlass.range_constexpr(cut.strips):
             rounded = cute.make_rmem_tensor(cut.vector, out.element_type)
             rounded.store(total[None, i].load().to(out.element_type))
-            store(out, token, self.column(first, i), rounded)
+            width = widest(cut.vector, out.element_type)  # results may be wider than what was read
+            for part in cutlass.range_constexpr(cut.vector // width):
+                piece = cute.local_tile(rounded, (width,), (part,))
+                store(out, token, self.column(first, i) + part * width, piece)
 
     @cute.jit
     def add(
