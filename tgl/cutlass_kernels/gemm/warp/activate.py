@@ -72,9 +72,9 @@ def store_activated(
                         add_bias(values, bias[half], args, tile.start + top, tile.start + height)
                 held += (rounded(values, gemm.out_element),)
             probs = row_probs(args.probs, tile, top, product)
-            result = rounded(activated(spec.activation, held, probs, product), gemm.out_element)
             for half in cutlass.range_constexpr(halves):
                 store_chunk(held[half], half_of(h, halves, half), top, height, left, lane % 4)
+            result = rounded(activated(spec.activation, held, probs, product), gemm.out_element)
             if cutlass.const_expr(cute.size(result, mode=[0]) == 1):
                 store_every_fourth(result, y, top, height, left // 2, lane % 4)
             else:
