@@ -85,8 +85,17 @@ def every(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict
 
 def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed, together: int = 2) -> list[dict]:
     """Few combinations that hold every pair, or as many ``together``, of values that can occur so."""
-    names, combinations = list(choices), every(choices, allowed)
-    pairs = [frozenset(itertools.combinations([(n, str(c[n])) for n in names], together)) for c in combinations]
+    return covering(every(choices, allowed), dict, together)
+
+
+def covering(combinations: list, axes: Callable[[Any], dict], together: int = 2, beside: str | None = None) -> list:
+    """``pairwise`` of ``combinations``, whose choices ``axes`` tells; of pairs with the axis ``beside``, if named."""
+
+    def groups(choices: dict) -> frozenset:
+        found = itertools.combinations([(name, str(value)) for name, value in choices.items()], together)
+        return frozenset(g for g in found if beside is None or beside in dict(g))
+
+    pairs = [groups(axes(c)) for c in combinations]
     missing = frozenset().union(*pairs)
     cover = []
     while missing:
@@ -94,6 +103,19 @@ def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed, together:
         cover.append(combinations[best])
         missing -= pairs[best]
     return cover
+
+
+def pairs_of(made: list[tuple[str, dict]], one: str, two: str) -> set[tuple[str, str]]:
+    """Which values of two of the axes of ``apart`` meet in any of ``made``."""
+    return {(str(c[one]), str(c[two])) for c in map(apart, made) if {one, two} <= set(c)}
+
+
+def apart(made: tuple[str, dict]) -> dict:
+    """The choices of a kind and a choice, among them the kind, and in place of the tiling target, format and shape."""
+    kind, choice = made
+    *target, config = choice["tiling"]
+    parts = {name: value for name, value in choice.items() if name != "tiling"}
+    return {"kind": kind, "shape": (config.tile_m, config.tile_n), **dict(zip(("arch", "format"), target)), **parts}
 
 
 def each(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict]:

@@ -1,7 +1,7 @@
 """What kernels of MMAs by warps are made with, combined: target, tiling, dtypes, the major of B, parts of the epilogue.
 
-In ``make test`` every choice is made in some kernel of three targets and tilings, which is compiled and disassembled;
-in ``make test-full`` any two meet in some kernel of every tiling of every target, which is run on the emulator too.
+In ``make test`` every choice is made in some kernel of every target, which is compiled and disassembled; in
+``make test-full`` any two meet in some kernel of every tiling of every target, which is run on the emulator too.
 """
 
 import pytest
@@ -12,7 +12,21 @@ pytest.importorskip("tvm_ffi")
 import torch
 
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.matrix import ACTIVATED, KINDS, PARTS, REGISTER_FILE, case, kernel, label, pairwise, run
+from tests.cutlass_kernels.matrix import (
+    ACTIVATED,
+    KINDS,
+    PARTS,
+    REGISTER_FILE,
+    apart,
+    case,
+    covering,
+    every,
+    kernel,
+    label,
+    pairs_of,
+    pairwise,
+    run,
+)
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import LINE
@@ -20,18 +34,14 @@ from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
 from tgl.testing.emulator import emulate
 
 TARGETS = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
-SHAPES = {"sm_80": (128, 256), "sm_89": (128, 128), "sm_121": (64, 64)}
-USUAL = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch, shape in SHAPES.items()]
-EVERY = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch in TARGETS for shape in WARPS]
-
-
-def cover(tilings, together):
-    """A kind and choices for each kernel."""
-    holding = {kind: [t for t in tilings if kind != ACTIVATED or t[1].tile_n % (2 * LINE) == 0] for kind in KINDS}
-    return [(k, c) for k in KINDS for c in pairwise({"tiling": holding[k], **PARTS[k]}, together=together)]
-
-
-COVER, WIDE_COVER = cover(USUAL, 1), cover(EVERY, 2)
+TILINGS = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch in TARGETS for shape in WARPS]
+CHOICES = {
+    kind: {"tiling": [t for t in TILINGS if kind != ACTIVATED or t[1].tile_n % (2 * LINE) == 0], **PARTS[kind]}
+    for kind in KINDS
+}
+EVERY = [(kind, choice) for kind in KINDS for choice in every(CHOICES[kind])]
+COVER = covering(EVERY, apart, beside="arch")
+WIDE_COVER = [(kind, choice) for kind in KINDS for choice in pairwise(CHOICES[kind])]
 
 pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 
@@ -52,12 +62,27 @@ def check(arch, tried, artifacts):
     assert report.count("LDGSTS") == 3 * (tried.config.tile_m + tried.config.tile_n) * 8 // (32 * down * across)
 
 
+def test_the_cover_holds_every_choice_on_every_target():
+    for axis in dict.fromkeys(name for made in EVERY for name in apart(made)):
+        if axis != "arch":
+            assert pairs_of(COVER, "arch", axis) == pairs_of(EVERY, "arch", axis)
+    assert pairs_of(COVER, "arch", "shape") == {(arch, str(shape)) for arch in TARGETS for shape in WARPS}
+
+
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice):
     arch, tried = case(choice)
     with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         artifacts = kernel(arch, kind, tried).artifacts
     check(arch, tried, artifacts)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_compiles_where_registers_are_scarcest(arch):
+    """Halves that alternate, whose sums are rounded to nothing less, without a bias to wait for in between."""
+    one = {"dtype": torch.bfloat16, "wide_out": True, "b_row_major": False, "bias": None, "probs": True}
+    tiling = arch, ARCHS[arch].tilings.deepest(128, 256)
+    test_compiles(ACTIVATED, {"tiling": tiling, **one, "activation": "alternating"})
 
 
 @pytest.mark.slow

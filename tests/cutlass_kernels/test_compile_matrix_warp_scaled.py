@@ -1,8 +1,10 @@
 """What kernels of MMAs by warps on quantised operands are made with, combined, as in ``test_compile_matrix_warp``.
 
-In ``make test`` every choice is made in some kernel of every format on one target, in every tiling; in
-``make test-full`` any two meet in some kernel of every tiling of every target.
+In ``make test`` any two choices meet in some kernel, those of kind, target, format and tile among them; in
+``make test-full`` they do in every tiling of every format on every target.
 """
+
+import itertools
 
 import pytest
 
@@ -10,7 +12,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise
+from tests.cutlass_kernels.matrix import REGISTER_FILE, apart, covering, every, pairs_of, pairwise
 from tests.cutlass_kernels.scaled_matrix import PARTS, allowed, key, label
 from tests.cutlass_kernels.test_gemm_warp_scaled import FORMATS, fits
 from tgl import backends
@@ -46,17 +48,15 @@ def tiled(kind, targets):
     ]
 
 
-def cover(targets, together):
-    """A kind and choices for each kernel."""
-    found = []
-    for kind in KINDS:
-        for name, here in targets.items():
-            choices = {"tiling": tiled(kind, {name: here}), **PARTS[kind]}
-            found += [(kind, c) for c in pairwise(choices, allowed, together)] if here else []
-    return found
-
-
-COVER, WIDE_COVER = cover({name: here[:1] for name, here in FORMATS.items()}, 1), cover(FORMATS, 2)
+CHOICES = {
+    (kind, name): {"tiling": tiled(kind, {name: here}), **PARTS[kind]}
+    for kind in KINDS
+    for name, here in FORMATS.items()
+    if here
+}
+EVERY = [(kind, c) for (kind, _), choices in CHOICES.items() for c in every(choices, allowed)]
+COVER = covering(EVERY, apart)
+WIDE_COVER = [(kind, c) for (kind, _), choices in CHOICES.items() for c in pairwise(choices, allowed)]
 
 pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 
@@ -88,6 +88,12 @@ def check(kind, choice):
     sums = tiling.tile_m * tiling.tile_n // threads
     assert report.count("FFMA" if form.block else "FADD") >= 2 * sums
     assert report.count("FMUL") >= (2 * sums if form.block and kind == VARLEN_K else 0)
+
+
+def test_the_cover_holds_every_pair():
+    for one, two in itertools.combinations(dict.fromkeys(name for made in EVERY for name in apart(made)), 2):
+        assert pairs_of(COVER, one, two) == pairs_of(EVERY, one, two)
+    assert pairs_of(COVER, "arch", "format") == {(arch, name) for name, here in FORMATS.items() for arch in here}
 
 
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
