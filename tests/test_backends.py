@@ -150,17 +150,17 @@ def test_our_kernels_come_first(cuda, monkeypatch, arch, dtype):
 
 def test_requantising_needs_both_of_its_ops(cuda, monkeypatch):
     offs = cuda()[2]
-    data, scale = (torch.empty(T, n, dtype=d, device="cuda") for n, d in ((K, torch.float8_e4m3fn), (1, torch.uint8)))
+    data, scale = torch.empty(T, K, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(len(offs), device="cuda")
     monkeypatch.setattr(device, "packages_reason", lambda: None)
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_75")
-    explanation = tgl.explain("group_requantize", data, scale, offs, format="mxfp8")
+    explanation = tgl.explain("group_requantize", data, scale, offs, format="fp8_tensor")
     assert explanation.chosen is None
     built = ", ".join(sorted(chips()))
     assert f"no group_dequantize: tgl kernel: built for {built}" in reasons(explanation)["through float32"]
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
-    assert tgl.explain("group_requantize", data, scale, offs, format="mxfp8").chosen.name == "through float32"
-    narrow = (torch.empty(T, n, dtype=d, device="cuda") for n, d in ((7, torch.float8_e4m3fn), (1, torch.uint8)))
-    assert tgl.explain("group_requantize", *narrow, offs, format="mxfp8").chosen.name == "through float32"
+    assert tgl.explain("group_requantize", data, scale, offs, format="fp8_tensor").chosen.name == "through float32"
+    narrow = torch.empty(T, 7, dtype=torch.float8_e4m3fn, device="cuda")
+    assert tgl.explain("group_requantize", narrow, scale, offs, format="fp8_tensor").chosen.name == "through float32"
 
 
 def test_our_kernels_name_the_package_they_miss(cuda, monkeypatch):

@@ -17,6 +17,7 @@ from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, PAIRED, PAIRED_ACTIVATED, arch_of, chips, having
 from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.ops.requantize import DECODED
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulator
@@ -130,6 +131,7 @@ def test_it_runs_as_compiled_for_the_chip(op, chip):
 
 QUANTISERS = [("group_quantize", name) for name in WRITTEN]
 QUANTISERS += [("group_dequantize", name) for name in FORMATS]
+QUANTISERS += [("group_requantize", name) for name in DECODED]
 QUANTISERS += [("grouped_activation_quantize", name) for name in ("mxfp8", "fp8_block")]  # other scales are of groups
 
 
@@ -147,7 +149,7 @@ def test_it_writes_the_bytes_of_the_cpu(op, format, chip):
     torch.manual_seed(0)
     x, offs, options = torch.randn(ROWS, 64).bfloat16(), ends(SIZES), {"format": format}
     args = x, offs
-    if op == "group_dequantize":
+    if op in ("group_dequantize", "group_requantize"):
         q = torch.ops.tgl.group_quantize(x, offs, **options)
         args = q[0], q[1], offs, q[2] if FORMATS[format].decodes_with_amax else None
     call = getattr(torch.ops.tgl, op)

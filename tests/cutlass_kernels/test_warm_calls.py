@@ -20,6 +20,7 @@ OPS = [
     for name in (
         "group_dequantize",
         "group_quantize",
+        "group_requantize",
         "grouped_activation",
         "grouped_activation_quantize",
         "grouped_dbias",
@@ -104,6 +105,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
         "group_quantize": ((a, offs), mxfp8),
         "group_quantize.out": ((a, offs), {**mxfp8, **dict(zip(OUT_NAMES, quantized))}),
         "group_dequantize": ((fp8, scales, offs), mxfp8),
+        "group_requantize": ((fp8, scales, offs), mxfp8),
     }
 
 

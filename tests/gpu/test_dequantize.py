@@ -72,12 +72,22 @@ def test_matrices(options, columnwise, n):
     assert same(served(tgl.group_dequantize, *here(args), **keywords), tgl.group_dequantize(*args, **keywords))
 
 
-@pytest.mark.parametrize("options", [dict(format="mxfp8", **BLOCKED), dict(format="fp8_tensor")], ids=str)
-def test_requantize(options):
+REQUANTIZED = {
+    "mxfp8": (dict(format="mxfp8"), "tgl kernel"),
+    "mxfp8, blocked": (dict(format="mxfp8", **BLOCKED), "tgl kernel"),
+    "fp8_block": (dict(format="fp8_block"), "tgl kernel"),
+    "fp8_block, any scale": (dict(format="fp8_block", power_of_two=False), "tgl kernel"),
+    "fp8_tensor": (dict(format="fp8_tensor"), "through float32"),
+}
+
+
+@pytest.mark.parametrize("columns", [272, 37])
+@pytest.mark.parametrize("options, served_by", REQUANTIZED.values(), ids=REQUANTIZED)
+def test_requantize(options, served_by, columns):
     sizes = ROUTINGS["edges"]
-    q = tgl.group_quantize(rows(sizes, 272), ends(sizes).cpu(), columnwise=False, **options)
+    q = tgl.group_quantize(rows(sizes, columns), ends(sizes).cpu(), columnwise=False, **options)
     args = (q.data, q.scale, ends(sizes).cpu())
-    assert "through float32" in str(tgl.explain("group_requantize", *here(args), **options))
+    assert tgl.explain("group_requantize", *here(args), **options).chosen.name == served_by
     got, wanted = tgl.group_requantize(*here(args), **options), tgl.group_requantize(*args, **options)
     assert not differing(got, wanted)
 

@@ -19,6 +19,7 @@ from .ops import (
     permutation,
     quantize,
     reduce,
+    requantize,
     router,
     routing,
 )
@@ -46,6 +47,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     *router.LAUNCHERS,
     *routing.LAUNCHERS,
     dequantize.GROUP_DEQUANTIZE,
+    requantize.GROUP_REQUANTIZE,
     quantize.GROUPED_ACTIVATION_QUANTIZE,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,25 +104,15 @@ class GroupDequantize(Launcher[DequantizeCall]):
         from ..quantize.decode import FP4
         from ..quantize.dequantize import DequantizeRows
         from ..quantize.dequantize_transposed import DequantizeTransposed
-        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.compiling import compiled, matrix, scales_of, vector
 
         spec = key.spec
-
-        def scales() -> Any:
-            if not spec.decoding.block:
-                return vector("float32")
-            if spec.decoding.scale == "float32":
-                return strided("float32", 2) if spec.grouped and not spec.columnwise else matrix("float32", pitch=4)
-            if spec.blocked:
-                return vector("uint8", ALIGNMENT)
-            return matrix("uint8", pitch=spec.vector if spec.columnwise and not spec.run else 1)
-
         pitch = spec.run or (spec.vector // 2 if spec.element == FP4 else spec.vector)
         return compiled(
             key.arch,
             (DequantizeTransposed if spec.run else DequantizeRows)(spec),
             matrix("uint8", pitch=pitch),
-            scales(),
+            scales_of(spec),
             vector("int32") if spec.grouped else None,
             vector("float32") if spec.decoding.amax else None,
             matrix(spec.out, pitch=spec.vector * (4 if spec.out == "float32" else 2)),
@@ -131,13 +121,22 @@ class GroupDequantize(Launcher[DequantizeCall]):
 
     def arguments(self, c: DequantizeCall) -> tuple:
         """What the kernel is called with."""
-        data, scale, out = aligned(c.data), aligned(c.scale), c.out
-        elements = data if data.dtype == torch.uint8 else data.view(torch.uint8)
+        elements, out = as_bytes(aligned(c.data)), c.out
         if c.offs is not None:
-            return elements, scale, c.offs, c.amax, out, 0
-        scales = scale if scale.dim() == 1 else scale.view(-1) if c.options.blocked else scale.view(-1, scale.shape[-1])
-        rows = out.view(-1, out.shape[-1])
+            return elements, aligned(c.scale), c.offs, c.amax, out, 0
+        scales, rows = scales_by_rows(c.scale, c.options.blocked), out.view(-1, out.shape[-1])
         return elements.view(-1, elements.shape[-1]), scales, c.offs, c.amax, rows, out.shape[1]
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """Codes of any dtype."""
+    return data if data.dtype == torch.uint8 else data.view(torch.uint8)
+
+
+def scales_by_rows(scale: Tensor, blocked: bool) -> Tensor:
+    """Those of matrices one below the other, on 16 bytes; of groups as a whole as they are."""
+    scale = aligned(scale)
+    return scale if scale.dim() == 1 else scale.view(-1) if blocked else scale.view(-1, scale.shape[-1])
 
 
 def aligned(t: Tensor) -> Tensor:

@@ -80,9 +80,10 @@ class FP8Quantizer(Quantizer):
         import cutlass
 
         from ..quantize.activated import ActivateQuantizeFP8
+        from ..quantize.decoded import DecodeQuantizeFP8
         from ..quantize.fp8 import QuantizeFP8
         from ..quantize.fp8_groups import QuantizeFP8Groups
-        from ..runtime.compiling import compiled, matrix, order_of, source_of, strided, vector
+        from ..runtime.compiling import compiled, matrix, order_of, scales_of, source_of, strided, vector
 
         def side(present: bool, pitch: int, *, by_columns: bool = False) -> tuple[Any, Any, Any]:
             if not present:
@@ -100,6 +101,9 @@ class FP8Quantizer(Quantizer):
             shared, count = vector("int32"), cutlass.Int32(1)
             return compiled(arch, QuantizeFP8Groups(spec), *order, *factors, *sides, shared, rows, count)
         given = vector("float32") if spec.given else None
+        if spec.codes is not None:
+            order, factors = (source_of(spec, "uint8"), *order[1:]), (scales_of(spec.codes), None)
+            return compiled(arch, DecodeQuantizeFP8(spec), *order, given, *factors, *sides, rows)
         kernel = (QuantizeFP8 if spec.activation is None else ActivateQuantizeFP8)(spec)
         return compiled(arch, kernel, *order, given, *factors, *sides, rows)
 

@@ -46,8 +46,9 @@ class MXFP8Quantizer(Quantizer):
         import cutlass
 
         from ..quantize.activated import ActivateQuantizeMXFP8
+        from ..quantize.decoded import DecodeQuantizeMXFP8
         from ..quantize.mxfp8 import QuantizeMXFP8
-        from ..runtime.compiling import compiled, matrix, order_of, source_of, strided, vector
+        from ..runtime.compiling import compiled, matrix, order_of, scales_of, source_of, strided, vector
 
         def side(present: bool) -> tuple[Any, Any]:
             if not present:
@@ -56,13 +57,16 @@ class MXFP8Quantizer(Quantizer):
             return matrix(spec.element, pitch=1 if spec.elementwise else VECTOR), scales
 
         kernel = QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8
+        x, factors = source_of(spec), strided(spec.row_scale)
+        if spec.codes is not None:
+            kernel, x, factors = DecodeQuantizeMXFP8, source_of(spec, "uint8"), scales_of(spec.codes)
         return compiled(
             arch,
             kernel(spec, arch_of(arch).spares_registers),
-            source_of(spec),
+            x,
             vector("int32") if spec.grouped else None,
             order_of(spec),
-            strided(spec.row_scale),
+            factors,
             strided(spec.noop),
             *side(spec.rowwise),
             *side(spec.columnwise),

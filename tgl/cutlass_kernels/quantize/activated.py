@@ -36,8 +36,9 @@ class Activated(LaneValues):
         self.quantizer.__call__(self, x, *arguments)
 
     @cute.jit
-    def read_tile(self, x, row_scale, values, tile, k, thread):
+    def read_tile(self, x, row_scale, values, spot, thread):
         """The activation of a warp's part of a tile; rows and columns that do not exist read others again."""
+        tile, k = spot.read, spot.k
         if tile.count > 0 and not tile.tail:
             top, column = self.corner(k, thread)
             column = cutlass.min(column, x.shape[1] - VECTOR)

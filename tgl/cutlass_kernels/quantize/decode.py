@@ -6,9 +6,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from ..bits import NAN, as_float
+from ..instructions import e4m3_value
 from ..pointers import aligned
+from ..tiles import ceil_div
 
 FP4 = "float4_e2m1"
+ATOM, ATOM_COLUMNS = 512, 4  # bytes of blocked scales that lie together, 128 rows of so many
 LARGEST = 3.4028234663852886e38
 RANGE = 2688.0  # the largest E4M3 times the largest E2M1
 MAGNITUDES = (0x3E3C3800, 0x46444240)  # the upper bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 in float16
@@ -23,6 +26,38 @@ def element_pointer(tensor: Any, row: Any, column: Any) -> Any:
 def atom_row(y: Any) -> Any:
     """Where row ``y`` of 128 begins in an atom of blocked scales; it has four columns."""
     return ((y & 31) << 4) + ((y >> 5) << 2)
+
+
+@cute.jit
+def scale_of_row(
+    spec: cutlass.Constexpr, scale: cute.Tensor, whole: Float32, spot: Any, row: Any, column: Any, columns: Any
+) -> Float32:
+    """What the elements of a row of a tile are multiplied by around a column, for a ``DequantizeSpec``.
+
+    Args:
+        spec: it.
+        scale: compact ``[rows, blocks]``, blocked bytes, or of whole groups, which is not read.
+        whole: the factor of the group.
+        spot: the tile, a ``Spot``.
+        row: within the tile.
+        column: any of a block.
+        columns: how many there are.
+    """
+    decoding, first = spec.decoding, spot.tile.first
+    if cutlass.const_expr(not decoding.block):
+        return whole
+    if cutlass.const_expr(decoding.scale == "float32"):
+        return scale[spot.unit, spot.k] if cutlass.const_expr(spec.square) else scale[first + row, spot.k]
+    block = column >> decoding.block.bit_length() - 1
+    if cutlass.const_expr(spec.blocked):
+        atoms = ceil_div(ceil_div(Int32(columns), decoding.block), ATOM_COLUMNS)
+        atom = Int64(spot.unit) * atoms + (block >> 2)
+        byte = scale[atom * ATOM + (atom_row(row) + (block & (ATOM_COLUMNS - 1)))]
+    else:
+        byte = scale[first + row, block]
+    if cutlass.const_expr(decoding.scale == "float8_e4m3fn"):
+        return e4m3_value(byte) * whole
+    return e8m0_value(Int32(byte))
 
 
 def load_bytes(pointer: Any, held: Any, width: int) -> None:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from ..instructions import e4m3_value, widened_fp8
+from ..instructions import widened_fp8
 from ..pointers import aligned
 from ..runtime.elements import TYPES
 from ..tiles import ceil_div
 from .decode import (
+    ATOM,
     FP4,
     atom_row,
     decoding_scale,
@@ -22,13 +23,13 @@ from .decode import (
     element_pointer,
     fp4_values,
     load_bytes,
+    scale_of_row,
 )
 from .lanes import COLUMNS, LANES, WARPS
 from .quantize_spec import DequantizeSpec
 from .tiles import ROWS, Spot, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BAND = 32  # rows that share an MXFP8 scale
-ATOM, ATOM_COLUMNS = 512, 4
 BATCH = 32  # elements of a lane that are loaded before the first is stored
 
 
@@ -168,7 +169,7 @@ class DequantizeRows:
         if cutlass.const_expr(not self.spec.columnwise):
             for i in cutlass.range_constexpr(self.batch):
                 at = cutlass.min(row + self.step * i, tile.count - 1)
-                factors[i] = self.scale_of_row(source.scale, whole, out, spot, at, column)
+                factors[i] = scale_of_row(self.spec, source.scale, whole, spot, at, column, out.shape[1])
         quantized = cute.make_rmem_tensor(self.vector, self.out)
         for i in cutlass.range_constexpr(self.batch):
             if cutlass.const_expr(self.fp4):
@@ -194,25 +195,6 @@ class DequantizeRows:
         return cute.make_tensor(values.iterator, cute.make_layout(self.vector)).load()
 
     # --- scales ------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def scale_of_row(self, scale, whole, out, spot, row, column):
-        """What a lane's elements of a row are multiplied by."""
-        spec, decoding, first = self.spec, self.decoding, spot.tile.first
-        if cutlass.const_expr(not decoding.block):
-            return whole
-        if cutlass.const_expr(decoding.scale == "float32"):
-            return scale[spot.unit, spot.k] if cutlass.const_expr(spec.square) else scale[first + row, spot.k]
-        block = column >> decoding.block.bit_length() - 1
-        if cutlass.const_expr(spec.blocked):
-            atoms = ceil_div(ceil_div(Int32(out.shape[1]), decoding.block), ATOM_COLUMNS)
-            atom = Int64(spot.unit) * atoms + (block >> 2)
-            byte = scale[atom * ATOM + (atom_row(row) + (block & (ATOM_COLUMNS - 1)))]
-        else:
-            byte = scale[first + row, block]
-        if cutlass.const_expr(decoding.scale == "float8_e4m3fn"):
-            return e4m3_value(byte) * whole
-        return e8m0_value(Int32(byte))
 
     @cute.jit
     def scales_of_columns(self, source, out, spot, column, band):

@@ -16,6 +16,8 @@ from ..pointers import aligned
 from ..runtime.elements import TYPES
 from ..tiles import ceil_div
 from .decode import (
+    ATOM,
+    ATOM_COLUMNS,
     FP4,
     atom_row,
     decoding_scale,
@@ -25,7 +27,7 @@ from .decode import (
     load_bytes,
     product,
 )
-from .dequantize import ATOM, ATOM_COLUMNS, Quantized
+from .dequantize import Quantized
 from .lanes import LANES, WARPS
 from .quantize_spec import DequantizeSpec
 from .tiles import (

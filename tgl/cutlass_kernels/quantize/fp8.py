@@ -183,7 +183,7 @@ class QuantizeFP8(BandValues):
         turned, maxima, factors = held
         tile, k = spot.tile, spot.k
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-        self.read_tile(x, row_scale, values, spot.read, k, thread)
+        self.read_tile(x, row_scale, values, spot, thread)
         row_factors = cute.make_rmem_tensor(STEPS, Float32)
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(whole_scale)

@@ -59,10 +59,10 @@ class LaneValues:
         return top < tile.count and not tile.tail
 
     @cute.jit
-    def read_tile(self, x, row_scale, values, tile, k, thread):
+    def read_tile(self, x, row_scale, values, spot, thread):
         """What is to be quantised of a warp's part of a tile, zero where there is nothing."""
-        self.load_tile(x, values, tile, k, thread)
-        self.finish_tile(x, row_scale, values, tile, k, thread)
+        self.load_tile(x, values, spot.read, spot.k, thread)
+        self.finish_tile(x, row_scale, values, spot.read, spot.k, thread)
 
     @cute.jit
     def finish_tile(self, x, row_scale, values, tile, k, thread):

@@ -159,7 +159,7 @@ class QuantizeMXFP8(LaneValues):
         """A tile that has rows of a group; ``x`` is where they are read."""
         held = atoms[None, None, None, spot.k % 2]
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-        self.read_tile(x, source.row_scale, values, spot.read, spot.k, thread)
+        self.read_tile(x, source.row_scale, values, spot, thread)
         words = self.make_scales(values, x, out, held, source.matrix_rows, spot, thread)
         self.store_elements(values, words, x, out, spot, thread)
         if cutlass.const_expr(self.spec.blocked):

@@ -25,6 +25,7 @@ class MXFP8Spec:
         noop: dtype of the flag that stops everything, or None.
         activation: what is applied to x first, or None.
         elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+        codes: how x is decoded, where it is codes of rows, and their scales the factors; None of x as it is.
     """
 
     source: str
@@ -40,6 +41,7 @@ class MXFP8Spec:
     elementwise: bool = False
     slots: bool = False
     rows: bool = False
+    codes: DequantizeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class FP8Spec:
         noop: dtype of the flag that stops everything, or None.
         activation: what is applied to x first, or None; not where scales follow from whole groups.
         elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+        codes: how x is decoded, where it is codes of rows, and their scales the factors; None of x as it is.
     """
 
     source: str
@@ -78,6 +81,7 @@ class FP8Spec:
     elementwise: bool = False
     slots: bool = False
     rows: bool = False
+    codes: DequantizeSpec | None = None
 
 
 @dataclass(frozen=True)

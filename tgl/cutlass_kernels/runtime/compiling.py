@@ -51,10 +51,25 @@ def strided(name: str | None, dims: int = 1) -> Any:
     return make_fake_tensor(TYPES[name], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
 
 
-def source_of(spec: Any) -> Any:
-    """One for what a quantisation kernel of this spec reads: rows, or with a table of slots matrices."""
-    dims = 3 if spec.slots else 2
-    return strided(spec.source, dims) if spec.elementwise else matrix(spec.source, dims)
+def source_of(spec: Any, element: str | None = None) -> Any:
+    """One for what a quantisation kernel of this spec reads: rows, or with a table of slots matrices.
+
+    Args:
+        element: its dtype, if it is not that of the values.
+    """
+    dims, element = 3 if spec.slots else 2, element or spec.source
+    return strided(element, dims) if spec.elementwise else matrix(element, dims)
+
+
+def scales_of(spec: Any) -> Any:
+    """One for the scales of codes that are read as this ``DequantizeSpec`` says."""
+    if not spec.decoding.block:
+        return vector("float32")
+    if spec.decoding.scale == "float32":
+        return strided("float32", 2) if spec.grouped and not spec.columnwise else matrix("float32", pitch=4)
+    if spec.blocked:
+        return vector("uint8", ALIGNMENT)
+    return matrix("uint8", pitch=spec.vector if spec.columnwise and not spec.run else 1)
 
 
 def order_of(spec: Any) -> Any:
