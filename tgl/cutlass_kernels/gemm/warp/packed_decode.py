@@ -6,10 +6,10 @@ A piece is decoded once for all warps. It becomes 128 bits of a line at a time, 
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint8, cute
+from cutlass import BFloat16, Float32, Int32, Uint8, cute
 
 from ...bits import as_float
-from ...instructions import e4m3_value, widened_fp8
+from ...instructions import bfloat16_products, e4m3_value, widened_fp8
 from ...quantize.decode import FP4, decoding_scale, e8m0_value
 from ...runtime.elements import TYPES
 from ..copies import LINE, PIECE
@@ -76,6 +76,47 @@ def looked_up(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], eleme
     return found
 
 
+def has_powers(spec: PackedSpec, element: Any) -> bool:
+    """Whether codes of E2M1 have powers of two as factors, and a product in ``element`` is rounded no more than that
+    in float32."""
+    return spec.element == FP4 and spec.decoding.scale == "float8_e8m0fnu" and element is BFloat16
+
+
+def raw_pairs(word: Int32) -> list[Int32]:
+    """Eight codes of E2M1 as two numbers of bfloat16 each, times 2^-126: neighbours, the first one in the lower half.
+
+    The sign goes to bit 15, and the three others to bits 8 to 6, the lower two of the exponent and the upper one of
+    the mantissa. First the codes of a pair come to the same bits of both halves: bits 4 to 7, then 12 to 15.
+    """
+    early, pairs = word << 4, []
+    for chosen in (0x5410, 0x7632):
+        four = Int32(cute.arch.prmt(early, word, chosen))
+        pairs.append(((four & 0x00F000F0) * 0x104) & -0x7E3F7E40)
+        pairs.append((four & -0x7FFF8000) | ((four >> 6) & 0x01C001C0))
+    return pairs
+
+
+@cute.jit
+def raised(spec: cutlass.Constexpr, held: cute.Tensor, byte: Int32):
+    """Codes of E2M1 in registers, times ``2^(byte - 127)`` as bfloat16, NaN where ``byte`` is 255.
+
+    Powers of two, so that products are exact. One factor takes them all the way from 2^-126 unless the scale is above
+    2; then there is a second one.
+    """
+    words, found = cute.recast_tensor(held, Int32), cute.make_rmem_tensor(spec.elements, BFloat16)
+    pairs, factor = cute.recast_tensor(found, Int32), (cutlass.min(byte, Int32(128)) + 126) * 0x00800080
+    for i in cutlass.range_constexpr(cute.size(words)):
+        for j, pair in enumerate(raw_pairs(words[i])):
+            pairs[4 * i + j] = bfloat16_products(pair, factor)
+    if byte > 128:
+        factor = (byte - 1) * 0x00800080
+        if byte == 255:
+            factor = Int32(0x7FC07FC0)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[i] = bfloat16_products(pairs[i], factor)
+    return found
+
+
 @cute.jit
 def decode_piece(gemm: cutlass.Constexpr, turn: cutlass.Constexpr, stage: Int32, buffer: Int32):
     """A thread's piece of a turn, from the stage at the address ``stage`` to the lines at ``buffer``."""
@@ -91,9 +132,12 @@ def decode_piece(gemm: cutlass.Constexpr, turn: cutlass.Constexpr, stage: Int32,
         at = load_word(slot + total * WORD)
     if cutlass.const_expr(spec.decoding.amax):
         whole = decoding_scale(as_float(load_word(slot + (spec.words - 1) * total * WORD)))
-    scales = max(spec.elements // (spec.decoding.block or spec.elements), 1)
-    factors = [FACTORS[spec.decoding.scale](word, at + 8 * i, whole) for i in range(scales)]
-    found = (looked_up if spec.element == FP4 else multiplied)(spec, held, factors, gemm.element)
+    if cutlass.const_expr(has_powers(spec, gemm.element)):
+        found = raised(spec, held, (word >> at) & 0xFF)
+    else:
+        scales = max(spec.elements // (spec.decoding.block or spec.elements), 1)
+        factors = [FACTORS[spec.decoding.scale](word, at + 8 * i, whole) for i in range(scales)]
+        found = (looked_up if spec.element == FP4 else multiplied)(spec, held, factors, gemm.element)
     lines = part.extent if cutlass.const_expr(part.along) else gemm.config.tile_k
     line = buffer + (piece.block * lines + piece.line) * LINE
     first = piece.number * (spec.elements // EIGHT)
