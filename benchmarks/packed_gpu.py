@@ -8,7 +8,7 @@ The experts are gpt-oss-120b's: 128, 2880 wide, 4 of them for every token, chose
 bfloat16, decoded before; ``dequantised``, ``group_dequantize`` of all and then ``grouped_gemm``. Every arm is a
 captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are compared.
 With ``--sweep-configs`` the arms are the op as it is, by the kernel of warps' MMAs, and on sm_90 by that of wide MMAs
-in each of its tilings.
+in each of its tilings, and for few rows a group by the one that is made for them.
 
 Nothing is timed before tgl's result is as near to that of ``decoded`` as two roundings to bfloat16 leave it. Results: a
 table of ratios of times (above 1: tgl is faster) beside the rate at which packed bytes of the experts with rows, rows
@@ -31,7 +31,7 @@ from torch import Tensor
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels.archs import DECODING, Arch, having
+from tgl.cutlass_kernels.archs import DECODING, SWAPPED, Arch, having
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, choose
 from tgl.cutlass_kernels.ops import gemm_packed
@@ -47,6 +47,8 @@ FORCED = {"kernel": "tgl kernel", "pieces": "decoded in pieces, dense GEMM"}
 TWO_ROUNDINGS = 2**-8  # half a unit of bfloat16 each, relative to the number
 WARPS = "warps"
 TILINGS = ("64x128", "64x256", "128x128", "256x128")
+FEW_PER_GROUP = 64  # rows, up to which the tilings of the kernel for few are tried
+FEW = {f"few {m}": (m, n) for m, n in ((8, 256), (16, 256), (32, 256), (64, 128))}
 
 
 def comparison(*rivals: str) -> Comparison:
@@ -59,16 +61,18 @@ def comparison(*rivals: str) -> Comparison:
     )
 
 
-COMPARISON, SWEEP = comparison(*FORCED, "decoded", "dequantised"), comparison("decoded", WARPS, *TILINGS)
+COMPARISON, SWEEP = comparison(*FORCED, "decoded", "dequantised"), comparison("decoded", WARPS, *TILINGS, *FEW)
 
 
 @contextlib.contextmanager
 def used(name: str) -> Iterator[None]:
-    """Make tgl use one kernel and tiling, of ``WARPS`` or ``TILINGS``."""
+    """Make tgl use one kernel and tiling, of ``WARPS``, ``TILINGS`` or ``FEW``."""
 
-    def kernel_of(arch: Arch, packed: PackedSpec, rows: int) -> tuple[str, GemmConfig]:
+    def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
         if name == WARPS:
             return gemm_packed.PACKED, choose(packed, rows, arch.smem_bytes)
+        if name in FEW:
+            return SWAPPED, GemmConfig(*FEW[name], arch.tilings.SWAPPED_DEPTH)
         return DECODING, tiled.parsed(name, arch.name, band=8)
 
     before, gemm_packed.kernel_of = gemm_packed.kernel_of, kernel_of
@@ -89,6 +93,7 @@ class Problem:
         picked = torch.rand(tokens, EXPERTS, device=device).topk(CHOICES, 1).indices.flatten()
         counts = picked.bincount(minlength=EXPERTS)
         self.offs, rows = counts.cumsum(0).int(), tokens * CHOICES
+        self.few = rows <= FEW_PER_GROUP * EXPERTS
         self.options = {"format": format, "over_rows": over_rows}
         self.square, amax = form.square_scales, form.decodes_with_amax
         weights = torch.randn(EXPERTS, height, width, device=device, dtype=DTYPE)
@@ -143,6 +148,9 @@ class Problem:
         """The arms of ``--sweep-configs``."""
         decoding = backends.device_arch(self.a.device) in having(DECODING)
         names = (WARPS, *TILINGS) if decoding else (WARPS,)
+        packed = PackedSpec(self.options["format"], "float4_e2m1", self.options["over_rows"])
+        if decoding and self.few and gemm_packed.swappable(packed, "bfloat16"):
+            names += tuple(FEW)
         arms = {"tgl": self.tgl, "decoded": lambda: self.dense(self.weights)}
         return arms | {name: functools.partial(self.by, name) for name in names}
 

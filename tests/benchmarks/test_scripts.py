@@ -272,10 +272,11 @@ def test_packed(gpu, monkeypatch, tmp_path, capsys):
     assert all(set(result["ms"]) == {"tgl", "decoded", "dequantised"} for result in found)
     assert any(line[:4] == ["forward", "down", "mxfp4", "16"] and line[-2:] == ["1.000"] * 2 for line in lines)
     one = ("--weights", "down", "--tokens", "1", "--formats", "mxfp4")
-    for arch, tilings in (("sm_80", ()), ("sm_90", script.TILINGS)):
+    every = (*script.TILINGS, *script.FEW)
+    for arch, op, tilings in (("sm_80", "forward", ()), ("sm_90", "forward", every), ("sm_90", "gradient", every[:4])):
         with monkeypatch.context() as patch:
             patch.setattr(script.backends, "device_arch", lambda _, arch=arch: arch)
-            _, found = ran(script, tmp_path, capsys, *one, "--sweep-configs", "--ops", "forward")
+            _, found = ran(script, tmp_path, capsys, *one, "--sweep-configs", "--ops", op)
         assert set(found[0]["ms"]) == {"tgl", "decoded", script.WARPS, *tilings}
     monkeypatch.setattr(script.Problem, "tgl", lambda self: torch.zeros_like(self.out))
     lines, _ = ran(script, tmp_path, capsys, *one)

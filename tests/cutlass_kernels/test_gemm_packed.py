@@ -14,18 +14,21 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise
 from tests.cutlass_kernels.packed_cases import Case, components, decoded, kernel, run, tiling
-from tests.kernel_cases import integers
+from tests.kernel_cases import ends, integers
 from tests.ops.test_packed_gemm import every_value
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS, DECODING
+from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.warp.packed_tilings import WARPS, choose, dense_is_faster, pieces, sharing, stages
+from tgl.cutlass_kernels.ops import gemm_packed
 from tgl.cutlass_kernels.ops.gemm_packed import PACKED, kernel_of
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import E5M2, FORMATS
 from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 1, 40)
+SWAPPED_SHAPES = ((8, 256), (16, 256), (32, 256), (64, 128))
 slow = pytest.mark.slow
 
 CASES = {
@@ -68,7 +71,20 @@ CASES |= {
     "decoding, all empty": ("sm_90", Case((64, 256), (0, 0, 0), tail=40, kernel=DECODING)),
     "decoding, bad offsets": ("sm_90", Case((128, 128), (5, 0, 20), offs=(10**9, -5, 7), kernel=DECODING)),
 }
-USUAL = ("few rows", "narrow, over rows", "decoding", "decoding, over rows")
+# Depths that end in each of a stage's four blocks, rows of scales that begin at any byte of a word, partial tiles.
+CASES |= {
+    "swapped": (
+        "sm_90",
+        Case((8, 256), (5, 0, 12, 1), kernel=SWAPPED, bias=F32, bias_scale=F32, height=264, width=544),
+    ),
+    "swapped, 16 rows": ("sm_90", Case((16, 256), (5, 0, 20, 1), kernel=SWAPPED, out=F32, width=160)),
+    "swapped, 32 rows": ("sm_90", Case((32, 256), (40, 0, 20, 1), kernel=SWAPPED, out=F16, bias=BF16, width=96)),
+    "swapped, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7, 1), kernel=SWAPPED, height=264, width=320)),
+    "swapped, one block": ("sm_90", Case((8, 256), (16,), tail=0, kernel=SWAPPED, height=37, width=32)),
+    "swapped, all empty": ("sm_90", Case((8, 256), (0, 0, 0), tail=40, kernel=SWAPPED)),
+    "swapped, bad offsets": ("sm_90", Case((8, 256), (5, 0, 20), offs=(10**9, -5, 7), kernel=SWAPPED)),
+}
+USUAL = ("few rows", "narrow, over rows", "decoding", "decoding, over rows", "swapped", "swapped, 64 rows")
 
 
 @pytest.mark.parametrize("name", USUAL)
@@ -85,7 +101,7 @@ def test_exact_under_any_timing(name):
 
 def test_every_format_is_tried_in_both_directions():
     tried = {(case.kernel, case.format, case.over_rows) for _, case in CASES.values()}
-    assert tried == set(itertools.product((PACKED, DECODING), FORMATS, (False, True)))
+    assert tried == {*itertools.product((PACKED, DECODING), FORMATS, (False, True)), (SWAPPED, "mxfp4", False)}
 
 
 @slow
@@ -96,20 +112,68 @@ def test_every_tiling(arch, shape, over_rows):
     run(arch, Case(shape, (130, 0, 3), over_rows=over_rows, out=F32, bias=F32, width=416, height=200))
 
 
-@slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_every_element_under_every_scale(arch, dtype):
+def forced(kernel, shape):
+    """A rule that always takes one kernel and tiling."""
+
+    def kernel_of(arch, packed, rows_element, rows):
+        return kernel, tiling(arch.name, Case(shape, (), kernel=kernel))
+
+    return kernel_of
+
+
+EVERY_ELEMENT = {
+    "sm_80": ("sm_80", PACKED, (16, 128), BF16),
+    "sm_80, float16": ("sm_80", PACKED, (16, 128), F16),
+    "sm_90": ("sm_90", PACKED, (16, 128), BF16),
+    "decoding": ("sm_90", DECODING, (64, 256), BF16),
+    "decoding, float16": ("sm_90", DECODING, (64, 256), F16),
+    "swapped": ("sm_90", SWAPPED, (8, 256), BF16),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "swapped" else pytest.param(n, marks=slow) for n in EVERY_ELEMENT])
+def test_every_element_under_every_scale(name, monkeypatch):
     """All codes of E2M1 and bytes of E8M0 are what the CPU implementation makes of them, at the range's edges too."""
+    arch, kernel, shape, dtype = EVERY_ELEMENT[name]
     data, scale = every_value()
     a, offs = torch.zeros(256, 32, dtype=dtype), torch.arange(1, 257, dtype=torch.int32)
     a[:, 0] = 1.0
     wanted = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
+    monkeypatch.setattr(gemm_packed, "kernel_of", forced(kernel, shape))
+    launcher.forget()
     with emulator.emulate(arch, detect_races=False) as machine:
         found = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
-        assert machine.launches
+        assert [kernel in launch.kernel for launch in machine.launches] == [True]
+    launcher.forget()
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("shape", SWAPPED_SHAPES, ids=str)
+def test_two_ctas_of_few_rows_share_a_multiprocessor(shape):
+    """Each has a KB of shared memory that the system takes."""
+    record = run("sm_90", Case(shape, (3,), kernel=SWAPPED, width=32), seeds=(0,))
+    assert 2 * (record.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("shape", SWAPPED_SHAPES, ids=str)
+def test_few_rows_have_the_bits_of_many(shape):
+    """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
+    case = Case(shape, (5, 0, 12, 1), kernel=SWAPPED, out=F32, bias=F32, bias_scale=F32, height=200, width=416)
+    bits = [product_bits(c) for c in (case, replace(case, kernel=DECODING, shape=(256, 128)))]
+    assert torch.equal(*bits)
+
+
+def product_bits(case):
+    """What a kernel makes of normal numbers, as integers."""
+    torch.manual_seed(0)
+    groups, rows = len(case.sizes), sum(case.sizes)
+    made = tgl.group_quantize(torch.randn(groups, case.height, case.width), None, format="mxfp4", columnwise=False)
+    a, out = torch.randn(rows, case.depth, dtype=BF16), torch.empty(rows, case.columns)
+    bias, bias_scale = torch.randn(groups, case.columns), torch.randn(rows)
+    with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
+        kernel("sm_90", case)(a, made.data, made.scale, None, ends(case.sizes), out, bias, bias_scale, 2)
+    return out.view(torch.int32)
 
 
 @pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=slow) for a in ARCHS])
@@ -122,8 +186,12 @@ def test_the_op_and_its_gradient_are_served(arch):
         assert tgl.explain(tgl.grouped_gemm_packed, a, data, scale, offs, format="mxfp4").chosen.name == "tgl kernel"
         y = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4")
         (da,) = torch.autograd.grad(y, a, dy)
-        kernel, _ = kernel_of(ARCHS[arch], Case((64, 128), ()).packed, 6)
-        assert [kernel in launch.kernel for launch in machine.launches] == [True, True]
+        packed = Case((64, 128), ()).packed
+        kernels = [kernel_of(ARCHS[arch], p, "bfloat16", 6)[0] for p in (packed, replace(packed, over_rows=True))]
+        assert [kernel in launch.kernel for kernel, launch in zip(kernels, machine.launches, strict=True)] == [
+            True,
+            True,
+        ]
     assert torch.equal(y[:6], a[:6] @ w[0].T)
     assert torch.equal(y[10:], torch.zeros_like(y[10:]))
     assert torch.equal(da[6:10], dy[6:10] @ w[1])
@@ -244,10 +312,14 @@ DECODING_CHOICES = {
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [0, 1, 32, 33, 64, 65, 5000])
-def test_chosen_shapes_are_among_those_tried(rows, format):
-    kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format).packed, rows)
-    assert kernel == DECODING
-    assert (chosen.tile_m, chosen.tile_n) in DECODING_SHAPES
+@pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_chosen_shapes_are_among_those_tried(rows, format, over_rows, dtype):
+    kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format, over_rows).packed, dtype, rows)
+    few = rows <= 32 and (format, over_rows, dtype) == ("mxfp4", False, "bfloat16")
+    assert kernel == (SWAPPED if few else DECODING)
+    assert (chosen.tile_m, chosen.tile_n) in (SWAPPED_SHAPES if few else DECODING_SHAPES)
+    assert not few or chosen.tile_m >= min(2 * rows, 64)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
@@ -266,6 +338,25 @@ def test_machine_code_of_wide_mmas(choice):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
     assert report.count("HGMMA") == 4 * max(shape[0] // 128, 1)
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(
+    "shape", [s if s == (8, 256) else pytest.param(s, marks=slow) for s in SWAPPED_SHAPES], ids=str
+)
+def test_machine_code_of_few_rows(shape):
+    """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each block, one byte
+    read from shared memory for two elements, and one product more where a scale is above 2."""
+    case = Case(shape, (), kernel=SWAPPED, bias=F32, bias_scale=F32)
+    with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
+        report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
+    blocks = shape[1] // 128
+    assert (report.spills, report.frame) == (0, 0)
+    assert report.registers * 384 * 2 <= REGISTER_FILE
+    assert report.count("HGMMA") == 8 * blocks
+    assert report.count("WARPGROUP.DEPBAR") == 4 + 1
+    assert report.count("LDS.U8") == 32 * blocks
+    assert report.count("HMUL2") + report.count("HFMA2") == 2 * 32 * blocks
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

@@ -7,12 +7,13 @@ import tgl
 from tests.cutlass_kernels.packed_cases import components, decoded
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import ROUTINGS, poisoned, product
+from tests.ops.test_packed_gemm import every_value
 from tgl import backends
 from tgl.meta.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 
-F16, F32 = torch.float16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEIGHT, WIDTH = 328, 416
 DIRECTIONS = pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
 
@@ -46,14 +47,47 @@ def test_every_routing(format, sizes, over_rows):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("rows", [1, 9, 20, 40, 200])
-def test_every_tiling(rows, over_rows):
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 9, 20, 40, 200])
+def test_every_tiling(rows, dtype, over_rows):
     """By rows of a group; each tile is wider than what is left of the columns."""
     sizes = (rows, 0, 2 * rows, rows + 1)
     (data, scale, _), right = matrices("mxfp4", len(sizes), over_rows)
-    a = poisoned(integers(sum(sizes) + TAIL, right.shape[1], dtype=F16), sizes)
+    a = poisoned(integers(sum(sizes) + TAIL, right.shape[1], dtype=dtype), sizes)
     got = served(tgl.grouped_gemm_packed, a, data, scale, ends(sizes), format="mxfp4", over_rows=over_rows)
-    assert torch.equal(got, product(a, right, sizes).to(F16))
+    assert torch.equal(got, product(a, right, sizes).to(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_every_element_under_every_scale(rows):
+    """Those under which no product is below the smallest normal number, as the CPU implementation has them."""
+    data, scale = every_value(range(2, 256))
+    a, offs = torch.zeros(rows * len(scale), 32, dtype=BF16), ends((rows,) * len(scale))
+    a[:, 0] = 1.0
+    wanted = tgl.grouped_gemm_packed(a, data, scale, offs.cpu(), format="mxfp4", out_dtype=F32)
+    operands = (t.to(DEVICE) for t in (a, data, scale, offs))
+    got = served(tgl.grouped_gemm_packed, *operands, format="mxfp4", out_dtype=F32).cpu()
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+@DIRECTIONS
+def test_a_row_has_the_same_bits_beside_few_and_many(over_rows):
+    """Exponents lie far apart, so that another order of sums has other bits."""
+    groups, shape = 4, (4, HEIGHT, WIDTH)
+    w = torch.randn(shape, device=DEVICE) * torch.exp2(torch.randint(-9, 9, shape, device=DEVICE).float())
+    made = tgl.group_quantize(w, None, format="mxfp4", columnwise=False)
+    options = {"format": "mxfp4", "over_rows": over_rows, "out_dtype": F32}
+    rows = torch.randn(groups, 2000, HEIGHT if over_rows else WIDTH, device=DEVICE).to(BF16)
+
+    def of_first(count):
+        a = rows[:, :count].flatten(0, 1)
+        got = served(tgl.grouped_gemm_packed, a, made.data, made.scale, ends((count,) * groups), **options)
+        return got.unflatten(0, (groups, count))[:, 0]
+
+    wanted = of_first(2000)
+    for count in (1, 2, 3, 4, 7, 8, 16, 32, 33, 64, 65, 200):
+        assert torch.equal(of_first(count), wanted), count
 
 
 @DIRECTIONS

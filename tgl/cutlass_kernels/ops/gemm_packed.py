@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.formats import FORMATS
 from ...meta.packed import at_a_time
-from ..archs import ARCHS, DECODING, Arch, having, serving
+from ..archs import ARCHS, DECODING, SWAPPED, Arch, having, serving
 from ..config import GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.warp.packed_tilings import PackedSpec, choose, dense_is_faster, sharing
@@ -23,6 +23,7 @@ from ..runtime.requirements import ROW_MAJOR, ROWS, Need
 from .gemm import gemm_reason
 
 PACKED = "PackedGroupedGemm"
+FEW_ROWS = 32  # of a group, at most as many as have a kernel of their own
 
 
 class PackedKey(NamedTuple):
@@ -86,7 +87,7 @@ class GroupedGemmPacked(Launcher[PackedGemmCall]):
         return layouts, dtypes, rows_class(a.shape[0], b.shape[0]), form, over_rows
 
     def batch_invariant(self, c: PackedGemmCall) -> bool:
-        """An architecture has one kernel, of which every tiling adds up the contraction in one order, for one row
+        """The kernels of an architecture, and every tiling of them, add up the contraction in one order, for one row
         alone."""
         return True
 
@@ -103,7 +104,7 @@ class GroupedGemmPacked(Launcher[PackedGemmCall]):
         form = FORMATS[c.format]
         element = "float4_e2m1" if form.per_byte == 2 else name(c.b.dtype)
         packed = PackedSpec(c.format, element, c.over_rows)
-        kernel, tiling = kernel_of(ARCHS[arch], packed, rows_of(c))
+        kernel, tiling = kernel_of(ARCHS[arch], packed, name(c.a), rows_of(c))
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=True)
         return PackedKey(arch, not c.a.is_cuda, kernel, name(c.a), packed, spec, tiling)
 
@@ -116,7 +117,7 @@ class GroupedGemmPacked(Launcher[PackedGemmCall]):
 
         arch, decoding = ARCHS[key.arch], key.packed.decoding
         element = TYPES[key.element]
-        more = () if key.kernel == DECODING else (sharing(key.packed, key.config, arch.smem_bytes),)
+        more = (sharing(key.packed, key.config, arch.smem_bytes),) if key.kernel == PACKED else ()
         scale = "float32" if decoding.scale == "float32" else "uint8"
         return compiled(
             key.arch,
@@ -139,19 +140,32 @@ class GroupedGemmPacked(Launcher[PackedGemmCall]):
 
     def last(self, key: PackedKey, where: torch.device) -> tuple:
         """The number of CTAs that run at once."""
-        shared = 1 if key.kernel == DECODING else sharing(key.packed, key.config, ARCHS[key.arch].smem_bytes)
+        tilings, smem_bytes = ARCHS[key.arch].tilings, ARCHS[key.arch].smem_bytes
+        shared = {
+            PACKED: lambda: sharing(key.packed, key.config, smem_bytes),
+            DECODING: lambda: 1,
+            SWAPPED: lambda: tilings.SHARED,
+        }[key.kernel]()
         return (device.clusters(where, 1) * shared,)
 
 
-def kernel_of(arch: Arch, packed: PackedSpec, rows: int) -> tuple[str, GemmConfig]:
+def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
     """The kernel for groups of ``rows`` rows on average, and its tiling.
 
-    MMAs of warps are up to 13 % ahead on sm_90 where groups have a few rows. They are not used there: a row would have
-    other bits beside few rows than beside many.
+    MMAs of warps are used only where there are no wider ones: a row would have other bits beside few rows than beside
+    many. The kernel for few rows gives those of the one for many.
     """
+    tilings = arch.tilings
+    if SWAPPED in arch.kernels and rows <= FEW_ROWS and swappable(packed, rows_element):
+        return SWAPPED, tilings.choose_swapped(rows)
     if DECODING in arch.kernels:
-        return DECODING, arch.tilings.choose_decoding(rows, packed.elements)
+        return DECODING, tilings.choose_decoding(rows, packed.elements)
     return PACKED, choose(packed, rows, arch.smem_bytes)
+
+
+def swappable(packed: PackedSpec, rows_element: str) -> bool:
+    """Whether matrices may be the first operand of wide MMAs: lanes decode MXFP4 along the contraction, to bfloat16."""
+    return packed.format == "mxfp4" and not packed.over_rows and rows_element == "bfloat16"
 
 
 def rows_of(c: PackedGemmCall) -> int:

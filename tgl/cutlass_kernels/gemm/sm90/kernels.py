@@ -7,6 +7,7 @@ from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .paired import PairedActivatedGroupedGemm, PairedGroupedGemm
 from .scaled import ScaledGroupedGemm
+from .swapped import SwappedGroupedGemm
 
 __all__ = [
     "ActivatedGroupedGemm",
@@ -20,4 +21,5 @@ __all__ = [
     "PairedActivatedGroupedGemm",
     "PairedGroupedGemm",
     "ScaledGroupedGemm",
+    "SwappedGroupedGemm",
 ]

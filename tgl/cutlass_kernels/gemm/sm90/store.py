@@ -17,8 +17,8 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from ...config import LINE, VARLEN_M, GemmConfig
 from ...epilogue.vectors import TileVectors, add_bias, add_old, scale_lines
 from ...tiles import Tile
+from .tilings import MMA_ROWS
 
-MMA_ROWS = 64  # of a warpgroup
 CHUNK_ROWS = 16
 LINE_BYTES = 128
 TIGHT = 128 * 192  # elements of a warpgroup's own tile, beside which shared memory is short

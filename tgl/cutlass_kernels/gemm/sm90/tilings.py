@@ -9,6 +9,11 @@ from ...config import VARLEN_K, VARLEN_M, GemmConfig
 from ..scaling import OperandFormat
 
 SMEM_BYTES = 227 * 1024
+MMA_ROWS = 64  # of a warpgroup
+SHARED = 2  # CTAs of few rows on a multiprocessor
+SWAPPED_GROUPS = 2  # warpgroups of consumers in one
+SWAPPED_DEPTH = 128  # of a stage there
+BLOCK = 32  # elements of MXFP4 that share a scale
 LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
 TURNS = GemmConfig(128, 128, pingpong=True)
 WIDE_TURNS = GemmConfig(128, 192, pingpong=True)
@@ -113,6 +118,22 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
     if rows > 32:
         return GemmConfig(256 if rows > 64 else 128, 128)
     return GemmConfig(64, 256 if piece > 16 else 128)
+
+
+def choose_swapped(rows: int) -> GemmConfig:
+    """The tiling of a kernel whose MMAs' rows are columns of the product, for groups of ``rows`` rows on average.
+
+    The fewest rows that are four times as many, for most groups are then one tile, which reads their matrix once; 64
+    of them leave registers for half the columns. Nothing was measured yet.
+    """
+    tile_m = next((m for m in (8, 16, 32) if m >= 4 * rows), 64)
+    return GemmConfig(tile_m, 256 if tile_m < 64 else 128, SWAPPED_DEPTH)
+
+
+def swapped_stages(tiling: GemmConfig) -> int:
+    """Stages of such a kernel: of rows in 16 bits, codes of four and two words of scales, beside 2 KB for the rest."""
+    stage = tiling.tile_m * SWAPPED_DEPTH * 2 + tiling.tile_n * (SWAPPED_DEPTH // 2 + 8)
+    return (SMEM_BYTES // SHARED - 2048) // stage
 
 
 def _empty(extent: int, tile: int) -> float:

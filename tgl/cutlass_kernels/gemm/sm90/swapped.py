@@ -1,0 +1,210 @@
+"""Grouped GEMM for sm_90a of few rows a group and experts in MXFP4: columns of the product are the rows of its MMAs.
+
+Groups of a few rows fill a small part of the 64 rows that a wide MMA has, and the 8 to 64 columns that it may have much
+better. So B is the MMAs' first operand, which they read from registers: a lane decodes what it multiplies, and nothing
+that is decoded goes through shared memory.
+
+=====================  ==========================================================================
+warps                  role
+=====================  ==========================================================================
+0 to 7                 two warpgroups of consumers, see ``swapped_mma``: each half of a tile's columns
+8 to 11                load: the first of them codes and rows by TMA, each lane scales by ``cp.async``
+=====================  ==========================================================================
+
+Two such CTAs share a multiprocessor. A stage is 128 deep, four blocks of E2M1 that share a scale each. Rows of scales
+begin at any byte and end at any, so that a lane copies the two words that hold the four bytes of a row.
+
+The sums are those of the other kernels of sm_90, bit for bit: the same steps of the contraction in the same order.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute, memory
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from ...config import LINE, GemmConfig
+from ...epilogue import EpilogueSpec
+from ...epilogue.vectors import EpilogueArgs
+from ...runtime.elements import TYPES
+from ...tiles import Tile, ceil_div
+from ...tiles.groups import clamp
+from ...tiles.policy import Problem, Share, VarlenM
+from ..copies import WORD, copy_word
+from ..ring import Ring, advance, allocate_ring, open_ring
+from ..warp.packed import PackedCall
+from ..warp.packed_load import Matrices, Operands, scale_address
+from ..warp.packed_tilings import PackedSpec
+from .load import Operand, boxes
+from .swapped_mma import Output, Stages, consume_tiles
+from .tilings import BLOCK, MMA_ROWS, SHARED, SWAPPED_DEPTH, SWAPPED_GROUPS, swapped_stages
+
+WARPGROUP = 128
+ALIGNED = 1024
+PARTS = SWAPPED_DEPTH // LINE  # lines of a row of A in a stage
+CODES = SWAPPED_DEPTH // 2  # bytes of a column in a stage
+WORDS = 2  # that hold the scales of a column in a stage
+
+
+class Scales(NamedTuple):
+    """Where a lane's copies of the scales of a column stand."""
+
+    source: Int64  # a word in global memory
+    left: Int32  # bytes from there on that there are
+
+
+class SwappedGroupedGemm(PackedCall):
+    """A kernel of one tiling, epilogue and type of output; A is bfloat16, B MXFP4 along the contraction.
+
+    Attributes:
+        packed: how B is packed.
+        blocks: of 64 columns that a warpgroup has.
+    """
+
+    def __init__(self, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric], packed: PackedSpec):
+        self.config, self.spec, self.element, self.packed = config, spec, element, packed
+        self.out_element = TYPES[spec.out]
+        self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
+        self.blocks = config.tile_n // (SWAPPED_GROUPS * MMA_ROWS)
+        self.consumers = SWAPPED_GROUPS * WARPGROUP
+        self.load_registers, self.consumer_registers = 40, 96  # of 80 each
+        self.stages = swapped_stages(config)
+
+    def begin(self, operands: Operands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream):
+        """Launch up to so many CTAs."""
+        a, b = operands
+        columns, config = Int32(out.shape[1]), self.config
+        tiles = ceil_div(columns, config.tile_n)
+        problem = Problem(offs, Int32(a.shape[0]), Int32(a.shape[1]), columns, Int32(0), tiles)
+        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (MMA_ROWS, config.tile_m),
+            warpgroup.OperandSource.RMEM,
+        )
+        a_smem = hopper_helpers.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (MMA_ROWS, config.tile_m, LINE), self.element, PARTS * self.stages
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
+        b_smem = cute.tile_to_shape(atom, (config.tile_n, CODES, self.stages), order=(0, 1, 2))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        codes = cute.make_tensor(b.data.iterator, cute.select(b.data.layout, [1, 2, 0]))
+        a_map, a_coords = cpasync.make_tiled_tma_atom(load, a, a_smem, (config.tile_m, LINE))
+        b_map, b_coords = cpasync.make_tiled_tma_atom(load, codes, b_smem, (config.tile_n, CODES))
+        running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), ctas), 1)
+        self.kernel(tiled_mma, (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), b, out, args, problem).launch(
+            grid=(running, 1, 1),
+            block=(self.consumers + WARPGROUP, 1, 1),
+            min_blocks_per_mp=SHARED,
+            preferred_smem_carveout=100,  # in %
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tiled_mma: cute.TiledMma, a, b, matrices: Matrices, out: cute.Tensor, args: EpilogueArgs, problem):
+        """Set up what the roles share, then branch into them."""
+        a_map, a_coords, a_smem = a
+        b_map, b_coords, b_smem = b
+        first, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        warp, load_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()), self.consumers // 32
+        allocator = memory.SmemAllocator()
+        ring = allocate_ring(allocator, self.stages)
+        a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
+        b_buffers = allocator.allocate_tensor(Uint8, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
+        words = allocator.allocate_array(Int64, num_elems=self.stages * self.config.tile_n, byte_alignment=16).toint()
+        if warp == load_warp:
+            cpasync.prefetch_descriptor(a_map)
+            cpasync.prefetch_descriptor(b_map)
+            with cute.arch.elect_one():
+                open_ring(ring, self.stages, 1 + WARPGROUP, self.consumers // 32)
+        cute.arch.sync_threads()
+        share = Share(problem, Int32(0), first, step)
+        if warp >= load_warp:
+            cute.arch.setmaxregister_decrease(self.load_registers)
+            of_a, of_b = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
+            load_tiles(self, matrices, of_a, of_b, words, ring, share)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            stages = Stages(a_buffers, b_buffers.iterator.toint(), words, ring)
+            consume_tiles(self, tiled_mma, stages, matrices, Output(out, args), share)
+
+
+@cute.jit
+def load_tiles(
+    gemm: cutlass.Constexpr, matrices: Matrices, a: Operand, b: Operand, words: Int32, ring: Ring, share: Share
+):
+    """Load the stages of every tile of a share; the load warps call it.
+
+    Args:
+        gemm: the ``SwappedGroupedGemm``.
+        matrices: B in global memory, for its scales.
+        a, b: rows and codes, and their parts of the ring.
+        words: the address of those of the scales.
+        ring: barriers.
+        share: what the CTA works on.
+    """
+    policy, config = gemm.policy, gemm.config
+    problem, _, first, step = share
+    thread, _, _ = cute.arch.thread_idx()
+    lane = thread % WARPGROUP
+    leads = cute.arch.make_warp_uniform(lane // 32) == 0
+    stage_bytes = PARTS * config.tile_m * LINE * 2 + config.tile_n * CODES
+    stage, phase = Int32(0), Int32(0)
+    search = policy.start(problem)
+    search, tile = policy.find(search, first, problem)
+    while tile.valid:
+        rows = cute.local_tile(policy.a(a.coords, tile), (config.tile_m, LINE), (tile.m, None))
+        codes = cute.local_tile(policy.matrix(b.coords, tile), (config.tile_n, CODES), (tile.n, None))
+        a_to, a_from = boxes(a, rows, 0, 1)
+        b_to, b_from = boxes(b, codes, 0, 1)
+        scales = begin_scales(gemm, matrices, tile, lane)
+        for k in cutlass.range(ceil_div(problem.depth, SWAPPED_DEPTH), unroll=1):
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            if leads:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, stage_bytes)
+                cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
+                for part in cutlass.range_constexpr(PARTS):
+                    to = a_to[None, PARTS * stage + part]
+                    cute.copy(a.map, a_from[None, PARTS * k + part], to, tma_bar_ptr=ring.full + stage)
+            scales = copy_scales(scales, words + (stage * config.tile_n + lane) * (WORDS * WORD))
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+            stage, phase = advance(stage, phase, gemm.stages)
+        first += step
+        search, tile = policy.find(search, first, problem)
+
+
+@cute.jit
+def begin_scales(gemm: cutlass.Constexpr, matrices: Matrices, tile: Tile, lane: Int32):
+    """A lane's of a tile, one of every 128 columns: a tuple of ``Scales``."""
+    scale, columns = matrices.scale, matrices.data.shape[1]
+    end = scale.iterator.toint() + Int64(scale.shape[0]) * scale.stride[0]
+    found: tuple = ()
+    for turn in cutlass.range_constexpr(gemm.config.tile_n // WARPGROUP):
+        column = tile.n * gemm.config.tile_n + turn * WARPGROUP + lane
+        address = scale_address(gemm.packed, scale, tile.group, column, Int32(0))
+        source = address - (Int32(address) & WORD - 1)
+        left = Int32(cutlass.min(end - source, Int64(1 << 30)))
+        if column >= columns:
+            left = Int32(0)
+        found = (*found, Scales(source, left))
+    return found
+
+
+@cute.jit
+def copy_scales(scales: Any, target: Int32):
+    """Start a lane's copies of the next stage to the address ``target``; where they stand behind it."""
+    found: tuple = ()
+    for turn, (source, left) in enumerate(scales):
+        for word in cutlass.range_constexpr(WORDS):
+            count = clamp(left - word * WORD, Int32(0), Int32(WORD))
+            copy_word(source + word * WORD, target + (turn * WARPGROUP * WORDS + word) * WORD, count)
+        found = (*found, Scales(source + SWAPPED_DEPTH // BLOCK, left - SWAPPED_DEPTH // BLOCK))
+    return found
