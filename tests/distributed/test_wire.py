@@ -17,8 +17,11 @@ for two orders of sums, and 2 u16 sum |t_j| for two results in bfloat16.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -205,20 +208,47 @@ def cast_first(wire: Wire, rows: Tensor) -> Tensor:
 
 
 def check_sums_without_a_cast() -> None:
-    for case, invariant, recipe in (("uneven", False, None), ("full", True, MXFP8BlockScaling())):
-        pair = Pair(case, 40, wire_dtype=F32, invariant=invariant, recipe=recipe)
-        ours, combined = pair.results(pair.other, pair.x, pair.grad), Wire.combined
-        Wire.combined = cast_first
-        try:
+    """Of a plain block, which is ops of its own, and of one with a recipe."""
+    recipes = (None, False), (None, True), (MXFP8BlockScaling(), True)
+    for case, (recipe, invariant) in itertools.product(("uneven", "sentinels", "one rank has all"), recipes):
+        biased = case == "sentinels"  # whose part of the gradient of weights ``tgl.moe`` rounds before it adds it
+        pair = Pair(case, 40, wire_dtype=F32, invariant=invariant, recipe=recipe, bias=biased)
+        ours = pair.results(pair.other, pair.x, pair.grad)
+        with by_pieces():
             expected = pair.results(pair.other, pair.x, pair.grad)
-        finally:
-            Wire.combined = combined
         for name, t in expected.items():
-            assert torch.equal(ours[name], t), (case, name)
+            assert torch.equal(ours[name], t) or (biased and recipe is None and name == "weights"), (case, name)
+
+
+@contextlib.contextmanager
+def by_pieces() -> Iterator[None]:
+    """Layers compute sums of rows that are cast first, and a plain block by its parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wire, "combined", cast_first)
+        patch.setattr(ExpertParallelMLP, "_is_one_op", lambda *_: False)
+        yield
+
+
+def check_gradients_asked_for() -> None:
+    """By name, one or more of them; they have no derivative."""
+    pair = Pair("uneven", 40, wire_dtype=F32)
+    index, grad = pair.index[pair.rows], pair.grad[pair.rows]
+    x, weights = pair.x[pair.rows].clone().requires_grad_(), pair.weights[pair.rows].clone().requires_grad_()
+    leaves = {"x": x, "weights": weights, **dict(pair.other.named_parameters())}
+    y = pair.other(x, index, weights)
+    expected = dict(zip(leaves, torch.autograd.grad(y, leaves.values(), grad)))
+    for names in (["x"], ["weights"], ["fc1.weight"], ["fc2.weight"], ["x", "fc2.weight"], ["weights", "fc1.weight"]):
+        y = pair.other(x, index, weights)
+        found = torch.autograd.grad(y, [leaves[name] for name in names], grad)
+        assert all(torch.equal(one, expected[name]) for name, one in zip(names, found)), names
+    (dx,) = torch.autograd.grad(pair.other(x, index), x, grad.clone().requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of a layer of this kind have no derivative"):
+        dx.sum().backward()
 
 
 def test_sums_have_the_bits_of_rows_in_float32(ranks):
     ranks(check_sums_without_a_cast)
+    ranks(check_gradients_asked_for)
 
 
 def check_bytes() -> None:
@@ -247,9 +277,16 @@ def check_bytes() -> None:
         assert len(sent) == 8
 
 
-def check_graph(backend: str = "aot_eager") -> None:
+def check_graph_of_ops() -> None:
+    """A plain block with float32 sums, which is ops of its own in a graph for a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertParallelMLP, "_is_one_op", lambda *_: True)
+        check_graph(wire="dense", recipe=None)
+
+
+def check_graph(backend: str = "aot_eager", **options: Any) -> None:
     """One graph of every number of tokens and routing, made by the first call, with the bits of later ones without."""
-    pair = Pair("full", 40, wire="quantized", wire_dtype=F32, recipe=MXFP8BlockScaling())
+    pair = Pair("full", 40, **{"wire": "quantized", "wire_dtype": F32, "recipe": MXFP8BlockScaling(), **options})
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(pair.other, fullgraph=True, backend=counter)
@@ -287,8 +324,9 @@ def check_dispatched_again() -> None:
 
 def check_overflow() -> None:
     """NaN on all ranks, with and without routing weights."""
-    for recipe in (MXFP8BlockScaling(), Float8BlockScaling()):
-        pair = Pair("full", 40, wire="quantized", wire_dtype=F32, recipe=recipe, bias=True, capacity_factor=0.5)
+    for recipe in (MXFP8BlockScaling(), Float8BlockScaling(), None):
+        wire = "dense" if recipe is None else "quantized"
+        pair = Pair("full", 40, wire=wire, wire_dtype=F32, recipe=recipe, bias=True, capacity_factor=0.5)
         pair.index = torch.zeros_like(pair.index)
         assert all(bool(t.isnan().all()) for t in pair.results(pair.other, pair.x, pair.grad).values())
         pair.other.clear()
@@ -316,7 +354,7 @@ def check_refused() -> None:
 
 
 def test_bytes_graphs_overflow_and_errors(ranks):
-    for check in (check_bytes, check_graph, check_dispatched_again, check_overflow, check_refused):
+    for check in (check_bytes, check_graph, check_graph_of_ops, check_dispatched_again, check_overflow, check_refused):
         ranks(check)
 
 

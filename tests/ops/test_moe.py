@@ -71,6 +71,43 @@ def test_bits(dtype, chosen):
         assert same(with_gradients(functools.partial(block, routing), tensors), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_that_are_wider(dtype):
+    """Of results, whose gradient is then that of the rounded one; and of the gradients of tokens, by that op alone."""
+    tensors, routing = leaves(dtype=dtype), tgl.route(CHOSEN["absent"], G)
+    x, weights, w1, w2, *_ = tensors.values()
+    operands, top_k = (x, w1, w2, routing.source, routing.position, routing.token, routing.offs, weights), K
+    y, h = torch.ops.tgl.moe(*operands, top_k=top_k, out_dtype=torch.float32)
+    rows = tgl.grouped_mlp(tgl.dispatch(x, routing), w1, w2, routing.offs, tgl.dispatch_weights(weights, routing))
+    places = routing.token, routing.position, top_k
+    wide = torch.ops.tgl.combine(rows, *places, out_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, wide)
+    dy, asked = torch.randn(S, O), (x, weights, w1, w2)
+    for second in (False, True):
+        found = torch.autograd.grad(y, asked, dy, retain_graph=True, create_graph=second)
+        expected = torch.autograd.grad(torch.ops.tgl.moe(*operands, top_k=top_k)[0], asked, dy.to(dtype))
+        assert same(found, expected)
+    dh = torch.randn(h.shape).to(dtype)
+    given = dh, x.detach(), w1.detach(), routing.position, routing.token, routing.offs
+    options = {"top_k": top_k, "output_mask": [True, True, False]}
+    ours, theirs = (
+        torch.ops.tgl.moe_backward_input(*given, **options, **wider) for wider in ({"out_dtype": torch.float32}, {})
+    )
+    rows = tgl.grouped_gemm(dh, w1.detach().transpose(1, 2), routing.offs)
+    assert ours[0].dtype == torch.float32
+    assert torch.equal(ours[0], torch.ops.tgl.combine(rows, *places, out_dtype=torch.float32))
+    assert torch.equal(ours[1], theirs[1])
+    torch.library.opcheck(torch.ops.tgl.moe.default, operands, {"top_k": top_k, "out_dtype": torch.float32})
+    options["out_dtype"] = torch.float32
+    torch.library.opcheck(torch.ops.tgl.moe_backward_input.default, given, options)
+    message = "`out_dtype` must be float32, bfloat16 or float16, but got torch.int32"
+    with pytest.raises(TypeError, match=f"tgl::moe: {message}"):
+        torch.ops.tgl.moe(*operands, top_k=top_k, out_dtype=torch.int32)
+    with pytest.raises(TypeError, match=f"tgl::moe_backward_input: {message}"):
+        torch.ops.tgl.moe_backward_input(*given, **{**options, "out_dtype": torch.int32})
+
+
 @pytest.mark.parametrize("kind", TABLE)
 def test_bits_of_every_activation(kind):
     options = {"kind": kind, "interleaved": TABLE[kind].gated, "limit": 0.5, "alpha": 1.2, "offset": 0.3}

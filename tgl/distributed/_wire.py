@@ -192,11 +192,16 @@ class Wire(NamedTuple):
 
     def answers(self, grad: Tensor, gemms: Gemms, *, read: bool) -> Rows:
         """All ranks send, whatever they read."""
-        sent = self.grads.pack(grad)
-        rows, _ = torch.ops.tgl.ep_dispatch(sent, None, *self.home, group_name=self.group_name, engine=self.engine)
+        rows = self.dispatched(grad)
         if self.grads.spec is not None:
             return Rows(rows)
         return self.local.answers(self.grads.values(rows), gemms, read=read)
+
+    def dispatched(self, grad: Tensor) -> Tensor:
+        """uint8 ``[W P, width]``: the bytes of gradients that all ranks send."""
+        sent = self.grads.pack(grad)
+        rows: Tensor = torch.ops.tgl.ep_dispatch(sent, None, *self.home, **self.group)[0]
+        return rows
 
     def grad(
         self, rows: Rows, gemms: Gemms, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
@@ -217,9 +222,17 @@ class Wire(NamedTuple):
 
     def combined(self, rows: Tensor) -> Tensor:
         """Sums of this rank's rows, then of all ranks at home, where those that travel in float32 are rounded."""
-        sums, group = self.local.combined(rows, self.sums), {"group_name": self.group_name, "engine": self.engine}
-        y: Tensor = torch.ops.tgl.ep_combine(sums, None, *self.home, **group, out_dtype=rows.dtype)[0]
+        return self.summed(self.local.combined(rows, self.sums), rows.dtype)
+
+    def summed(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[S, columns]`` of ``dtype``: the sums of ``sums [W P, columns]`` of all ranks."""
+        y: Tensor = torch.ops.tgl.ep_combine(sums, None, *self.home, **self.group, out_dtype=dtype)[0]
         return y
+
+    @property
+    def group(self) -> dict[str, str]:
+        """Keywords of the ops."""
+        return {"group_name": self.group_name, "engine": self.engine}
 
     def after(self, dependency: Tensor) -> Wire:
         """Rows are not gathered before."""

@@ -16,7 +16,9 @@ from ..nn._modules import to_be_called
 from ..nn._places import Places
 from ..nn.moe import MoE
 from ..nn.routing import dispatch_weights, route
+from ..ops._library import autocast_enabled
 from ._exchange import Exchange, Sizes, check_agreement
+from ._summed import Block, SummedFunction
 from ._symmetric import reserve
 from ._wire import DENSE, Form, Wire, check_wire
 
@@ -185,10 +187,21 @@ class ExpertParallelMLP(MoE):
         inputs, grads = form.codecs(self.in_features, tokens.dtype)
         arrived = exchange.arrive(tokens, top_k_index, weights, inputs.pack(tokens.detach()))
         routing = route(arrived.choices, self.num_gemms, self.expert_rows)
-        probs = dispatch_weights(arrived.weights, routing)
         local, home = Places.of(routing), Places(*arrived.places)
         way = Wire(local, home, arrived.rows, inputs, grads, form.sums, exchange.group_name, exchange.engine)
+        if inputs.spec is None and self._is_one_op(self.fc1, self.fc2, tokens.device) and self._as_they_are(tokens):
+            block = Block(way, routing, {"kind": self.activation, "interleaved": self.interleaved})
+            w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
+            operands = inputs.values(arrived.rows), arrived.weights, w1, w2, self.fc1.bias, self.fc2.bias
+            y: Tensor = SummedFunction.apply(block, tokens, *operands)
+            return y
+        probs = dispatch_weights(arrived.weights, routing)
         return self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
+
+    def _as_they_are(self, tokens: Tensor) -> bool:
+        """Whether no weight has to be cast for tokens."""
+        layers = self.fc1, self.fc2
+        return not autocast_enabled(tokens.device.type) and all(one.weight.dtype == tokens.dtype for one in layers)
 
     def _check_wire(self, tokens: Tensor) -> None:
         """Before any rank waits for this one."""

@@ -30,14 +30,16 @@ def moe(
     *,
     top_k: Dim,
     kind: str = "swiglu",
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[TensorSpec, TensorSpec]:
-    """``y [S, O]`` and ``h [T, N]``."""
+    """``y [S, O]``, in ``out_dtype`` or the dtype of ``x``, and ``h [T, N]``."""
     op, tokens, groups = "moe", x.shape[:1], w1.shape[:1]
     width, _, columns = operands(op, Matrix("x", x, "[S, H]"), w1, w2, offs, kind)
     rows = _places(op, Matrix("x", x), source, position, token, top_k, weights)
     bias(op, "bias1", bias1, "[G, N]", (*groups, width), Matrix("x", x))
     bias(op, "bias2", bias2, "[G, O]", (*groups, columns), Matrix("x", x))
-    return TensorSpec((*tokens, columns), x.dtype, x.device), TensorSpec((rows, width), x.dtype, x.device)
+    y = TensorSpec((*tokens, columns), checks.out_dtype(op, "out_dtype", x.dtype, out_dtype), x.device)
+    return y, TensorSpec((rows, width), x.dtype, x.device)
 
 
 def _places(
@@ -109,8 +111,12 @@ def moe_backward_input(
     *,
     top_k: Dim,
     output_mask: Sequence[bool],
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """The gradients of x, w1 and bias1, ``[0]`` where ``output_mask`` does not ask for one."""
+    """The gradients of x, w1 and bias1, ``[0]`` where ``output_mask`` does not ask for one.
+
+    That of x is in ``out_dtype``, or the dtype of ``dh``.
+    """
     op, matrix = "moe_backward_input", Matrix("dh", dh, "[T, N]")
     _with_weight(op, matrix, "w1", w1, "[G, H, N]", "N", offs)
     groups, depth, columns = w1.shape
@@ -120,7 +126,7 @@ def moe_backward_input(
     of_weight(op, "x", x, "[S, H]", (tokens, depth), "w1", w1)
     check_mask(op, output_mask, 3, {1: ("w1 without `x`", x)})
     made = (
-        TensorSpec((tokens, depth), dh.dtype, dh.device),
+        TensorSpec((tokens, depth), checks.out_dtype(op, "out_dtype", dh.dtype, out_dtype), dh.device),
         weight_gradient(w1),
         TensorSpec((groups, columns), accumulator(dh.dtype), dh.device),
     )

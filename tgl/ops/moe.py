@@ -43,11 +43,12 @@ def _kernel(
     bias2: Tensor | None = None,
     *,
     top_k: int,
+    out_dtype: torch.dtype | None = None,
     **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
     operands: list[Any] = [x, w1, w2, source, position, token, offs, weights, bias1, bias2]
-    y, h = _checked(*operands, top_k=top_k, kind=parsed.kind)
+    y, h = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
     _check_values(NAME, operands[3:7], top_k)
     made = backends.produce(NAME, x.device, {"y": y, "h": h}, operands, params=parsed, top_k=top_k)
     return made["y"], made["h"]
@@ -94,10 +95,12 @@ def _hidden_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool]
     return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_OF_HIDDEN, made))
 
 
-def _input_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+def _input_gradients(
+    operands: list, *, top_k: int, output_mask: Sequence[bool], out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """Of x, w1 and bias1."""
     device = operands[0].device
-    made = _checked_input(*operands, top_k=top_k, output_mask=tuple(output_mask))
+    made = _checked_input(*operands, top_k=top_k, output_mask=tuple(output_mask), out_dtype=out_dtype)
     position, token, offs = operands[3:]
     debug.check_offs(INPUT, offs, token.shape[0])
     debug.check_places(INPUT, token, position, top_k)
@@ -128,12 +131,13 @@ def _save(
     *,
     output: tuple[Tensor, Tensor],
     top_k: int,
+    out_dtype: torch.dtype | None = None,
     **params: Any,
 ) -> None:
     places = source, position, token, offs
     ctx.save_for_backward(x if needs[1] else None, w1, w2, *places, output[1], weights, bias2)
     ctx.set_materialize_grads(False)  # nobody but a second backward has a gradient of h
-    ctx.top_k, ctx.params = top_k, params
+    ctx.top_k, ctx.params, ctx.dtype = top_k, params, w2.dtype
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
 
 
@@ -143,6 +147,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
     As two ops; where a second order may follow, or comes, as the differentiable ones that it is made of.
     """
     mask = [needs[i] for i in (0, 1, 2, 7, 8, 9)]
+    dy = None if dy is None else dy.to(ctx.dtype)
     if dy is None or dh is not None or torch.is_grad_enabled():
         grads = _composed(ctx, mask, dy, dh)
     else:
@@ -213,9 +218,11 @@ def _autocast(
 _SCHEMA_PLACES = "Tensor source, Tensor position, Tensor token, Tensor offs"
 define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, {_SCHEMA_PLACES}, Tensor? weights=None, Tensor? bias1=None, "
-    f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}) -> (Tensor y, Tensor h)",
+    f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
     _kernel,
-    lambda *args, top_k, kind="swiglu", **_: tuple(spec.empty() for spec in specs.moe(*args, top_k=top_k, kind=kind)),
+    lambda *args, top_k, kind="swiglu", out_dtype=None, **_: tuple(
+        spec.empty() for spec in specs.moe(*args, top_k=top_k, kind=kind, out_dtype=out_dtype)
+    ),
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
@@ -231,7 +238,7 @@ _op_hidden = define(
 )
 _op_input = define(
     f"{INPUT}(Tensor dh, Tensor? x, Tensor w1, Tensor position, Tensor token, Tensor offs, *, SymInt top_k, "
-    "bool[] output_mask) -> (Tensor dx, Tensor dw1, Tensor dbias1)",
+    "bool[] output_mask, ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw1, Tensor dbias1)",
     _kernel_input,
     lambda *args, **options: tuple(spec.empty() for spec in specs.moe_backward_input(*args, **options)),
     no_derivative=_NO_DERIVATIVE,
@@ -251,10 +258,11 @@ def _call(
     bias2: Tensor | None = None,
     *,
     top_k: int,
+    out_dtype: torch.dtype | None = None,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed, operands = Params(**params), (x, w1, w2, source, position, token, offs, weights, bias1, bias2)
-    y, h = specs.moe(*operands, top_k=top_k, kind=parsed.kind)
+    y, h = specs.moe(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
     return x.device, operands, {"params": parsed, "top_k": top_k, "y": y.meta(), "h": h.meta()}
 
 
@@ -288,9 +296,10 @@ def _call_input(
     *,
     top_k: int,
     output_mask: Sequence[bool],
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     operands = dh, x, w1, position, token, offs
-    made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask)
+    made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask, out_dtype=out_dtype)
     return dh.device, operands, {"top_k": top_k, **_metas(_OF_INPUT, made, output_mask)}
 
 

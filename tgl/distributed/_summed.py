@@ -1,0 +1,89 @@
+"""A plain block between exchanges whose partial sums have another dtype than tokens, on the ops of the block itself.
+
+The ops hand out sums of rows and of their gradients as wide as they travel. Autograd could not take a gradient of that
+dtype from them: one node reaches from the tokens to what comes back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nn._linear_function import of_first_order
+from ..nn.routing import Routing
+from ..ops._engine import asked_for
+from ..ops._library import unobserved
+from ..ops.after import after
+from ._wire import Wire
+
+
+class Block(NamedTuple):
+    """What is computed between the exchanges.
+
+    Attributes:
+        way: of tokens; its rows travel as they are.
+        routing: of the rows that have arrived.
+        activation: keywords of ``tgl::moe``.
+    """
+
+    way: Wire
+    routing: Routing
+    activation: dict[str, Any]
+
+
+class SummedFunction(torch.autograd.Function):
+    """``apply(block, tokens, rows, weights, w1, w2, bias1, bias2)``; rows are what has arrived of all ranks' tokens.
+
+    ``rows [W P, H]``, ``weights [W P, k]``, ``w1 [L, H, N]``, ``w2 [L, I, O]``, biases or None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, block: Block, tokens: Tensor, *operands: Any) -> Tensor:
+        rows, weights, w1, w2, bias1, bias2 = operands
+        way, (source, position, offs, top_k, token), activation = block
+        places = source, position, token, offs
+        sums, h = torch.ops.tgl.moe(
+            rows, w1, w2, *places, weights, bias1, bias2, top_k=top_k, out_dtype=way.sums, **activation
+        )
+        kept = rows if ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors)
+        ctx.way, ctx.top_k, ctx.activation = way.bare(), top_k, activation
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
+        return way.summed(sums, tokens.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return of_first_order(_backward, ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """All ranks send their gradients; what an op of the block has read last gives its memory to the next."""
+    _, of_x, _, of_weights, of_w1, of_w2, of_bias1, of_bias2 = asked_for(ctx)
+    further, compiling = of_x or of_w1 or of_bias1, torch.compiler.is_compiling()
+    x, w1, w2, source, position, token, offs, h, weights, bias2, *places = ctx.saved_tensors
+    if not compiling and unobserved(grad):
+        ctx.maybe_clear_saved_tensors()
+    way, ops, top_k = ctx.way.with_tensors(*places), torch.ops.tgl, ctx.top_k
+    answers = way.grads.values(way.dispatched(grad))
+    operands = answers, w2, source, position, token, offs, h, weights, bias2
+    del answers, h
+    mask = [further, of_w2, of_weights, of_bias2]
+    dh, dw2, dweights, dbias2 = ops.moe_backward_hidden(*operands, top_k=top_k, output_mask=mask, **ctx.activation)
+    del operands
+    dx = dw1 = dbias1 = None
+    if further:
+        given, mask = (dh, x, w1, position, token, offs), [of_x, of_w1, of_bias1]
+        dx, dw1, dbias1 = ops.moe_backward_input(*given, top_k=top_k, output_mask=mask, out_dtype=way.sums)
+        del given, dh
+    if of_x:
+        dx = way.summed(dx, grad.dtype)
+        dweights = after(dweights, dx) if of_weights and compiling else dweights  # exchanges have one order
+    asked = (of_x, dx), (False, None), (of_weights, dweights), (of_w1, dw1), (of_w2, dw2)
+    biases = zip((of_bias1, of_bias2), (dbias1, dbias2), ctx.bias_dtypes)
+    return (
+        None,
+        *(made if wanted else None for wanted, made in asked),
+        *(made.to(dtype) if wanted and made is not None else None for wanted, made, dtype in biases),
+    )
