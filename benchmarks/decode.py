@@ -136,7 +136,7 @@ def run_case(shape: str, tokens: str, args: argparse.Namespace) -> dict[str, Any
     problem = Problem(SHAPES[shape], int(tokens))
     graphs, failed = captured(arms_of(problem))
     failed |= gated(graphs, problem.oracle())
-    times = replays(graphs, args.samples, args.clean_l2)
+    times = replays(graphs, args.samples, args.clean_l2, args.busy)
     if "tgl" in graphs:  # the same call, so it is right too
         clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
         times |= interleaved({"called": lambda: served(problem)}, clock, turns, warm_up=WARM_UP)

@@ -108,7 +108,7 @@ SMALL = Shape(300, 512, 256, 16, 3)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    made = gpu_parser(__doc__)
+    made = gpu_parser(__doc__, busy=False)
     choice(made, "--shapes", SHAPES)
     made.set_defaults(shapes=list(BY_DEFAULT))
     choice(made, "--arms", ARMS)

@@ -107,7 +107,7 @@ def existing(arch: str, varlen: str, band: int) -> list[GemmConfig]:
     """What a kernel exists for."""
     every = [
         GemmConfig(m, n, cluster_n=c, pingpong=p, band=band)
-        for m in (64, 128, 256)
+        for m in (64, 128, 192, 256)
         for n in (64, 128, 192, 256)
         for c in (1, 2)
         for p in (False, True)
@@ -129,7 +129,11 @@ def sweep_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> R
                 wrong |= failed
                 if name in made:
                     wrong[name] = gates.wrong(problem, made[name], problem.oracle, problem.per_group_mm)
-    return {"times": summaries(replays(graphs, args.samples, args.clean_l2)), "wrong": wrong, "flops": problem.flops}
+    return {
+        "times": summaries(replays(graphs, args.samples, args.clean_l2, args.busy)),
+        "wrong": wrong,
+        "flops": problem.flops,
+    }
 
 
 def sweep_line(result: Result) -> str:

@@ -239,7 +239,7 @@ def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Res
         problem.forget(format)
     others = {} if args.sweep else problem.others()
     made, failed = captured({arm: call for arm, call in others.items() if arm in args.arms})
-    times = summaries(replays(graphs | made, args.samples, args.clean_l2))
+    times = summaries(replays(graphs | made, args.samples, args.clean_l2, args.busy))
     return {"flops": problem.flops, "times": times, "wrong": wrong | failed}
 
 

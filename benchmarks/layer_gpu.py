@@ -329,7 +329,7 @@ def report(results: list[dict], names: Sequence[str]) -> str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = gpu_parser(__doc__, quick="three shapes, two routings")
+    parser = gpu_parser(__doc__, quick="three shapes, two routings", busy=False)
     choice(parser, "--shapes", MODELS, default=False)
     choice(parser, "--routings", ROUTINGS, default=False)
     choice(parser, "--arms", ARMS[1:])

@@ -141,7 +141,7 @@ def measured(steps: dict[str, Step], args: argparse.Namespace) -> tuple[dict[str
     """Milliseconds of the arms, and why others have none."""
     if args.device != "cpu":
         graphs, failed = captured(steps)
-        return replays(graphs, args.samples, args.clean_l2), failed
+        return replays(graphs, args.samples, args.clean_l2, args.busy), failed
     seconds = interleaved(steps, HostClock(time.perf_counter), range(args.samples + WARM_UP), warm_up=WARM_UP)
     return {name: [1e3 * t for t in own] for name, own in seconds.items()}, {}
 

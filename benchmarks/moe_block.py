@@ -424,7 +424,7 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = gpu_parser(__doc__)
+    parser = gpu_parser(__doc__, busy=False)
     choice(parser, "--shapes", SHAPES)
     choice(parser, "--routings", ROUTINGS)
     choice(parser, "--arms", ARMS)

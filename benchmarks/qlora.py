@@ -187,7 +187,7 @@ def weights_of(result: dict[str, Any]) -> str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    made = gpu_parser(__doc__, quick="one shape")
+    made = gpu_parser(__doc__, quick="one shape", busy=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", choices=("cpu", "cuda"), default=device, help=f"default here: {device}")
     choice(made, "--shapes", SHAPES, default=False)

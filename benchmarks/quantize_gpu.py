@@ -190,7 +190,7 @@ def measure(work: type[Quantize | Dequantize], shape: Shape, routing: str, args:
     offs = ends(split(routing, shape.groups, shape.rows), "cuda")
     arms = arms_of(work, args.formats, x, offs)
     graphs = {name: Replay(arm.call) for name, arm in arms.items()}
-    return rows_of(arms, summaries(replays(graphs, args.samples, args.clean_l2)))
+    return rows_of(arms, summaries(replays(graphs, args.samples, args.clean_l2, args.busy)))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -223,7 +223,7 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = gpu_parser(__doc__)
+    parser = gpu_parser(__doc__, busy=False)
     choice(parser, "--models", MODELS)
     choice(parser, "--arms", [name for name in ARMS if name != BASELINE])
     return parser.parse_args(argv)

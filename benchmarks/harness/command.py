@@ -22,12 +22,15 @@ def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser
     return made
 
 
-def gpu_parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
-    """With the options of every script that times graphs."""
+def gpu_parser(doc: str | None, quick: str | None = None, busy: bool = True) -> argparse.ArgumentParser:
+    """With the options of every script that times graphs; ``busy``: by ``timing.replays``."""
     made = parser(doc, quick)
     made.add_argument("--samples", type=_samples, default=SAMPLES, help="replays of each arm")
     made.add_argument("--clean-l2", action="store_true", help="leave nothing in L2 that is to be written back")
     made.add_argument("--out", type=Path, help="JSON file")
+    if busy:
+        about = "a sample is many replays in this many seconds, behind as many, so that clocks are those of training"
+        made.add_argument("--busy", type=float, default=0.0, metavar="SECONDS", help=about)
     return made
 
 

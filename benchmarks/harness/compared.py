@@ -26,7 +26,7 @@ def compared(arms: Arms, wrong: Callable[[Replay], str | None], args: argparse.N
     graphs, failed = captured(arms)
     if reason := failed.get("tgl") or wrong(graphs["tgl"]):
         return {"wrong": reason, "failed": failed}
-    times = replays(graphs, args.samples, args.clean_l2)
+    times = replays(graphs, args.samples, args.clean_l2, args.busy)
     return {"times": summaries(times), "ms": medians(times), "failed": failed}
 
 

@@ -2,7 +2,8 @@
 
 On a GPU an arm is a captured graph. Before each replay 256 MB are written, so that L2 holds nothing of use, and events
 enclose the replay alone. With ``clean_l2`` another 256 MB are read, so that nothing in L2 has to be written back
-at the cost of the arm. (A copy leaves half of its bytes behind itself; an op that only reads does not.)
+at the cost of the arm. (A copy leaves half of its bytes behind itself; an op that only reads does not.) ``BusyClock``
+reads what a call takes while the device is kept at its power limit.
 """
 
 from __future__ import annotations
@@ -196,6 +197,41 @@ class DeviceClock:
         return start.elapsed_time(end)
 
 
-def replays(graphs: Arms, samples: int, clean_l2: bool = False) -> dict[str, list[float]]:
-    """Milliseconds of ``samples`` replays of each graph, in rotating order."""
+class BusyClock:
+    """Milliseconds of a call when the device has had no rest: of many in a row, which begin behind as many.
+
+    A GPU that rests before every call runs it at a higher clock than its power lets it keep.
+
+    Args:
+        seconds: that the calls take whose time is read.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def take(self, call: Call) -> tuple[cuda.Event, cuda.Event, int]:
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        cuda.synchronize()
+        count = max(1, round(self.seconds * 1e3 / start.elapsed_time(end)))
+        for event in (start, end):
+            for _ in range(count):
+                call()
+            event.record()
+        return start, end, count
+
+    def settle(self) -> None:
+        cuda.synchronize()
+
+    def read(self, mark: tuple[cuda.Event, cuda.Event, int]) -> float:
+        start, end, count = mark
+        return start.elapsed_time(end) / count
+
+
+def replays(graphs: Arms, samples: int, clean_l2: bool = False, busy: float = 0.0) -> dict[str, list[float]]:
+    """Milliseconds of ``samples`` readings of each graph, in rotating order: of one replay, or by a ``BusyClock``."""
+    if busy:
+        return interleaved(graphs, BusyClock(busy), range(samples), rotated)
     return interleaved(graphs, DeviceClock(L2(clean_l2)), range(samples + WARM_UP), rotated, WARM_UP)

@@ -224,3 +224,19 @@ def test_memory_to_flush_with(load):
     assert not l2.written.any()
     assert l2.written.nbytes == l2.read.nbytes == 64
     assert timing.L2(False, "cpu", 64).read is None
+
+
+def test_a_busy_device_has_no_rest_before_what_is_read(timing, cuda):
+    clock = timing.BusyClock(seconds=0.01)
+    mark = clock.take(lambda: cuda.launch(2.0))
+    assert cuda.hand.log == (
+        ["record", "work on default", "record", "synchronize"]
+        + ["work on default"] * 5
+        + ["record"]
+        + ["work on default"] * 5
+        + ["record"]
+    )
+    assert clock.read(mark) == 2.0
+    assert timing.BusyClock(0.001).take(lambda: cuda.launch(2.0))[2] == 1
+    graphs = {"a": lambda: cuda.launch(2.0), "b": lambda: cuda.launch(3.0)}
+    assert timing.replays(graphs, 3, busy=0.01) == {"a": [2.0] * 3, "b": [3.0] * 3}

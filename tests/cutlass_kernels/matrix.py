@@ -10,7 +10,8 @@ import torch
 
 from tests.cutlass_kernels import activated_cases, gemm_cases, sass
 from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
+from tgl.cutlass_kernels.ops.gemm_activation import widths_of
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulator
 
@@ -34,20 +35,28 @@ TILINGS += [("sm_100", GemmConfig(256, n, two_cta=True)) for n in (64, 128, 256)
 KINDS = (VARLEN_M, VARLEN_K, ACTIVATED)
 
 
+def widths(choice: dict) -> tuple[int, ...]:
+    """How many columns a tile may have that an epilogue with an activation takes; see ``gemm_activation.widths_of``."""
+    params, (*_, k, n) = ACTIVATIONS[choice["activation"]], (1, 8, 16)
+    b = torch.empty(1, k, n) if choice["b_row_major"] else torch.empty(1, n, k).transpose(1, 2)
+    return tuple(width for width in widths_of(params, b) if width >= 2 * LINE)
+
+
 def usual(kind: str) -> list[tuple[str, GemmConfig]]:
     """The tilings that are chosen without being asked for."""
-    step, of = (2 * LINE, VARLEN_M) if kind == ACTIVATED else (LINE, kind)
-    sizes = list(itertools.product((64, 128, 4096), (32, 128, 1024, 4096)))
+    of = VARLEN_M if kind == ACTIVATED else kind
+    allowed = [(128, 256), (128, 192, 256)] if kind == ACTIVATED else [WIDTHS]
+    sizes = list(itertools.product((64, 128, 512, 4096), (256, 4096), (32, 128, 1024, 4096), allowed))
     return [
         (arch, tiling)
         for arch in ("sm_90", "sm_100")
-        for tiling in dict.fromkeys(tilings.choose(arch, of, columns, 4096, rows, step) for columns, rows in sizes)
+        for tiling in dict.fromkeys(tilings.choose(arch, of, *size) for size in sizes)
     ]
 
 
 USUAL = {kind: usual(kind) for kind in KINDS}
 EVERY = {kind: TILINGS for kind in (VARLEN_M, VARLEN_K)}
-EVERY[ACTIVATED] = [(arch, tiling) for arch, tiling in TILINGS if tiling.tile_n % (2 * LINE) == 0]
+EVERY[ACTIVATED] = [(arch, tiling) for arch, tiling in TILINGS if tiling.tile_n >= 2 * LINE]
 
 DTYPES = (torch.bfloat16, torch.float16)
 YES_NO = (True, False)
@@ -75,6 +84,12 @@ PARTS = {
 def allowed(choice: dict) -> bool:
     if choice.get("activation") == "alternating" and choice["b_row_major"]:
         return False
+    if "tiling" in choice:
+        config = choice["tiling"][-1]
+        if "activation" in choice and config.tile_n not in widths(choice):
+            return False
+        if choice.get("accumulate") and not choice["wide_out"] and 192 in (config.tile_m, config.tile_n):
+            return False  # what is read before it is stored wants registers
     return not (choice.get("bias_scale") and not choice["bias"])
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 
 from tgl.cutlass_kernels import archs, tilings
 from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips, having
-from tgl.cutlass_kernels.config import KINDS, LINE, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import KINDS, VARLEN_M, WIDTHS, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm
@@ -38,20 +38,20 @@ def test_an_entry_has_its_kernels_and_its_tilings(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("step", [LINE, 2 * LINE])
+@pytest.mark.parametrize("widths", [WIDTHS, (128, 192, 256), (128, 256)])
 @pytest.mark.parametrize("columns", [200, 1536, 4096, 28672])
-def test_few_groups_of_few_rows_get_narrow_tiles(arch, columns, step):
+def test_few_groups_of_few_rows_get_narrow_tiles(arch, columns, widths):
     """So that most multiprocessors load weights; no narrower than is needed, or than an epilogue takes."""
-    usual = tilings.choose(arch, VARLEN_M, columns, 4096, 1, step)
-    assert tilings.choose(arch, VARLEN_M, columns, 4096, 128, step, 1).tile_n == (
-        tilings.choose(arch, VARLEN_M, columns, 4096, 128, step).tile_n
+    usual = tilings.choose(arch, VARLEN_M, columns, 4096, 1, widths)
+    assert tilings.choose(arch, VARLEN_M, columns, 4096, 128, widths, 1).tile_n == (
+        tilings.choose(arch, VARLEN_M, columns, 4096, 128, widths).tile_n
     )
     for busy in (1, 2, 8, 30, 1000):
-        chosen = tilings.choose(arch, VARLEN_M, columns, 4096, 1, step, busy)
+        chosen = tilings.choose(arch, VARLEN_M, columns, 4096, 1, widths, busy)
         assert tilings.reason(arch, VARLEN_M, chosen) is None
-        assert chosen.tile_n % step == 0
+        assert chosen.tile_n in widths
         assert (chosen.tile_m, chosen.stages) == (usual.tile_m, usual.stages)
-        enough = [n for n in (256, 128, 64) if step <= n <= usual.tile_n]
+        enough = [n for n in (256, 128, 64) if widths[0] <= n <= usual.tile_n]
         enough = [n for n in enough if busy * ceil_div(columns, n) >= tilings.MULTIPROCESSORS] or enough[-1:]
         assert chosen.tile_n == enough[0]
 

@@ -24,7 +24,7 @@ from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune
-from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm import gathered as shared
 from tgl.cutlass_kernels.gemm.sm90 import mma
@@ -234,9 +234,9 @@ def gradient_call(key, gathered):
     sums = torch.full((-(-136 // key.config.tile_n), rows), 7.0)
     call = gemm_dactivation.GROUPED_GEMM_DACTIVATION.build(key._replace(gathered=gathered))
     operands, last = ((dy,), (index,)) if gathered else ((copies,), ())
-    outputs = sums, act.inside
+    outputs = sums, (dprobs := torch.empty(rows)), act.inside
     call(*operands, b, ends(sizes), dh.inside, poisoned(h, sizes), poisoned(probs, sizes), *outputs, *last, CLUSTERS)
-    return dh.room, sums, act.room
+    return dh.room, sums, dprobs, act.room
 
 
 @pytest.mark.parametrize(("arch", "config"), BACK)
@@ -327,22 +327,24 @@ def test_clusters_are_not_tried():
         autotune(tgl.grouped_gemm, a, b, offs, rows=rows, tilings=[GemmConfig(128, 64, cluster_n=2)])
 
 
-def chosen(kind, operand, columns, rows, activated=None):
-    config = tilings.choose_gathering("sm_90", kind, columns, 4096, rows, operand, activated)
+def chosen(kind, operand, columns, rows, halves=None, depth=2048):
+    config = tilings.choose_gathering("sm_90", kind, columns, depth, rows, operand, halves)
     return config.tile_m, config.tile_n, config.pingpong
 
 
 def test_tilings_of_sm_90_that_gather():
-    """192 rows or columns where they fill a matrix; no halves in them that the kernel could not load or hold."""
+    """Short in what is gathered; no halves in them that the kernel could not load or hold."""
     assert chosen(VARLEN_M, "a", 1536, 1024) == (128, 256, False)
-    assert chosen(VARLEN_M, "a", 1536, 1024, 2 * LINE) == (128, 192, True)
-    assert chosen(VARLEN_M, "a", 1408, 1024, LINE) == (128, 192, True)
-    assert chosen(VARLEN_M, "a", 256, 1024, 2 * LINE) == (128, 128, True)
-    assert chosen(VARLEN_M, "a", 64, 1024, 2 * LINE)[1] == 128
-    assert chosen(VARLEN_K, "a", 768, 2048) == (128, 192, True)
-    assert chosen(VARLEN_K, "a", 256, 1536) == (128, 256, False)
-    assert chosen(VARLEN_K, "b", 2048, 1536) == (192, 128, True)
-    assert chosen(VARLEN_K, "b", 2048, 512) == (256, 128, False)
+    assert chosen(VARLEN_M, "a", 1536, 1024, (128, 192, 256)) == (128, 192, True)
+    assert chosen(VARLEN_M, "a", 1536, 1024, (128, 192, 256), depth=4096) == (128, 256, False)
+    assert chosen(VARLEN_M, "a", 1536, 128, (128, 192, 256), depth=4096) == (128, 128, True)
+    assert chosen(VARLEN_M, "a", 1536, 1024, (128, 256)) == (128, 128, True)
+    assert chosen(VARLEN_M, "a", 1408, 1024, WIDTHS) == (128, 192, True)
+    assert chosen(VARLEN_M, "a", 256, 1024, (128, 192, 256)) == (128, 128, True)
+    assert chosen(VARLEN_M, "a", 64, 1024, (128, 192, 256))[1] == 128
+    assert chosen(VARLEN_K, "a", 768, 2048) == (128, 256, False)
+    assert chosen(VARLEN_K, "b", 2048, 1536) == (256, 128, False)
+    assert chosen(VARLEN_K, "b", 64, 1536)[1] == 64
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def run(case, seeds=(0, 1)):
     frame, act_frame = framed(*h.shape, dtype=case.dtype), framed(len(h), case.columns, dtype=case.dtype)
     dh, act = frame.inside, act_frame.inside if case.act else None
     tiles = -(-case.columns // ARCHS[case.arch].tilings.sum_columns(case.config))
-    sum_buffer, sums = torch.full((tiles + 2, h.shape[0]), CANARY), None
+    sum_buffer, sums, dprobs = torch.full((tiles + 2, h.shape[0]), CANARY), None, None
     if probs is not None:
-        sums = sum_buffer[1:-1]
+        sums, dprobs = sum_buffer[1:-1], torch.full((h.shape[0] + 2,), CANARY)[1:-1]
     first = None
     with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
         function = kernel(case)
@@ -113,8 +113,8 @@ def run(case, seeds=(0, 1)):
             frame.refill()
             act_frame.refill()
             sum_buffer.fill_(CANARY)
-            function(dy, b, offs, dh, h, probs, sums, act, CLUSTERS)
-            record = machine.launches[-1]
+            function(dy, b, offs, dh, h, probs, sums, dprobs, act, CLUSTERS)
+            record = machine.launches[-1 if probs is None else -2]
             check_bits(dh, wanted, f"dh, seed {seed}")
             if case.act:
                 check_bits(act, wanted_act, f"act, seed {seed}")
@@ -125,7 +125,11 @@ def run(case, seeds=(0, 1)):
             first = sum_buffer.clone() if first is None else first
             assert torch.equal(sum_buffer, first)
     if probs is not None:
-        dprobs = sums.sum(0)
+        in_order = torch.zeros_like(dprobs)
+        for part in sums:
+            in_order += part
+        assert torch.equal(dprobs, in_order)
+        assert (dprobs._base[[0, -1]] == CANARY).all()
         size = summands(case, *given).abs().sum(1)
         assert ((dprobs - wanted_probs).abs().double() <= size * 2.0**-24 * (8 + case.columns / 32)).all()
         assert dprobs[sum(case.sizes) :].eq(0).all()
@@ -251,7 +255,8 @@ def check_bad_offsets(case):
             frame.refill()
             act_frame.refill()
             offs = torch.tensor(wrong, dtype=torch.int32)
-            kernel(case)(dy, b, offs, frame.inside, h, probs, inner, act_frame.inside, CLUSTERS)
+            dprobs = None if probs is None else torch.empty(h.shape[0])
+            kernel(case)(dy, b, offs, frame.inside, h, probs, inner, dprobs, act_frame.inside, CLUSTERS)
             assert frame.intact(), wrong
             assert act_frame.intact(), wrong
             assert sums[0].eq(CANARY).all()
@@ -270,14 +275,14 @@ def machine():
 
 
 @pytest.mark.parametrize("columns", [40, 136], ids=["one tile", "two tiles"])
-def test_one_launch_per_call(machine, columns):
-    """And, across several tiles, a sum that is the CPU's here; what was warmed up compiles nothing."""
+def test_launches_of_a_call(machine, columns):
+    """The GEMM, and what adds up the sums of rows; what was warmed up compiles nothing."""
     case = Case("sm_90", TILES[64, 64], columns=columns)
     dy, b, h, offs, probs = operands(case)
     assert "runs tgl kernel" in str(tgl.warmup("grouped_gemm_dactivation", dy, b, h, offs, probs))
     plans, before = dict(launcher.plans), len(machine.launches)
     dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
-    assert len(machine.launches) == before + 1
+    assert ["AddParts" in launch.kernel for launch in machine.launches[before:]] == [False, True]
     with backends.emulated_device("no such device"):
         wanted, wanted_probs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
     torch.testing.assert_close(dh.float(), wanted.float(), rtol=2**-7, atol=2**-12)
@@ -294,13 +299,13 @@ def test_one_launch_per_call(machine, columns):
 
 
 def test_the_activation_of_the_forward_comes_along(machine):
-    """In the one launch, with the bits of its own op; here through a copy, as its rows do not begin on 16 bytes."""
+    """In the GEMM's launch, with the bits of its own op; here through a copy, as its rows do not begin on 16 bytes."""
     params, case = PARAMS["swiglu interleaved"], Case("sm_90", TILES[64, 64], "swiglu interleaved", columns=44)
     _, _, h, offs, probs = given = operands(case)
     before = len(machine.launches)
     inner = TensorSpec((len(h), case.columns), BF16, h.device)
     dh, dprobs, act = back_to_hidden(list(given), inner, params=params)
-    assert len(machine.launches) == before + 1
+    assert len(machine.launches) == before + 2
     assert torch.equal(act, tgl.grouped_activation(h, offs, probs, **params._asdict()))
     destinations = {"dh": dh, "dprobs": dprobs, "act": act}
     copied = gemm_dactivation.GROUPED_GEMM_DACTIVATION.copying().copies(*given, params=params, **destinations)

@@ -118,7 +118,7 @@ def test_rows_by_an_index_have_the_bits_of_rows_in_order(arch, kind):
         assert tgl.explain(tgl.grouped_gemm_activation, tokens, b1, offs, None, probs, index, **options).chosen
         found = tgl.grouped_gemm_activation(tokens, b1, offs, None, probs, index, **options)
         back = tgl.grouped_gemm_dactivation(tokens, b2, h, offs, probs, index, **options)
-        assert len(machine.launches) == 2
+        assert len(machine.launches) == 3
         wanted = tgl.grouped_gemm_activation(rows, b1, offs, None, probs, **options)
         wanted_back = back_to_hidden([rows, b2, h, offs, probs], inner, params=params)
     assert all(map(torch.equal, found, wanted))
@@ -140,7 +140,7 @@ def test_halves_that_alternate_by_row_of_b_need_no_other_kernel():
 def test_tilings_hold_what_they_are_chosen_for(arch):
     for columns in (8, 64, 72, 4096):
         for rows in (1, 64, 128, 1024):
-            assert tilings.choose(arch, VARLEN_M, columns, 64, rows, 2 * LINE).tile_n % (2 * LINE) == 0
+            assert tilings.choose(arch, VARLEN_M, columns, 64, rows, (128, 192, 256)).tile_n % (2 * LINE) == 0
             assert gradient_reason(tilings.choose_gradient(arch, columns, 64, rows, False)) is None
     assert "do not fit its registers" in gradient_reason(GemmConfig(128, 256))
 

@@ -29,9 +29,9 @@ def test_activation_is_part_of_the_gemms(arch):
     near = step(mlp, x, offs, probs)
     with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
         found = step(mlp, x, offs, probs)
-    # FC1 with its activation, FC2; FC2's input gradient with the activation's and its result again, FC1's; two weight
-    # gradients.
-    assert len(machine.launches) == 6
+    # FC1 with its activation, FC2; FC2's input gradient with the activation's and its result again, the sums for the
+    # gradient of the probabilities, FC1's input gradient; two weight gradients.
+    assert len(machine.launches) == 7
     kernels = " ".join(launch.kernel for launch in machine.launches)
     assert kernels.count("ActivatedGroupedGemm") == kernels.count("GradientGroupedGemm") == 1
     for ours, cpu in zip(found, near, strict=True):

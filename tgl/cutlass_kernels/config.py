@@ -8,6 +8,7 @@ VARLEN_M = "varlen_m"  # [T, K] x [G, K, N] -> [T, N]
 VARLEN_K = "varlen_k"  # [T, M]^T x [T, N] -> [G, M, N]
 KINDS = (VARLEN_M, VARLEN_K)
 LINE = 64  # elements of 16 bits in 128 bytes, which is a row of a tile in shared memory
+WIDTHS = (64, 128, 192, 256)  # columns that a tile may have
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..meta.placement import ceil_div
 from .archs import arch_of
-from .config import KINDS, LINE, VARLEN_M, GemmConfig
+from .config import KINDS, WIDTHS, GemmConfig
 from .gemm.scaling import OperandFormat
 
 MOST_STAGES = 5  # that a tiling names
@@ -51,7 +51,13 @@ def candidates(arch: str, kind: str, gathering: bool = False) -> list[GemmConfig
 
 
 def choose(
-    arch: str, kind: str, columns: int, depth: int, rows: int, step: int = LINE, busy: int | None = None
+    arch: str,
+    kind: str,
+    columns: int,
+    depth: int,
+    rows: int,
+    widths: tuple[int, ...] = WIDTHS,
+    busy: int | None = None,
 ) -> GemmConfig:
     """The tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
 
@@ -59,19 +65,18 @@ def choose(
     first.
 
     Args:
-        step: what the columns of a tile are a multiple of; twice the usual where an epilogue takes them as gate and
-            linear half.
+        widths: how many columns a tile may have, the smallest first: see ``ops.gemm_activation.widths_of``.
         busy: how many groups have rows, at most; None: enough of them.
     """
     found = tuned.get((arch, kind, columns, depth, rows))
-    if found is not None and found.tile_n % step == 0:
+    if found is not None and found.tile_n in widths:
         return found
-    chosen = arch_of(arch).tilings.choose(kind, max(columns, step), depth, rows)
-    return _filling(arch, kind, chosen, columns, rows, step, busy)
+    chosen = arch_of(arch).tilings.choose(kind, columns, depth, rows, widths)
+    return _filling(arch, kind, chosen, columns, rows, widths, busy)
 
 
 def _filling(
-    arch: str, kind: str, tiling: GemmConfig, columns: int, rows: int, step: int, busy: int | None
+    arch: str, kind: str, tiling: GemmConfig, columns: int, rows: int, widths: tuple[int, ...], busy: int | None
 ) -> GemmConfig:
     """Narrower tiles where groups of few rows have too few of them for all multiprocessors to load.
 
@@ -80,24 +85,24 @@ def _filling(
     """
     while rows <= FEW_ROWS and busy is not None and busy * ceil_div(columns, tiling.tile_n) < MULTIPROCESSORS:
         narrower = replace(tiling, tile_n=tiling.tile_n // 2)
-        if narrower.tile_n % step or reason(arch, kind, narrower) is not None:
+        if narrower.tile_n not in widths or reason(arch, kind, narrower) is not None:
             break
         tiling = narrower
     return tiling
 
 
 def choose_gathering(
-    arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, activated: int | None = None
+    arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
     """``choose`` for kernels that gather rows of ``operand``.
 
     Args:
-        activated: for an activation in the epilogue the ``step`` of ``choose``.
+        halves: for an activation in the epilogue the ``widths`` of ``choose``.
     """
     found = tuned.get((arch, kind, columns, depth, rows, operand))
-    if found is not None and found.tile_n % (activated or LINE) == 0:
+    if found is not None and found.tile_n in (halves or WIDTHS):
         return found
-    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand, activated)
+    return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand, halves)
 
 
 def choose_gradient(arch: str, columns: int, depth: int, rows: int, gathering: bool) -> GemmConfig:
@@ -106,10 +111,8 @@ def choose_gradient(arch: str, columns: int, depth: int, rows: int, gathering: b
     Args:
         gathering: whether rows are found by an index; then each CTA gathers for itself.
     """
-    usual = choose(arch, VARLEN_M, columns, depth, rows)
-    if gathering:
-        usual = replace(usual, cluster_m=1, cluster_n=1)
-    return arch_of(arch).tilings.for_gradient(usual)
+    chosen = arch_of(arch).tilings.choose_gradient(columns, depth, rows)
+    return replace(chosen, cluster_m=1, cluster_n=1) if gathering else chosen
 
 
 def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 
 from ..epilogue.vectors import EpilogueArgs
+from ..reduce.parts import AddParts
 
 
 class Activated:
@@ -44,16 +46,20 @@ class Gradient:
         h: cute.Tensor,
         probs: cute.Tensor | None,
         sums: cute.Tensor | None,
+        dprobs: cute.Tensor | None,
         act: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
-        """Launch.
+        """Launch; the sums of rows are added up behind it.
 
         Args:
             h, dh: ``[T, 2 I]`` or ``[T, I]``.
             probs: ``[T]`` or None.
-            sums: float32 ``[parts across I, T]``, None without ``probs``; a part is ``tilings.sum_columns`` wide.
+            sums: room, float32 ``[parts across I, T]``, None without ``probs``; a part is ``tilings.sum_columns`` wide.
+            dprobs: float32 ``[T]``, None without ``probs``.
             act: ``[T, I]`` for the activation's result, None without.
         """
         self.start(a, b, None, offs, dh, EpilogueArgs(None, None), clusters, stream, act, extra=(h, probs, sums))
+        if cutlass.const_expr(sums is not None):
+            AddParts()(sums, dprobs, stream)

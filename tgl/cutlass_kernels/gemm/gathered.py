@@ -11,6 +11,7 @@ from cutlass import Int32, cute
 
 from ..config import VARLEN_K, VARLEN_M
 from ..epilogue.vectors import EpilogueArgs
+from ..reduce.parts import AddParts
 from ..tiles.groups import clamp
 
 OPERANDS = {VARLEN_M: ("a",), VARLEN_K: ("a", "b")}
@@ -141,6 +142,7 @@ class GatheredGradientCall:
         h: cute.Tensor,
         probs: cute.Tensor | None,
         sums: cute.Tensor | None,
+        dprobs: cute.Tensor | None,
         act: cute.Tensor | None,
         index: cute.Tensor,
         clusters: Int32,
@@ -149,3 +151,5 @@ class GatheredGradientCall:
         """Launch; arguments of ``GradientGroupedGemm`` and ``index``, int32 ``[T]``."""
         args, extra = EpilogueArgs(None, None), (h, probs, sums)
         self.start(a, b, None, offs, dh, args, clusters, stream, act, extra=extra, index=index)
+        if cutlass.const_expr(sums is not None):
+            AddParts()(sums, dprobs, stream)

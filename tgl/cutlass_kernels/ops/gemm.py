@@ -13,7 +13,7 @@ from ... import backends
 from ...meta.slots import scatter
 from .. import tilings
 from ..archs import arch_of, having, serving
-from ..config import LINE, VARLEN_K, VARLEN_M, GemmConfig
+from ..config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, busy_groups, power_of_two, rows_class, small, warm
@@ -121,7 +121,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
         problem = arch, VARLEN_M, columns, depth, power_of_two(c.out.shape[0] // groups)
         operand = self.reach.gathers(c)
         if operand is None:
-            tiling = tilings.choose(*problem, LINE, busy_groups(c.out.shape[0], groups))
+            tiling = tilings.choose(*problem, WIDTHS, busy_groups(c.out.shape[0], groups))
         else:
             tiling = tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
@@ -199,7 +199,12 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
         depth = power_of_two(rows_of(c) // groups_of(c.out, c.slots))
         operand = self.reach.gathers(c)
         problem = arch, VARLEN_K, columns, depth, rows
-        tiling = tilings.choose(*problem) if operand is None else tilings.choose_gathering(*problem, operand)
+        if operand is None:
+            # What 16-bit sums were is read before they are stored, with registers that 192 accumulators leave not.
+            narrow = self.accumulate and c.out.dtype != torch.float32
+            tiling = tilings.choose(*problem, (64, 128, 256) if narrow else WIDTHS)
+        else:
+            tiling = tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), accumulate=self.accumulate)
         return GemmKey(VARLEN_K, arch, not c.a.is_cuda, name(c.a), 1, spec, tiling, c.slots is not None, operand)
 

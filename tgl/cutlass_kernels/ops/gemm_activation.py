@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from ... import backends
 from .. import tilings
 from ..activation.activation_spec import spec_of
 from ..archs import having, serving
-from ..config import LINE, VARLEN_M
+from ..config import VARLEN_M, WIDTHS
 from ..epilogue import EpilogueSpec
 from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, warm
 from ..runtime.names import name
@@ -87,16 +86,11 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
         """The tiling follows from N, K and the class of rows per group."""
         groups, depth, columns = c.b.shape
         problem = arch, VARLEN_M, columns, depth, power_of_two(c.h.shape[0] // groups)
-        operand, gated = self.reach.gathers(c), c.params.gated
-        step = 2 * LINE if gated else LINE
+        operand, widths = self.reach.gathers(c), widths_of(c.params, c.b)
         if operand is None:
-            tiling = tilings.choose(*problem, step, busy_groups(c.h.shape[0], groups))
+            tiling = tilings.choose(*problem, widths, busy_groups(c.h.shape[0], groups))
         else:
-            tiling = tilings.choose_gathering(*problem, operand, step)
-            # A box of B holds half a tile of either half: whole lines if these lie along the columns. Halves that
-            # alternate take a few registers more than 192 accumulators leave.
-            if gated and (c.params.interleaved or c.b.stride(2) == 1) and tiling.tile_n % (2 * LINE):
-                tiling = replace(tiling, tile_n=2 * LINE)
+            tiling = tilings.choose_gathering(*problem, operand, widths)
         activation = spec_of(c.params)
         spec = EpilogueSpec(name(c.h), name(c.bias), tail=c.zero_tail, activation=activation, probs=name(c.probs))
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
@@ -141,6 +135,17 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             h=c.h.new_zeros(8, width, device=c.a.device),
             rows=None if c.rows is None else c.rows.new_zeros(8),
         )
+
+
+def widths_of(params: Params, b: Tensor) -> tuple[int, ...]:
+    """How many columns a tile may have, the smallest first, of a product with ``b`` and its activation.
+
+    Gate and linear half of a tile are boxes of B: of whole lines of shared memory, if these lie along the columns.
+    Halves that alternate take a few registers more than 192 accumulators leave.
+    """
+    if not params.gated:
+        return WIDTHS
+    return (128, 256) if params.interleaved or b.stride(2) == 1 else (128, 192, 256)
 
 
 def halves_reason(b: Tensor, y: Tensor, params: Params) -> backends.Reason:

@@ -58,7 +58,7 @@ class DactivationCall(NamedTuple):
 class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
     """The product and back through the activation; if asked for, the activation's own result too.
 
-    A row's sum for ``dprobs`` is that of its tiles, or warps' parts of tiles, across I in order of ``torch.sum``, each
+    A row's sum for ``dprobs`` is that of its tiles, or warps' parts of tiles, across I from the first to the last, each
     that of its columns.
     """
 
@@ -72,7 +72,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         indexed={"dy": "rows"},
         gathers=lambda c: gathered(c.dy, dy=c.rows),
     )
-    note = "one launch and, for dprobs, a sum over tiles; groups read on the device"
+    note = "one launch and, for dprobs, one that adds up the sums of tiles; groups read on the device"
 
     def refuses(self, c: DactivationCall) -> backends.Reason:
         """Dtypes and widths."""
@@ -143,27 +143,27 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
             matrix(key.element, columns=columns),
             strided(key.probs),
             None if key.probs is None else matrix("float32", pitch=4, align=4),
+            None if key.probs is None else strided("float32"),
             matrix(key.element) if key.act else None,
             *index,
             cutlass.Int32(1),
         )
 
     def arguments(self, c: DactivationCall) -> tuple:
-        """What the kernel is called with; ``dprobs`` holds the only sums of rows."""
-        return self._with_sums(c, None if c.probs is None else c.dprobs.unsqueeze(0))
+        """What the kernel is called with, but the room for sums of rows."""
+        return self._with_sums(c, None)
 
     def _with_sums(self, c: DactivationCall, sums: Tensor | None) -> tuple:
-        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, c.act, *given(c.rows)
+        dprobs = None if sums is None else c.dprobs
+        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, dprobs, c.act, *given(c.rows)
 
     def start(self, plan: Plan, c: DactivationCall) -> None:
-        """Launch; several sums across I are added up behind it."""
-        columns, width = c.b.shape[2], arch_of(plan.key.arch).tilings.sum_columns(plan.key.config)
-        if c.probs is None or columns <= width:
-            plan.launch(*self.arguments(c))
-            return
-        sums = c.dprobs.new_empty(ceil_div(columns, width), c.dprobs.shape[0])
+        """Launch."""
+        sums = None
+        if c.probs is not None:
+            width = arch_of(plan.key.arch).tilings.sum_columns(plan.key.config)
+            sums = c.dprobs.new_empty(ceil_div(c.b.shape[2], width), c.dprobs.shape[0])
         plan.launch(*self._with_sums(c, sums))
-        torch.sum(sums, 0, out=c.dprobs)
 
     def scratch(self, c: DactivationCall) -> DactivationCall:
         """One group without rows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import backends
 from .. import tilings
 from ..archs import PAIRED, arch_of, having
-from ..config import LINE, VARLEN_M
+from ..config import VARLEN_M, WIDTHS
 from ..epilogue import EpilogueSpec
 from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, warm
 from ..runtime.names import name
@@ -80,7 +80,7 @@ class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
         groups, depth, columns = c.b.shape
         rows = c.out.shape[0]
         problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
-        tiling = tilings.choose(*problem, LINE, busy_groups(rows, groups))
+        tiling = tilings.choose(*problem, WIDTHS, busy_groups(rows, groups))
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
         return GemmKey(VARLEN_M, arch, not c.a.is_cuda, name(c.a), unit_dimension(c.b.stride()), spec, tiling)
 

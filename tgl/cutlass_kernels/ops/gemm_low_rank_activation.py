@@ -12,14 +12,14 @@ from ... import backends
 from .. import tilings
 from ..activation.activation_spec import spec_of
 from ..archs import PAIRED_ACTIVATED, arch_of, having
-from ..config import LINE, VARLEN_M
+from ..config import VARLEN_M
 from ..epilogue import EpilogueSpec
 from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
 from .gemm import GemmKey, PersistentGemm
-from .gemm_activation import halves_reason
+from .gemm_activation import halves_reason, widths_of
 from .gemm_low_rank import pair_reason
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class GroupedGemmLowRankActivation(PersistentGemm[LowRankActivationCall]):
         groups, depth, columns = c.b.shape
         rows = c.h.shape[0]
         problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
-        step = 2 * LINE if c.params.gated else LINE
-        tiling = tilings.choose(*problem, step, busy_groups(rows, groups))
+        tiling = tilings.choose(*problem, widths_of(c.params, c.b), busy_groups(rows, groups))
         activation = spec_of(c.params)
         spec = EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
         return GemmKey(VARLEN_M, arch, not c.a.is_cuda, name(c.a), unit_dimension(c.b.stride()), spec, tiling)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...config import GemmConfig
+from ...config import VARLEN_M, WIDTHS, GemmConfig
 from ..scaling import OperandFormat
 
 SMEM_BYTES = 227 * 1024
@@ -44,16 +44,12 @@ def sum_columns(tiling: GemmConfig) -> int:
     return tiling.tile_n
 
 
-def for_gradient(usual: GemmConfig) -> GemmConfig:
-    """The tiling of a kernel that goes back through the activation: the usual one, whose long epilogue is hidden."""
-    return usual
-
-
-def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
+def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
     """Wide tiles, as they cost the least bandwidth per MMA, but not where half of one would stay empty.
 
     A pair of CTAs takes 256 rows once a group fills them on average.
     """
+    columns = max(columns, widths[0])
     tile_n = 256 if columns > 128 else 128 if columns > 64 else 64
     if rows >= 256:
         return GemmConfig(tile_m=256, tile_n=tile_n, two_cta=True)
@@ -61,10 +57,15 @@ def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
 
 
 def choose_gathering(
-    kind: str, columns: int, depth: int, rows: int, operand: str, activated: int | None = None
+    kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
     """The usual one, since a TMA copy of four rows costs an MMA no more than the copy of a tile that it stands for."""
-    return choose(kind, max(columns, activated or 0), depth, rows)
+    return choose(kind, columns, depth, rows, halves or WIDTHS)
+
+
+def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
+    """The tiling of a kernel that goes back through the activation: the usual one, whose long epilogue is hidden."""
+    return choose(VARLEN_M, columns, depth, rows)
 
 
 def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:

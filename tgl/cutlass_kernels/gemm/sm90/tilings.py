@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....meta.placement import ceil_div
-from ...config import VARLEN_K, VARLEN_M, GemmConfig
+from ...config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from ..scaling import OperandFormat
 
 SMEM_BYTES = 227 * 1024
@@ -15,9 +15,27 @@ SWAPPED_GROUPS = 2  # warpgroups of consumers in one
 SWAPPED_DEPTH = 128  # of a stage there
 BLOCK = 32  # elements of MXFP4 that share a scale
 LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
+LONG = 4096  # of a contraction, at least: an epilogue is a small part of a tile's time
 TURNS = GemmConfig(128, 128, pingpong=True)
 WIDE_TURNS = GemmConfig(128, 192, pingpong=True)
 HIGH_TURNS = GemmConfig(192, 128, pingpong=True)
+WIDE = GemmConfig(128, 256)
+HIGH = GemmConfig(256, 128)
+
+COSTS = {
+    VARLEN_M: {WIDE_TURNS: 1.0, WIDE: 1.06, TURNS: 1.18},
+    VARLEN_K: {WIDE: 1.0, HIGH: 1.01, WIDE_TURNS: 1.05, HIGH_TURNS: 1.06, TURNS: 1.25},
+}
+"""What tiles take for their area, by kind of problem, as parts of the least; the first one where they take as long.
+
+On an H100 at its power limit: in the products of a layer's forward and backward, one behind the other without a rest,
+with the weights of Mixtral, Qwen3-30B, DeepSeek-V3, gpt-oss and of 128 experts 256 wide. A GPU that rests before every
+product runs at a higher clock, on which tiles of 128 x 128 in turns come within a few per cent of the others; kept busy
+they take 1.1 to 1.5 times as long, as they move the most bytes for an MMA.
+"""
+SHORT_COSTS = {WIDE_TURNS: 1.0, HIGH_TURNS: 1.01, WIDE: 1.0, HIGH: 1.01, TURNS: 1.2}
+"""Of gradients over at most ``SHORT`` rows: an epilogue behind which nothing is hidden is a larger part."""
+SHORT = 256
 
 
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
@@ -57,51 +75,65 @@ def sum_columns(tiling: GemmConfig) -> int:
     return tiling.tile_n
 
 
-def for_gradient(usual: GemmConfig) -> GemmConfig:
-    """The tiling of a kernel that goes back through the activation: the usual one, whose long epilogue is hidden.
+def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
+    """The tiles that cover the result at the least cost; see ``COSTS``.
 
-    In turns of 128 x 128 at most, for 192 accumulators leave that epilogue too few registers.
+    128 x 128 in turns where a group has no more rows, or a gradient is summed over no more; if that one is large, two
+    CTAs that share A are 2 % faster still. Groups of at most 64 rows get one warpgroup, so that no MMA multiplies rows
+    that no group has.
     """
-    return replace(usual, tile_m=min(usual.tile_m, 128), tile_n=min(usual.tile_n, 128)) if usual.pingpong else usual
-
-
-def choose(kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
-    """128 x 128 tiles of two warpgroups in turns, where rows and columns fill them.
-
-    Measured on an H200 over 32 tilings: ahead of 128 x 256 by two cooperating warpgroups in 12 of 16 cases, by 5.5 %
-    in the geometric mean and never more than 2.4 % behind: one warpgroup's epilogue hides behind the other's MMAs.
-    Where weight gradients are large, two CTAs that share A are 2 % faster still, and 1 % slower where they are small.
-    Groups of at most 64 rows get one warpgroup, so that no MMA multiplies rows that no group has.
-    """
+    columns = max(columns, widths[0])
     if rows <= 64:
         return GemmConfig(tile_m=64, tile_n=64 if columns <= 64 else 256 if columns > 128 else 128)
-    if columns > 64:
+    if columns <= 64:
+        return GemmConfig(tile_m=256 if rows >= 256 else 128, tile_n=64)
+    if (rows if kind == VARLEN_M else depth) <= 128:
         pair = kind == VARLEN_K and columns > 128 and rows * columns >= LARGE_GRADIENT
         return replace(TURNS, cluster_n=2 if pair else 1)
-    return GemmConfig(tile_m=256 if rows >= 256 else 128, tile_n=64)
+    costs = SHORT_COSTS if kind == VARLEN_K and depth <= SHORT else COSTS[kind]
+
+    def cost(tiling: GemmConfig) -> float:
+        covered = costs[tiling] * _covered(columns, tiling.tile_n)
+        return covered * _covered(rows, tiling.tile_m) if kind == VARLEN_K else covered  # else all are as high
+
+    return min((tiling for tiling in costs if {tiling.tile_m, tiling.tile_n} <= set(widths)), key=cost)
 
 
 def choose_gathering(
-    kind: str, columns: int, depth: int, rows: int, operand: str, activated: int | None = None
+    kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
     """Tiles that are short in the operand whose rows are gathered, of which an MMA then needs the fewest pieces.
 
-    Measured on an H200 in the shapes of three models, against the usual tiling on rows in order. Weight gradients: 10
-    to 25 % behind in tiles of 192 columns or rows by warpgroups in turns, where these leave little empty, else in 256
-    of two warpgroups; 128 x 128 in turns are up to 41 % behind. With an activation: 5 to 16 % behind in 128 x 192 in
-    turns, up to 18 % in 128 x 128, and up to 26 % in 128 x 256, whose epilogue nothing hides. Without one: 3 % behind
-    in 128 x 256, 9 % in 128 x 128. Groups of at most 64 rows: 64 x 128 takes 2 to 7 % less than 64 x 256.
+    Measured as ``COSTS`` are. Weight gradients: 256 x 128 where B is gathered and 128 x 256 where A is, 6 to 25 % ahead
+    of tiles of 192 in turns. With an activation: 128 x 192 in turns, up to 8 % ahead of 128 x 256, and behind it by 5
+    to 12 % where the contraction is long; where 192 columns leave much empty, 128 x 128 in turns. Groups of at most 64
+    rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
     """
+    least = 0 if halves is None else halves[0]
     if operand == "b" and rows > 128 and columns > 64:
-        return HIGH_TURNS if _empty(rows, 192) <= 0.04 else GemmConfig(256, 128)
+        return HIGH
     if kind == VARLEN_M and rows <= 64:
-        return GemmConfig(64, 128 if columns > 64 or activated == 128 else 64)
+        return GemmConfig(64, 128 if columns > 64 or least == 128 else 64)
     if operand == "a" and rows > 64 and columns > 128:
-        if activated is not None:
-            return WIDE_TURNS if _empty(columns, 192) <= 0.125 else TURNS
-        return WIDE_TURNS if kind == VARLEN_K and _empty(columns, 192) <= 0.04 else GemmConfig(128, 256)
-    usual = choose(kind, max(columns, activated or 0), depth, rows)
+        if halves is None or (depth >= LONG and rows > 128):
+            return WIDE
+        return WIDE_TURNS if 192 in halves and rows > 128 and _empty(columns, 192) < 0.1 else TURNS
+    usual = choose(kind, max(columns, least), depth, rows)
     return replace(usual, cluster_n=1)  # each CTA gathers for itself
+
+
+def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
+    """The tiling of a kernel that goes back through the activation, whose epilogue takes the time of a contraction.
+
+    Turns hide it, in which 192 accumulators would leave it too few registers; 128 x 256 behind a long contraction,
+    measured as ``COSTS`` are: 14 and 23 % ahead over 4096 and 7168, 10 % behind over 2048. A row's sum is that of its
+    tiles, so that their width is a matter of the weights alone.
+    """
+    wide = depth >= LONG and columns > 128 and _empty(columns, 256) <= 0.125
+    if rows <= 64 or columns <= 64:
+        high = 64 if rows <= 64 else 256 if rows >= 256 else 128
+        return GemmConfig(high, 64 if columns <= 64 else 256 if wide else 128)
+    return WIDE if wide else TURNS
 
 
 def choose_decoding(rows: int, piece: int) -> GemmConfig:
@@ -136,9 +168,14 @@ def swapped_stages(tiling: GemmConfig) -> int:
     return (SMEM_BYTES // SHARED - 2048) // stage
 
 
+def _covered(extent: int, tile: int) -> int:
+    """What the tiles that hold an extent cover."""
+    return -(-extent // tile) * tile
+
+
 def _empty(extent: int, tile: int) -> float:
     """What of the tiles that cover an extent lies outside, as a part of the extent."""
-    return ceil_div(extent, tile) * tile / extent - 1
+    return _covered(extent, tile) / extent - 1
 
 
 def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
@@ -146,12 +183,12 @@ def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows
 
     Measured on an H200. In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one
     factor per group, and 1 % ahead of 128 x 128 with factors of blocks. Where groups are rows, 256 of them leave more
-    of a group's last tile empty: with factors of blocks they are 3-6 % ahead once groups are long; with one factor per
-    group 128 x 192 is as good. 128 x 128 remains where rows are few, or 192 columns would leave more than 4 % empty.
+    of a group's last tile empty: with factors of blocks they are 3-6 % ahead once groups are long, and 12 % on an H100
+    kept at its power limit, with 1024 rows a group; with one factor per group 128 x 192 is as good. 128 x 128 remains
+    where rows are few, or 192 columns would leave more than 4 % empty.
     """
     pair = kind == VARLEN_K and columns > 128
-    high = rows >= 1024 if pair else form.block > 0 and kind == VARLEN_M and columns > 64 and rows >= 2048
-    if high:
+    if rows >= 1024 and (pair or (form.block > 0 and kind == VARLEN_M and columns > 64)):
         return GemmConfig(256, 128, form.tile_k, cluster_n=2 if pair else 1)
     wide = not form.block and columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
     return GemmConfig(

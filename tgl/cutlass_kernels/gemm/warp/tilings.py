@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...config import VARLEN_K, VARLEN_M, GemmConfig
+from ...config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from ..scaling import ATOM_ROWS, OperandFormat
 
 WARPS = {
@@ -108,13 +108,13 @@ class Tilings:
         """Columns whose products a kernel that goes back through the activation adds up to a row's sum: a warp's."""
         return tiling.tile_n // WARPS[tiling.tile_m, tiling.tile_n][1]
 
-    def choose(self, kind: str, columns: int, depth: int, rows: int) -> GemmConfig:
+    def choose(self, kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
         """128 x 128 tiles where rows and columns fill them, 128 x 256 where shared memory holds 3 stages of those.
 
         A larger tile reads fewer bytes per MMA from shared memory and through L2; with fewer than 3 stages nothing
         would be on its way while a stage is multiplied.
         """
-        tile_m, tile_n = 64 if rows <= 64 else 128, 64 if columns <= 64 else 128
+        tile_m, tile_n = 64 if rows <= 64 else 128, 64 if max(columns, widths[0]) <= 64 else 128
         if tile_m == 128 and columns > 128 and self.stages(GemmConfig(128, 256)) > FEWEST:
             tile_n = 256
         return self.deepest(tile_m, tile_n)
@@ -124,14 +124,15 @@ class Tilings:
         return gathering_reason(tiling)
 
     def choose_gathering(
-        self, kind: str, columns: int, depth: int, rows: int, operand: str, activated: int | None = None
+        self, kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
     ) -> GemmConfig:
         """The usual one, or 128 x 128 where that is larger."""
-        usual = self.choose(kind, max(columns, activated or 0), depth, rows)
+        usual = self.choose(kind, columns, depth, rows, halves or WIDTHS)
         return usual if gathering_reason(usual) is None else self.deepest(128, 128)
 
-    def for_gradient(self, usual: GemmConfig) -> GemmConfig:
-        """The tiling of a kernel that goes back through the activation, for one that suits the problem otherwise."""
+    def choose_gradient(self, columns: int, depth: int, rows: int) -> GemmConfig:
+        """The tiling of a kernel that goes back through the activation: the usual one, if it can."""
+        usual = self.choose(VARLEN_M, columns, depth, rows)
         return usual if gradient_reason(usual) is None else self.deepest(128, 128)
 
     def choose_scaled(self, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
