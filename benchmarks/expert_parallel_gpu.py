@@ -1,6 +1,7 @@
 """Expert parallelism on the GPUs of one host: both engines of ``ExpertParallelMLP``, and what torch alone offers.
 
-    torchrun --nproc-per-node 4 benchmarks/expert_parallel_gpu.py [--shapes qwen3-30b ...] [--arms torch ...] [--gates]
+    torchrun --nproc-per-node 4 benchmarks/expert_parallel_gpu.py [--shapes qwen3-30b ...] [--arms torch ...]
+        [--moves lanes bulk] [--gates]
 
 Without torchrun one process is a group by itself, in which nothing crosses a link. On all ranks, in bfloat16 with
 float32 routing weights and SwiGLU, every token choosing its experts at random:
@@ -31,15 +32,20 @@ difference. All ranks meet on the device before a reading begins. ``route``, ``d
 first have no share in it; GB/s are bytes of rows that leave the GPU in that time; ``empty`` is a dispatch without
 tokens, which is two barriers. ``memory`` is the rank's symmetric memory, beside what it would be with places for every
 choice of every token of all ranks.
+
+**Rows.** ``--moves`` names the ways by which rows move, each with gates of its own. With more than one, what lies
+between barriers is timed by itself: ``push`` is a dispatch's writes to other ranks, ``take`` the copy of what has
+arrived, ``answer`` a combine's writes and ``sum`` its sums. ``symmetric_memory`` alone is the way by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,6 +57,8 @@ from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffl
 from torch import Tensor
 
 import tgl
+from tgl.cutlass_kernels.ops import expert_parallel as steps
+from tgl.cutlass_kernels.ops.wire import MEET, MOVE, WAYS
 from tgl.distributed import ExpertParallelMLP, expert_parallel_host
 
 BF16 = torch.bfloat16
@@ -79,6 +87,7 @@ COMMON: dict[str, Any] = {"params_dtype": BF16, "device": "cuda"}
 LATE = 20_000_000  # cycles
 REPLAYS = 200
 REPEATS = 8
+MOVE_BY_DEFAULT = MOVE.way
 
 
 class Shape(NamedTuple):
@@ -112,6 +121,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(made, "--shapes", SHAPES)
     made.set_defaults(shapes=list(BY_DEFAULT))
     choice(made, "--arms", ARMS)
+    choice(made, "--moves", WAYS)
+    made.set_defaults(moves=[MOVE_BY_DEFAULT])
     made.add_argument("--gates", action="store_true", help="the gates alone")
     return made.parse_args(argv)
 
@@ -206,6 +217,16 @@ class Problem:
         return [y.detach(), *torch.autograd.grad(y, [x, weights, *self.parameters], dy)]
 
 
+@contextlib.contextmanager
+def moving(way: str) -> Iterator[None]:
+    """Rows move that way."""
+    before, MOVE.way = MOVE.way, way
+    try:
+        yield
+    finally:
+        MOVE.way = before
+
+
 # --- gates ------------------------------------------------------------------------------------------------------------
 
 
@@ -224,16 +245,17 @@ def differ(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
     return next((f"{n} differs" for n, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)), None)
 
 
-def check(problem: Problem, arms: Sequence[str]) -> None:
+def check(problem: Problem, arms: Sequence[str], ways: Sequence[str]) -> None:
     """All gates of one shape."""
     other, ours = ENGINES
     counts = problem.shape.tokens, 0, 1 + problem.rank, problem.shape.tokens * (problem.rank % 2)
     given = [problem.draw(seed, tokens) for seed, tokens in enumerate(counts)]
-    agreed("equal bits", differ_in_any(problem, given, lambda: None))
     turns = random.Random(problem.rank)
-    agreed(
-        "equal bits with late ranks", differ_in_any(problem, given, lambda: torch.cuda._sleep(turns.choice([0, LATE])))
-    )
+    for way in ways:
+        with moving(way):
+            agreed(f"rows by {way}: equal bits", differ_in_any(problem, given, lambda: None))
+            late = differ_in_any(problem, given, lambda: torch.cuda._sleep(turns.choice([0, LATE])))
+            agreed(f"rows by {way}: equal bits with late ranks", late)
     held = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in problem.given)
     graph = Replay(lambda: problem.step(ours, held))
     wrong = None
@@ -350,13 +372,43 @@ def exchange(problem: Problem, engine: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def between_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
+    """Launches of a dispatch and a combine on places of a routing, each by itself: all write what is there already."""
+    layer, (x, index, weights, _) = problem.layers[BASELINE], (t.detach() for t in problem.given)
+    sizes, group = layer.exchange.sizes, layer.exchange.group
+    options = {"group_size": sizes.ranks, "pair_rows": sizes.pair_rows, "expert_rows": sizes.expert_rows}
+    position, token, _, _ = OPS.ep_route(index, problem.shape.experts, **options, **group)
+    rows, row_weights = OPS.ep_dispatch(x, weights, token, position, sizes.copies, **group)
+    y, none = torch.empty_like(x), weights.new_empty(0)
+    places, ends = {"token": token, "position": position, "top_k": sizes.copies}, [group["group_name"], BASELINE]
+    taken = {
+        ("push", "push weights", "take", "take weights"): ("ep_dispatch", (x, weights), (rows, row_weights)),
+        ("answer", "sum"): ("ep_combine", (rows, None), (y, none)),
+    }
+    found: dict[str, Callable[[], Any]] = {}
+    for names, (op, given, made) in taken.items():
+        all_steps = next(o for o in steps.OPS if o.name == op).of((*given, *places.values(), *ends, *made), {})
+        for name, (launcher, call) in zip(names, (step for step in all_steps if step[0] is not MEET), strict=True):
+            if launcher is MOVE and call.by == "arrived":  # later exchanges tell other numbers
+                call = call._replace(which=call.which.clone())
+            found[name] = functools.partial(launcher.run, call)
+    return found
+
+
 def ops(problem: Problem, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Of both engines, and the bytes of rows that leave this rank on average."""
-    calls: dict[str, Callable[[], Any]] = {}
+    """Of both engines and all ways of rows, and the bytes of rows that leave this rank on average."""
     pool = torch.cuda.graph_pool_handle()
-    for engine in ENGINES:
-        for name, call in exchange(problem, engine).items():
-            calls[f"{engine} {name}"] = Replay(lambda call=call: [call() for _ in range(REPEATS)][-1], pool=pool)
+
+    def several(call: Callable[[], Any]) -> Callable[[], Any]:
+        return Replay(lambda: [call() for _ in range(REPEATS)][-1], pool=pool)
+
+    other, ours = ENGINES
+    calls = {f"{other} {name}": several(call) for name, call in exchange(problem, other).items()}
+    for way in args.moves:
+        with moving(way):
+            made = exchange(problem, ours) | (between_barriers(problem) if len(args.moves) > 1 else {})
+            label = ours if way == MOVE_BY_DEFAULT else f"{ours}, {way}"
+            calls |= {f"{label} {name}": several(call) for name, call in made.items()}
     times = timed(calls, problem, args)
     for of_one in times.values():
         of_one.update({statistic: value / REPEATS for statistic, value in of_one.items()})
@@ -383,7 +435,7 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
     shape = SHAPES[name]
     problem = Problem(shape, groups, args.arms)
     say(f"{name}, {dist.get_world_size()} ranks")
-    check(problem, args.arms)
+    check(problem, args.arms, args.moves)
     if args.gates:
         return {"shape": name}
     whole = layers(problem, args)
@@ -395,7 +447,7 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
         say(f"  {arm:17s} {'   '.join(said)}")
     parts, sent = ops(problem, args)
     for arm, times in parts.items():
-        moves = arm.endswith(("dispatch", "combine"))
+        moves = arm.endswith(("dispatch", "combine", "push", "answer"))
         rate = f"{sent / times['median'] / 1e6:7.0f} GB/s out" if moves else ""
         say(f"  {arm:28s} {times['median'] * 1e3:9.1f} us {rate}")
     sizes = problem.layers[BASELINE].exchange.sizes
