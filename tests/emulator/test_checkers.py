@@ -327,6 +327,22 @@ def test_access_before_the_wait_is_reported(access):
     assert launch(body, torch.zeros(1, dtype=torch.int32)).early is None
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("timing", ["adversarial", "in_order"])
+def test_the_launch_in_front_ends_when_nothing_else_can_go_on(timing, overlaps):
+    """One warp reads without a wait, the other behind its own: what the first one reads is not there yet."""
+    body = (
+        only(0, "  ld.global.b32 %r4, [%rd0];\n  st.global.b32 [%rd0+4], %r4;\n  griddepcontrol.wait;\n", "A")
+        + only(1, "  griddepcontrol.wait;\n  ld.global.b32 %r4, [%rd0];\n  st.global.b32 [%rd0+8], %r4;\n", "B")
+    )  # fmt: skip
+    for seed in range(3):
+        t = torch.zeros(3, dtype=torch.int32)
+        with emulate("sm_90a", seed=seed, timing=timing) as machine:
+            machine.front = lambda t=t: t[:1].fill_(7)
+            machine.launch_ptx(module(body, 1, "sm_90a"), [t], block=(64, 1, 1), overlaps=overlaps)
+        assert t.tolist() == ([7, 0, 7] if overlaps else [0, 0, 0])
+
+
 def test_rank_outside_the_cluster():
     with pytest.raises(MemoryAccessError, match="outside the cluster"):
         launch("  mapa.shared::cluster.u32 %r22, %r2, 5;\n  st.shared::cluster.b32 [%r22+64], 1;", cluster=2)

@@ -6,6 +6,7 @@ import bisect
 import ctypes
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ class Rules(NamedTuple):
         strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
         strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
         patience: seconds without progress while other processes may write to the memory; None: nobody else does.
+        front: what the launch in front of one that overlaps has left to do; None: nothing.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class Rules(NamedTuple):
     strict_loads: bool
     strict_exits: bool
     patience: float | None
+    front: Callable[[], object] | None = None
 
 
 class Launch(Engine):
@@ -85,7 +88,7 @@ class Launch(Engine):
         self.program = program
         self.grid, self.block, self.cluster, self.smem, self.overlaps = grid, _, cluster, _, _ = extent
         self.early: int | None = None
-        self.waited = not self.overlaps
+        self.waited, self.in_front, self.front = not self.overlaps, self.overlaps, rules.front
         self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
         self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits
         self.patience, self.deadline = rules.patience, 0.0
@@ -245,6 +248,9 @@ class Launch(Engine):
             if self.run_one(True):
                 stall = 0
                 continue
+            if self.in_front:
+                self.end_front()
+                continue
             before = self.progress
             for w in [x for x in warps if x.wait.soft]:  # nothing can run: every try_wait times out once
                 self.step(w)
@@ -269,6 +275,13 @@ class Launch(Engine):
             if count:
                 for op, k in histogram.items():
                     self.opcodes[op] += count * k
+
+    def end_front(self) -> None:
+        """The launch in front ends, as late as can be: nothing of this one goes on without its end."""
+        self.in_front = False
+        self.progress += 1
+        if self.front is not None:
+            self.front()
 
     def wait_for_others(self, steps: int) -> None:
         """No progress for so many steps: let other processes, whose writes are waited for, have the core."""

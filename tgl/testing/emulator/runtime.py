@@ -70,6 +70,10 @@ class Emulation:
     ``patience`` is for memory that other processes write to as well (``register``): seconds for which a launch without
     progress waits for them, while ``%globaltimer`` is the host's clock. With None, as it begins, nobody else writes,
     and a launch ends after a number of steps without progress.
+
+    ``front`` is what the launch in front of one that overlaps has left to do: called once in every such launch, when
+    nothing of it can go on without that end. So a test shows that nothing is read before it is there, or written while
+    it is read.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Emulation:
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
         self.strict_loads, self.strict_exits = strict_loads, strict_exits
         self.patience: float | None = None
+        self.front: Callable[[], object] | None = None
         self.launches: list[LaunchRecord] = []
         self.error: BaseException | None = None
         self.edit_ptx: Callable[[str], str] | None = None
@@ -111,6 +116,7 @@ class Emulation:
             self.strict_loads,
             self.strict_exits,
             self.patience,
+            self.front,
         )
 
     def register(self, tensor: Any) -> None:

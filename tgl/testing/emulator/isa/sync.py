@@ -30,8 +30,10 @@ op("cp.async.bulk.prefetch", mods="tensor L2 global tile 1d 2d 3d 4d 5d", patter
 
 @op("griddepcontrol", mods="launch_dependents wait", dst=0)
 def dependent_launch(g, ins: Insn, part: bool) -> list[str]:
-    """Launches run one after the other: what remains is whether a warp has waited for the one in front."""
-    return ["w.waited = True" if "wait" in ins.parts else "pass"]
+    """Launches run one after the other: what remains is to wait for the end of the one in front."""
+    if "wait" not in ins.parts:
+        return ["pass"]
+    return ["t_ = w.front_wait()", "if not t_():", "  yield t_", "w.waited = True"]
 
 
 op("setmaxnreg", mods="inc dec sync aligned u32", dst=0)(_nothing)

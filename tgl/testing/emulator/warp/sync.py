@@ -95,6 +95,9 @@ class SyncWarp(MemoryWarp):
         acquire = (lambda: self.agent.join(cl.released)) if self.agent is not None else None
         return Wait(lambda: cl.generation != g, ("barrier.cluster.wait",), acquire)
 
+    def front_wait(self) -> Wait:
+        return Wait(lambda: not self.launch.in_front, ("griddepcontrol.wait",))
+
     # ---- mbarriers ----
     def mbar_at(self, addr: int, asynchronous: bool = False) -> MBarrier:
         """The mbarrier at a shared address; its initialisation must be ordered before this use."""
