@@ -58,6 +58,34 @@ def test_one_launch(machine, experts):
     assert [record.grid for record in machine.launches] == [(1, 1, 1)] * 3
 
 
+@pytest.mark.parametrize("num_rows", [None, 0, 5, 80, 300])
+@pytest.mark.parametrize("experts", [1, 7, 128, 1024])
+def test_few_choices(machine, experts, num_rows):
+    """Up to 64, by a kernel for few of them."""
+    for tokens, top_k, beyond in ((1, 1, 0), (7, 9, 2), (8, 8, 0)):
+        check(choices(tokens, top_k, experts, beyond), experts, (0, 1), num_rows)
+    check(torch.full((4, 5), experts - 1), experts, num_rows=num_rows)
+    check(torch.full((4, 5), experts), experts, num_rows=num_rows)
+    assert all("RouteFew" in record.kernel for record in machine.launches)
+
+
+@pytest.mark.parametrize("dtype", list(calls.INTEGERS), ids=str)
+def test_few_choices_of_any_dtype_and_layout(dtype):
+    limits = torch.iinfo(dtype)
+    index = choices(16, 4, 100, dtype=dtype)
+    index[::7, 0], index[1::7, 1] = limits.min, limits.max
+    if dtype == torch.int64:
+        index[::5, 1], index[::5, 2] = (1 << 32) + 3, -(1 << 40) + 3
+    for laid in (
+        index,
+        index.view(4, 16).t(),
+        index[::2, 1:],
+        index[:, :1].expand(16, 4),
+        index.flatten()[1:-3].view(-1, 4),
+    ):
+        check(laid, 100)
+
+
 @pytest.mark.usefixtures("several")
 @pytest.mark.parametrize("experts", [1, 7, 128, 1024, *SLOW])
 def test_two_launches(machine, experts):
@@ -158,9 +186,12 @@ def test_one_kernel_serves_any_number_of_tokens_and_experts_of_as_many_bits(monk
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
     monkeypatch.setattr(launcher, "compiled", lambda *args: made.append(args[1]) or compile(*args))
-    for tokens, experts in ((3, 8), (40, 15), (9, 9)):
+    for tokens, experts in ((33, 8), (40, 15), (600, 9)):
         torch.ops.tgl.route(choices(tokens, 2, experts), experts)
     assert len(made) == 1
+    for tokens, experts in ((3, 8), (32, 600)):
+        torch.ops.tgl.route(choices(tokens, 2, experts), experts)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("tokens", [3, 3000])

@@ -44,6 +44,17 @@ def wait() -> None:
         cute.arch.griddepcontrol_wait()
 
 
+def follow() -> None:
+    """Begin a kernel that may overlap: wait, and let the next one begin; see ``overlap``."""
+    wait()
+    launch_dependents()
+
+
+def attribute(overlap: Int32) -> Any:
+    """``use_pdl`` of a launch of which the host says whether it overlaps, 1 or 0."""
+    return overlap if overlaps() else False
+
+
 # --- two 16-bit numbers at a time -------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta.memory import address
+from .. import overlap
 from ..permute.cut import LANES, MOST, Cut, cut_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, warm
@@ -151,11 +152,11 @@ class Dispatch(Permutation[DispatchCall]):
         """Compile the kernel for ``key``. Needs no GPU."""
         from ..permute.kernel import Dispatch as Kernel
 
-        return build(key, Kernel(key.cut, key.tail), "rows", "token", "position", "weights", "rows")
+        return build(key, Kernel(key.cut, key.tail), "rows", "token", "position", "weights", "rows", "overlap")
 
     def arguments(self, c: DispatchCall) -> tuple:
         """What the kernel is called with."""
-        return c.x, c.token, c.position, c.weights, c.out
+        return c.x, c.token, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
 class Combine(Permutation[CombineCall]):
@@ -187,11 +188,11 @@ class Combine(Permutation[CombineCall]):
         """Compile the kernel for ``key``. Needs no GPU."""
         from ..permute.kernel import Combine as Kernel
 
-        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums")
+        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap")
 
     def arguments(self, c: CombineCall) -> tuple:
         """What the kernel is called with."""
-        return c.y, c.position, c.weights, c.out
+        return c.y, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
 class CombineBackward(Permutation[CombineBackwardCall]):
@@ -241,6 +242,8 @@ def vector_of(*matrices: Tensor) -> int:
 
 def build(key: PermutationKey, kernel: Callable, *arguments: str) -> Callable:
     """Compile a kernel of such arguments."""
+    import cutlass
+
     from ..runtime.compiling import compiled, matrix, strided
     from ..runtime.elements import TYPES
 
@@ -253,6 +256,8 @@ def build(key: PermutationKey, kernel: Callable, *arguments: str) -> Callable:
             return rows(key.element)
         if argument == "sums":
             return rows(key.out or key.element)
+        if argument == "overlap":
+            return cutlass.Int32(1)
         if argument == "dweights":
             return matrix("float32", pitch=4, align=4)
         return strided(getattr(key, argument), dims=2 if argument == "weights" else 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.memory import address
 from ...meta.router import Router, Weighing
+from .. import overlap
 from ..routing.router_spec import CHUNK, MOST_CHOICES, MOST_EXPERTS, MOST_GROUPS, RouterSpec
 from ..runtime import device
 from ..runtime.launcher import Launcher, Plan
@@ -132,7 +133,7 @@ class TopKRouter(Launcher[RouterCall]):
         return build(key)
 
     def arguments(self, c: RouterCall) -> tuple:
-        """What the kernel is called with, but for what sums take."""
+        """What the kernel is called with, but for what sums take and whether it overlaps."""
         return c.logits, c.bias, c.weights, c.top_k_index
 
     def start(self, plan: Plan, c: RouterCall) -> None:
@@ -144,7 +145,7 @@ class TopKRouter(Launcher[RouterCall]):
             blocks = min(most, -(-tokens // plan.key.spec.tokens))
             counted, added = c.top_k_index.new_empty(blocks, experts), c.weights.new_empty(blocks, experts + 1)
             sums = (as_bytes(c.mask), counted, added, c.tokens_per_expert, c.prob_sum, c.z_sum)
-        plan.launch(*self.arguments(c), sums)
+        plan.launch(*self.arguments(c), sums, int(overlap.overlaps(c.top_k_index.numel())))
 
     def scratch(self, c: RouterCall) -> RouterCall:
         """One token of logits 0, in the layout of those of the call."""
@@ -243,6 +244,8 @@ def one_token(logits: Tensor) -> Tensor:
 
 def build(key: RouterKey) -> Callable:
     """Compile the forward for ``key``. Needs no GPU."""
+    import cutlass
+
     from ..routing.choose import Choose
     from ..runtime.compiling import compiled, contiguous, strided, vector
 
@@ -260,6 +263,7 @@ def build(key: RouterKey) -> Callable:
         contiguous("float32"),
         contiguous("int32"),
         sums,
+        cutlass.Int32(1),
     )
 
 

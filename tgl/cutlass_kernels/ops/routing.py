@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from .. import overlap
 from ..routing.sizes import CHUNK, MOST_EXPERTS, QUAD, TILE
 from ..runtime import device
 from ..runtime.launcher import Launcher, Plan
@@ -25,6 +26,7 @@ class RouteKey(NamedTuple):
     element: str
     bits: int
     alone: bool
+    few: int = 0  # choices that the kernel for few of them takes; 0: it is another one
 
 
 class RouteCall(NamedTuple):
@@ -65,7 +67,7 @@ class Route(Launcher[RouteCall]):
         pairs, experts = c.position.shape[0], c.num_experts
         if not 0 < pairs <= MAX_ROWS or c.source.shape[0] > MAX_ROWS or not 0 < experts <= MOST_EXPERTS:
             return None
-        return c.top_k_index.dtype, experts.bit_length(), pairs <= TILE
+        return c.top_k_index.dtype, experts.bit_length(), pairs <= TILE, overlap.overlaps(pairs)
 
     def nothing(self, c: RouteCall) -> bool:
         """No choices or no experts."""
@@ -78,17 +80,19 @@ class Route(Launcher[RouteCall]):
             t.fill_(-1)
 
     def key(self, c: RouteCall, arch: str) -> RouteKey:
-        """One kernel serves all numbers of experts of as many bits."""
-        alone = c.position.shape[0] <= TILE
-        return RouteKey(arch, not c.top_k_index.is_cuda, name(c.top_k_index), c.num_experts.bit_length(), alone)
+        """One kernel serves all numbers of experts of as many bits, and any number where there are few choices."""
+        pairs, element, emulated = c.position.shape[0], name(c.top_k_index), not c.top_k_index.is_cuda
+        if overlap.overlaps(pairs):
+            return RouteKey(arch, emulated, element, bits=0, alone=True, few=overlap.FEW_CHOICES)
+        return RouteKey(arch, emulated, element, c.num_experts.bit_length(), alone=pairs <= TILE)
 
     def build(self, key: RouteKey) -> Callable:
         """Compile the kernel for ``key``."""
         return build(key)
 
     def arguments(self, c: RouteCall) -> tuple:
-        """What the kernel is called with, but the table of counts."""
-        return c.top_k_index, c.source, c.position, c.token, c.offs
+        """What the kernel is called with, but the table of counts and whether it overlaps."""
+        return c.top_k_index, (c.source, c.position, c.token), c.offs
 
     def start(self, plan: Plan, c: RouteCall) -> None:
         """Launch."""
@@ -97,7 +101,7 @@ class Route(Launcher[RouteCall]):
             pairs = c.position.shape[0]
             blocks = min(device.multiprocessors(c.offs.device), -(-pairs // CHUNK))
             table = c.offs.new_empty(blocks, -(-c.num_experts // QUAD) * QUAD)
-        plan.launch(*self.arguments(c), table)
+        plan.launch(*self.arguments(c), table, int(overlap.overlaps(c.position.shape[0])))
 
     def scratch(self, c: RouteCall) -> RouteCall:
         """Pairs that choose the first expert: one, or as many as need a table."""
@@ -110,10 +114,12 @@ class Route(Launcher[RouteCall]):
 
 def build(key: RouteKey) -> Callable:
     """Compile the kernel for ``key``. Needs no GPU."""
+    import cutlass
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     from ..routing.route import Route
+    from ..routing.route_few import RouteFew
     from ..runtime.compiling import compiled, strided, vector
     from ..runtime.elements import TYPES
 
@@ -121,8 +127,9 @@ def build(key: RouteKey) -> Callable:
     if not key.alone:
         shape = (cute.sym_int32(), cute.sym_int32(divisibility=QUAD))
         table = make_fake_compact_tensor(TYPES["int32"], shape, stride_order=(1, 0), assumed_align=4 * QUAD)
-    pairs = (vector("int32") for _ in range(3))
-    return compiled(key.arch, Route(key.bits, key.alone), strided(key.element, 2), *pairs, vector("int32"), table)
+    places = vector("int32"), vector("int32"), vector("int32")
+    arguments = strided(key.element, 2), places, vector("int32"), table, cutlass.Int32(1)
+    return compiled(key.arch, RouteFew(key.few) if key.few else Route(key.bits, key.alone), *arguments)
 
 
 ROUTE = Route()

@@ -26,6 +26,7 @@ import cutlass
 from cutlass import Float32, Int16, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 
+from .. import instructions
 from ..activation.kernel import clear_row, neighbours
 from ..tiles import ceil_div
 from .cut import LANES, Cut
@@ -193,7 +194,15 @@ class Combine(Choices):
     """``out[s] = sum over j of weights[s, j] y[position[s, j]]``, summed in float32."""
 
     @cute.jit
-    def __call__(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor, stream):
+    def __call__(
+        self,
+        y: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor | None,
+        out: cute.Tensor,
+        overlap: Int32,
+        stream,
+    ):
         """Launch.
 
         Args:
@@ -201,15 +210,20 @@ class Combine(Choices):
             position: int32 or int64 ``[S k]``.
             weights: ``[S, k]`` or None.
             out: ``[S, H]`` like y, of any dtype; S and H at least 1.
+            overlap: whether the kernel overlaps the launch in front, see ``overlap``.
             stream: CUDA stream.
         """
         self.kernel(y, position, weights, out).launch(
-            grid=(self.blocks(Int32(out.shape[0]), Int32(out.shape[1])), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(self.blocks(Int32(out.shape[0]), Int32(out.shape[1])), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=instructions.attribute(overlap),
         )
 
     @cute.kernel
     def kernel(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor):
         """Some strips of some tokens."""
+        instructions.follow()
         cut = self.cut
         token, first = self.share(Int32(out.shape[1]))
         if token >= out.shape[0]:
@@ -279,6 +293,7 @@ class Dispatch(Choices):
         position: cute.Tensor,
         weights: cute.Tensor | None,
         out: cute.Tensor,
+        overlap: Int32,
         stream,
     ):
         """Launch.
@@ -289,15 +304,20 @@ class Dispatch(Choices):
             position: int32 or int64 ``[S k]``.
             weights: ``[S, k]`` or None.
             out: ``[T, H]`` like x.
+            overlap: as of ``Combine``.
             stream: CUDA stream.
         """
         self.kernel(x, Routing(owners, position, weights), out).launch(
-            grid=(self.blocks(Int32(x.shape[0]), Int32(x.shape[1])), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(self.blocks(Int32(x.shape[0]), Int32(x.shape[1])), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=instructions.attribute(overlap),
         )
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, routing: Routing, out: cute.Tensor):
         """Some strips of some tokens."""
+        instructions.follow()
         cut = self.cut
         tokens, rows = Int32(x.shape[0]), Int32(out.shape[0])
         token, first = self.share(Int32(x.shape[1]))

@@ -68,6 +68,7 @@ class Choose:
         weights: cute.Tensor,
         index: cute.Tensor,
         sums: Any,
+        overlap: Int32,
         stream,
     ):
         """Launch the kernels.
@@ -80,6 +81,7 @@ class Choose:
             sums: None, or bytes ``[S]`` that are 0 of tokens that do not count, any stride, or None for all; a
                 workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``; then what is asked for: tokens of each
                 expert, int32 ``[E]``, its sum of shares, float32 ``[E]``, and that of squares ``[1]``.
+            overlap: whether the kernel overlaps the launch in front, where there are no sums; see ``overlap``.
             stream: CUDA stream.
         """
         blocks = cute.ceil_div(logits.shape[0], self.spec.tokens)
@@ -90,7 +92,10 @@ class Choose:
             mask, counted, added, tokens_per_expert, prob_sum, z_sum = sums
             blocks = counted.shape[0]
         self.choose(logits, bias, weights, index, mask, counted, added).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(blocks, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=False if self.spec.sums else instructions.attribute(overlap),
         )
         if cutlass.const_expr(self.spec.sums):
             self.add(counted, added, tokens_per_expert, prob_sum, z_sum).launch(
@@ -113,6 +118,8 @@ class Choose:
     ):
         """Blocks take turns on tokens, all lanes of a warp at once: those without a token work on the last one."""
         spec = self.spec
+        if cutlass.const_expr(not spec.sums):
+            instructions.follow()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()

@@ -53,21 +53,21 @@ class Route:
     def __call__(
         self,
         top_k_index: cute.Tensor,
-        source: cute.Tensor,
-        position: cute.Tensor,
-        token: cute.Tensor,
+        places: tuple,
         offs: cute.Tensor,
         table: Any,
+        overlap: Int32,
         stream,
     ):
         """Launch the kernels.
 
         Args:
             top_k_index: ``[S, k]``, any integer dtype and strides; S and k > 0, up to 2^30 elements.
-            source, token: int32 ``[T]``, any number of rows.
-            position: int32 ``[S k]``.
+            places: what is written: the pairs of rows, int32 ``[T]``, any number of rows; the rows of pairs, int32
+                ``[S k]``; and the tokens of rows, int32 ``[T]``.
             offs: int32 ``[G]``; ``0 < G <= 1024``.
             table: int32 ``[blocks, G rounded up to 4]``, a workspace; None for one block alone.
+            overlap: whether the kernel of one block alone overlaps the launch in front, see ``overlap``.
             stream: CUDA stream.
         """
         blocks = 1
@@ -76,11 +76,11 @@ class Route:
             self.count(top_k_index, Int32(cute.size(offs)), table).launch(
                 grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
             )
-        self.sort(top_k_index, source, position, token, offs, table).launch(
+        self.sort(top_k_index, *places, offs, table).launch(
             grid=(blocks, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            use_pdl=not self.alone and instructions.overlaps(),
+            use_pdl=instructions.attribute(overlap) if self.alone else instructions.overlaps(),
         )
 
     @cute.kernel
@@ -116,6 +116,8 @@ class Route:
         table: Any,
     ):
         """The rows of a chunk's pairs, and a share of the rows that belong to no expert."""
+        if cutlass.const_expr(self.alone):
+            instructions.follow()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()

@@ -1,0 +1,77 @@
+"""Choices of a router sorted by expert, few of them: one block, in which a thread looks at every pair.
+
+A pair's row is how many pairs come before it, by expert and then by number, and an expert's end is how many pairs have
+it or one of a lower number. Both are counted pair by pair from shared memory, which takes no more steps than there are
+pairs. The kernel for more pairs, ``route``, has eight times the instructions, which come from memory when others have
+taken their place in L2.
+"""
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.memory import SmemAllocator
+
+from .. import instructions
+
+THREADS = 128
+
+
+class RouteFew:
+    """``Route`` of at most ``most`` pairs, up to ``THREADS``."""
+
+    def __init__(self, most: int):
+        self.most = most
+
+    @cute.jit
+    def __call__(self, top_k_index: cute.Tensor, places: tuple, offs: cute.Tensor, table: None, overlap: Int32, stream):
+        """Launch; arguments of ``Route`` of one block alone."""
+        self.sort(top_k_index, *places, offs).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=instructions.attribute(overlap)
+        )
+
+    @cute.kernel
+    def sort(
+        self,
+        top_k_index: cute.Tensor,
+        source: cute.Tensor,
+        position: cute.Tensor,
+        token: cute.Tensor,
+        offs: cute.Tensor,
+    ):
+        """Pairs of no expert have the number behind the last one's."""
+        instructions.follow()
+        pair, _, _ = cute.arch.thread_idx()
+        top_k, pairs = Int32(top_k_index.shape[1]), Int32(cute.size(position))
+        groups, rows = Int32(cute.size(offs)), Int32(cute.size(source))
+        experts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.most), byte_alignment=16)
+        own, row = groups, pair // top_k
+        if pair < pairs:
+            chosen = top_k_index[row, pair - row * top_k]
+            if cutlass.const_expr(chosen.width < Int32.width):
+                chosen = chosen.to(Int32)
+            if chosen >= 0 and chosen < groups:
+                own = chosen.to(Int32)
+            experts[pair] = own
+        cute.arch.sync_threads()
+        before, routed = Int32(0), Int32(0)
+        for other in cutlass.range(pairs, unroll=4):
+            expert = experts[other]
+            if expert < groups:
+                routed += 1
+            if expert < own or (expert == own and other < pair):
+                before += 1
+        if pair < pairs:
+            place = Int32(-1)
+            if own < groups and before < rows:
+                place = before
+                source[place] = pair
+                token[place] = row
+            position[pair] = place
+        for group in cutlass.range(pair, groups, THREADS, unroll=1):
+            end = Int32(0)
+            for other in cutlass.range(pairs, unroll=4):
+                if experts[other] <= group:
+                    end += 1
+            offs[group] = cutlass.min(end, rows)
+        for tail in cutlass.range(routed + pair, rows, THREADS, unroll=1):
+            source[tail] = Int32(-1)
+            token[tail] = Int32(-1)
