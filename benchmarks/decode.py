@@ -10,7 +10,12 @@ token, their weights normalised, and the block itself, in bfloat16 with SwiGLU. 
 ``block``      ``tgl.moe`` alone, its experts and weights chosen before
 ``torch``      the router, a sort, gathers, torch._grouped_mm and index_add, through torch.compile
 ``called``     as ``tgl``, but called each time
+``apart``      as ``tgl``, by launches that do not overlap
+``waiting``    as ``tgl``, but the second GEMM asks for no weights before the first one has ended
+``wide``       as ``tgl``, in tiles of 128 columns
 =============  ======================================================================================================
+
+The last three are there for few choices alone, where launches overlap.
 
 Every arm but ``called`` is a captured graph; what the host takes to issue its launches is part of ``called``. 256 MB
 are written before each replay or call, so that no weight is in L2. ``bound`` is the time in which a memory of
@@ -25,8 +30,10 @@ bfloat16 of error.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from harness.block import by_grouped_mm
@@ -38,6 +45,10 @@ from harness.timing import L2, WARM_UP, DeviceClock, Replay, captured, interleav
 from torch import Tensor
 
 import tgl
+from tgl.cutlass_kernels import overlap
+from tgl.cutlass_kernels.gemm.sm90 import tilings
+from tgl.cutlass_kernels.ops import few
+from tgl.cutlass_kernels.runtime import launcher
 
 BF16 = torch.bfloat16
 BOUND = 8 * torch.finfo(BF16).eps
@@ -57,7 +68,8 @@ SHAPES = {
     "mixtral": Block(4096, 14336, 8, 2),
     "gpt-oss": Block(2880, 2880, 128, 4),
 }
-ARMS = ("tgl", "block", "torch", "called")
+WITHOUT = ("apart", "waiting", "wide")
+ARMS = ("tgl", "block", "torch", "called", *WITHOUT)
 TOKENS = ("1", "4", "16", "64", "256", "1024")
 
 
@@ -106,15 +118,38 @@ def served(p: Problem) -> Tensor:
     return block(p, router.top_k_index, router.weights)
 
 
+@contextmanager
+def without(arm: str) -> Iterator[None]:
+    """The block as ``arm`` has it."""
+    patches = {
+        "apart": lambda: mock.patch.object(overlap, "FEW_CHOICES", 0),
+        "waiting": lambda: mock.patch.object(few.SecondCall, "settled", False),
+        "wide": lambda: mock.patch.object(tilings, "FEW_WIDTHS", (128,)),
+    }
+    launcher.forget()
+    try:
+        with patches[arm]():
+            yield
+    finally:
+        launcher.forget()
+
+
+def served_without(p: Problem, arm: str) -> Tensor:
+    with without(arm):
+        return served(p)
+
+
 def grouped_mm(p: Problem) -> Callable[[], Tensor]:
     return torch.compile(lambda: by_grouped_mm(p.x, *p.router(), p.w1, p.w2), fullgraph=True, dynamic=False)
 
 
 def arms_of(p: Problem) -> dict[str, Callable[[], Tensor]]:
+    parts = WITHOUT if overlap.overlaps(p.routing[0].numel()) else ()
     return {
         "tgl": lambda: served(p),
         "block": lambda: block(p, *p.routing),
         "torch": grouped_mm(p),
+        **{arm: lambda arm=arm: served_without(p, arm) for arm in parts},
     }
 
 

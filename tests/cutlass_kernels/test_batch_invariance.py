@@ -162,9 +162,9 @@ def test_every_kernel_that_promises_it_is_here():
 
 
 def block_operands(dtype):
-    """Of ``moe`` and of ``grouped_mlp``: names, positional arguments, keywords."""
-    x, w1, w2 = (torch.zeros(size, dtype=dtype) for size in ((8, K), (G, K, 2 * N), (G, N, K)))
-    routing = tgl.route(torch.arange(8)[:, None] % G, G)
+    """Of ``moe`` and of ``grouped_mlp``: names, positional arguments, keywords. Of few choices ``moe`` has no parts."""
+    x, w1, w2 = (torch.zeros(size, dtype=dtype) for size in ((80, K), (G, K, 2 * N), (G, N, K)))
+    routing = tgl.route(torch.arange(80)[:, None] % G, G)
     places = routing.source, routing.position, routing.token, routing.offs
     return {"moe": ((x, w1, w2, *places), {"top_k": 1}), "grouped_mlp": ((x, w1, w2, routing.offs), {})}
 
@@ -188,7 +188,7 @@ def test_the_block_promises_what_its_parts_promise(op, arch):
 def test_gradients_of_weights_are_not_promised():
     """Those of tokens are, given the gradient of what goes into the activation."""
     (x, w1, w2, _, position, token, offs), options = block_operands(torch.bfloat16)["moe"]
-    h = torch.zeros(8, 2 * N).bfloat16()
+    h = torch.zeros(80, 2 * N).bfloat16()
     with backends.emulated_device("sm_90"):
         for wgrad in (False, True):
             mask = [True, wgrad, False]

@@ -60,10 +60,10 @@ def test_a_kernel_is_named_for_every_part(chip):
 def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
     """At any width: the weights are most of what the first product reads."""
     monkeypatch.setattr(moe, "FIRST", 0)
-    monkeypatch.setattr(moe, "FEW_ROWS", 4 if few else 3)
-    x, weights, w1, w2 = (torch.randn(size).bfloat16() for size in ((6, H), (6, K), (G, 2 * I, H), (G, H, I)))
+    monkeypatch.setattr(moe, "FEW_ROWS", 24 if few else 23)
+    x, weights, w1, w2 = (torch.randn(size).bfloat16() for size in ((36, H), (36, K), (G, 2 * I, H), (G, H, I)))
     with emulator.emulate("sm_90a", detect_races=False) as machine:
-        tgl.moe(x, torch.tensor([[0, 1]] * 6), weights, w1.transpose(1, 2), w2.transpose(1, 2))
+        tgl.moe(x, torch.tensor([[0, 1]] * 36), weights, w1.transpose(1, 2), w2.transpose(1, 2))
     kernels = " ".join(launch.kernel for launch in machine.launches)
     assert ("GatheredActivatedGroupedGemm" in kernels) == few
     assert len(machine.launches) == (5 if few else 6)

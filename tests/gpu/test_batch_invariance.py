@@ -100,7 +100,7 @@ def parts(module, x, chosen, weights):
 def test_wide_experts(way):
     """Their first product reads few tokens in place, by small tiles, and many in a copy."""
     module = block(None, WIDE)
-    few, many = (parts(module, *batch(tokens, 0)) for tokens in (BATCHES[0], BATCHES[-1]))
+    few, many = (parts(module, *batch(tokens, 0)) for tokens in (17, BATCHES[-1]))  # with less, launches overlap
     assert few.count("dispatch") == many.count("dispatch") - 1
     expected = module(*batch(1, 0))[0]
     assert expected.isfinite().all()

@@ -20,6 +20,7 @@ DENSE |= {f"Gathered{name}" for name in DENSE}
 OF_WARPS = DENSE | {"PackedGroupedGemm"}
 ALL = OF_WARPS | {"ScaledGroupedGemm"}
 DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than a warp's
+FEW = frozenset({"FewGroupedGemm", "FewActivatedGroupedGemm"})  # of few rows, by launches that overlap
 SWAPPED = "SwappedGroupedGemm"  # decodes B of few rows a group, as the first operand of wide MMAs
 PAIRED = "PairedGroupedGemm"  # adds the product of a second pair of operands
 PAIRED_ACTIVATED = "PairedActivatedGroupedGemm"  # and has an activation as a second output
@@ -128,7 +129,7 @@ ARCHS = {
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
-            kernels=ALL | {DECODING, SWAPPED, PAIRED, PAIRED_ACTIVATED},
+            kernels=ALL | FEW | {DECODING, SWAPPED, PAIRED, PAIRED_ACTIVATED},
             tilings=sm90_tilings,
         ),
         Arch(

@@ -7,6 +7,7 @@ from .ops import (
     activation,
     dequantize,
     expert_parallel,
+    few,
     gemm,
     gemm_activation,
     gemm_dactivation,
@@ -56,5 +57,6 @@ for _launcher in LAUNCHERS:
 for _launcher in COPYING:
     backends.add(_launcher.copying())
 backends.add(quantize.ELEMENTWISE.implementation("tgl kernel, element by element", priority=8))
+backends.add(few.IMPLEMENTATION)
 for _op in expert_parallel.OPS:
     backends.add(_op.implementation())

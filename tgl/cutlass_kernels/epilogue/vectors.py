@@ -21,6 +21,7 @@ class EpilogueArgs(NamedTuple):
     a_factor: Any = None  # [G], or of lines [T] (groups of rows) or [G, M]
     b_factor: Any = None  # [G], or of lines [G, N]
     probs: Any = None  # [T]
+    source: Any = None  # int32 [T]: which element of bias_scale and probs a row has; None: that of its number
 
 
 class TileVectors(NamedTuple):
@@ -71,14 +72,25 @@ def bias_column(spec: EpilogueSpec, at: Int32, column: Int32, tile_n: int, width
 
 @cute.jit
 def load_rows(
-    vector: cute.Tensor, source: cute.Tensor, row: Int32, end: Int32, thread: Int32, threads: cutlass.Constexpr
+    vector: cute.Tensor,
+    values: cute.Tensor,
+    source: Any,
+    row: Int32,
+    end: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr,
 ):
-    """Fill a vector of one value per row."""
+    """Fill a vector of one value per row; zeros for rows whose ``source`` is none of ``values``."""
     for i in cutlass.range_constexpr((vector.shape[0] + threads - 1) // threads):
         at = thread + i * threads
         value = Float32(0)
         if at < vector.shape[0] and row + at < end:
-            value = source[row + at].to(Float32)
+            if cutlass.const_expr(source is None):
+                value = values[row + at].to(Float32)
+            else:
+                found = source[row + at]
+                if found >= 0 and found < values.shape[0]:
+                    value = values[found].to(Float32)
         if at < vector.shape[0]:
             vector[at, 0] = value
 
@@ -125,14 +137,14 @@ def load_vectors(
             if at < vectors.bias.shape[1]:
                 vectors.bias[0, at] = value
     if cutlass.const_expr(vectors.bias_scale is not None):
-        load_rows(vectors.bias_scale, args.bias_scale, row, end, thread, threads)
+        load_rows(vectors.bias_scale, args.bias_scale, args.source, row, end, thread, threads)
     if cutlass.const_expr(vectors.probs is not None):
-        load_rows(vectors.probs, args.probs, row, end, thread, threads)
+        load_rows(vectors.probs, args.probs, args.source, row, end, thread, threads)
     if cutlass.const_expr(vectors.a_factor is not None):
         a_factor = args.a_factor
         if cutlass.const_expr(cute.rank(a_factor) == 2):
             a_factor = a_factor[group, None]
-        load_rows(vectors.a_factor, a_factor, row, end, thread, threads)
+        load_rows(vectors.a_factor, a_factor, None, row, end, thread, threads)
         load_columns(vectors.b_factor, args.b_factor[group, None], column, thread, threads)
 
 

@@ -70,7 +70,7 @@ def gather_tiles(
     own_bytes = extent * LINE
     into = own.buffers.iterator.toint()
     found, rows = (cute.make_rmem_tensor(lines // LINES, Int32) for _ in range(2))
-    stage, phase = Int32(0), Int32(0)
+    stage, phase, asked = Int32(0), Int32(0), Int32(-1)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
@@ -82,6 +82,9 @@ def gather_tiles(
             row += along * extent
         else:
             column = along * (own_bytes // tile_k)
+        if cutlass.const_expr(gemm.config.half):  # noqa: SIM102 - decided while tracing
+            if leads and asked < 0:
+                asked = ask_ahead(gemm, other, parts, to, ring, ceil_div(policy.depth(tile, problem), tile_k))
         held = ahead = Int32(-1)
         if cutlass.const_expr(policy.kind == VARLEN_M):
             row += lane // LANES_OF_LINE  # of the lane's first line
@@ -99,9 +102,11 @@ def gather_tiles(
                 pass_rows(held, k % STAGES_AHEAD, lane, rows)
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes - own_bytes)
-                cute.copy(other.map, parts[None, k], to[None, stage], tma_bar_ptr=ring.full + stage)
+                if cutlass.const_expr(gemm.config.half):
+                    if k >= asked:
+                        ask(gemm, other, parts, to, ring, k, stage)
+                else:
+                    ask(gemm, other, parts, to, ring, k, stage)
             for part in cutlass.range_constexpr(own_bytes // (lines * LINE)):
                 target = into + stage * own_bytes + part * (lines * LINE)
                 copy_lines(source, rows, column + part * LINE, target, lane)
@@ -109,8 +114,31 @@ def gather_tiles(
             if cutlass.const_expr(policy.kind == VARLEN_M):
                 column += LINE
             stage, phase = advance(stage, phase, gemm.stages)
+        asked = Int32(0)
         first += step
         search, tile = policy.find(search, first, problem)
+
+
+@cute.jit
+def ask(
+    gemm: cutlass.Constexpr, other: Operand, parts: cute.Tensor, to: cute.Tensor, ring: Ring, k: Int32, stage: Int32
+):
+    """Ask for a k tile of the operand that TMA loads."""
+    own_bytes = gemm.tiler[0 if cutlass.const_expr(gemm.gathered == "a") else 1] * LINE
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes - own_bytes)
+    cute.copy(other.map, parts[None, k], to[None, stage], tma_bar_ptr=ring.full + stage)
+
+
+@cute.jit
+def ask_ahead(
+    gemm: cutlass.Constexpr, other: Operand, parts: cute.Tensor, to: cute.Tensor, ring: Ring, end: Int32
+) -> Int32:
+    """Ask for as many of the first tile's k tiles as the ring holds, before the index is there; how many."""
+    asked = cutlass.min(end, Int32(gemm.stages))
+    for k in cutlass.range(asked, unroll=1):
+        ask(gemm, other, parts, to, ring, k, k)
+    return asked
 
 
 def _boxes(gemm: Any, other: Operand, tile: Tile) -> tuple[cute.Tensor, cute.Tensor]:

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from ... import instructions
 from ...activation.activation_spec import ActivationSpec
 from ...config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
@@ -43,7 +44,7 @@ from ..scaling import DENSE, OperandFormat
 from . import gather, store
 from .load import Operand, load_tiles
 from .mma import consume_tiles
-from .tilings import SMEM_BYTES, gathering_reason
+from .tilings import HALF_SMEM_BYTES, SMEM_BYTES, gathering_reason
 
 WARPGROUP = 128
 BARRIER_SMEM = 512  # at most
@@ -111,12 +112,15 @@ class GroupedGemm:
             + self.aside
         )
         self.factors = factor_count(kind, config, form)  # of a stage
-        # Of 64512: a warp that finds rows, or scales of rows, anywhere needs more than one that asks for tiles.
+        # Of 64512, or 32768: a warp that finds rows, or scales of rows, anywhere needs more than one that asks for
+        # tiles.
         finds = gathered is not None or (self.factors and kind == VARLEN_M)
-        self.load_registers, self.consumer_registers = (56, 224) if finds else (40, 232)
+        self.load_registers = 56 if finds else 40
+        self.consumer_registers = (256 if config.half else 280 if finds else 272) - self.load_registers
         # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
-        self.stages = (SMEM_BYTES - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
+        smem_bytes = HALF_SMEM_BYTES if config.half else SMEM_BYTES
+        self.stages = (smem_bytes - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property
     def vector_tile(self) -> tuple[int, int]:
@@ -161,6 +165,7 @@ class GroupedGemm:
         index: cute.Tensor | None = None,
         packed=None,
         pair=None,
+        settled=None,
     ):
         """Make the maps and launch.
 
@@ -172,6 +177,7 @@ class GroupedGemm:
             index: which rows of what is ``gathered``; None if nothing is.
             packed: what lanes decode in place of B, which then has a layout and no values; or None.
             pair: operands like A and B whose product is added, see ``paired``; or None.
+            settled: of a tiling of ``half`` a multiprocessor: see ``few``.
         """
         problem = self.policy.problem(a, b, offs, out, slots)
         source = packed
@@ -222,12 +228,15 @@ class GroupedGemm:
             hidden,
             problem,
             source,
+            settled,
         ).launch(
             grid=(running * ctas, 1, 1),
             block=(self.consumers + WARPGROUP * self.load_warpgroups, 1, 1),
             cluster=(ctas, 1, 1) if ctas > 1 else None,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=2 if self.config.half else 1,
+            preferred_smem_carveout=100 if self.config.half else None,  # in %; without, the compiler asks a driver
             stream=stream,
+            use_pdl=self.config.half,
         )
 
     def maps(self, a: cute.Tensor, b: cute.Tensor, a_smem: Any, b_smem: Any) -> tuple[tuple, tuple]:
@@ -276,6 +285,7 @@ class GroupedGemm:
         hidden,
         problem: Problem,
         source,
+        settled,
     ):
         """Set up what the roles share, then branch into them."""
         a_map, a_coords, a_smem = a
@@ -321,15 +331,19 @@ class GroupedGemm:
             operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
             pair = Operand(low_map, low_coords, a_buffers), Operand(up_map, up_coords, b_buffers)
             if cutlass.const_expr(self.by_lanes is not None):
+                if cutlass.const_expr(self.config.half):
+                    instructions.wait()
                 self.fill(source, *operands, ring, aside, Share(problem, rank, first, step))
             else:
                 if warp == load_warp:
-                    load_tiles(self, operands, pair, ring, Share(problem, rank, first, step))
+                    load_tiles(self, operands, pair, ring, Share(problem, rank, first, step), settled)
             if cutlass.const_expr(self.factors):  # noqa: SIM102 - decided while tracing
                 if warp == load_warp + 1:
                     load_factors(self, scales, factors, ring, Share(problem, rank, first, step))
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
+            if cutlass.const_expr(self.config.half):
+                instructions.follow()
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
                 self,

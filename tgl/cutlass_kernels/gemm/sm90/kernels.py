@@ -2,6 +2,7 @@
 
 from ..warp.packed import PackedGroupedGemm
 from .decode import DecodingGroupedGemm
+from .few import FewActivatedGroupedGemm, FewGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
@@ -12,6 +13,8 @@ from .swapped import SwappedGroupedGemm
 __all__ = [
     "ActivatedGroupedGemm",
     "DecodingGroupedGemm",
+    "FewActivatedGroupedGemm",
+    "FewGroupedGemm",
     "GatheredActivatedGroupedGemm",
     "GatheredGradientGroupedGemm",
     "GatheredGroupedGemm",

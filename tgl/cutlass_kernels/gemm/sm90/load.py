@@ -8,15 +8,19 @@ The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads it
 which it multicasts to all of them; so a stage is empty only when the consumers of every CTA have given it back.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from ... import instructions
 from ...tiles import Tile, ceil_div
 from ...tiles.policy import Share
 from ..ring import Ring, advance
+
+LINE_BYTES = 128  # of a row in a stage
+AHEAD_BYTES = 128 * 1024  # of B per CTA that L2 is asked for ahead: 17 MB on an H200, which has 50 MB
 
 
 class Operand(NamedTuple):
@@ -32,7 +36,7 @@ Operands = tuple[Operand, Operand]
 
 
 @cute.jit
-def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: Ring, share: Share):
+def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: Ring, share: Share, settled: Any):
     """Load the k tiles of every tile of a share; one warp calls it.
 
     Args:
@@ -41,20 +45,69 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
         pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.paired``.
         ring: barriers.
         share: what the CTA works on.
+        settled: of a tiling of ``half`` a multiprocessor: whether all but A was there before the launch in front began.
     """
     policy = gemm.policy
     problem, rank, first, step = share
     stage, phase = Int32(0), Int32(0)
+    if cutlass.const_expr(gemm.config.half):  # noqa: SIM102 - decided while tracing
+        if settled == 0:
+            instructions.wait()
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
-    while tile.valid:
-        if cutlass.const_expr(gemm.paired):
-            stage, phase = load_tile(gemm, operands, ring, tile, extent(operands), rank, (stage, phase))
-            stage, phase = load_tile(gemm, pair, ring, tile, extent(pair), rank, (stage, phase))
-        else:
-            stage, phase = load_tile(gemm, operands, ring, tile, policy.depth(tile, problem), rank, (stage, phase))
+    if cutlass.const_expr(gemm.config.half):
+        stage, phase = load_first(gemm, operands, ring, tile, policy.depth(tile, problem), rank, settled)
         first += step
         search, tile = policy.find(search, first, problem)
+    while tile.valid:
+        if cutlass.const_expr(gemm.paired):
+            stage, phase = load_tile(gemm, operands, ring, tile, k_tiles(gemm, extent(operands)), rank, (stage, phase))
+            stage, phase = load_tile(gemm, pair, ring, tile, k_tiles(gemm, extent(pair)), rank, (stage, phase))
+        else:
+            part = k_tiles(gemm, policy.depth(tile, problem))
+            stage, phase = load_tile(gemm, operands, ring, tile, part, rank, (stage, phase))
+        first += step
+        search, tile = policy.find(search, first, problem)
+
+
+def k_tiles(gemm: Any, depth: Int32) -> tuple[Int32, Int32]:
+    """Those over ``depth`` elements of the contraction: the first one and the end."""
+    return Int32(0), ceil_div(depth, gemm.config.tile_k)
+
+
+@cute.jit
+def load_first(
+    gemm: cutlass.Constexpr, operands: Operands, ring: Ring, tile: Tile, depth: Int32, rank: Int32, settled: Int32
+) -> tuple[Int32, Int32]:
+    """Wait for the launch in front, and load the share's first tile, if there is one, over ``depth`` elements.
+
+    Where all but A is ``settled``, B does not wait: the ring is filled with it, and L2 asked for what comes behind.
+
+    Returns:
+        Stage and phase, where the ring stands behind the tile.
+    """
+    a, b = operands
+    first, end = k_tiles(gemm, depth)
+    if not tile.valid:
+        end = first
+    a_to, a_from, b_to, b_from = ways(gemm, operands, tile, rank)
+    asked = Int32(0)
+    if settled != 0:
+        asked = cutlass.min(end, Int32(gemm.stages))
+        for k in cutlass.range(asked, unroll=1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + k, gemm.stage_bytes)
+            cute.copy(b.map, b_from[None, k], b_to[None, k], tma_bar_ptr=ring.full + k)
+        ahead = AHEAD_BYTES // (gemm.config.tile_n * LINE_BYTES)
+        for k in cutlass.range(asked, cutlass.min(end, asked + ahead), unroll=1):
+            cute.prefetch(b.map, b_from[None, k])
+    instructions.wait()
+    for k in cutlass.range(asked, unroll=1):
+        cute.copy(a.map, a_from[None, k], a_to[None, k], tma_bar_ptr=ring.full + k)
+    stage, phase = asked, Int32(0)
+    if asked == gemm.stages:
+        stage, phase = Int32(0), Int32(1)
+    return load_tile(gemm, operands, ring, tile, (asked, end), rank, (stage, phase))
 
 
 @cute.jit
@@ -63,24 +116,21 @@ def load_tile(
     operands: Operands,
     ring: Ring,
     tile: Tile,
-    depth: Int32,
+    part: tuple[Int32, Int32],
     rank: Int32,
     state: tuple[Int32, Int32],
 ) -> tuple[Int32, Int32]:
-    """Load a tile's k tiles over ``depth`` elements of the contraction.
+    """Load k tiles of a tile.
 
     Args:
+        part: the first one and the end.
         state: stage and phase, where the ring stands; they are returned as they are behind the tile.
     """
     a, b = operands
     stage, phase = state
-    policy, ctas = gemm.policy, gemm.config.ctas
-    tile_m, _, tile_k = gemm.tiler
-    a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
-    b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
-    a_to, a_from = boxes(a, a_tile, rank, ctas)
-    b_to, b_from = boxes(b, b_tile, 0, 1)
-    for k in cutlass.range(ceil_div(depth, tile_k), unroll=1):
+    ctas = gemm.config.ctas
+    a_to, a_from, b_to, b_from = ways(gemm, operands, tile, rank)
+    for k in cutlass.range(part[0], part[1], unroll=1):
         # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
         # once in the first, since a new barrier counts as having ended a phase of odd parity.
         cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
@@ -94,6 +144,15 @@ def load_tile(
         cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
         stage, phase = advance(stage, phase, gemm.stages)
     return stage, phase
+
+
+def ways(gemm: Any, operands: Operands, tile: Tile, rank: Int32) -> tuple[cute.Tensor, ...]:
+    """Destinations ``[box, stage]`` and sources ``[box, k]`` of a tile's loads, of A and of B."""
+    (a, b), policy, ctas = operands, gemm.policy, gemm.config.ctas
+    tile_m, _, tile_k = gemm.tiler
+    a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
+    b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
+    return *boxes(a, a_tile, rank, ctas), *boxes(b, b_tile, 0, 1)
 
 
 def extent(operands: Operands) -> Int32:

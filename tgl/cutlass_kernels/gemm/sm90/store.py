@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-from ...config import LINE, VARLEN_M, GemmConfig
+from ...config import VARLEN_M, GemmConfig
 from ...epilogue.vectors import TileVectors, add_bias, add_old, scale_lines
 from ...tiles import Tile
 from .tilings import MMA_ROWS
@@ -38,9 +38,12 @@ def staging(config: GemmConfig, gated: bool) -> tuple[int, int]:
     """Bytes of a row that a chunk holds, and chunks that a warp stages.
 
     Two chunks of whole lines, or, where the ring needs the room, as much as one of these: one, or, if a tile's halves
-    end in the middle of a line, two of half a line.
+    end in the middle of a line, two of half a line. Halves that are short of a line are a chunk.
     """
-    if gated and config.tile_n % (2 * LINE):
+    part = config.tile_n // (2 if gated else 1) * 2
+    if part < LINE_BYTES:
+        return part, 2
+    if part % LINE_BYTES:
         return LINE_BYTES // 2, 2
     return LINE_BYTES, 1 if config.pingpong and config.tile_m * config.tile_n >= TIGHT else 2
 
@@ -48,7 +51,11 @@ def staging(config: GemmConfig, gated: bool) -> tuple[int, int]:
 def chunk_layout(element: type[cutlass.Numeric], chunk: tuple[int, int], count: int) -> cute.ComposedLayout:
     """Shared-memory layout of ``count`` chunks, ``[16, columns, count]``."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {LINE_BYTES: kinds.K_SW128, LINE_BYTES // 2: kinds.K_SW64}[chunk[1] * element.width // 8]
+    kind = {LINE_BYTES: kinds.K_SW128, LINE_BYTES // 2: kinds.K_SW64}.get(chunk[1] * element.width // 8)
+    if kind is None:  # no swizzle spans such rows
+        rows, columns = chunk
+        plain = cute.make_layout((rows, columns, count), stride=(columns, 1, rows * columns))
+        return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, element), (*chunk, count), order=(0, 1, 2))
 
 

@@ -14,6 +14,9 @@ SHARED = 2  # CTAs of few rows on a multiprocessor
 SWAPPED_GROUPS = 2  # warpgroups of consumers in one
 SWAPPED_DEPTH = 128  # of a stage there
 BLOCK = 32  # elements of MXFP4 that share a scale
+HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
+MULTIPROCESSORS = 132  # of an H100 or H200 in a server
+FEW_WIDTHS = (64, 96, 128, 192)
 LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
 LONG = 4096  # of a contraction, at least: an epilogue is a small part of a tile's time
 TURNS = GemmConfig(128, 128, pingpong=True)
@@ -53,6 +56,10 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
         return f"clusters are 1 x 1 or 1 x 2 on sm_90, not {tiling.cluster_m} x {tiling.cluster_n}"
     if rows not in (64, 128, 256) and not tiling.pingpong:
         return f"tile_m must be 64, 128 or 256 where warpgroups share a tile, not {rows}"
+    if tiling.half:
+        if rows != 64 or columns not in FEW_WIDTHS or tiling.pingpong or tiling.ctas > 1 or bits != 16:
+            return f"half a multiprocessor has one warpgroup on 64 rows and {FEW_WIDTHS} columns of 16 bits"
+        return None
     if columns not in (64, 128, 192, 256):
         return f"tile_n must be 64, 128, 192 or 256, not {columns}"
     if rows * columns > 128 * 256:
@@ -134,6 +141,19 @@ def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
         high = 64 if rows <= 64 else 256 if rows >= 256 else 128
         return GemmConfig(high, 64 if columns <= 64 else 256 if wide else 128)
     return WIDE if wide else TURNS
+
+
+def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
+    """The narrowest tile of which no multiprocessor has two; where all have several, 128 columns.
+
+    Args:
+        groups: how many have rows, at most.
+        step: what the columns of a tile are a multiple of.
+    """
+    for width in FEW_WIDTHS:
+        if width % step == 0 and groups * ceil_div(columns, width) <= MULTIPROCESSORS:
+            return GemmConfig(64, width, half=True)
+    return GemmConfig(64, 128, half=True)
 
 
 def choose_decoding(rows: int, piece: int) -> GemmConfig:

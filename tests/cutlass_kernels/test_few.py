@@ -1,0 +1,266 @@
+"""A block of few choices by launches that overlap: bits of the composition, and nothing read or written too early."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+import tgl
+from tests.cutlass_kernels import sass
+from tgl import backends
+from tgl.cutlass_kernels import overlap
+from tgl.cutlass_kernels.gemm.sm90 import tilings
+from tgl.cutlass_kernels.ops import few
+from tgl.cutlass_kernels.ops.permutation import COMBINE
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.ops.grouped_activation import Params
+from tgl.testing import emulator
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CANARY = 77
+
+
+class Block(NamedTuple):
+    """Sizes and kinds of a call."""
+
+    tokens: int = 3
+    choices: int = 4
+    experts: int = 40
+    hidden: int = 136
+    inner: int = 72
+    kind: str = "swiglu"
+    interleaved: bool = False
+    biases: bool = False
+    weights: torch.dtype | None = F32
+    dtype: torch.dtype = BF16
+    across: bool = False  # whether w1 and w2 lie along their columns
+
+
+def operands(case: Block) -> tuple[list[Tensor | None], list[Tensor]]:
+    """What ``tgl.moe`` takes, a choice of no expert among it, and y and h of the right sizes."""
+    torch.manual_seed(case.hidden)
+    width = case.inner * (2 if Params(kind=case.kind).gated else 1)
+    chosen = torch.stack([torch.randperm(case.experts)[: case.choices] for _ in range(case.tokens)]).int()
+    chosen[-1, -1] = -1
+
+    def matrices(rows: int, columns: int) -> Tensor:
+        t = (torch.randn(case.experts, columns, rows) * rows**-0.5).to(case.dtype).transpose(1, 2)
+        return t.contiguous() if case.across else t
+
+    biases: list[Tensor | None] = [None, None]
+    if case.biases:
+        biases = [torch.randn(case.experts, n).to(case.dtype) for n in (width, case.hidden)]
+    weights = None if case.weights is None else torch.rand(case.tokens, case.choices).to(case.weights)
+    x = torch.randn(case.tokens, case.hidden).to(case.dtype)
+    given = [x, chosen, weights, matrices(case.hidden, width), matrices(case.inner, case.hidden), *biases]
+    rows = case.tokens * case.choices
+    return given, [torch.empty_like(x), torch.empty(rows, width, dtype=case.dtype)]
+
+
+CASES = [
+    Block(),
+    Block(biases=True, dtype=F16, weights=F16, across=True),
+    Block(kind="srelu", weights=None, biases=True, experts=5, tokens=9),
+    Block(interleaved=True, kind="clamped_qgeglu", inner=64),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["gated", "float16, along columns", "ungated", "interleaved"])
+def test_the_bits_of_the_composition(case, monkeypatch):
+    given, _ = operands(case)
+    found = []
+    for most in (64, 0):
+        monkeypatch.setattr(overlap, "FEW_CHOICES", most)
+        with emulator.emulate("sm_90a") as machine:
+            found.append(tgl.moe(*given, kind=case.kind, interleaved=case.interleaved))
+        assert {record.overlaps for record in machine.launches} == {most > 0}
+        assert ("Few" in machine.launches[1].kernel) == (most > 0)
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
+    assert found[0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", tilings.FEW_WIDTHS)
+def test_the_bits_of_every_width(width, monkeypatch):
+    given, _ = operands(Block(hidden=400, inner=208, biases=True, experts=6))
+    wanted = None
+    for most in (0, 64):
+        monkeypatch.setattr(overlap, "FEW_CHOICES", most)
+        monkeypatch.setattr(tilings, "FEW_WIDTHS", (width,))
+        launcher.forget()
+        with emulator.emulate("sm_90a") as machine:
+            found = tgl.moe(*given)
+        wanted = found if wanted is None else wanted
+    launcher.forget()
+    assert "Few" in machine.launches[1].kernel
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17])
+def test_many_choices_wait_for_the_launch_in_front(tokens):
+    case = Block(tokens=tokens, experts=4, hidden=64, inner=32)
+    given, _ = operands(case)
+    with emulator.emulate("sm_90a", detect_races=False) as machine:
+        chosen = tgl.topk_router(torch.randn(tokens, case.experts), case.choices, renormalize=True)
+        tgl.moe(given[0], chosen.top_k_index, chosen.weights, *given[3:])
+    assert {record.overlaps for record in machine.launches} == {tokens <= 16}
+    assert len(machine.launches) == (5 if tokens <= 16 else 6)
+
+
+def test_explain_and_other_chips():
+    case = Block()
+    (x, chosen, weights, w1, w2, *_), _ = operands(case)
+    routing = tgl.route(chosen, case.experts)
+    places = routing.source, routing.position, routing.token, routing.offs
+    for chip, served in (("sm_90", True), ("sm_80", False), ("sm_100", False)):
+        with backends.emulated_device(chip):
+            found = tgl.explain("moe", x, w1, w2, *places, weights, top_k=case.choices)
+        assert (found.chosen is few.IMPLEMENTATION) == served
+        assert found.batch_invariant
+    with backends.emulated_device("sm_90"):
+        found = tgl.explain("moe", x, w1, w2, places[0].long(), *places[1:], weights, top_k=case.choices)
+    assert "takes `source` of int32" in str(found)
+
+
+def behind(machine: emulator.Emulation, late: list[Tensor], written: list[Tensor], call: Callable[[], object]) -> None:
+    """``call`` while the launch in front has ``late`` still to write, and reads ``written`` to its end."""
+    values, early = [t.clone() for t in late], []
+    for t in late:
+        t.fill_(float("nan") if t.is_floating_point() else 1 << 20)
+    for t in written:
+        t.fill_(CANARY)
+
+    def front() -> None:
+        early.extend(t for t in written if (t != CANARY).any())
+        for t, value in zip(late, values):
+            t.copy_(value)
+
+    machine.front = front
+    call()
+    machine.front = None
+    assert not early, "written before the launch in front has ended"
+
+
+@pytest.mark.parametrize(
+    ("biases", "seed"), [(True, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 1), (True, 2)))]
+)
+def test_the_block_waits_for_what_it_reads(biases, seed):
+    """Each launch alone, behind one that writes all it reads, and the second GEMM behind one that writes A alone."""
+    case = Block(2, 3, 6, biases=biases, hidden=392, inner=392)  # more k tiles than stages
+    (x, chosen, weights, w1, w2, bias1, bias2), (y, h) = operands(case)
+    routing = tgl.route(chosen, case.experts)
+    places = routing.source, routing.position, routing.token, routing.offs
+    options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
+    used = int(routing.offs[-1])
+    with emulator.emulate("sm_90a", seed=seed) as machine:
+        steps = few.steps((x, w1, w2, *places, weights, bias1, bias2), **options)
+        for step in steps:
+            step.launcher.run(step.call)
+        first, second, combined = (step.call for step in steps)
+        made = first.h, first.y, second.out
+        wanted = [t[:used].clone() for t in made] + [y.clone()]
+
+        read = [t for t in (x, w1, bias1, weights, *places) if t is not None]
+        behind(machine, read, [first.h, first.y], lambda: few.FIRST.run(first))
+        late = second._replace(settled=False)
+        read = [t for t in (second.a, w2, bias2, weights, *places) if t is not None]
+        behind(machine, read, [second.out], lambda: few.SECOND.run(late))
+        assert torch.equal(second.out[:used], wanted[2])
+        behind(machine, [second.a], [second.out], lambda: few.SECOND.run(second))
+        assert machine.launches[-1].early is not None
+        behind(machine, [second.out, routing.position], [y], lambda: COMBINE.run(combined))
+    assert all(record.overlaps for record in machine.launches)
+    for found, value in zip(made, wanted):
+        assert torch.equal(found[:used], value)
+    assert torch.equal(y, wanted[3])
+
+
+def test_the_other_launches_wait_for_what_they_read():
+    case = Block()
+    (x, chosen, *_), _ = operands(case)
+    logits = torch.randn(case.tokens, case.experts)
+    routing, router = tgl.route(chosen, case.experts), tgl.topk_router(logits, case.choices)
+    rows = tgl.dispatch(x, routing)
+    source, position, token, offs = (
+        torch.empty_like(t) for t in (routing.source, routing.position, routing.token, routing.offs)
+    )
+    made = {"source": source, "position": position, "token": token, "offs": offs}
+    out = torch.empty_like(rows)
+    device, k = x.device, case.choices
+    with emulator.emulate("sm_90a") as machine:
+        behind(
+            machine, [chosen], list(made.values()), lambda: backends.run("route", device, chosen, case.experts, **made)
+        )
+        for name, t in made.items():
+            assert torch.equal(t, getattr(routing, name))
+        given = x, token, position, None
+        behind(machine, [x, token, position], [out], lambda: backends.run("dispatch", device, *given, top_k=k, out=out))
+        assert torch.equal(out, rows)
+        values, kept = logits.clone(), []
+        logits.fill_(float("nan"))
+        machine.front = lambda: logits.copy_(values)
+        kept.append(tgl.topk_router(logits, case.choices))
+        machine.front = None
+    assert torch.equal(kept[0].top_k_index, router.top_k_index)
+    assert all(record.overlaps and record.early is None for record in machine.launches)
+
+
+def test_the_check_tells_when_a_kernel_does_not_wait():
+    """The second GEMM, told that all but A is settled where nothing is, finds other tiles than there are."""
+    case = Block(tokens=2)
+    (x, chosen, weights, w1, w2, *biases), (y, h) = operands(case)
+    routing = tgl.route(chosen, case.experts)
+    places = routing.source, routing.position, routing.token, routing.offs
+    options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
+    with pytest.raises(emulator.EmulatorError), emulator.emulate("sm_90a") as machine:
+        second = few.steps((x, w1, w2, *places, weights, *biases), **options)[1].call
+        second.a.zero_()
+        behind(machine, [routing.offs], [second.out], lambda: few.SECOND.run(second))
+
+
+def test_tiles():
+    """Columns, groups with rows, what columns are a multiple of, and the width."""
+    for columns, groups, step, width in (
+        (1536, 8, 32, 96),  # 128 tiles
+        (2048, 8, 32, 128),
+        (5760, 4, 32, 192),
+        (2880, 4, 32, 96),
+        (4096, 2, 32, 64),
+        (1536, 32, 32, 128),  # several for each multiprocessor at any width
+        (1536, 8, 64, 128),
+        (1536, 4, 128, 128),
+    ):
+        assert tilings.choose_few(columns, groups, step) == tilings.GemmConfig(64, width, half=True)
+        assert tilings.reason("varlen_m", tilings.GemmConfig(64, width, half=True), 16) is None
+    assert "half a multiprocessor" in str(tilings.reason("varlen_m", tilings.GemmConfig(128, 128, half=True), 16))
+    assert "tile_n must be" in str(tilings.reason("varlen_m", tilings.GemmConfig(64, 96), 16))
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("width", tilings.FEW_WIDTHS)
+def test_machine_code(width, monkeypatch):
+    """Two CTAs have registers on a multiprocessor, nothing is spilled, and no MMA is waited for alone."""
+    compile, compiled = launcher.compiled, []
+    monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(tilings, "FEW_WIDTHS", (width,))
+    (x, chosen, weights, w1, w2, *biases), (y, h) = operands(Block(biases=True))
+    routing = tgl.route(chosen, w1.shape[0])
+    places = routing.source, routing.position, routing.token, routing.offs
+    options = {"params": Params(kind="clamped_qgeglu"), "top_k": chosen.shape[1], "y": y, "h": h}
+    with emulator.emulate("sm_90a"):
+        for step in few.steps((x, w1, w2, *places, weights, *biases), **options)[:2]:
+            step.launcher.plan(step.call)
+    assert len(compiled) == 2
+    for kernel in compiled:
+        report = sass.inspect(kernel.artifacts.CUBIN)
+        assert report.spills == report.frame == 0
+        assert report.registers == 128
+        assert report.count("WARPGROUP.DEPBAR") == 2
+        assert f"m64n{width}k16" in kernel.artifacts.PTX

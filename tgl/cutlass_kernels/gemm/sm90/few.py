@@ -1,0 +1,67 @@
+"""The two GEMMs of a block of few rows, whose launches overlap: the next one begins while this one runs.
+
+Reading weights is what takes time, so a launch should ask for its own while the one in front still waits for its last.
+A tiling of ``half`` a multiprocessor leaves shared memory and registers for a CTA of the next launch beside each CTA,
+and four stages of 16 KiB of B in flight: 8 MB on an H200, twice what its memory hands out in the 1 us that it takes.
+
+The rules of ``overlap`` hold, with one exception that the host has to allow, ``settled``. All that the second GEMM
+reads but A was there before the launch in front of it began: that is the first GEMM, which has waited before it let
+this one begin. So the load warp finds its first tile and asks for B without waiting. Whoever reads A or vectors, or
+writes anything, waits first.
+
+Values per row are not copied in the order of rows: an epilogue finds them by ``source``.
+"""
+
+from typing import Any
+
+from cutlass import Int32, cute
+
+from ...epilogue.vectors import EpilogueArgs
+from .kernel import ActivatedGroupedGemm, GroupedGemm
+
+
+class FewActivatedGroupedGemm(ActivatedGroupedGemm):
+    """With an activation as a second output, on rows of ``a [S, K]`` that an index finds."""
+
+    start: Any
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Tensor, b: cute.Tensor, places: tuple, outputs: tuple, vectors: Any, clusters: Int32, stream
+    ):
+        """Launch.
+
+        Args:
+            places: ends of groups, int32 ``[G]``, and the row of ``a`` of every row, int32 ``[T]``.
+            outputs: h and y.
+            vectors: None; or bias, the values ``[n]`` among which every row has its probability, and which one it has,
+                int32 ``[T]``, or Nones.
+            clusters: how many may run at once.
+        """
+        (offs, index), (h, y) = places, outputs
+        bias, probs, source = vectors if vectors is not None else (None, None, None)
+        args = EpilogueArgs(bias, None, probs=probs, source=source)
+        self.start(a, b, None, offs, h, args, clusters, stream, y, index=index)
+
+
+class FewGroupedGemm(GroupedGemm):
+    """On rows in order."""
+
+    start: Any
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Tensor, b: cute.Tensor, groups: tuple, out: cute.Tensor, vectors: Any, clusters: Int32, stream
+    ):
+        """Launch.
+
+        Args:
+            groups: their ends, int32 ``[G]``, and 1 if all but ``a`` was there before the launch in front began, or 0.
+            vectors: None; or bias, the values among which every row has its factor of the bias, and which one it has,
+                or Nones.
+            clusters: how many may run at once.
+        """
+        offs, settled = groups
+        bias, scale, source = vectors if vectors is not None else (None, None, None)
+        args = EpilogueArgs(bias, scale, source=source)
+        self.start(a, b, None, offs, out, args, clusters, stream, settled=settled)
