@@ -43,3 +43,40 @@ def test_quantisers_gather_tokens(arch):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert all(t.isfinite().all() for t in results[0])
     assert dispatches == [1, 3]  # of routing weights; by the pieces of tokens and of their results' gradients too
+
+
+RECIPES = [tgl.recipes.Float8BlockScaling(), pytest.param(tgl.recipes.Float8CurrentScaling(), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_products_write_nothing_past_the_last_experts_rows(recipe, monkeypatch):
+    """New memory is NaN, and is there still; results have the bits of pieces whose spare rows are zeros."""
+    torch.manual_seed(0)
+    block = tgl.MoE(G, 128, 128, params_dtype=torch.bfloat16, recipe=recipe, bias=True)
+    chosen = torch.arange(S * K).view(S, K) % (G + 1)
+    x, weights = torch.randn(S, 128).bfloat16().requires_grad_(), torch.rand(S, K, requires_grad=True)
+    made = []
+
+    def seen(gemm):
+        return lambda *args, **options: made.append(gemm(*args, **options)) or made[-1]
+
+    for layer in (block.fc1, block.fc2):
+        for name in ("fprop", "dgrad"):
+            monkeypatch.setattr(layer.gemms, name, seen(getattr(layer.gemms, name)))
+    results = []
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        for pieces in (False, True):
+            with emulator.emulate("sm_90a", detect_races=False):
+                routing = tgl.route(chosen, G, S * K + 50)
+                results.append(step(block, x, routing, weights, pieces=pieces))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    used = int(routing.offs[-1])
+    assert len(made) == 8
+    for ours, theirs in zip(made[:4], made[4:]):
+        assert torch.equal(ours[:used], theirs[:used])
+        assert ours[used:].isnan().all()
+        assert not theirs[used:].any()
