@@ -1,14 +1,15 @@
 """Grouped GEMMs with MMAs of warps (``mma.sync``) on a Hopper, against quack's, ours with ``wgmma``, and the ceiling.
 
     python benchmarks/warp_gpu.py [--quick] [--shapes mixtral-fc1 ...] [--routings zipf ...] [--ops fprop ...]
-        [--out FILE]
+        [--loads tma] [--out FILE]
 
 The kernels for Ampere, Ada and consumer Blackwell are compiled for sm_90 here, so that their speed can be measured
-where those chips are not. Arms: ``tgl``, these kernels; ``ceiling``, a loop of ``mma.sync`` on registers alone with as
-many FLOPs; ``quack``, its kernels for sm_120 compiled for sm_90, which multiply by ``mma.sync`` as well, load by TMA
-and get a tile of 128 x 128 (its class for sm_80 has no kernel in 0.6.5); ``wide``, our own kernels of a Hopper. Every
-arm is a captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are
-compared. FLOPs are those of the routed rows, ``2 R N K``.
+where those chips are not. Arms: ``tgl``, these kernels, whose operands are loaded by lanes (``cp.async``) as on Ampere
+and Ada, or with ``--loads tma`` by TMA as on consumer Blackwell; ``other``, the other of the two; ``ceiling``, a loop
+of ``mma.sync`` on registers alone with as many FLOPs; ``quack``, its kernels for sm_120 compiled for sm_90, which
+multiply by ``mma.sync`` as well, load by TMA and get a tile of 128 x 128 (its class for sm_80 has no kernel in 0.6.5);
+``wide``, our own kernels of a Hopper. Every arm is a captured graph, 256 MB are written before each replay, arms take
+turns in rotating order, and medians are compared. FLOPs are those of the routed rows, ``2 R N K``.
 
 Nothing is timed before tgl has passed the gates of ``grouped_gemm.py``. Results: a table of ratios of times (above 1:
 tgl is faster), and ``--out FILE`` as JSON.
@@ -35,7 +36,8 @@ from tests import kernels_of_warps
 from tgl.cutlass_kernels.config import VARLEN_M
 from tgl.cutlass_kernels.runtime import device
 
-RIVALS = ("ceiling", "quack", "wide")
+RIVALS = ("other", "ceiling", "quack", "wide")
+LOADS = tuple(kernels_of_warps.TILINGS)
 TILE = (128, 128)
 GEMMS = ("fprop", "dgrad", "wgrad")
 COMPARISON = Comparison(
@@ -82,11 +84,11 @@ def by_quack(p: Problem) -> dict[str, Callable[[], object]]:
     return {"quack": run}
 
 
-def by_warps(p: Problem) -> Callable[[], None]:
+def by_warps(p: Problem, loads: str) -> Callable[[], None]:
     """tgl on the kernels of warps."""
 
     def run() -> None:
-        with kernels_of_warps.in_place():
+        with kernels_of_warps.in_place(loads):
             p.tgl()
 
     return run
@@ -95,13 +97,15 @@ def by_warps(p: Problem) -> Callable[[], None]:
 def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Result:
     torch.manual_seed(0)
     problem = OPS[op](SHAPES[shape], split(routing, SHAPES[shape].groups, SHAPES[shape].rows))
-    arms = {"tgl": by_warps(problem), "ceiling": ceiling(problem.flops, problem.x.device)}
+    (other,) = set(LOADS) - {args.loads}
+    arms = {"tgl": by_warps(problem, args.loads), "other": by_warps(problem, other)}
+    arms["ceiling"] = ceiling(problem.flops, problem.x.device)
     arms |= {**by_quack(problem), "wide": problem.tgl}
     gate = functools.partial(gates.wrong, problem, oracle=problem.oracle, rival=problem.per_group_mm)
     found = compared(arms, gate, args)
     if "times" in found:
         found["rate"] = problem.rate(found["ms"]["tgl"])
-    return {**SHAPES[shape]._asdict(), "flops": problem.flops, **found}
+    return {**SHAPES[shape]._asdict(), "flops": problem.flops, "loads": args.loads, **found}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,6 +113,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(made, "--shapes", SHAPES, default=False)
     choice(made, "--routings", ROUTINGS, default=False)
     choice(made, "--ops", GEMMS)
+    made.add_argument("--loads", choices=LOADS, default=LOADS[0], help="what loads operands of the arm tgl")
     args = made.parse_args(argv)
     args.shapes = args.shapes or list(QUICK if args.quick else SHAPES)
     args.routings = args.routings or list(QUICK_ROUTINGS if args.quick else ROUTINGS)

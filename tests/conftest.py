@@ -15,9 +15,9 @@ settings.load_profile("tgl")
 def pytest_addoption(parser):
     parser.addoption(
         "--kernels",
-        choices=("own", "warp"),
+        choices=("own", "warp", "warp-tma"),
         default="own",
-        help="of GEMMs on a Hopper in tests/gpu: its own, or in their place those with MMAs of warps",
+        help="of GEMMs on a Hopper in tests/gpu: its own, or in place of them those with MMAs of warps, also by TMA",
     )
 
 

@@ -12,18 +12,26 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 
-def test_arms(gpu, load, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("loads", ["lanes", "tma"])
+def test_arms(loads, gpu, load, monkeypatch, tmp_path, capsys):
     script, shapes = gpu("warp_gpu"), load("harness.shapes")
     monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
     monkeypatch.setattr(script, "quack", lambda: None)
-    folders = []
-    monkeypatch.setattr(script, "ceiling", lambda flops, place: lambda: folders.append(ARCHS["sm_90"].folder))
+    places = []
+    monkeypatch.setattr(script, "ceiling", lambda flops, place: lambda: None)
     plain = script.OPS["fprop"].tgl
-    monkeypatch.setattr(script.OPS["fprop"], "tgl", lambda p: (folders.append(ARCHS["sm_90"].folder), plain(p))[1])
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "four", "--routings", "zipf")
-    assert [(r["op"], set(r["ms"])) for r in found] == [(op, {"tgl", "ceiling", "wide"}) for op in script.GEMMS]
-    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "-", "1.000"] in lines
-    assert set(folders) == {"warp", "sm90"}
+
+    def tgl(problem):
+        places.append((ARCHS["sm_90"].folder, getattr(ARCHS["sm_90"].tilings, "tma", None)))
+        return plain(problem)
+
+    monkeypatch.setattr(script.OPS["fprop"], "tgl", tgl)
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "four", "--routings", "zipf", "--loads", loads)
+    arms = {"tgl", "other", "ceiling", "wide"}
+    assert [(r["op"], r["loads"], set(r["ms"])) for r in found] == [(op, loads, arms) for op in script.GEMMS]
+    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "-", "1.000"] in lines
+    assert set(places) == {("warp", False), ("warp", True), ("sm90", None)}
+    assert places[0] == ("warp", loads == "tma")
     assert ARCHS["sm_90"].folder == "sm90"
 
 

@@ -59,7 +59,9 @@ def check(arch, tried, artifacts):
     # Four steps of a stage and one of its end; the first rows and columns of a tile are read before its loop.
     assert report.count("HMMA.16816") == 5 * high * 2 * wide
     assert report.count("LDSM") == 5 * (high + wide) + high + 1
-    assert report.count("LDGSTS") == 3 * (tried.config.tile_m + tried.config.tile_n) * 8 // (32 * down * across)
+    copies = 3 * (tried.config.tile_m + tried.config.tile_n) * 8 // (32 * down * across)
+    assert report.count("LDGSTS") == (0 if tried.config.tma else copies)
+    assert (report.count("UTMALDG") > 0) == tried.config.tma
 
 
 def test_the_cover_holds_every_choice_on_every_target():

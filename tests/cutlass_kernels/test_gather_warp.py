@@ -20,17 +20,29 @@ SHORT = (5, 0, 130, 1)
 LARGE, SMALL = 163 * 1024, 99 * 1024  # shared memory
 
 
-def tiling(tile_m, tile_n, shared=SMALL):
-    return Tilings(shared).deepest(tile_m, tile_n)
+def tiling(tile_m, tile_n, shared=SMALL, tma=False):
+    return Tilings(shared, tma=tma).deepest(tile_m, tile_n)
 
 
 CASES = {
     "rows": ("sm_80", VARLEN_M, "a", Case(tiling(128, 128, LARGE), SHORT, bias=BF16, tail=150)),
     "rows, float32 out, odd K": ("sm_86", VARLEN_M, "a", Case(tiling(64, 64), SHORT, out=F32, depth=67)),
-    "rows, at slots": ("sm_120", VARLEN_M, "a", Case(tiling(128, 64), SHORT, slots=True, columns=40)),
+    "rows, at slots": ("sm_120", VARLEN_M, "a", Case(tiling(128, 64, tma=True), SHORT, slots=True, columns=40)),
     "deeper than the ring": ("sm_89", VARLEN_M, "a", Case(tiling(64, 64), (70, 0, 3), depth=520, b_row_major=False)),
     "contraction of a": ("sm_80", VARLEN_K, "a", Case(tiling(128, 128, LARGE), (64, 0, 63, 165), columns=264)),
-    "contraction of b": ("sm_121", VARLEN_K, "b", Case(tiling(64, 128), (64, 0, 63, 65), columns=264)),
+    "contraction of b": ("sm_121", VARLEN_K, "b", Case(tiling(64, 128, tma=True), (64, 0, 63, 65), columns=264)),
+    "by TMA, deeper than the ring": (
+        "sm_120",
+        VARLEN_M,
+        "a",
+        Case(tiling(128, 128, tma=True), (70, 0, 3), depth=328, b_row_major=False),
+    ),
+    "contraction of a, by TMA": (
+        "sm_120",
+        VARLEN_K,
+        "a",
+        Case(tiling(64, 64, tma=True), (1, 0, 330), dtype=F16, out=F16),
+    ),
     "odd columns": ("sm_86", VARLEN_K, "a", Case(tiling(64, 64), SHORT, depth=37, columns=205, dtype=F16, out=F16)),
     "accumulate": ("sm_89", VARLEN_K, "b", Case(tiling(64, 64), (3, 0, 330), out=F32, accumulate=True)),
 }
@@ -41,6 +53,8 @@ def test_exact(case):
     arch, kind, gathered, tried = case
     record = run(arch, kind, gathered, tried, seeds=(0,))
     assert record.bank_conflicts == 0
+    assert record.copied_bytes > 0
+    assert (record.tma_bytes["load"] > 0) == tried.config.tma
 
 
 @pytest.mark.slow

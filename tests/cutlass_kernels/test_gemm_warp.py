@@ -16,6 +16,7 @@ from tests.kernel_cases import integers
 from tgl.cutlass_kernels import archs
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
 from tgl.testing import emulator
 
@@ -25,8 +26,8 @@ NAMES = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
 LARGE, SMALL = 163 * 1024, 99 * 1024  # shared memory
 
 
-def tiling(tile_m, tile_n, shared=SMALL):
-    return Tilings(shared).deepest(tile_m, tile_n)
+def tiling(tile_m, tile_n, shared=SMALL, tma=False):
+    return Tilings(shared, tma=tma).deepest(tile_m, tile_n)
 
 
 GEMM = {
@@ -37,35 +38,45 @@ GEMM = {
         Case(tiling(128, 256, LARGE), RAGGED, b_row_major=False, dtype=F16, out=F16, columns=264, tail=0),
     ),
     "bias": ("sm_89", Case(tiling(64, 64), RAGGED, bias=F32, zero_tail=False, tail=150)),
-    "scaled bias": ("sm_120", Case(tiling(64, 128), (130, 0, 1), bias=BF16, bias_scale=F32, columns=392)),
+    "scaled bias": ("sm_120", Case(tiling(64, 128, tma=True), (130, 0, 1), bias=BF16, bias_scale=F32, columns=392)),
     "bias scaled in 16 bits": (
         "sm_121",
-        Case(tiling(128, 64), (1, 3, 300), bias=F16, bias_scale=F16, dtype=F16, out=F32),
+        Case(tiling(128, 64, tma=True), (1, 3, 300), bias=F16, bias_scale=F16, dtype=F16, out=F32),
     ),
     "two stages, untouched tail": (
         "sm_120",
-        Case(tiling(256, 128), (257, 0, 1), zero_tail=False, tail=300, b_row_major=False),
+        Case(tiling(256, 128, tma=True), (257, 0, 1), zero_tail=False, tail=300, b_row_major=False),
     ),
     "deeper than the ring": ("sm_86", Case(tiling(128, 128), (130, 0, 3), depth=520, columns=136, bias=BF16)),
     "all empty": ("sm_80", Case(tiling(64, 64), (0, 0, 0), tail=140, columns=40)),
     "no tail rows": ("sm_89", Case(tiling(128, 128), (128,), tail=0)),
-    "one column tile, odd K": ("sm_121", Case(tiling(128, 128), (70,), depth=67, columns=13)),
+    "one column tile, odd K": ("sm_121", Case(tiling(128, 128, tma=True), (70,), depth=67, columns=13)),
+    "by TMA, deeper than the ring": (
+        "sm_120",
+        Case(tiling(128, 128, tma=True), (5, 0, 130), depth=328, dtype=F16, out=F16, b_row_major=False, tail=150),
+    ),
+    "by lanes where there is TMA": ("sm_120", Case(tiling(64, 64), (70, 0, 3), depth=200)),
+    "by TMA, all empty": ("sm_121", Case(tiling(64, 64, tma=True), (0, 0, 0), tail=140, columns=40)),
 }
 WGRAD = {
     "plain": ("sm_80", Case(tiling(128, 128, LARGE), RAGGED)),
     "float32 out": ("sm_80", Case(tiling(128, 256, LARGE), (5, 0, 130), out=F32, dtype=F16, depth=136, columns=264)),
     "accumulate": ("sm_86", Case(tiling(64, 64), RAGGED, out=F32, accumulate=True)),
-    "accumulate in 16 bits": ("sm_120", Case(tiling(64, 128), RAGGED, accumulate=True, columns=200)),
+    "accumulate in 16 bits": ("sm_120", Case(tiling(64, 128, tma=True), RAGGED, accumulate=True, columns=200)),
     "two stages": ("sm_89", Case(tiling(256, 128), (70, 0, 64, 1), depth=264, columns=136)),
     "odd columns, accumulate": (
         "sm_121",
-        Case(tiling(128, 64), (3, 200), columns=37, dtype=F16, out=F16, accumulate=True),
+        Case(tiling(128, 64, tma=True), (3, 200), columns=37, dtype=F16, out=F16, accumulate=True),
     ),
     "all empty": ("sm_80", Case(tiling(64, 64), (0, 0), tail=20, columns=40)),
+    "by TMA, deeper than the ring": ("sm_121", Case(tiling(128, 128, tma=True), (1, 0, 397, 64), depth=136, dtype=F16)),
+    "by TMA, all empty": ("sm_120", Case(tiling(64, 64, tma=True), (0, 0), tail=20, columns=40)),
 }
 RARER = {
     *(f"rows: {name}" for name in ("float32 out", "bias", "bias scaled in 16 bits", "all empty", "no tail rows")),
+    "rows: by TMA, all empty",
     *(f"contraction: {name}" for name in ("float32 out", "accumulate", "two stages", "all empty")),
+    "contraction: by TMA, all empty",
 }
 CASES = [(VARLEN_M, *case) for case in GEMM.values()] + [(VARLEN_K, *case) for case in WGRAD.values()]
 IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
@@ -77,6 +88,7 @@ def test_exact(kind, arch, case):
     record = run(arch, kind, case, seeds=(0,))
     assert record.bank_conflicts == 0
     assert not record.warnings
+    assert (record.tma_bytes["load"] > 0, record.copied_bytes > 0) == (case.config.tma, not case.config.tma)
 
 
 @pytest.mark.slow
@@ -97,17 +109,19 @@ def test_every_tiling(arch, shape, kind):
     run(arch, kind, case, seeds=(0, 1))
 
 
-def test_no_mma_lies_behind_a_group():
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_no_mma_lies_behind_a_group(arch):
     """The MMAs of 64 x 64 are 32 per 16 tokens."""
-    sizes = (1, 16, 17, 0, 63, 64, 65, 200)
-    record = run("sm_80", VARLEN_K, Case(tiling(64, 64), sizes, depth=64, columns=64), seeds=(0,))
+    sizes, config = (1, 16, 17, 0, 63, 64, 65, 200), ARCHS[arch].tilings.deepest(64, 64)
+    record = run(arch, VARLEN_K, Case(config, sizes, depth=64, columns=64), seeds=(0,))
     assert record.mma_count == 32 * sum(-(-size // 16) for size in sizes)
 
 
 def test_more_groups_than_a_warp_holds():
     sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
     for kind in KINDS:
-        run("sm_80", kind, Case(tiling(64, 64), sizes, depth=24, columns=16), seeds=(0,))
+        for arch in ("sm_80", "sm_120"):
+            run(arch, kind, Case(ARCHS[arch].tilings.deepest(64, 64), sizes, depth=24, columns=16), seeds=(0,))
 
 
 @pytest.mark.parametrize("arch", chips.parameters(NAMES))
@@ -144,6 +158,27 @@ def test_a_wait_or_a_barrier_less_is_reported(deleted, kind):
         run("sm_80", kind, case, seeds=(0,), edit_ptx=edit)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("pattern", "instead"),
+    [
+        (r"\n\s*bar\.sync[^\n]*", ""),
+        (r"mbarrier\.try_wait\.parity\.shared\.b64\s+(\w+), \[%r\d+\], (%r\d+)[^\n]*", r"setp.eq.s32 \1, \2, \2;"),
+    ],
+    ids=["barrier", "wait"],
+)
+def test_a_wait_or_a_barrier_less_by_tma_is_reported(pattern, instead, kind):
+    """The last of its kind, which is in the mainloop."""
+
+    def edit(ptx):
+        match = list(re.finditer(pattern, ptx))[-1]
+        return ptx[: match.start()] + match.expand(instead) + ptx[match.end() :]
+
+    case = Case(tiling(64, 64, tma=True), (130, 70), depth=520, columns=72)
+    with pytest.raises(emulator.RaceError):
+        run("sm_120", kind, case, seeds=(0,), edit_ptx=edit)
+
+
 def test_a_tiling_that_does_not_fit_is_refused():
     reason = ARCHS["sm_86"].tilings.reason(VARLEN_M, tiling(128, 256, LARGE), 16)
     assert reason == "stages must be 2 to 2, which is what fits, not 3"
@@ -151,14 +186,22 @@ def test_a_tiling_that_does_not_fit_is_refused():
         (GemmConfig(128, 192, stages=2), "tiles are 64 x 64"),
         (GemmConfig(128, 128, pingpong=True, stages=2), "neither in turns nor in clusters"),
         (replace(tiling(64, 64), stages=0), "stages must be 2 to 5"),
+        (tiling(64, 64, tma=True), "there is no TMA here"),
     ):
         assert why in ARCHS["sm_80"].tilings.reason(VARLEN_M, config, 16)
+    for arch in ("sm_90", "sm_100"):
+        assert "without being asked for" in ARCHS[arch].tilings.reason(VARLEN_M, GemmConfig(tma=True), 16)
+    form = OPERANDS["fp8_tensor"]
+    config = replace(ARCHS["sm_120"].tilings.deepest(64, 64, VARLEN_M, form), tma=True)
+    assert ARCHS["sm_120"].tilings.scaled_reason(VARLEN_M, form, config) == "lanes load quantised operands"
 
 
-def test_kernels_take_the_place_of_others(monkeypatch):
+@pytest.mark.parametrize("tma", [False, True])
+def test_kernels_take_the_place_of_others(tma, monkeypatch):
     """Nothing in them depends on the architecture: an entry of the table puts them on a chip that has wider MMAs."""
-    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.DENSE, tilings=Tilings(227 * 1024))
+    here = Tilings(227 * 1024, tma=tma)
+    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.DENSE, tilings=here)
     monkeypatch.setitem(ARCHS, "sm_90", forced)
     for kind in KINDS:
-        case = Case(tiling(64, 64, 227 * 1024), (5, 0, 70))
+        case = Case(here.deepest(64, 64), (5, 0, 70))
         assert run("sm_90", kind, case, seeds=(0,)).instructions["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]

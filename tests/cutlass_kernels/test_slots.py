@@ -28,7 +28,8 @@ TILINGS = [
     ("sm_90", GemmConfig(128, 64, pingpong=True)),
     ("sm_90", GemmConfig(128, 128, cluster_n=2)),
     ("sm_100", GemmConfig(128, 64)),
-    ("sm_120", GemmConfig(64, 64, stages=5)),
+    ("sm_89", GemmConfig(64, 64, stages=5)),
+    ("sm_120", GemmConfig(64, 64, stages=5, tma=True)),
     ("sm_100", GemmConfig(256, 64, two_cta=True)),
 ]
 tilings = pytest.mark.parametrize("arch, config", TILINGS, ids=str)

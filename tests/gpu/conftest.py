@@ -6,18 +6,21 @@ from tests import kernels_of_warps
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.runtime import launcher
 
+LOADS = {"warp": "lanes", "warp-tma": "tma"}
+
 
 @pytest.fixture(autouse=True)
 def _kernels(request):
     """Those that ``--kernels`` names; what tries every tiling of a Hopper's own kernels is of these alone."""
-    if request.config.getoption("kernels") == "own":
+    kernels = request.config.getoption("kernels")
+    if kernels == "own":
         yield
     elif request.node.originalname == "test_every_tiling" or "tiling" in request.fixturenames:
         pytest.skip("tries tilings of other kernels")
     elif request.node.get_closest_marker("wide_mmas"):
         pytest.skip("there are no such kernels with MMAs of warps")
     else:
-        with kernels_of_warps.in_place():
+        with kernels_of_warps.in_place(LOADS[kernels]):
             yield
 
 

@@ -1,7 +1,7 @@
 """The kernels with MMAs of warps in place of a Hopper's own: exact, in every tiling, replayed with other routings.
 
-Nothing in them depends on the architecture, so what holds for their code compiled for sm_90 is what can be seen of them
-without the chips that they are for.
+Lanes load, and TMA where operands have 16 bits. Nothing else in them depends on the architecture, so what holds for
+their code compiled for sm_90 is what can be seen of them without the chips that they are for.
 """
 
 import pytest
@@ -13,6 +13,7 @@ from tests.cutlass_kernels.gather_cases import random_index, scattered
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import ROUTINGS, column_major, exact, gradient, poisoned, product
 from tgl.cutlass_kernels import tilings
+from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
@@ -23,17 +24,22 @@ if ARCH != "sm_90":
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
-HERE = kernels_of_warps.TILINGS
+LOADS = kernels_of_warps.TILINGS
+HERE = LOADS["lanes"]
 FORMATS = [name for name, form in OPERANDS.items() if "sm_89" in form.archs]
 LARGE = (700, 0, 3, 1025, 64, 512)
 
 
 @pytest.fixture(autouse=True)
-def _kernels_of_warps():
-    with kernels_of_warps.in_place():
+def _kernels_of_warps(request):
+    with kernels_of_warps.in_place(getattr(request, "param", "lanes")):
         yield
 
 
+by_lanes_and_tma = pytest.mark.parametrize("_kernels_of_warps", LOADS, indirect=True)
+
+
+@by_lanes_and_tma
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("place", [lambda b: b, column_major], ids=["row-major", "column-major"])
@@ -44,6 +50,7 @@ def test_grouped_gemm(sizes, dtype, place):
     assert torch.equal(got, product(a, b, sizes, bias).to(dtype))
 
 
+@by_lanes_and_tma
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
 def test_wgrad(sizes):
     a, b = (poisoned(integers(sum(sizes) + TAIL, width), sizes) for width in (136, 264))
@@ -55,15 +62,17 @@ def test_wgrad(sizes):
     assert torch.equal(main_grad.double(), total)
 
 
+@by_lanes_and_tma
 @pytest.mark.parametrize("shape", WARPS, ids=str)
 def test_every_tiling(shape, monkeypatch):
-    monkeypatch.setattr(tilings, "choose", lambda *_: HERE.deepest(*shape))
+    monkeypatch.setattr(tilings, "choose", lambda *_: ARCHS["sm_90"].tilings.deepest(*shape))
     a, b, dy = integers(sum(LARGE), 520), integers(len(LARGE), 520, 776), integers(sum(LARGE), 776)
     assert torch.equal(served(tgl.grouped_gemm, a, b, ends(LARGE)), product(a, b, LARGE).to(BF16))
     got = served(tgl.grouped_gemm_wgrad, a, dy, ends(LARGE), out_dtype=F32)
     assert torch.equal(got, gradient(a, dy, LARGE).float())
 
 
+@by_lanes_and_tma
 def test_rows_by_an_index():
     index = random_index(300, LARGE, TAIL, True)
     tokens, rows = (t.to(DEVICE) for t in scattered(integers(300, 200).cpu(), index))
@@ -74,6 +83,7 @@ def test_rows_by_an_index():
     assert torch.equal(got, gradient(rows, dy, LARGE).float())
 
 
+@by_lanes_and_tma
 def test_one_graph_for_every_routing():
     groups, rows = 8, 2000
     a, b, dy = integers(rows, 264), integers(groups, 264, 328), integers(rows, 328)

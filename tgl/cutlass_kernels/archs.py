@@ -37,8 +37,8 @@ class Arch:
         folder: of its GEMM kernels, in ``gemm``; the module ``kernels`` in it has them by name.
         kernels: the names of those that it has.
         tilings: what knows which tilings there are and chooses one; it has the limits, too.
-        bulk_copies: whether it has bulk copies and barriers that count their bytes, by which many rows are loaded that
-            are added up, and rows may move to other ranks.
+        bulk_copies: whether it has bulk copies, TMA among them, and barriers that count their bytes: many rows that are
+            added up are loaded so, and operands of GEMM kernels, and rows may move to other ranks.
         maps_operands: whether its GEMM kernels read operands through tensor maps, which skip no elements.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
         draws_to_fp4: those of its chips that have one which rounds to E2M1 stochastically. No target of a family has
@@ -103,7 +103,8 @@ def _of_warps(name: str, smem_kb: int, widths: tuple[int, ...], target: str = ""
         widths: bits of the elements that its MMAs take.
         target: for what else than its name kernels are compiled: one that has MMAs which scale blocks.
     """
-    kernels, tilings = ALL if 8 in widths else OF_WARPS, WarpTilings(smem_kb * 1024, widths, bool(target))
+    kernels = ALL if 8 in widths else OF_WARPS
+    tilings = WarpTilings(smem_kb * 1024, widths, bool(target), bulk_copies)
     return Arch(
         name,
         (name,),

@@ -22,6 +22,7 @@ class GemmConfig:
         two_cta: sm_100: two CTAs of a cluster issue one MMA and load half of B each.
         pingpong: sm_90: two consumer warpgroups work on alternate tiles instead of sharing one.
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
+        tma: warp: operands whose rows are in order are loaded by TMA, not by lanes; elsewhere they always are.
         stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
         band: tile rows per band of the tile order; see ``tiles.raster``.
         longest_first: varlen_k: groups are visited longest first, not as they come; see ``tiles.order``.
@@ -37,6 +38,7 @@ class GemmConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     stages: int = 0
+    tma: bool = False
     band: int = 8
     longest_first: bool = True
     half: bool = False

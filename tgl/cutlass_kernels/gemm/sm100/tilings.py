@@ -13,6 +13,8 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
     """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
     if tiling.stages:
         return "the ring has as many stages as shared memory holds"
+    if tiling.tma:
+        return "operands are loaded by TMA here without being asked for"
     if tiling.pingpong:
         return "ping-pong consumers exist on sm_90 only"
     if (tiling.cluster_m, tiling.cluster_n) != (1, 1):

@@ -1,9 +1,10 @@
 """Grouped GEMM by MMAs of warps, for sm_80 and later: persistent, accumulators in registers.
 
 All warps do all there is to do. They copy both operands of a k tile to shared memory by ``cp.async``, each a part of
-it, some k tiles before they multiply it; every warp multiplies its part of the tile by ``ldmatrix`` and ``mma.sync``,
-finishes it and stores it. They meet once per k tile. Nothing depends on the architecture but the tiling, which is
-chosen for its shared memory; which MMAs there are for quantised operands (see ``scaled``) is in ``archs``.
+it, some k tiles before they multiply it, or where a tiling says so one lane asks TMA for them (see ``mapped``); every
+warp multiplies its part of the tile by ``ldmatrix`` and ``mma.sync``, finishes it and stores it. They meet once per k
+tile. Nothing depends on the architecture but the tiling, which is chosen for its shared memory; which MMAs there are
+for quantised operands (see ``scaled``) is in ``archs``.
 """
 
 from typing import Any
@@ -21,8 +22,9 @@ from ..copies import LANES_OF_LINE
 from ..gathered import Gathered, check
 from ..scaling import OperandFormat
 from .activate import store_activated
-from .load import Operands
-from .mma import multiply_halves, multiply_tiles
+from .load import Operands, parts_of
+from .mapped import make_map, open_stages
+from .mma import Ring, multiply_halves, multiply_tiles
 from .store import Output, store_tile
 from .tilings import WARPS, gathering_reason, stage_bytes
 
@@ -33,6 +35,7 @@ class GroupedGemm:
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
 
     Attributes:
+        copies: whether lanes copy anything to the stages.
         decoded: how B lies where it is decoded to; it needs no decoding here.
         factors_at: where in a stage factors of blocks begin, 0 without; see ``factors``.
         form: what quantised operands are; None of 16 bits.
@@ -40,6 +43,7 @@ class GroupedGemm:
         halves: 2 if the columns of a tile are the gate's and, behind them, those of the linear half.
         hidden: what makes operands of an epilogue of what a ``GradientGroupedGemm`` is called with besides.
         line_step: how many lines of 128 bytes all threads copy at a time.
+        mapped: the names of the operands that are loaded by TMA, of ``"a"`` and ``"b"``; see the module.
         multiply: what issues the MMAs of all rows of a warp, 16 columns and a step of the depth.
         pair: what ``ldmatrix`` reads matrices of: elements of 16 bits, or as many bits of others.
         promotes: whether the sums of a stage are added in float32 registers.
@@ -66,6 +70,8 @@ class GroupedGemm:
         check(kind, gathered, gathering_reason(config))
         self.kind, self.config, self.spec, self.element, self.gathered = kind, config, spec, element, gathered
         self.pair = element if element.width == 16 else cutlass.Uint16
+        self.mapped = "".join(name for name in "ab" if config.tma and name != gathered)
+        self.copies = len(self.mapped) < 2
         self.halves = 2 if spec.gated and not spec.activation.interleaved else 1  # type: ignore[union-attr]
         self.out_element = TYPES[spec.out]
         self.warps = WARPS[config.tile_m, config.tile_n]
@@ -131,8 +137,13 @@ class GroupedGemm:
         if cutlass.const_expr(self.hidden is not None):
             hidden = self.hidden(*extra)
         output = Output(out, second, hidden)
+        operands = Operands(a, b, source, None, scales)
+        parts = parts_of(self, operands)
+        operands = operands._replace(
+            maps=tuple(make_map(self, i, (a, b)[i], parts[i]) if "ab"[i] in self.mapped else None for i in range(2))
+        )
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), clusters), 1)
-        self.kernel(Operands(a, b, source, None, scales), output, args, problem).launch(
+        self.kernel(operands, output, args, problem).launch(
             grid=(running, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -145,11 +156,18 @@ class GroupedGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = memory.SmemAllocator()
         problem = self.policy.arrange(problem, allocator, warp, self.threads // 32, first, step)
-        ring = allocator.allocate_array(Int64, num_elems=config.stages * self.stage_bytes // 8, byte_alignment=ALIGNED)
+        full: Any = None
+        if cutlass.const_expr(self.mapped):
+            full = allocator.allocate_array(Int64, num_elems=config.stages).toint()
+            open_stages(self, full, warp, operands.maps)
+        size = config.stages * self.stage_bytes // 8
+        stages = allocator.allocate_array(Int64, num_elems=size, byte_alignment=ALIGNED).toint()
+        phase = Int32(0) if cutlass.const_expr(self.mapped) else None
+        ring = Ring(stages, stages, full, full, phase)
         if cutlass.const_expr(operands.source is not None):
             lines = config.tile_m if self.policy.kind == VARLEN_M else config.tile_k
             operands = operands._replace(found=cute.make_rmem_tensor(lines // self.line_step, Int32))
-        multiply_tiles(self, operands, ring.toint(), output, args, Share(problem, Int32(0), first, step))
+        multiply_tiles(self, operands, ring, output, args, Share(problem, Int32(0), first, step))
 
 
 class ActivatedGroupedGemm(Activated, GroupedGemm):

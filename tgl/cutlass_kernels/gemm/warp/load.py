@@ -1,6 +1,7 @@
 """Copies of 16 bytes from global memory into the stages of a ring in shared memory, tile after tile.
 
-All threads copy. A stage holds both operands as lines of 128 bytes, in one or more blocks:
+All threads copy, but for operands that are ``mapped``, of which one lane loads the same lines by TMA. A stage holds
+both operands as lines of 128 bytes, in one or more blocks:
 
 =================  ==============================  ===============  =============================
 an operand is      a line is                       lines per block  blocks
@@ -35,6 +36,7 @@ from ...tiles.policy import Problem
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
 from ..gathered import find_rows, read_index
 from .factors import begin_factors, copy_factors
+from .mapped import Stage, barrier, begin_spot, load_boxes, mapped_bytes, next_spot
 from .scales import begin_scales, copy_scales
 
 
@@ -51,6 +53,7 @@ class Operands(NamedTuple):
     source: Any = None  # a Gathered
     found: Any = None
     scales: Any = None
+    maps: Any = (None, None)  # of A and of B where they are mapped, see ``mapped``
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,9 @@ class Feed(NamedTuple):
 
     search: Any
     index: Int32
-    a: Lines
-    b: Lines
-    left: Int32  # k tiles, at least 1; negative behind the last tile
+    a: Any  # Lines, or a Spot where the operand is mapped
+    b: Any
+    left: Int32  # k tiles, at least 1; negative behind the last tile, and in a warp that copies nothing
     row: Int32  # of the grouped order, of a thread's first line, where lines are gathered in a k tile
     sources: Any = None  # of what scales blocks of the next k tile
 
@@ -214,9 +217,16 @@ def columns_of(gemm: cutlass.Constexpr, tile: Tile, problem: Problem) -> Int32:
     return columns // gemm.halves
 
 
-def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
-    """The lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would."""
-    found = ordered_lines(gemm, operands, tile, problem)
+def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple:
+    """The lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would.
+
+    Of one that is mapped it is the ``Spot``.
+    """
+    found: tuple = ordered_lines(gemm, operands, tile, problem)
+    for which, name in enumerate("ab"):
+        if name in gemm.mapped:
+            spot = begin_spot(gemm, which, parts_of(gemm, operands)[which], tile, problem)
+            found = (spot, found[1]) if which == 0 else (found[0], spot)
     if gemm.gathered is None:
         return found
     which = "ab".index(gemm.gathered)
@@ -268,9 +278,12 @@ def next_tile(
     left = ceil_div(policy.depth(tile, problem), gemm.config.tile_k)
     sources = begin_sources(gemm, operands.scales, tile, problem)
     if not tile.valid:
-        a, b, left = Lines(a.start, Int32(0), Int32(0)), Lines(b.start, Int32(0), Int32(0)), Int32(-1)
+        a, b, left = nothing_of(a), nothing_of(b), Int32(-1)
         if cutlass.const_expr(sources is not None):
             sources = sources.none()
+    if cutlass.const_expr(not gemm.copies):  # noqa: SIM102 - the first is decided while tracing
+        if not leads():
+            left = Int32(-1)
     row = tile.start
     if cutlass.const_expr(gemm.gathered is not None):
         line, _ = thread_place()
@@ -282,6 +295,31 @@ def next_tile(
             end = tile.start + tile.length
             find_rows(operands.source, operands.found, row, gemm.line_step, end, operands.found)
     return Feed(search, index, a, b, left, row, sources)
+
+
+def nothing_of(lines: Any) -> Any:
+    """No lines; a ``Spot`` as it is, from where nothing is loaded then."""
+    return Lines(lines.start, Int32(0), Int32(0)) if isinstance(lines, Lines) else lines
+
+
+def leads() -> cutlass.Boolean:
+    """Whether this is the warp that asks for boxes."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+
+
+@cute.jit
+def load_next(gemm: cutlass.Constexpr, operands: Operands, feed: Feed, stage: Stage):
+    """Ask for the next k tile of the operands that are mapped, if there is one."""
+    asks = feed.left > 0
+    if cutlass.const_expr(gemm.copies):
+        asks = feed.left > 0 and leads()
+    if asks:
+        parts = parts_of(gemm, operands)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier(stage.full), mapped_bytes(gemm, parts))
+        for which in cutlass.range_constexpr(2):
+            if cutlass.const_expr("ab"[which] in gemm.mapped):
+                load_boxes(gemm, operands.maps[which], parts[which], (feed.a, feed.b)[which], stage)
 
 
 def begin_sources(gemm: Any, scales: Any, tile: Tile, problem: Problem) -> Any:
@@ -298,22 +336,27 @@ def copy_sources(gemm: Any, scales: Any, sources: Any, stage: Int32) -> Any:
     return copy_scales(gemm, sources, stage) if gemm.form.vector else copy_factors(gemm, scales, sources, stage)
 
 
-def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
-    """Start the copies of the next k tile to the stage at the address ``stage``, which nobody may still read.
+def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> Feed:
+    """Start the copies of the next k tile to a stage that nobody may still read.
 
     All warps call it, once per k tile that is multiplied, and ``follow`` before they call it again.
     """
     tile_k = gemm.config.tile_k
     a, b = parts_of(gemm, operands)
-    copied = {}
+    copied: dict[str, Any] = {}
+    if gemm.mapped:
+        load_next(gemm, operands, feed, stage)
     for name, part, values, lines in (("a", a, operands.a, feed.a), ("b", b, operands.b, feed.b)):
         if gemm.gathered == name:
-            copied[name] = copy_rows(gemm, part, operands, lines, feed.row, stage)
+            copied[name] = copy_rows(gemm, part, operands, lines, feed.row, stage.address)
+        elif name in gemm.mapped:
+            copied[name] = next_spot(lines, tile_k)
         else:
-            copy_lines(part, values, lines, stage, tile_k, gemm.line_step)
+            copy_lines(part, values, lines, stage.address, tile_k, gemm.line_step)
             copied[name] = next_lines(part, values, lines, tile_k)
-    sources = copy_sources(gemm, operands.scales, feed.sources, stage)
-    cute.arch.cp_async_commit_group()
+    sources = copy_sources(gemm, operands.scales, feed.sources, stage.address)
+    if gemm.copies:
+        cute.arch.cp_async_commit_group()
     return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k, sources)
 
 

@@ -24,6 +24,7 @@ from ..copies import LINE, PIECE, STEPS
 from ..edges import clear_start
 from .factors import make_factors, promote, read_factors
 from .load import Feed, Operands, Part, copy_next, follow, next_tile, parts_of
+from .mapped import BARRIER, Stage, barrier
 from .narrow import read_bytes
 from .scales import make_scales, read_scales
 from .store import Output
@@ -35,10 +36,17 @@ BLOCK = 16  # rows, or columns, that one ldmatrix reads for an MMA or two
 
 
 class Ring(NamedTuple):
-    """Addresses of stages in shared memory: the first one, and that which is read."""
+    """Addresses of stages in shared memory: the first one, and that which is read.
+
+    Where operands are mapped, also those of these stages' barriers, and the phase that ends when the one that is read
+    is full.
+    """
 
     first: Int32
     read: Int32
+    first_full: Any = None
+    full: Any = None
+    phase: Any = None
 
 
 def tiled_mma(element: type[cutlass.Numeric]) -> cute.TiledMma:
@@ -155,25 +163,36 @@ def multiply_halves(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor
 @cute.jit
 def advance(gemm: cutlass.Constexpr, ring: Ring) -> Ring:
     """The ring at its next stage."""
-    following = ring.read + gemm.stage_bytes
+    following, full, phase = ring.read + gemm.stage_bytes, ring.full, ring.phase
+    if cutlass.const_expr(gemm.mapped):
+        full += BARRIER
     if following == ring.first + gemm.config.stages * gemm.stage_bytes:
         following = ring.first
-    return Ring(ring.first, following)
+        if cutlass.const_expr(gemm.mapped):
+            full, phase = ring.first_full, phase ^ 1
+    return ring._replace(read=following, full=full, phase=phase)
 
 
 @cute.jit
-def behind(gemm: cutlass.Constexpr, ring: Ring) -> Int32:
+def behind(gemm: cutlass.Constexpr, ring: Ring) -> Stage:
     """The stage before that which is read, which may be overwritten."""
-    before = ring.read - gemm.stage_bytes
+    before, full = ring.read - gemm.stage_bytes, ring.full
+    if cutlass.const_expr(gemm.mapped):
+        full -= BARRIER
     if before < ring.first:
         before += gemm.config.stages * gemm.stage_bytes
-    return before
+        if cutlass.const_expr(gemm.mapped):
+            full += gemm.config.stages * BARRIER
+    return Stage(before, full)
 
 
 @cute.jit
-def arrive(gemm: cutlass.Constexpr):
-    """Wait until the k tile that comes next is in its stage, and all warps have read what they multiply before it."""
-    cute.arch.cp_async_wait_group(gemm.config.stages - 2)
+def arrive(gemm: cutlass.Constexpr, ring: Ring):
+    """Wait until the k tile that ``ring`` reads is there, and all warps have read what they multiply before it."""
+    if cutlass.const_expr(gemm.mapped):
+        cute.arch.mbarrier_wait(barrier(ring.full), ring.phase)
+    if cutlass.const_expr(gemm.copies):
+        cute.arch.cp_async_wait_group(gemm.config.stages - 2)
     cute.arch.sync_threads()
 
 
@@ -208,7 +227,7 @@ def multiply(
     if cutlass.const_expr(gemm.promotes):
         sums = cute.make_rmem_tensor(acc.shape, Float32)
     if extent > 0:
-        arrive(gemm)
+        arrive(gemm, ring)
         if cutlass.const_expr(gemm.policy.clears):
             clear(gemm, ring.read, before)
         read_rows(gemm, operands, own, ring.read, 0, 0)
@@ -229,7 +248,7 @@ def multiply(
                     if cutlass.const_expr(factors is not None):
                         read_factors(gemm, ring.read, factors)
                     if extent > tile_k:
-                        arrive(gemm)
+                        arrive(gemm, following)
                         read_rows(gemm, operands, own, following.read, 0, 0)
                         read_columns(gemm, operands, own, following.read, 0, 0, 0)
                 if cutlass.const_expr(turn == 0):
@@ -263,7 +282,7 @@ def finish_tile(gemm: Any, *args: Any) -> None:
 def multiply_tiles(
     gemm: cutlass.Constexpr,
     operands: Operands,
-    buffers: Int32,
+    ring: Ring,
     output: Output,
     args: EpilogueArgs,
     share: Share,
@@ -273,7 +292,7 @@ def multiply_tiles(
     Args:
         gemm: the ``GroupedGemm``.
         operands: both.
-        buffers: address of the ring in shared memory.
+        ring: at its first stage.
         output, args: the outputs, and the epilogue's operands.
         share: sizes and offsets, and the tiles of this CTA.
     """
@@ -282,9 +301,11 @@ def multiply_tiles(
     own = make_own(gemm, operands)
     feed = next_tile(gemm, operands, policy.start(problem), first, problem, step)
     for stage in cutlass.range(last, unroll=1):
-        feed = copy_next(gemm, operands, feed, buffers + stage * gemm.stage_bytes)
+        place: Any = Stage(ring.first + stage * gemm.stage_bytes)
+        if cutlass.const_expr(gemm.mapped):
+            place = place._replace(full=ring.first_full + stage * BARRIER)
+        feed = copy_next(gemm, operands, feed, place)
         feed = follow(gemm, operands, feed, problem, step)
-    ring = Ring(buffers, buffers)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     while tile.valid:
@@ -305,4 +326,5 @@ def multiply_tiles(
             finish_tile(gemm, acc, output, args, tile, problem, product)
         first += step
         search, tile = policy.find(search, first, problem, True)
-    cute.arch.cp_async_wait_group(0)
+    if cutlass.const_expr(gemm.copies):
+        cute.arch.cp_async_wait_group(0)

@@ -62,10 +62,10 @@ class PackedGroupedGemm(PackedCall):
         decoders: lanes that copy and decode pieces; the thread's number modulo this is a lane's.
         pieces_at, words_at: where in a stage pieces of B, and the words beside them, begin.
         shared: how many CTAs share a multiprocessor.
-        halves, gathered, line_step, multiply, pair, scales_at, store: see ``kernel.GroupedGemm``.
+        halves, gathered, line_step, mapped, multiply, pair, scales_at, store: see ``kernel.GroupedGemm``.
     """
 
-    halves, gathered, scales_at = 1, None, 0
+    halves, gathered, scales_at, mapped = 1, None, 0, ""
     multiply = staticmethod(multiply_halves)
     store = staticmethod(store_tile)
 

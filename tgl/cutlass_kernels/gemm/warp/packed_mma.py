@@ -74,7 +74,7 @@ def multiply(
                 after = (turn + 1) // blocks, (turn + 1) % blocks
                 read_columns(gemm, operands, own, buffer, after[0], after[1], (turn + 1) % 2)
             if cutlass.const_expr(turn == 0):
-                feed = copy_next(gemm, operands, feed, behind(gemm, ring))
+                feed = copy_next(gemm, operands, feed, behind(gemm, ring).address)
             multiply_columns(gemm, own, acc, block, i % 2, turn % 2)
             for number in cutlass.range_constexpr(many):
                 if cutlass.const_expr(turn == turns * number // many):

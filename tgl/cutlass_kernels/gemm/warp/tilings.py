@@ -65,10 +65,13 @@ class Tilings:
         SMEM_BYTES: shared memory that a CTA may have.
         widths: bits of the elements that its MMAs take.
         scales_blocks: whether there are MMAs that scale blocks of what they multiply.
+        tma: whether there is TMA, by which operands of 16 bits are loaded then unless a tiling says otherwise.
     """
 
-    def __init__(self, smem_bytes: int, widths: tuple[int, ...] = (16,), scales_blocks: bool = False) -> None:
-        self.SMEM_BYTES, self.widths, self.scales_blocks = smem_bytes, widths, scales_blocks
+    def __init__(
+        self, smem_bytes: int, widths: tuple[int, ...] = (16,), scales_blocks: bool = False, tma: bool = False
+    ) -> None:
+        self.SMEM_BYTES, self.widths, self.scales_blocks, self.tma = smem_bytes, widths, scales_blocks, tma
 
     def stages(self, tiling: GemmConfig, kind: str | None = None, form: OperandFormat | None = None) -> int:
         """As many stages as there is room for, up to those that are of use; ``kind`` and ``form`` of quantised ones."""
@@ -83,6 +86,8 @@ class Tilings:
             return f"MMAs of warps take {taken} elements here, not {bits}-bit ones"
         if tiling.two_cta or tiling.pingpong or tiling.ctas > 1:
             return "warps that issue MMAs share a tile with their own CTA alone, neither in turns nor in clusters"
+        if tiling.tma and not self.tma:
+            return "there is no TMA here: lanes load"
         if shape not in WARPS:
             return f"tiles are {', '.join(f'{m} x {n}' for m, n in WARPS)}, not {shape[0]} x {shape[1]}"
         return self._stages_reason(tiling) if bits == 16 else None
@@ -98,7 +103,9 @@ class Tilings:
     def scaled_reason(self, kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
         """What else rules a tiling out for operands of ``form``."""
         found = None if form.vector else _beside_sums("sums of the 8-bit products of a stage", tiling)
-        if form.vector and not self.scales_blocks:
+        if tiling.tma:
+            found = "lanes load quantised operands"
+        elif form.vector and not self.scales_blocks:
             found = "MMAs of warps do not scale blocks here"
         elif form.vector and (tiling.tile_m % ATOM_ROWS or tiling.tile_n % ATOM_ROWS):
             found = f"scales come for {ATOM_ROWS} rows at a time, and for as many columns"
@@ -148,5 +155,5 @@ class Tilings:
         self, tile_m: int, tile_n: int, kind: str | None = None, form: OperandFormat | None = None
     ) -> GemmConfig:
         """The tiling of a shape with all the stages there is room for, of operands of 16 bits or of ``form``."""
-        shape = GemmConfig(tile_m, tile_n, 64 if form is None else form.tile_k)
+        shape = GemmConfig(tile_m, tile_n, 64 if form is None else form.tile_k, tma=self.tma and form is None)
         return replace(shape, stages=self.stages(shape, kind, form))
