@@ -15,7 +15,8 @@ token, their weights normalised, and the block itself, in bfloat16 with SwiGLU. 
 ``wide``       as ``tgl``, in tiles of 128 columns
 =============  ======================================================================================================
 
-The last three are there for few choices alone, where launches overlap.
+The last three are there for few choices alone, where launches overlap. ``waiting`` and ``wide`` are ``tgl`` where the
+choices may hit so many bytes of experts that one GEMM beside another is no gain.
 
 Every arm but ``called`` is a captured graph; what the host takes to issue its launches is part of ``called``. 256 MB
 are written before each replay or call, so that no weight is in L2. ``bound`` is the time in which a memory of

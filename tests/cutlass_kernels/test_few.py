@@ -128,6 +128,26 @@ def test_explain_and_other_chips():
     assert "takes `source` of int32" in str(found)
 
 
+def test_large_experts_are_not_served(monkeypatch):
+    """Of those that the choices may hit, which are no more than there are."""
+    case = Block(experts=5, tokens=9)
+    given, _ = operands(case)
+    routing = tgl.route(given[1], case.experts)
+    places = routing.source, routing.position, routing.token, routing.offs
+    size = given[3].nbytes + given[4].nbytes
+    found = []
+    for most in (size, size - 1):
+        monkeypatch.setattr(few, "FEW_BYTES", most)
+        launcher.forget()
+        with emulator.emulate("sm_90a", detect_races=False) as machine:
+            found.append(tgl.moe(*given))
+        assert ("Few" in machine.launches[1].kernel) == (most == size)
+    assert torch.equal(*found)
+    with backends.emulated_device("sm_90"):
+        explained = tgl.explain("moe", given[0], *given[3:5], *places, given[2], top_k=case.choices)
+    assert f"takes experts of up to {size - 1} bytes, 36 choices may hit {size}" in str(explained)
+
+
 def behind(machine: emulator.Emulation, late: list[Tensor], written: list[Tensor], call: Callable[[], object]) -> None:
     """``call`` while the launch in front has ``late`` still to write, and reads ``written`` to its end."""
     values, early = [t.clone() for t in late], []
