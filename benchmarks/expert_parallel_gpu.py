@@ -1,7 +1,6 @@
 """Expert parallelism on the GPUs of one host: both engines of ``ExpertParallelMLP``, and what torch alone offers.
 
-    torchrun --nproc-per-node 4 benchmarks/expert_parallel_gpu.py [--shapes qwen3-30b ...] [--arms torch ...]
-        [--moves lanes bulk] [--gates]
+    torchrun --nproc-per-node 4 benchmarks/expert_parallel_gpu.py [--shapes qwen3-30b ...] [--arms torch ...] [--gates]
 
 Without torchrun one process is a group by itself, in which nothing crosses a link. On all ranks, in bfloat16 with
 float32 routing weights and SwiGLU, every token choosing its experts at random:
@@ -33,19 +32,17 @@ first have no share in it; GB/s are bytes of rows that leave the GPU in that tim
 tokens, which is two barriers. ``memory`` is the rank's symmetric memory, beside what it would be with places for every
 choice of every token of all ranks.
 
-**Rows.** ``--moves`` names the ways by which rows move, each with gates of its own. With more than one, what lies
-between barriers is timed by itself: ``push`` is a dispatch's writes to other ranks, ``take`` the copy of what has
-arrived, ``answer`` a combine's writes and ``sum`` its sums. ``symmetric_memory`` alone is the way by default.
+Of ``symmetric_memory`` what lies between barriers is timed by itself, too: ``push`` is a dispatch's writes to other
+ranks, ``take`` the copy of what has arrived, ``answer`` a combine's writes and ``sum`` its sums.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -58,7 +55,7 @@ from torch import Tensor
 
 import tgl
 from tgl.cutlass_kernels.ops import expert_parallel as steps
-from tgl.cutlass_kernels.ops.wire import MEET, MOVE, WAYS
+from tgl.cutlass_kernels.ops.wire import MEET, MOVE
 from tgl.distributed import ExpertParallelMLP, expert_parallel_host
 
 BF16 = torch.bfloat16
@@ -87,7 +84,6 @@ COMMON: dict[str, Any] = {"params_dtype": BF16, "device": "cuda"}
 LATE = 20_000_000  # cycles
 REPLAYS = 200
 REPEATS = 8
-MOVE_BY_DEFAULT = MOVE.way
 
 
 class Shape(NamedTuple):
@@ -121,8 +117,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(made, "--shapes", SHAPES)
     made.set_defaults(shapes=list(BY_DEFAULT))
     choice(made, "--arms", ARMS)
-    choice(made, "--moves", WAYS)
-    made.set_defaults(moves=[MOVE_BY_DEFAULT])
     made.add_argument("--gates", action="store_true", help="the gates alone")
     return made.parse_args(argv)
 
@@ -217,16 +211,6 @@ class Problem:
         return [y.detach(), *torch.autograd.grad(y, [x, weights, *self.parameters], dy)]
 
 
-@contextlib.contextmanager
-def moving(way: str) -> Iterator[None]:
-    """Rows move that way."""
-    before, MOVE.way = MOVE.way, way
-    try:
-        yield
-    finally:
-        MOVE.way = before
-
-
 # --- gates ------------------------------------------------------------------------------------------------------------
 
 
@@ -245,17 +229,15 @@ def differ(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
     return next((f"{n} differs" for n, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)), None)
 
 
-def check(problem: Problem, arms: Sequence[str], ways: Sequence[str]) -> None:
+def check(problem: Problem, arms: Sequence[str]) -> None:
     """All gates of one shape."""
     other, ours = ENGINES
     counts = problem.shape.tokens, 0, 1 + problem.rank, problem.shape.tokens * (problem.rank % 2)
     given = [problem.draw(seed, tokens) for seed, tokens in enumerate(counts)]
+    agreed("equal bits", differ_in_any(problem, given, lambda: None))
     turns = random.Random(problem.rank)
-    for way in ways:
-        with moving(way):
-            agreed(f"rows by {way}: equal bits", differ_in_any(problem, given, lambda: None))
-            late = differ_in_any(problem, given, lambda: torch.cuda._sleep(turns.choice([0, LATE])))
-            agreed(f"rows by {way}: equal bits with late ranks", late)
+    late = differ_in_any(problem, given, lambda: torch.cuda._sleep(turns.choice([0, LATE])))
+    agreed("equal bits with late ranks", late)
     held = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in problem.given)
     graph = Replay(lambda: problem.step(ours, held))
     wrong = None
@@ -396,19 +378,15 @@ def between_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
 
 
 def ops(problem: Problem, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Of both engines and all ways of rows, and the bytes of rows that leave this rank on average."""
+    """Of both engines, and the bytes of rows that leave this rank on average."""
     pool = torch.cuda.graph_pool_handle()
-
-    def several(call: Callable[[], Any]) -> Callable[[], Any]:
-        return Replay(lambda: [call() for _ in range(REPEATS)][-1], pool=pool)
-
-    other, ours = ENGINES
-    calls = {f"{other} {name}": several(call) for name, call in exchange(problem, other).items()}
-    for way in args.moves:
-        with moving(way):
-            made = exchange(problem, ours) | (between_barriers(problem) if len(args.moves) > 1 else {})
-            label = ours if way == MOVE_BY_DEFAULT else f"{ours}, {way}"
-            calls |= {f"{label} {name}": several(call) for name, call in made.items()}
+    made = {engine: exchange(problem, engine) for engine in ENGINES}
+    made[BASELINE] |= between_barriers(problem)
+    calls = {
+        f"{engine} {name}": Replay(lambda call=call: [call() for _ in range(REPEATS)][-1], pool=pool)
+        for engine, own in made.items()
+        for name, call in own.items()
+    }
     times = timed(calls, problem, args)
     for of_one in times.values():
         of_one.update({statistic: value / REPEATS for statistic, value in of_one.items()})
@@ -435,7 +413,7 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
     shape = SHAPES[name]
     problem = Problem(shape, groups, args.arms)
     say(f"{name}, {dist.get_world_size()} ranks")
-    check(problem, args.arms, args.moves)
+    check(problem, args.arms)
     if args.gates:
         return {"shape": name}
     whole = layers(problem, args)

@@ -201,36 +201,6 @@ def test_rows_there_and_back(together, ranks, invariant):
             moved(found, "ep_combine", list(zip(y, weights)), plan, copies)
 
 
-@pytest.mark.parametrize("ranks, invariant", WAYS)
-def test_rows_by_bulk_copies(together, monkeypatch, ranks, invariant):
-    """In one piece, and in nine, of which lanes move one after the other; what is too short goes by registers."""
-    monkeypatch.setattr(MOVE, "way", "bulk")
-    monkeypatch.setattr(MOVE, "blocks", 2)
-    copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
-    with world(ranks, [(rows * ranks, 16392, BF16), (rows * ranks, TOP_K, F32)]) as made:
-        found = Ranks(made, together)
-        for case, width in (("uneven", 520), ("even", 16392)):
-            plan = routed(found, draw(case, ranks), invariant=invariant, pair_rows=rows)
-            x = [torch.randn(len(position) // copies, width).to(BF16) for position, *_ in plan]
-            moved(found, "ep_dispatch", [(t, torch.rand(len(t), TOP_K)) for t in x], plan, copies)
-            y = [torch.randn(rows * ranks, width).to(BF16) for _ in plan]
-            moved(found, "ep_combine", [(t, None) for t in y], plan, copies)
-        assert not any("wait_group" in text for launch in emulator.active().launches for text in launch.warnings)
-        ways = {(key.element, key.blocks) for op, key, _ in launcher.plans if op == MOVE.op}
-        assert ("bfloat16", 2) in ways
-        assert ("float32", 2) not in ways
-
-
-def test_rows_that_bulk_copies_cannot_move(monkeypatch):
-    """Short ones, those that are not on 16 bytes, and any on a chip without such copies."""
-    monkeypatch.setattr(MOVE, "way", "bulk")
-    assert [MOVE.way_of("sm_90", *sizes) for sizes in ((1024, 16), (1008, 16), (1032, 8))] == ["bulk", "lanes", "lanes"]
-    assert {arch for arch in ARCHS if MOVE.way_of(arch, 4096, 16) == "lanes"} == {"sm_80", "sm_86", "sm_89"}
-    monkeypatch.setattr(MOVE, "way", "thread")
-    with pytest.raises(ValueError, match="rows move by lanes, bulk, not by 'thread'"):
-        MOVE.way_of("sm_90", 4096, 16)
-
-
 def test_rows_of_bytes(together):
     """Codes and scales with float32 partial sums back, in the memory that a layer reserves for them."""
     recipe = tgl.recipes.MXFP8BlockScaling()
@@ -394,21 +364,6 @@ def test_machine_code(arch):
     assert places.registers <= 64  # of 1,024 threads
     assert rows.count("LDG") >= cut.strips
     assert rows.count("STG") >= cut.strips
-
-
-BULK_ARCHS = [p for p in ("sm_90", *SLOW_ARCHS) if p == "sm_90" or ARCHS[p.values[0]].bulk_copies]
-
-
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", BULK_ARCHS)
-def test_machine_code_of_bulk_copies(arch):
-    """One instruction each way, and registers for as many blocks as share a multiprocessor."""
-    with emulator.emulate(ARCHS[arch].target):
-        key = MoveKey(arch, True, cut_of(7168, 8, 1), "bfloat16", "owners", remote=True, around=True, blocks=256)
-        made = sass.inspect(MOVE.build(key).artifacts.CUBIN)
-    assert made.spills == made.frame == 0
-    assert made.count("UBLKCP") == 2
-    assert made.registers <= 128
 
 
 REFUSED = [

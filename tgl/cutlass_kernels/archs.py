@@ -38,7 +38,7 @@ class Arch:
         kernels: the names of those that it has.
         tilings: what knows which tilings there are and chooses one; it has the limits, too.
         bulk_copies: whether it has bulk copies, TMA among them, and barriers that count their bytes: many rows that are
-            added up are loaded so, and operands of GEMM kernels, and rows may move to other ranks.
+            added up are loaded so, and operands of GEMM kernels.
         maps_operands: whether its GEMM kernels read operands through tensor maps, which skip no elements.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
         draws_to_fp4: those of its chips that have one which rounds to E2M1 stochastically. No target of a family has

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ... import backends
-from ..archs import arch_of
 from ..permute.cut import Cut, cut_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher
 from ..runtime.names import name
-from ..runtime.requirements import ALIGNMENT
 from .permutation import vector_of
 
 
@@ -76,11 +74,6 @@ class Meet(Wired[MeetCall]):
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-WAYS = ("lanes", "bulk")
-"""How rows move: 16 bytes a lane through registers, or by bulk copies through shared memory."""
-BULK_BYTES = 1024  # of a row, at least, that moves by bulk copies
-BULK_BLOCKS = 256  # about two for each multiprocessor of a Hopper; a link needs fewer
-
 
 class MoveKey(NamedTuple):
     """What a compiled kernel depends on."""
@@ -92,7 +85,6 @@ class MoveKey(NamedTuple):
     by: str | None
     remote: bool
     around: bool = False
-    blocks: int = 0  # at most, that move rows by bulk copies; 0: lanes do
 
 
 class MoveCall(NamedTuple):
@@ -110,17 +102,10 @@ class MoveCall(NamedTuple):
 
 
 class Move(Wired[MoveCall]):
-    """Rows to the memory of ranks, or out of it.
-
-    Attributes:
-        way: one of ``WAYS``, by which rows move where both can move them.
-        blocks: at most, of bulk copies.
-    """
+    """Rows to the memory of ranks, or out of it."""
 
     op = "ep_move"
     call = MoveCall
-    way = "lanes"
-    blocks = BULK_BLOCKS
 
     def nothing(self, c: MoveCall) -> bool:
         """No rows or columns."""
@@ -129,17 +114,8 @@ class Move(Wired[MoveCall]):
     def key(self, c: MoveCall, arch: str) -> MoveKey:
         """The width of accesses follows from where the rows lie."""
         matrices = [t for t in (c.rows, c.out, c.home) if t is not None]
-        columns, vector, size = c.out.shape[1], vector_of(*matrices), c.out.element_size()
-        blocks = {"lanes": 0, "bulk": self.blocks}[self.way_of(arch, columns * size, vector * size)]
-        cut = cut_of(columns, vector, 1)
-        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out), c.by, c.remote, c.around, blocks)
-
-    def way_of(self, arch: str, row: int, access: int) -> str:
-        """How rows of as many bytes move, of which an access may take so many."""
-        if self.way not in WAYS:
-            raise ValueError(f"rows move by {', '.join(WAYS)}, not by {self.way!r}")
-        can = arch_of(arch).bulk_copies and access == ALIGNMENT and row >= BULK_BYTES
-        return self.way if can else "lanes"
+        cut = cut_of(c.out.shape[1], vector_of(*matrices), 1)
+        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out), c.by, c.remote, c.around)
 
     def build(self, key: MoveKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -147,14 +123,12 @@ class Move(Wired[MoveCall]):
 
         from ..runtime.compiling import compiled, matrix, vector
         from ..runtime.elements import TYPES
-        from ..wire.bulk import BulkMove
-        from ..wire.move import Move as LaneMove
+        from ..wire.move import Move as Kernel
 
         width = key.cut.vector * TYPES[key.element].width // 8
         rows, out, home = (matrix(key.element, pitch=width, columns=key.cut.vector, align=width) for _ in range(3))
         which = vector("int32") if key.by else None
-        how = key.cut, key.by, key.remote, key.around
-        kernel = BulkMove(*how, key.blocks) if key.blocks else LaneMove(*how)
+        kernel = Kernel(key.cut, key.by, key.remote, key.around)
         home = home if key.remote and key.around else None
         return compiled(key.arch, kernel, rows, which, vector("int64", 8), out, home, cutlass.Int32(0))
 

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
-from ..bulk import load
 from ..pointers import aligned
 
 
@@ -50,7 +51,7 @@ class RingShape:
             if lane < self.rows:
                 source = Int64(cutlass.min(row + lane, high - 1)) * matrix.stride[0] + column
                 sink = ring.data + (slot * self.rows + lane) * self.columns
-                load(sink, matrix.iterator + source, ring.full + slot, size)
+                _bulk_copy(sink, matrix.iterator + source, ring.full + slot, size)
 
     @cute.jit
     def wait(self, ring: Ring, slot: Int32, turn: Int32):
@@ -63,3 +64,10 @@ class RingShape:
         source = ring.data + ((slot * self.rows + row) * self.columns + column)
         width = cute.size(fragment) * source.dtype.width // 8
         cute.autovec_copy(cute.make_tensor(aligned(source, width), cute.make_layout(cute.size(fragment))), fragment)
+
+
+@dsl_user_op
+def _bulk_copy(sink: Any, source: Any, full: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``size`` bytes from global to shared memory, which count on the barrier; multiples of 16, as the addresses."""
+    pointers = [pointer.to_llvm_ptr(loc=loc, ip=ip) for pointer in (sink, source, full)]
+    nvvm.cp_async_bulk_shared_cluster_global(*pointers, Int32(size).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)

@@ -33,8 +33,6 @@ class Move(Choices):
         around: whether this rank's own rows go around its memory: to ``home`` if remote, else they are there already.
     """
 
-    threads = THREADS
-
     def __init__(self, cut: Cut, by: str | None, remote: bool, around: bool = False):
         super().__init__(cut)
         self.by, self.remote, self.around = by, remote, around
@@ -62,12 +60,8 @@ class Move(Choices):
             stream: CUDA stream.
         """
         self.kernel(rows, which, table, out, home, rank).launch(
-            grid=(self.grid(out), 1, 1), block=(self.threads, 1, 1), stream=stream
+            grid=(self.blocks(Int32(out.shape[0]), Int32(out.shape[1])), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
-
-    def grid(self, out: cute.Tensor) -> Int32:
-        """Blocks."""
-        return self.blocks(Int32(out.shape[0]), Int32(out.shape[1]))
 
     @cute.kernel
     def kernel(
@@ -84,7 +78,10 @@ class Move(Choices):
         number, first = self.share(Int32(out.shape[1]))
         if number < places:
             peer, at = spread(number, ranks, rank)
-            source = self.source(which, peer, at, peer * (places // ranks) + at, Int32(rows.shape[0]), rank)
+            source = self.source(which, peer, at, peer * (places // ranks) + at, Int32(rows.shape[0]))
+            there = rank if cutlass.const_expr(self.around and not self.remote) else Int32(-1)
+            if peer == there:
+                source = Int32(-1)
             if source >= 0:
                 held = cute.make_rmem_tensor((self.cut.vector, self.cut.strips), rows.element_type)
                 for i in cutlass.range_constexpr(self.cut.strips):
@@ -102,7 +99,7 @@ class Move(Choices):
                     store(target, to, self.column(first, i), held[None, i])
 
     @cute.jit
-    def source(self, which: Any, peer: Int32, at: Int32, own: Int32, count: Int32, rank: Int32) -> Int32:
+    def source(self, which: Any, peer: Int32, at: Int32, own: Int32, count: Int32) -> Int32:
         """The row for a place, -1 for none."""
         row = own
         if cutlass.const_expr(self.by == "owners"):
@@ -110,9 +107,6 @@ class Move(Choices):
         if cutlass.const_expr(self.by == "arrived"):
             least = Int32(1 if self.remote else 0)  # all read row 0 as the answer of a step that did not fit
             if at >= cutlass.max(which[peer], least):
-                row = Int32(-1)
-        if cutlass.const_expr(self.around and not self.remote):  # noqa: SIM102 (one is known while tracing, the other is not)
-            if peer == rank:
                 row = Int32(-1)
         return row
 
