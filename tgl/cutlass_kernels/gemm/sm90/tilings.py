@@ -177,10 +177,11 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
 def choose_swapped(rows: int) -> GemmConfig:
     """The tiling of a kernel whose MMAs' rows are columns of the product, for groups of ``rows`` rows on average.
 
-    The fewest rows that are four times as many, for most groups are then one tile, which reads their matrix once; 64
-    of them leave registers for half the columns. Nothing was measured yet.
+    The fewest rows that are twice as many, for most groups are then one tile, which reads their matrix once; 64 of them
+    leave registers for half the columns. Measured on an H100: with 8 rows a group 16 take 12 % less than 32; with 2, 8
+    take 2 % less than 16, and with 32, 64 take 19 % less than 32.
     """
-    tile_m = next((m for m in (8, 16, 32) if m >= 4 * rows), 64)
+    tile_m = next((m for m in (8, 16, 32) if m >= 2 * rows), 64)
     return GemmConfig(tile_m, 256 if tile_m < 64 else 128, SWAPPED_DEPTH)
 
 
