@@ -128,6 +128,24 @@ def test_explain_and_other_chips():
     assert "takes `source` of int32" in str(found)
 
 
+def test_sums_of_another_dtype(monkeypatch):
+    """As partial sums between ranks have it: rows stay of 16 bits."""
+    case = Block(biases=True)
+    given, _ = operands(case)
+    routing = tgl.route(given[1], case.experts)
+    places = routing.source, routing.position, routing.token, routing.offs
+    found = []
+    for most in (64, 0):
+        monkeypatch.setattr(overlap, "FEW_CHOICES", most)
+        with emulator.emulate("sm_90a") as machine:
+            args = given[0], *given[3:5], *places, given[2], *given[5:]
+            found.append(torch.ops.tgl.moe(*args, top_k=case.choices, out_dtype=F32)[0])
+        assert ("Few" in machine.launches[0].kernel) == (most > 0)
+    assert torch.equal(*found)
+    assert found[0].dtype == F32
+    assert not torch.equal(found[0], found[0].to(BF16).float())
+
+
 def test_large_experts_are_not_served(monkeypatch):
     """Of those that the choices may hit, which are no more than there are."""
     case = Block(experts=5, tokens=9)
