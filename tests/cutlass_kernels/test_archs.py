@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 
 from tgl.cutlass_kernels import archs, tilings
 from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips, having
-from tgl.cutlass_kernels.config import KINDS, VARLEN_M, WIDTHS, GemmConfig
+from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm
@@ -54,6 +54,48 @@ def test_few_groups_of_few_rows_get_narrow_tiles(arch, columns, widths):
         enough = [n for n in (256, 128, 64) if widths[0] <= n <= usual.tile_n]
         enough = [n for n in enough if busy * ceil_div(columns, n) >= tilings.MULTIPROCESSORS] or enough[-1:]
         assert chosen.tile_n == enough[0]
+
+
+ANY, HALVES, LINES = WIDTHS, (128, 192, 256), (128, 256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "depth", "rows", "widths", "wanted"),
+    [
+        (VARLEN_M, 4096, 14336, 2048, ANY, (128, 192, True)),
+        (VARLEN_M, 768, 2048, 1024, ANY, (128, 192, True)),
+        (VARLEN_M, 768, 2048, 128, ANY, (128, 128, True)),  # rows are a tile of each group
+        (VARLEN_M, 512, 1536, 1024, ANY, (128, 256, False)),  # 192 columns would leave an eighth empty
+        (VARLEN_M, 256, 1536, 1024, ANY, (128, 256, False)),
+        (VARLEN_M, 128, 1536, 1024, ANY, (128, 128, True)),
+        (VARLEN_M, 64, 1536, 1024, ANY, (256, 64, False)),
+        (VARLEN_M, 64, 1536, 1024, HALVES, (128, 128, True)),
+        (VARLEN_M, 1536, 2048, 1024, HALVES, (128, 192, True)),
+        (VARLEN_M, 1536, 2048, 1024, LINES, (128, 256, False)),
+        (VARLEN_M, 1536, 2048, 64, ANY, (64, 256, False)),
+        (VARLEN_K, 2048, 1024, 1536, ANY, (128, 256, False)),
+        (VARLEN_K, 1536, 1024, 2048, ANY, (128, 256, False)),
+        (VARLEN_K, 2880, 256, 5760, ANY, (128, 192, True)),  # a short sum, and 256 would leave a fifteenth empty
+        (VARLEN_K, 2880, 256, 5760, (64, 128, 256), (256, 128, False)),
+        (VARLEN_K, 2048, 128, 1536, ANY, (128, 128, True)),
+        (VARLEN_K, 64, 1024, 2048, ANY, (256, 64, False)),
+        (VARLEN_K, 4096, 1024, 16, ANY, (64, 256, False)),
+    ],
+)
+def test_tilings_of_sm_90(kind, columns, depth, rows, widths, wanted):
+    """Wide ones where they are full."""
+    chosen = tilings.choose("sm_90", kind, columns, depth, rows, widths)
+    assert (chosen.tile_m, chosen.tile_n, chosen.pingpong) == wanted
+    assert tilings.reason("sm_90", kind, chosen) is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth"), [(768, 2048), (2048, 7168), (2880, 2880), (256, 4096), (320, 4096), (40, 4096)]
+)
+def test_a_row_is_summed_over_tiles_of_one_width(columns, depth):
+    """Whatever the number of rows, on every architecture with tiles that a choice can tell apart by it."""
+    chosen = [tilings.choose_gradient("sm_90", columns, depth, rows, False) for rows in (1, 64, 128, 512, 4096)]
+    assert len({tiling.tile_n for tiling in chosen}) == 1
 
 
 def test_the_class_of_rows_tells_how_many_groups_are_busy():
