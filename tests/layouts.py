@@ -135,12 +135,18 @@ def served(call: Call, device: torch.device | str) -> list[torch.Tensor] | None:
     return [placed(t, "cpu") for t in made]
 
 
+TAILS_OF_NOBODY = {("moe", 1)}
+"""Ops and outputs whose rows past the last group's hold anything on a GPU."""
+
+
 def outputs(call: Call, args: tuple, named: dict) -> list[torch.Tensor]:
-    """What a call returns and what it writes."""
+    """What a call returns, but for rows that are nobody's, and what it writes."""
     result = call.op(*args, **named)
     returned = result if isinstance(result, (tuple, list)) else () if result is None else (result,)
     written = {o.name for o in call.sample.signature.operands if o.written}
     given = {**dict(zip((a.name for a in call.op._schema.arguments), args)), **named}
+    name = call.name.partition(".")[0]
+    returned = [t[: int(given["offs"][-1])] if (name, i) in TAILS_OF_NOBODY else t for i, t in enumerate(returned)]
     return [*returned, *(t for name, t in given.items() if name in written)]
 
 

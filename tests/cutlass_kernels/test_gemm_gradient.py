@@ -1,5 +1,6 @@
 """GEMMs that go back through the activation, on the emulator: the bits of the kernels that do it in two launches."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,12 +14,13 @@ import tgl
 from tests.activation_cases import PARAMS, back_to_hidden
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
-from tests.cutlass_kernels.matrix import REGISTER_FILE, USUAL, pairwise, threads
+from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise, threads
 from tests.kernel_cases import CANARY, ends, framed, stored
 from tgl import backends
+from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.ops import gemm_dactivation
 from tgl.cutlass_kernels.runtime import launcher, names
 from tgl.meta.specs import TensorSpec
@@ -211,8 +213,12 @@ def test_the_bits_under_many_schedules(case):
     run(case, seeds=range(2, 8))
 
 
+SIZES = itertools.product((64, 128, 512, 4096), (2048, 4096), (32, 128, 1024))
+USUAL = dict.fromkeys(
+    (arch, tilings.choose_gradient(arch, *size, False)) for size in SIZES for arch in ("sm_90", "sm_100")
+)
 CHOICES = {
-    "tiling": USUAL[VARLEN_M],
+    "tiling": tuple(USUAL),
     "kind": tuple(PARAMS),
     "dtype": (BF16, F16),
     "probs": (None, "same", F32),

@@ -29,7 +29,7 @@ BY_HOST = {
         "_wgrad",
         "_wgrad_accumulate_",
     )
-}
+} | {"moe"}
 """What has no kernel for float32 and reads ends of groups on the host, itself or in one of its parts."""
 
 
