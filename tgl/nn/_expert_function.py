@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends
-from ..meta import activations
 from ..ops import grouped_dbias_dscales
 from ..ops._engine import asked_for
-from ..ops._library import unobserved, unobserved_call
+from ..ops._library import unobserved
 from ..ops.after import after
 from ._gemms import Operand
 from ._linear_function import Call, of_first_order
@@ -70,7 +68,6 @@ def forward(
     state2 = second.gemms.state_of_input() if again2 else ()
     wgrad1, wgrad2 = wgrad[0] and not again1, wgrad[1] and not again2
 
-    alone = places is not None and unobserved_call(offs) and not _on_cpu(offs)
     x = x if places is None else places.kept(x)
     wanted: dict[str, Any] = {"fprop": True, "wgrad": wgrad1, "state": state1}
     prepared = first.gemms.input(x, offs, **wanted) if places is None else places.input(x, first.gemms, offs, **wanted)
@@ -88,28 +85,19 @@ def forward(
             wgrad=wgrad2,
         )
     else:
-        out = _room(operand, first.weight.fprop[0].shape[1], first.out_dtype) if alone else None
         hidden = first.gemms.fprop(
-            operand, first.weight.fprop, offs, first.bias, None, out_dtype=first.out_dtype, out=out
+            operand, first.weight.fprop, offs, first.bias, None, out_dtype=first.out_dtype, out=None
         )
         act = second.gemms.activated_input(hidden, offs, probs, activation, fprop=True, wgrad=wgrad2, state=state2)
     operand, act_kept = act.fprop, state2 if again2 else act.wgrad
     del act
     scale = probs if second.bias is not None else None
-    out = _room(operand, second.weight.fprop[0].shape[1], second.out_dtype) if alone else second.out
-    y = second.gemms.fprop(operand, second.weight.fprop, offs, second.bias, scale, out_dtype=second.out_dtype, out=out)
+    y = second.gemms.fprop(
+        operand, second.weight.fprop, offs, second.bias, scale, out_dtype=second.out_dtype, out=second.out
+    )
     del operand
     y = y if places is None else places.combined(y)
     return Made(y, x_kept, hidden, act_kept)
-
-
-def _on_cpu(t: Tensor) -> bool:
-    return backends.device_arch(t.device) == "cpu"
-
-
-def _room(operand: Operand, columns: int, dtype: torch.dtype) -> Tensor:
-    """``[T, columns]`` for a GEMM on rows ``[T, ...]`` to write those of experts to; nobody reads or writes others."""
-    return torch.empty(operand[0].shape[0], columns, dtype=dtype, device=operand[0].device)
 
 
 class ExpertFunction(torch.autograd.Function):
@@ -139,7 +127,7 @@ class ExpertFunction(torch.autograd.Function):
             (offs, bias, *routing, *first.weight.dgrad, *second.weight.dgrad),
         )
         ctx.sizes = len(made.act), len(second_kept), len(routing), len(first.weight.dgrad)
-        ctx.dtypes, ctx.columns = (x.dtype, made.hidden.dtype), x.shape[1]
+        ctx.dtypes = x.dtype, made.hidden.dtype
         ctx.places = None if places is None else places.bare()
         ctx.expert = expert._replace(first=first.for_backward(), second=second.for_backward(), places=None)
         return made.y if second.out is None else made.y.detach()
@@ -172,7 +160,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     hidden = acts[n_act] if n_hidden else None
     probs = acts[n_act + n_hidden] if len(acts) > n_act + n_hidden else None
     compiling = torch.compiler.is_compiling()
-    alone = places is not None and not compiling and unobserved(grad) and not _on_cpu(grad)
     dx = dprobs = dhidden = None
 
     gradients1, gradients2 = first.gradients.checked(wanted1), second.gradients.checked(wanted2)
@@ -184,11 +171,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         answers = places.answers(grad, second.gemms, read=into_hidden or wgrad2)
         dy, dbias = places.grad(answers, second.gemms, offs, **wanted)
     if into_hidden:
-        assert hidden is not None
-        inner = hidden.shape[1] // activations.named(activation["kind"]).width(1) if alone else 0
-        out = _room(dy.dgrad, inner, ctx.dtypes[1]) if alone else None
-        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, out_dtype=ctx.dtypes[1], out=out)
-        del out
+        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, out_dtype=ctx.dtypes[1])
         dhidden, dprobs = torch.ops.tgl.grouped_activation_backward(dact, hidden, offs, probs, **activation)
         del dact
     if bias is not None and probs is not None and (dbias2_wanted or needs_dprobs):
@@ -215,9 +198,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_operand = bring_back(ctx, 0, x_operand, dhidden)
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
-        out = _room(dy.dgrad, ctx.columns, ctx.dtypes[0]) if alone else first.dgrad_out
-        dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=out)
-        del out
+        dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
         if places is not None:
             dx = places.combined(dx)
             dprobs = dprobs if dprobs is None or not compiling else places.ordered(dprobs, dx)
