@@ -58,7 +58,7 @@ def test_fused_with_gemms_and_quantised(kernels, name, arch):
         assert len(machine.launches) == 1
         inner = TensorSpec((rows, COLUMNS), BF16, dy.device)
         dh, dprobs, act = back_to_hidden([dy, b2, h, offs, probs], inner, params=params)
-        assert len(machine.launches) == 2
+        assert len(machine.launches) == 3  # the last one adds up sums for dprobs
         quantised = tgl.grouped_activation_quantize(h, offs, probs, **MXFP8, **options)
         da = tgl.grouped_gemm(dy, b2, offs)
         wanted = tgl.grouped_activation(h, offs, probs, **options)
