@@ -164,8 +164,11 @@ def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> t
 
 
 def swappable(packed: PackedSpec, rows_element: str) -> bool:
-    """Whether matrices may be the first operand of wide MMAs: lanes decode MXFP4 along the contraction, to bfloat16."""
-    return packed.format == "mxfp4" and not packed.over_rows and rows_element == "bfloat16"
+    """Whether matrices may be the first operand of wide MMAs: lanes decode pairs of E2M1 with scales that are powers of
+    two, along the contraction, to bfloat16."""
+    form = FORMATS[packed.format]
+    pairs = form.per_byte == 2 and form.scale_type == torch.float8_e8m0fnu
+    return pairs and not packed.over_rows and rows_element == "bfloat16"
 
 
 def rows_of(c: PackedGemmCall) -> int:
