@@ -94,7 +94,7 @@ def test_tilings_of_sm_90(kind, columns, depth, rows, widths, wanted):
 )
 def test_a_row_is_summed_over_tiles_of_one_width(columns, depth):
     """Whatever the number of rows, so that the gradient of a probability has the same bits in any batch."""
-    chosen = [tilings.choose_gradient("sm_90", columns, depth, rows, False) for rows in (1, 64, 128, 512, 4096)]
+    chosen = [tilings.choose_gradient("sm_90", columns, depth, rows) for rows in (1, 64, 128, 512, 4096)]
     assert len({tiling.tile_n for tiling in chosen}) == 1
 
 

@@ -214,9 +214,7 @@ def test_the_bits_under_many_schedules(case):
 
 
 SIZES = itertools.product((64, 128, 512, 4096), (2048, 4096), (32, 128, 1024))
-USUAL = dict.fromkeys(
-    (arch, tilings.choose_gradient(arch, *size, False)) for size in SIZES for arch in ("sm_90", "sm_100")
-)
+USUAL = dict.fromkeys((arch, tilings.choose_gradient(arch, *size)) for size in SIZES for arch in ("sm_90", "sm_100"))
 CHOICES = {
     "tiling": tuple(USUAL),
     "kind": tuple(PARAMS),

@@ -105,14 +105,9 @@ def choose_gathering(
     return arch_of(arch).tilings.choose_gathering(kind, columns, depth, rows, operand, halves)
 
 
-def choose_gradient(arch: str, columns: int, depth: int, rows: int, gathering: bool) -> GemmConfig:
-    """``choose`` for kernels that go back through the activation.
-
-    Args:
-        gathering: whether rows are found by an index; then each CTA gathers for itself.
-    """
-    chosen = arch_of(arch).tilings.choose_gradient(columns, depth, rows)
-    return replace(chosen, cluster_m=1, cluster_n=1) if gathering else chosen
+def choose_gradient(arch: str, columns: int, depth: int, rows: int) -> GemmConfig:
+    """``choose`` for kernels that go back through the activation, whose rows are in order or found by an index."""
+    return arch_of(arch).tilings.choose_gradient(columns, depth, rows)
 
 
 def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:

@@ -117,7 +117,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         groups, depth, columns = c.b.shape
         operand = None if self.reach.gathers(c) is None else "a"
         rows = power_of_two(c.dh.shape[0] // groups)
-        tiling = tilings.choose_gradient(arch, columns, depth, rows, operand is not None)
+        tiling = tilings.choose_gradient(arch, columns, depth, rows)
         where = arch, not c.dy.is_cuda, name(c.dy), unit_dimension(c.b.stride())
         written = c.act is not None, c.zero_tail
         return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand, *written)
