@@ -37,6 +37,17 @@ LANES = 32
 WARPS = THREADS // LANES
 
 
+@cute.jit
+def expert_of(chosen: Any, exists: cutlass.Boolean, groups: Int32) -> Int32:
+    """The expert of a pair; ``groups`` for a number of none, whatever it is, and for a pair that does not exist."""
+    if cutlass.const_expr(chosen.width < Int32.width):
+        chosen = chosen.to(Int32)
+    found = groups
+    if exists and chosen >= 0 and chosen < groups:
+        found = chosen.to(Int32)
+    return found
+
+
 class Route:
     """Rows of pairs, and pairs of rows.
 
@@ -98,7 +109,7 @@ class Route:
             pair = base + thread
             chosen, _ = self.load(top_k_index, pair, THREADS)
             for i in cutlass.range_constexpr(ROUNDS):
-                expert = self.expert(chosen[i], pair + i * THREADS < end, groups)
+                expert = expert_of(chosen[i], pair + i * THREADS < end, groups)
                 if expert < groups:
                     cute.arch.atomic_add((counts.iterator + expert).llvm_ptr, Int32(1), sem="relaxed", scope="cta")
         cute.arch.sync_threads()
@@ -138,7 +149,7 @@ class Route:
             run = base + warp * rounds * LANES + cute.arch.lane_idx()
             chosen, tokens = self.load(top_k_index, run, LANES)
             for i in cutlass.range_constexpr(ROUNDS):
-                experts[i] = self.expert(chosen[i], run + i * LANES < end, groups)
+                experts[i] = expert_of(chosen[i], run + i * LANES < end, groups)
             self.rank(counts[None, warp], experts, ranks, rounds, groups)
             cute.arch.sync_threads()
             if base == begin:
@@ -201,16 +212,6 @@ class Route:
             if column >= top_k:
                 row, column = row + 1, column - top_k
         return chosen, tokens
-
-    @cute.jit
-    def expert(self, chosen: Any, exists: cutlass.Boolean, groups: Int32) -> Int32:
-        """The expert of a pair; ``groups`` for a number of none, whatever it is, and for a pair that does not exist."""
-        if cutlass.const_expr(chosen.width < Int32.width):
-            chosen = chosen.to(Int32)
-        found = groups
-        if exists and chosen >= 0 and chosen < groups:
-            found = chosen.to(Int32)
-        return found
 
     @cute.jit
     def rank(self, counts: cute.Tensor, experts: cute.Tensor, ranks: cute.Tensor, rounds: Int32, groups: Int32):

@@ -11,6 +11,7 @@ from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
 from .. import instructions
+from .route import expert_of
 
 THREADS = 128
 
@@ -45,11 +46,7 @@ class RouteFew:
         experts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.most), byte_alignment=16)
         own, row = groups, pair // top_k
         if pair < pairs:
-            chosen = top_k_index[row, pair - row * top_k]
-            if cutlass.const_expr(chosen.width < Int32.width):
-                chosen = chosen.to(Int32)
-            if chosen >= 0 and chosen < groups:
-                own = chosen.to(Int32)
+            own = expert_of(top_k_index[row, pair - row * top_k], cutlass.Boolean(True), groups)
             experts[pair] = own
         cute.arch.sync_threads()
         before, routed = Int32(0), Int32(0)
