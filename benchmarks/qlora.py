@@ -1,6 +1,7 @@
 """LoRA on experts that stay packed in MXFP4: a training step of one layer of gpt-oss-120b, and its memory.
 
-    python benchmarks/qlora.py [--quick] [--device cpu] [--shapes small ...] [--ranks 16 ...] [--out FILE]
+    python benchmarks/qlora.py [--quick] [--device cpu] [--shapes small ...] [--ranks 16 ...] [--busy SECONDS]
+        [--out FILE]
 
 A step is an expert MLP (SwiGLU, a probability per row) forward, and backward to the gradient of the rows and of the
 updates. Both arms have the same values and run in one process:
@@ -187,7 +188,7 @@ def weights_of(result: dict[str, Any]) -> str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    made = gpu_parser(__doc__, quick="one shape", busy=False)
+    made = gpu_parser(__doc__, quick="one shape")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", choices=("cpu", "cuda"), default=device, help=f"default here: {device}")
     choice(made, "--shapes", SHAPES, default=False)

@@ -4,6 +4,8 @@ Those of blocks, layers and models are in ``test_scripts_of_layers``.
 """
 
 import argparse
+import ast
+import inspect
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,37 @@ def test_help(load, name, capsys):
     assert isinstance(script.arguments([]), argparse.Namespace)
     with pytest.raises(SystemExit):
         script.arguments(["--no-such-option"])
+
+
+def options_read(code, seen):
+    """Attributes of ``args`` that a module or function reads, and those that what it hands ``args`` to reads."""
+    names = vars(code) if inspect.ismodule(code) else code.__globals__
+    for node in ast.walk(ast.parse(inspect.getsource(code))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
+            yield node.attr
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        function = names.get(node.func.id)
+        handed = "args" in [value.id for value in given if isinstance(value, ast.Name)]
+        if handed and inspect.isfunction(function) and function not in seen:
+            seen.add(function)
+            yield from options_read(function, seen)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_option_that_is_read_is_parsed(load, name):
+    """Also by what a script shares with others."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    script = load(name)
+    assert {*options_read(script, set())} <= {*vars(script.arguments([]))}
+
+
+def test_options_of_shared_code_are_found(load):
+    """Those of a function of another script, and of what that one calls."""
+    assert {"device", "samples", "clean_l2", "busy"} <= {*options_read(load("qlora").measured, set())}
+    assert "busy" in {*options_read(load("packed_gpu"), set())}
 
 
 @pytest.mark.parametrize("name", GPU)

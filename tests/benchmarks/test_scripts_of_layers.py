@@ -88,6 +88,16 @@ def test_qlora(qlora, tmp_path, capsys):
     assert lines[-1][:6] == ["small:", "weights", "of", "a", "layer", "0.00"]
 
 
+def test_qlora_on_a_gpu(qlora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
+    """Both arms, as graphs."""
+    script = gpu("qlora")
+    monkeypatch.setitem(script.DEFAULT, "cuda", ("small",))
+    _, found = ran(script, tmp_path, capsys, "--device", "cuda", "--ranks", "8")
+    (result,) = found["results"]
+    assert set(result["times"]) == {*script.ARMS}, result["left out"]
+    assert result["times"]["packed"]["median"] == 1.0
+
+
 def test_a_step_of_qlora_that_is_wrong_is_not_timed(qlora, monkeypatch, tmp_path, capsys):
     right = qlora.Problem.dequantised
     monkeypatch.setattr(qlora.Problem, "dequantised", lambda self, *rows: 1.1 * right(self, *rows))
