@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable
 from typing import Any
 
+from . import places
 from .arguments import adopt
 from .errors import EmulatorError
 from .hostlib import HostLibrary
@@ -61,6 +62,7 @@ class Dsl:
     def _install(self) -> None:
         try:
             import cutlass.cute.runtime as cute_runtime
+            from cutlass._mlir_helpers import op as operations
             from cutlass.base_dsl import env_manager
             from cutlass.base_dsl.jit_executor import JitExecutor
             from cutlass.cutlass_dsl import CuTeDSL
@@ -76,6 +78,8 @@ class Dsl:
             self._set(envar, "dump_dir", library.dump_dir)
             self._set(envar, "shared_libs", library.path)
         self._set(env_manager, "get_prefix_dsl_libs", lambda prefix: library.path)
+        for name, function in places.replaced().items():
+            self._set(operations, name, function)
         compiled, module = executor.CudaDialectJitCompiledFunction, executor.CudaDialectJitModule
         self._set(compiled, "num_devices", 1)
         self._set(module, "unload", lambda m: setattr(m, "_unloaded", True))

@@ -1,0 +1,37 @@
+"""Which line of a kernel's source an operation comes from, found once per instruction of Python.
+
+The DSL finds it for every operation that it traces, and emulated kernels are always compiled with their lines: that was
+a quarter of the time that compiling takes. What is found depends on the instruction alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+_known: dict[int, tuple[CodeType, dict[int, Any]]] = {}  # by the address of a code, which lives on here
+
+
+def remembering(find: Callable[[FrameType], Any]) -> Callable[[FrameType], Any]:
+    """``find``, which tells the place in the source where a frame is, asked once per place."""
+
+    def found(frame: FrameType) -> Any:
+        code = frame.f_code
+        _, places = _known.setdefault(id(code), (code, {}))
+        place = places.get(frame.f_lasti)
+        if place is None:
+            place = places[frame.f_lasti] = find(frame)
+        return place
+
+    return found
+
+
+@functools.cache
+def replaced() -> dict[str, Callable[..., Any]]:
+    """Functions of the module ``cutlass._mlir_helpers.op`` that this version of the DSL has, as they remember."""
+    from cutlass._mlir_helpers import op
+
+    memories: dict[str, Callable[..., Any]] = {"_is_framework_module": functools.cache, "_fast_frameinfo": remembering}
+    return {name: memory(vars(op)[name]) for name, memory in memories.items() if name in vars(op)}
