@@ -72,7 +72,7 @@ def used(name: str) -> Iterator[None]:
         if name == WARPS:
             return gemm_packed.PACKED, choose(packed, rows, arch.smem_bytes)
         if name in FEW:
-            return SWAPPED, GemmConfig(*FEW[name], arch.tilings.SWAPPED_DEPTH)
+            return SWAPPED, arch.tilings.swapped(*FEW[name], packed)
         return DECODING, tiled.parsed(name, arch.name, band=8)
 
     before, gemm_packed.kernel_of = gemm_packed.kernel_of, kernel_of

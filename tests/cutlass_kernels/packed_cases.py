@@ -12,7 +12,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.sm90.tilings import SWAPPED_DEPTH
+from tgl.cutlass_kernels.gemm.sm90.tilings import swapped
 from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, with_stages
 from tgl.cutlass_kernels.ops.gemm_packed import GROUPED_GEMM_PACKED, PACKED, PackedKey
 from tgl.cutlass_kernels.runtime import names
@@ -59,7 +59,7 @@ class Case:
 def tiling(arch: str, case: Case) -> GemmConfig:
     """With all the stages there is room for."""
     if case.kernel == SWAPPED:
-        return GemmConfig(*case.shape, SWAPPED_DEPTH)
+        return swapped(*case.shape, case.packed)
     if case.kernel == DECODING:
         return GemmConfig(*case.shape)
     return with_stages(case.packed, GemmConfig(*case.shape), ARCHS[arch].smem_bytes)

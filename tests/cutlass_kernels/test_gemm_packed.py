@@ -1,6 +1,7 @@
 """Kernels that decode B on its way to MMAs of warps, on the emulator: exact on integers, whatever the timing."""
 
 import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from tests.ops.test_packed_gemm import every_value
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.gemm.sm90 import tilings as sm90
 from tgl.cutlass_kernels.gemm.warp.packed_tilings import WARPS, choose, dense_is_faster, pieces, sharing, stages
 from tgl.cutlass_kernels.ops import gemm_packed
 from tgl.cutlass_kernels.ops.gemm_packed import PACKED, kernel_of
@@ -84,7 +86,52 @@ CASES |= {
     "swapped, all empty": ("sm_90", Case((8, 256), (0, 0, 0), tail=40, kernel=SWAPPED)),
     "swapped, bad offsets": ("sm_90", Case((8, 256), (5, 0, 20), offs=(10**9, -5, 7), kernel=SWAPPED)),
 }
-USUAL = ("few rows", "narrow, over rows", "decoding", "decoding, over rows", "swapped", "swapped, 64 rows")
+# Depths that end in a step of a stage and in each of its parts, and blocks of scales that several stages share.
+CASES |= {
+    "swapped, nvfp4": (
+        "sm_90",
+        Case((8, 256), (5, 0, 12, 1), "nvfp4", kernel=SWAPPED, bias=F32, bias_scale=F32, height=264, width=544),
+    ),
+    "swapped, nvfp4, 16 rows": ("sm_90", Case((16, 256), (5, 0, 20, 1), "nvfp4", kernel=SWAPPED, width=160)),
+    "swapped, nvfp4, 32 rows": ("sm_90", Case((32, 256), (40, 0, 20, 1), "nvfp4", kernel=SWAPPED, out=F16, width=96)),
+    "swapped, nvfp4, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7, 1), "nvfp4", kernel=SWAPPED, width=320)),
+    "swapped, mxfp8": (
+        "sm_90",
+        Case((8, 256), (5, 0, 12, 1), "mxfp8", kernel=SWAPPED, bias=F32, bias_scale=F32, height=264, width=416),
+    ),
+    "swapped, mxfp8, 16 rows": ("sm_90", Case((16, 256), (5, 0, 20, 1), "mxfp8", kernel=SWAPPED, out=F32, width=224)),
+    "swapped, mxfp8, E5M2": ("sm_90", Case((32, 256), (40, 0, 1), "mxfp8", data=E5M2, kernel=SWAPPED, width=96)),
+    "swapped, mxfp8, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7, 1), "mxfp8", kernel=SWAPPED, height=37, width=32)),
+    "swapped, fp8_block": ("sm_90", Case((8, 256), (5, 0, 12, 1), "fp8_block", kernel=SWAPPED, height=264, width=336)),
+    "swapped, fp8_block, 32 rows": (
+        "sm_90",
+        Case((32, 256), (40, 0, 20, 1), "fp8_block", kernel=SWAPPED, bias=F32, bias_scale=F32, width=400),
+    ),
+    "swapped, fp8_block, 64 rows": (
+        "sm_90",
+        Case((64, 128), (130, 0, 7), "fp8_block", data=E5M2, kernel=SWAPPED, out=F32, height=264, width=144),
+    ),
+    "swapped, fp8_tensor": (
+        "sm_90",
+        Case((8, 256), (5, 0, 12, 1), "fp8_tensor", kernel=SWAPPED, bias=F32, bias_scale=F32, height=264, width=176),
+    ),
+    "swapped, fp8_tensor, 16 rows": ("sm_90", Case((16, 256), (5, 0, 20), "fp8_tensor", data=E5M2, kernel=SWAPPED)),
+    "swapped, fp8_tensor, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7), "fp8_tensor", kernel=SWAPPED, width=80)),
+    "swapped, fp8_tensor, bad offsets": (
+        "sm_90",
+        Case((8, 256), (5, 0, 20), "fp8_tensor", offs=(10**9, -5, 7), kernel=SWAPPED),
+    ),
+}
+FORMATS_OF_FEW = tuple(f"swapped, {format}" for format in FORMATS if format != "mxfp4")
+USUAL = (
+    *FORMATS_OF_FEW,
+    "few rows",
+    "narrow, over rows",
+    "decoding",
+    "decoding, over rows",
+    "swapped",
+    "swapped, 64 rows",
+)
 
 
 @pytest.mark.parametrize("name", USUAL)
@@ -101,7 +148,8 @@ def test_exact_under_any_timing(name):
 
 def test_every_format_is_tried_in_both_directions():
     tried = {(case.kernel, case.format, case.over_rows) for _, case in CASES.values()}
-    assert tried == {*itertools.product((PACKED, DECODING), FORMATS, (False, True)), (SWAPPED, "mxfp4", False)}
+    few = itertools.product((SWAPPED,), FORMATS, (False,))
+    assert tried == {*itertools.product((PACKED, DECODING), FORMATS, (False, True)), *few}
 
 
 @slow
@@ -149,17 +197,63 @@ def test_every_element_under_every_scale(name, monkeypatch):
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-@pytest.mark.parametrize("shape", SWAPPED_SHAPES, ids=str)
-def test_two_ctas_of_few_rows_share_a_multiprocessor(shape):
-    """Each has a KB of shared memory that the system takes."""
-    record = run("sm_90", Case(shape, (3,), kernel=SWAPPED, width=32), seeds=(0,))
-    assert 2 * (record.shared_bytes + 1024) <= 228 * 1024
+FACTORS = torch.tensor([1.0, 0.1, 0.0, 1e-30, 2.0**-149, 3e38, math.inf, math.nan])
 
 
+def every_value_of(format, element):
+    """Components of matrices whose rows have every code or every scale, under numbers at the edges of their range."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if format == "nvfp4":  # a group's codes are one, a row's scales another
+        data = ((codes[:16] | codes[:16] << 4)[:, None, None]).expand(16, 256, 16)
+        amax = torch.tensor([1.0, 0.0, 2688.0, 3e38]).repeat(4)
+        return data.contiguous(), codes[None, :, None].expand(16, 256, 2).contiguous(), amax
+    groups = len(FACTORS)
+    data = codes[None, :, None].expand(groups, 256, 32).contiguous().view(element)
+    if format == "mxfp8":
+        scales = torch.tensor([0, 1, 2, 100, 127, 128, 254, 255], dtype=torch.uint8)
+        return data, scales[:, None, None].expand(groups, 256, 1).contiguous(), None
+    return data, FACTORS if format == "fp8_tensor" else FACTORS[:, None, None].expand(groups, 2, 1).contiguous(), None
+
+
+@pytest.mark.parametrize(
+    "format, element", [(f.name, dtype) for f in FORMATS.values() if f.name != "mxfp4" for dtype in f.data_dtypes]
+)
+def test_every_element_of_few_rows(format, element, monkeypatch):
+    """NaN, infinity and zero among them, and where the contraction ends in a part of a stage."""
+    data, scale, amax = every_value_of(format, element)
+    groups = data.shape[0]
+    a, offs = torch.zeros(groups, 32, dtype=BF16), torch.arange(1, groups + 1, dtype=torch.int32)
+    a[:, 0] = 1.0
+    wanted = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format=format, out_dtype=F32)
+    launcher.forget()
+    with emulator.emulate("sm_90", detect_races=False) as machine:
+        found = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format=format, out_dtype=F32)
+        assert [SWAPPED in launch.kernel for launch in machine.launches] == [True]
+    launcher.forget()
+    assert wanted.isnan().any()
+    assert wanted.count_nonzero() > 256
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SWAPPED_SHAPES, ids=str)
-def test_few_rows_have_the_bits_of_many(shape):
+def test_two_ctas_of_few_rows_share_a_multiprocessor(shape, format):
+    """Each has a KB of shared memory that the system takes, and enough stages for bytes on their way."""
+    case = Case(shape, (3,), format, kernel=SWAPPED, width=32)
+    config, packed = tiling("sm_90", case), case.packed
+    assert sm90.swapped_stages(config, packed) >= 3
+    if shape == (8, 256):
+        record = run("sm_90", case, seeds=(0,))
+        assert 2 * (record.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    "shape, format", [*((shape, "mxfp4") for shape in SWAPPED_SHAPES), *(((8, 256), format) for format in FORMATS)]
+)
+def test_few_rows_have_the_bits_of_many(shape, format):
     """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
-    case = Case(shape, (5, 0, 12, 1), kernel=SWAPPED, out=F32, bias=F32, bias_scale=F32, height=200, width=416)
+    case = Case(shape, (5, 0, 12, 1), format, kernel=SWAPPED, out=F32, bias=F32, bias_scale=F32, height=200, width=416)
     bits = [product_bits(c) for c in (case, replace(case, kernel=DECODING, shape=(256, 128)))]
     assert torch.equal(*bits)
 
@@ -168,11 +262,15 @@ def product_bits(case):
     """What a kernel makes of normal numbers, as integers."""
     torch.manual_seed(0)
     groups, rows = len(case.sizes), sum(case.sizes)
-    made = tgl.group_quantize(torch.randn(groups, case.height, case.width), None, format="mxfp4", columnwise=False)
+    form = FORMATS[case.format]
+    values = torch.randn(groups, case.height, case.width)
+    made = tgl.group_quantize(values, None, format=form.name, columnwise=False, block_2d=form.square_scales)
+    amax = made.amax if form.decodes_with_amax else None
     a, out = torch.randn(rows, case.depth, dtype=BF16), torch.empty(rows, case.columns)
     bias, bias_scale = torch.randn(groups, case.columns), torch.randn(rows)
     with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
-        kernel("sm_90", case)(a, made.data, made.scale, None, ends(case.sizes), out, bias, bias_scale, 2)
+        data = made.data.view(torch.uint8)
+        kernel("sm_90", case)(a, data, made.scale, amax, ends(case.sizes), out, bias, bias_scale, 2)
     return out.view(torch.int32)
 
 
@@ -316,7 +414,7 @@ DECODING_CHOICES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_chosen_shapes_are_among_those_tried(rows, format, over_rows, dtype):
     kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format, over_rows).packed, dtype, rows)
-    few = rows <= 32 and (format, over_rows, dtype) == ("mxfp4", False, "bfloat16")
+    few = rows <= 32 and (over_rows, dtype) == (False, "bfloat16")
     assert kernel == (SWAPPED if few else DECODING)
     assert (chosen.tile_m, chosen.tile_n) in (SWAPPED_SHAPES if few else DECODING_SHAPES)
     assert not few or chosen.tile_m >= min(2 * rows, 64)
@@ -341,22 +439,28 @@ def test_machine_code_of_wide_mmas(choice):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     "shape", [s if s == (8, 256) else pytest.param(s, marks=slow) for s in SWAPPED_SHAPES], ids=str
 )
-def test_machine_code_of_few_rows(shape):
-    """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each block, one byte
-    read from shared memory for two elements, and one product more where a scale is above 2."""
-    case = Case(shape, (), kernel=SWAPPED, bias=F32, bias_scale=F32)
+def test_machine_code_of_few_rows(shape, format):
+    """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each part, one read
+    from shared memory for two elements, and for the scales of a part if each column has its own."""
+    case = Case(shape, (), format, kernel=SWAPPED, bias=F32, bias_scale=F32)
     with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
-    blocks = shape[1] // 128
+    blocks, parts = shape[1] // 128, 2 * case.packed.per_byte
     assert (report.spills, report.frame) == (0, 0)
     assert report.registers * 384 * 2 <= REGISTER_FILE
-    assert report.count("HGMMA") == 8 * blocks
-    assert report.count("WARPGROUP.DEPBAR") == 4 + 1
-    assert report.count("LDS.U8") == 32 * blocks
-    assert report.count("HMUL2") + report.count("HFMA2") == 2 * 32 * blocks
+    assert report.count("HGMMA") == 2 * parts * blocks
+    assert report.count("WARPGROUP.DEPBAR") == parts + 1
+    pairs, columns = 8 * parts * blocks, 2 * parts * blocks
+    products = {"mxfp4": 2 * pairs, "nvfp4": pairs}  # of bfloat16; MXFP4 has more where a scale is above 2
+    scales = {"mxfp8": columns, "nvfp4": 2 * columns}  # that are bytes read by themselves
+    fp4 = case.packed.per_byte == 2
+    assert report.count("LDS.U8") == (pairs if fp4 else 0) + scales.get(format, 0)
+    assert report.count("LDS.U16") == (0 if fp4 else pairs)
+    assert report.count("HMUL2") + report.count("HFMA2") == products.get(format, 0)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")

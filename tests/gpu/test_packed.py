@@ -49,12 +49,13 @@ def test_every_routing(format, sizes, over_rows):
 @DIRECTIONS
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 9, 20, 40, 200])
-def test_every_tiling(rows, dtype, over_rows):
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tiling(format, rows, dtype, over_rows):
     """By rows of a group; each tile is wider than what is left of the columns."""
     sizes = (rows, 0, 2 * rows, rows + 1)
-    (data, scale, _), right = matrices("mxfp4", len(sizes), over_rows)
+    (data, scale, amax), right = matrices(format, len(sizes), over_rows)
     a = poisoned(integers(sum(sizes) + TAIL, right.shape[1], dtype=dtype), sizes)
-    got = served(tgl.grouped_gemm_packed, a, data, scale, ends(sizes), format="mxfp4", over_rows=over_rows)
+    got = served(tgl.grouped_gemm_packed, a, data, scale, ends(sizes), amax, format=format, over_rows=over_rows)
     assert torch.equal(got, product(a, right, sizes).to(dtype))
 
 
@@ -72,17 +73,20 @@ def test_every_element_under_every_scale(rows):
 
 
 @DIRECTIONS
-def test_a_row_has_the_same_bits_beside_few_and_many(over_rows):
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_has_the_same_bits_beside_few_and_many(format, over_rows):
     """Exponents lie far apart, so that another order of sums has other bits."""
     groups, shape = 4, (4, HEIGHT, WIDTH)
     w = torch.randn(shape, device=DEVICE) * torch.exp2(torch.randint(-9, 9, shape, device=DEVICE).float())
-    made = tgl.group_quantize(w, None, format="mxfp4", columnwise=False)
-    options = {"format": "mxfp4", "over_rows": over_rows, "out_dtype": F32}
+    form = FORMATS[format]
+    made = tgl.group_quantize(w, None, format=format, columnwise=False, block_2d=form.square_scales)
+    amax = made.amax if form.decodes_with_amax else None
+    options = {"format": format, "over_rows": over_rows, "out_dtype": F32}
     rows = torch.randn(groups, 2000, HEIGHT if over_rows else WIDTH, device=DEVICE).to(BF16)
 
     def of_first(count):
         a = rows[:, :count].flatten(0, 1)
-        got = served(tgl.grouped_gemm_packed, a, made.data, made.scale, ends((count,) * groups), **options)
+        got = served(tgl.grouped_gemm_packed, a, made.data, made.scale, ends((count,) * groups), amax, **options)
         return got.unflatten(0, (groups, count))[:, 0]
 
     wanted = of_first(2000)

@@ -68,8 +68,11 @@ def larger_halves(a: Int32, b: Int32) -> Int32:
 
 def bfloat16_products(a: Int32, b: Int32) -> Int32:
     """Products of the lower halves and of the upper ones as bfloat16; numbers below the smallest normal one count."""
-    # Plus -0, for a product alone is an instruction of sm_90.
-    text = "{\n.reg .b32 zero;\nmov.b32 zero, 0x80008000;\nfma.rn.bf16x2 {$w0}, {$r0}, {$r1}, zero;\n}"
+    # Plus -0, for a product alone is an instruction of sm_90. A constant is no operand, and is moved to a register.
+    text = (
+        "{\n.reg .b32 zero, factor;\nmov.b32 zero, 0x80008000;\nmov.b32 factor, {$r1};\n"
+        "fma.rn.bf16x2 {$w0}, {$r0}, factor, zero;\n}"
+    )
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b])
 
 

@@ -157,18 +157,16 @@ def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> t
     """
     tilings = arch.tilings
     if SWAPPED in arch.kernels and rows <= FEW_ROWS and swappable(packed, rows_element):
-        return SWAPPED, tilings.choose_swapped(rows)
+        return SWAPPED, tilings.choose_swapped(rows, packed)
     if DECODING in arch.kernels:
         return DECODING, tilings.choose_decoding(rows, packed.elements)
     return PACKED, choose(packed, rows, arch.smem_bytes)
 
 
 def swappable(packed: PackedSpec, rows_element: str) -> bool:
-    """Whether matrices may be the first operand of wide MMAs: lanes decode pairs of E2M1 with scales that are powers of
-    two, along the contraction, to bfloat16."""
-    form = FORMATS[packed.format]
-    pairs = form.per_byte == 2 and form.scale_type == torch.float8_e8m0fnu
-    return pairs and not packed.over_rows and rows_element == "bfloat16"
+    """Whether matrices may be the first operand of wide MMAs: lanes decode pairs of neighbours along the contraction to
+    bfloat16."""
+    return not packed.over_rows and rows_element == "bfloat16"
 
 
 def rows_of(c: PackedGemmCall) -> int:

@@ -1,4 +1,4 @@
-"""Grouped GEMM for sm_90a of few rows a group and experts in MXFP4: columns of the product are the rows of its MMAs.
+"""Grouped GEMM for sm_90a of few rows a group and packed experts: columns of the product are the rows of its MMAs.
 
 Groups of a few rows fill a small part of the 64 rows that a wide MMA has, and the 8 to 64 columns that it may have much
 better. So B is the MMAs' first operand, which they read from registers: a lane decodes what it multiplies, and nothing
@@ -11,8 +11,8 @@ warps                  role
 8 to 11                load: the first of them codes and rows by TMA, each lane scales by ``cp.async``
 =====================  ==========================================================================
 
-Two such CTAs share a multiprocessor. A stage is 128 deep, four blocks of E2M1 that share a scale each. Rows of scales
-begin at any byte and end at any, so that a lane copies the two words that hold the four bytes of a row.
+Two such CTAs share a multiprocessor. A stage has 64 bytes of codes of a column, and the scales of these. Rows of scales
+of one byte begin at any and end at any, so that a lane copies those words that hold what a stage has of a row.
 
 The sums are those of the other kernels of sm_90, bit for bit: the same steps of the contraction in the same order.
 """
@@ -39,28 +39,27 @@ from ..warp.packed_load import Matrices, Operands, scale_address
 from ..warp.packed_tilings import PackedSpec
 from .load import Operand, boxes
 from .swapped_mma import Output, Stages, consume_tiles
-from .tilings import BLOCK, MMA_ROWS, SHARED, SWAPPED_DEPTH, SWAPPED_GROUPS, swapped_stages
+from .tilings import MMA_ROWS, SHARED, SWAPPED_BYTES, SWAPPED_GROUPS, scale_pitch, scale_words, swapped_stages
 
 WARPGROUP = 128
 ALIGNED = 1024
-PARTS = SWAPPED_DEPTH // LINE  # lines of a row of A in a stage
-CODES = SWAPPED_DEPTH // 2  # bytes of a column in a stage
-WORDS = 2  # that hold the scales of a column in a stage
 
 
 class Scales(NamedTuple):
     """Where a lane's copies of the scales of a column stand."""
 
-    source: Int64  # a word in global memory
-    left: Int32  # bytes from there on that there are
+    source: Int64  # in global memory
+    left: Int32  # bytes from there on that there are; negative where the column is none
 
 
 class SwappedGroupedGemm(PackedCall):
-    """A kernel of one tiling, epilogue and type of output; A is bfloat16, B MXFP4 along the contraction.
+    """A kernel of one packing, tiling, epilogue and type of output; A is bfloat16, B is packed along the contraction.
 
     Attributes:
         packed: how B is packed.
         blocks: of 64 columns that a warpgroup has.
+        lines: of a row of A in a stage.
+        words, pitch: of scales, see ``tilings``.
     """
 
     def __init__(self, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric], packed: PackedSpec):
@@ -70,7 +69,8 @@ class SwappedGroupedGemm(PackedCall):
         self.blocks = config.tile_n // (SWAPPED_GROUPS * MMA_ROWS)
         self.consumers = SWAPPED_GROUPS * WARPGROUP
         self.load_registers, self.consumer_registers = 40, 96  # of 80 each
-        self.stages = swapped_stages(config)
+        self.lines, self.words, self.pitch = config.tile_k // LINE, scale_words(packed), scale_pitch(packed)
+        self.stages = swapped_stages(config, packed)
 
     def begin(self, operands: Operands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream):
         """Launch up to so many CTAs."""
@@ -89,14 +89,14 @@ class SwappedGroupedGemm(PackedCall):
             warpgroup.OperandSource.RMEM,
         )
         a_smem = hopper_helpers.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (MMA_ROWS, config.tile_m, LINE), self.element, PARTS * self.stages
+            LayoutEnum.ROW_MAJOR, (MMA_ROWS, config.tile_m, LINE), self.element, self.lines * self.stages
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
-        b_smem = cute.tile_to_shape(atom, (config.tile_n, CODES, self.stages), order=(0, 1, 2))
+        b_smem = cute.tile_to_shape(atom, (config.tile_n, SWAPPED_BYTES, self.stages), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes = cute.make_tensor(b.data.iterator, cute.select(b.data.layout, [1, 2, 0]))
         a_map, a_coords = cpasync.make_tiled_tma_atom(load, a, a_smem, (config.tile_m, LINE))
-        b_map, b_coords = cpasync.make_tiled_tma_atom(load, codes, b_smem, (config.tile_n, CODES))
+        b_map, b_coords = cpasync.make_tiled_tma_atom(load, codes, b_smem, (config.tile_n, SWAPPED_BYTES))
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), ctas), 1)
         self.kernel(tiled_mma, (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), b, out, args, problem).launch(
             grid=(running, 1, 1),
@@ -118,7 +118,8 @@ class SwappedGroupedGemm(PackedCall):
         ring = allocate_ring(allocator, self.stages)
         a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(Uint8, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
-        words = allocator.allocate_array(Int64, num_elems=self.stages * self.config.tile_n, byte_alignment=16).toint()
+        count = max(self.stages * self.config.tile_n * self.pitch, 1)
+        words = allocator.allocate_array(Int32, num_elems=count, byte_alignment=16).toint()
         if warp == load_warp:
             cpasync.prefetch_descriptor(a_map)
             cpasync.prefetch_descriptor(b_map)
@@ -155,26 +156,26 @@ def load_tiles(
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % WARPGROUP
     leads = cute.arch.make_warp_uniform(lane // 32) == 0
-    stage_bytes = PARTS * config.tile_m * LINE * 2 + config.tile_n * CODES
+    stage_bytes = gemm.lines * config.tile_m * LINE * 2 + config.tile_n * SWAPPED_BYTES
     stage, phase = Int32(0), Int32(0)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
         rows = cute.local_tile(policy.a(a.coords, tile), (config.tile_m, LINE), (tile.m, None))
-        codes = cute.local_tile(policy.matrix(b.coords, tile), (config.tile_n, CODES), (tile.n, None))
+        codes = cute.local_tile(policy.matrix(b.coords, tile), (config.tile_n, SWAPPED_BYTES), (tile.n, None))
         a_to, a_from = boxes(a, rows, 0, 1)
         b_to, b_from = boxes(b, codes, 0, 1)
         scales = begin_scales(gemm, matrices, tile, lane)
-        for k in cutlass.range(ceil_div(problem.depth, SWAPPED_DEPTH), unroll=1):
+        for k in cutlass.range(ceil_div(problem.depth, config.tile_k), unroll=1):
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, stage_bytes)
                 cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
-                for part in cutlass.range_constexpr(PARTS):
-                    to = a_to[None, PARTS * stage + part]
-                    cute.copy(a.map, a_from[None, PARTS * k + part], to, tma_bar_ptr=ring.full + stage)
-            scales = copy_scales(scales, words + (stage * config.tile_n + lane) * (WORDS * WORD))
+                for part in cutlass.range_constexpr(gemm.lines):
+                    to = a_to[None, gemm.lines * stage + part]
+                    cute.copy(a.map, a_from[None, gemm.lines * k + part], to, tma_bar_ptr=ring.full + stage)
+            scales = copy_scales(gemm, scales, words + (stage * config.tile_n + lane) * (gemm.pitch * WORD), k)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
             stage, phase = advance(stage, phase, gemm.stages)
         first += step
@@ -183,28 +184,38 @@ def load_tiles(
 
 @cute.jit
 def begin_scales(gemm: cutlass.Constexpr, matrices: Matrices, tile: Tile, lane: Int32):
-    """A lane's of a tile, one of every 128 columns: a tuple of ``Scales``."""
-    scale, columns = matrices.scale, matrices.data.shape[1]
-    end = scale.iterator.toint() + Int64(scale.shape[0]) * scale.stride[0]
+    """A lane's of a tile, one of every 128 columns: a tuple of ``Scales``, empty where whole groups share one."""
+    scale, columns, packed = matrices.scale, matrices.data.shape[1], gemm.packed
     found: tuple = ()
-    for turn in cutlass.range_constexpr(gemm.config.tile_n // WARPGROUP):
+    for turn in cutlass.range_constexpr(gemm.config.tile_n // WARPGROUP if gemm.words else 0):
         column = tile.n * gemm.config.tile_n + turn * WARPGROUP + lane
-        address = scale_address(gemm.packed, scale, tile.group, column, Int32(0))
-        source = address - (Int32(address) & WORD - 1)
+        source = scale_address(packed, scale, tile.group, column, Int32(0))
+        end = scale.iterator.toint() + Int64(scale.shape[0]) * scale.stride[0] * packed.scale_bytes
         left = Int32(cutlass.min(end - source, Int64(1 << 30)))
         if column >= columns:
-            left = Int32(0)
+            left = Int32(-(1 << 30))
         found = (*found, Scales(source, left))
     return found
 
 
 @cute.jit
-def copy_scales(scales: Any, target: Int32):
-    """Start a lane's copies of the next stage to the address ``target``; where they stand behind it."""
+def copy_scales(gemm: cutlass.Constexpr, scales: Any, target: Int32, k: Int32):
+    """Start a lane's copies of stage ``k`` to the address ``target``; where they stand behind it."""
     found: tuple = ()
     for turn, (source, left) in enumerate(scales):
-        for word in cutlass.range_constexpr(WORDS):
-            count = clamp(left - word * WORD, Int32(0), Int32(WORD))
-            copy_word(source + word * WORD, target + (turn * WARPGROUP * WORDS + word) * WORD, count)
-        found = (*found, Scales(source + SWAPPED_DEPTH // BLOCK, left - SWAPPED_DEPTH // BLOCK))
+        start = Int32(source) & WORD - 1
+        for word in cutlass.range_constexpr(gemm.words):
+            count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
+            copy_word(source - start + word * WORD, target + (turn * WARPGROUP * gemm.pitch + word) * WORD, count)
+        further = passed(gemm, k)
+        found = (*found, Scales(source + further, left - further))
     return found
+
+
+def passed(gemm: Any, k: Int32) -> Any:
+    """Bytes of a column's scales that stage ``k`` leaves behind."""
+    block, depth = gemm.packed.decoding.block, gemm.config.tile_k
+    if depth >= block:
+        return depth // block * gemm.packed.scale_bytes
+    stages = block // depth  # that share a scale
+    return ((k & stages - 1) == stages - 1).to(Int32) * gemm.packed.scale_bytes

@@ -7,13 +7,13 @@ from dataclasses import replace
 from ....meta.placement import ceil_div
 from ...config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from ..scaling import OperandFormat
+from ..warp.packed_tilings import WORD, PackedSpec
 
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
 SHARED = 2  # CTAs of few rows on a multiprocessor
 SWAPPED_GROUPS = 2  # warpgroups of consumers in one
-SWAPPED_DEPTH = 128  # of a stage there
-BLOCK = 32  # elements of MXFP4 that share a scale
+SWAPPED_BYTES = 64  # of codes of a column in a stage there
 HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
@@ -174,20 +174,40 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
     return GemmConfig(64, 256 if piece > 16 else 128)
 
 
-def choose_swapped(rows: int) -> GemmConfig:
-    """The tiling of a kernel whose MMAs' rows are columns of the product, for groups of ``rows`` rows on average.
+def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
+    """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows."""
+    return GemmConfig(tile_m, tile_n, SWAPPED_BYTES * packed.per_byte)
+
+
+def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
+    """The tiling of such a kernel for groups of ``rows`` rows on average.
 
     The fewest rows that are twice as many, for most groups are then one tile, which reads their matrix once; 64 of them
-    leave registers for half the columns. Measured on an H100: with 8 rows a group 16 take 12 % less than 32; with 2, 8
-    take 2 % less than 16, and with 32, 64 take 19 % less than 32.
+    leave registers for half the columns. Measured on an H100 with MXFP4: with 8 rows a group 16 take 12 % less than 32;
+    with 2, 8 take 2 % less than 16, and with 32, 64 take 19 % less than 32.
     """
     tile_m = next((m for m in (8, 16, 32) if m >= 2 * rows), 64)
-    return GemmConfig(tile_m, 256 if tile_m < 64 else 128, SWAPPED_DEPTH)
+    return swapped(tile_m, 256 if tile_m < 64 else 128, packed)
 
 
-def swapped_stages(tiling: GemmConfig) -> int:
-    """Stages of such a kernel: of rows in 16 bits, codes of four and two words of scales, beside 2 KB for the rest."""
-    stage = tiling.tile_m * SWAPPED_DEPTH * 2 + tiling.tile_n * (SWAPPED_DEPTH // 2 + 8)
+def scale_words(packed: PackedSpec) -> int:
+    """Words that hold the scales of a column in a stage, wherever in a word they begin; 0 where none are a column's."""
+    block, size = packed.decoding.block, packed.scale_bytes
+    if not block:
+        return 0
+    scales = max(SWAPPED_BYTES * packed.per_byte // block, 1)
+    return scales if size == WORD else -(-(scales * size + WORD - 1) // WORD)
+
+
+def scale_pitch(packed: PackedSpec) -> int:
+    """Words from a column's to the next one's: a power of two, for aligned loads and other banks."""
+    words = scale_words(packed)
+    return 1 << (words - 1).bit_length() if words else 0
+
+
+def swapped_stages(tiling: GemmConfig, packed: PackedSpec) -> int:
+    """Stages of such a kernel: of rows in 16 bits, codes and words of scales, beside 2 KB for the rest."""
+    stage = tiling.tile_m * tiling.tile_k * 2 + tiling.tile_n * (SWAPPED_BYTES + scale_pitch(packed) * WORD)
     return (SMEM_BYTES // SHARED - 2048) // stage
 
 
