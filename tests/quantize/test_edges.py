@@ -187,3 +187,18 @@ def test_no_columns(format):
         made = tgl.group_quantize(x, offs, format=format)
         wanted = tgl.group_quantize(x.to("meta"), None if offs is None else offs.to("meta"), format=format)
         assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in wanted]
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_back_to_no_columns(format, columnwise):
+    description = FORMATS[format]
+    for x, offs in ((torch.randn(4, 0), torch.tensor([2, 4], dtype=torch.int32)), (torch.randn(2, 32, 0), None)):
+        made = tgl.group_quantize(x, offs, format=format)
+        data, scale, amax = made.data, made.scale, made.amax
+        if columnwise:
+            data, scale, amax = made.columnwise_data, made.columnwise_scale, made.columnwise_amax
+        options = {"rows": len(x)} if offs is not None and columnwise and description.transposed_columnwise else {}
+        amax = amax if description.decodes_with_amax else None
+        back = tgl.group_dequantize(data, scale, offs, amax, format=format, columnwise=columnwise, **options)
+        assert back.shape == x.shape

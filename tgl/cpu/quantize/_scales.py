@@ -53,7 +53,7 @@ class BlockScales:
 
     def __init__(self, memory: Tensor, groups: Groups, blocks: Blocks, columns: int, u: int, blocked: bool) -> None:
         self.groups, self.columns, self.blocked, self.size = groups, columns, blocked, blocks.size
-        self.memory = memory.view(-1) if blocked or not memory.numel() else memory.view(-1, columns)
+        self.memory = memory.view(-1) if blocked else memory.flatten(0, -2)
         if groups.each is None:
             self.across = int(padded_rows(groups.rows, groups.count, u)) // blocks.size
             self.firsts, self.per_matrix = [start // blocks.size for start in groups.starts(u)], 0
