@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tgl import backends
 from tgl.cutlass_kernels import archs
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.gemm.warp.tilings import Tilings
@@ -17,6 +18,13 @@ TILINGS = {loads: Tilings(ARCHS[PLACE].smem_bytes, (16, 8), tma=loads == "tma") 
 _plans: dict[str, dict] = {loads: {} for loads in TILINGS}  # compiled ones outlive a block
 
 
+def _without_warps() -> list[backends.Implementation]:
+    """What a Hopper serves and no chip whose GEMMs are these."""
+    warps = {name for name, arch in ARCHS.items() if arch.folder == "warp"}
+    every = [i for table in backends._table.values() for i in table]
+    return [i for i in every if i.archs is not None and PLACE in i.archs and not i.archs & warps]
+
+
 @contextlib.contextmanager
 def in_place(loads: str = "lanes") -> Iterator[None]:
     """GEMMs run on them, compiled for sm_90; nothing in them depends on the architecture but what ``loads``.
@@ -25,11 +33,16 @@ def in_place(loads: str = "lanes") -> Iterator[None]:
         KeyError: ``loads`` is no key of ``TILINGS``.
     """
     own, plans = ARCHS[PLACE], launcher.plans
+    missing = _without_warps()
     ARCHS[PLACE] = replace(own, folder="warp", target=PLACE, kernels=archs.ALL, tilings=TILINGS[loads])
     launcher.plans = _plans[loads]
     launcher.forget()
+    for implementation in missing:
+        backends.remove(implementation)
     try:
         yield
     finally:
+        for implementation in missing:
+            backends.add(implementation)
         ARCHS[PLACE], launcher.plans = own, plans
         launcher.forget()

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+from tests import kernels_of_warps
 from tests.chips import parameters
 from tests.kernel_cases import ends, integers
 from tests.memory import same_bytes
@@ -160,3 +161,23 @@ def test_it_writes_the_bytes_of_the_cpu(op, format, chip):
     assert {launch.arch for launch in machine.launches} == {arch_of(chip).target}
     for ours, theirs in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (made, wanted)), strict=True):
         assert same_bytes(ours, theirs)
+
+
+def test_a_hopper_in_place_of_which_they_run_offers_what_they_do():
+    """Kernels of its own that no chip with MMAs of warps has are asked for nothing, and are there again behind it."""
+
+    def offered(arch):
+        with backends.emulated_device(arch):
+            return {
+                (i.op, i.name)
+                for op in backends.ops()
+                for i in backends.in_order(op, torch.device("cpu"))
+                if i.device == "cuda"
+            }
+
+    own = offered(kernels_of_warps.PLACE)
+    with kernels_of_warps.in_place():
+        forced = offered(kernels_of_warps.PLACE)
+    assert forced < own
+    assert forced <= set().union(*(offered(name) for name, arch in ARCHS.items() if arch.folder == "warp"))
+    assert offered(kernels_of_warps.PLACE) == own
