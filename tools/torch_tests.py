@@ -16,6 +16,7 @@ import types
 import unittest
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tgl.integrations import torch as drop_in
 
@@ -67,28 +68,47 @@ def load(path: Path, device: str) -> types.ModuleType:
     return module
 
 
-def run(path: Path, device: str, only: str = "") -> unittest.TestResult:
+class Result(unittest.TestResult):
+    """With the first line of what each test that failed raised; PyTorch's tests add how to run one to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised: list[tuple[str, str]] = []
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        super().addError(test, err)
+        self._note(test, err)
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
+        super().addFailure(test, err)
+        self._note(test, err)
+
+    def _note(self, test: unittest.TestCase, err: Any) -> None:
+        kind, error, _ = err
+        self.raised.append((test.id(), f"{kind.__name__}: {str(error).strip().partition(chr(10))[0]}"))
+
+
+def run(path: Path, device: str, only: str = "") -> Result:
     """Run the grouped tests whose name holds ``only``, served by tgl."""
     suite = unittest.TestSuite()
     for case in vars(load(path, device)).values():
         if isinstance(case, type) and issubclass(case, unittest.TestCase):
             names = unittest.defaultTestLoader.getTestCaseNames(case)
             suite.addTests(case(name) for name in names if WORD in name and only in name)
-    result = unittest.TestResult()
+    result = Result()
     with drop_in.enabled(device):
         suite.run(result)
     return result
 
 
-def table(result: unittest.TestResult) -> list[str]:
+def table(result: Result) -> list[str]:
     """How many passed, and every reason why others did not, with their number."""
-    failed = [(test, text.strip().splitlines()[-1]) for test, text in (*result.failures, *result.errors)]
-    passed = result.testsRun - len(failed) - len(result.skipped) - len(result.expectedFailures)
-    lines = [f"{result.testsRun} tests: {passed} passed, {len(failed)} failed, {len(result.skipped)} skipped"]
-    for what, others in (("skipped", result.skipped), ("failed", failed)):
-        for reason, count in Counter(reason for _, reason in others).most_common():
-            lines.append(f"  {count} {what}: {reason}")
-    lines.extend(f"  failed: {test.id()}" for test, _ in failed)
+    failed, skipped = result.raised, [reason for _, reason in result.skipped]
+    passed = result.testsRun - len(failed) - len(skipped) - len(result.expectedFailures)
+    lines = [f"{result.testsRun} tests: {passed} passed, {len(failed)} failed, {len(skipped)} skipped"]
+    for what, reasons in (("skipped", skipped), ("failed", [reason for _, reason in failed])):
+        lines.extend(f"  {count} {what}: {reason}" for reason, count in Counter(reasons).most_common())
+    lines.extend(f"  failed: {name}" for name, _ in failed)
     return lines
 
 

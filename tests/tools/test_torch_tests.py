@@ -52,7 +52,7 @@ def test_what_it_runs_and_says(tmp_path, capsys):
     assert first == "test_products_of_torch.py on cpu:"
     assert counts == "6 tests: 4 passed, 1 failed, 1 skipped"
     assert skipped == "  1 skipped: for a reason"
-    assert reason.startswith("  1 failed: ")
+    assert reason == "  1 failed: AssertionError: String comparison failed: 'cpu' != 'elsewhere'"
     assert name == "  failed: test_products_of_torch.TestProductsCPU.test_grouped_wrong_cpu"
     assert torch_tests.main([str(path), "--device", "cpu", "-k", "product_tail_3"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "2 tests: 2 passed, 0 failed, 0 skipped"
