@@ -94,6 +94,12 @@ def test_widths(options, columns):
     check(rowwise(*grouped((3, 0, 140), 9, columns, BF16), **options), **options)
 
 
+@pytest.mark.parametrize("options", [CASES["blocks"], CASES["mxfp8, blocked"]], ids=["blocks", "mxfp8"])
+def test_groups_without_rows_of_any_width(options):
+    """What kernels are called with is looked at before they run: strides of no rows too."""
+    check(rowwise(*grouped((0, 0, 0), 0, 40, BF16), **options), **options)
+
+
 @pytest.mark.parametrize("options", [*CASES.values(), dict(format="fp8_block", block_2d=True)], ids=[*CASES, "squares"])
 @pytest.mark.parametrize("rows, columns", [(208, 144), (16, 48), (35, 36)])
 def test_matrices(options, rows, columns):

@@ -222,7 +222,7 @@ class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
         if reason is not None:
             return reason
         x, gated = c.x, spec_of(c.params).gated
-        if gated and x.numel() and x.shape[1] // 2 % VECTOR:
+        if gated and x.shape[1] // 2 % VECTOR:
             return f"needs I to be a multiple of {VECTOR}, got {x.shape[1] // 2}"
         gate = x.narrow(1, 0, x.shape[1] // 2) if gated else x
         return GROUP_QUANTIZE.reason(c.quantizing._replace(x=gate))
@@ -269,12 +269,15 @@ def anywhere_reason(c: QuantizeCall) -> backends.Reason:
 
 
 def vectors_reason(c: QuantizeCall) -> backends.Reason:
-    """Why no kernel reaches several columns of ``x`` and of the components at once, or None."""
-    if c.num_rows == 0 or c.x.shape[-1] == 0:
+    """Why no kernel reaches several columns of ``x`` and of the components at once, or None.
+
+    Strides count without rows too: scales of groups are written then, by a kernel that is called with all tensors.
+    """
+    if c.x.shape[-1] == 0:
         return None
     if c.x.shape[-1] % VECTOR:
         return f"needs K to be a multiple of {VECTOR}, got {c.x.shape[-1]}"
-    reason = ROW_MAJOR.reason("x", c.x) or anywhere_reason(c)
+    reason = ROW_MAJOR.strides_reason("x", c.x) or ROW_MAJOR.reason("x", c.x) or anywhere_reason(c)
     if reason is not None:
         return reason
     form = c.options.description

@@ -41,6 +41,13 @@ class Need:
         """Why a kernel cannot reach ``t`` where it lies, or None."""
         if not t.numel():
             return None
+        reason = self.strides_reason(name, t)
+        if reason is None and address(t) % self.address:
+            reason = f"needs `{name}` aligned to {self.address} bytes"
+        return reason
+
+    def strides_reason(self, name: str, t: Tensor) -> str | None:
+        """Why no kernel can be called with a tensor that has the strides of ``t``, elements or none, or None."""
         strides = t.stride()
         if self.major == "any":
             if len(strides) == 3 and t.shape[0] > 1 and strides[0] != strides[1] * t.shape[1]:
@@ -57,7 +64,7 @@ class Need:
                     return (
                         f"needs strides of `{name}` that are multiples of {self.pitch} bytes and not 0, got {strides}"
                     )
-        return f"needs `{name}` aligned to {self.address} bytes" if address(t) % self.address else None
+        return None
 
     def room(self, t: Tensor, rows: int | None = None) -> Tensor:
         """An uninitialised tensor like ``t``, row-major unless nothing asks for it, which a kernel reaches.
