@@ -6,10 +6,11 @@
 The kernels for Ampere, Ada and consumer Blackwell are compiled for sm_90 here, so that their speed can be measured
 where those chips are not. Arms: ``tgl``, these kernels, whose operands are loaded by lanes (``cp.async``) as on Ampere
 and Ada, or with ``--loads tma`` by TMA as on consumer Blackwell; ``other``, the other of the two; ``ceiling``, a loop
-of ``mma.sync`` on registers alone with as many FLOPs; ``quack``, its kernels for sm_120 compiled for sm_90, which
-multiply by ``mma.sync`` as well, load by TMA and get a tile of 128 x 128 (its class for sm_80 has no kernel in 0.6.5);
-``wide``, our own kernels of a Hopper. Every arm is a captured graph, 256 MB are written before each replay, arms take
-turns in rotating order, and medians are compared. FLOPs are those of the routed rows, ``2 R N K``.
+of ``mma.sync`` on registers alone with as many FLOPs; ``dense``, the kernels of ``tgl`` on one group that has all the
+rows; ``quack``, its kernels for sm_120 compiled for sm_90, which multiply by ``mma.sync`` as well, load by TMA and get
+a tile of 128 x 128 (its class for sm_80 has no kernel in 0.6.5); ``wide``, our own kernels of a Hopper. Every arm is a
+captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are compared.
+FLOPs are those of the routed rows, ``2 R N K``.
 
 Nothing is timed before tgl has passed the gates of ``grouped_gemm.py``. Results: a table of ratios of times (above 1:
 tgl is faster), and ``--out FILE`` as JSON.
@@ -36,7 +37,7 @@ from tests import kernels_of_warps
 from tgl.cutlass_kernels.config import VARLEN_M
 from tgl.cutlass_kernels.runtime import device
 
-RIVALS = ("other", "ceiling", "quack", "wide")
+RIVALS = ("other", "ceiling", "dense", "quack", "wide")
 LOADS = tuple(kernels_of_warps.TILINGS)
 TILE = (128, 128)
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -96,16 +97,18 @@ def by_warps(p: Problem, loads: str) -> Callable[[], None]:
 
 def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Result:
     torch.manual_seed(0)
-    problem = OPS[op](SHAPES[shape], split(routing, SHAPES[shape].groups, SHAPES[shape].rows))
+    sizes = SHAPES[shape]
+    problem = OPS[op](sizes, split(routing, sizes.groups, sizes.rows))
+    whole = OPS[op](sizes._replace(groups=1), (sizes.rows,))
     (other,) = set(LOADS) - {args.loads}
     arms = {"tgl": by_warps(problem, args.loads), "other": by_warps(problem, other)}
-    arms["ceiling"] = ceiling(problem.flops, problem.x.device)
+    arms |= {"ceiling": ceiling(problem.flops, problem.x.device), "dense": by_warps(whole, args.loads)}
     arms |= {**by_quack(problem), "wide": problem.tgl}
     gate = functools.partial(gates.wrong, problem, oracle=problem.oracle, rival=problem.per_group_mm)
     found = compared(arms, gate, args)
     if "times" in found:
         found["rate"] = problem.rate(found["ms"]["tgl"])
-    return {**SHAPES[shape]._asdict(), "flops": problem.flops, "loads": args.loads, **found}
+    return {**sizes._asdict(), "flops": problem.flops, "loads": args.loads, **found}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -17,21 +17,24 @@ def test_arms(loads, gpu, load, monkeypatch, tmp_path, capsys):
     script, shapes = gpu("warp_gpu"), load("harness.shapes")
     monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
     monkeypatch.setattr(script, "quack", lambda: None)
-    places = []
+    places, groups = [], []
     monkeypatch.setattr(script, "ceiling", lambda flops, place: lambda: None)
     plain = script.OPS["fprop"].tgl
 
     def tgl(problem):
         places.append((ARCHS["sm_90"].folder, getattr(ARCHS["sm_90"].tilings, "tma", None)))
+        groups.append((problem.shape.groups, tuple(problem.sizes)))
         return plain(problem)
 
     monkeypatch.setattr(script.OPS["fprop"], "tgl", tgl)
     lines, found = ran(script, tmp_path, capsys, "--shapes", "four", "--routings", "zipf", "--loads", loads)
-    arms = {"tgl", "other", "ceiling", "wide"}
+    arms = {"tgl", "other", "ceiling", "dense", "wide"}
     assert [(r["op"], r["loads"], set(r["ms"])) for r in found] == [(op, loads, arms) for op in script.GEMMS]
-    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "-", "1.000"] in lines
+    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "1.000", "-", "1.000"] in lines
     assert set(places) == {("warp", False), ("warp", True), ("sm90", None)}
     assert places[0] == ("warp", loads == "tma")
+    assert {sizes for count, sizes in groups if count == 1} == {(96,)}
+    assert {("warp", loads == "tma")} == {p for p, (count, _) in zip(places, groups, strict=True) if count == 1}
     assert ARCHS["sm_90"].folder == "sm90"
 
 
