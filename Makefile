@@ -7,7 +7,9 @@ READY := $(VENV)/.ready
 # One thread per test process: the suites run two processes wide, and results must not depend on a thread count.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
 JOBS ?= 2
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Each process has half of the files, and then of what another one has left: tests of a file stay together, since they
+# share compiled kernels, and the processes end together.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Kernels are compiled and emulated in processes of their own: after compiled graphs and process groups in the same one,
 # the kernel compiler has been seen to crash.
 KERNEL_TESTS := tests/cutlass_kernels tests/emulator
@@ -21,7 +23,8 @@ ADAPTER_TESTS := $(addprefix tests/integrations/test_transformers,.py _fp8.py _m
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-full test-gpu test-transformers wheel hub torch-tests sanitize mutation lint types format bench clean
+.PHONY: help demo docs test test-full test-gpu test-transformers wheel hub torch-tests sanitize mutation \
+	lint style own-types user-types types format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
@@ -91,11 +94,18 @@ sanitize: $(READY)
 mutation: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.emulator.mutation
 
-lint: $(READY)
+lint: style own-types user-types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+own-types: $(READY)
 	$(BIN)/mypy
-	$(BIN)/mypy --strict --follow-imports=silent tests/type_checking/user_code.py
+
+# A cache of its own: the two may run at once, and neither could use what the other one finds with other options.
+user-types: $(READY)
+	$(BIN)/mypy --cache-dir .mypy_cache/user --strict --follow-imports=silent tests/type_checking/user_code.py
 
 types: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target build/pyright 'pyright[nodejs]'
