@@ -134,7 +134,7 @@ def test_no_mma_lies_behind_a_group(name):
     """An MMA is 16 x 8 and a step of the depth."""
     sizes, (m, n) = (1, 32, 33, 0, 127, 128, 129, 200), smallest(name)
     step = OPERANDS[name].tile_k // 4
-    record = run(VARLEN_K, ScaledCase(name, m, n, sizes, depth=m, columns=n, arch=FORMATS[name][0]))
+    record = run(VARLEN_K, ScaledCase(name, m, n, sizes, depth=m, columns=n, out=F32, arch=FORMATS[name][0]))
     assert record.mma_count == m * n // 128 * sum(-(-size // step) for size in sizes)
 
 
@@ -185,7 +185,7 @@ def test_a_wait_or_a_barrier_less_is_reported(name, deleted, kind):
 
     deep = {"depth": 4 * 5 * OPERANDS[name].tile_k} if kind == VARLEN_M else {}
     sizes = (130, 70) if kind == VARLEN_M else (5 * OPERANDS[name].tile_k, 70)
-    case = ScaledCase(name, *smallest(name), sizes, columns=80, arch=FORMATS[name][0], **deep)
+    case = ScaledCase(name, *smallest(name), sizes, columns=80, out=F32, arch=FORMATS[name][0], **deep)
     with pytest.raises(emulator.RaceError):
         run(kind, case, edit_ptx=edit)
 
