@@ -83,6 +83,11 @@ class Result(unittest.TestResult):
         super().addFailure(test, err)
         self._note(test, err)
 
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+        super().addSubTest(test, subtest, err)  # to the lists of failures and errors, past the two above
+        if err is not None:
+            self._note(subtest, err)
+
     def _note(self, test: unittest.TestCase, err: Any) -> None:
         kind, error, _ = err
         self.raised.append((test.id(), f"{kind.__name__}: {str(error).strip().partition(chr(10))[0]}"))

@@ -58,6 +58,28 @@ def test_what_it_runs_and_says(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1] == "2 tests: 2 passed, 0 failed, 0 skipped"
 
 
+PARTS = """
+import unittest
+
+
+class TestParts(unittest.TestCase):
+    def test_grouped_parts(self):
+        for number in range(3):
+            with self.subTest(number=number):
+                self.assertEqual(number, 1)
+"""
+
+
+def test_parts_of_a_test_that_fail_are_told(tmp_path, capsys):
+    path = tmp_path / "test_parts_of_torch.py"
+    path.write_text(PARTS)
+    assert torch_tests.main([str(path), "--device", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 failed" in lines[1]
+    assert lines[2:4] == ["  1 failed: AssertionError: 0 != 1", "  1 failed: AssertionError: 2 != 1"]
+    assert [line.rpartition(" ")[2] for line in lines[4:]] == ["(number=0)", "(number=2)"]
+
+
 def test_that_none_was_found_is_told(tmp_path, capsys):
     path = tmp_path / "test_nothing_of_torch.py"
     path.write_text("")
