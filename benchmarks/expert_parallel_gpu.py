@@ -29,11 +29,14 @@ layer from tokens to tokens, graphs but for ``torch``, in ms and TFLOP/s per GPU
 difference. All ranks meet on the device before a reading begins. ``route``, ``dispatch`` and ``combine`` are ops, and
 ``exchange`` is the three behind one another, in us of one of eight in a graph, so that ranks that are late for the
 first have no share in it; GB/s are bytes of rows that leave the GPU in that time; ``empty`` is a dispatch without
-tokens, which is two barriers. ``memory`` is the rank's symmetric memory, beside what it would be with places for every
-choice of every token of all ranks.
+tokens: a barrier and a launch that finds no rows, or two collectives. ``memory`` is the rank's symmetric memory, beside
+what it would be with places for every choice of every token of all ranks.
 
-Of ``symmetric_memory`` what lies between barriers is timed by itself, too: ``push`` is a dispatch's writes to other
-ranks, ``take`` the copy of what has arrived, ``answer`` a combine's writes and ``sum`` its sums.
+Of ``symmetric_memory`` both halves of what follows a barrier are timed by themselves, too, by the same kernels on other
+operands: ``push`` is a dispatch's writes to other ranks and of its own rows, ``take`` the copy of what has arrived,
+``answer`` a combine's writes and ``sum`` its sums. ``push`` and ``answer`` have a small launch more, which sets the
+number of drawn pieces back. An op does both halves at a time: it hides one behind the other where it takes as long as
+the longer one and a barrier.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from torch import Tensor
 
 import tgl
 from tgl.cutlass_kernels.ops import expert_parallel as steps
-from tgl.cutlass_kernels.ops.wire import MEET, MOVE
+from tgl.cutlass_kernels.ops.wire import FLOW, FlowCall
 from tgl.distributed import ExpertParallelMLP, expert_parallel_host
 
 BF16 = torch.bfloat16
@@ -354,8 +357,8 @@ def exchange(problem: Problem, engine: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def between_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
-    """Launches of a dispatch and a combine on places of a routing, each by itself: all write what is there already."""
+def behind_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
+    """Halves of what a dispatch and a combine launch on places of a routing: all write what is there already."""
     layer, (x, index, weights, _) = problem.layers[BASELINE], (t.detach() for t in problem.given)
     sizes, group = layer.exchange.sizes, layer.exchange.group
     options = {"group_size": sizes.ranks, "pair_rows": sizes.pair_rows, "expert_rows": sizes.expert_rows}
@@ -364,24 +367,43 @@ def between_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
     y, none = torch.empty_like(x), weights.new_empty(0)
     places, ends = {"token": token, "position": position, "top_k": sizes.copies}, [group["group_name"], BASELINE]
     taken = {
-        ("push", "push weights", "take", "take weights"): ("ep_dispatch", (x, weights), (rows, row_weights)),
+        ("push", "take"): ("ep_dispatch", (x, weights), (rows, row_weights)),
         ("answer", "sum"): ("ep_combine", (rows, None), (y, none)),
     }
     found: dict[str, Callable[[], Any]] = {}
-    for names, (op, given, made) in taken.items():
+    for (push, take), (op, given, made) in taken.items():
         all_steps = next(o for o in steps.OPS if o.name == op).of((*given, *places.values(), *ends, *made), {})
-        for name, (launcher, call) in zip(names, (step for step in all_steps if step[0] is not MEET), strict=True):
-            if launcher is MOVE and call.by == "arrived":  # later exchanges tell other numbers
-                call = call._replace(which=call.which.clone())
-            found[name] = functools.partial(launcher.run, call)
+        (call,) = (call for launcher, call in all_steps if launcher is FLOW)
+        call = call._replace(arrived=call.arrived.clone())  # later exchanges tell other numbers
+        found |= {push: functools.partial(pushed, pushing(call)), take: functools.partial(FLOW.run, taking(call))}
     return found
+
+
+def pushing(call: FlowCall) -> FlowCall:
+    """One that takes nothing, and counts pieces by itself."""
+    call = call._replace(epoch=torch.zeros_like(call.epoch))
+    if call.position is None:
+        return call._replace(arrived=torch.zeros_like(call.arrived))
+    nothing = tuple((rows, part, out[:0]) for rows, part, out in call.moved)
+    return call._replace(position=call.position[:0], moved=nothing)
+
+
+def pushed(call: FlowCall) -> None:
+    call.epoch.zero_()
+    FLOW.run(call)
+
+
+def taking(call: FlowCall) -> FlowCall:
+    """One whose pieces have all been drawn, and whose flags are those of no barrier."""
+    epoch = torch.tensor([0, 1 << 30], dtype=torch.int32, device="cuda")
+    return call._replace(epoch=epoch, flags=torch.zeros_like(call.flags))
 
 
 def ops(problem: Problem, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Of both engines, and the bytes of rows that leave this rank on average."""
     pool = torch.cuda.graph_pool_handle()
     made = {engine: exchange(problem, engine) for engine in ENGINES}
-    made[BASELINE] |= between_barriers(problem)
+    made[BASELINE] |= behind_barriers(problem)
     calls = {
         f"{engine} {name}": Replay(lambda call=call: [call() for _ in range(REPEATS)][-1], pool=pool)
         for engine, own in made.items()

@@ -34,7 +34,7 @@ class World:
         self.ranks, self.room = ranks, torch.full((ranks, size + 2 * MARGIN), BYTE, dtype=torch.uint8, device=device)
         self.memories = [room[MARGIN:-MARGIN] for room in self.room]
         self.tables = torch.tensor([[m.data_ptr() for m in self.memories]] * ranks, device=device)
-        self.epochs = torch.zeros(ranks, 1, dtype=torch.int32, device=device)
+        self.epochs = torch.zeros(ranks, 2, dtype=torch.int32, device=device)
         self.arrived = torch.full((ranks, ranks), -5, dtype=torch.int32, device=device)
         self.names = [f"as rank {r} of {ranks} sees it" for r in range(ranks)]
         for rank, memory in enumerate(self.memories):

@@ -1,7 +1,8 @@
 """Memory of the ranks of a group that kernels of every rank write to, and where it lies.
 
-A rank's memory begins with what the group's barrier needs (``control``), followed by the parts of one exchange at a
-time (``parts``), whose places follow from the sizes of the exchange and are equal on all ranks.
+A rank's memory begins with what the group's barrier needs (``control``) and with flags of rows (``flags``), followed by
+the parts of one exchange at a time (``parts``), whose places follow from the sizes of the exchange and are equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ MOST_RANKS = 32  # a warp of one block for each
 _LINE = 256  # bytes, on which a part begins
 _PIECE = 16  # bytes, on which its rows do
 SLOTS = 2  # counts of this exchange, and of the next one from ranks that are ahead
+FLAGS = 4096  # of a rank, each for a piece of the rows that it sends
 OPS = ("ep_route", "ep_dispatch", "ep_combine")
-BARRIERS = ("before", "behind")  # the writes of an exchange, in their order
+BARRIERS = ("before", "behind")  # the writes of an exchange, in their order; flags of pieces are one of the latter
 WAIT = 600.0  # seconds, of a group that has no time-out
 
 
@@ -32,7 +34,8 @@ class Peers:
         rank: of this process in the group.
         table: int64 ``[W]``: the address of every rank's memory, as this rank's device sees it.
         memory: uint8: this rank's own, which is zero in the beginning.
-        epoch: int32 ``[1]``, 0 in the beginning: barriers that this rank has passed.
+        epoch: int32 ``[2]``, 0 in the beginning: barriers that this rank has passed, and pieces that warps have drawn
+            since the last one.
         arrived: int32 ``[W]``: rows that every rank sends in the exchange under way.
         group: whose memory it is; a later group may have its name.
         seconds: that a barrier waits for a rank before it stops the device with an error.
@@ -91,7 +94,12 @@ class Peers:
 
         A rank that is ahead tells the counts of its next exchange before the others have read those of this one.
         """
-        return self.memory[: (1 + SLOTS) * self.ranks * 4].view(torch.int32)
+        return self.memory[: _counts(self.ranks)].view(torch.int32)
+
+    @property
+    def flags(self) -> Tensor:
+        """int32 ``[W, FLAGS]`` behind it: of a rank and a piece, the epoch of the exchange whose rows are all here."""
+        return self.memory[_counts(self.ranks) : _control(self.ranks)].view(torch.int32).view(self.ranks, FLAGS)
 
     def parts(self, specs: Sequence[Spec]) -> list[Tensor]:
         """The part of this rank's memory for every ``(rows, columns, dtype)``; rows lie on 16 bytes."""
@@ -102,9 +110,22 @@ class Peers:
         return made
 
 
+def rows_of_piece(pair_rows: int) -> int:
+    """Rows of each piece of the rows for a rank, which has a flag."""
+    return -(-pair_rows // FLAGS)
+
+
+def _counts(ranks: int) -> int:
+    return (1 + SLOTS) * ranks * 4
+
+
+def _control(ranks: int) -> int:
+    return _counts(ranks) + ranks * FLAGS * 4
+
+
 def _laid_out(ranks: int, specs: Sequence[Spec]) -> list[tuple[Spec, int, int]]:
     """Every part with its first byte and the bytes from row to row."""
-    made, start = [], _up((1 + SLOTS) * ranks * 4, _LINE)
+    made, start = [], _up(_control(ranks), _LINE)
     for spec in specs:
         rows, columns, dtype = spec
         pitch = _up(columns * dtype.itemsize, _PIECE)
@@ -116,7 +137,7 @@ def _laid_out(ranks: int, specs: Sequence[Spec]) -> list[tuple[Spec, int, int]]:
 def size(ranks: int, specs: Sequence[Spec]) -> int:
     """Bytes of a rank's memory for such parts."""
     if not specs:
-        return _up((1 + SLOTS) * ranks * 4, _LINE)
+        return _up(_control(ranks), _LINE)
     (rows, _, _), start, pitch = _laid_out(ranks, specs)[-1]
     return start + _up(rows * pitch, _LINE)
 

@@ -7,6 +7,7 @@ those of the collectives, to the bit.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from tgl import peers
 from tgl.composed import expert_parallel as collectives
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops import expert_parallel as engine
-from tgl.cutlass_kernels.ops.wire import MEET, MOVE, PLACES, MeetCall, MoveKey, PlacesCall, PlacesKey
+from tgl.cutlass_kernels.ops.wire import FLOW, LOADS, MEET, PLACES, FlowCall, FlowKey, MeetCall, PlacesCall, PlacesKey
 from tgl.cutlass_kernels.permute.cut import cut_of
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
 from tgl.meta import expert_parallel as meta
@@ -70,6 +72,10 @@ class Ranks:
     def order(self) -> list[int]:
         return self.random.sample(range(self.world.ranks), self.world.ranks)
 
+    def run(self, launcher: Launcher, step: Any) -> None:
+        emulator.active().seed = self.random.randrange(100)
+        launcher.run(step)
+
     def play(self, op: str, calls: list[tuple[tuple, dict]]) -> None:
         given = [(*args, {**kwargs, "engine": "symmetric_memory"}) for args, kwargs in calls]
         todo = []
@@ -78,19 +84,30 @@ class Ranks:
             assert OPS[op].reason(*args, **kwargs) is None
             todo.append(OPS[op].of(tuple(args), kwargs))
         while True:
-            met = {}
+            met, flows = {}, {}
             for rank in self.order():
                 step = next(todo[rank], None)
                 if step is not None and step[0] is MEET:
                     met[rank] = step[1]
                 elif step is not None:
-                    emulator.active().seed = self.random.randrange(100)
-                    step[0].run(step[1])
+                    if step[0] is FLOW:
+                        flows[rank] = step[1]
+                        step = FLOW, pushing(step[1])
+                    self.run(*step)
+            for rank in self.order() if flows else ():
+                self.run(FLOW, flows[rank])  # takes alone, as all pieces are drawn
             if step is None:
                 return
             if met:
                 assert len(met) == self.world.ranks
                 self.together(self.world, [met[rank].token for rank in range(self.world.ranks)])
+
+
+def pushing(c: FlowCall) -> FlowCall:
+    """What does not take, as nothing arrives: else it would wait for ranks whose turn is to come."""
+    if c.position is not None:
+        return c._replace(position=torch.full_like(c.position, -1))
+    return c._replace(arrived=torch.zeros_like(c.arrived))
 
 
 def draw(case: str, ranks: int) -> list[Tensor]:
@@ -185,9 +202,12 @@ def moved(
             assert not b.numel() or torch.equal(a[used], b[used].to(a.dtype))
 
 
+@pytest.mark.parametrize("flags", [None, 4])
 @pytest.mark.parametrize("ranks, invariant", WAYS)
-def test_rows_there_and_back(together, ranks, invariant):
-    """One memory for exchanges of all sizes, one after the other."""
+def test_rows_there_and_back(together, monkeypatch, ranks, invariant, flags):
+    """One memory for exchanges of all sizes, one after the other; with a flag for each row, or for a few."""
+    if flags is not None:
+        monkeypatch.setattr(peers, "FLAGS", flags)
     copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
     with world(ranks, [(rows * ranks, 96, F32), (rows * ranks, TOP_K, F32)]) as made:
         found = Ranks(made, together)
@@ -258,7 +278,7 @@ def test_barriers_tell_numbers_of_rows(together):
             assert made.arrived.t().tolist() == counts
             together(made, [None] * 3)
             assert made.arrived.t().tolist() == counts
-        assert made.epochs.flatten().tolist() == [-(2**31)] * 3
+        assert made.epochs.tolist() == [[-(2**31), 0]] * 3
 
 
 def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
@@ -282,8 +302,8 @@ def test_a_rank_that_stays_away_is_named(together, op, barrier):
         known = peers.memory_of(made.names[0])
         assert peers.failure_of(made.names[0]) is None
         if barrier == "behind":
-            known.control[1] = 1  # the other one has come to the first barrier
-        tokens = torch.zeros(12, dtype=torch.int32), torch.zeros(6, dtype=torch.int32), 2
+            known.control[[1, 5]] = 1  # the other one has come to the first barrier, and tells of a row
+        tokens = torch.zeros(12, dtype=torch.int32), torch.full((6,), 6, dtype=torch.int32), 2
         args, sizes = {
             "ep_route": (
                 (torch.zeros(3, 2, dtype=torch.int32), 4),
@@ -354,16 +374,22 @@ SLOW_ARCHS = [pytest.param(arch, marks=SLOW) for arch in ARCHS if arch != "sm_90
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", *SLOW_ARCHS])
 def test_machine_code(arch):
-    """Rows move 16 bytes at a time, and nothing is in local memory up to 8 ranks."""
-    cut = cut_of(7168, 8, 1)
+    """Rows move 16 bytes at a time, two blocks fit, and nothing is in local memory up to 8 ranks."""
+    cut, few = (cut_of(columns, vector, 1, loads=LOADS) for columns, vector in ((7168, 8), (8, 4)))
+    sums = cut_of(7168, 8, 8, loads=LOADS)
     with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
         places = PLACES.build(PlacesKey(arch, True, "int64", 8, 8, 9, invariant=True))
-        rows = MOVE.build(MoveKey(arch, True, cut, "bfloat16", "arrived", remote=True))
-    places, rows = sass.inspect(places.artifacts.CUBIN), sass.inspect(rows.artifacts.CUBIN)
-    assert places.spills == places.frame == rows.spills == rows.frame == 0
+        sent = FLOW.build(FlowKey(arch, True, (cut, few), (), ("bfloat16", "float32"), ("bfloat16", "float32")))
+        answered = FLOW.build(FlowKey(arch, True, (cut,), (sums,), ("bfloat16",), ("bfloat16",)))
+    places, *flows = (sass.inspect(made.artifacts.CUBIN) for made in (places, sent, answered))
+    assert places.spills == places.frame == 0
     assert places.registers <= 64  # of 1,024 threads
-    assert rows.count("LDG") >= cut.strips
-    assert rows.count("STG") >= cut.strips
+    for rows in flows:
+        assert rows.spills == rows.frame == 0
+        assert rows.registers <= 128  # of 256 threads
+        assert rows.count("LDG") >= cut.strips == LOADS
+        assert rows.count("STG") >= cut.strips
+        assert rows.count("MEMBAR") >= 1
 
 
 REFUSED = [

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tgl import backends, peers
-from tgl.cutlass_kernels.ops.wire import MEET
+from tgl.cutlass_kernels.ops.wire import FLOW, MEET
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import _symmetric
 from tgl.testing import emulator
@@ -37,43 +37,55 @@ class Device:
     """This rank's device, and in which order its launches and those of the others come.
 
     A rank that is late before a launch lets all others run until they stand in the barrier that it has to reach next,
-    which it sees in its own memory. So what others do too early they have done by then, on a machine of any speed.
+    or have sent it the rows that it has to wait for, which it sees in its own memory. So what others do too early they
+    have done by then, on a machine of any speed.
 
     Attributes:
         machine: what executes the kernels.
-        launches: since ``start``, ``tells`` (a barrier with numbers of rows), ``meets`` (one without) or ``moves``.
+        launches: since ``start``, ``tells`` (a barrier with numbers of rows), ``meets`` (one without), ``flows`` (rows
+            that go and come) or ``moves``.
         late: numbers of launches before which this rank is late.
-        hasty: numbers of barriers that wait for nobody.
-        ahead: which barrier the others reach before a late rank goes on: 1 for the next one, 2 if that is hasty.
+        hasty: numbers of barriers and flows that wait for nobody.
+        until: what the others have done before a late rank goes on: ``barrier``, they have reached the next one;
+            ``rows``, they have sent rows behind it; None for the first of the two that it waits for itself.
     """
 
     machine: emulator.Emulation
     launches: list[str] = field(default_factory=list)
     late: frozenset[int] = frozenset()
     hasty: frozenset[int] = frozenset()
-    ahead: int = 1
+    until: str | None = None
 
-    def start(self, late: Iterable[int] = (), hasty: Iterable[int] = (), ahead: int = 1) -> None:
-        self.launches, self.late, self.hasty, self.ahead = [], frozenset(late), frozenset(hasty), ahead
+    def start(self, late: Iterable[int] = (), hasty: Iterable[int] = (), until: str | None = None) -> None:
+        self.launches, self.late, self.hasty, self.until = [], frozenset(late), frozenset(hasty), until
 
     def before(self, launcher: Launcher, c: Any) -> None:
         """What happens in front of a launch."""
         number, barrier = len(self.launches), launcher is MEET
-        kind = "moves" if not barrier else "meets" if c.token is None else "tells"
+        kind = "flows" if launcher is FLOW else "moves" if not barrier else "meets" if c.token is None else "tells"
         self.launches.append(kind)
         if number in self.late:
-            self.wait()
+            self.wait(kind)
         if kind == "tells":  # nobody writes here before this rank has come
             mine = _made[-1]
-            mine.memory[mine.control.nbytes :] = POISON
+            mine.memory[mine.control.nbytes + mine.flags.nbytes :] = POISON
         if barrier and number in self.hasty:
             # As if all had come: what they write here themselves when they do, and nothing more as long as this waits.
-            c.control[: c.table.shape[0]] = int(c.epoch) + 1
+            c.control[: c.table.shape[0]] = int(c.epoch[0]) + 1
+        if launcher is FLOW and number in self.hasty:
+            c.flags.fill_(c.epoch[0])
 
-    def wait(self) -> None:
+    def wait(self, kind: str) -> None:
         mine, end = _made[-1], time.monotonic() + LIMIT
         others = [rank for rank in range(mine.ranks) if rank != mine.rank]
-        while any(int(mine.control[rank]) < int(mine.epoch) + self.ahead for rank in others):
+        passed, until = int(mine.epoch[0]), self.until
+
+        def there(rank: int) -> bool:
+            if until == "rows" or (until is None and kind == "flows"):
+                return int(mine.flags[rank, 0]) == passed + (kind != "flows")
+            return int(mine.control[rank]) > passed
+
+        while not all(map(there, others)):
             assert time.monotonic() < end, "the others do not come"
             time.sleep(0.002)
 
@@ -95,7 +107,7 @@ def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
         rank=group.rank(),
         table=torch.tensor([memory.data_ptr() for memory in memories]),
         memory=memories[group.rank()],
-        epoch=torch.zeros(1, dtype=torch.int32),
+        epoch=torch.zeros(2, dtype=torch.int32),
         arrived=torch.zeros(group.size(), dtype=torch.int32),
         group=group,
         seconds=seconds,

@@ -19,7 +19,11 @@ from torch import Tensor
 import tgl
 from tests.gpu.device import DEVICE
 from tests.ranks_on_one_device import Threads, World, world
+from tgl import peers
 from tgl.composed import expert_parallel as collectives
+from tgl.cutlass_kernels.ops import expert_parallel as engine
+from tgl.cutlass_kernels.ops.wire import FLOW
+from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import ExpertParallelMLP
 from tgl.meta import expert_parallel as meta
 from tgl.meta.specs import empty_all
@@ -144,6 +148,12 @@ RANKS, TOKENS = 4, (300, 0, 512, 77)
 SIZES = {"group_size": RANKS, "pair_rows": 512, "expert_rows": 8000}
 
 
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """So that those of all ranks are on the device together."""
+    monkeypatch.setattr(engine, "BLOCKS", 24)
+
+
 class Streams:
     """The ranks of a world, each on a stream of its own: what a rank launches waits for the others."""
 
@@ -155,8 +165,11 @@ class Streams:
         for open_door in (True, False):
             torch.cuda.synchronize()
             self.world.epochs.zero_()
-            for memory in self.world.memories:
-                memory[: 4 * self.world.ranks].view(torch.int32).fill_((1 << 30) * open_door)
+            for name in self.world.names:
+                known = peers.memory_of(name)
+                known.control[: self.world.ranks].fill_((1 << 30) * open_door)
+                known.flags.fill_(open_door)  # the epoch of rows behind one barrier
+            self.world.poison(0xFF)
             torch.cuda.synchronize()
             made = []
             for stream, name, (args, kwargs) in zip(self.streams, self.world.names, calls):
@@ -168,8 +181,12 @@ class Streams:
         return made
 
 
+@pytest.mark.parametrize("flags", [None, 20])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_four_ranks(invariant):
+def test_four_ranks(few_blocks, monkeypatch, invariant, flags):
+    """With a flag for every row, or with few, of which some are for rows that are not there."""
+    if flags is not None:
+        monkeypatch.setattr(peers, "FLAGS", flags)
     copies, rows = (TOP_K, 3 * 512) if invariant else (RANKS, 512)
     sizes = {**SIZES, "invariant": invariant, "pair_rows": rows}
     index = [torch.rand(count, EXPERTS).topk(TOP_K).indices for count in TOKENS]
@@ -190,6 +207,35 @@ def test_four_ranks(invariant):
         y = [torch.randn(RANKS * rows, HIDDEN).bfloat16() for _ in TOKENS]
         weights = [torch.rand(RANKS * rows, TOP_K) for _ in TOKENS]
         check(ours, "ep_combine", list(zip(y, weights)), wanted, copies)
+
+
+LATE = 20_000_000  # cycles
+
+
+def test_a_rank_that_is_late_with_its_rows(few_blocks):
+    """Whoever reads before they have come reads NaN; each rank in turn, behind the barrier that all have passed."""
+    places = torch.arange(RANKS)[:, None] * 512 + torch.arange(512)
+    token = torch.arange(512, dtype=torch.int32, device=DEVICE).repeat(RANKS)
+    position = places.t().flatten().int().to(DEVICE)
+    x = [torch.randn(512, HIDDEN, device=DEVICE).bfloat16() for _ in range(RANKS)]
+    y = [torch.randn(RANKS * 512, HIDDEN, device=DEVICE).bfloat16() for _ in range(RANKS)]
+    sums = sum(t.float().view(RANKS, 512, HIDDEN) for t in y).bfloat16()
+    with world(RANKS, [(RANKS * 512, HIDDEN, torch.float32)], "cuda") as made:
+        ours, run = Streams(made), Launcher.run
+        for late in range(RANKS):
+
+            def slow(launcher: Launcher, c: Any, late: int = late) -> Any:
+                if launcher is FLOW and c.rank == late:
+                    torch.cuda._sleep(LATE)
+                return run(launcher, c)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Launcher, "run", slow)
+                rows = ours(OPS.ep_dispatch.default, [((t, None, token, position, RANKS), {}) for t in x])
+                answers = ours(OPS.ep_combine.default, [((t, None, token, position, RANKS), {}) for t in y])
+            for rank, (found, back) in enumerate(zip(rows, answers)):
+                assert torch.equal(found[0], torch.cat(x))
+                assert torch.equal(back[0], sums[rank])
 
 
 def check(ours: Streams, op: str, tensors: list[tuple[Tensor, Tensor]], plan: list, copies: int) -> None:

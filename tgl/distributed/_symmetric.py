@@ -70,7 +70,7 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
         rank=group.rank(),
         table=torch.tensor([place + inside for place in places], dtype=torch.int64, device=device),
         memory=memory,
-        epoch=torch.zeros(1, dtype=torch.int32, device=device),
+        epoch=torch.zeros(2, dtype=torch.int32, device=device),
         arrived=torch.zeros(group.size(), dtype=torch.int32, device=device),
         group=group,
         seconds=_seconds(group, device),

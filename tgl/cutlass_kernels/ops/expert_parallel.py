@@ -1,7 +1,8 @@
-"""The ops of expert parallelism on symmetric memory: every rank writes to the others' memory, between two barriers.
+"""The ops of expert parallelism on symmetric memory: every rank writes to the others' memory, behind a barrier.
 
-An op is a list of steps, each a launch: what has to be known before the barrier, the barrier, writes, the second
-barrier, reads. Nothing is read on the host and no launch depends on a count, so that a CUDA graph holds them.
+An op is a list of steps, each a launch: what has to be known before the barrier, the barrier, writes and reads. Rows
+are read as they arrive, in the launch that writes others; a routing has a second barrier. Nothing is read on the host
+and no launch depends on a count, so that a CUDA graph holds them.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from ..archs import ARCHS, chips
 from ..runtime import device
 from ..runtime.launcher import Launcher
 from ..runtime.requirements import MAX_ROWS
-from .permutation import COMBINE, DTYPES, CombineCall
+from .permutation import DTYPES
 from .reduce import INTEGERS
 from .wire import (
     CHOICES,
+    FLOW,
     MEET,
     MOVE,
     PLACES,
     SETTLE,
     ChoicesCall,
+    FlowCall,
     MeetCall,
     MoveCall,
     PlacesCall,
@@ -36,6 +39,7 @@ from .wire import (
 
 MOST_EXPERTS = 4096  # what the shared memory of one block counts beside the ranks
 MOST_CHOICES = 64  # a lane has all of a token in registers
+BLOCKS = 264  # that move rows, at most: two for each multiprocessor of an H100
 
 Step = tuple[Launcher, Any]
 Spec = tuple[int, int, torch.dtype]
@@ -126,11 +130,15 @@ def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
     return MEET, MeetCall(mine.table, mine.control, mine.epoch, mine.arrived, token, watch, mine.rank)
 
 
-def move(
-    mine: Peers, rows: Tensor, by: str | None, which: Tensor | None, part: Tensor, home: Tensor | None = None
-) -> Step:
-    """Rows to the memory of the ranks that they go to; this rank's own ones to ``home`` if there is one."""
-    return MOVE, MoveCall(rows, which, mine.table, part, home, mine.rank, by, True, home is not None)
+def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
+    """Rows to the memory of ranks and out of it: tokens as they are, answers added up. Nothing without columns."""
+    moved = tuple((by_rows(t), part, out) for (t, out), part in zip(c.pairs, mine.parts(c.specs)))
+    if not moved:
+        return
+    token, position = (None, c.position) if op == "ep_combine" else (c.token, None)
+    known = mine.table, mine.flags, mine.epoch, mine.arrived, mine.watch[peers.OPS.index(op)]
+    piece = peers.rows_of_piece(c.token.shape[0] // mine.ranks)
+    yield FLOW, FlowCall(*known, piece, mine.rank, moved, token, position, BLOCKS, c.top_k)
 
 
 def by_rows(t: Tensor) -> Tensor:
@@ -144,7 +152,7 @@ def route_steps(c: RouteCall, mine: Peers) -> Iterator[Step]:
     of_all, choices = mine.parts(c.specs)
     yield PLACES, PlacesCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
     yield meet(mine, "ep_route", c.token)
-    yield move(mine, counts.expand(of_all.shape), None, None, of_all)
+    yield MOVE, MoveCall(counts.expand(of_all.shape), mine.table, of_all, mine.rank)
     given = c.top_k_index, c.position, c.token
     yield CHOICES, ChoicesCall(*given, mine.table, counts, choices, mine.rank, c.invariant)
     yield meet(mine, "ep_route", None)
@@ -153,24 +161,14 @@ def route_steps(c: RouteCall, mine: Peers) -> Iterator[Step]:
 
 def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
     """Tokens to the ranks of their experts, and out of the memory that the next exchange writes to."""
-    parts = mine.parts(c.specs)
     yield meet(mine, "ep_dispatch", c.token)
-    for (t, out), part in zip(c.pairs, parts):
-        yield move(mine, by_rows(t), "owners", c.token, part, home=out)
-    yield meet(mine, "ep_dispatch", None)
-    for (_, out), part in zip(c.pairs, parts):
-        yield MOVE, MoveCall(part, mine.arrived, mine.table, out, None, mine.rank, "arrived", False, True)
+    yield from flow(c, mine, "ep_dispatch")
 
 
 def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
     """Answers to the ranks of their tokens, which add them up where they arrive."""
-    parts = mine.parts(c.specs)
     yield meet(mine, "ep_combine", c.token)
-    for (t, _), part in zip(c.pairs, parts):
-        yield move(mine, by_rows(t), "arrived", mine.arrived, part)
-    yield meet(mine, "ep_combine", None)
-    for (_, out), part in zip(c.pairs, parts):
-        yield COMBINE, CombineCall(part, c.position, None, c.top_k, out)
+    yield from flow(c, mine, "ep_combine")
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class Op(NamedTuple):
             frozenset(chips(frozenset(ARCHS))),
             priority=10,
             emulable=True,
-            note="ranks write to each other's memory between two barriers of the group; nothing is read on the host",
+            note="ranks write to each other's memory behind a barrier of the group; nothing is read on the host",
             prepare=self.prepare,
         )
 

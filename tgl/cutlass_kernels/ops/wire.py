@@ -12,7 +12,10 @@ from ..permute.cut import Cut, cut_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher
 from ..runtime.names import name
+from ..runtime.requirements import ALIGNMENT
 from .permutation import vector_of
+
+LOADS = 8  # of a lane on their way: few warps have to have enough of them
 
 
 class Wired(Launcher[Call]):
@@ -82,59 +85,113 @@ class MoveKey(NamedTuple):
     emulated: bool
     cut: Cut
     element: str
-    by: str | None
-    remote: bool
-    around: bool = False
 
 
 class MoveCall(NamedTuple):
     """Rows to places, see ``wire.move``."""
 
     rows: Tensor
-    which: Tensor | None
     table: Tensor
     out: Tensor
-    home: Tensor | None
     rank: int
-    by: str | None
-    remote: bool
-    around: bool = False
 
 
 class Move(Wired[MoveCall]):
-    """Rows to the memory of ranks, or out of it."""
+    """Rows to the memory of ranks."""
 
     op = "ep_move"
     call = MoveCall
 
-    def nothing(self, c: MoveCall) -> bool:
-        """No rows or columns."""
-        return not c.rows.numel() or not c.out.numel()
-
     def key(self, c: MoveCall, arch: str) -> MoveKey:
         """The width of accesses follows from where the rows lie."""
-        matrices = [t for t in (c.rows, c.out, c.home) if t is not None]
-        cut = cut_of(c.out.shape[1], vector_of(*matrices), 1)
-        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out), c.by, c.remote, c.around)
+        cut = cut_of(c.out.shape[1], vector_of(c.rows, c.out), 1)
+        return MoveKey(arch, not c[0].is_cuda, cut, name(c.out))
 
     def build(self, key: MoveKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
         import cutlass
 
-        from ..runtime.compiling import compiled, matrix, vector
-        from ..runtime.elements import TYPES
+        from ..runtime.compiling import compiled, vector
         from ..wire.move import Move as Kernel
 
-        width = key.cut.vector * TYPES[key.element].width // 8
-        rows, out, home = (matrix(key.element, pitch=width, columns=key.cut.vector, align=width) for _ in range(3))
-        which = vector("int32") if key.by else None
-        kernel = Kernel(key.cut, key.by, key.remote, key.around)
-        home = home if key.remote and key.around else None
-        return compiled(key.arch, kernel, rows, which, vector("int64", 8), out, home, cutlass.Int32(0))
+        rows, out = (rows_of(key.element, key.cut.vector) for _ in range(2))
+        return compiled(key.arch, Kernel(key.cut), rows, vector("int64", 8), out, cutlass.Int32(0))
 
     def arguments(self, c: MoveCall) -> tuple:
         """What the kernel is called with."""
-        return c[:6]
+        return tuple(c)
+
+
+def rows_of(element: str, vector: int) -> Any:
+    """A stand-in for rows that are accessed by so many elements."""
+    from ..runtime.compiling import matrix
+    from ..runtime.elements import TYPES
+
+    width = min(vector * TYPES[element].width // 8, ALIGNMENT)
+    return matrix(element, pitch=width, columns=vector, align=width)
+
+
+class FlowKey(NamedTuple):
+    """What a compiled kernel depends on; of rows and, if there are some, of weights."""
+
+    arch: str
+    emulated: bool
+    cuts: tuple[Cut, ...]
+    sums: tuple[Cut, ...]
+    elements: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+class FlowCall(NamedTuple):
+    """Tokens to ranks or answers home, see ``wire.flow``; of rows and weights where they are, arrive and end up."""
+
+    table: Tensor
+    flags: Tensor
+    epoch: Tensor
+    arrived: Tensor
+    watch: Tensor
+    piece: int
+    rank: int
+    moved: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    token: Tensor | None
+    position: Tensor | None
+    blocks: int
+    copies: int
+
+
+class Flow(Wired[FlowCall]):
+    """Rows to the memory of ranks, and what arrives out of it or added up."""
+
+    op = "ep_flow"
+    call = FlowCall
+
+    def key(self, c: FlowCall, arch: str) -> FlowKey:
+        """The width of accesses follows from where rows lie."""
+        widths = [(out.shape[1], vector_of(rows, part, out)) for rows, part, out in c.moved]
+        cuts = tuple(cut_of(*width, 1, loads=LOADS) for width in widths)
+        sums = tuple(cut_of(*width, c.copies, most=10, loads=LOADS) for width in widths if c.token is None)
+        names = (tuple(name(moved[i]) for moved in c.moved) for i in (0, 2))
+        return FlowKey(arch, not c[0].is_cuda, cuts, sums, *names)
+
+    def build(self, key: FlowKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, contiguous, vector
+        from ..wire import flow
+
+        moved = tuple(
+            flow.Moved(rows_of(element, cut.vector), rows_of(element, cut.vector), rows_of(result, cut.vector))
+            for element, result, cut in zip(key.elements, key.results, key.cuts)
+        )
+        known = contiguous("int32"), vector("int32"), vector("int32"), vector("int64", 8)
+        ways = flow.Ways(vector("int64", 8), *known, cutlass.Int32(0), cutlass.Int32(0))
+        kernel = flow.Flow(key.cuts, key.sums)
+        return compiled(key.arch, kernel, vector("int32"), moved, ways, cutlass.Int32(0))
+
+    def arguments(self, c: FlowCall) -> tuple:
+        """What the kernel is called with."""
+        return c.position if c.token is None else c.token, c.moved, c[:7], c.blocks
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------
@@ -285,4 +342,4 @@ class Settle(Wired[SettleCall]):
         return tuple(c)
 
 
-MEET, MOVE, PLACES, CHOICES, SETTLE = Meet(), Move(), Places(), Choices(), Settle()
+MEET, MOVE, FLOW, PLACES, CHOICES, SETTLE = Meet(), Move(), Flow(), Places(), Choices(), Settle()

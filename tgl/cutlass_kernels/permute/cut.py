@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LANES = 32
-LOADS = 4  # of a lane in flight, at least, where a row has as many strips; see kernel.py
+LOADS = 4  # see kernel.py
 MOST = 8  # choices of a batch
 
 
@@ -27,13 +27,14 @@ class Cut(NamedTuple):
     batch: int
 
 
-def cut_of(columns: int, vector: int, top_k: int, least: int = 1, most: int = MOST) -> Cut:
+def cut_of(columns: int, vector: int, top_k: int, least: int = 1, most: int = MOST, loads: int = LOADS) -> Cut:
     """For rows of so many columns, of which an access may take ``vector``, and so many choices.
 
     Args:
         columns, vector, top_k: those.
         least: lanes side by side on one row, at least.
         most: choices of a batch.
+        loads: of a lane in flight, at least, where a row has as many strips.
 
     Batches are of one size but for the last, and as few as may be.
     """
@@ -41,5 +42,5 @@ def cut_of(columns: int, vector: int, top_k: int, least: int = 1, most: int = MO
     batch = -(-top_k // batches)
     pieces = columns // vector
     across = max(min(1 << (pieces - 1).bit_length(), LANES), least)
-    strips = min(max(LOADS // batch, 1), -(-pieces // across))
+    strips = min(max(loads // batch, 1), -(-pieces // across))
     return Cut(vector, across, strips, top_k, batch)

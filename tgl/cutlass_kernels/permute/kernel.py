@@ -224,10 +224,15 @@ class Combine(Choices):
     def kernel(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor):
         """Some strips of some tokens."""
         instructions.follow()
-        cut = self.cut
         token, first = self.share(Int32(out.shape[1]))
         if token >= out.shape[0]:
             token = Int32(-1)  # no choices and no result, but all lanes of a warp stay together
+        self.total(y, position, weights, token, first, out)
+
+    @cute.jit
+    def total(self, y: cute.Tensor, position: cute.Tensor, weights: Any, token: Int32, first: Int32, out: cute.Tensor):
+        """A token's sums, by the lanes of a warp together; nothing of token -1."""
+        cut = self.cut
         total = cute.make_rmem_tensor((cut.vector, cut.strips), Float32)
         total.fill(0.0)
         if cutlass.const_expr(cut.batch == cut.top_k):

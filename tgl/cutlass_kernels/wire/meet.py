@@ -5,9 +5,10 @@ own memory holds a count as high of every rank: stores and loads alone, and noth
 of any number of barriers may be replayed. What the rank's earlier launches wrote anywhere comes before its count
 (release and acquire of the whole system), and what its later launches read comes behind those of the others.
 
-An exchange is a barrier, writes to the memory of others, a second barrier and reads of the own memory. So no rank
-writes before all have read what the exchange before has brought. In the first of the two, rank r tells every other one
-how many rows it sends there. A rank may be one exchange ahead when it tells, so that there are two places to tell in.
+An exchange is a barrier, writes to the memory of others, a wait for theirs and reads of the own memory. So no rank
+writes before all have read what the exchange before has brought. What is waited for is a second barrier, or flags of
+rows (``flow``). In the first barrier, rank r tells every other one how many rows it sends there. A rank may be one
+barrier ahead when it tells, so that there are two places to tell in.
 
 =========  =============================================================================================================
 warp d     tells rank d, and waits for it
@@ -20,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass._mlir.dialects import llvm
 
 from ...peers import SLOTS
@@ -95,7 +96,8 @@ class Meet:
         cute.arch.sync_threads()
         if thread == 0:
             epoch[0] = now
-        told = self.ranks * (1 + (now >> 1) % SLOTS)
+            epoch[1] = Int32(0)
+        told = self.ranks * (1 + (now & (SLOTS - 1)))
         count = Int32(0)
         if cutlass.const_expr(token is not None):
             rows = Int32(cute.size(token)) // self.ranks
@@ -107,8 +109,8 @@ class Meet:
             cute.arch.fence_acq_rel_sys()
             cute.arch.store((theirs + rank).llvm_ptr, now, sem="release", scope="sys")
             barrier = 0 if cutlass.const_expr(token is not None) else 1
-            missed = cute.make_ptr(Int32, watch[1], cute.AddressSpace.gmem, assumed_align=4)
-            self.wait(control, peer, now, watch[0], missed + barrier * self.ranks)
+            counts = cute.make_tensor(control.iterator, cute.make_layout((self.ranks, 1)))
+            wait(counts, peer, Int32(0), now, watch, barrier, exactly=False)
             if cutlass.const_expr(token is not None):
                 told_here = (control.iterator + told + peer).llvm_ptr
                 arrived[peer] = cute.arch.load(told_here, Int32, sem="relaxed", scope="sys")
@@ -128,22 +130,43 @@ class Meet:
             high = cutlass.min(high, low + step - 1)
         return low
 
-    @cute.jit
-    def wait(self, control: cute.Tensor, peer: Int32, now: Int32, nanoseconds: Int64, missed: cute.Pointer):
-        """Until the count of a rank is at least ``now``, in arithmetic that wraps around.
 
-        What has waited in vain says so to the host, which can ask nothing of a device that has stopped. It does so
-        for all warps, since the first trap stops the others.
-        """
-        place = (control.iterator + peer).llvm_ptr
+@cute.jit
+def wait(
+    counts: cute.Tensor,
+    peer: Int32,
+    at: Int32,
+    now: Int32,
+    watch: cute.Tensor,
+    barrier: int,
+    exactly: cutlass.Constexpr,
+):
+    """Until ``counts[peer, at]`` of this rank's memory is ``now``, or no less in arithmetic that wraps around.
+
+    What has waited in vain says so to the host, which can ask nothing of a device that has stopped. It does so for all
+    ranks whose first count has not come, since the first trap stops all.
+    """
+    seen = cute.arch.load(place_of(counts, peer, at), Int32, sem="acquire", scope="sys")
+    if missing(seen, now, exactly):
         begin = cute.arch.globaltimer()
-        seen = cute.arch.load(place, Int32, sem="acquire", scope="sys")
-        while seen - now < 0:
-            if cute.arch.globaltimer() - begin > nanoseconds:
-                for other in cutlass.range(self.ranks, unroll=1):
-                    count = cute.arch.load((control.iterator + other).llvm_ptr, Int32, sem="relaxed", scope="sys")
-                    if other == peer or count - now < 0:
+        while missing(seen, now, exactly):
+            if cute.arch.globaltimer() - begin > watch[0]:
+                ranks = Int32(counts.shape[0])
+                missed = cute.make_ptr(Int32, watch[1], cute.AddressSpace.gmem, assumed_align=4) + barrier * ranks
+                for other in cutlass.range(ranks, unroll=1):
+                    count = cute.arch.load(place_of(counts, other, Int32(0)), Int32, sem="relaxed", scope="sys")
+                    if other == peer or missing(count, now, exactly):
                         cute.arch.store((missed + other).llvm_ptr, Int32(1), sem="relaxed", scope="sys")
                 cute.arch.fence_acq_rel_sys()
                 llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
-            seen = cute.arch.load(place, Int32, sem="acquire", scope="sys")
+            seen = cute.arch.load(place_of(counts, peer, at), Int32, sem="acquire", scope="sys")
+
+
+def missing(seen: Int32, now: Int32, exactly: bool) -> Any:
+    """Whether a count has not come yet."""
+    return seen != now if exactly else seen - now < 0
+
+
+def place_of(counts: cute.Tensor, peer: Int32, at: Int32) -> Any:
+    """The address of a count."""
+    return (counts.iterator + cute.crd2idx((peer, at), counts.layout)).llvm_ptr

@@ -1,0 +1,87 @@
+"""Rows that are read while others are on their way: ranks in one launch, whose warps the emulator lets run as it likes.
+
+Whoever reads a row before its flag has come, or finds the flag before the row, reads NaN under one of the schedules.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+from tests.cutlass_kernels.flow_together import Early, Together, flow, kernel
+from tests.ranks_on_one_device import World, world
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.cutlass_kernels.wire import flow as module
+from tgl.testing import emulator
+
+RANKS, TOKENS, PAIR_ROWS, COLUMNS, PIECE = 2, 9, 11, 192, 2
+PLACES = RANKS * PAIR_ROWS
+SEEDS = range(6)
+
+
+@pytest.fixture(scope="module")
+def machine():
+    with emulator.emulate("sm_90a") as machine:
+        yield machine
+    launcher.plans.clear()
+    launcher.forget()
+
+
+@pytest.fixture
+def ranks(machine):
+    with world(RANKS, [(PLACES, COLUMNS, torch.float32)]) as made:
+        for memory in made.memories:
+            machine.register(memory)
+        made.arrived.fill_(TOKENS)
+        yield made
+
+
+def problem(answers: bool) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Every token goes to every rank, or every rank answers each: operands and the result."""
+    place = torch.arange(RANKS)[:, None] * PAIR_ROWS + torch.arange(TOKENS)
+    if answers:
+        rows = torch.randn(RANKS, PLACES, COLUMNS)
+        out = torch.empty(RANKS, TOKENS, COLUMNS)
+        position = place.t().flatten().int().expand(RANKS, -1).contiguous()
+        wanted = rows.view(RANKS, RANKS, PAIR_ROWS, COLUMNS)[:, :, :TOKENS].sum(0)
+        return (rows, out, None, position), wanted
+    rows = torch.randn(RANKS, TOKENS, COLUMNS)
+    out = torch.empty(RANKS, PLACES, COLUMNS)
+    token = torch.full((RANKS, PLACES), -1, dtype=torch.int32)
+    token[:, place.flatten()] = torch.arange(TOKENS).repeat(RANKS).int()
+    wanted = torch.zeros(RANKS, PLACES, COLUMNS)
+    wanted[:, place.flatten()] = rows.view(1, -1, COLUMNS)
+    return (rows, out, token, None), wanted
+
+
+def wrong(made: World, launch: object, answers: bool) -> int:
+    """How many schedules give another result."""
+    given, wanted = problem(answers)
+    out, count = given[1], 0
+    assert out is not None
+    for seed in SEEDS:
+        emulator.active().seed = seed
+        out.zero_()
+        flow(launch, made, given, PIECE)
+        count += not torch.equal(out, wanted)
+    return count
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_rows_are_read_behind_their_flags(ranks, answers):
+    assert wrong(ranks, kernel(Together, "sm_90", ranks, COLUMNS, answers, RANKS), answers) == 0
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_flag_in_front_of_its_rows_is_found(ranks, answers):
+    assert wrong(ranks, kernel(Early, "sm_90", ranks, COLUMNS, answers, RANKS), answers) > 0
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_readers_that_do_not_wait_are_found(ranks, monkeypatch, answers):
+    monkeypatch.setattr(module, "wait", lambda *args, **kwargs: None)
+    assert wrong(ranks, kernel(Together, "sm_90", ranks, COLUMNS, answers, RANKS), answers) > 0

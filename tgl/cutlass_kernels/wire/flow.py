@@ -1,0 +1,258 @@
+"""Rows to other ranks and rows from them in one launch: what has arrived is read while more is on its way.
+
+Rows go in pieces, each of which one warp stores to the memory of the rank that it is for, and then its flag: the number
+of the barrier in front, so that no flag is ever reset. The flag is released to the whole system behind the rows, and
+who reads rows acquires the flag of their piece first.
+
+=======  ===============================================================================================================
+Pushing  half of the warps: draw the numbers of pieces one by one until there are no more, and never wait for a flag
+Taking   the other half: wait for the flags of what they read, and either copy it out or add it up
+=======  ===============================================================================================================
+
+One block of every rank has to be on its device, and that is enough: the blocks that are there push all pieces. So every
+flag comes, however many blocks run at a time. Blocks stay until they have taken their share. As three of them fit on a
+multiprocessor, and an exchange has two, those of two groups may meet on a device. Which warp draws which piece changes
+no result: a row's place follows from counts, and sums have an order of their own.
+
+Pieces are drawn and taken in the order of rows, neighbouring ones to different ranks, so that few rows are left to be
+taken when the last one has crossed the link. Two blocks a multiprocessor have 4 MB of loads on their way, where a link
+of 450 GB/s with a latency of two microseconds asks for 1: more of them would begin pieces earlier and end none earlier.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..permute.cut import LANES, Cut
+from ..permute.kernel import Choices, Combine, load, place, store
+from ..tiles import ceil_div
+from .meet import place_of, wait
+from .move import beyond, spread
+
+WARPS = 8  # of a block
+PUSHING = WARPS // 2
+
+
+class Ways(NamedTuple):
+    """What ranks know of each other: of ``Peers``, of whose ``watch`` a row, and rows of a piece."""
+
+    table: cute.Tensor
+    flags: cute.Tensor
+    epoch: cute.Tensor
+    arrived: cute.Tensor
+    watch: cute.Tensor
+    piece: Int32
+    rank: Int32
+
+    @property
+    def ranks(self) -> Int32:
+        """W."""
+        return Int32(cute.size(self.table))
+
+
+class Moved(NamedTuple):
+    """Where rows come from, where they arrive, and where they or their sums end up.
+
+    Attributes:
+        rows: ``[S, H]``, unit stride along rows, or ``[W P, H]`` answers; H at least 1.
+        part: ``[W P, H]`` like rows, of this rank's memory.
+        out: ``[W P, H]`` like rows, or ``[S, H]`` of sums, of any dtype.
+    """
+
+    rows: cute.Tensor
+    part: cute.Tensor
+    out: cute.Tensor
+
+
+class Rows(Choices):
+    """Rows by one warp."""
+
+    @cute.jit
+    def copy(self, rows: cute.Tensor, owners: Any, source: Int32, target: cute.Tensor, to: Int32, count: Int32):
+        """So many rows from number ``source`` on, or those that ``owners`` have there, to those from ``to`` on."""
+        cut = self.cut
+        lane = cute.arch.lane_idx()
+        side, across = LANES // cut.across, cut.across * cut.vector
+        for base in cutlass.range(0, count, side, unroll=1):
+            at = base + lane // cut.across
+            row, there = Int32(-1), Int32(-1)
+            if at < count:
+                row = source + at
+                if cutlass.const_expr(owners is not None):
+                    row = place(owners, source + at, Int32(rows.shape[0]))
+            if row >= 0:
+                there = to + at
+            for start in cutlass.range(0, Int32(rows.shape[1]), across * cut.strips, unroll=1):
+                first = start + lane % cut.across * cut.vector
+                held = cute.make_rmem_tensor((cut.vector, cut.strips), rows.element_type)
+                for i in cutlass.range_constexpr(cut.strips):
+                    load(rows, row, self.column(first, i), held[None, i])
+                for i in cutlass.range_constexpr(cut.strips):
+                    store(target, there, self.column(first, i), held[None, i])
+
+
+class Sums(Combine):
+    """Sums of rows of many ranks, by warps that wait for those rows."""
+
+    @cute.jit
+    def add_up(self, moved: Moved, position: cute.Tensor, ways: Ways, warp: Int32, warps: Int32):
+        """This warp's share."""
+        cut, now, lane = self.cut, ways.epoch[0], cute.arch.lane_idx()
+        side, across = LANES // cut.across, cut.across * cut.vector * cut.strips
+        tokens, places = Int32(moved.out.shape[0]), Int32(moved.part.shape[0])
+        pair_rows, shares = places // ways.ranks, ceil_div(Int32(moved.out.shape[1]), across)
+        for n in cutlass.range(warp, ceil_div(tokens * shares, side), warps, unroll=1):
+            share = n * side + lane // cut.across
+            token = share // shares
+            first = (share - token * shares) * across + lane % cut.across * cut.vector
+            if token >= tokens:
+                token = Int32(-1)
+            for choice in cutlass.range(lane % cut.across, cut.top_k, cut.across, unroll=1):
+                row = self.row_of(position, token, places, choice)
+                if row >= 0:
+                    peer = row // pair_rows
+                    wait(ways.flags, peer, (row - peer * pair_rows) // ways.piece, now, ways.watch, 1, exactly=True)
+            cute.arch.sync_warp()  # what a lane has acquired, all may read
+            self.total(moved.part, position, None, token, first, moved.out)
+
+
+class Flow:
+    """Tokens to the ranks of their experts, or answers home.
+
+    Args:
+        cuts: of rows and, where there are some, of weights, how they are copied: the ``vector`` divides the numbers of
+            columns, the pitches and the alignment of all of them.
+        sums: likewise how answers are added up; of tokens none.
+    """
+
+    def __init__(self, cuts: tuple[Cut, ...], sums: tuple[Cut, ...] = ()):
+        self.copies = [Rows(cut) for cut in cuts]
+        self.sums = [Sums(cut) for cut in sums]
+
+    @cute.jit
+    def __call__(self, places: cute.Tensor, all_moved: tuple, ways: Ways, blocks: Int32, stream):
+        """Launch.
+
+        Args:
+            places: ``token`` int32 ``[W P]``, of which -1 has none, of every rank's P the used ones first; of answers
+                ``position`` int32 ``[S c]``.
+            all_moved: a ``Moved`` of rows, and one of weights if there are some.
+            ways: of all ranks.
+            blocks: at most.
+            stream: CUDA stream.
+        """
+        part = all_moved[0].part
+        work = self.pieces(part, ways) * ways.ranks
+        for i in cutlass.range_constexpr(len(self.sums)):
+            cut, sums = self.sums[i].cut, all_moved[i].out
+            work = cutlass.max(
+                work, Int32(sums.shape[0]) * ceil_div(Int32(sums.shape[1]), cut.across * cut.vector * cut.strips)
+            )
+        token, position = (None, places) if self.sums else (places, None)
+        self.kernel(all_moved, token, position, ways).launch(
+            grid=(cutlass.min(ceil_div(work, PUSHING), blocks), 1, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=15,  # in %, the rest is cache; without a number the compiler asks a driver
+        )
+
+    @cute.jit
+    def pieces(self, part: cute.Tensor, ways: Ways) -> Int32:
+        """Of the rows for a rank."""
+        return ceil_div(Int32(part.shape[0]) // ways.ranks, ways.piece)
+
+    @cute.kernel
+    def kernel(self, all_moved: Any, token: Any, position: Any, ways: Ways):
+        """A share of all."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        self.flow(all_moved, token, position, ways, block, blocks)
+
+    @cute.jit
+    def flow(self, all_moved: Any, token: Any, position: Any, ways: Ways, block: Int32, blocks: Int32):
+        """A block's part."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < PUSHING:
+            self.push(all_moved, token, ways)
+        else:
+            number, count = block * PUSHING + warp - PUSHING, blocks * PUSHING
+            if cutlass.const_expr(position is None):
+                self.take(all_moved, ways, number, count)
+            else:
+                for i in cutlass.range_constexpr(len(all_moved)):
+                    self.sums[i].add_up(all_moved[i], position, ways, number, count)
+
+    @cute.jit
+    def push(self, all_moved: Any, token: Any, ways: Ways):
+        """Pieces as long as there are some, each with its flag."""
+        ranks, pair_rows = ways.ranks, Int32(all_moved[0].part.shape[0]) // ways.ranks
+        count = ranks * self.pieces(all_moved[0].part, ways)
+        number = self.draw(ways.epoch)
+        while number < count:
+            peer, at = spread(number, ranks, ways.rank)
+            first = at * ways.piece
+            end = self.end(token, ways.arrived, peer, first, pair_rows)
+            if end > first:
+                self.send(all_moved, token, ways, peer, first, cutlass.min(ways.piece, end - first))
+                self.release(ways, peer, at)
+            number = self.draw(ways.epoch)
+
+    @cute.jit
+    def release(self, ways: Ways, peer: Int32, at: Int32):
+        """The flag of a piece that this warp has stored."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            theirs = beyond(ways.flags, ways.table, peer, ways.rank)
+            cute.arch.store(place_of(theirs, ways.rank, at), ways.epoch[0], sem="release", scope="sys")
+
+    @cute.jit
+    def draw(self, epoch: cute.Tensor) -> Int32:
+        """The number of a piece that nobody else has."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = cute.arch.atomic_add((epoch.iterator + 1).llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+        return cute.arch.shuffle_sync(number, 0)
+
+    @cute.jit
+    def end(self, token: Any, arrived: cute.Tensor, peer: Int32, first: Int32, pair_rows: Int32) -> Int32:
+        """The end of the rows for a rank, or of their room if ``first`` is one of them; at least 1.
+
+        All read row 0 as the answer of a step that did not fit, and a rank whose first flag is missing has not come.
+        """
+        end = Int32(1)
+        if cutlass.const_expr(token is None):
+            end = cutlass.max(arrived[peer], end)
+        elif token[peer * pair_rows + first] >= 0:
+            end = pair_rows
+        return end
+
+    @cute.jit
+    def send(self, all_moved: Any, token: Any, ways: Ways, peer: Int32, first: Int32, count: Int32):
+        """So many rows; tokens of this rank's own experts are stored where they will be read."""
+        pair_rows = Int32(all_moved[0].part.shape[0]) // ways.ranks
+        source, to = peer * pair_rows + first, ways.rank * pair_rows + first
+        for i in cutlass.range_constexpr(len(all_moved)):
+            rows, part, out = all_moved[i]
+            if cutlass.const_expr(token is None):
+                self.copies[i].copy(rows, None, source, beyond(part, ways.table, peer, ways.rank), to, count)
+            elif peer == ways.rank:
+                self.copies[i].copy(rows, token, source, out, to, count)
+            else:
+                self.copies[i].copy(rows, token, source, beyond(part, ways.table, peer, ways.rank), to, count)
+
+    @cute.jit
+    def take(self, all_moved: Any, ways: Ways, warp: Int32, warps: Int32):
+        """Pieces out of the memory that the next exchange writes to."""
+        ranks, now, pair_rows = ways.ranks, ways.epoch[0], Int32(all_moved[0].part.shape[0]) // ways.ranks
+        for number in cutlass.range(warp, ranks * self.pieces(all_moved[0].part, ways), warps, unroll=1):
+            peer, at = spread(number, ranks, ways.rank)
+            first = at * ways.piece
+            count = cutlass.min(ways.piece, ways.arrived[peer] - first)
+            if peer != ways.rank and count > 0:
+                wait(ways.flags, peer, at, now, ways.watch, 1, exactly=True)
+                row = peer * pair_rows + first
+                for i in cutlass.range_constexpr(len(all_moved)):
+                    self.copies[i].copy(all_moved[i].part, None, row, all_moved[i].out, row, count)
