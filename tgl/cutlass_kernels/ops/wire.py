@@ -10,9 +10,10 @@ from torch import Tensor
 from ... import backends
 from ..permute.cut import Cut, cut_of
 from ..runtime import device
-from ..runtime.launcher import Call, Launcher
+from ..runtime.launcher import Call, Launcher, Plan
 from ..runtime.names import name
 from ..runtime.requirements import ALIGNMENT
+from ..wire.sizes import TOKENS
 from .permutation import vector_of
 
 LOADS = 8  # of a lane on their way: few warps have to have enough of them
@@ -207,6 +208,7 @@ class PlacesKey(NamedTuple):
     top_k: int
     bits: int
     invariant: bool
+    alone: bool
 
 
 class PlacesCall(NamedTuple):
@@ -230,19 +232,27 @@ class Places(Wired[PlacesCall]):
         """One kernel serves all numbers of experts of as many bits."""
         bits = (c.counts.shape[0] - c.ranks).bit_length()
         emulated = not c[0].is_cuda
-        return PlacesKey(arch, emulated, name(c.top_k_index), c.ranks, c.top_k_index.shape[1], bits, c.invariant)
+        tokens, top_k = c.top_k_index.shape
+        return PlacesKey(arch, emulated, name(c.top_k_index), c.ranks, top_k, bits, c.invariant, tokens <= TOKENS)
 
     def build(self, key: PlacesKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..runtime.compiling import compiled, strided, vector
+        from ..runtime.compiling import compiled, contiguous, strided, vector
         from ..wire.route import Places as Kernel
 
-        kernel = Kernel(key.ranks, key.top_k, key.bits, key.invariant)
-        return compiled(key.arch, kernel, strided(key.element, 2), *(vector("int32") for _ in range(3)))
+        kernel = Kernel(key.ranks, key.top_k, key.bits, key.invariant, key.alone)
+        table = None if key.alone else contiguous("int32")
+        return compiled(key.arch, kernel, strided(key.element, 2), *(vector("int32") for _ in range(3)), table)
 
     def arguments(self, c: PlacesCall) -> tuple:
-        """What the kernel is called with."""
+        """What the kernel is called with, but the table of counts."""
         return c[:4]
+
+    def start(self, plan: Plan, c: PlacesCall) -> None:
+        """Launch, with a row of counts for every block if there are several."""
+        blocks = -(-c.top_k_index.shape[0] // TOKENS)
+        table = None if plan.key.alone else c.counts.new_empty(blocks, c.counts.shape[0])
+        plan.launch(*self.arguments(c), table)
 
 
 class ChoicesKey(NamedTuple):

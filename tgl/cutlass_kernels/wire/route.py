@@ -1,13 +1,13 @@
-"""Where the tokens of a rank go: places and counts by one block, choices to their ranks, and what has arrived.
+"""Where the tokens of a rank go: their places and counts, choices to their ranks, and what has arrived.
 
 A token's place is the number of tokens before it that go to that rank, in the order of tokens: counts of warps, summed
 up warp by warp, and never the order in which threads come. The counts of experts are sums of integers, in which the
 order of atomics does not show.
 
 =======  ===============================================================================================================
-Places   one block, a thread for each of 1,024 tokens at a time. 8,192 tokens of 8 choices are 512 KiB of int64, read
-         once, and for each of 8 ranks a scan in 256 warps: about ten microseconds, where many blocks would need a
-         barrier or a launch more
+Places   a thread for each token, 256 in a block. More than one block take two launches: the first one counts what
+         every block has, and in the second a block adds up what those before it have. It starts while the first one
+         runs (a dependent launch). One block that went through 8,192 tokens of 8 choices took 50 us
 Choices  a lane for each choice of each place: 32 bytes a row beside the 14,336 of a token of 7,168 columns
 Settle   every block adds up all counts, 8 ranks of 256 experts in 8 loads a thread, then does its share of the rows
 =======  ===============================================================================================================
@@ -20,11 +20,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from .. import instructions
 from .move import beyond, spread
+from .sizes import TOKENS
 
 LANES = 32
-WARPS = 32
-THREADS = LANES * WARPS
+WARPS = TOKENS // LANES
+THREADS = 1024  # of a block of the others
 SHARE = 8  # elements of a thread of the kernels of many blocks
 
 
@@ -36,15 +38,22 @@ class Places:
         top_k: k.
         bits: of E: the shared memory holds a count for all numbers of as many bits.
         invariant: a place for every choice, not for every rank.
+        alone: whether one block has all tokens.
     """
 
-    def __init__(self, ranks: int, top_k: int, bits: int, invariant: bool):
-        self.ranks, self.top_k, self.invariant = ranks, top_k, invariant
+    def __init__(self, ranks: int, top_k: int, bits: int, invariant: bool, alone: bool):
+        self.ranks, self.top_k, self.invariant, self.alone = ranks, top_k, invariant, alone
         self.experts = 1 << bits
 
     @cute.jit
     def __call__(
-        self, top_k_index: cute.Tensor, position: cute.Tensor, token: cute.Tensor, counts: cute.Tensor, stream
+        self,
+        top_k_index: cute.Tensor,
+        position: cute.Tensor,
+        token: cute.Tensor,
+        counts: cute.Tensor,
+        table: Any,
+        stream,
     ):
         """Launch.
 
@@ -53,50 +62,107 @@ class Places:
             position: int32 ``[S c]``.
             token: int32 ``[W P]``.
             counts: int32 ``[E + W]``: choices of every expert, rows for every rank.
+            table: int32 ``[blocks, E + W]``, a workspace: those of every ``TOKENS`` tokens; None for one block alone.
             stream: CUDA stream.
         """
-        self.kernel(top_k_index, position, token, counts).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        blocks = 1
+        if cutlass.const_expr(not self.alone):
+            blocks = table.shape[0]
+            self.count(top_k_index, table).launch(grid=(blocks, 1, 1), block=(TOKENS, 1, 1), stream=stream)
+        self.kernel(top_k_index, position, token, counts, table).launch(
+            grid=(blocks, 1, 1),
+            block=(TOKENS, 1, 1),
+            stream=stream,
+            use_pdl=not self.alone and instructions.overlaps(),
+        )
 
     @cute.kernel
-    def kernel(self, top_k_index: cute.Tensor, position: cute.Tensor, token: cute.Tensor, counts: cute.Tensor):
-        """One block."""
+    def count(self, top_k_index: cute.Tensor, table: cute.Tensor):
+        """Choices of every expert and rows for every rank of a block's tokens."""
+        instructions.launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
-        tokens, places = Int32(top_k_index.shape[0]), Int32(cute.size(token))
-        experts, pair_rows = Int32(cute.size(counts)) - self.ranks, places // self.ranks
+        block, _, _ = cute.arch.block_idx()
+        experts = Int32(table.shape[1]) - self.ranks
         smem = SmemAllocator()
         chosen = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, self.ranks)), byte_alignment=16)
-        ends = smem.allocate_tensor(Int32, cute.make_layout(self.ranks), byte_alignment=16)
-        for expert in cutlass.range(thread, experts, THREADS, unroll=1):
-            chosen[expert] = Int32(0)
+        owners = self.owners(top_k_index, block * TOKENS + thread, experts)
+        self.add_experts(top_k_index, block * TOKENS + thread, experts, chosen)
+        self.scan(owners, sums)
+        for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
+            table[block, expert] = chosen[expert]
         if thread < self.ranks:
-            ends[thread] = Int32(0)
+            table[block, experts + thread] = sum_of(sums, thread)
+
+    @cute.kernel
+    def kernel(
+        self, top_k_index: cute.Tensor, position: cute.Tensor, token: cute.Tensor, counts: cute.Tensor, table: Any
+    ):
+        """The places of a block's tokens, and its share of the places that nobody has and of the counts."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        tokens, places = Int32(top_k_index.shape[0]), Int32(cute.size(token))
+        experts, pair_rows = Int32(cute.size(counts)) - self.ranks, places // self.ranks
+        smem = SmemAllocator()
+        sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, self.ranks)), byte_alignment=16)
+        starts = smem.allocate_tensor(Int32, cute.make_layout(self.ranks), byte_alignment=16)
+        ends = smem.allocate_tensor(Int32, cute.make_layout(self.ranks), byte_alignment=16)
+        number = block * TOKENS + thread
+        owners = self.owners(top_k_index, number, experts)
+        before = self.scan(owners, sums)
+        if cutlass.const_expr(self.alone):
+            chosen = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
+            self.add_experts(top_k_index, number, experts, chosen)
+            for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
+                counts[expert] = chosen[expert]
+            if thread < self.ranks:
+                starts[thread] = Int32(0)
+                ends[thread] = sum_of(sums, thread)
+                counts[experts + thread] = ends[thread]
+        else:
+            instructions.wait()
+            for column in cutlass.range(block * WARPS + warp, experts + self.ranks, blocks * WARPS, unroll=1):
+                total = add_blocks(table, column, blocks)
+                if lane == 0:
+                    counts[column] = total
+            for peer in cutlass.range(warp, self.ranks, WARPS, unroll=1):
+                start, end = add_blocks(table, experts + peer, block), add_blocks(table, experts + peer, blocks)
+                if lane == 0:
+                    starts[peer], ends[peer] = start, end
         cute.arch.sync_threads()
-        for base in cutlass.range(0, tokens, THREADS, unroll=1):
-            owners = self.owners(top_k_index, base + thread, experts, chosen)
-            before = self.scan(owners, sums, ends)
-            self.take(owners, before, base + thread, position, token, pair_rows, tokens)
-            cute.arch.sync_threads()
-        for at in cutlass.range(thread, places, THREADS, unroll=1):
+        for peer in cutlass.range_constexpr(self.ranks):
+            before[peer] += starts[peer]
+        self.take(owners, before, number, position, token, pair_rows, tokens)
+        for at in cutlass.range(number, places, blocks * TOKENS, unroll=1):
             peer = at // pair_rows
             if at - peer * pair_rows >= ends[peer]:
                 token[at] = Int32(-1)
-        for expert in cutlass.range(thread, experts, THREADS, unroll=1):
-            counts[expert] = chosen[expert]
-        if thread < self.ranks:
-            counts[experts + thread] = ends[thread]
 
     @cute.jit
-    def owners(self, top_k_index: cute.Tensor, number: Int32, experts: Int32, chosen: cute.Tensor) -> cute.Tensor:
-        """The rank of every choice of a token, -1 for none; counts the experts."""
+    def owners(self, top_k_index: cute.Tensor, number: Int32, experts: Int32) -> cute.Tensor:
+        """The rank of every choice of a token, -1 for none."""
         owners = cute.make_rmem_tensor(self.top_k, Int32)
         for j in cutlass.range_constexpr(self.top_k):
-            owners[j] = Int32(-1)
             expert = expert_of(top_k_index, number, j, experts)
+            owners[j] = Int32(-1)
             if expert >= 0:
                 owners[j] = expert // (experts // self.ranks)
-                cute.arch.atomic_add((chosen.iterator + expert).llvm_ptr, Int32(1), sem="relaxed", scope="cta")
         return owners
+
+    @cute.jit
+    def add_experts(self, top_k_index: cute.Tensor, number: Int32, experts: Int32, chosen: cute.Tensor):
+        """Choices of every expert by the block's tokens."""
+        thread, _, _ = cute.arch.thread_idx()
+        for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
+            chosen[expert] = Int32(0)
+        cute.arch.sync_threads()
+        for j in cutlass.range_constexpr(self.top_k):
+            expert = expert_of(top_k_index, number, j, experts)
+            if expert >= 0:
+                cute.arch.atomic_add((chosen.iterator + expert).llvm_ptr, Int32(1), sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
 
     @cute.jit
     def rows(self, owners: cute.Tensor, peer: int) -> Int32:
@@ -110,8 +176,8 @@ class Places:
         return count
 
     @cute.jit
-    def scan(self, owners: cute.Tensor, sums: cute.Tensor, ends: cute.Tensor) -> cute.Tensor:
-        """How many rows every rank gets from the tokens before a thread's; ``ends`` grows by those of the block."""
+    def scan(self, owners: cute.Tensor, sums: cute.Tensor) -> cute.Tensor:
+        """How many rows every rank gets from the block's tokens before a thread's; into ``sums`` those of its warps."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         before = cute.make_rmem_tensor(self.ranks, Int32)
@@ -122,15 +188,10 @@ class Places:
             if lane == LANES - 1:
                 sums[warp, peer] = value
         cute.arch.sync_threads()
-        if warp < self.ranks:
-            own, end = sums[lane, warp], ends[warp]
-            value = running(own)
-            sums[lane, warp] = end + value - own
-            if lane == LANES - 1:
-                ends[warp] = end + value
-        cute.arch.sync_threads()
         for peer in cutlass.range_constexpr(self.ranks):
-            before[peer] += sums[warp, peer]
+            for other in cutlass.range_constexpr(WARPS - 1):
+                if other < warp:
+                    before[peer] += sums[other, peer]
         return before
 
     @cute.jit
@@ -180,6 +241,24 @@ def running(value: Int32) -> Int32:
         if lane >= (1 << i):
             value += left
     return value
+
+
+@cute.jit
+def sum_of(sums: cute.Tensor, peer: Int32) -> Int32:
+    """The rows for a rank of all warps."""
+    total = Int32(0)
+    for warp in cutlass.range_constexpr(WARPS):
+        total += sums[warp, peer]
+    return total
+
+
+@cute.jit
+def add_blocks(table: cute.Tensor, column: Int32, blocks: Int32) -> Int32:
+    """The sum of a column over the first blocks, in all lanes of a warp."""
+    total = Int32(0)
+    for block in cutlass.range(cute.arch.lane_idx(), blocks, LANES, unroll=1):
+        total += table[block, column]
+    return cute.arch.warp_redux_sync(total, "add")
 
 
 @cute.jit
