@@ -63,6 +63,18 @@ def loads_before_use(cubin: bytes, bits: int) -> tuple[int, int]:
     return found, found if before is None else before
 
 
+def between(cubin: bytes, inner: str, outer: str) -> tuple[int, int]:
+    """Of the instructions ``inner`` in the block of code that has most, how many there are between the first and the
+    last ``outer`` of that block, and how many in all; names by their beginnings. A block ends at a label or a branch.
+    """
+    blocks = re.split(r"^\.L\S+:|\bBRA\b|\bBSYNC\b", _disassembled(cubin), flags=re.M)
+    names = ([name for name, _ in re.findall(INSTRUCTION, block, re.M)] for block in blocks)
+    most = max(names, key=lambda found: sum(name.startswith(inner) for name in found))
+    at = [i for i, name in enumerate(most) if name.startswith(outer)]
+    inside = most[at[0] : at[-1]] if at else []
+    return tuple(sum(name.startswith(inner) for name in part) for part in (inside, most))  # type: ignore[return-value]
+
+
 def inspect(cubin: bytes, kernel: str = "") -> Report:
     """Read a cubin: the most registers and stack and all instructions of the kernels whose names hold ``kernel``."""
     text = _disassembled(cubin)

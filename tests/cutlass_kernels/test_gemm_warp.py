@@ -11,6 +11,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests import chips
+from tests.cutlass_kernels import gemm_cases, sass
 from tests.cutlass_kernels.gemm_cases import Case, run
 from tests.kernel_cases import integers
 from tgl.cutlass_kernels import archs
@@ -115,6 +116,17 @@ def test_no_mma_lies_behind_a_group(arch):
     sizes, config = (1, 16, 17, 0, 63, 64, 65, 200), ARCHS[arch].tilings.deepest(64, 64)
     record = run(arch, VARLEN_K, Case(config, sizes, depth=64, columns=64), seeds=(0,))
     assert record.mma_count == 32 * sum(-(-size // 16) for size in sizes)
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(("kind", "along"), [(VARLEN_M, True), (VARLEN_M, False), (VARLEN_K, False)])
+def test_copies_stand_between_the_mmas_of_a_k_tile(kind, along):
+    """Where lanes load: all in one place, they and their addresses are a long row of instructions without an MMA."""
+    config = ARCHS["sm_80"].tilings.deepest(128, 256)
+    with emulator.emulate("sm_80"):
+        cubin = gemm_cases.kernel("sm_80", kind, Case(config, RAGGED, b_row_major=not along)).artifacts.CUBIN
+    beside, mmas = sass.between(cubin, "HMMA", "LDGSTS")
+    assert 2 * beside > mmas > 100
 
 
 def test_more_groups_than_a_warp_holds():

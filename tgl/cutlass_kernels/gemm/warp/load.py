@@ -102,6 +102,14 @@ class Lines(NamedTuple):
     left: Int32
 
 
+class Piece(NamedTuple):
+    """A copy of a thread: addresses of 16 bytes and of their place in shared memory, and how many of them there are."""
+
+    source: Int64
+    target: Int32
+    count: Int32
+
+
 class Feed(NamedTuple):
     """Where a warp's copies stand: its search, the index of the tile behind the one it copies, and that one's rest."""
 
@@ -157,18 +165,19 @@ def target_of(part: Part, stage: Int32) -> Int32:
 
 
 @cute.jit
-def copy_lines(
+def pieces_of(
     part: cutlass.Constexpr,
     values: cute.Tensor,
     lines: Lines,
     stage: Int32,
     tile_k: cutlass.Constexpr,
     step: cutlass.Constexpr,
-):
-    """Start a thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
+) -> tuple:
+    """A thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
     count, target = (part.extent if part.along else tile_k), target_of(part, stage)
     pitch = Int64(values.stride[0 if part.along else 1]) * in_bytes(step, values)
     blocks = in_bytes(part.extent * tile_k, values) // (count * LINE)
+    pieces: tuple = ()
     for number in cutlass.range_constexpr(part.halves * blocks):
         half, block = number // blocks, number % blocks
         inside, source = clamp(lines.left - block * LINE, Int32(0), Int32(PIECE)), lines.start + block * LINE
@@ -178,8 +187,9 @@ def copy_lines(
             found = inside
             if lines.lines <= i * step:
                 found = Int32(0)
-            copy_piece(source, target + (number * count + i * step) * LINE, found)
+            pieces += (Piece(source, target + (number * count + i * step) * LINE, found),)
             source += pitch
+    return pieces
 
 
 @cute.jit
@@ -339,11 +349,21 @@ def copy_sources(gemm: Any, scales: Any, sources: Any, stage: Int32) -> Any:
 def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> Feed:
     """Start the copies of the next k tile to a stage that nobody may still read.
 
-    All warps call it, once per k tile that is multiplied, and ``follow`` before they call it again.
+    All warps call it, or ``begin_copies`` and what follows, once per k tile that is multiplied, and ``follow`` before
+    they do it again.
     """
+    feed, pieces = begin_copies(gemm, operands, feed, stage)
+    copy_pieces(pieces)
+    end_copies(gemm)
+    return feed
+
+
+def begin_copies(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> tuple[Feed, tuple]:
+    """Start the copies of ``copy_next`` but for the pieces that are returned, which a thread has still to copy."""
     tile_k = gemm.config.tile_k
     a, b = parts_of(gemm, operands)
     copied: dict[str, Any] = {}
+    pieces: tuple = ()
     if gemm.mapped:
         load_next(gemm, operands, feed, stage)
     for name, part, values, lines in (("a", a, operands.a, feed.a), ("b", b, operands.b, feed.b)):
@@ -352,12 +372,23 @@ def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> Feed:
         elif name in gemm.mapped:
             copied[name] = next_spot(lines, tile_k)
         else:
-            copy_lines(part, values, lines, stage.address, tile_k, gemm.line_step)
+            pieces += pieces_of(part, values, lines, stage.address, tile_k, gemm.line_step)
             copied[name] = next_lines(part, values, lines, tile_k)
     sources = copy_sources(gemm, operands.scales, feed.sources, stage.address)
+    return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k, sources), pieces
+
+
+def copy_pieces(pieces: tuple, turn: int = 0, turns: int = 1) -> None:
+    """Copy those that belong to a turn, which are spread evenly."""
+    for number, piece in enumerate(pieces):
+        if number * turns // len(pieces) == turn:
+            copy_piece(*piece)
+
+
+def end_copies(gemm: Any) -> None:
+    """No more copies of a k tile follow."""
     if gemm.copies:
         cute.arch.cp_async_commit_group()
-    return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k, sources)
 
 
 @cute.jit

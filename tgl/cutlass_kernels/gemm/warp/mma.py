@@ -23,7 +23,7 @@ from ...tiles.policy import Problem, Share
 from ..copies import LINE, PIECE, STEPS
 from ..edges import clear_start
 from .factors import make_factors, promote, read_factors
-from .load import Feed, Operands, Part, copy_next, follow, next_tile, parts_of
+from .load import Feed, Operands, Part, begin_copies, copy_next, copy_pieces, end_copies, follow, next_tile, parts_of
 from .mapped import BARRIER, Stage, barrier
 from .narrow import read_bytes
 from .scales import make_scales, read_scales
@@ -252,7 +252,11 @@ def multiply(
                         read_rows(gemm, operands, own, following.read, 0, 0)
                         read_columns(gemm, operands, own, following.read, 0, 0, 0)
                 if cutlass.const_expr(turn == 0):
-                    feed = copy_next(gemm, operands, feed, behind(gemm, ring))
+                    feed, pieces = begin_copies(gemm, operands, feed, behind(gemm, ring))
+                if cutlass.const_expr(block == 0):
+                    copy_pieces(pieces, i, steps)
+                if cutlass.const_expr(turn == blocks * (steps - 1)):
+                    end_copies(gemm)
                 multiply_columns(gemm, own, sums, block, i % 2, turn % 2)
             if cutlass.const_expr(gemm.promotes):
                 promote(acc, sums, factors)

@@ -19,7 +19,7 @@ from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
 from ...tiles.policy import Problem
 from ..copies import PIECE, WORD, copy_piece, copy_word
-from .load import Lines, Part, begin_lines, copy_lines, next_lines
+from .load import Lines, Part, begin_lines, copy_pieces, next_lines, pieces_of
 from .packed_tilings import PackedSpec, pieces
 
 
@@ -161,7 +161,7 @@ def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
     All warps call it, once per k tile that is multiplied, and ``follow`` before they call it again.
     """
     tile_k, part = gemm.config.tile_k, part_of_a(gemm)
-    copy_lines(part, operands.a, feed.a, stage, tile_k, gemm.line_step)
+    copy_pieces(pieces_of(part, operands.a, feed.a, stage, tile_k, gemm.line_step))
     copy_matrices(gemm, operands.b, feed.b, stage)
     cute.arch.cp_async_commit_group()
     spot = feed.b._replace(depth=feed.b.depth + tile_k)
