@@ -17,6 +17,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warp
 
+from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs
 from ...tiles import ceil_div
 from ...tiles.policy import Problem, Share
@@ -224,6 +225,7 @@ def multiply(
     """
     tile_k, sums, factors = gemm.config.tile_k, acc, make_factors(gemm)
     steps, depth, blocks = STEPS, tile_k // STEPS, gemm.warp_tile[1] // BLOCK
+    places = steps if gemm.kind == VARLEN_M else 1  # of copies; more make a weight gradient slower
     if cutlass.const_expr(gemm.promotes):
         sums = cute.make_rmem_tensor(acc.shape, Float32)
     if extent > 0:
@@ -253,9 +255,9 @@ def multiply(
                         read_columns(gemm, operands, own, following.read, 0, 0, 0)
                 if cutlass.const_expr(turn == 0):
                     feed, pieces = begin_copies(gemm, operands, feed, behind(gemm, ring))
-                if cutlass.const_expr(block == 0):
-                    copy_pieces(pieces, i, steps)
-                if cutlass.const_expr(turn == blocks * (steps - 1)):
+                if cutlass.const_expr(block == 0 and i < places):
+                    copy_pieces(pieces, i, places)
+                if cutlass.const_expr(turn == blocks * (places - 1)):
                     end_copies(gemm)
                 multiply_columns(gemm, own, sums, block, i % 2, turn % 2)
             if cutlass.const_expr(gemm.promotes):
