@@ -14,6 +14,7 @@ RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 PAIRS = {shape: GemmConfig(*shape, cluster_n=2) for shape in ((128, 64), (128, 128), (256, 128))}
 TURNS = {shape: GemmConfig(*shape, pingpong=True) for shape in ((64, 128), (64, 256), (128, 64), (128, 128))}
 TILES = {shape: GemmConfig(*shape) for shape in ((64, 64), (64, 256), (128, 128), (128, 192), (128, 256), (256, 128))}
+HIGH_PAIR = GemmConfig(128, 256, cluster_m=2)
 
 GEMM = {
     "plain": Case(TILES[128, 128], RAGGED),
@@ -42,6 +43,8 @@ WGRAD = {
     "two blocks": Case(TILES[256, 128], (130, 0, 64, 1, 70), depth=264, columns=136),
     "two blocks, accumulate": Case(TILES[256, 128], (64, 0, 63, 65), depth=264, out=F32, accumulate=True),
     "multicast, accumulate": Case(PAIRS[128, 128], (64, 0, 63), columns=392, depth=136, out=F32, accumulate=True),
+    "pairs along the rows": Case(HIGH_PAIR, (64, 0, 63, 165), columns=264, depth=264),
+    "pairs along the rows, accumulate": Case(HIGH_PAIR, (64, 0, 63), columns=392, depth=392, out=F32, accumulate=True),
     "ping-pong": Case(TURNS[64, 256], (64, 0, 63, 165), columns=264, depth=136),
     "ping-pong, accumulate": Case(TURNS[128, 128], (64, 0, 65), columns=136, depth=264, out=F32, accumulate=True),
     "odd columns, accumulate": Case(TILES[64, 64], (3, 200), columns=37, dtype=F16, out=F16, accumulate=True),

@@ -49,6 +49,11 @@ class GemmConfig:
         return self.tile_m // 2 if self.two_cta else self.tile_m
 
     @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of the tiles of a cluster."""
+        return self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
+
+    @property
     def ctas(self) -> int:
         """CTAs in a cluster."""
         return self.cluster_m * self.cluster_n * (2 if self.two_cta else 1)

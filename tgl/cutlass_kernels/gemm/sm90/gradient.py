@@ -34,7 +34,7 @@ class GradientGroupedGemm(Gradient, GroupedGemm):
         self.result = result
         self.buffers = buffers_per_warp(activation, result)
         super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=tail), element, gathered=gathered)
-        tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
+        tiles = (*config.cluster_tile, config.band)
         self.side_by_side = activation.gated and not activation.interleaved
         self.policy = HalvesVarlenM(*tiles, tail, self.side_by_side)
 

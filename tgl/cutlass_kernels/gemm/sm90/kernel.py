@@ -90,7 +90,7 @@ class GroupedGemm:
         self.gathered = self.by_lanes = gathered
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
-        tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
+        tiles = (*config.cluster_tile, config.band)
         self.policy: Any = varlen_m(spec, *tiles) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
         self.out_element = getattr(
             cutlass, {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}[spec.out]
@@ -244,13 +244,15 @@ class GroupedGemm:
         tile_m, _, tile_k = self.tiler
         ctas = self.config.ctas
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp() if ctas > 1 else load
+        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp()
         of_a: tuple = (None, None)
         of_b: tuple = (None, None)
         if self.by_lanes != "a":
-            of_a = cpasync.make_tiled_tma_atom(load_part, a, a_smem, (tile_m, tile_k), ctas)
+            op, parts = (load_part, ctas) if self.shared == "a" else (load, 1)
+            of_a = cpasync.make_tiled_tma_atom(op, a, a_smem, (tile_m, tile_k), parts)
         if self.by_lanes != "b":
-            of_b = cpasync.make_tiled_tma_atom(load, b, b_smem, self.b_tile)
+            op, parts = (load_part, ctas) if self.shared == "b" else (load, 1)
+            of_b = cpasync.make_tiled_tma_atom(op, b, b_smem, self.b_tile, parts)
         return of_a, of_b
 
     def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
@@ -363,6 +365,11 @@ class GroupedGemm:
             )
         if cutlass.const_expr(ctas > 1):
             self.meet()  # no CTA leaves while another may still load into its shared memory
+
+    @property
+    def shared(self) -> str | None:
+        """The operand of which the CTAs of a cluster load a part each for all, or None."""
+        return "a" if self.config.cluster_n > 1 else "b" if self.config.cluster_m > 1 else None
 
     @property
     def arrivals(self) -> int:

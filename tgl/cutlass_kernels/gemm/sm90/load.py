@@ -4,8 +4,9 @@ Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; wher
 rows that are gathered, one more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one
 arrival per consumer warp) that it may be overwritten.
 
-The CTAs of a cluster work on neighbouring tiles of the same rows. Each loads its own tile of B and an equal part of A,
-which it multicasts to all of them; so a stage is empty only when the consumers of every CTA have given it back.
+The CTAs of a cluster work on neighbouring tiles of the same rows, or in a gradient of the same columns. Each loads its own
+tile of one operand and an equal part of the other one's, which it multicasts to all of them; so a stage is empty only when
+the consumers of every CTA have given it back.
 """
 
 from typing import Any, NamedTuple
@@ -55,10 +56,12 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
             instructions.wait()
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
+    tile = own_tile(gemm, tile, rank)
     if cutlass.const_expr(gemm.config.half):
         stage, phase = load_first(gemm, operands, ring, tile, policy.depth(tile, problem), rank, settled)
         first += step
         search, tile = policy.find(search, first, problem)
+        tile = own_tile(gemm, tile, rank)
     while tile.valid:
         if cutlass.const_expr(gemm.paired):
             stage, phase = load_tile(gemm, operands, ring, tile, k_tiles(gemm, extent(operands)), rank, (stage, phase))
@@ -68,6 +71,7 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
             stage, phase = load_tile(gemm, operands, ring, tile, part, rank, (stage, phase))
         first += step
         search, tile = policy.find(search, first, problem)
+        tile = own_tile(gemm, tile, rank)
 
 
 def k_tiles(gemm: Any, depth: Int32) -> tuple[Int32, Int32]:
@@ -128,7 +132,6 @@ def load_tile(
     """
     a, b = operands
     stage, phase = state
-    ctas = gemm.config.ctas
     a_to, a_from, b_to, b_from = ways(gemm, operands, tile, rank)
     for k in cutlass.range(part[0], part[1], unroll=1):
         # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
@@ -136,23 +139,50 @@ def load_tile(
         cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
-        if cutlass.const_expr(ctas > 1):
-            everyone = cutlass.Int16((1 << ctas) - 1)
-            cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage, mcast_mask=everyone)
-        else:
-            cute.copy(a.map, a_from[None, k], a_to[None, stage], tma_bar_ptr=ring.full + stage)
-        cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
+        load_box(gemm, "a", a.map, a_from[None, k], a_to[None, stage], ring.full + stage)
+        load_box(gemm, "b", b.map, b_from[None, k], b_to[None, stage], ring.full + stage)
         stage, phase = advance(stage, phase, gemm.stages)
     return stage, phase
 
 
 def ways(gemm: Any, operands: Operands, tile: Tile, rank: Int32) -> tuple[cute.Tensor, ...]:
     """Destinations ``[box, stage]`` and sources ``[box, k]`` of a tile's loads, of A and of B."""
-    (a, b), policy, ctas = operands, gemm.policy, gemm.config.ctas
+    (a, b), policy = operands, gemm.policy
     tile_m, _, tile_k = gemm.tiler
     a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
-    b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n * ctas + rank, None))
-    return *boxes(a, a_tile, rank, ctas), *boxes(b, b_tile, 0, 1)
+    b_tile = cute.local_tile(policy.b(b.coords, tile), gemm.b_tile, (tile.n, None))
+    return *boxes(a, a_tile, *part_of(gemm, "a", rank)), *boxes(b, b_tile, *part_of(gemm, "b", rank))
+
+
+def own_tile(gemm: Any, tile: Tile, rank: Int32) -> Tile:
+    """That of the CTA ``rank`` in the cluster's ``tile``."""
+    if gemm.shared == "a":
+        return tile._replace(n=tile.n * gemm.config.cluster_n + rank)
+    if gemm.shared == "b":
+        return tile._replace(m=tile.m * gemm.config.cluster_m + rank)
+    return tile
+
+
+def part_of(gemm: Any, name: str, rank: Int32) -> tuple[Int32 | int, int]:
+    """Which part of an operand's tile a CTA loads, and of how many."""
+    return (rank, gemm.config.ctas) if gemm.shared == name else (0, 1)
+
+
+@cute.jit
+def load_box(
+    gemm: cutlass.Constexpr,
+    name: cutlass.Constexpr,
+    tma: cute.CopyAtom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    full: cute.Pointer,
+):
+    """Load the CTA's part of a tile of the operand ``name``, for all CTAs of the cluster if they share it."""
+    if cutlass.const_expr(gemm.shared == name):
+        everyone = cutlass.Int16((1 << gemm.config.ctas) - 1)
+        cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=everyone)
+    else:
+        cute.copy(tma, source, target, tma_bar_ptr=full)
 
 
 def extent(operands: Operands) -> Int32:

@@ -12,6 +12,7 @@ from ...tiles.policy import Problem
 from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
+from .load import own_tile
 from .promote import Shared, multiply_promoted
 from .store import Output, store_tile
 
@@ -154,6 +155,7 @@ def consume_tiles(
     stage, phase, turn, count = Int32(0), Int32(0), Int32(0), Int32(0)
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
+    tile = own_tile(gemm, tile, rank)
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if team == 1:
             give_turn(Int32(0))
@@ -170,7 +172,7 @@ def consume_tiles(
                 whole = (extent + span - 1) // config.tile_k  # with a last one that needs all its MMAs
                 left = extent - whole * config.tile_k
         if count % gemm.teams == team:
-            column = (tile.n * config.ctas + rank) * config.tile_n
+            column = tile.n * config.tile_n
             if cutlass.const_expr(spec.vectors):
                 # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
@@ -208,7 +210,7 @@ def consume_tiles(
             phase = (phase + stage // gemm.stages) % 2
             stage = stage % gemm.stages
         count += 1
-        tile = following
+        tile = own_tile(gemm, following, rank)
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if count % gemm.teams == team:
             wait_turn(team)  # takes the turn that was given last, so that no barrier is left half full

@@ -26,7 +26,7 @@ class ScaledGroupedGemm(Scaled, GroupedGemm):
         assert b_rows_first == (kind == VARLEN_M)
         super().__init__(kind, config, spec, a_element, b_element, form)
         self.kind, self.b_rows_first = kind, b_rows_first
-        tiles = (config.tile_m, config.tile_n * config.ctas, config.band)  # of a cluster
+        tiles = (*config.cluster_tile, config.band)
         if kind == VARLEN_M:
             self.policy = ScaledVarlenM(*tiles, spec.tail, form=form)
         else:

@@ -54,8 +54,10 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
         return "sums of 8-bit products need registers of their own beside the accumulator: no such tile has room"
     if tiling.pingpong and (rows not in (64, 128, 192) or rows * columns > 128 * 192):
         return f"a warpgroup alone takes 64, 128 or 192 rows and 128 x 192 in all, not {rows} x {columns}"
-    if tiling.cluster_m != 1 or tiling.cluster_n not in (1, 2):
-        return f"clusters are 1 x 1 or 1 x 2 on sm_90, not {tiling.cluster_m} x {tiling.cluster_n}"
+    if (tiling.cluster_m, tiling.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
+        return f"clusters are 1 x 1, 1 x 2 or 2 x 1 on sm_90, not {tiling.cluster_m} x {tiling.cluster_n}"
+    if tiling.cluster_m > 1 and (kind == VARLEN_M or bits == 8):
+        return "rows of a group end anywhere, and its last tile would have no other one beside it"
     if rows not in (64, 128, 256) and not tiling.pingpong:
         return f"tile_m must be 64, 128 or 256 where warpgroups share a tile, not {rows}"
     if tiling.half:
