@@ -106,10 +106,10 @@ def plot(results: list[Result], path: Path) -> None:
 def existing(arch: str, varlen: str, band: int) -> list[GemmConfig]:
     """What a kernel exists for."""
     every = [
-        GemmConfig(m, n, cluster_n=c, pingpong=p, band=band)
+        GemmConfig(m, n, cluster_m=above, cluster_n=beside, pingpong=p, band=band)
         for m in (64, 128, 192, 256)
         for n in (64, 128, 192, 256)
-        for c in (1, 2)
+        for above, beside in ((1, 1), (1, 2), (2, 1))
         for p in (False, True)
     ]
     every += [GemmConfig(256, n, two_cta=True, band=band) for n in (64, 128, 256)]
@@ -161,7 +161,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--routings", ROUTINGS, default=False)
     choice(parser, "--ops", OPS)
     parser.add_argument("--arms", nargs="+", default=list(RIVALS))
-    parser.add_argument("--config", help="tile_m x tile_n, x2 for a cluster of two, pp for ping-pong: 128x128x2pp")
+    parser.add_argument("--config", help="tile_m x tile_n, pp for ping-pong, 2x before or x2 behind for two CTAs along m or n: 128x128x2pp")
     parser.add_argument("--band", type=int, default=8, help="with --config or --sweep-configs: tile rows per band")
     parser.add_argument("--sweep-configs", action="store_true")
     parser.add_argument("--tiles", nargs="+", default=None, help="with --sweep-configs: only these, written as above")

@@ -11,17 +11,20 @@ from tgl.cutlass_kernels.runtime import launcher
 
 
 def named(tiling: GemmConfig) -> str:
-    """A tiling as options take it: tile_m x tile_n, x2 for a cluster of two, pp for ping-pong: 128x128x2pp."""
-    return f"{tiling.tile_m}x{tiling.tile_n}" + "x2" * (tiling.ctas == 2) + "pp" * tiling.pingpong
+    """A tiling as options take it: tile_m x tile_n, pp for ping-pong, 2x before or x2 behind for two CTAs along m or n."""
+    above, beside = tiling.cluster_m == 2, tiling.two_cta or tiling.cluster_n == 2
+    return "2x" * above + f"{tiling.tile_m}x{tiling.tile_n}" + "x2" * beside + "pp" * tiling.pingpong
 
 
 def parsed(name: str, arch: str, band: int) -> GemmConfig:
     """The tiling of a name; on sm_100 a cluster of two is a pair of CTAs with one MMA."""
-    tile_m, tile_n, *two = map(int, name.removesuffix("pp").split("x"))
+    above = name.startswith("2x")
+    tile_m, tile_n, *two = map(int, name.removeprefix("2x").removesuffix("pp").split("x"))
     pair = bool(two) and arch != "sm_90"
     cluster_n = 2 if two and not pair else 1
     pingpong = name.endswith("pp")
-    return GemmConfig(tile_m, tile_n, cluster_n=cluster_n, two_cta=pair, pingpong=pingpong, band=band)
+    clusters = {"cluster_m": 1 + above, "cluster_n": cluster_n}
+    return GemmConfig(tile_m, tile_n, **clusters, two_cta=pair, pingpong=pingpong, band=band)
 
 
 @contextlib.contextmanager

@@ -197,7 +197,7 @@ def test_options(command, capsys):
 
 def test_tilings_have_names(load, monkeypatch):
     tiled = load("harness.tiled")
-    for name in ("128x128", "128x256x2", "64x128pp", "128x128x2pp"):
+    for name in ("128x128", "128x256x2", "64x128pp", "128x128x2pp", "2x128x256"):
         assert tiled.named(tiled.parsed(name, "sm_90", 4)) == name
     pair = tiled.parsed("256x128x2", "sm_100", 4)
     assert (pair.two_cta, pair.cluster_n, pair.band) == (True, 1, 4)
