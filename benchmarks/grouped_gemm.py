@@ -161,7 +161,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--routings", ROUTINGS, default=False)
     choice(parser, "--ops", OPS)
     parser.add_argument("--arms", nargs="+", default=list(RIVALS))
-    parser.add_argument("--config", help="tile_m x tile_n, pp for ping-pong, 2x before or x2 behind for two CTAs along m or n: 128x128x2pp")
+    parser.add_argument("--config", help="such as 128x128x2pp, see harness/tiled.py")
     parser.add_argument("--band", type=int, default=8, help="with --config or --sweep-configs: tile rows per band")
     parser.add_argument("--sweep-configs", action="store_true")
     parser.add_argument("--tiles", nargs="+", default=None, help="with --sweep-configs: only these, written as above")

@@ -11,7 +11,7 @@ from tgl.cutlass_kernels.runtime import launcher
 
 
 def named(tiling: GemmConfig) -> str:
-    """A tiling as options take it: tile_m x tile_n, pp for ping-pong, 2x before or x2 behind for two CTAs along m or n."""
+    """A tiling as options take it: tile_m x tile_n, pp for turns, 2x before or x2 behind for pairs along m or n."""
     above, beside = tiling.cluster_m == 2, tiling.two_cta or tiling.cluster_n == 2
     return "2x" * above + f"{tiling.tile_m}x{tiling.tile_n}" + "x2" * beside + "pp" * tiling.pingpong
 

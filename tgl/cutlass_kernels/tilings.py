@@ -41,9 +41,9 @@ def gathering_reason(arch: str, kind: str, tiling: GemmConfig) -> str | None:
 def candidates(arch: str, kind: str, gathering: bool = False) -> list[GemmConfig]:
     """Every tiling that a kernel exists for, with the usual order of tiles; ``gathering``: one that gathers rows."""
     every = [
-        GemmConfig(tile_m, tile_n, two_cta=two_cta, pingpong=pingpong, cluster_n=cluster_n, stages=stages, tma=tma)
-        for tile_m, tile_n in itertools.product((64, 128, 192, 256), (64, 128, 192, 256))
-        for two_cta, pingpong, cluster_n in itertools.product((False, True), (False, True), (1, 2))
+        GemmConfig(*tile, two_cta=pair, pingpong=turns, cluster_m=m, cluster_n=n, stages=stages, tma=tma)
+        for tile in itertools.product((64, 128, 192, 256), (64, 128, 192, 256))
+        for pair, turns, m, n in itertools.product((False, True), (False, True), (1, 2), (1, 2))
         for stages, tma in itertools.product(range(MOST_STAGES + 1), (False, True))
     ]
     why_not = gathering_reason if gathering else reason

@@ -4,9 +4,9 @@ Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; wher
 rows that are gathered, one more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one
 arrival per consumer warp) that it may be overwritten.
 
-The CTAs of a cluster work on neighbouring tiles of the same rows, or in a gradient of the same columns. Each loads its own
-tile of one operand and an equal part of the other one's, which it multicasts to all of them; so a stage is empty only when
-the consumers of every CTA have given it back.
+The CTAs of a cluster work on neighbouring tiles of the same rows, or in a gradient of the same columns. Each loads its
+own tile of one operand and an equal part of the other one's, which it multicasts to all of them; so a stage is empty
+only when the consumers of every CTA have given it back.
 """
 
 from typing import Any, NamedTuple

@@ -24,10 +24,11 @@ WIDE_TURNS = GemmConfig(128, 192, pingpong=True)
 HIGH_TURNS = GemmConfig(192, 128, pingpong=True)
 WIDE = GemmConfig(128, 256)
 HIGH = GemmConfig(256, 128)
+PAIR = GemmConfig(128, 256, cluster_m=2)  # shares B
 
 COSTS = {
     VARLEN_M: {WIDE_TURNS: 1.0, WIDE: 1.06, TURNS: 1.18},
-    VARLEN_K: {WIDE: 1.0, HIGH: 1.01, WIDE_TURNS: 1.05, HIGH_TURNS: 1.06, TURNS: 1.25},
+    VARLEN_K: {PAIR: 0.99, WIDE: 1.0, HIGH: 1.01, WIDE_TURNS: 1.05, HIGH_TURNS: 1.06, TURNS: 1.25},
 }
 """What tiles take for their area, by kind of problem, as parts of the least; the first one where they take as long.
 
@@ -104,8 +105,9 @@ def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ..
     costs = SHORT_COSTS if kind == VARLEN_K and depth <= SHORT else COSTS[kind]
 
     def cost(tiling: GemmConfig) -> float:
-        covered = costs[tiling] * _covered(columns, tiling.tile_n)
-        return covered * _covered(rows, tiling.tile_m) if kind == VARLEN_K else covered  # else all are as high
+        high, wide = tiling.cluster_tile
+        covered = costs[tiling] * _covered(columns, wide)
+        return covered * _covered(rows, high) if kind == VARLEN_K else covered  # else all are as high
 
     return min((tiling for tiling in costs if {tiling.tile_m, tiling.tile_n} <= set(widths)), key=cost)
 
@@ -130,7 +132,7 @@ def choose_gathering(
             return WIDE
         return WIDE_TURNS if 192 in halves and rows > 128 and _empty(columns, 192) < 0.1 else TURNS
     usual = choose(kind, max(columns, least), depth, rows)
-    return replace(usual, cluster_n=1)  # each CTA gathers for itself
+    return replace(usual, cluster_m=1, cluster_n=1)  # each CTA gathers for itself
 
 
 def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
