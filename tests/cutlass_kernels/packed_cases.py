@@ -86,7 +86,8 @@ def components(format: str, shape: tuple[int, int, int], data: torch.dtype = E4M
     )
     powers = 2.0 ** (torch.arange(shape[0]) % 8)  # other factors for neighbours
     scale = made.scale if form.block else made.scale * powers
-    return made.data, scale, 6.0 * 448.0 * powers if form.decodes_with_amax else None
+    # The first one and each eighth behind it are what weights have, for which kernels may have a way of their own.
+    return made.data, scale, 6.0 * 448.0 * powers / 2**8 if form.decodes_with_amax else None
 
 
 def decoded(format: str, data, scale, amax) -> torch.Tensor:

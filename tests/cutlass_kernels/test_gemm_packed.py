@@ -202,13 +202,18 @@ def test_every_element_under_every_scale(name, monkeypatch):
 FACTORS = torch.tensor([1.0, 0.1, 0.0, 1e-30, 2.0**-149, 3e38, math.inf, math.nan])
 
 
+AMAXES = torch.tensor([1.0, 0.0, 0.7, 2688.0, 2.3e-27, 20.99, 21.0, 3e38, 2.1e-27, 1e-42, math.inf, math.nan])
+"""Of groups whose weights are anywhere, and on either side of what has a table of its scales."""
+
+
 def every_value_of(format, element):
-    """Components of matrices whose rows have every code or every scale, under numbers at the edges of their range."""
+    """Components of matrices that have every code under every scale, at the edges of their range too: scales of NVFP4
+    in 256 columns and codes along 16 of a row, else codes in the columns and scales in the groups."""
     codes = torch.arange(256, dtype=torch.uint8)
-    if format == "nvfp4":  # a group's codes are one, a row's scales another
-        data = ((codes[:16] | codes[:16] << 4)[:, None, None]).expand(16, 256, 16)
-        amax = torch.tensor([1.0, 0.0, 2688.0, 3e38]).repeat(4)
-        return data.contiguous(), codes[None, :, None].expand(16, 256, 2).contiguous(), amax
+    if format == "nvfp4":
+        groups, along = len(AMAXES), codes[:16:2] | codes[1:16:2] << 4
+        data = torch.cat((along, along.flip(0)))[None, None].expand(groups, 256, 16)
+        return data.contiguous(), codes[None, :, None].expand(groups, 256, 2).contiguous(), AMAXES
     groups = len(FACTORS)
     data = codes[None, :, None].expand(groups, 256, 32).contiguous().view(element)
     if format == "mxfp8":
@@ -224,8 +229,7 @@ def test_every_element_of_few_rows(format, element, monkeypatch):
     """NaN, infinity and zero among them, and where the contraction ends in a part of a stage."""
     data, scale, amax = every_value_of(format, element)
     groups = data.shape[0]
-    a, offs = torch.zeros(groups, 32, dtype=BF16), torch.arange(1, groups + 1, dtype=torch.int32)
-    a[:, 0] = 1.0
+    a, offs = torch.eye(16, 32, dtype=BF16).repeat(groups, 1), torch.arange(1, groups + 1, dtype=torch.int32) * 16
     wanted = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format=format, out_dtype=F32)
     launcher.forget()
     with emulator.emulate("sm_90", detect_races=False) as machine:
@@ -455,10 +459,12 @@ def test_machine_code_of_few_rows(shape, format):
     assert report.count("HGMMA") == 2 * parts * blocks
     assert report.count("WARPGROUP.DEPBAR") == parts + 1
     pairs, columns = 8 * parts * blocks, 2 * parts * blocks
-    products = {"mxfp4": 2 * pairs, "nvfp4": pairs}  # of bfloat16; MXFP4 has more where a scale is above 2
-    scales = {"mxfp8": columns, "nvfp4": 2 * columns}  # that are bytes read by themselves
+    # Twice: MXFP4 has further products where a scale is above 2, NVFP4 another way where a group is not ordinary.
+    products = {"mxfp4": 2 * pairs, "nvfp4": 3 * pairs + 2}  # of bfloat16; two are entries of the table
+    codes = {"mxfp4": pairs, "nvfp4": 2 * pairs}  # that are bytes read by themselves, as the scales below are
+    scales = {"mxfp8": columns, "nvfp4": 2 * 2 * columns}
     fp4 = case.packed.per_byte == 2
-    assert report.count("LDS.U8") == (pairs if fp4 else 0) + scales.get(format, 0)
+    assert report.count("LDS.U8") == codes.get(format, 0) + scales.get(format, 0)
     assert report.count("LDS.U16") == (0 if fp4 else pairs)
     assert report.count("HMUL2") + report.count("HFMA2") == products.get(format, 0)
 
