@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,27 @@ def components(format: str, shape: tuple[int, int, int], data: torch.dtype = E4M
     scale = made.scale if form.block else made.scale * powers
     # The first one and each eighth behind it are what weights have, for which kernels may have a way of their own.
     return made.data, scale, 6.0 * 448.0 * powers / 2**8 if form.decodes_with_amax else None
+
+
+FACTORS = torch.tensor([1.0, 0.1, 0.0, 1e-30, 2.0**-149, 3e38, math.inf, math.nan])
+AMAXES = torch.tensor([1.0, 0.0, 0.7, 2688.0, 2.3e-27, 20.99, 21.0, 3e38, 2.1e-27, 1e-42, math.inf, math.nan])
+"""Of groups whose weights are anywhere, and on either side of what has a table of its scales."""
+
+
+def every_value_of(format, element):
+    """Components of matrices that have every code under every scale, at the edges of their range too: scales of NVFP4
+    in 256 columns and codes along 16 of a row, else codes in the columns and scales in the groups."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if format == "nvfp4":
+        groups, along = len(AMAXES), codes[:16:2] | codes[1:16:2] << 4
+        data = torch.cat((along, along.flip(0)))[None, None].expand(groups, 256, 16)
+        return data.contiguous(), codes[None, :, None].expand(groups, 256, 2).contiguous(), AMAXES
+    groups = len(FACTORS)
+    data = codes[None, :, None].expand(groups, 256, 32).contiguous().view(element)
+    if format == "mxfp8":
+        scales = torch.tensor([0, 1, 2, 100, 127, 128, 254, 255], dtype=torch.uint8)
+        return data, scales[:, None, None].expand(groups, 256, 1).contiguous(), None
+    return data, FACTORS if format == "fp8_tensor" else FACTORS[:, None, None].expand(groups, 2, 1).contiguous(), None
 
 
 def decoded(format: str, data, scale, amax) -> torch.Tensor:

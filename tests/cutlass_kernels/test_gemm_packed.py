@@ -1,7 +1,6 @@
 """Kernels that decode B on its way to MMAs of warps, on the emulator: exact on integers, whatever the timing."""
 
 import itertools
-import math
 import re
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise
-from tests.cutlass_kernels.packed_cases import Case, components, decoded, kernel, run, tiling
+from tests.cutlass_kernels.packed_cases import Case, components, decoded, every_value_of, kernel, run, tiling
 from tests.kernel_cases import ends, integers
 from tests.ops.test_packed_gemm import every_value
 from tgl import backends
@@ -163,11 +162,11 @@ def test_every_tiling(arch, shape, over_rows):
     run(arch, Case(shape, (130, 0, 3), over_rows=over_rows, out=F32, bias=F32, width=416, height=200))
 
 
-def forced(kernel, shape):
+def forced(kernel, shape, format="mxfp4"):
     """A rule that always takes one kernel and tiling."""
 
     def kernel_of(arch, packed, rows_element, rows):
-        return kernel, tiling(arch.name, Case(shape, (), kernel=kernel))
+        return kernel, tiling(arch.name, Case(shape, (), format, kernel=kernel))
 
     return kernel_of
 
@@ -200,29 +199,6 @@ def test_every_element_under_every_scale(name, monkeypatch):
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-FACTORS = torch.tensor([1.0, 0.1, 0.0, 1e-30, 2.0**-149, 3e38, math.inf, math.nan])
-
-
-AMAXES = torch.tensor([1.0, 0.0, 0.7, 2688.0, 2.3e-27, 20.99, 21.0, 3e38, 2.1e-27, 1e-42, math.inf, math.nan])
-"""Of groups whose weights are anywhere, and on either side of what has a table of its scales."""
-
-
-def every_value_of(format, element):
-    """Components of matrices that have every code under every scale, at the edges of their range too: scales of NVFP4
-    in 256 columns and codes along 16 of a row, else codes in the columns and scales in the groups."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    if format == "nvfp4":
-        groups, along = len(AMAXES), codes[:16:2] | codes[1:16:2] << 4
-        data = torch.cat((along, along.flip(0)))[None, None].expand(groups, 256, 16)
-        return data.contiguous(), codes[None, :, None].expand(groups, 256, 2).contiguous(), AMAXES
-    groups = len(FACTORS)
-    data = codes[None, :, None].expand(groups, 256, 32).contiguous().view(element)
-    if format == "mxfp8":
-        scales = torch.tensor([0, 1, 2, 100, 127, 128, 254, 255], dtype=torch.uint8)
-        return data, scales[:, None, None].expand(groups, 256, 1).contiguous(), None
-    return data, FACTORS if format == "fp8_tensor" else FACTORS[:, None, None].expand(groups, 2, 1).contiguous(), None
-
-
 @pytest.mark.parametrize(
     "format, element", [(f.name, dtype) for f in FORMATS.values() if f.name != "mxfp4" for dtype in f.data_dtypes]
 )
@@ -239,6 +215,23 @@ def test_every_element_of_few_rows(format, element, monkeypatch):
     launcher.forget()
     assert wanted.isnan().any()
     assert wanted.count_nonzero() > 256
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("name", [n if "," not in n else pytest.param(n, marks=slow) for n in EVERY_ELEMENT])
+def test_every_code_of_nvfp4_under_every_scale(name, monkeypatch):
+    """Of all kernels alike; a scale may be negative too."""
+    arch, kernel, shape, dtype = EVERY_ELEMENT[name]
+    data, scale, amax = every_value_of("nvfp4", None)
+    a, offs = torch.eye(16, 32, dtype=dtype).repeat(len(data), 1), ends((16,) * len(data))
+    wanted = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format="nvfp4", out_dtype=F32)
+    monkeypatch.setattr(gemm_packed, "kernel_of", forced(kernel, shape, "nvfp4"))
+    launcher.forget()
+    with emulator.emulate(arch, detect_races=False) as machine:
+        found = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format="nvfp4", out_dtype=F32)
+        assert [kernel in launch.kernel for launch in machine.launches] == [True]
+    launcher.forget()
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tgl
-from tests.cutlass_kernels.packed_cases import components, decoded
+from tests.cutlass_kernels.packed_cases import components, decoded, every_value_of
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import ROUTINGS, poisoned, product
 from tests.ops.test_packed_gemm import every_value
@@ -68,6 +68,21 @@ def test_every_element_under_every_scale(rows):
     wanted = tgl.grouped_gemm_packed(a, data, scale, offs.cpu(), format="mxfp4", out_dtype=F32)
     operands = (t.to(DEVICE) for t in (a, data, scale, offs))
     got = served(tgl.grouped_gemm_packed, *operands, format="mxfp4", out_dtype=F32).cpu()
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("rows", [16, 100])
+def test_every_code_of_nvfp4_under_every_scale(rows):
+    """By the kernels for few rows and for many, with a table and without one, as the CPU implementation has them; no
+    product is below the smallest normal number."""
+    data, scale, amax = every_value_of("nvfp4", None)
+    some = (amax == 0) | ~(amax < 1e-30)
+    data, scale, amax = data[some], scale[some], amax[some]
+    a, offs = torch.eye(rows, 32, dtype=BF16).repeat(len(data), 1), ends((rows,) * len(data))
+    wanted = tgl.grouped_gemm_packed(a, data, scale, offs.cpu(), amax, format="nvfp4", out_dtype=F32)
+    operands = (t.to(DEVICE) for t in (a, data, scale, offs, amax))
+    got = served(tgl.grouped_gemm_packed, *operands, format="nvfp4", out_dtype=F32).cpu()
     assert torch.equal(got.isnan(), wanted.isnan())
     assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 

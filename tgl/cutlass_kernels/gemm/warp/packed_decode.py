@@ -70,7 +70,7 @@ def looked_up(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], eleme
             picked = codes & 0x7777
             signs = Int32(cute.arch.prmt(Int32(SIGNS), Int32(SIGNS), codes)) << 7
             low, high = (Int32(cute.arch.prmt(t[0], t[1], picked)) for t in (lower, upper))
-            high = high | (signs & SIGNS)
+            high = high ^ (signs & SIGNS)  # a scale may be negative
             for pair in range(2):
                 pairs[4 * i + 2 * half + pair] = Int32(cute.arch.prmt(low, high, (0x5140, 0x7362)[pair]))
     return found
