@@ -373,6 +373,32 @@ def test_memory_of_an_output_that_was_refused_is_given_back():
     assert expired == [True]
 
 
+def test_nothing_is_made_for_an_implementation_that_declines(monkeypatch):
+    """By the positional arguments, before it would be asked with the outputs."""
+    a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    made, asked, allocated = [], [], backends._allocated
+
+    def supports(*args, out, zero_tail):
+        asked.append(args)
+        return "is asked"
+
+    def declines(args):
+        return "takes 4 rows" if args[0].shape[0] != 4 else None
+
+    monkeypatch.setattr(backends, "_allocated", lambda *given: made.append(given) or allocated(*given))
+    choosy = backends.Implementation("grouped_gemm", "choosy", "cpu", print, supports, priority=10, declines=declines)
+    backends.add(choosy)
+    try:
+        plain = tgl.grouped_gemm(a, b, offs)
+        assert torch.equal(tgl.grouped_gemm(a, b, offs, out=torch.empty(T, N)), plain)
+        assert made == asked == []
+        assert (choosy, "takes 4 rows") in tgl.explain(tgl.grouped_gemm, a, b, offs).refused
+        tgl.grouped_gemm(a[:4], b, offs[:1].expand(G).contiguous())
+        assert len(made) == len(asked) == 1
+    finally:
+        backends.remove(choosy)
+
+
 def test_priorities_and_replacement():
     made = []
 

@@ -54,6 +54,8 @@ class Implementation:
         slots: whether it takes a table of ``slots``, which is a keyword of calls that have one and of no others.
         rows: whether it reads rows by an index, in the same way a keyword: one of ``ROW_INDICES``.
         note: a sentence for ``explain`` about what to expect.
+        declines: called with the positional arguments alone, before any output is made: the reason against a call that
+            follows from them, at little cost. ``supports`` need not repeat it.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
         produce: for one that serves every call and makes the outputs itself: called with their specs (see ``produce``
             of this module), a list of the positional arguments, which it may empty to give memory back early, and the
@@ -80,6 +82,7 @@ class Implementation:
     slots: bool = False
     rows: bool = False
     emulates: bool = False
+    declines: Callable[[Sequence], Reason] | None = field(default=None, repr=False)
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
@@ -104,10 +107,12 @@ class Implementation:
             for index in ROW_INDICES:
                 if index in kwargs:
                     return f"reads rows in the order of the groups, not by `{index}`"
+        if self.declines is not None and (reason := self.declines(args)) is not None:
+            return reason
         return self.supports(*args, **kwargs) if self.supports is not None else None
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
-        """Run the call if it can be served, else the reason why not; then nothing has been written."""
+        """Run a call that it does not decline, else the reason why it cannot; then nothing has been written."""
         if self.run is None:
             return "makes its outputs itself"
         reason = self.reason_against(device, args, kwargs)
@@ -339,28 +344,35 @@ def produce(op: str, device: torch.device, specs: Any, operands: list, **options
     Returns:
         The output, or a dict of them.
     """
-    able = _on_device.get((op, device)) or _find_on_device(op, device)
-    if able and able[0].produce is not None:
-        return able[0].produce(specs, operands, **options)
-    made: Any
-    if isinstance(specs, TensorSpec):
-        made = specs.empty()
-        given = {**options, "out": made}
-    else:
-        made = {name: spec and spec.empty() for name, spec in specs.items()}
-        given = options | made
-    for implementation in able:
+    made: Any = None
+    given = options
+    for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.produce is not None:
             del made, given  # memory that nothing will be written to
             return implementation.produce(specs, operands, **options)
+        if implementation.declines is not None and implementation.declines(operands) is not None:
+            continue
+        if made is None:
+            made, given = _allocated(specs, options)
         if implementation.serve(device, operands, given) is None:
             return made
-    raise _nobody(op, device, operands, given)
+    raise _nobody(op, device, operands, _allocated(specs, options)[1] if made is None else given)
+
+
+def _allocated(specs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Outputs, and the keywords of a call that writes them."""
+    if isinstance(specs, TensorSpec):
+        made = specs.empty()
+        return made, {**options, "out": made}
+    every = {name: spec and spec.empty() for name, spec in specs.items()}
+    return every, options | every
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
+        if implementation.declines is not None and implementation.declines(args) is not None:
+            continue
         if implementation.serve(device, args, kwargs) is None:
             return
     raise _nobody(op, device, args, kwargs)

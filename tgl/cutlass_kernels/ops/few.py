@@ -255,9 +255,8 @@ def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tenso
 
 
 def refuses(*args: Any, **kwargs: Any) -> backends.Reason:
-    """Why the launches do not serve the call, or None."""
-    reason = too_many(args)
-    return refused(steps(args, **kwargs), args) if reason is None else reason
+    """Why the launches do not serve the call of few choices, or None."""
+    return refused(steps(args, **kwargs), args)
 
 
 def too_many(args: Sequence) -> backends.Reason:
@@ -299,10 +298,7 @@ class Overlapping(backends.Implementation):
     """An implementation that looks up every launch of a call, for the checks and for the kernels."""
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
-        """Run if the launches serve the call, else the reason why not; then nothing has been written."""
-        reason = too_many(args)
-        if reason is not None:
-            return reason
+        """Run if the launches serve the call of few choices, else the reason why not; then nothing has been written."""
         made = steps(args, **kwargs)
         plans = [plan for step in made if (plan := step.launcher.remembered(step.call)) is not None]
         if len(plans) == len(made):
@@ -322,6 +318,7 @@ IMPLEMENTATION = Overlapping(
     device="cuda",
     run=run,
     supports=refuses,
+    declines=too_many,
     archs=frozenset(chips(FIRST.archs & SECOND.archs)),
     priority=10,
     note="three launches, each of which begins while the one in front of it ends",
