@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import activations, checks
 
+_empty_strided = torch.empty_strided
 _INT32_MAX = 2**31 - 1
 
 Dim = int | torch.SymInt  # what a size is while a graph is traced
@@ -35,10 +36,16 @@ class TensorSpec(NamedTuple):
 
     def empty(self) -> Tensor:
         """Allocate it, uninitialised."""
-        if self.stride is not None:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        sizes = self.shape or ((),)  # one by one, as a tuple takes half as long again
-        return torch.empty(*sizes, dtype=self.dtype, device=self.device)
+        shape, dtype, device, stride = self
+        if stride is None:
+            if len(shape) == 2 and type(shape[1]) is int:
+                stride = shape[1] or 1, 1
+            elif len(shape) == 1:
+                stride = (1,)
+            else:
+                return torch.empty(*(shape or ((),)), dtype=dtype, device=device)
+        # ``empty`` has two signatures, of which torch tries the wrong one first: the work of a whole call, cold.
+        return _empty_strided(shape, stride, dtype=dtype, device=device)
 
     def meta(self) -> Tensor:
         """A stand-in without memory, for asking what would happen."""

@@ -42,7 +42,8 @@ def on_its_device(function: Callable, *last: Any) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         first: Tensor = arguments[0]
-        if first.is_cuda and first.device.index != torch.cuda.current_device():
+        # Where there is a CUDA tensor, CUDA is initialised, which ``torch.cuda.current_device`` asks first.
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
                 function(*arguments, *last)
         else:
