@@ -70,6 +70,24 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
         made = [forward() for _ in range(6)]
         return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
 
+    tokens, chosen, weights = torch.randn(T // 2, K), torch.arange(T).view(-1, 2) % G, torch.rand(T // 2, 2)
+
+    def block(backward: bool) -> Counter[str]:
+        layer = tgl.MoE(G, K, N)
+        x, shares, dy = tokens.clone().requires_grad_(), weights.clone().requires_grad_(), torch.randn(T // 2, K)
+
+        def forward() -> torch.Tensor:
+            return layer(x, chosen, shares)
+
+        if not backward:
+            return frames_of(forward)
+        made = [forward() for _ in range(6)]
+        return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
+
+    def call_of_block() -> Counter[str]:
+        w1, w2 = torch.randn(G, K, 2 * N, requires_grad=True), torch.randn(G, N, K, requires_grad=True)
+        return frames_of(lambda: tgl.moe(tokens, chosen, weights, w1, w2))
+
     growing = itertools.count(T + 1)
 
     def quantize_other_rows() -> tgl.Components:
@@ -82,6 +100,9 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
         "group_quantize, other T": lambda: frames_of(quantize_other_rows),
         "MLP, forward": lambda: expert(False),
         "MLP, backward": lambda: expert(True),
+        "moe": call_of_block,
+        "MoE, forward": lambda: block(False),
+        "MoE, backward": lambda: block(True),
         "MXFP8 MLP, forward": lambda: expert(False, recipe=recipe),
         "MXFP8 MLP, backward": lambda: expert(True, recipe=recipe),
     }

@@ -6,8 +6,11 @@ MOST = {
     "grouped_gemm": 7,
     "group_quantize": 12,
     "group_quantize, other T": 19,
-    "MLP, forward": 73,
+    "MLP, forward": 70,
     "MLP, backward": 80,
+    "moe": 56,
+    "MoE, forward": 83,
+    "MoE, backward": 100,
     "MXFP8 MLP, forward": 255,
     "MXFP8 MLP, backward": 153,
 }

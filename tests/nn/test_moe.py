@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import tgl
 from tests.nn.seen import Ops, same
@@ -49,6 +50,46 @@ def test_a_plain_block_is_one_op(options, recompute, with_weights):
     assert same(step(lambda: block(x, CHOSEN, weights), block, x, weights), expected)
     assert same(step(lambda: block(x, tgl.route(CHOSEN, G), weights), block, x, weights), expected)
     assert ops(lambda: block(x, CHOSEN, weights)) == ["route", "moe"]
+
+
+def call(x, weights, *parameters, chosen=CHOSEN, **options):
+    w1, w2, *biases = parameters
+    return tgl.moe(x, chosen, weights, w1.transpose(1, 2), w2.transpose(1, 2), *biases, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "clamped_qgeglu", "limit": 0.5}])
+def test_past_the_dispatcher_are_the_bits_of_the_ops(options):
+    module, (x, weights) = tgl.MoE(G, H, I, bias=True), tokens()
+    parameters = module.fc1.weight, module.fc2.weight, module.fc1.bias, module.fc2.bias
+
+    def forward():
+        return call(x, weights, *parameters, **options)
+
+    with Ops() as seen:
+        expected = step(forward, module, x, weights)
+    assert [name for name in seen.names if "moe" in name] == ["moe", "moe_backward_hidden", "moe_backward_input"]
+    assert all(torch.equal(*pair) for pair in zip(step(forward, module, x, weights), expected, strict=True))
+    with torch.no_grad():
+        assert torch.equal(forward(), expected[0])
+
+
+def test_a_profile_names_the_ops():
+    block, (x, weights) = tgl.MoE(G, H, I), tokens()
+    for function in (
+        lambda: block(x, CHOSEN, weights),
+        lambda: call(x, weights, block.fc1.weight, block.fc2.weight),
+    ):
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            function()
+        assert {"tgl::route", "tgl::moe"} <= {event.key for event in found.key_averages()}
+
+
+def test_what_is_no_tensor_is_named():
+    block, (x, weights) = tgl.MoE(G, H, I), tokens()
+    with pytest.raises(RuntimeError, match="argument 'bias1'"):
+        call(x, weights, block.fc1.weight, block.fc2.weight, [1.0])
+    with pytest.raises(TypeError, match=r"`routing` must be a tgl\.Routing, but got list"):
+        call(x, weights, block.fc1.weight, block.fc2.weight, chosen=CHOSEN.tolist())
 
 
 def test_hooks_of_the_layers_fire():

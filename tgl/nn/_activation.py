@@ -18,11 +18,11 @@ def is_one_op(device: torch.device, *weights: Tensor) -> bool:
 
     There the compiler fuses the activation with its neighbours. Sharded weights are placed part by part.
     """
-    return (
-        (device.type == "cuda" or backends.emulated_arch is not None or not torch.compiler.is_compiling())
-        and not offload.in_graph()
-        and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
-    )
+    for weight in weights:  # a generator would be frames of every call
+        if type(weight) not in (Tensor, nn.Parameter):
+            return False
+    on_gpu = device.type == "cuda" or backends.emulated_arch is not None
+    return (on_gpu or not torch.compiler.is_compiling()) and not offload.in_graph()
 
 
 def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -> Tensor:

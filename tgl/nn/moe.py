@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import offload
+from ..ops._library import unobserved_call
 from ..ops.grouped_gemm import grouped_gemm
+from ..ops.moe import moe as one_op
 from . import routing as _routing
 from ._activation import activate, is_one_op
 from ._inputs import check_input_dtype
@@ -60,15 +62,17 @@ def moe(
         ValueError: shapes, layouts or devices that do not fit.
         RuntimeError: a forward-mode derivative is requested.
     """
-    routing = routed(routing, w1.shape[0])
+    direct = _is_direct(routing, x, weights, w1, w2, bias1, bias2)
+    routing = routed(routing, w1.shape[0], direct)
     _routing.check_rows("moe", "x", x, routing, "[S, H]")
     if weights is not None:
         _routing.check_weights("moe", weights, routing)
-    constants = {"limit": limit, "alpha": alpha, "offset": offset}  # None: see ``grouped_activation``
-    activation: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}
-    activation |= {"kind": kind, "interleaved": interleaved}
-    if is_one_op(x.device, w1, w2):
-        return _by_one_op(x, routing, weights, w1, w2, bias1, bias2, **activation)
+    activation: dict[str, Any] = {"kind": kind, "interleaved": interleaved}
+    for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset)):
+        if value is not None:  # otherwise see ``grouped_activation``
+            activation[name] = value
+    if direct or is_one_op(x.device, w1, w2):
+        return _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
     probs = None if weights is None else dispatch_weights(weights, routing)
     hidden = grouped_gemm(dispatch(x, routing), w1, routing.offs, bias1)
     hidden = activate(hidden, routing.offs, probs, **activation)
@@ -127,11 +131,13 @@ class MoE(GroupedMLP):
         fc1, fc2 = self.fc1, self.fc2
         layers_called = to_be_called(fc1) or to_be_called(fc2)
         if not layers_called and self._is_one_op(fc1, fc2, x.device):
-            w1, w2 = (layer.weight.transpose(1, 2) for layer in (fc1, fc2))
+            w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
             if x.dtype != w1.dtype:
                 check_input_dtype(x.dtype, w1.dtype, x.device, "`x`")
             activation = {"kind": self.activation, "interleaved": self.interleaved}
-            y = _by_one_op(tokens, routing, weights, w1, w2, fc1.bias, fc2.bias, **activation)
+            biases = fc1.bias, fc2.bias
+            direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
+            y = _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **activation)
         else:
             probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
             if not layers_called and self._is_one_function(tokens):
@@ -155,22 +161,26 @@ class MoE(GroupedMLP):
         return not ((self.fc1.plain and self.fc2.plain) or compiled_for_cpu(x.device))
 
 
+def _is_direct(routing: Routing | Tensor, x: Tensor, *operands: Tensor | None) -> bool:
+    """Whether nothing observes the calls of the block's ops, which then go past the dispatcher."""
+    if isinstance(routing, Routing):
+        return unobserved_call(x, *operands, routing.source, routing.position, routing.token, routing.offs)
+    return unobserved_call(x, *operands, routing)
+
+
 def _by_one_op(
-    x: Tensor,
-    routing: Routing,
-    weights: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    **activation: Any,
+    direct: bool, routing: Routing, x: Tensor, weights: Tensor | None, *parameters: Tensor | None, **activation: Any
 ) -> Tensor:
+    """The op ``moe`` of ``parameters`` w1, w2, bias1 and bias2."""
+    w1, w2, *biases = parameters
     source, position, offs, top_k, token = routing
-    operands = x, w1, w2, source, position, token, offs, weights, bias1, bias2
-    y: Tensor = torch.ops.tgl.moe(*operands, top_k=top_k, **activation)[0]
+    call = one_op if direct else torch.ops.tgl.moe.default
+    y: Tensor = call(x, w1, w2, source, position, token, offs, weights, *biases, top_k=top_k, **activation)[0]
     return y
 
 
-def routed(routing: Routing | Tensor, num_experts: int) -> Routing:
-    """``routing``, or that of the experts that it chooses."""
-    return route(routing, num_experts) if isinstance(routing, Tensor) else routing
+def routed(routing: Routing | Tensor, num_experts: int, direct: bool = False) -> Routing:
+    """``routing``, or that of the experts that it chooses; ``direct``: it is known that nothing observes the call."""
+    if not isinstance(routing, Tensor):
+        return routing
+    return _routing.route_directly(routing, num_experts) if direct else route(routing, num_experts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..meta.specs import accumulator
 from ..ops._library import unobserved_call
+from ..ops.route import route as route_op
 from . import _routing_expressions as expressions
 from . import _routing_function as function
 from ._errors import fail
@@ -64,8 +65,16 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) ->
         fail(f"tgl::route: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
     if num_rows is not None and not isinstance(num_rows, (int, torch.SymInt)):
         fail(f"tgl::route: `num_rows` must be an integer or None, but got {num_rows!r}", TypeError)
+    if unobserved_call(top_k_index):
+        return route_directly(top_k_index, num_experts, num_rows)
     make = expressions.route if compiled_for_cpu(top_k_index.device) else torch.ops.tgl.route.default
     source, position, token, offs = make(top_k_index, num_experts, num_rows)
+    return Routing(source, position, offs, top_k_index.shape[1], token)
+
+
+def route_directly(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Routing:
+    """``route`` of an ``unobserved_call``, past the dispatcher."""
+    source, position, token, offs = route_op(top_k_index, num_experts, num_rows)
     return Routing(source, position, offs, top_k_index.shape[1], token)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.overrides import has_torch_function
 
 from .. import backends
@@ -25,6 +25,16 @@ LIB = torch.library.Library("tgl", "DEF")
 
 KERNELS: dict[torch._ops.OpOverload, Callable] = {}
 """The real implementation of every op, for who wants it to run on tensors of another kind."""
+
+DIRECT: dict[torch._ops.OpOverload, Callable] = {}
+"""What the dispatcher would run for an ``unobserved_call`` of an op with a formula, given all positional arguments.
+
+The way through the dispatcher converts every argument and result twice, and looks for who may want to see the call.
+"""
+
+# Looked up once: every eager call asks them, with the processor's caches cold.
+_dispatch_keys, _modes = torch._C._dispatch_keys, torch._C._len_torch_dispatch_stack
+_transforms_active, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 # The dispatch keys (as ``raw_repr``) of calls on ordinary tensors of one device, with no mode or transform active.
 _PLAIN: set[int] = set()
@@ -88,37 +98,36 @@ def define(
     if op._schema.is_mutable or no_derivative:
         LIB.impl(op, _refuse_grad(op, kernel, no_derivative), "Autograd", with_keyset=True)
     elif formula is not None:
-        LIB.impl(op, _differentiate(op, kernel, formula), "Autograd", with_keyset=True)
+        dispatched, DIRECT[op] = _differentiate(op, kernel, formula)
+        LIB.impl(op, dispatched, "Autograd", with_keyset=True)
     if autocast is not None:
         for device_type in ("cpu", "cuda"):
             LIB.impl(op, _autocast(op, autocast, device_type), f"Autocast{device_type.upper()}")
     return op
 
 
-def unobserved(*tensors: Tensor) -> bool:
+def unobserved(first: Tensor, *tensors: Tensor | None) -> bool:
     """Whether nothing but the kernel would see a call of an op below autograd: no mode, transform, subclass, autocast.
 
-    For a backward, which then may call the kernel itself.
+    For a backward, which then may call the kernel itself. Not of what is no tensor, which the dispatcher refuses.
     """
-    for t in tensors:
-        if torch._C._dispatch_keys(t).raw_repr() not in _ORDINARY:
+    for t in (first, *tensors):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or _dispatch_keys(t).raw_repr() not in _ORDINARY:
             return False
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not autocast_enabled(tensors[0].device.type)
-    )
+    return not (_modes() or _transforms_active() or autocast_enabled(first.device.type))
 
 
-def unobserved_call(*tensors: Tensor) -> bool:
+def unobserved_call(first: Tensor, *tensors: Tensor | None) -> bool:
     """``unobserved`` of a forward, which a trace, a tangent, a function mode or a profiler may follow too."""
     return (
         not torch.compiler.is_compiling()
-        and not has_torch_function(tensors)
+        and not has_torch_function((first, *tensors))
         and forward_ad._current_level < 0
-        and not torch.autograd.profiler._is_profiler_enabled
-        and not torch.jit.is_tracing()
-        and unobserved(*tensors)
+        and not profiler._is_profiler_enabled
+        and not _is_tracing()
+        and unobserved(first, *tensors)
     )
 
 
@@ -217,8 +226,8 @@ def _tensors(value: Any) -> Sequence[Tensor]:
     return [t for t in value if isinstance(t, Tensor)] if isinstance(value, list) else ()
 
 
-def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula) -> Callable:
-    """The Autograd kernel of a functional op with a formula.
+def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula) -> tuple[Callable, Callable]:
+    """The Autograd kernel of a functional op with a formula, and what it is of plain tensors.
 
     On plain tensors it calls ``kernel`` itself: the dispatcher would do nothing else, and the way through it, which
     converts every argument twice, costs as much as all the checks of an op.
@@ -229,7 +238,7 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
     count = len(positional)
 
     def forward(ctx: Any, keyset: Any, kwargs: dict, *args: Any) -> Any:
-        if keyset.raw_repr() in _PLAIN:
+        if keyset is None or keyset.raw_repr() in _PLAIN:
             with torch._C._AutoDispatchBelowAutograd():
                 output = kernel(*args, **kwargs)
         elif torch._C._are_functorch_transforms_active():
@@ -269,7 +278,13 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
         with enable_single_level_autograd_function():
             return apply(keyset, kwargs, *args)
 
-    return autograd_kernel
+    def direct(*args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
+        if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
+            return kernel(*args, **kwargs)
+        return apply(None, kwargs, *args)
+
+    return autograd_kernel, direct
 
 
 def _autocast(op: torch._ops.OpOverload, rule: Callable, device_type: str) -> Callable:

@@ -16,7 +16,7 @@ from ..meta import moe as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from . import permutation  # noqa: F401 (ops that the second order is made of)
-from ._library import Formula, autocast_operand, define, unobserved
+from ._library import DIRECT, Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 from .grouped_mlp import composed_gradients
 
@@ -49,7 +49,8 @@ def _kernel(
     parsed = Params(**params)
     operands: list[Any] = [x, w1, w2, source, position, token, offs, weights, bias1, bias2]
     y, h = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
-    _check_values(NAME, operands[3:7], top_k)
+    if debug.active:
+        _check_values(NAME, operands[3:7], top_k)
     made = backends.produce(NAME, x.device, {"y": y, "h": h}, operands, params=parsed, top_k=top_k)
     return made["y"], made["h"]
 
@@ -73,39 +74,51 @@ def _kernel_hidden(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     weights, bias2 = (*scales, None, None)[:2]  # the dispatcher drops trailing defaults
-    return _hidden_gradients([dy, w2, source, position, token, offs, h, weights, bias2], **options)
+    return _results(
+        _OF_HIDDEN, *_hidden_gradients([dy, w2, source, position, token, offs, h, weights, bias2], **options)
+    )
 
 
 def _kernel_input(
     dh: Tensor, x: Tensor | None, w1: Tensor, position: Tensor, token: Tensor, offs: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    return _input_gradients([dh, x, w1, position, token, offs], **options)
+    return _results(_OF_INPUT, *_input_gradients([dh, x, w1, position, token, offs], **options))
 
 
 _OF_HIDDEN, _OF_INPUT = ("dh", "dw2", "dweights", "dbias2"), ("dx", "dw1", "dbias1")
 
 
-def _hidden_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool], **params: Any) -> tuple[Tensor, ...]:
+Gradients = tuple[dict[str, Tensor | None], tuple[TensorSpec, ...]]
+"""By name, None of one that is not asked for, and their specs."""
+
+
+def _hidden_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool], **params: Any) -> Gradients:
     """Of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
     parsed, device = Params(**params), operands[0].device
     made = _checked_hidden(*operands, top_k=top_k, output_mask=tuple(output_mask), kind=parsed.kind)
-    _check_values(HIDDEN, operands[2:6], top_k)
+    if debug.active:
+        _check_values(HIDDEN, operands[2:6], top_k)
     wanted = _wanted(_OF_HIDDEN, made, output_mask)
-    grads = backends.produce(HIDDEN, device, wanted, operands, params=parsed, top_k=top_k)
-    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_OF_HIDDEN, made))
+    return backends.produce(HIDDEN, device, wanted, operands, params=parsed, top_k=top_k), made
 
 
 def _input_gradients(
     operands: list, *, top_k: int, output_mask: Sequence[bool], out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, ...]:
+) -> Gradients:
     """Of x, w1 and bias1."""
     device = operands[0].device
     made = _checked_input(*operands, top_k=top_k, output_mask=tuple(output_mask), out_dtype=out_dtype)
-    position, token, offs = operands[3:]
-    debug.check_offs(INPUT, offs, token.shape[0])
-    debug.check_places(INPUT, token, position, top_k)
-    grads = backends.produce(INPUT, device, _wanted(_OF_INPUT, made, output_mask), operands, top_k=top_k)
-    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_OF_INPUT, made))
+    if debug.active:
+        position, token, offs = operands[3:]
+        debug.check_offs(INPUT, offs, token.shape[0])
+        debug.check_places(INPUT, token, position, top_k)
+    return backends.produce(INPUT, device, _wanted(_OF_INPUT, made, output_mask), operands, top_k=top_k), made
+
+
+def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+    """Of an op, which returns tensors: of no elements where nothing is asked for."""
+    found = map(grads.get, names)
+    return tuple([spec.empty() if grad is None else grad for grad, spec in zip(found, made)])
 
 
 def _wanted(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
@@ -146,15 +159,15 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
 
     As two ops; where a second order may follow, or comes, as the differentiable ones that it is made of.
     """
-    mask = [needs[i] for i in (0, 1, 2, 7, 8, 9)]
+    mask = [*needs[:3], *needs[7:]]
     dy = None if dy is None else dy.to(ctx.dtype)
     if dy is None or dh is not None or torch.is_grad_enabled():
         grads = _composed(ctx, mask, dy, dh)
     else:
         grads = _by_two_ops(ctx, mask, dy)
-    dx, dw1, dw2, dweights, dbias1, dbias2 = (g if want else None for g, want in zip(grads, mask))
-    biases = (None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes))
-    return dx, dw1, dw2, None, None, None, None, dweights, *biases
+    dx, dw1, dw2, dweights, *biases = [g if want else None for g, want in zip(grads, mask)]
+    dbias1, dbias2 = [g if g is None else g.to(t) for g, t in zip(biases, ctx.bias_dtypes)]
+    return dx, dw1, dw2, None, None, None, None, dweights, dbias1, dbias2
 
 
 def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -172,13 +185,18 @@ def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | No
     operands = [dy, w2, source, position, token, offs, h, weights, bias2]
     del h
     given: dict[str, Any] = {"top_k": ctx.top_k, "output_mask": [further, of_w2, of_weights, of_bias2], **ctx.params}
-    made = _hidden_gradients(operands, **given) if plain else _op_hidden(*operands, **given)
-    dh, dw2, dweights, dbias2 = made
+    if plain:
+        dh, dw2, dweights, dbias2 = map(_hidden_gradients(operands, **given)[0].get, _OF_HIDDEN)
+    else:
+        dh, dw2, dweights, dbias2 = _op_hidden(*operands, **given)
     if not further:
         return None, None, dw2, dweights, None, dbias2
     operands = [dh, x, w1, position, token, offs]
     given = {"top_k": ctx.top_k, "output_mask": [of_x, of_w1, of_bias1]}
-    dx, dw1, dbias1 = _input_gradients(operands, **given) if plain else _op_input(*operands, **given)
+    if plain:
+        dx, dw1, dbias1 = map(_input_gradients(operands, **given)[0].get, _OF_INPUT)
+    else:
+        dx, dw1, dbias1 = _op_input(*operands, **given)
     return dx, dw1, dw2, dweights, dbias1, dbias2
 
 
@@ -216,7 +234,7 @@ def _autocast(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _SCHEMA_PLACES = "Tensor source, Tensor position, Tensor token, Tensor offs"
-define(
+_op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, {_SCHEMA_PLACES}, Tensor? weights=None, Tensor? bias1=None, "
     f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
     _kernel,
@@ -226,6 +244,7 @@ define(
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
+moe = DIRECT[_op]
 _NO_DERIVATIVE = "the backward of tgl::moe is differentiable under create_graph=True"
 _op_hidden = define(
     f"{HIDDEN}(Tensor dy, Tensor w2, {_SCHEMA_PLACES}, Tensor h, Tensor? weights=None, Tensor? bias2=None, *, "

@@ -9,16 +9,19 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import specs
+from ..meta.remembered import remembered
 from ._library import define
 
 NAME = "route"
 _OUTPUTS = ("source", "position", "token", "offs")
 
+_checked = remembered(specs.route, {"top_k_index": "tokens"})
+
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _kernel(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Outputs:
-    wanted = dict(zip(_OUTPUTS, specs.route(top_k_index, num_experts, num_rows)))
+def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Outputs:
+    wanted = dict(zip(_OUTPUTS, _checked(top_k_index, num_experts, num_rows)))
     if num_rows is not None:
         debug.check_room(NAME, top_k_index, num_experts, num_rows)
     made = backends.produce(NAME, top_k_index.device, wanted, [top_k_index, num_experts])
@@ -33,7 +36,7 @@ def _fake(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) ->
 _op = define(
     "route(Tensor top_k_index, SymInt num_experts, SymInt? num_rows=None) -> "
     "(Tensor source, Tensor position, Tensor token, Tensor offs)",
-    _kernel,
+    route,
     _fake,
 )
 
