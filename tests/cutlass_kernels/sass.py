@@ -75,6 +75,14 @@ def between(cubin: bytes, inner: str, outer: str) -> tuple[int, int]:
     return tuple(sum(name.startswith(inner) for name in part) for part in (inside, most))  # type: ignore[return-value]
 
 
+def loops_over_lanes(cubin: bytes) -> int:
+    """How many instructions that take uniform registers are repeated for each lane whose operands are others.
+
+    The assembler makes such a loop around a TMA instruction where it cannot show that the lanes of a warp go together.
+    """
+    return _disassembled(cubin).count("BRA.U.ANY")
+
+
 def inspect(cubin: bytes, kernel: str = "") -> Report:
     """Read a cubin: the most registers and stack and all instructions of the kernels whose names hold ``kernel``."""
     text = _disassembled(cubin)

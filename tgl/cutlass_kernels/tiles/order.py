@@ -51,18 +51,22 @@ def sort_groups(order: Order, offs: cute.Tensor, rows: Int32, warp: Int32, warps
     lane, threads = cute.arch.lane_idx(), warps * LANES
     thread, groups = warp * LANES + lane, cute.size(offs)
     if groups <= CAPACITY:
-        for group in cutlass.range(thread, ceil_div(groups, TOGETHER) * TOGETHER, threads, unroll=1):
-            order.groups[group] = length_of(offs, rows, group)
-        cute.arch.sync_threads()
         turns = ceil_div(CAPACITY, threads)
+        for turn in cutlass.range_constexpr(turns):
+            group = turn * threads + thread
+            if group < CAPACITY:
+                order.groups[group] = length_of(offs, rows, group)
+        cute.arch.sync_threads()
         places = cute.make_rmem_tensor(turns, Int32)
         lengths = cute.make_rmem_tensor(turns, Int32)
         for turn in cutlass.range_constexpr(turns):
             first = turn * threads + warp * LANES
             places[turn], lengths[turn] = Int32(CAPACITY), Int32(0)
-            if first + lane < groups:
-                lengths[turn] = order.groups[first + lane]
-                places[turn] = place_of(order.groups, groups, first, lane, lengths[turn])
+            if first < groups:
+                length = order.groups[first + lane]
+                place = place_of(order.groups, groups, first, lane, length)
+                if first + lane < groups:
+                    lengths[turn], places[turn] = length, place
         cute.arch.sync_threads()
         for turn in cutlass.range_constexpr(turns):
             if places[turn] < CAPACITY:
