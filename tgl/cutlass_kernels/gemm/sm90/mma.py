@@ -33,7 +33,8 @@ def multiply(
     depth: Int32,
     left: Int32,
     team: Int32,
-) -> tuple[Int32, Int32]:
+    following: tuple,
+) -> tuple:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
 
     One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late. A k tile
@@ -77,6 +78,7 @@ def multiply(
             warpgroup.commit_group()
     if cutlass.const_expr(gemm.teams > 1):
         give_turn(1 - team)
+    found = gemm.policy.find(*following, True)  # while the last MMAs run
     warpgroup.wait_group(0)
     if depth > 0:
         release(ring, previous, ctas)
@@ -84,7 +86,7 @@ def multiply(
         if left > 0:
             release(ring, stage, ctas)
             stage, phase = advance(stage, phase, gemm.stages)
-    return stage, phase
+    return (stage, phase), found
 
 
 @cute.jit
@@ -161,7 +163,7 @@ def consume_tiles(
             give_turn(Int32(0))
     while tile.valid:
         first += step
-        search, following = policy.find(search, first, problem, True)  # while the tile's operands are on their way
+        following = tile
         product = policy.is_product(tile, problem)
         depth, whole, left = Int32(0), Int32(0), Int32(0)
         if product:
@@ -185,8 +187,12 @@ def consume_tiles(
                     begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
-                stage, phase = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team)
+                where, found = multiply(
+                    gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team, (search, first, problem)
+                )
+                (stage, phase), (search, following) = where, found
             else:
+                search, following = policy.find(search, first, problem, True)
                 stage, phase = multiply_promoted(
                     gemm, tiled_mma, acc, a, b, shared, ring, stage, phase, depth, tile, problem
                 )
@@ -205,6 +211,7 @@ def consume_tiles(
             else:
                 turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
         else:
+            search, following = policy.find(search, first, problem, True)
             # The other team's tile: its stages are not ours to wait for.
             stage += depth
             phase = (phase + stage // gemm.stages) % 2
