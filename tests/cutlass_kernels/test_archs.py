@@ -77,6 +77,7 @@ ANY, HALVES, LINES = WIDTHS, (128, 192, 256), (128, 256)
         (VARLEN_K, 1536, 1024, 2048, ANY, (128, 256, False)),
         (VARLEN_K, 2880, 256, 5760, ANY, (128, 192, True)),  # a short sum, and 256 would leave a fifteenth empty
         (VARLEN_K, 2880, 256, 5760, (64, 128, 256), (256, 128, False)),
+        (VARLEN_K, 2048, 512, 1536, ANY, (192, 128, True)),  # as short, and 192 rows fill it
         (VARLEN_K, 2048, 128, 1536, ANY, (128, 128, True)),
         (VARLEN_K, 64, 1024, 2048, ANY, (256, 64, False)),
         (VARLEN_K, 4096, 1024, 16, ANY, (64, 256, False)),
