@@ -87,8 +87,7 @@ def components(format: str, shape: tuple[int, int, int], data: torch.dtype = E4M
     )
     powers = 2.0 ** (torch.arange(shape[0]) % 8)  # other factors for neighbours
     scale = made.scale if form.block else made.scale * powers
-    # The first one and each eighth behind it are what weights have, for which kernels may have a way of their own.
-    return made.data, scale, 6.0 * 448.0 * powers / 2**8 if form.decodes_with_amax else None
+    return made.data, scale, 6.0 * 448.0 * powers if form.decodes_with_amax else None
 
 
 FACTORS = torch.tensor([1.0, 0.1, 0.0, 1e-30, 2.0**-149, 3e38, math.inf, math.nan])

@@ -90,10 +90,9 @@ def test_every_code_of_nvfp4_under_every_scale(rows):
 @DIRECTIONS
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_has_the_same_bits_beside_few_and_many(format, over_rows):
-    """Exponents lie far apart, so that another order of sums has other bits; two groups are as small as weights are."""
+    """Exponents lie far apart, so that another order of sums has other bits."""
     groups, shape = 4, (4, HEIGHT, WIDTH)
     w = torch.randn(shape, device=DEVICE) * torch.exp2(torch.randint(-9, 9, shape, device=DEVICE).float())
-    w[:2] *= 2**-9
     form = FORMATS[format]
     made = tgl.group_quantize(w, None, format=format, columnwise=False, block_2d=form.square_scales)
     amax = made.amax if form.decodes_with_amax else None

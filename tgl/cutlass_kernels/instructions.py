@@ -76,13 +76,6 @@ def bfloat16_products(a: Int32, b: Int32) -> Int32:
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b])
 
 
-def bfloat16_sums(a: Int32, b: Int32, c: Int32) -> Int32:
-    """``a * b + c`` of the lower halves and of the upper ones as bfloat16, rounded once; small numbers count too."""
-    return cute.arch.inline_ptx(
-        "fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, c]
-    )
-
-
 # --- FP8 --------------------------------------------------------------------------------------------------------------
 
 

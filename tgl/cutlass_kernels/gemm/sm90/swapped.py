@@ -38,18 +38,8 @@ from ..warp.packed import PackedCall
 from ..warp.packed_load import Matrices, Operands, scale_address
 from ..warp.packed_tilings import PackedSpec
 from .load import Operand, boxes
-from .swapped_decode import has_powers
 from .swapped_mma import Output, Stages, consume_tiles
-from .tilings import (
-    MMA_ROWS,
-    SHARED,
-    SWAPPED_BYTES,
-    SWAPPED_GROUPS,
-    scale_bytes,
-    scale_words,
-    swapped_stages,
-    table_bytes,
-)
+from .tilings import MMA_ROWS, SHARED, SWAPPED_BYTES, SWAPPED_GROUPS, scale_pitch, scale_words, swapped_stages
 
 WARPGROUP = 128
 ALIGNED = 1024
@@ -69,7 +59,7 @@ class SwappedGroupedGemm(PackedCall):
         packed: how B is packed.
         blocks: of 64 columns that a warpgroup has.
         lines: of a row of A in a stage.
-        words: of scales, see ``tilings``.
+        words, pitch: of scales, see ``tilings``.
     """
 
     def __init__(self, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric], packed: PackedSpec):
@@ -79,7 +69,7 @@ class SwappedGroupedGemm(PackedCall):
         self.blocks = config.tile_n // (SWAPPED_GROUPS * MMA_ROWS)
         self.consumers = SWAPPED_GROUPS * WARPGROUP
         self.load_registers, self.consumer_registers = 40, 96  # of 80 each
-        self.lines, self.words = config.tile_k // LINE, scale_words(packed)
+        self.lines, self.words, self.pitch = config.tile_k // LINE, scale_words(packed), scale_pitch(packed)
         self.stages = swapped_stages(config, packed)
 
     def begin(self, operands: Operands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream):
@@ -128,10 +118,8 @@ class SwappedGroupedGemm(PackedCall):
         ring = allocate_ring(allocator, self.stages)
         a_buffers = allocator.allocate_tensor(self.element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(Uint8, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
-        count = max(self.stages * self.config.tile_n * self.words, 1)
+        count = max(self.stages * self.config.tile_n * self.pitch, 1)
         words = allocator.allocate_array(Int32, num_elems=count, byte_alignment=16).toint()
-        count = max(SWAPPED_GROUPS * table_bytes(self.packed) // WORD, 1)
-        tables = allocator.allocate_array(Int32, num_elems=count, byte_alignment=16).toint()
         if warp == load_warp:
             cpasync.prefetch_descriptor(a_map)
             cpasync.prefetch_descriptor(b_map)
@@ -145,7 +133,7 @@ class SwappedGroupedGemm(PackedCall):
             load_tiles(self, matrices, of_a, of_b, words, ring, share)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            stages = Stages(a_buffers, b_buffers.iterator.toint(), words, tables, ring)
+            stages = Stages(a_buffers, b_buffers.iterator.toint(), words, ring)
             consume_tiles(self, tiled_mma, stages, matrices, Output(out, args), share)
 
 
@@ -187,7 +175,7 @@ def load_tiles(
                 for part in cutlass.range_constexpr(gemm.lines):
                     to = a_to[None, gemm.lines * stage + part]
                     cute.copy(a.map, a_from[None, gemm.lines * k + part], to, tma_bar_ptr=ring.full + stage)
-            scales = copy_scales(gemm, scales, words + (stage * config.tile_n + lane) * (gemm.words * WORD), k)
+            scales = copy_scales(gemm, scales, words + (stage * config.tile_n + lane) * (gemm.pitch * WORD), k)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
             stage, phase = advance(stage, phase, gemm.stages)
         first += step
@@ -217,20 +205,11 @@ def copy_scales(gemm: cutlass.Constexpr, scales: Any, target: Int32, k: Int32):
     for turn, (source, left) in enumerate(scales):
         start = Int32(source) & WORD - 1
         for word in cutlass.range_constexpr(gemm.words):
-            if needed(gemm, start, word):
-                count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
-                copy_word(source - start + word * WORD, target + (turn * WARPGROUP * gemm.words + word) * WORD, count)
+            count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
+            copy_word(source - start + word * WORD, target + (turn * WARPGROUP * gemm.pitch + word) * WORD, count)
         further = passed(gemm, k)
         found = (*found, Scales(source + further, left - further))
     return found
-
-
-def needed(gemm: Any, start: Int32, word: int) -> Any:
-    """Whether a stage's scales that begin at byte ``start`` of a word reach the next word of this number.
-
-    Powers of two are read by words, whether there is more than a word of them or not.
-    """
-    return True if word == 0 or has_powers(gemm.packed) else start + scale_bytes(gemm.packed) > word * WORD
 
 
 def passed(gemm: Any, k: Int32) -> Any:

@@ -7,8 +7,6 @@ of which a lane has a pair of neighbours twice, 8 apart, for every of its column
 elements and scales             how a pair is decoded
 ==============================  ========================================================================================
 E2M1, powers of two             its codes spread over a register, times the scale: products of bfloat16 that are exact
-E2M1, scales of an ordinary     the same spread, times the two numbers that the scale's entry in a table has, see
-group                           ``swapped_table``
 E2M1, any scale                 the same spread, exact products with 2^126, then in float32 times the scale
 E4M3 and E5M2                   widened to float32, times the scale
 ==============================  ========================================================================================
@@ -22,15 +20,14 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8, Uint16, cute
 
 from ...bits import as_float
-from ...instructions import bfloat16_products, bfloat16_sums, widened_fp8
+from ...instructions import bfloat16_products, widened_fp8
 from ...quantize.decode import FP4, decoding_scale
 from ...runtime.elements import TYPES
 from ..copies import WORD
 from ..warp.packed_decode import FACTORS
 from ..warp.packed_load import Matrices, load_word, scale_address
 from ..warp.packed_tilings import PackedSpec
-from .swapped_table import Table, e4m3_values, load_entry
-from .tilings import MMA_ROWS, SWAPPED_BYTES, has_table
+from .tilings import MMA_ROWS, SWAPPED_BYTES
 
 CHUNK = 16  # bytes that the swizzle moves together
 CHUNKS = SWAPPED_BYTES // CHUNK
@@ -49,7 +46,6 @@ class Own(NamedTuple):
     spots: tuple[Int32, ...]  # of its first byte in each chunk of codes of the first column
     scales: cute.Tensor  # of every column, see ``beginnings``
     whole: Float32  # what all scales of the group are multiplied by
-    table: Table  # of its scales, see ``swapped_table``
 
 
 def behind(number: int) -> int:
@@ -88,7 +84,7 @@ def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column:
         start = Int32(0)
         if packed.decoding.block:
             start = Int32(scale_address(packed, matrices.scale, group, left + behind(i), Int32(0))) & WORD - 1
-        found[i] = 0x3210 + start * 0x1111 if has_powers(packed) else (column + behind(i)) * gemm.words * WORD + start
+        found[i] = 0x3210 + start * 0x1111 if has_powers(packed) else (column + behind(i)) * gemm.pitch * WORD + start
     return found
 
 
@@ -119,7 +115,7 @@ def read_powers(
     if left < gemm.config.tile_k:
         inside = (Int32(1) << (left // PART * 8)) - 1
     for i in cutlass.range_constexpr(cute.size(scales)):
-        at = words_at + (own.column + behind(i)) * (gemm.words * WORD)
+        at = words_at + (own.column + behind(i)) * (gemm.pitch * WORD)
         place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=2 * WORD)
         words = cute.make_rmem_tensor(2, Int32)
         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), words)
@@ -209,22 +205,6 @@ def raise_further(gemm: cutlass.Constexpr, part: cutlass.Constexpr, above: cute.
 
 
 @cute.jit
-def decode_by_table(
-    gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
-):
-    """What ``decode_any`` gives, of ordinary groups: registers ``((2, 2, 2), blocks, 2)``."""
-    pairs, steps = cute.recast_tensor(held, Int32), PART // STEP
-    for i in cutlass.range_constexpr(cute.size(scales)):
-        for step in cutlass.range_constexpr(steps):
-            block = (part * PART + step * STEP) // gemm.packed.decoding.block
-            main, rest = load_entry(own.table, load_byte(scales[i] + block))
-            for j in cutlass.range_constexpr(PAIRS // steps):
-                number = step * (PAIRS // steps) + j
-                pair = spread(load_byte(codes + spot(gemm, own, i, part, number)))
-                pairs[pair_at(gemm, i, number)] = bfloat16_sums(pair, main, bfloat16_products(pair, rest))
-
-
-@cute.jit
 def decode_any(
     gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
 ):
@@ -243,20 +223,6 @@ def decode_any(
             pairs[pair_at(gemm, i, number)] = words[number]
 
 
-@cute.jit
-def decode_scaled(
-    gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
-):
-    """A lane's elements of a part, times its scales of any value."""
-    if cutlass.const_expr(has_table(gemm.packed)):
-        if own.table.ordinary:
-            decode_by_table(gemm, codes, own, part, scales, held)
-        else:
-            decode_any(gemm, codes, own, part, scales, held)
-    else:
-        decode_any(gemm, codes, own, part, scales, held)
-
-
 def factors(gemm: Any, own: Own, scale: Int32, part: int) -> list[Float32]:
     """What the elements of each step of a part are multiplied by; ``scale`` is the address of a column's scales."""
     packed = gemm.packed
@@ -268,6 +234,15 @@ def factors(gemm: Any, own: Own, scale: Int32, part: int) -> list[Float32]:
         return [value * own.whole for value in e4m3_values([load_byte(scale + number) for number in numbers])]
     word = load_word(scale) if packed.scale_bytes == WORD else load_byte(scale + numbers[0])
     return [FACTORS[packed.decoding.scale](word, Int32(0), own.whole)] * len(steps)
+
+
+def e4m3_values(held: list[Int32]) -> list[Float32]:
+    """The numbers of two bytes of E4M3."""
+    halves = cute.make_rmem_tensor(2, Uint16)
+    halves[0], halves[1] = Uint16(held[0] + held[1] * 256), Uint16(0)
+    wide = cute.make_rmem_tensor(4, Float32)
+    wide.store(widened_fp8(cute.recast_tensor(halves, Uint8), TYPES["float8_e4m3fn"]))
+    return [wide[0], wide[1]]
 
 
 def spread_wide(packed: PackedSpec, at: list[Int32]) -> cute.Tensor:

@@ -24,8 +24,8 @@ from .swapped_decode import (
     beginnings,
     behind,
     clear_behind,
+    decode_any,
     decode_powers,
-    decode_scaled,
     find_scales,
     has_powers,
     place,
@@ -33,7 +33,6 @@ from .swapped_decode import (
     read_powers,
     whole_scale,
 )
-from .swapped_table import write_table
 from .tilings import MMA_ROWS, SWAPPED_BYTES
 
 
@@ -42,8 +41,7 @@ class Stages(NamedTuple):
 
     rows: cute.Tensor  # shared memory [tile_m, 64, parts of stages], then descriptors [MMA, 1, 4, parts of stages]
     codes: Int32  # address of [tile_n, 64 bytes] of every stage, in the swizzle of 64 bytes
-    words: Int32  # address of [tile_n, words], those of scales, of every stage
-    tables: Int32  # address of the warpgroups' tables of scales, where there are any
+    words: Int32  # address of [tile_n, pitch], the words of scales, of every stage
     barriers: Ring
 
 
@@ -88,8 +86,7 @@ def consume_tiles(
             depth = problem.depth
         left = tile.n * config.tile_n + column
         scales = beginnings(gemm, matrices, tile.group, left, column)
-        whole = whole_scale(gemm, matrices, tile.group, product)
-        own = Own(column, spots, scales, whole, write_table(gemm, stages.tables, whole, product))
+        own = Own(column, spots, scales, whole_scale(gemm, matrices, tile.group, product))
         state = multiply(gemm, tiled_mma, acc, stages, own, state, depth)
         store_tile(gemm, acc, output, tile, left, problem.columns, product)
         first += step
@@ -125,7 +122,7 @@ def multiply(
     stage, phase = state
     for k in cutlass.range(ceil_div(depth, stage_depth), unroll=1):
         cute.arch.mbarrier_wait(ring.full + stage, phase)
-        left, words = depth - k * stage_depth, stages.words + stage * (columns * gemm.words * WORD)
+        left, words = depth - k * stage_depth, stages.words + stage * (columns * gemm.pitch * WORD)
         codes = stages.codes + stage * (columns * SWAPPED_BYTES)
         if cutlass.const_expr(has_powers(gemm.packed)):
             extreme = read_powers(gemm, words, own, left, scales, above)
@@ -142,7 +139,7 @@ def multiply(
                 if extreme:
                     raise_further(gemm, part, above, into)
             else:
-                decode_scaled(gemm, codes, own, part, scales, into)
+                decode_any(gemm, codes, own, part, scales, into)
                 clear_behind(gemm, left - part * PART, into)
             warpgroup.fence()
             for i in cutlass.range_constexpr(PART // STEP):

@@ -16,8 +16,6 @@ MMA_ROWS = 64  # of a warpgroup
 SHARED = 2  # CTAs of few rows on a multiprocessor
 SWAPPED_GROUPS = 2  # warpgroups of consumers in one
 SWAPPED_BYTES = 64  # of codes of a column in a stage there
-TABLE_ENTRIES = 256  # of scales of 8 bits, see ``swapped_table``
-TABLE_COPIES = 4
 HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
@@ -216,32 +214,25 @@ def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     return swapped(tile_m, 256 if tile_m < 64 else 128, packed)
 
 
-def scale_bytes(packed: PackedSpec) -> int:
-    """Bytes of the scales of a column in a stage; 0 where none are a column's."""
-    block = packed.decoding.block
-    return max(SWAPPED_BYTES * packed.per_byte // block, 1) * packed.scale_bytes if block else 0
-
-
 def scale_words(packed: PackedSpec) -> int:
-    """Words that hold these, wherever in a word they begin."""
-    count = scale_bytes(packed)
-    return count // WORD if packed.scale_bytes == WORD else -(-(count + WORD - 1) // WORD) if count else 0
+    """Words that hold the scales of a column in a stage, wherever in a word they begin; 0 where none are a column's."""
+    block, size = packed.decoding.block, packed.scale_bytes
+    if not block:
+        return 0
+    scales = max(SWAPPED_BYTES * packed.per_byte // block, 1)
+    return scales if size == WORD else -(-(scales * size + WORD - 1) // WORD)
 
 
-def has_table(packed: PackedSpec) -> bool:
-    """Whether codes of E2M1 have scales of which a table says what they make of them: those of any value, in 8 bits."""
-    return packed.per_byte == 2 and packed.decoding.scale == "float8_e4m3fn"
-
-
-def table_bytes(packed: PackedSpec) -> int:
-    """Of a warpgroup's table of scales: two words an entry, several times."""
-    return TABLE_ENTRIES * TABLE_COPIES * 2 * WORD if has_table(packed) else 0
+def scale_pitch(packed: PackedSpec) -> int:
+    """Words from a column's to the next one's: a power of two, for aligned loads and other banks."""
+    words = scale_words(packed)
+    return 1 << (words - 1).bit_length() if words else 0
 
 
 def swapped_stages(tiling: GemmConfig, packed: PackedSpec) -> int:
-    """Stages of such a kernel: of rows in 16 bits, codes and words of scales, beside tables and 2 KB for the rest."""
-    stage = tiling.tile_m * tiling.tile_k * 2 + tiling.tile_n * (SWAPPED_BYTES + scale_words(packed) * WORD)
-    return (SMEM_BYTES // SHARED - 2048 - SWAPPED_GROUPS * table_bytes(packed)) // stage
+    """Stages of such a kernel: of rows in 16 bits, codes and words of scales, beside 2 KB for the rest."""
+    stage = tiling.tile_m * tiling.tile_k * 2 + tiling.tile_n * (SWAPPED_BYTES + scale_pitch(packed) * WORD)
+    return (SMEM_BYTES // SHARED - 2048) // stage
 
 
 def _covered(extent: int, tile: int) -> int:
