@@ -198,7 +198,7 @@ FEWEST: OnePerName[int] = OnePerName(
 On an H100, gpt-oss' matrices of 5760 x 2880: with FP8, 64 rows and 128 columns take 1 to 7 % less than fewer rows and
 256 columns, with 0.5, 2 and 8 rows a group; decoding takes less than the bytes need, and narrower tiles leave fewer
 columns empty and share the multiprocessors more evenly. With FP4 they take 19 to 31 % more, as a lane decodes half as
-much for each of its waits. NVFP4 with 16 took 14 % less than with 8 before its scales were looked up.
+much for each of its waits. NVFP4 takes 14 % less with 16 than with 8.
 """
 
 
