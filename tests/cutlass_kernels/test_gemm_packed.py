@@ -453,12 +453,10 @@ def test_machine_code_of_few_rows(shape, format):
     assert report.count("HGMMA") == 2 * parts * blocks
     assert report.count("WARPGROUP.DEPBAR") == parts + 1
     pairs, columns = 8 * parts * blocks, 2 * parts * blocks
-    # Twice: MXFP4 has further products where a scale is above 2, NVFP4 another way where a group is not ordinary.
-    products = {"mxfp4": 2 * pairs, "nvfp4": 3 * pairs + 2}  # of bfloat16; two are entries of the table
-    codes = {"mxfp4": pairs, "nvfp4": 2 * pairs}  # that are bytes read by themselves, as the scales below are
-    scales = {"mxfp8": columns, "nvfp4": 2 * 2 * columns}
+    products = {"mxfp4": 2 * pairs, "nvfp4": pairs}  # of bfloat16; MXFP4 has more where a scale is above 2
+    scales = {"mxfp8": columns, "nvfp4": 2 * columns}  # that are bytes read by themselves
     fp4 = case.packed.per_byte == 2
-    assert report.count("LDS.U8") == codes.get(format, 0) + scales.get(format, 0)
+    assert report.count("LDS.U8") == (pairs if fp4 else 0) + scales.get(format, 0)
     assert report.count("LDS.U16") == (0 if fp4 else pairs)
     assert report.count("HMUL2") + report.count("HFMA2") == products.get(format, 0)
 
