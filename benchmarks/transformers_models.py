@@ -84,7 +84,7 @@ MODELS = {
     ),
     "gpt-oss": Model(
         "GptOssConfig",
-        8192,
+        2048,  # attention with sinks holds the scores of all pairs of tokens
         {
             "num_hidden_layers": 4,
             "hidden_size": 2880,
