@@ -23,8 +23,6 @@ from ._rehearsal import rehearse, rehearsed
 from .meta.specs import TensorSpec
 
 Reason = str | None
-Again = Callable[[list, dict[str, Any]], Any]
-"""Called with operands and options: outputs, or None of a call that is to be looked at."""
 
 ROW_INDICES = ("rows", "a_rows", "b_rows")
 """Keywords of calls that read rows of an operand by an index."""
@@ -62,8 +60,6 @@ class Implementation:
         produce: for one that serves every call and makes the outputs itself: called with their specs (see ``produce``
             of this module), a list of the positional arguments, which it may empty to give memory back early, and the
             keywords of ``run`` but for destinations; returns the outputs.
-        again: of one that produces: called like ``produce`` for a call that it has served; what makes the outputs of
-            calls like it, or None. See ``tgl._again``.
         copies: called like ``run``; names of the tensors that it copies for such a call, and their bytes.
         emulates: whether it stands in for a kernel of the operands' format, at its own price.
         batch_invariant: called like ``run``; whether the bits of a row of the results depend on the row's operands and
@@ -89,7 +85,6 @@ class Implementation:
     declines: Callable[[Sequence], Reason] | None = field(default=None, repr=False)
     prepare: Callable[..., None] | None = field(default=None, repr=False)
     produce: Callable[..., Any] | None = field(default=None, repr=False)
-    again: Callable[..., Again | None] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
     batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
     parts: Callable[..., Rehearsal] | None = field(default=None, repr=False)
@@ -115,13 +110,6 @@ class Implementation:
         if self.declines is not None and (reason := self.declines(args)) is not None:
             return reason
         return self.supports(*args, **kwargs) if self.supports is not None else None
-
-    def bound(self, device: torch.device, args: Sequence, kwargs: dict) -> Callable[..., None] | None:
-        """What runs calls like one that it has served on ``device``, without a check, or None.
-
-        Tensors may be on the meta device: new ones, where such calls have new ones.
-        """
-        return None
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
         """Run a call that it does not decline, else the reason why it cannot; then nothing has been written."""
@@ -378,12 +366,6 @@ def _allocated(specs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]
         return made, {**options, "out": made}
     every = {name: spec and spec.empty() for name, spec in specs.items()}
     return every, options | every
-
-
-def bound(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Callable[..., None] | None:
-    """What runs calls like one that was served, by the implementation asked first, or None; see there."""
-    asked = first(op, device)
-    return None if asked is None else asked.bound(device, args, kwargs)
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:

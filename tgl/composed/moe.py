@@ -10,14 +10,13 @@ pays for those it has. Among them are rows of h and of its gradient, which an op
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import backends
 from ..meta import specs
-from ..meta.checks import OUT_ALIGNMENT
 from ..meta.specs import TensorSpec
 from .activations import activate
 from .mlp import Specs, Tensors, bias_gradients, wgrad
@@ -56,17 +55,20 @@ class _Places(NamedTuple):
     def of(cls, position: Tensor, token: Tensor, top_k: int) -> _Places:
         return cls(position, token, top_k, backends.device_arch(token.device) == "cpu")
 
-    def read(self, t: Tensor, gathers: bool) -> tuple[Tensor, Tensor | None]:
-        """``[T, columns]`` for GEMMs, of ``t [S, columns]`` the token of every row.
+    def rows(self, t: Tensor) -> Tensor:
+        """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
+        return self._dispatched(t, self.token, self.top_k)
 
-        It is ``t`` and the int32 index by which they read the rows, or the rows alone: on a CPU always, as the loop of
-        ATen over groups, which costs a third of ours, takes no index.
+    def read(self, t: Tensor, gathers: bool) -> tuple[Tensor, Tensor | None]:
+        """``rows(t)`` for GEMMs: ``t`` and the int32 index by which they read the rows, or the rows alone.
+
+        On a CPU it is the rows: the loop of ATen over groups, which costs a third of ours, takes no index.
 
         Args:
             gathers: whether to read by an index costs a GPU less than the copy.
         """
         if not gathers or self.on_cpu:
-            return self._dispatched(t, self.token, self.top_k), None
+            return self.rows(t), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
     def per_row(self, weights: Tensor | None, source: Tensor) -> Tensor | None:
@@ -110,55 +112,6 @@ def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_
     rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu)
     del given
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
-
-
-def again(made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int) -> backends.Again | None:
-    """``forward`` of calls like one that was served, where a kernel serves each of its ops, and FC1's reads tokens by
-    an index: their launches, and what they write."""
-    x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
-    rows, device, stride = token.shape[0], x.device, x.stride()
-    few = rows <= FEW_ROWS * w2.shape[0]
-    if _Places.of(position, token, top_k).on_cpu or token.dtype != torch.int32 or not (few or w2.shape[1] <= FIRST):
-        return None
-    column = TensorSpec((rows, 1), x.dtype if weights is None else weights.dtype, device)
-    inner, answers = (TensorSpec((rows, w2.shape[i]), x.dtype, device) for i in (1, 2))
-    bound, probs = backends.bound, None if weights is None else column.meta().view(-1)
-    scale = None if bias2 is None else probs
-
-    dispatch = None
-    if weights is not None:
-        given = [weights.reshape(-1, 1), source, position, None]
-        dispatch = bound("dispatch", device, *given, top_k=1, out=column.meta(), zero_tail=False)
-    written = {"y": inner.meta(), "h": made["h"].meta()}
-    by_index = {"params": params, "rows": token, "zero_tail": False}
-    first = bound("grouped_gemm_activation", device, x, w1, offs, bias1, probs, **by_index, **written)
-    given = [inner.meta(), w2, offs, bias2, scale]
-    second = bound("grouped_gemm", device, *given, out=answers.meta(), zero_tail=False)
-    combine = bound("combine", device, answers.meta(), position, None, top_k=top_k, out=made["y"].meta())
-    if first is None or second is None or combine is None or (dispatch is None and weights is not None):
-        return None
-
-    def launch(operands: list, options: dict[str, Any]) -> Tensors | None:
-        x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
-        addresses = x.data_ptr() | w1.data_ptr() | w2.data_ptr()
-        probs = None
-        if weights is not None:
-            addresses |= weights.data_ptr()
-        if addresses % OUT_ALIGNMENT or x.stride() != stride or options["params"] != params:
-            return None
-        if dispatch is not None:
-            probs = column.empty()
-            dispatch(weights.reshape(-1, 1), source, position, None, top_k=1, out=probs, zero_tail=False)
-            probs = probs.view(-1)
-        y, h = inner.empty(), made["h"].empty()
-        first(x, w1, offs, bias1, probs, params=params, y=y, h=h, rows=token, zero_tail=False)
-        rows = answers.empty()
-        second(y, w2, offs, bias2, None if bias2 is None else probs, out=rows, zero_tail=False)
-        y = made["y"].empty()
-        combine(rows, position, None, top_k=top_k, out=y)
-        return {"y": y, "h": h}
-
-    return launch
 
 
 def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:

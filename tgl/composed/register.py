@@ -51,7 +51,6 @@ for _device in ("cpu", "cuda"):
                 note=_PARTS,
                 produce=_produce,
                 parts=parts.of_produce(_produce, *_outputs),
-                again=moe.again if _op == "moe" else None,
             )
         )
     add(

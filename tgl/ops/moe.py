@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import backends, debug
-from .._again import Found, produce_again
 from ..meta import moe as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
@@ -25,15 +23,7 @@ from .grouped_mlp import composed_gradients
 NAME, HIDDEN, INPUT = "moe", "moe_backward_hidden", "moe_backward_input"
 
 _PLACES = {"source": "tokens", "position": "tokens", "token": "tokens", "weights": "tokens"}
-
-
-@functools.wraps(specs.moe)
-def _check(*args: Any, **kwargs: Any) -> tuple[TensorSpec, TensorSpec, Found]:
-    """The specs, and what is known of calls that have them."""
-    return (*specs.moe(*args, **kwargs), Found())
-
-
-_checked = remembered(_check, {"x": "rows", **_PLACES})
+_checked = remembered(specs.moe, {"x": "rows", **_PLACES})
 _checked_hidden = remembered(specs.moe_backward_hidden, {"dy": "rows", "h": "tokens", **_PLACES})
 _checked_input = remembered(specs.moe_backward_input, {"dh": "rows", "x": "tokens", **_PLACES})
 
@@ -58,11 +48,10 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
     operands: list[Any] = [x, w1, w2, source, position, token, offs, weights, bias1, bias2]
-    y, h, found = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
+    y, h = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
     if debug.active:
         _check_values(NAME, operands[3:7], top_k)
-    wanted = {"y": y, "h": h}
-    made = produce_again(found, NAME, x.device, wanted, operands, params=parsed, top_k=top_k)
+    made = backends.produce(NAME, x.device, {"y": y, "h": h}, operands, params=parsed, top_k=top_k)
     return made["y"], made["h"]
 
 

@@ -46,7 +46,6 @@ known: dict[tuple, Plan] = {}
 def forget() -> None:
     """Look every call up from scratch again; for when tilings have changed."""
     known.clear()
-    backends._forget_candidates()
 
 
 class Launcher(ABC, Generic[Call]):
@@ -119,10 +118,10 @@ class Launcher(ABC, Generic[Call]):
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def remembered(self, c: Call, where: torch.device | None = None) -> Plan | None:
-        """What served a call like this one before, if anything did, ``where`` its first tensor or that device is."""
+    def remembered(self, c: Call) -> Plan | None:
+        """What served a call like this one before, if anything did."""
         alike = self.alike(c)
-        return None if alike is None else known.get((self, backends.emulated_arch, where or c[0].device, alike))
+        return None if alike is None else known.get((self, backends.emulated_arch, c[0].device, alike))
 
     def serve(self, args: Sequence, kwargs: dict) -> backends.Reason:
         """Run the call if a kernel takes it, else the reason why not; then nothing has been written."""
@@ -247,12 +246,6 @@ class Launched(backends.Implementation):
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
         """Run if the kernel takes the call, else the reason why not."""
         return self.launcher.serve(args, kwargs)
-
-    def bound(self, device: torch.device, args: Sequence, kwargs: dict) -> Callable[..., None] | None:
-        """Its launch, of a call that is looked up."""
-        launcher, call = self.launcher, self.launcher.call
-        plan = launcher.remembered(call(*args, **kwargs), device)
-        return None if plan is None else lambda *given, **named: launcher.start(plan, call(*given, **named))
 
 
 def compiled(op: str, key: Hashable, where: torch.device, build: Callable[[], Callable]) -> Callable:
