@@ -225,7 +225,7 @@ def checked(kind: str, choice: dict, cubin: bytes, ptx: str, shared: int) -> Row
     arch, tried = case(choice)
     report = sass.inspect(cubin)
     mma = "HGMMA" if arch == "sm_90" else "UTCHMMA"
-    assert report.spills == 0
+    assert report.spills == report.loops_over_lanes == 0
     assert report.frame == 0
     assert report.registers * threads(arch, tried.config) <= REGISTER_FILE
     assert report.count(mma) > 0

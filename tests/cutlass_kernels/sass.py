@@ -31,11 +31,15 @@ class Report:
         registers: per thread, at launch.
         frame: bytes of stack per thread.
         opcodes: static count of machine instructions, by name with the first modifier (``"HGMMA.64x128x16"``).
+        loops_over_lanes: how many instructions that take uniform registers are repeated for each lane whose operands
+            are others. The assembler makes such a loop around a TMA instruction where it cannot show that the lanes of
+            a warp go together.
     """
 
     registers: int
     frame: int
     opcodes: Counter[str]
+    loops_over_lanes: int
 
     def count(self, prefix: str) -> int:
         """Instructions whose name begins with ``prefix``."""
@@ -75,21 +79,14 @@ def between(cubin: bytes, inner: str, outer: str) -> tuple[int, int]:
     return tuple(sum(name.startswith(inner) for name in part) for part in (inside, most))  # type: ignore[return-value]
 
 
-def loops_over_lanes(cubin: bytes) -> int:
-    """How many instructions that take uniform registers are repeated for each lane whose operands are others.
-
-    The assembler makes such a loop around a TMA instruction where it cannot show that the lanes of a warp go together.
-    """
-    return _disassembled(cubin).count("BRA.U.ANY")
-
-
 def inspect(cubin: bytes, kernel: str = "") -> Report:
     """Read a cubin: the most registers and stack and all instructions of the kernels whose names hold ``kernel``."""
     text = _disassembled(cubin)
     sections = re.split(r"^//-+ \.text\.(\S+) -+$", text, flags=re.M)
     code = "\n".join(body for name, body in zip(sections[1::2], sections[2::2]) if kernel in name)
     names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.\w+)?)[^;]*;", code, re.M)
-    return Report(_attribute(text, "REGCOUNT", kernel), _attribute(text, "FRAME_SIZE", kernel), Counter(names))
+    registers, frame = (_attribute(text, name, kernel) for name in ("REGCOUNT", "FRAME_SIZE"))
+    return Report(registers, frame, Counter(names), code.count("BRA.U.ANY"))
 
 
 def _disassembled(cubin: bytes) -> str:

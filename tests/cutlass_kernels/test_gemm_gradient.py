@@ -188,7 +188,7 @@ def inspected(case):
     """What the assembler made of the kernel, after it was found to be what it should be."""
     artifacts = kernel(case).artifacts
     report = sass.inspect(artifacts.CUBIN)
-    assert report.spills == report.frame == 0
+    assert report.spills == report.frame == report.loops_over_lanes == 0
     assert report.registers * threads(case.arch, case.config) <= REGISTER_FILE
     assert report.count("UTMALDG") >= 2 + 1
     assert report.count("UTMASTG") > 0

@@ -6,11 +6,8 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from tests.cutlass_kernels import gemm_cases, sass
 from tests.cutlass_kernels.gemm_cases import Case, run
-from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
-from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -98,14 +95,3 @@ def test_more_groups_than_a_warp_holds(config):
 def test_every_tiling(kind, config):
     case = Case(config, RAGGED, out=F32, bias=F32 if kind == VARLEN_M else None, depth=264, columns=264)
     run("sm_90", kind, case, seeds=(0, 1))
-
-
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
-def test_no_load_is_repeated_for_lanes(arch, kind):
-    """A prologue whose loops end at other times in other lanes would make every TMA instruction behind it a loop."""
-    with emulator.emulate(ARCHS[arch].target):
-        cubin = gemm_cases.kernel(arch, kind, Case(TILES[128, 128], RAGGED)).artifacts.CUBIN
-    assert sass.inspect(cubin).count("UTMALDG") >= 2
-    assert sass.loops_over_lanes(cubin) == 0

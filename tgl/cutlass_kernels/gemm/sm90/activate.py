@@ -113,9 +113,13 @@ def _rounded(
     values = cute.make_rmem_tensor((2, 2, pieces), Float32)
     for i in cutlass.range_constexpr(4 * pieces):
         values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
-    if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
-        if product:
-            add_vectors(values, vectors, row, chunk * columns + column)
+    if cutlass.const_expr(gemm.spec.bias):
+        plain = cute.make_rmem_tensor(values.shape, Float32)
+        plain.store(values.load())
+        add_vectors(values, vectors, row, chunk * columns + column)
+        # Choices and no branch: behind branches here the assembler makes TMA instructions loops over lanes.
+        for i in cutlass.range_constexpr(4 * pieces):
+            values[i] = cutlass.select_(product, values[i], plain[i])
     rounded = cute.make_rmem_tensor((2, 2, pieces), gemm.out_element)
     rounded.store(values.load().to(gemm.out_element))
     return rounded

@@ -123,6 +123,15 @@ class GroupedGemm:
         self.stages = (smem_bytes - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property
+    def finds_late(self) -> bool:
+        """Whether consumers look for their next tile while the last MMAs of one run, not before the first.
+
+        The epilogue of a gradient has no registers to spare: of the two places the compiler keeps less in local memory
+        by this one where rows are gathered, and by the other one elsewhere.
+        """
+        return self.a_element.width > 8 and (self.gradient is None or self.gathered is not None)
+
+    @property
     def vector_tile(self) -> tuple[int, int]:
         """Rows and columns that bias and row scale are kept for: a tile per team."""
         return self.teams * self.config.tile_m, self.teams * self.config.tile_n

@@ -33,9 +33,9 @@ def multiply(
     depth: Int32,
     left: Int32,
     team: Int32,
-    following: tuple,
+    following: Any,
 ) -> tuple:
-    """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
+    """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
     One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late. A k tile
     that the contraction ends in is multiplied behind the loop, for a condition within would end every MMA's flight. The
@@ -51,6 +51,10 @@ def multiply(
         depth: whole k tiles.
         left: elements of the contraction in one more k tile, of which no more is multiplied; up to 0 if there is none.
         team: which of the ``gemm.teams`` this warpgroup belongs to.
+        following: what the policy finds the next tile by, while the last MMAs run; None: it is known.
+
+    Returns:
+        stage and phase, and the search with the next tile, or None.
     """
     ctas = gemm.config.ctas
     acc.fill(Float32(0))
@@ -78,7 +82,9 @@ def multiply(
             warpgroup.commit_group()
     if cutlass.const_expr(gemm.teams > 1):
         give_turn(1 - team)
-    found = gemm.policy.find(*following, True)  # while the last MMAs run
+    found: Any = None
+    if cutlass.const_expr(following is not None):
+        found = gemm.policy.find(*following, True)  # while the last MMAs run
     warpgroup.wait_group(0)
     if depth > 0:
         release(ring, previous, ctas)
@@ -164,6 +170,8 @@ def consume_tiles(
     while tile.valid:
         first += step
         following = tile
+        if cutlass.const_expr(not gemm.finds_late):
+            search, following = policy.find(search, first, problem, True)
         product = policy.is_product(tile, problem)
         depth, whole, left = Int32(0), Int32(0), Int32(0)
         if product:
@@ -187,12 +195,12 @@ def consume_tiles(
                     begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
-                where, found = multiply(
-                    gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team, (search, first, problem)
-                )
-                (stage, phase), (search, following) = where, found
+                later = (search, first, problem) if cutlass.const_expr(gemm.finds_late) else None
+                where, found = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team, later)
+                stage, phase = where
+                if cutlass.const_expr(found is not None):
+                    search, following = found
             else:
-                search, following = policy.find(search, first, problem, True)
                 stage, phase = multiply_promoted(
                     gemm, tiled_mma, acc, a, b, shared, ring, stage, phase, depth, tile, problem
                 )
@@ -211,7 +219,8 @@ def consume_tiles(
             else:
                 turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
         else:
-            search, following = policy.find(search, first, problem, True)
+            if cutlass.const_expr(gemm.finds_late):
+                search, following = policy.find(search, first, problem, True)
             # The other team's tile: its stages are not ours to wait for.
             stage += depth
             phase = (phase + stage // gemm.stages) % 2
