@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import activations, checks
 
-_empty_strided = torch.empty_strided
 _INT32_MAX = 2**31 - 1
 
 Dim = int | torch.SymInt  # what a size is while a graph is traced
@@ -45,7 +44,7 @@ class TensorSpec(NamedTuple):
             else:
                 return torch.empty(*(shape or ((),)), dtype=dtype, device=device)
         # ``empty`` has two signatures, of which torch tries the wrong one first: the work of a whole call, cold.
-        return _empty_strided(shape, stride, dtype=dtype, device=device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def meta(self) -> Tensor:
         """A stand-in without memory, for asking what would happen."""
