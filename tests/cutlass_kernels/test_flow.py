@@ -13,8 +13,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels.flow_together import Early, Together, flow, kernel
+from tests.cutlass_kernels.wire_together import emulated
 from tests.ranks_on_one_device import World, world
-from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.wire import flow as module
 from tgl.testing import emulator
 
@@ -23,12 +23,7 @@ PLACES = RANKS * PAIR_ROWS
 SEEDS = range(6)
 
 
-@pytest.fixture(scope="module")
-def machine():
-    with emulator.emulate("sm_90a") as machine:
-        yield machine
-    launcher.plans.clear()
-    launcher.forget()
+machine = pytest.fixture(scope="module")(emulated)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.wire_together import Kernels
+from tests.cutlass_kernels.wire_together import Kernels, emulated
 from tests.kernel_cases import framed_like
 from tests.ranks_on_one_device import Threads, World, world
 from tgl import peers
@@ -27,7 +27,6 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops import expert_parallel as engine
 from tgl.cutlass_kernels.ops.wire import FLOW, LOADS, MEET, PLACES, FlowCall, FlowKey, MeetCall, PlacesCall, PlacesKey
 from tgl.cutlass_kernels.permute.cut import cut_of
-from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
@@ -47,12 +46,7 @@ MOVING = {
 ROUTED = ("position", "token", "index", "needed")
 
 
-@pytest.fixture(scope="module")
-def machine():
-    with emulator.emulate("sm_90a") as machine:
-        yield machine
-    launcher.plans.clear()
-    launcher.forget()
+machine = pytest.fixture(scope="module")(emulated)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -10,10 +10,20 @@ import torch
 from torch import Tensor
 
 from tests.ranks_on_one_device import World
+from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.compiling import compiled, strided, vector
 from tgl.cutlass_kernels.wire.meet import LANES, Meet
+from tgl.testing import emulator
 
 PATIENT = torch.tensor([10**12, 0])  # nanoseconds; nobody is missed
+
+
+def emulated() -> Iterator[emulator.Emulation]:
+    """For a fixture: an emulated Hopper, of whose kernels nothing is left afterwards."""
+    with emulator.emulate("sm_90a") as machine:
+        yield machine
+    launcher.plans.clear()
+    launcher.forget()
 
 
 class Together(Meet):

@@ -84,15 +84,11 @@ class Places:
         block, _, _ = cute.arch.block_idx()
         experts = Int32(table.shape[1]) - self.ranks
         smem = SmemAllocator()
-        chosen = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
+        totals = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, self.ranks)), byte_alignment=16)
-        owners = self.owners(top_k_index, block * TOKENS + thread, experts)
-        self.add_experts(top_k_index, block * TOKENS + thread, experts, chosen)
-        self.scan(owners, sums)
-        for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
-            table[block, expert] = chosen[expert]
-        if thread < self.ranks:
-            table[block, experts + thread] = sum_of(sums, thread)
+        chosen = self.chosen(top_k_index, block * TOKENS + thread, experts)
+        self.scan(self.owners(chosen, experts), sums)
+        self.tell(chosen, sums, totals, table[block, None], experts)
 
     @cute.kernel
     def kernel(
@@ -110,17 +106,14 @@ class Places:
         starts = smem.allocate_tensor(Int32, cute.make_layout(self.ranks), byte_alignment=16)
         ends = smem.allocate_tensor(Int32, cute.make_layout(self.ranks), byte_alignment=16)
         number = block * TOKENS + thread
-        owners = self.owners(top_k_index, number, experts)
+        chosen = self.chosen(top_k_index, number, experts)
+        owners = self.owners(chosen, experts)
         before = self.scan(owners, sums)
         if cutlass.const_expr(self.alone):
-            chosen = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
-            self.add_experts(top_k_index, number, experts, chosen)
-            for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
-                counts[expert] = chosen[expert]
+            totals = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
+            self.tell(chosen, sums, totals, counts, experts)
             if thread < self.ranks:
-                starts[thread] = Int32(0)
-                ends[thread] = sum_of(sums, thread)
-                counts[experts + thread] = ends[thread]
+                starts[thread], ends[thread] = Int32(0), sum_of(sums, thread)
         else:
             instructions.wait()
             for column in cutlass.range(block * WARPS + warp, experts + self.ranks, blocks * WARPS, unroll=1):
@@ -141,28 +134,38 @@ class Places:
                 token[at] = Int32(-1)
 
     @cute.jit
-    def owners(self, top_k_index: cute.Tensor, number: Int32, experts: Int32) -> cute.Tensor:
+    def chosen(self, top_k_index: cute.Tensor, number: Int32, experts: Int32) -> cute.Tensor:
+        """The choices of a token, -1 for none."""
+        chosen = cute.make_rmem_tensor(self.top_k, Int32)
+        for j in cutlass.range_constexpr(self.top_k):
+            chosen[j] = expert_of(top_k_index, number, j, experts)
+        return chosen
+
+    @cute.jit
+    def owners(self, chosen: cute.Tensor, experts: Int32) -> cute.Tensor:
         """The rank of every choice of a token, -1 for none."""
         owners = cute.make_rmem_tensor(self.top_k, Int32)
         for j in cutlass.range_constexpr(self.top_k):
-            expert = expert_of(top_k_index, number, j, experts)
             owners[j] = Int32(-1)
-            if expert >= 0:
-                owners[j] = expert // (experts // self.ranks)
+            if chosen[j] >= 0:
+                owners[j] = chosen[j] // (experts // self.ranks)
         return owners
 
     @cute.jit
-    def add_experts(self, top_k_index: cute.Tensor, number: Int32, experts: Int32, chosen: cute.Tensor):
-        """Choices of every expert by the block's tokens."""
+    def tell(self, chosen: cute.Tensor, sums: cute.Tensor, totals: cute.Tensor, counts: cute.Tensor, experts: Int32):
+        """Choices of every expert, by way of ``totals``, and rows for every rank of a block into ``counts``."""
         thread, _, _ = cute.arch.thread_idx()
         for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
-            chosen[expert] = Int32(0)
+            totals[expert] = Int32(0)
         cute.arch.sync_threads()
         for j in cutlass.range_constexpr(self.top_k):
-            expert = expert_of(top_k_index, number, j, experts)
-            if expert >= 0:
-                cute.arch.atomic_add((chosen.iterator + expert).llvm_ptr, Int32(1), sem="relaxed", scope="cta")
+            if chosen[j] >= 0:
+                cute.arch.atomic_add((totals.iterator + chosen[j]).llvm_ptr, Int32(1), sem="relaxed", scope="cta")
         cute.arch.sync_threads()
+        for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
+            counts[expert] = totals[expert]
+        if thread < self.ranks:
+            counts[experts + thread] = sum_of(sums, thread)
 
     @cute.jit
     def rows(self, owners: cute.Tensor, peer: int) -> Int32:

@@ -251,18 +251,15 @@ class GroupedGemm:
     def maps(self, a: cute.Tensor, b: cute.Tensor, a_smem: Any, b_smem: Any) -> tuple[tuple, tuple]:
         """``(map, coordinate tensor of the map)`` of A and of B, Nones for an operand that lanes write."""
         tile_m, _, tile_k = self.tiler
-        ctas = self.config.ctas
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        load_part = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        of_a: tuple = (None, None)
-        of_b: tuple = (None, None)
-        if self.by_lanes != "a":
-            op, parts = (load_part, ctas) if self.shared == "a" else (load, 1)
-            of_a = cpasync.make_tiled_tma_atom(op, a, a_smem, (tile_m, tile_k), parts)
-        if self.by_lanes != "b":
-            op, parts = (load_part, ctas) if self.shared == "b" else (load, 1)
-            of_b = cpasync.make_tiled_tma_atom(op, b, b_smem, self.b_tile, parts)
-        return of_a, of_b
+
+        def of(name: str, operand: cute.Tensor, smem: Any, tile: tuple) -> tuple:
+            if self.by_lanes == name:
+                return None, None
+            parts = self.shares(name)
+            kind = cpasync.CopyBulkTensorTileG2SMulticastOp if parts > 1 else cpasync.CopyBulkTensorTileG2SOp
+            return cpasync.make_tiled_tma_atom(kind(), operand, smem, tile, parts)
+
+        return of("a", a, a_smem, (tile_m, tile_k)), of("b", b, b_smem, self.b_tile)
 
     def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
         """The MMA of a team, for operands that are contiguous along the contraction or not.
@@ -375,10 +372,9 @@ class GroupedGemm:
         if cutlass.const_expr(ctas > 1):
             self.meet()  # no CTA leaves while another may still load into its shared memory
 
-    @property
-    def shared(self) -> str | None:
-        """The operand of which the CTAs of a cluster load a part each for all, or None."""
-        return "a" if self.config.cluster_n > 1 else "b" if self.config.cluster_m > 1 else None
+    def shares(self, name: str) -> int:
+        """Of a tile of the operand ``name``: the CTAs of a cluster that have it in common load one each for all."""
+        return {"a": self.config.cluster_n, "b": self.config.cluster_m}[name]
 
     @property
     def arrivals(self) -> int:

@@ -156,16 +156,17 @@ def ways(gemm: Any, operands: Operands, tile: Tile, rank: Int32) -> tuple[cute.T
 
 def own_tile(gemm: Any, tile: Tile, rank: Int32) -> Tile:
     """That of the CTA ``rank`` in the cluster's ``tile``."""
-    if gemm.shared == "a":
-        return tile._replace(n=tile.n * gemm.config.cluster_n + rank)
-    if gemm.shared == "b":
-        return tile._replace(m=tile.m * gemm.config.cluster_m + rank)
+    if gemm.shares("a") > 1:
+        return tile._replace(n=tile.n * gemm.shares("a") + rank)
+    if gemm.shares("b") > 1:
+        return tile._replace(m=tile.m * gemm.shares("b") + rank)
     return tile
 
 
 def part_of(gemm: Any, name: str, rank: Int32) -> tuple[Int32 | int, int]:
     """Which part of an operand's tile a CTA loads, and of how many."""
-    return (rank, gemm.config.ctas) if gemm.shared == name else (0, 1)
+    parts = gemm.shares(name)
+    return (rank, parts) if parts > 1 else (0, 1)
 
 
 @cute.jit
@@ -178,8 +179,8 @@ def load_box(
     full: cute.Pointer,
 ):
     """Load the CTA's part of a tile of the operand ``name``, for all CTAs of the cluster if they share it."""
-    if cutlass.const_expr(gemm.shared == name):
-        everyone = cutlass.Int16((1 << gemm.config.ctas) - 1)
+    if cutlass.const_expr(gemm.shares(name) > 1):
+        everyone = cutlass.Int16((1 << gemm.shares(name)) - 1)
         cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=everyone)
     else:
         cute.copy(tma, source, target, tma_bar_ptr=full)

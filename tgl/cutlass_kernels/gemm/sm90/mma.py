@@ -54,7 +54,7 @@ def multiply(
         following: what the policy finds the next tile by, while the last MMAs run; None: it is known.
 
     Returns:
-        stage and phase, and the search with the next tile, or None.
+        stage, phase, and the search with the next tile, or None.
     """
     ctas = gemm.config.ctas
     acc.fill(Float32(0))
@@ -92,7 +92,7 @@ def multiply(
         if left > 0:
             release(ring, stage, ctas)
             stage, phase = advance(stage, phase, gemm.stages)
-    return (stage, phase), found
+    return stage, phase, found
 
 
 @cute.jit
@@ -196,8 +196,7 @@ def consume_tiles(
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
                 later = (search, first, problem) if cutlass.const_expr(gemm.finds_late) else None
-                where, found = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team, later)
-                stage, phase = where
+                stage, phase, found = multiply(gemm, tiled_mma, acc, a, b, ring, stage, phase, whole, left, team, later)
                 if cutlass.const_expr(found is not None):
                     search, following = found
             else:
