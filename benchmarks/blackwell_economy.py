@@ -52,7 +52,7 @@ def their_kernel() -> type | None:
 
 def run_ours(config: GemmConfig, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> None:
     key = gemm.GemmKey(VARLEN_M, "sm_100", True, "bfloat16", 1, EpilogueSpec("bfloat16"), config)
-    gemm.build(key)(a, b, offs, out, None, None, None, CTAS // config.ctas)
+    gemm.build(key)(a, b, offs, out, None, None, None, None, CTAS // config.ctas)
 
 
 def run_theirs(kernel: type, config: GemmConfig, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> None:

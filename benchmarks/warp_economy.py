@@ -75,7 +75,7 @@ def run_ours(p: Problem, out: Tensor, tma: bool = True) -> None:
     kind = VARLEN_M if p.op == "forward" else VARLEN_K
     config = replace(ARCHS[ARCH].tilings.deepest(*TILE), tma=tma)
     key = gemm.GemmKey(kind, ARCH, True, "bfloat16", 1, EpilogueSpec("bfloat16"), config)
-    gemm.build(key)(p.a, p.b, ends(p.sizes), out, None, None, None, CTAS)
+    gemm.build(key)(p.a, p.b, ends(p.sizes), out, None, None, None, None, CTAS)
 
 
 def run_by_lanes(p: Problem, out: Tensor) -> None:

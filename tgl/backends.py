@@ -53,6 +53,8 @@ class Implementation:
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
         slots: whether it takes a table of ``slots``, which is a keyword of calls that have one and of no others.
         rows: whether it reads rows by an index, in the same way a keyword: one of ``ROW_INDICES``.
+        begins: whether it takes ``begin``, in the same way a keyword: int32 ``[1]``, the first row of the first group.
+            Rows before it are neither read nor written.
         note: a sentence for ``explain`` about what to expect.
         declines: called with the positional arguments alone, before any output is made: the reason against a call that
             follows from them, at little cost. ``supports`` need not repeat it.
@@ -81,6 +83,7 @@ class Implementation:
     emulable: bool = False
     slots: bool = False
     rows: bool = False
+    begins: bool = False
     emulates: bool = False
     declines: Callable[[Sequence], Reason] | None = field(default=None, repr=False)
     prepare: Callable[..., None] | None = field(default=None, repr=False)
@@ -103,6 +106,8 @@ class Implementation:
             return "reads offs on the host, which CUDA graph capture forbids"
         if "slots" in kwargs and not self.slots:
             return "takes matrices in the order of the groups, not at `slots`"
+        if "begin" in kwargs and not self.begins:
+            return "takes groups from the first row on, not from `begin`"
         if not self.rows:
             for index in ROW_INDICES:
                 if index in kwargs:
@@ -191,7 +196,8 @@ def _preparing(i: Implementation) -> Implementation:
 
 def _rehearsing(op: str) -> Implementation:
     """What serves an op on the meta tensors of a rehearsal."""
-    return Implementation(op, "rehearsal", "meta", functools.partial(rehearsed.instead, op), slots=True, rows=True)
+    run = functools.partial(rehearsed.instead, op)
+    return Implementation(op, "rehearsal", "meta", run, slots=True, rows=True, begins=True)
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
@@ -310,6 +316,7 @@ def register_implementation(
     syncs: bool = False,
     slots: bool = False,
     rows: bool = False,
+    begins: bool = False,
     note: str = "",
 ) -> Callable[[Callable[..., None]], Implementation]:
     """Decorator that lets a function serve ``op`` on ``device``, ahead of everything of lower ``priority``.
@@ -325,8 +332,8 @@ def register_implementation(
 
     def decorate(run: Callable[..., None]) -> Implementation:
         frozen = frozenset(archs) if archs is not None else None
-        made = Implementation(op, name, device, run, supports, frozen, priority, syncs, note, slots=slots, rows=rows)
-        return add(made)
+        takes: dict[str, Any] = {"slots": slots, "rows": rows, "begins": begins}
+        return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note, **takes))
 
     return decorate
 

@@ -107,7 +107,7 @@ def _varlen_m(arch: str, gathered: str, case: Case) -> tuple[Callable[[], None],
     a, b = stored(a, True), stored(b.flip(0) if case.slots else b, case.b_row_major)
     frame = framed(case.rows, case.columns, dtype=case.out)
     function, offs = kernel(arch, VARLEN_M, gathered, case), ends(sizes)
-    arguments = (a, b, offs, frame.inside, bias, scale, slots, index, CLUSTERS)
+    arguments = (a, b, offs, frame.inside, bias, scale, slots, None, index, CLUSTERS)
     return lambda: function(*arguments), frame, expected.to(case.out)
 
 
@@ -124,5 +124,5 @@ def _varlen_k(arch: str, gathered: str, case: Case) -> tuple[Callable[[], None],
     frame = framed(len(case.sizes), case.depth, case.columns, dtype=case.out)
     function, offs = kernel(arch, VARLEN_K, gathered, case), ends(case.sizes)
     a, b = (stored(operands[name], True) for name in "ab")
-    arguments = (a, b, offs, frame.inside, None, None, None, index, CLUSTERS)
+    arguments = (a, b, offs, frame.inside, None, None, None, None, index, CLUSTERS)
     return lambda: function(*arguments), frame, expected.to(case.out)

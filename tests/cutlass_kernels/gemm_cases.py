@@ -94,7 +94,7 @@ def _varlen_m(arch: str, case: Case) -> tuple[Callable[[], None], Framed, torch.
     frame = framed(case.rows, case.columns, dtype=case.out)
     function, offs = kernel(arch, VARLEN_M, case), case.ends
     return (
-        lambda: function(a, b, offs, frame.inside, bias, scale, None, CLUSTERS),
+        lambda: function(a, b, offs, frame.inside, bias, scale, None, None, CLUSTERS),
         frame,
         expected.to(case.out),
     )
@@ -107,7 +107,7 @@ def _varlen_k(arch: str, case: Case) -> tuple[Callable[[], None], Framed, torch.
     frame = framed(len(case.sizes), case.depth, case.columns, dtype=case.out)
     function, offs = kernel(arch, VARLEN_K, case), case.ends
     return (
-        lambda: function(a, b, offs, frame.inside, None, None, None, CLUSTERS),
+        lambda: function(a, b, offs, frame.inside, None, None, None, None, CLUSTERS),
         frame,
         expected.to(case.out),
     )

@@ -36,7 +36,7 @@ def test_nothing_is_touched_outside(arch, kind):
         call = kernel(arch, kind, case)
         for offs in OFFSETS:
             frame.refill()
-            call(a, b, torch.tensor(offs, dtype=torch.int32), frame.inside, None, None, None, CLUSTERS)
+            call(a, b, torch.tensor(offs, dtype=torch.int32), frame.inside, None, None, None, None, CLUSTERS)
             assert frame.intact(), offs
 
 
@@ -50,7 +50,7 @@ def test_ends_are_clamped(arch):
     out = framed(64, 40, dtype=case.out).inside
     with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         offs = torch.tensor([-5, 10, 3, 1 << 30], dtype=torch.int32)
-        kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, None, CLUSTERS)
+        kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, None, None, CLUSTERS)
     # Rows 3 to 9 belong to two groups, which may write them in any order.
     assert torch.equal(out[:3].double(), a[:3].double() @ b[1].double())
     assert torch.equal(out[10:].double(), a[10:].double() @ b[3].double())

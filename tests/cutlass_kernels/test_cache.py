@@ -171,7 +171,7 @@ def test_a_kernel_loaded_from_disk_computes(directory):
     out = torch.zeros(40, 24, dtype=torch.bfloat16)
     fetch()
     loaded = cache.fetch(KEY, never)
-    loaded(*as_cuda((a, b, offs, out)), None, None, None, 2)
+    loaded(*as_cuda((a, b, offs, out)), None, None, None, None, 2)
     active().check()
     expected = torch.cat([a[:33].double() @ b[0].double(), a[33:].double() @ b[1].double()])
     assert torch.equal(out.double(), expected)

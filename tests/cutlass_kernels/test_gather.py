@@ -259,8 +259,8 @@ def test_any_index_and_any_offsets_stay_inside(arch):
     with emulator.emulate(ARCHS[arch].target, detect_races=False):
         for wrong in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (140, 141, high, high)):
             offs = torch.tensor(wrong, dtype=torch.int32)
-            kernel(arch, VARLEN_M, "a", case)(a, b, offs, frame.inside, None, None, None, index, CLUSTERS)
-            kernel(arch, VARLEN_K, "a", case)(a, dy, offs, grads.inside, None, None, None, index, CLUSTERS)
+            kernel(arch, VARLEN_M, "a", case)(a, b, offs, frame.inside, None, None, None, None, index, CLUSTERS)
+            kernel(arch, VARLEN_K, "a", case)(a, dy, offs, grads.inside, None, None, None, None, index, CLUSTERS)
             assert frame.intact(), wrong
             assert grads.intact(), wrong
 

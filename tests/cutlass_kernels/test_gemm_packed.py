@@ -20,9 +20,9 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.sm90 import tilings as sm90
-from tgl.cutlass_kernels.gemm.warp.packed_tilings import WARPS, choose, dense_is_faster, pieces, sharing, stages
+from tgl.cutlass_kernels.gemm.warp.packed_tilings import WARPS, choose, pieces, sharing, stages
 from tgl.cutlass_kernels.ops import gemm_packed
-from tgl.cutlass_kernels.ops.gemm_packed import PACKED, kernel_of
+from tgl.cutlass_kernels.ops.gemm_packed import MANY_ROWS, PACKED, kernel_of
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import E5M2, FORMATS
 from tgl.testing import emulator
@@ -343,26 +343,19 @@ def test_what_no_kernel_takes_is_told(change, why):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
-def test_many_rows_are_left_to_wider_mmas(arch, over_rows):
-    """Where there are some, and all matrices are decoded at once."""
-    wide = "multiplies by MMAs of warps, slower from 512 rows a group on"
+def test_many_rows_are_left_to_decoding_once(arch, over_rows):
+    """Where MMAs are wider than a warp's; from more rows on where lanes decode for those."""
+    many = MANY_ROWS[DECODING if DECODING in ARCHS[arch].kernels else PACKED] if ARCHS[arch].wider_mmas else None
     data, scale, _ = components("mxfp4", (2, 64, 64))
     offs = torch.tensor([1000, 1024], dtype=torch.int32)
-    for rows, many in ((64, False), (1024, True)):
+    for rows in (64, 511, 512, 1023, 1024, 5000):
         with backends.emulated_device(arch):
             found = tgl.explain(
-                tgl.grouped_gemm_packed, integers(rows, 64), data, scale, offs, format="mxfp4", over_rows=over_rows
+                tgl.grouped_gemm_packed, integers(2 * rows, 64), data, scale, offs, format="mxfp4", over_rows=over_rows
             )
-        left = many and ARCHS[arch].wider_mmas and DECODING not in ARCHS[arch].kernels
-        assert (wide in str(found)) == left
+        left = many is not None and rows >= many
+        assert (f"decodes in every tile, slower from {many} rows a group on" in str(found)) == left
         assert (found.chosen.name == "tgl kernel") == (not left)
-
-
-def test_the_rule_of_many_rows():
-    """gpt-oss: 128 matrices are decoded in 33 pieces, each of which would copy all rows."""
-    assert not dense_is_faster(128, 8192, 2880, 5760, at_a_time=4)
-    assert dense_is_faster(4, 8192, 2880, 5760, at_a_time=4)
-    assert not dense_is_faster(4, 128, 2880, 5760, at_a_time=4)
 
 
 # --- tilings and machine code -----------------------------------------------------------------------------------------

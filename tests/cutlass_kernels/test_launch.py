@@ -184,6 +184,6 @@ def test_bad_offsets_write_nothing_outside_the_output(machine, kind, offs):
     else:
         b = stored(integers(case.rows, case.columns, dtype=BF16), True)
         frame = framed(3, case.depth, case.columns, dtype=BF16)
-    kernel("sm_100", kind, case)(a, b, torch.tensor(offs, dtype=torch.int32), frame.inside, None, None, None, 3)
+    kernel("sm_100", kind, case)(a, b, torch.tensor(offs, dtype=torch.int32), frame.inside, None, None, None, None, 3)
     assert frame.inside.isfinite().all()
     assert frame.intact()

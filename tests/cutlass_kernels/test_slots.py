@@ -93,7 +93,7 @@ def test_rows(arch, config, b_row_major):
             expected[rows] = product + bias[g].double()
         out = torch.full((ROWS, 104), CANARY, dtype=BF16)
         with emulator.emulate(ARCHS[arch].target):
-            call(a, view, offs(), out, bias, None, slots, CLUSTERS)
+            call(a, view, offs(), out, bias, None, slots, None, CLUSTERS)
         assert torch.equal(out, expected.to(BF16)), absent
 
 
@@ -116,7 +116,7 @@ def test_depth(arch, config, dtype, accumulate):
                 old = packed.matrices[g].double() if accumulate else 0
                 expected.view[slots[g]] = (old + product).to(dtype)
         with emulator.emulate(ARCHS[arch].target):
-            call(a, b, offs(), packed.view, None, None, slots, CLUSTERS)
+            call(a, b, offs(), packed.view, None, None, slots, None, CLUSTERS)
         assert torch.equal(packed.buffer, expected.buffer), absent
 
 

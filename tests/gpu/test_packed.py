@@ -9,6 +9,7 @@ from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import ROUTINGS, poisoned, product
 from tests.ops.test_packed_gemm import every_value
 from tgl import backends
+from tgl.meta import packed
 from tgl.meta.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
@@ -100,9 +101,9 @@ def test_a_row_has_the_same_bits_beside_few_and_many(format, over_rows):
     rows = torch.randn(groups, 2000, HEIGHT if over_rows else WIDTH, device=DEVICE).to(BF16)
 
     def of_first(count):
-        a = rows[:, :count].flatten(0, 1)
-        got = served(tgl.grouped_gemm_packed, a, made.data, made.scale, ends((count,) * groups), amax, **options)
-        return got.unflatten(0, (groups, count))[:, 0]
+        call = rows[:, :count].flatten(0, 1), made.data, made.scale, ends((count,) * groups), amax
+        assert "batch-invariant" in str(tgl.explain(tgl.grouped_gemm_packed, *call, **options))
+        return tgl.grouped_gemm_packed(*call, **options).unflatten(0, (groups, count))[:, 0]
 
     wanted = of_first(2000)
     for count in (1, 2, 3, 4, 7, 8, 16, 32, 33, 64, 65, 200):
@@ -110,8 +111,10 @@ def test_a_row_has_the_same_bits_beside_few_and_many(format, over_rows):
 
 
 @DIRECTIONS
-def test_what_serves_agrees(over_rows):
+@pytest.mark.parametrize("budget", [1, 1 << 19, packed.BYTES], ids=["one", "some", "all"])
+def test_what_serves_agrees(budget, over_rows, monkeypatch):
     """The kernel and decoded pieces, on rows enough for either."""
+    monkeypatch.setattr(packed, "BYTES", budget)
     sizes = (700, 0, 1025, 3)
     (data, scale, _), right = matrices("mxfp4", len(sizes), over_rows)
     a, offs = poisoned(integers(sum(sizes) + TAIL, right.shape[1]), sizes), ends(sizes)

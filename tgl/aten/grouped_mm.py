@@ -13,27 +13,30 @@ def grouped_gemm(
     a: Tensor,
     b: Tensor,
     offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
+    *_: Tensor | None,
     out: Tensor,
     zero_tail: bool,
+    begin: Tensor | None = None,
 ) -> None:
-    """One launch, then a masked copy: its rows past ``offs[-1]`` are uninitialised."""
-    value = torch.nn.functional.grouped_mm(a, b, offs=offs)
-    past = torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.shape[0] else 0)
+    """One launch, then a masked copy: its rows past ``offs[-1]`` are uninitialised.
+
+    It takes groups from row 0 on: where they begin elsewhere it gets a copy of all rows, theirs in front.
+    """
+    row = torch.arange(a.shape[0], device=a.device)
+    past = row >= (offs[-1] if offs.shape[0] else 0)
+    if begin is None:
+        value = torch.nn.functional.grouped_mm(a, b, offs=offs)
+    else:
+        first = begin.clamp(0, a.shape[0])
+        moved = a.index_select(0, (row + first).clamp_max(a.shape[0] - 1))
+        value = torch.nn.functional.grouped_mm(moved, b, offs=offs - first)
+        value = torch.where((row < first)[:, None], out, value.index_select(0, (row - first).clamp_min(0)))
+        past &= row >= first
     torch.where(past[:, None], torch.zeros_like(out) if zero_tail else out, value, out=out)
 
 
 def grouped_gemm_supports(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    out: Tensor,
-    zero_tail: bool,
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, *_: Tensor | None, out: Tensor, **__: object
 ) -> Reason:
     if bias is not None:
         return "has no bias epilogue (adding it afterwards would round twice)"

@@ -30,11 +30,23 @@ def grouped_gemm(
     zero_tail: bool,
     slots: Tensor | None = None,
     rows: Tensor | None = None,
+    begin: Tensor | None = None,
 ) -> None:
     """One matrix product per group, accumulated in float32 and rounded once."""
+    if begin is not None:
+        a, offs, bias_scale, out, rows = from_begin(begin, a, offs, bias_scale, out, rows)
     sizes = segment_sizes(offs, out.shape[0])
     direct = rounds_once(a, bias, bias_scale, out.dtype)
     gemm(indexed(a, rows), b, sizes, bias, bias_scale, out, direct=direct, zero_tail=zero_tail, slots=slots)
+
+
+def from_begin(
+    begin: Tensor, a: Tensor, offs: Tensor, bias_scale: Tensor | None, out: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """What those operands of a ``grouped_gemm`` are to groups that begin at row ``begin``, read on the host."""
+    first = min(max(int(begin.item()), 0), out.shape[0])
+    scale, index = (None if t is None else t[first:] for t in (bias_scale, rows))
+    return a if index is not None else a[first:], offs - first, scale, out[first:], index
 
 
 def gemm(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..backends import Implementation, add
 from . import (
     activation,
@@ -46,14 +48,21 @@ for _op, _loop in (
     ("grouped_gemm_wgrad", loops.grouped_gemm_wgrad),
     ("grouped_gemm_wgrad_accumulate_", loops.grouped_gemm_wgrad_accumulate),
 ):
-    add(Implementation(_op, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note=_LOOP, slots=True, rows=True))
+    _takes: dict[str, Any] = {"slots": True, "rows": True, "begins": _op == "grouped_gemm"}
+    add(Implementation(_op, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note=_LOOP, **_takes))
 for _op, _sums in (("grouped_dbias", loops.grouped_dbias), ("grouped_dbias_dscales", loops.grouped_dbias_dscales)):
     add(Implementation(_op, "loop of sums", "cpu", _sums))
     add(Implementation(_op, "loop of sums", "cuda", _sums, priority=-10, syncs=True, note="reads offs on the host"))
 
-for _op, _run, _supports, _note in (
-    ("grouped_gemm", grouped_mm.grouped_gemm, grouped_mm.grouped_gemm_supports, "then a masked copy for the tail"),
-    ("grouped_gemm_wgrad", grouped_mm.grouped_gemm_wgrad, grouped_mm.grouped_gemm_wgrad_supports, "then a copy"),
+for _op, _run, _supports, _begins, _note in (
+    (
+        "grouped_gemm",
+        grouped_mm.grouped_gemm,
+        grouped_mm.grouped_gemm_supports,
+        True,
+        "then a masked copy for the tail",
+    ),
+    ("grouped_gemm_wgrad", grouped_mm.grouped_gemm_wgrad, grouped_mm.grouped_gemm_wgrad_supports, False, "then a copy"),
 ):
     add(
         Implementation(
@@ -64,10 +73,11 @@ for _op, _run, _supports, _note in (
             _supports,
             archs=GROUPED_MM_ARCHS,
             note=f"torch.nn.functional.grouped_mm, {_note}",
+            begins=_begins,
         )
     )
 
-for _op, _run, _dense in (
+for _op, _alone, _dense in (
     ("grouped_gemm", bias_alone.grouped_gemm, True),
     ("grouped_gemm_scaled", bias_alone.grouped_gemm_scaled, False),
 ):
@@ -76,12 +86,13 @@ for _op, _run, _dense in (
             _op,
             "bias alone",
             "cuda",
-            _run,
+            _alone,
             bias_alone.supports,
             priority=3,
             note="steps of aten, for K = 0",
             emulable=True,
             slots=_dense,
             rows=_dense,
+            begins=_dense,
         )
     )

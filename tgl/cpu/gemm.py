@@ -121,8 +121,11 @@ def grouped_gemm(
     zero_tail: bool,
     slots: Tensor | None = None,
     rows: Tensor | None = None,
+    begin: Tensor | None = None,
 ) -> None:
     """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
+    if begin is not None:
+        a, offs, bias_scale, out, rows = loops.from_begin(begin, a, offs, bias_scale, out, rows)
     found = ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
     if slots is not None:
         found = found.one_by_one

@@ -18,6 +18,7 @@ add(
         note=_GEMM,
         slots=True,
         rows=True,
+        begins=True,
     )
 )
 add(

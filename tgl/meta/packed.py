@@ -14,7 +14,7 @@ from .scaled import _amax, _data, _matrix_scale, _scale, _Scales
 from .specs import RowsSpec, TensorSpec, accumulator
 
 OP = "grouped_gemm_packed"
-BYTES = 1 << 27
+BYTES = 1 << 28
 """How much memory decoded matrices take at most where no kernel decodes them on its way, unless one is larger."""
 
 

@@ -95,12 +95,14 @@ class GatheredCall:
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
         slots: cute.Tensor | None,
+        begin: cute.Tensor | None,
         index: cute.Tensor,
         clusters: Int32,
         stream,
     ):
         """Launch; arguments of ``GroupedGemm`` and ``index``, int32 ``[T]``."""
-        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, slots=slots, index=index)
+        args = EpilogueArgs(bias, bias_scale)
+        self.start(a, b, None, offs, out, args, clusters, stream, slots=slots, begin=begin, index=index)
 
 
 class GatheredActivatedCall:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta import placement
 from ...meta.slots import scatter
 from .. import tilings
 from ..archs import arch_of, having, serving
@@ -34,6 +35,7 @@ class GemmKey(NamedTuple):
     config: GemmConfig
     slots: bool = False  # whether a table says where matrices are
     gathered: str | None = None  # the operand whose rows are found by an index
+    begins: bool = False  # whether the call says where the first group begins
 
 
 class GemmCall(NamedTuple):
@@ -48,6 +50,7 @@ class GemmCall(NamedTuple):
     zero_tail: bool
     slots: Tensor | None = None
     rows: Tensor | None = None
+    begin: Tensor | None = None
 
 
 class WgradCall(NamedTuple):
@@ -80,7 +83,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
     reach = Reach(
         {"a": ROWS, "b": MATRIX, "out": ROW_MAJOR},
         ("out",),
-        keeps=lambda c: not c.zero_tail,
+        keeps=lambda c: not c.zero_tail or c.begin is not None,
         slotted="b",
         indexed={"a": "rows"},
         gathers=lambda c: gathered(c.a, a=c.rows),
@@ -92,14 +95,14 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def alike(self, c: GemmCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, bias, bias_scale, out, zero_tail, slots, index = c
+        a, b, _, bias, bias_scale, out, zero_tail, slots, index, begin = c
         rows, shape = out.shape[0], b.shape
         if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
         size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
         layouts = (a.stride(), b.stride(), out.stride(), shape)
         dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
-        return layouts, dtypes, size, zero_tail, slots is None, index is None
+        return layouts, dtypes, size, zero_tail, slots is None, index is None, begin is None
 
     def batch_invariant(self, c: GemmCall) -> bool:
         """Every tiling adds up K in one order, by MMAs of one depth, for one row alone."""
@@ -111,8 +114,12 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def without(self, c: GemmCall) -> None:
         """Every row is the tail's."""
-        if c.zero_tail:
+        if not c.zero_tail:
+            return
+        if c.begin is None:
             c.out.zero_()
+        else:
+            c.out.masked_fill_(placement.tail(c.begin, c.out.shape[0])[:, None], 0)
 
     def key(self, c: GemmCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
@@ -126,7 +133,8 @@ class GroupedGemm(PersistentGemm[GemmCall]):
             tiling = tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
-        return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, c.slots is not None, operand)
+        tables = c.slots is not None, operand, c.begin is not None
+        return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, *tables)
 
     def build(self, key: GemmKey) -> Callable:
         """Compile the kernel for ``key``."""
@@ -134,8 +142,8 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def arguments(self, c: GemmCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, bias, bias_scale, out, _, slots, rows = c
-        return a, b, offs, out, bias, bias_scale, slots, *given(rows)
+        a, b, offs, bias, bias_scale, out, _, slots, rows, begin = c
+        return a, b, offs, out, bias, bias_scale, slots, begin, *given(rows)
 
     def scratch(self, c: GemmCall) -> GemmCall:
         """One group without rows."""
@@ -149,6 +157,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
             out=c.out.new_zeros(8, 8, device=c.a.device),
             slots=None if c.slots is None else offs,
             rows=None if c.rows is None else offs.new_zeros(8),
+            begin=None if c.begin is None else offs,
         )
 
 
@@ -215,7 +224,7 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
     def arguments(self, c: WgradCall) -> tuple:
         """What the kernel is called with."""
         a, b, offs, out, slots, a_rows, b_rows = c
-        return a, b, offs, out, None, None, slots, *given(a_rows, b_rows)
+        return a, b, offs, out, None, None, slots, None, *given(a_rows, b_rows)
 
     def scratch(self, c: WgradCall) -> WgradCall:
         """One group without rows."""
@@ -303,6 +312,7 @@ def build(key: GemmKey) -> Callable:
         strided(key.spec.bias, 2),
         strided(key.spec.bias_scale),
         strided("int32") if key.slots else None,
+        strided("int32") if key.begins else None,
         *index,
         cutlass.Int32(1),
     )

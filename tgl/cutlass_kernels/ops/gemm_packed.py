@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ... import backends
 from ...meta.formats import FORMATS
-from ...meta.packed import at_a_time
 from ..archs import ARCHS, DECODING, SWAPPED, Arch, having, serving
 from ..config import GemmConfig
 from ..epilogue import EpilogueSpec
-from ..gemm.warp.packed_tilings import PackedSpec, choose, dense_is_faster, sharing
+from ..gemm.warp.packed_tilings import PackedSpec, choose, sharing
 from ..runtime import device
 from ..runtime.launcher import Launcher, power_of_two, rows_class, warm
 from ..runtime.names import name
@@ -24,6 +23,13 @@ from .gemm import gemm_reason
 
 PACKED = "PackedGroupedGemm"
 FEW_ROWS = 32  # of a group, at most as many as have a kernel of their own
+MANY_ROWS = {PACKED: 512, DECODING: 1024}
+"""Rows of a group from which a dense GEMM of wide MMAs is the faster one, by the kernel that it is faster than.
+
+It has to gain what matrices cost that are decoded to memory first: 4 bytes written and read of each element, 1 ps at 4
+TB/s. MMAs of warps take 3.3 fs longer for an element and row, at 300 TFLOP/s in the place of 600. Wide ones that lanes
+decode for take 1.4 fs longer, at 460 in the place of 680; both were measured at 512 rows, where they won, and at 4096.
+"""
 
 
 class PackedKey(NamedTuple):
@@ -68,14 +74,11 @@ class GroupedGemmPacked(Launcher[PackedGemmCall]):
         reason = gemm_reason(c.a, c.out)
         if reason is not None or self.nothing(c):
             return reason
-        arch = serving(backends.device_arch(c.a.device))
-        groups, depth, columns = c.b.shape[0], c.a.shape[1], c.out.shape[1]
-        rows, pieces = rows_of(c), at_a_time(groups, depth, columns, c.a.dtype)
-        if arch is None or not arch.wider_mmas or DECODING in arch.kernels:
+        arch, rows = serving(backends.device_arch(c.a.device)), rows_of(c)
+        if arch is None or not arch.wider_mmas:
             return None
-        if not dense_is_faster(groups, rows, depth, columns, pieces):
-            return None
-        return f"multiplies by MMAs of warps, slower from {rows} rows a group on than wider ones after decoding"
+        many = MANY_ROWS[DECODING if DECODING in arch.kernels else PACKED]
+        return None if rows < many else f"decodes in every tile, slower from {many} rows a group on than decoding once"
 
     def alike(self, c: PackedGemmCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""

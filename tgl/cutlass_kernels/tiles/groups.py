@@ -26,7 +26,9 @@ def slot_of(slots: cute.Tensor, count: Int32, group: Int32) -> Int32:
 
 
 @cute.jit
-def group_range(offs: cute.Tensor, rows: Int32, group: Int32, tail: cutlass.Constexpr) -> tuple[Int32, Int32]:
+def group_range(
+    offs: cute.Tensor, rows: Int32, group: Int32, tail: cutlass.Constexpr, begin: cute.Tensor | None = None
+) -> tuple[Int32, Int32]:
     """First row of ``group`` and the row after its last; equal for an empty group and for one that does not exist.
 
     Ends outside ``[0, rows]`` are clamped and a descending end makes the group empty: bad offsets give wrong numbers,
@@ -37,12 +39,15 @@ def group_range(offs: cute.Tensor, rows: Int32, group: Int32, tail: cutlass.Cons
         rows: T, the rows there are.
         group: any number that is not negative.
         tail: whether group G is the rows past the last group.
+        begin: int32 ``[1]``, the first row of the first group; None: row 0.
     """
     groups = cute.size(offs)
     start, end = Int32(0), Int32(0)
     if group < groups + (1 if cutlass.const_expr(tail) else 0):
         if group > 0:
             start = clamp(offs[group - 1], Int32(0), rows)
+        elif cutlass.const_expr(begin is not None):
+            start = clamp(begin[0], Int32(0), rows)  # type: ignore[index]
         end = rows
         if group < groups:
             end = clamp(offs[group], start, rows)

@@ -26,7 +26,8 @@ class Problem(NamedTuple):
     ``rows`` is T; ``depth`` the contraction where all groups share it; ``columns`` N; ``tiles_m`` and ``tiles_n`` the
     tiles of one group's output (``tiles_m`` where all groups share it). ``order`` and ``deal`` belong to the tile order
     of ``VarlenK`` and are in shared memory: which group comes when, and which tiles a cluster gets. ``slots`` says
-    which of the ``matrices`` there are is whose; None: every group's is the one of its number.
+    which of the ``matrices`` there are is whose; None: every group's is the one of its number. ``begin`` is the first
+    row of the first group, int32 ``[1]``, where groups are rows; None: row 0.
     """
 
     offs: cute.Tensor
@@ -39,6 +40,7 @@ class Problem(NamedTuple):
     deal: cute.Tensor | None = None
     slots: cute.Tensor | None = None
     matrices: Int32 | None = None
+    begin: cute.Tensor | None = None
 
 
 class Share(NamedTuple):
@@ -134,7 +136,7 @@ class VarlenM(_Policy):
     def grid(self, problem: Problem, tail: bool) -> Grid:
         """The tiles; with ``tail`` those of the rows past the last group too."""
         p = problem
-        return Grid(p.offs, p.rows, p.tiles_n, self.tile_m, self.band, tail and self.has_tail)
+        return Grid(p.offs, p.rows, p.tiles_n, self.tile_m, self.band, tail and self.has_tail, p.begin)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
         """Extent of the contraction; 0 means that no accumulator is made."""

@@ -71,6 +71,7 @@ class Grid(NamedTuple):
         tile_m: rows of a tile.
         band: see ``decode``.
         tail: whether the rows past the last group are a group of their own, number G.
+        begin: int32 ``[1]``, the first row of the first group; None: row 0.
     """
 
     offs: cute.Tensor
@@ -79,13 +80,14 @@ class Grid(NamedTuple):
     tile_m: int
     band: int
     tail: bool
+    begin: cute.Tensor | None = None
 
 
 @cute.jit
 def _hold(grid: Grid, first: Int32, before: Int32) -> GroupSearch:
     """A search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
     lane = cute.arch.lane_idx()
-    start, end = group_range(grid.offs, grid.rows, first + lane, grid.tail)
+    start, end = group_range(grid.offs, grid.rows, first + lane, grid.tail, grid.begin)
     tiles = _tiles(end - start, grid.tile_m) * grid.tiles_n
     upto = tiles
     for i in cutlass.range_constexpr(5):

@@ -92,6 +92,7 @@ class GroupedGemm:
         bias: cute.Tensor | None,
         bias_scale: cute.Tensor | None,
         slots: cute.Tensor | None,
+        begin: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
@@ -99,9 +100,11 @@ class GroupedGemm:
 
         Args:
             slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
+            begin: int32 ``[1]``, the first row of the first group (``varlen_m``); None: row 0.
             clusters: how many CTAs may run at once.
         """
-        self.start(a, b, None, offs, out, EpilogueArgs(bias, bias_scale), clusters, stream, slots=slots)
+        args = EpilogueArgs(bias, bias_scale)
+        self.start(a, b, None, offs, out, args, clusters, stream, slots=slots, begin=begin)
 
     @cute.jit
     def start(
@@ -117,6 +120,7 @@ class GroupedGemm:
         second: cute.Tensor | None = None,
         extra: Any = None,
         slots: cute.Tensor | None = None,
+        begin: cute.Tensor | None = None,
         index: cute.Tensor | None = None,
     ):
         """Launch.
@@ -125,9 +129,11 @@ class GroupedGemm:
             scales: those of blocks of A and B, or None.
             second: the activation's output, or None.
             extra: what else the epilogue of a gradient reads and writes, see ``hidden``.
+            slots: where among the matrices each group's is, or None.
+            begin: where the first group begins, or None.
             index: which rows of what is ``gathered``; None if nothing is.
         """
-        problem = self.policy.problem(a, b, offs, out, slots)
+        problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
         source: Any = None
         if cutlass.const_expr(self.gathered is not None):
             source = Gathered(a if cutlass.const_expr(self.gathered == "a") else b, index)

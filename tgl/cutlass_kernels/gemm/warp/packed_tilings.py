@@ -20,8 +20,6 @@ RESERVED = 1024  # bytes: the alignment of the ring, and what the system takes o
 FEWEST, MOST = 3, 5  # stages: one is multiplied, one is decoded, the others are on their way
 FEW_ROWS = 64  # of a tile: two CTAs of such share a multiprocessor where they fit, for more bytes on their way
 WORD = 4  # bytes
-BALANCE = 150
-"""Operations that MMAs wider than a warp's gain on those while a byte is moved: 600 TFLOP/s instead of 300, 4 TB/s."""
 
 
 @dataclass(frozen=True)
@@ -111,21 +109,3 @@ def with_stages(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> GemmCo
     """A tiling of this shape with as many stages as there is room for."""
     room = smem_bytes // sharing(spec, tiling, smem_bytes)
     return GemmConfig(tiling.tile_m, tiling.tile_n, stages=stages(spec, tiling, room))
-
-
-def dense_is_faster(groups: int, rows: int, depth: int, columns: int, at_a_time: int) -> bool:
-    """Whether a dense GEMM of decoded pieces of the matrices takes less time where MMAs are wider than a warp's.
-
-    An estimate, of 16-bit elements. What those gain grows with the rows. Decoding writes and reads every matrix; where
-    not all are decoded at once, every piece copies all rows, and reads and writes all results four times.
-
-    Args:
-        groups, rows: how many, and of each on average.
-        depth, columns: of the product.
-        at_a_time: matrices of a piece.
-    """
-    pieces = -(-groups // at_a_time)
-    moved = 4 * groups * depth * columns
-    if pieces > 1:
-        moved += pieces * groups * rows * (4 * depth + 16 * columns)
-    return 2 * groups * rows * depth * columns > BALANCE * moved
