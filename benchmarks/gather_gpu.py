@@ -1,10 +1,12 @@
 """GEMMs that read tokens by an index on a GPU, against rows that are put in order first.
 
-    python benchmarks/gather_gpu.py [--quick] [--ops grouped_gemm ...] [--shapes qwen3-30b ...] [--out FILE]
+    python benchmarks/gather_gpu.py [--quick] [--ops grouped_gemm ...] [--shapes qwen3-30b ...] [--tiles 128x192pp ...]
+        [--busy SECONDS] [--out FILE]
 
 Tokens choose their experts at random. Arms: ``tgl``, the op with its index; ``copied``, ``dispatch`` and the op;
-``in order``, the op alone on rows that lie in order already. Every arm is a captured graph, 256 MB are written before
-each replay, arms take turns in rotating order, and medians are compared.
+``in order``, the op alone on rows that lie in order already; and the op with its index in each of ``--tiles``, as
+``harness.tiled.named`` writes them. Every arm is a captured graph, 256 MB are written before each replay, arms take
+turns in rotating order, and medians are compared. With ``--busy`` each replay follows others of its arm instead.
 
 Nothing is timed before tgl's result has the bits of the op on rows in order. Results: a table of ratios of times (above
 1: tgl is faster; for ``in order`` the fraction of that speed), and ``--out FILE`` as JSON.
@@ -13,16 +15,20 @@ Nothing is timed before tgl's result has the bits of the op on rows in order. Re
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from harness import tiled
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
 from harness.report import save
 from torch import Tensor
 
 import tgl
+from tgl import backends
+from tgl.cutlass_kernels.archs import arch_of
 
 DTYPE = torch.bfloat16
 
@@ -33,22 +39,30 @@ class Shape(NamedTuple):
     tokens: int
     choices: int
     width: int
-    inner: int  # columns of the first weight, gate and linear half
+    inner: int  # columns of the weight, of a first one gate and linear half
     experts: int
 
 
 SHAPES = {
     "qwen3-30b": Shape(16384, 8, 2048, 1536, 128),
+    "qwen3-30b-fc2": Shape(16384, 8, 2048, 768, 128),
+    "sonic-7b": Shape(24576, 8, 1536, 512, 128),
+    "many-tokens": Shape(32768, 8, 4096, 2048, 128),
+    "gpt-oss": Shape(8192, 4, 2880, 5760, 128),
     "mixtral": Shape(8192, 2, 4096, 28672, 8),
     "deepseek-v3": Shape(4096, 8, 7168, 4096, 64),
+    "deepseek-rank": Shape(8192, 8, 7168, 4096, 32),
 }
-COMPARISON = Comparison(
-    names={"op": ">20", "shape": ">12"},
-    ms=">9.4f",
-    rate=("TFLOP/s", ">8.0f"),
-    rivals=(("copied", "in order"), ">8.3f"),
-    speed=lambda result: result["flops"] / result["ms"]["tgl"] / 1e9,
-)
+
+
+def comparison(*tiles: str) -> Comparison:
+    return Comparison(
+        names={"op": ">20", "shape": ">13"},
+        ms=">9.4f",
+        rate=("TFLOP/s", ">8.0f"),
+        rivals=(("copied", "in order", *tiles), ">11.3f"),
+        speed=lambda result: result["flops"] / result["ms"]["tgl"] / 1e9,
+    )
 
 
 class Problem:
@@ -84,11 +98,18 @@ class Problem:
     def tgl(self) -> Tensor:
         return self.product(self.x, self.token)
 
-    def arms(self) -> dict[str, Callable[[], Tensor]]:
+    def by(self, tiles: str) -> Tensor:
+        """The op with its index, in tiles of one's choice."""
+        arch = arch_of(backends.device_arch(self.x.device)).name
+        with tiled.used(tiled.parsed(tiles, arch, band=8), "choose_gathering"):
+            return self.tgl()
+
+    def arms(self, tiles: Sequence[str]) -> dict[str, Callable[[], Tensor]]:
         return {
             "tgl": self.tgl,
             "copied": lambda: self.product(self.dispatched()),
             "in order": lambda: self.product(self.in_order),
+            **{name: functools.partial(self.by, name) for name in tiles},
         }
 
     def wrong(self, got: Tensor) -> str | None:
@@ -121,13 +142,14 @@ PROBLEMS = {"grouped_gemm": Forward, "wgrad, a by index": GradientOfFirst, "wgra
 
 def run_case(op: str, shape: str, args: argparse.Namespace) -> Result:
     problem = PROBLEMS[op](SHAPES[shape])
-    return {"flops": problem.flops, **compared(problem.arms(), of_result(problem.wrong), args)}
+    return {"flops": problem.flops, **compared(problem.arms(args.tiles), of_result(problem.wrong), args)}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = gpu_parser(__doc__, quick="one shape")
     choice(parser, "--ops", PROBLEMS)
     choice(parser, "--shapes", SHAPES, default=False)
+    parser.add_argument("--tiles", nargs="*", default=[], metavar="TILES")
     args = parser.parse_args(argv)
     args.shapes = args.shapes or (["qwen3-30b"] if args.quick else list(SHAPES))
     return args
@@ -135,11 +157,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}\n{COMPARISON.header()}")
+    table = comparison(*args.tiles)
+    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}\n{table.header()}")
     with torch.no_grad():
         every = cases(op=args.ops, shape=args.shapes)
-        results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
-    print(COMPARISON.report(results))
+        results = run_all(every, lambda **case: run_case(**case, args=args), table.line)
+    print(table.report(results))
     save(args.out, results)
 
 

@@ -292,6 +292,10 @@ def test_gathers(gpu, monkeypatch, tmp_path, capsys):
     assert [result["op"] for result in found] == list(script.PROBLEMS)
     assert all(set(result["ms"]) == {"tgl", "copied", "in order"} for result in found)
     assert ["grouped_gemm", "small", "1.0000", "0", "1.000", "1.000"] in lines
+    with monkeypatch.context() as patch:
+        patch.setattr(script.backends, "device_arch", lambda _: "sm_90")
+        _, found = ran(script, tmp_path, capsys, "--shapes", "small", "--tiles", "128x192pp", "256x128")
+    assert all(set(result["ms"]) == {"tgl", "copied", "in order", "128x192pp", "256x128"} for result in found)
     monkeypatch.setattr(script.Forward, "tgl", lambda self: torch.zeros_like(self.hidden))
     lines, _ = ran(script, tmp_path, capsys, "--shapes", "small", "--ops", "grouped_gemm")
     assert any("WRONG:" in line for line in lines)

@@ -347,6 +347,16 @@ def test_tilings_of_sm_90_that_gather():
     assert chosen(VARLEN_K, "b", 64, 1536)[1] == 64
 
 
+def test_gradients_over_fewer_rows_gather_in_turns():
+    """Where tiles of 192 leave no more empty; not where what was in 16-bit sums is read beside 192 accumulators."""
+    assert chosen(VARLEN_K, "a", 768, 2048, depth=1024) == (128, 192, True)
+    assert chosen(VARLEN_K, "b", 2048, 1536, depth=1024) == (192, 128, True)
+    assert chosen(VARLEN_K, "a", 256, 1536, depth=1024) == (128, 256, False)
+    assert chosen(VARLEN_K, "b", 1536, 512, depth=1024) == (256, 128, False)
+    assert chosen(VARLEN_K, "a", 768, 2048, (64, 128, 256), depth=1024) == (128, 256, False)
+    assert chosen(VARLEN_K, "b", 2048, 1536, (64, 128, 256), depth=1024) == (256, 128, False)
+
+
 @pytest.mark.parametrize(
     ("across", "interleaved", "columns"), [(False, False, 192), (True, False, 128), (False, True, 128)]
 )

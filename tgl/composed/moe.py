@@ -25,17 +25,19 @@ if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
 
 
-FIRST, BACK, FIRST_GRADIENT = 1024, 768, 1024
+FIRST, BACK, FIRST_GRADIENT = 2880, 1024, 2048
 """How wide the activation's result may be where GEMMs read tokens by an index: FC1; the two that read dy; and dw1.
 
 Of dw1 it is its own width.
 
-Gathering costs a GEMM a part of its time, 5 to 25 % on an H200 by its kind; a copy in order costs as much whatever the
-width is, and so a larger part of a narrow expert's time. Widths of 256, 768 and 2048 were measured, both ways.
+Gathering costs a GEMM a part of its time, 5 to 15 % on an H100 by its kind; a copy in order costs as much whatever the
+width is, and so a larger part of a narrow expert's time. Widths of 256, 768, 1024, 2048, 2880 and 14336 were measured,
+both ways.
 """
 
 
 FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so that it gathers at any width
+FEW_ROWS_OF_GRADIENT = 256  # of a group on average: dw1 is most of what is moved, so that it gathers at any width
 
 
 class _Places(NamedTuple):
@@ -173,6 +175,7 @@ def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
-        tokens = places.read(x, w1.shape[2] <= FIRST_GRADIENT)
+        few = token.shape[0] <= FEW_ROWS_OF_GRADIENT * w1.shape[0]
+        tokens = places.read(x, few or w1.shape[2] <= FIRST_GRADIENT)
         grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"])
     return grads

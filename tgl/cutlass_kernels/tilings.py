@@ -97,7 +97,7 @@ def choose_gathering(
     """``choose`` for kernels that gather rows of ``operand``.
 
     Args:
-        halves: for an activation in the epilogue the ``widths`` of ``choose``.
+        halves: the ``widths`` of ``choose``, of which an activation's halves make some; None: any.
     """
     found = tuned.get((arch, kind, columns, depth, rows, operand))
     if found is not None and found.tile_n in (halves or WIDTHS):

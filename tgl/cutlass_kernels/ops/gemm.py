@@ -208,12 +208,12 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
         depth = power_of_two(rows_of(c) // groups_of(c.out, c.slots))
         operand = self.reach.gathers(c)
         problem = arch, VARLEN_K, columns, depth, rows
+        # What 16-bit sums were is read before they are stored, with registers that 192 accumulators leave not.
+        widths = (64, 128, 256) if self.accumulate and c.out.dtype != torch.float32 else WIDTHS
         if operand is None:
-            # What 16-bit sums were is read before they are stored, with registers that 192 accumulators leave not.
-            narrow = self.accumulate and c.out.dtype != torch.float32
-            tiling = tilings.choose(*problem, (64, 128, 256) if narrow else WIDTHS)
+            tiling = tilings.choose(*problem, widths)
         else:
-            tiling = tilings.choose_gathering(*problem, operand)
+            tiling = tilings.choose_gathering(*problem, operand, widths)
         spec = EpilogueSpec(name(c.out), accumulate=self.accumulate)
         return GemmKey(VARLEN_K, arch, not c.a.is_cuda, name(c.a), 1, spec, tiling, c.slots is not None, operand)
 

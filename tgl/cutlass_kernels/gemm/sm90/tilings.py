@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ....meta.formats import FORMATS
@@ -45,6 +46,13 @@ SHORT_COSTS = {WIDE_TURNS: 1.0, HIGH_TURNS: 1.01, WIDE: 1.05, HIGH: 1.06, TURNS:
 ``WIDE`` takes 1.05 over 512 rows of Qwen3's groups on an H100.
 """
 SHORT = 512
+GATHERING_COSTS = {"a": {WIDE: 1.0, WIDE_TURNS: 0.94}, "b": {HIGH: 1.0, HIGH_TURNS: 0.94}}
+"""Of gradients that gather an operand, over fewer than ``LONG_GATHER`` rows: tiles are short in that one, of which an
+MMA then needs the fewest pieces.
+
+Measured as ``COSTS`` are: for the area 0.91 to 0.95 over 256, 1024 and 1536 rows, over 2048 rows 1.01 to 1.3.
+"""
+LONG_GATHER = 2048
 
 
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
@@ -108,6 +116,13 @@ def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ..
         pair = kind == VARLEN_K and columns > 128 and rows * columns >= LARGE_GRADIENT
         return replace(TURNS, cluster_n=2 if pair else 1)
     costs = SHORT_COSTS if kind == VARLEN_K and depth <= SHORT else COSTS[kind]
+    return _cheapest(costs, kind, columns, rows, widths)
+
+
+def _cheapest(
+    costs: Mapping[GemmConfig, float], kind: str, columns: int, rows: int, widths: tuple[int, ...]
+) -> GemmConfig:
+    """Of the tilings whose extents are among ``widths``."""
 
     def cost(tiling: GemmConfig) -> float:
         high, wide = tiling.cluster_tile
@@ -120,16 +135,15 @@ def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ..
 def choose_gathering(
     kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
-    """Tiles that are short in the operand whose rows are gathered, of which an MMA then needs the fewest pieces.
-
-    Measured as ``COSTS`` are. Weight gradients: 256 x 128 where B is gathered and 128 x 256 where A is, 6 to 25 % ahead
-    of tiles of 192 in turns. With an activation: 128 x 192 in turns, up to 8 % ahead of 128 x 256, and behind it by 5
-    to 12 % where the contraction is long; where 192 columns leave much empty, 128 x 128 in turns. Groups of at most 64
-    rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
+    """Gradients: see ``GATHERING_COSTS``. With an activation, measured as ``COSTS`` are: 128 x 192 in turns, up to 8 %
+    ahead of 128 x 256, and behind it by 5 to 12 % where the contraction is long; where 192 columns leave much empty,
+    128 x 128 in turns. Groups of at most 64 rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
     """
+    if kind == VARLEN_K and (rows > 128 and columns > 64 if operand == "b" else rows > 64 and columns > 128):
+        costs = GATHERING_COSTS[operand]
+        costs = costs if depth < LONG_GATHER else {tiling: cost for tiling, cost in costs.items() if cost == 1}
+        return _cheapest(costs, kind, columns, rows, halves or WIDTHS)
     least = 0 if halves is None else halves[0]
-    if operand == "b" and rows > 128 and columns > 64:
-        return HIGH
     if kind == VARLEN_M and rows <= 64:
         return GemmConfig(64, 128 if columns > 64 or least == 128 else 64)
     if operand == "a" and rows > 64 and columns > 128:
