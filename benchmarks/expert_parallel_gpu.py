@@ -33,7 +33,7 @@ tokens: a barrier and a launch that finds no rows, or two collectives. ``memory`
 what it would be with places for every choice of every token of all ranks.
 
 Of ``symmetric_memory`` both halves of what follows a barrier are timed by themselves, too, by the same kernels on other
-operands: ``push`` is a dispatch's writes to other ranks and of its own rows, ``take`` the copy of what has arrived,
+operands: ``push`` is a dispatch's writes to other ranks, ``take`` the copy of what has arrived and of its own rows,
 ``answer`` a combine's writes and ``sum`` its sums. ``push`` and ``answer`` have a small launch more, which sets the
 number of drawn pieces back. An op does both halves at a time: it hides one behind the other where it takes as long as
 the longer one and a barrier.

@@ -70,7 +70,8 @@ class Peers:
         """Which barrier has waited for whom in vain, or None; asks the host alone."""
         away: dict[tuple[int, int], list[int]] = {}
         for op, barrier, rank in self.missed.nonzero().tolist():
-            away.setdefault((op, barrier), []).append(rank)
+            if rank != self.rank:  # which sends itself nothing
+                away.setdefault((op, barrier), []).append(rank)
         if not away:
             return None
         said = [

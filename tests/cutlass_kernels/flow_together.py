@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.cutlass_kernels.wire_together import PATIENT
 from tests.ranks_on_one_device import World
 from tgl import peers
-from tgl.cutlass_kernels.permute.cut import LANES, cut_of
+from tgl.cutlass_kernels.permute.cut import LANES, MOST, cut_of
 from tgl.cutlass_kernels.runtime.compiling import compiled, matrix, strided, vector
-from tgl.cutlass_kernels.wire.flow import WARPS, Flow, Moved, Ways
+from tgl.cutlass_kernels.wire.flow import WARPS, Flow, Moved, Peer, Ways
 
 BLOCKS = 2  # of a rank
 VECTOR = 4
@@ -83,7 +83,7 @@ class Early(Together):
     """A mutant: flags before the rows that they stand for."""
 
     @cute.jit
-    def send(self, all_moved: Any, token: Any, ways: Ways, peer: Int32, first: Int32, count: Int32):
+    def send(self, all_moved: Any, token: Any, ways: Ways, peer: Peer, first: Int32, count: Int32):
         """Too late: others have a turn while this warp waits for an atomic operation."""
         self.release(ways, peer, first // ways.piece)
         for _ in cutlass.range(TURNS, unroll=1):
@@ -91,11 +91,13 @@ class Early(Together):
         super().send(all_moved, token, ways, peer, first, count)
 
 
-def kernel(kind: type[Together], arch: str, world: World, columns: int, answers: bool, top_k: int) -> Any:
-    """A compiled one, of float32 rows."""
+def kernel(
+    kind: type[Together], arch: str, world: World, columns: int, answers: bool, top_k: int, most: int = MOST
+) -> Any:
+    """A compiled one, of float32 rows; ``most`` choices of a token at a time."""
     known = peers.memory_of(world.names[0])
     cut = cut_of(columns, VECTOR, 1)
-    made = kind((cut,), (cut_of(columns, VECTOR, top_k),) if answers else ())
+    made = kind((cut,), (cut_of(columns, VECTOR, top_k, most=most),) if answers else ())
     begin = known.memory.data_ptr()
     places = known.ranks, columns, torch.float32
     made.parts = known.flags.data_ptr() - begin, known.parts([places])[0].data_ptr() - begin

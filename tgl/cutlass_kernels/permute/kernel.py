@@ -232,14 +232,24 @@ class Combine(Choices):
     @cute.jit
     def total(self, y: cute.Tensor, position: cute.Tensor, weights: Any, token: Int32, first: Int32, out: cute.Tensor):
         """A token's sums, by the lanes of a warp together; nothing of token -1."""
-        cut = self.cut
-        total = cute.make_rmem_tensor((cut.vector, cut.strips), Float32)
-        total.fill(0.0)
+        cut, total = self.cut, self.zeros()
         if cutlass.const_expr(cut.batch == cut.top_k):
             self.add(y, position, weights, token, 0, first, total)
         else:
             for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
                 self.add(y, position, weights, token, choice, first, total)
+        self.put(total, token, first, out)
+
+    def zeros(self) -> cute.Tensor:
+        """Sums of nothing yet."""
+        total = cute.make_rmem_tensor((self.cut.vector, self.cut.strips), Float32)
+        total.fill(0.0)
+        return total
+
+    @cute.jit
+    def put(self, total: cute.Tensor, token: Int32, first: Int32, out: cute.Tensor):
+        """Sums into memory."""
+        cut = self.cut
         for i in cutlass.range_constexpr(cut.strips):
             rounded = cute.make_rmem_tensor(cut.vector, out.element_type)
             rounded.store(total[None, i].load().to(out.element_type))
@@ -259,18 +269,24 @@ class Combine(Choices):
         first: Int32,
         total: cute.Tensor,
     ):
-        """The rows of a batch of choices, all asked for before the first is added."""
-        cut = self.cut
+        """The rows of a batch of choices."""
         rows = self.batch(self.row_of, position, token, Int32(y.shape[0]), choice)
         cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
-        held = cute.make_rmem_tensor((cut.vector, cut.strips, cut.batch), y.element_type)
+        self.add_lines([(y, row) for row in rows], weights, token, choice, first, total)
+
+    @cute.jit
+    def add_lines(self, lines: Any, weights: Any, token: Int32, choice: Any, first: Int32, total: cute.Tensor):
+        """``(rows, number)`` of every choice of a batch, all asked for before the first is added."""
+        cut = self.cut
+        held = cute.make_rmem_tensor((cut.vector, cut.strips, cut.batch), lines[0][0].element_type)
         for j in cutlass.range_constexpr(cut.batch):
+            rows, row = lines[j]
             for i in cutlass.range_constexpr(cut.strips):
-                load(y, rows[j], self.column(first, i), held[None, i, j])
+                load(rows, row, self.column(first, i), held[None, i, j])
         for j in cutlass.range_constexpr(cut.batch):
             factor = Float32(1.0)
             if cutlass.const_expr(weights is not None):
-                factor = weight(weights, token, choice + j, rows[j])
+                factor = weight(weights, token, choice + j, lines[j][1])
             for i in cutlass.range_constexpr(cut.strips):
                 value = held[None, i, j].load().to(Float32)
                 if cutlass.const_expr(weights is not None):

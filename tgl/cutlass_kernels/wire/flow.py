@@ -1,38 +1,51 @@
 """Rows to other ranks and rows from them in one launch: what has arrived is read while more is on its way.
 
-Rows go in pieces, each of which one warp stores to the memory of the rank that it is for, and then its flag: the number
-of the barrier in front, so that no flag is ever reset. The flag is released to the whole system behind the rows, and
-who reads rows acquires the flag of their piece first.
+Rows for others go in pieces, each of which one warp stores to the memory of the rank that it is for, and then its flag:
+the number of the barrier in front, so that no flag is ever reset. The flag is released to the whole system behind the
+rows, and who reads rows acquires the flag of their piece first. Rows of a rank's own experts are read where they are:
+they have no flag, and no warp that keeps a link busy has to do with them.
 
 =======  ===============================================================================================================
-Pushing  half of the warps: draw the numbers of pieces one by one until there are no more, and never wait for a flag
-Taking   the other half: wait for the flags of what they read, and either copy it out or add it up
+Pushing  ``PUSHING`` warps of a block: draw the numbers of pieces until there are no more, and never wait for a flag
+Taking   the others: wait for the flags of what they read, and either copy it out or add it up
 =======  ===============================================================================================================
 
 One block of every rank has to be on its device, and that is enough: the blocks that are there push all pieces. So every
-flag comes, however many blocks run at a time. Blocks stay until they have taken their share. As three of them fit on a
-multiprocessor, and an exchange has two, those of two groups may meet on a device. Which warp draws which piece changes
-no result: a row's place follows from counts, and sums have an order of their own.
+flag comes, however many blocks run at a time. No warp waits for another one of its block, hence none that waits for a
+flag keeps a pushing one from its next instruction. Blocks stay until they have taken their share. As three of them fit
+on a multiprocessor, and an exchange has two, those of two groups may meet on a device. Which warp draws which piece
+changes no result: a row's place follows from counts, and sums have an order of their own.
 
 Pieces are drawn and taken in the order of rows, neighbouring ones to different ranks, so that few rows are left to be
 taken when the last one has crossed the link. Two blocks a multiprocessor have 4 MB of loads on their way, where a link
 of 450 GB/s with a latency of two microseconds asks for 1: more of them would begin pieces earlier and end none earlier.
+
+A sum is a chain: places, flags, rows, each of which has to be there before the next is asked for. Behind stores that
+queue for a link a step of it takes 1.4 us and not 0.5. So a warp asks for the places and flags of a token once, and
+then for the rows of ``SHARES`` shares of its columns. A link that brings n tokens a microsecond allows N warps N / n
+microseconds for a token of each.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
+from ..activation.kernel import neighbours
 from ..permute.cut import LANES, Cut
 from ..permute.kernel import Choices, Combine, load, place, store
 from ..tiles import ceil_div
 from .meet import place_of, wait
-from .move import beyond, spread
+from .move import further, spread
 
 WARPS = 8  # of a block
-PUSHING = WARPS // 2
+PUSHING = 4  # of them
+TAKING = WARPS - PUSHING
+SHARES = 4  # of a token's columns that a warp adds up behind one wait, at most
+
+
+Line = tuple[cute.Tensor, Int32]  # rows, and the number of one of them
 
 
 class Ways(NamedTuple):
@@ -64,6 +77,14 @@ class Moved(NamedTuple):
     rows: cute.Tensor
     part: cute.Tensor
     out: cute.Tensor
+
+
+class Peer(NamedTuple):
+    """Whom rows are for: its number, how many bytes its memory is away, and what its flags become."""
+
+    rank: Int32
+    away: Int64
+    now: Int32
 
 
 class Rows(Choices):
@@ -98,24 +119,63 @@ class Sums(Combine):
 
     @cute.jit
     def add_up(self, moved: Moved, position: cute.Tensor, ways: Ways, warp: Int32, warps: Int32):
-        """This warp's share."""
-        cut, now, lane = self.cut, ways.epoch[0], cute.arch.lane_idx()
+        """This warp's share: parts of tokens, as many columns as leave no warp without one, up to ``SHARES`` shares."""
+        cut = self.cut
         side, across = LANES // cut.across, cut.across * cut.vector * cut.strips
-        tokens, places = Int32(moved.out.shape[0]), Int32(moved.part.shape[0])
-        pair_rows, shares = places // ways.ranks, ceil_div(Int32(moved.out.shape[1]), across)
-        for n in cutlass.range(warp, ceil_div(tokens * shares, side), warps, unroll=1):
-            share = n * side + lane // cut.across
-            token = share // shares
-            first = (share - token * shares) * across + lane % cut.across * cut.vector
+        tokens, columns = Int32(moved.out.shape[0]), Int32(moved.out.shape[1])
+        shares = ceil_div(columns, across)
+        turns = cutlass.max(cutlass.min(ceil_div(ceil_div(tokens * shares, side), warps), SHARES), 1)
+        parts = ceil_div(shares, turns)
+        for n in cutlass.range(warp, ceil_div(tokens * parts, side), warps, unroll=1):
+            number = n * side + cute.arch.lane_idx() // cut.across
+            token = number // parts
+            first = (number - token * parts) * turns * across
+            end = cutlass.min(first + turns * across, columns)  # of narrow rows, of which a warp has some, one share
             if token >= tokens:
                 token = Int32(-1)
-            for choice in cutlass.range(lane % cut.across, cut.top_k, cut.across, unroll=1):
-                row = self.row_of(position, token, places, choice)
-                if row >= 0:
-                    peer = row // pair_rows
-                    wait(ways.flags, peer, (row - peer * pair_rows) // ways.piece, now, ways.watch, 1, exactly=True)
-            cute.arch.sync_warp()  # what a lane has acquired, all may read
-            self.total(moved.part, position, None, token, first, moved.out)
+            lines = None
+            if cutlass.const_expr(cut.batch == cut.top_k):
+                lines = self.awaited(moved, position, ways, token, 0)
+            for start in cutlass.range(first, end, across, unroll=1):
+                column = start + cute.arch.lane_idx() % cut.across * cut.vector
+                total = self.zeros()
+                if cutlass.const_expr(lines is not None):
+                    self.add_lines(lines, None, token, 0, column, total)
+                else:
+                    for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
+                        batch = self.awaited(moved, position, ways, token, choice)
+                        self.add_lines(batch, None, token, choice, column, total)
+                self.put(total, token, column, moved.out)
+
+    @cute.jit
+    def awaited(self, moved: Moved, position: cute.Tensor, ways: Ways, token: Int32, choice: Any) -> list[Line]:
+        """The rows of a batch of choices, once they are there."""
+        cut, at, places = self.cut, cute.arch.lane_idx() % self.cut.across, Int32(moved.part.shape[0])
+        rows, pair_rows = self.batch(self.row_of, position, token, places, choice), places // ways.ranks
+        for begin in cutlass.range_constexpr(0, cut.batch, cut.across):
+            row = Int32(-1)
+            for j in cutlass.range_constexpr(begin, min(begin + cut.across, cut.batch)):
+                if at == j - begin:
+                    row = rows[j]
+            peer = row // pair_rows
+            if row >= 0 and peer != ways.rank:
+                wait(
+                    ways.flags, peer, (row - peer * pair_rows) // ways.piece, ways.epoch[0], ways.watch, 1, exactly=True
+                )
+        cute.arch.sync_warp()  # what a lane has acquired, all may read
+        return [self.line(moved, row, ways.rank * pair_rows, pair_rows) for row in rows]
+
+    def line(self, moved: Moved, row: Int32, first: Int32, count: Int32) -> Line:
+        """A row that arrives, or one of ``count`` from ``first`` on, which this rank has answered itself."""
+        source, part = (
+            neighbours(t, cutlass.max(row, Int32(0)), Int32(0), self.cut.vector).iterator
+            for t in (moved.rows, moved.part)
+        )
+        own = (row >= first) & (row < first + count)
+        address = cutlass.select_(own, source.toint(), part.toint())
+        pointer = cute.make_ptr(part.dtype, address, cute.AddressSpace.gmem, assumed_align=part.alignment)
+        there = cute.make_tensor(pointer, cute.make_layout((1, moved.part.shape[1]), stride=(0, 1)))
+        return there, cutlass.min(row, Int32(0))
 
 
 class Flow:
@@ -152,7 +212,7 @@ class Flow:
             )
         token, position = (None, places) if self.sums else (places, None)
         self.kernel(all_moved, token, position, ways).launch(
-            grid=(cutlass.min(ceil_div(work, PUSHING), blocks), 1, 1),
+            grid=(cutlass.min(ceil_div(work, min(PUSHING, TAKING)), blocks), 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=3,
@@ -178,35 +238,42 @@ class Flow:
         if warp < PUSHING:
             self.push(all_moved, token, ways)
         else:
-            number, count = block * PUSHING + warp - PUSHING, blocks * PUSHING
+            number, count = block * TAKING + warp - PUSHING, blocks * TAKING
             if cutlass.const_expr(position is None):
-                self.take(all_moved, ways, number, count)
+                self.take(all_moved, token, ways, number, count)
             else:
                 for i in cutlass.range_constexpr(len(all_moved)):
                     self.sums[i].add_up(all_moved[i], position, ways, number, count)
 
     @cute.jit
     def push(self, all_moved: Any, token: Any, ways: Ways):
-        """Pieces as long as there are some, each with its flag."""
+        """Pieces for others as long as there are some, each with its flag.
+
+        What a lane's peer is, is read once: acquired flags leave nothing in the cache of a multiprocessor for long.
+        """
         ranks, pair_rows = ways.ranks, Int32(all_moved[0].part.shape[0]) // ways.ranks
-        count = ranks * self.pieces(all_moved[0].part, ways)
+        others, known = ranks - 1, cutlass.min(cute.arch.lane_idx(), ranks - 1)
+        away, arrived, now = ways.table[known] - ways.table[ways.rank], ways.arrived[known], ways.epoch[0]
+        count = others * self.pieces(all_moved[0].part, ways)
         number = self.draw(ways.epoch)
         while number < count:
-            peer, at = spread(number, ranks, ways.rank)
+            at = number // others
+            rank = (number - at * others + ways.rank + 1) % ranks
+            peer = Peer(rank, cute.arch.shuffle_sync(away, rank), now)
             first = at * ways.piece
-            end = self.end(token, ways.arrived, peer, first, pair_rows)
+            end = self.end(token, cute.arch.shuffle_sync(arrived, rank), rank * pair_rows + first, pair_rows)
             if end > first:
                 self.send(all_moved, token, ways, peer, first, cutlass.min(ways.piece, end - first))
                 self.release(ways, peer, at)
             number = self.draw(ways.epoch)
 
     @cute.jit
-    def release(self, ways: Ways, peer: Int32, at: Int32):
+    def release(self, ways: Ways, peer: Peer, at: Int32):
         """The flag of a piece that this warp has stored."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            theirs = beyond(ways.flags, ways.table, peer, ways.rank)
-            cute.arch.store(place_of(theirs, ways.rank, at), ways.epoch[0], sem="release", scope="sys")
+            place = place_of(further(ways.flags, peer.away), ways.rank, at)
+            cute.arch.store(place, peer.now, sem="release", scope="sys")
 
     @cute.jit
     def draw(self, epoch: cute.Tensor) -> Int32:
@@ -217,42 +284,39 @@ class Flow:
         return cute.arch.shuffle_sync(number, 0)
 
     @cute.jit
-    def end(self, token: Any, arrived: cute.Tensor, peer: Int32, first: Int32, pair_rows: Int32) -> Int32:
-        """The end of the rows for a rank, or of their room if ``first`` is one of them; at least 1.
+    def end(self, token: Any, arrived: Int32, place: Int32, pair_rows: Int32) -> Int32:
+        """The end of the rows for a rank, or of their room if there is one at ``place``; at least 1.
 
         All read row 0 as the answer of a step that did not fit, and a rank whose first flag is missing has not come.
         """
         end = Int32(1)
         if cutlass.const_expr(token is None):
-            end = cutlass.max(arrived[peer], end)
-        elif token[peer * pair_rows + first] >= 0:
+            end = cutlass.max(arrived, end)
+        elif token[place] >= 0:
             end = pair_rows
         return end
 
     @cute.jit
-    def send(self, all_moved: Any, token: Any, ways: Ways, peer: Int32, first: Int32, count: Int32):
-        """So many rows; tokens of this rank's own experts are stored where they will be read."""
+    def send(self, all_moved: Any, token: Any, ways: Ways, peer: Peer, first: Int32, count: Int32):
+        """So many rows."""
         pair_rows = Int32(all_moved[0].part.shape[0]) // ways.ranks
-        source, to = peer * pair_rows + first, ways.rank * pair_rows + first
+        source, to = peer.rank * pair_rows + first, ways.rank * pair_rows + first
         for i in cutlass.range_constexpr(len(all_moved)):
-            rows, part, out = all_moved[i]
-            if cutlass.const_expr(token is None):
-                self.copies[i].copy(rows, None, source, beyond(part, ways.table, peer, ways.rank), to, count)
-            elif peer == ways.rank:
-                self.copies[i].copy(rows, token, source, out, to, count)
-            else:
-                self.copies[i].copy(rows, token, source, beyond(part, ways.table, peer, ways.rank), to, count)
+            rows, part, _ = all_moved[i]
+            self.copies[i].copy(rows, token, source, further(part, peer.away), to, count)
 
     @cute.jit
-    def take(self, all_moved: Any, ways: Ways, warp: Int32, warps: Int32):
-        """Pieces out of the memory that the next exchange writes to."""
+    def take(self, all_moved: Any, token: cute.Tensor, ways: Ways, warp: Int32, warps: Int32):
+        """Pieces out of the memory that the next exchange writes to, and those that never were there."""
         ranks, now, pair_rows = ways.ranks, ways.epoch[0], Int32(all_moved[0].part.shape[0]) // ways.ranks
         for number in cutlass.range(warp, ranks * self.pieces(all_moved[0].part, ways), warps, unroll=1):
             peer, at = spread(number, ranks, ways.rank)
             first = at * ways.piece
-            count = cutlass.min(ways.piece, ways.arrived[peer] - first)
-            if peer != ways.rank and count > 0:
+            row, count = peer * pair_rows + first, cutlass.min(ways.piece, ways.arrived[peer] - first)
+            if peer == ways.rank:
+                for i in cutlass.range_constexpr(len(all_moved)):
+                    self.copies[i].copy(all_moved[i].rows, token, row, all_moved[i].out, row, count)
+            elif count > 0:
                 wait(ways.flags, peer, at, now, ways.watch, 1, exactly=True)
-                row = peer * pair_rows + first
                 for i in cutlass.range_constexpr(len(all_moved)):
                     self.copies[i].copy(all_moved[i].part, None, row, all_moved[i].out, row, count)

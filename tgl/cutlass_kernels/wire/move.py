@@ -10,7 +10,7 @@ from the beginning to the end.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from ..permute.kernel import THREADS, Choices, load, store
 
@@ -63,7 +63,13 @@ def spread(number: Int32, ranks: Int32, rank: Int32) -> tuple[Int32, Int32]:
 @cute.jit
 def beyond(part: cute.Tensor, table: cute.Tensor, peer: Int32, rank: Int32) -> cute.Tensor:
     """The part of a peer's memory that corresponds to a part of this rank's."""
+    return further(part, table[peer] - table[rank])
+
+
+def further(part: cute.Tensor, away: Int64) -> cute.Tensor:
+    """A part that lies so many bytes away."""
     pointer = part.iterator
-    address = pointer.toint() + (table[peer] - table[rank])
-    moved = cute.make_ptr(part.element_type, address, cute.AddressSpace.gmem, assumed_align=pointer.alignment)
+    moved = cute.make_ptr(
+        part.element_type, pointer.toint() + away, cute.AddressSpace.gmem, assumed_align=pointer.alignment
+    )
     return cute.make_tensor(moved, part.layout)
