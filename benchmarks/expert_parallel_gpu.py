@@ -374,7 +374,8 @@ def behind_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
     for (push, take), (op, given, made) in taken.items():
         all_steps = next(o for o in steps.OPS if o.name == op).of((*given, *places.values(), *ends, *made), {})
         (call,) = (call for launcher, call in all_steps if launcher is FLOW)
-        call = call._replace(arrived=call.arrived.clone())  # later exchanges tell other numbers
+        told = {"arrived": call.arrived.clone(), "leaving": call.leaving.clone()}  # later exchanges tell other numbers
+        call = call._replace(**told)
         found |= {push: functools.partial(pushed, pushing(call)), take: functools.partial(FLOW.run, taking(call))}
     return found
 

@@ -36,10 +36,12 @@ class World:
         self.tables = torch.tensor([[m.data_ptr() for m in self.memories]] * ranks, device=device)
         self.epochs = torch.zeros(ranks, 2, dtype=torch.int32, device=device)
         self.arrived = torch.full((ranks, ranks), -5, dtype=torch.int32, device=device)
+        self.leaving = torch.full_like(self.arrived, -7)
         self.names = [f"as rank {r} of {ranks} sees it" for r in range(ranks)]
         for rank, memory in enumerate(self.memories):
             memory[:control] = 0
-            known = Peers(rank, self.tables[rank], memory, self.epochs[rank], self.arrived[rank], self, seconds)
+            told = self.epochs[rank], self.arrived[rank], self.leaving[rank]
+            known = Peers(rank, self.tables[rank], memory, *told, self, seconds)
             peers.put(self.names[rank], known)
 
     def poison(self, byte: int) -> None:

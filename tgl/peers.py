@@ -36,7 +36,7 @@ class Peers:
         memory: uint8: this rank's own, which is zero in the beginning.
         epoch: int32 ``[2]``, 0 in the beginning: barriers that this rank has passed, and pieces that warps have drawn
             since the last one.
-        arrived: int32 ``[W]``: rows that every rank sends in the exchange under way.
+        arrived, leaving: int32 ``[W]``: rows that every rank sends here in the exchange under way, and that go there.
         group: whose memory it is; a later group may have its name.
         seconds: that a barrier waits for a rank before it stops the device with an error.
         handle: what keeps the memory of the others in reach.
@@ -50,6 +50,7 @@ class Peers:
     memory: Tensor
     epoch: Tensor
     arrived: Tensor
+    leaving: Tensor
     group: object
     seconds: float = WAIT
     handle: object = None
@@ -65,6 +66,11 @@ class Peers:
         watch = [[nanoseconds, of_op.data_ptr()] for of_op in missed]
         object.__setattr__(self, "missed", missed)
         object.__setattr__(self, "watch", torch.tensor(watch, dtype=torch.int64, device=device))
+
+    @property
+    def told(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a barrier leaves behind: ``epoch``, ``arrived`` and ``leaving``."""
+        return self.epoch, self.arrived, self.leaving
 
     def failure(self) -> str | None:
         """Which barrier has waited for whom in vain, or None; asks the host alone."""

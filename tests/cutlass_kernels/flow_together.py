@@ -74,7 +74,8 @@ class Together(Flow):
             owners = token[rank, None]
         if cutlass.const_expr(position is not None):
             choices = position[rank, None]
-        ways = Ways(tables[rank, None], flags, epochs[rank, None], arrived[rank, None], watch, piece, rank)
+        told = epochs[rank, None], arrived[rank, None], arrived[rank, None]  # as many rows go as come
+        ways = Ways(tables[rank, None], flags, *told, watch, piece, rank)
         moved = [Moved(rows[rank, None, None], part, out[rank, None, None])]
         self.flow(moved, owners, choices, ways, block // ranks, Int32(BLOCKS))
 

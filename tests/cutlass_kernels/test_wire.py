@@ -251,7 +251,7 @@ def alone(made: World, rank: int, token: Tensor | None) -> MeetCall:
     """What one rank waits for the others with, not for long."""
     known = peers.memory_of(made.names[rank])
     known.watch[:, 0] = 10_000
-    return MeetCall(known.table, known.control, known.epoch, known.arrived, token, known.watch[0], rank)
+    return MeetCall(known.table, known.control, known.told, token, known.watch[0], rank)
 
 
 def numbers(used: list[int], rows: int) -> Tensor:
@@ -269,9 +269,11 @@ def test_barriers_tell_numbers_of_rows(together):
             memory[:12].view(torch.int32).fill_(before)
         for counts in ([[0, 1, 70], [69, 32, 33], [64, 31, 2]], [[70, 70, 70], [0, 0, 0], [5, 66, 34]]):
             together(made, [numbers(used, 70) for used in counts])
-            assert made.arrived.t().tolist() == counts
-            together(made, [None] * 3)
-            assert made.arrived.t().tolist() == counts
+            for tells in (True, False):
+                if not tells:
+                    together(made, [None] * 3)
+                assert made.arrived.t().tolist() == counts
+                assert made.leaving.tolist() == counts
         assert made.epochs.tolist() == [[-(2**31), 0]] * 3
 
 

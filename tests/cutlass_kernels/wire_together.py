@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ranks_on_one_device import World
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.compiling import compiled, strided, vector
-from tgl.cutlass_kernels.wire.meet import LANES, Meet
+from tgl.cutlass_kernels.wire.meet import LANES, Meet, Told
 from tgl.testing import emulator
 
 PATIENT = torch.tensor([10**12, 0])  # nanoseconds; nobody is missed
@@ -35,12 +35,13 @@ class Together(Meet):
         tables: cute.Tensor,
         epochs: cute.Tensor,
         arrived: cute.Tensor,
+        leaving: cute.Tensor,
         tokens: cute.Tensor | None,
         watch: cute.Tensor,
         stream,
     ):
         """Launch."""
-        self.together(tables, epochs, arrived, tokens, watch).launch(
+        self.together(tables, epochs, arrived, leaving, tokens, watch).launch(
             grid=(tables.shape[0], 1, 1), block=(LANES * self.ranks, 1, 1), stream=stream
         )
 
@@ -50,6 +51,7 @@ class Together(Meet):
         tables: cute.Tensor,
         epochs: cute.Tensor,
         arrived: cute.Tensor,
+        leaving: cute.Tensor,
         tokens: cute.Tensor | None,
         watch: cute.Tensor,
     ):
@@ -61,7 +63,8 @@ class Together(Meet):
         token = None
         if cutlass.const_expr(tokens is not None):
             token = tokens[rank, None]
-        self.meet(table, control, epochs[rank, None], arrived[rank, None], token, watch, rank)
+        told = Told(epochs[rank, None], arrived[rank, None], leaving[rank, None])
+        self.meet(table, control, told, token, watch, rank)
 
 
 class Kernels:
@@ -75,8 +78,9 @@ class Kernels:
         """The barrier of all ranks; with ``tokens`` the first of an exchange."""
         tells = tokens[0] is not None
         if (world.ranks, tells) not in self.made:
-            ints = [strided("int32", 2) for _ in range(3)]
-            tensors = strided("int64", 2), *ints[:2], ints[2] if tells else None
+            ints = [strided("int32", 2) for _ in range(4)]
+            tensors = strided("int64", 2), *ints[:3], ints[3] if tells else None
             self.made[world.ranks, tells] = compiled(self.arch, Together(world.ranks), *tensors, vector("int64", 8))
         stacked = torch.stack([t for t in tokens if t is not None]) if tells else None
-        self.made[world.ranks, tells](world.tables, world.epochs, world.arrived, stacked, PATIENT)
+        told = world.epochs, world.arrived, world.leaving
+        self.made[world.ranks, tells](world.tables, *told, stacked, PATIENT)

@@ -71,7 +71,7 @@ class Device:
             mine.memory[mine.control.nbytes + mine.flags.nbytes :] = POISON
         if barrier and number in self.hasty:
             # As if all had come: what they write here themselves when they do, and nothing more as long as this waits.
-            c.control[: c.table.shape[0]] = int(c.epoch[0]) + 1
+            c.control[: c.table.shape[0]] = int(c.told[0][0]) + 1
         if launcher is FLOW and number in self.hasty:
             c.flags.fill_(c.epoch[0])
 
@@ -109,6 +109,7 @@ def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
         memory=memories[group.rank()],
         epoch=torch.zeros(2, dtype=torch.int32),
         arrived=torch.zeros(group.size(), dtype=torch.int32),
+        leaving=torch.zeros(group.size(), dtype=torch.int32),
         group=group,
         seconds=seconds,
         handle=memories,

@@ -23,7 +23,9 @@ def rendezvous(group: Any, size: int) -> peers.Peers:
     """In place of torch's: nobody reaches anybody."""
     counts = torch.zeros(group.size(), dtype=torch.int32)
     memory = torch.zeros(size, dtype=torch.uint8)
-    return peers.Peers(group.rank(), torch.zeros(group.size(), dtype=torch.int64), memory, counts, counts, group)
+    return peers.Peers(
+        group.rank(), torch.zeros(group.size(), dtype=torch.int64), memory, counts, counts, counts, group
+    )
 
 
 def check_sharing() -> None:
@@ -80,7 +82,7 @@ def check_seconds() -> None:
     nobody = SimpleNamespace(_device_types=[cpu], _get_backend=lambda _: object())
     assert _symmetric._seconds(nobody, cpu) == peers.WAIT
     nothing = torch.zeros(1, dtype=torch.int32)
-    endless = peers.Peers(0, torch.zeros(1), nothing, nothing, nothing, None, timedelta.max.total_seconds())
+    endless = peers.Peers(0, torch.zeros(1), nothing, nothing, nothing, nothing, None, timedelta.max.total_seconds())
     assert endless.watch[0, 0] == 2**63 - 1
 
 
@@ -110,8 +112,9 @@ def check_failure() -> None:
         known = rendezvous(group, 1000)
         peers.put(group.group_name, known)
         answers(r"^CUDA error")
-        known.missed[1, 0, 1] = 1
-        waited = f"^layer 7: rank {group.rank()} of 2 waited 600 s for rank 1 in ep_dispatch, in the barrier before its"
+        known.missed[1, 0] = 1  # of which a rank is none that it waits for
+        said = f"rank {group.rank()} of 2 waited 600 s for rank {1 - group.rank()} in ep_dispatch"
+        waited = f"^layer 7: {said}, in the barrier before its"
         answers(waited)
         peers.put(group.group_name, rendezvous(group, 2000))
         answers(waited)  # of a graph that was captured before the memory grew

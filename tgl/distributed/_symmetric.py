@@ -72,6 +72,7 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
         memory=memory,
         epoch=torch.zeros(2, dtype=torch.int32, device=device),
         arrived=torch.zeros(group.size(), dtype=torch.int32, device=device),
+        leaving=torch.zeros(group.size(), dtype=torch.int32, device=device),
         group=group,
         seconds=_seconds(group, device),
         handle=handle,

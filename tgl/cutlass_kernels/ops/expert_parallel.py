@@ -127,7 +127,7 @@ class MovingCall(NamedTuple):
 def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
     """The barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
     watch = mine.watch[peers.OPS.index(op)]
-    return MEET, MeetCall(mine.table, mine.control, mine.epoch, mine.arrived, token, watch, mine.rank)
+    return MEET, MeetCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
 
 
 def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
@@ -136,7 +136,7 @@ def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
     if not moved:
         return
     token, position = (None, c.position) if op == "ep_combine" else (c.token, None)
-    known = mine.table, mine.flags, mine.epoch, mine.arrived, mine.watch[peers.OPS.index(op)]
+    known = mine.table, mine.flags, *mine.told, mine.watch[peers.OPS.index(op)]
     piece = peers.rows_of_piece(c.token.shape[0] // mine.ranks)
     yield FLOW, FlowCall(*known, piece, mine.rank, moved, token, position, BLOCKS, c.top_k)
 

@@ -44,8 +44,7 @@ class MeetCall(NamedTuple):
 
     table: Tensor
     control: Tensor
-    epoch: Tensor
-    arrived: Tensor
+    told: tuple[Tensor, Tensor, Tensor]
     token: Tensor | None
     watch: Tensor
     rank: int
@@ -66,10 +65,11 @@ class Meet(Wired[MeetCall]):
         import cutlass
 
         from ..runtime.compiling import compiled, vector
-        from ..wire.meet import Meet as Kernel
+        from ..wire import meet
 
-        tensors = vector("int64", 8), *(vector("int32") for _ in range(3)), vector("int32") if key.tells else None
-        return compiled(key.arch, Kernel(key.ranks), *tensors, vector("int64", 8), cutlass.Int32(0))
+        told = meet.Told(*(vector("int32") for _ in range(3)))
+        tensors = vector("int64", 8), vector("int32"), told, vector("int32") if key.tells else None
+        return compiled(key.arch, meet.Meet(key.ranks), *tensors, vector("int64", 8), cutlass.Int32(0))
 
     def arguments(self, c: MeetCall) -> tuple:
         """What the kernel is called with."""
@@ -150,6 +150,7 @@ class FlowCall(NamedTuple):
     flags: Tensor
     epoch: Tensor
     arrived: Tensor
+    leaving: Tensor
     watch: Tensor
     piece: int
     rank: int
@@ -185,14 +186,15 @@ class Flow(Wired[FlowCall]):
             flow.Moved(rows_of(element, cut.vector), rows_of(element, cut.vector), rows_of(result, cut.vector))
             for element, result, cut in zip(key.elements, key.results, key.cuts)
         )
-        known = contiguous("int32"), vector("int32"), vector("int32"), vector("int64", 8)
+        epoch, arrived, leaving = (vector("int32") for _ in range(3))
+        known = contiguous("int32"), epoch, arrived, leaving, vector("int64", 8)
         ways = flow.Ways(vector("int64", 8), *known, cutlass.Int32(0), cutlass.Int32(0))
         kernel = flow.Flow(key.cuts, key.sums)
         return compiled(key.arch, kernel, vector("int32"), moved, ways, cutlass.Int32(0))
 
     def arguments(self, c: FlowCall) -> tuple:
         """What the kernel is called with."""
-        return c.position if c.token is None else c.token, c.moved, c[:7], c.blocks
+        return c.position if c.token is None else c.token, c.moved, c[:8], c.blocks
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class Ways(NamedTuple):
     flags: cute.Tensor
     epoch: cute.Tensor
     arrived: cute.Tensor
+    leaving: cute.Tensor
     watch: cute.Tensor
     piece: Int32
     rank: Int32
@@ -249,21 +250,24 @@ class Flow:
     def push(self, all_moved: Any, token: Any, ways: Ways):
         """Pieces for others as long as there are some, each with its flag.
 
-        What a lane's peer is, is read once: acquired flags leave nothing in the cache of a multiprocessor for long.
+        Of a lane's own peer all that has to be known is read once: where flags are acquired, a cache keeps nothing. All
+        peers get a first piece, though it may be of no row: all read row 0 as the answer of a step that did not fit,
+        and a rank whose first flag is missing has not come.
         """
-        ranks, pair_rows = ways.ranks, Int32(all_moved[0].part.shape[0]) // ways.ranks
-        others, known = ranks - 1, cutlass.min(cute.arch.lane_idx(), ranks - 1)
-        away, arrived, now = ways.table[known] - ways.table[ways.rank], ways.arrived[known], ways.epoch[0]
-        count = others * self.pieces(all_moved[0].part, ways)
+        ranks, others, known = ways.ranks, ways.ranks - 1, cutlass.min(cute.arch.lane_idx(), ways.ranks - 1)
+        away, now = ways.table[known] - ways.table[ways.rank], ways.epoch[0]
+        ends = cutlass.max((ways.arrived if cutlass.const_expr(token is None) else ways.leaving)[known], 1)
+        if known == ways.rank:
+            ends = Int32(0)
+        count = others * ceil_div(cute.arch.warp_redux_sync(ends, kind="max"), ways.piece)
         number = self.draw(ways.epoch)
         while number < count:
             at = number // others
             rank = (number - at * others + ways.rank + 1) % ranks
-            peer = Peer(rank, cute.arch.shuffle_sync(away, rank), now)
-            first = at * ways.piece
-            end = self.end(token, cute.arch.shuffle_sync(arrived, rank), rank * pair_rows + first, pair_rows)
-            if end > first:
-                self.send(all_moved, token, ways, peer, first, cutlass.min(ways.piece, end - first))
+            peer, first = Peer(rank, cute.arch.shuffle_sync(away, rank), now), at * ways.piece
+            rows = cutlass.min(ways.piece, cute.arch.shuffle_sync(ends, rank) - first)
+            if rows > 0:
+                self.send(all_moved, token, ways, peer, first, rows)
                 self.release(ways, peer, at)
             number = self.draw(ways.epoch)
 
@@ -284,19 +288,6 @@ class Flow:
         return cute.arch.shuffle_sync(number, 0)
 
     @cute.jit
-    def end(self, token: Any, arrived: Int32, place: Int32, pair_rows: Int32) -> Int32:
-        """The end of the rows for a rank, or of their room if there is one at ``place``; at least 1.
-
-        All read row 0 as the answer of a step that did not fit, and a rank whose first flag is missing has not come.
-        """
-        end = Int32(1)
-        if cutlass.const_expr(token is None):
-            end = cutlass.max(arrived, end)
-        elif token[place] >= 0:
-            end = pair_rows
-        return end
-
-    @cute.jit
     def send(self, all_moved: Any, token: Any, ways: Ways, peer: Peer, first: Int32, count: Int32):
         """So many rows."""
         pair_rows = Int32(all_moved[0].part.shape[0]) // ways.ranks
@@ -309,10 +300,12 @@ class Flow:
     def take(self, all_moved: Any, token: cute.Tensor, ways: Ways, warp: Int32, warps: Int32):
         """Pieces out of the memory that the next exchange writes to, and those that never were there."""
         ranks, now, pair_rows = ways.ranks, ways.epoch[0], Int32(all_moved[0].part.shape[0]) // ways.ranks
-        for number in cutlass.range(warp, ranks * self.pieces(all_moved[0].part, ways), warps, unroll=1):
+        ends = ways.arrived[cutlass.min(cute.arch.lane_idx(), ranks - 1)]
+        pieces = ceil_div(cute.arch.warp_redux_sync(ends, kind="max"), ways.piece)
+        for number in cutlass.range(warp, ranks * pieces, warps, unroll=1):
             peer, at = spread(number, ranks, ways.rank)
             first = at * ways.piece
-            row, count = peer * pair_rows + first, cutlass.min(ways.piece, ways.arrived[peer] - first)
+            row, count = peer * pair_rows + first, cutlass.min(ways.piece, cute.arch.shuffle_sync(ends, peer) - first)
             if peer == ways.rank:
                 for i in cutlass.range_constexpr(len(all_moved)):
                     self.copies[i].copy(all_moved[i].rows, token, row, all_moved[i].out, row, count)

@@ -17,7 +17,7 @@ lanes      of a warp find how many rows go to rank d: they stand at the beginnin
 =========  =============================================================================================================
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +27,14 @@ from cutlass._mlir.dialects import llvm
 from ...peers import SLOTS
 
 LANES = 32
+
+
+class Told(NamedTuple):
+    """Of ``Peers``, what a barrier leaves behind."""
+
+    epoch: cute.Tensor
+    arrived: cute.Tensor
+    leaving: cute.Tensor
 
 
 class Meet:
@@ -44,8 +52,7 @@ class Meet:
         self,
         table: cute.Tensor,
         control: cute.Tensor,
-        epoch: cute.Tensor,
-        arrived: cute.Tensor,
+        told: Told,
         token: cute.Tensor | None,
         watch: cute.Tensor,
         rank: Int32,
@@ -54,13 +61,14 @@ class Meet:
         """Launch.
 
         Args:
-            table, control, epoch, arrived: of ``Peers``.
+            table, control: of ``Peers``.
+            told: likewise.
             token: int32 ``[W P]``, of every rank's P the used ones first, -1 behind them.
             watch: int64 ``[2]``, a row of that of ``Peers``.
             rank: this one.
             stream: CUDA stream.
         """
-        self.kernel(table, control, epoch, arrived, token, watch, rank).launch(
+        self.kernel(table, control, told, token, watch, rank).launch(
             grid=(1, 1, 1), block=(LANES * self.ranks, 1, 1), stream=stream
         )
 
@@ -69,22 +77,20 @@ class Meet:
         self,
         table: cute.Tensor,
         control: cute.Tensor,
-        epoch: cute.Tensor,
-        arrived: cute.Tensor,
+        told: Told,
         token: cute.Tensor | None,
         watch: cute.Tensor,
         rank: Int32,
     ):
         """One block."""
-        self.meet(table, control, epoch, arrived, token, watch, rank)
+        self.meet(table, control, told, token, watch, rank)
 
     @cute.jit
     def meet(
         self,
         table: cute.Tensor,
         control: cute.Tensor,
-        epoch: cute.Tensor,
-        arrived: cute.Tensor,
+        told: Told,
         token: Any,
         watch: cute.Tensor,
         rank: Int32,
@@ -92,12 +98,12 @@ class Meet:
         """A block's part."""
         thread, _, _ = cute.arch.thread_idx()
         peer = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        now = epoch[0] + 1
+        now = told.epoch[0] + 1
         cute.arch.sync_threads()
         if thread == 0:
-            epoch[0] = now
-            epoch[1] = Int32(0)
-        told = self.ranks * (1 + (now & (SLOTS - 1)))
+            told.epoch[0] = now
+            told.epoch[1] = Int32(0)
+        slot = self.ranks * (1 + (now & (SLOTS - 1)))
         count = Int32(0)
         if cutlass.const_expr(token is not None):
             rows = Int32(cute.size(token)) // self.ranks
@@ -105,15 +111,16 @@ class Meet:
         if cute.arch.lane_idx() == 0:
             theirs = cute.make_ptr(Int32, table[peer], cute.AddressSpace.gmem, assumed_align=4)
             if cutlass.const_expr(token is not None):
-                cute.arch.store((theirs + told + rank).llvm_ptr, count, sem="relaxed", scope="sys")
+                told.leaving[peer] = count
+                cute.arch.store((theirs + slot + rank).llvm_ptr, count, sem="relaxed", scope="sys")
             cute.arch.fence_acq_rel_sys()
             cute.arch.store((theirs + rank).llvm_ptr, now, sem="release", scope="sys")
             barrier = 0 if cutlass.const_expr(token is not None) else 1
             counts = cute.make_tensor(control.iterator, cute.make_layout((self.ranks, 1)))
             wait(counts, peer, Int32(0), now, watch, barrier, exactly=False)
             if cutlass.const_expr(token is not None):
-                told_here = (control.iterator + told + peer).llvm_ptr
-                arrived[peer] = cute.arch.load(told_here, Int32, sem="relaxed", scope="sys")
+                here = (control.iterator + slot + peer).llvm_ptr
+                told.arrived[peer] = cute.arch.load(here, Int32, sem="relaxed", scope="sys")
 
     @cute.jit
     def used(self, token: cute.Tensor, first: Int32, rows: Int32) -> Int32:
