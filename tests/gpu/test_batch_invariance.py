@@ -6,11 +6,12 @@ import torch
 import tgl
 from tests.gpu.device import ARCH, DEVICE
 from tests.router_cases import CASES, operands
+from tgl.composed import moe
 
 pytestmark = pytest.mark.gpu
 
 EXPERTS, CHOICES, HIDDEN, INNER, PLACES = 16, 4, 512, 256, 200
-WIDE = 2048  # columns of experts that read few tokens in place, and many in a copy
+WIDE = moe.FIRST + 64  # columns of experts that read few tokens in place, and many in a copy
 BATCHES = [1, 2, 3, 8, 17, 64, 65, 200, 1000, 4096, 20000, 65536]
 RECIPES = {"sm_90": [None, "fp8_block"], "sm_100": [None, "mxfp8"]}
 MAKE = {None: lambda: None, "fp8_block": tgl.recipes.Float8BlockScaling, "mxfp8": tgl.recipes.MXFP8BlockScaling}
