@@ -91,8 +91,16 @@ def components(format: str, shape: tuple[int, int, int], data: torch.dtype = E4M
 
 
 FACTORS = torch.tensor([1.0, 0.1, 0.0, 1e-30, 2.0**-149, 3e38, math.inf, math.nan])
-AMAXES = torch.tensor([1.0, 0.0, 0.7, 2688.0, 2.3e-27, 20.99, 21.0, 3e38, 2.1e-27, 1e-42, math.inf, math.nan])
-"""Of groups whose weights are anywhere, and on either side of what has a table of its scales."""
+SEAMS = (1.0914713144302368, 2.4518232345581055, 1.6725258827209473)
+"""Largest magnitudes of groups whose factors have no two parts in bfloat16 that multiply to the bit."""
+NUDGED = (2.0849685668945312, 1.5216737985610962, 1.628003716468811, 0.6842133402824402)
+"""Of groups whose factors have two such parts, of which the lower is not the nearest number."""
+ENDS = (688127.94, 688128.0, 2688 * 2.0**-80, 2687.9 * 2.0**-80)
+"""Of groups at either end of the factors that are taken apart."""
+AMAXES = torch.tensor(
+    [1.0, 0.0, 0.7, 2688.0, 2.3e-27, 3e38, 2.1e-27, 1e-42, math.inf, math.nan, -1.0, SEAMS[0], *NUDGED, *ENDS]
+)
+"""Of groups whose weights are anywhere."""
 
 
 def every_value_of(format, element):

@@ -75,7 +75,7 @@ def test_every_element_under_every_scale(rows):
 
 @pytest.mark.parametrize("rows", [16, 100])
 def test_every_code_of_nvfp4_under_every_scale(rows):
-    """By the kernels for few rows and for many, with a table and without one, as the CPU implementation has them; no
+    """By the kernels for few rows and for many, whether a factor splits or not, as the CPU implementation has them; no
     product is below the smallest normal number."""
     data, scale, amax = every_value_of("nvfp4", None)
     some = (amax == 0) | ~(amax < 1e-30)

@@ -76,6 +76,27 @@ def bfloat16_products(a: Int32, b: Int32) -> Int32:
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b])
 
 
+def bfloat16_products_with_half(a: Int32, b: Int32, half: int) -> Int32:
+    """Both halves of ``a`` times the lower half of ``b``, or the upper one, as ``bfloat16_products`` has them.
+
+    Said by halves, so that it becomes an operand's choice and no instruction of its own.
+    """
+    text = (
+        "{\n.reg .b32 zero, factor;\n.reg .b16 halves<2>;\nmov.b32 zero, 0x80008000;\n"
+        "mov.b32 {halves0, halves1}, {$r1};\n"
+        f"mov.b32 factor, {{halves{half}, halves{half}}};\n"
+        "fma.rn.bf16x2 {$w0}, {$r0}, factor, zero;\n}"
+    )
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b])
+
+
+def bfloat16_sums_of_products(a: Int32, b: Int32, c: Int32) -> Int32:
+    """``a * b + c`` of the lower halves and of the upper ones as bfloat16, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, c]
+    )
+
+
 # --- FP8 --------------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ of which a lane has a pair of neighbours twice, 8 apart, for every of its column
 elements and scales             how a pair is decoded
 ==============================  ========================================================================================
 E2M1, powers of two             its codes spread over a register, times the scale: products of bfloat16 that are exact
-E2M1, any scale                 the same spread, exact products with 2^126, then in float32 times the scale
+E2M1, scales of E4M3            the same spread, by products in bfloat16 alone: see ``swapped_split``
+E2M1, the few it cannot do      the same spread, exact products with 2^126, then in float32 times the scale
 E4M3 and E5M2                   widened to float32, times the scale
 ==============================  ========================================================================================
 
@@ -58,6 +59,11 @@ def has_powers(packed: PackedSpec) -> bool:
     return packed.element == FP4 and packed.decoding.scale == "float8_e8m0fnu"
 
 
+def has_bytes(packed: PackedSpec) -> bool:
+    """Whether codes of E2M1 have scales of E4M3."""
+    return packed.element == FP4 and packed.decoding.scale == "float8_e4m3fn"
+
+
 def place(gemm: Any) -> tuple[Int32, tuple[Int32, ...]]:
     """A lane's first column in a tile, and where in its codes of a stage the lane's first bytes of chunks are."""
     thread, _, _ = cute.arch.thread_idx()
@@ -71,7 +77,7 @@ def place(gemm: Any) -> tuple[Int32, tuple[Int32, ...]]:
 def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column: Int32) -> cute.Tensor:
     """Of each of a lane's columns: where the scales of the first stage begin among its words.
 
-    Powers of two are read by words, so that it is a choice of bytes of two words; else it is an address, from that of
+    Scales of E2M1 are read by words, so that it is a choice of bytes of two words; else it is an address, from that of
     the words of the stage on.
 
     Args:
@@ -84,8 +90,13 @@ def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column:
         start = Int32(0)
         if packed.decoding.block:
             start = Int32(scale_address(packed, matrices.scale, group, left + behind(i), Int32(0))) & WORD - 1
-        found[i] = 0x3210 + start * 0x1111 if has_powers(packed) else (column + behind(i)) * gemm.pitch * WORD + start
+        found[i] = 0x3210 + start * 0x1111 if packed.element == FP4 else scales_at(gemm, column, i) + start
     return found
+
+
+def scales_at(gemm: Any, column: Int32, number: int) -> Int32:
+    """From the words of a stage's scales to those of a lane's column of this number; ``column`` is its first one."""
+    return (column + behind(number)) * (gemm.pitch * WORD)
 
 
 @cute.jit
@@ -115,7 +126,7 @@ def read_powers(
     if left < gemm.config.tile_k:
         inside = (Int32(1) << (left // PART * 8)) - 1
     for i in cutlass.range_constexpr(cute.size(scales)):
-        at = words_at + (own.column + behind(i)) * (gemm.pitch * WORD)
+        at = words_at + scales_at(gemm, own.column, i)
         place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=2 * WORD)
         words = cute.make_rmem_tensor(2, Int32)
         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), words)
@@ -208,12 +219,16 @@ def raise_further(gemm: cutlass.Constexpr, part: cutlass.Constexpr, above: cute.
 def decode_any(
     gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
 ):
-    """A lane's elements of a part, times its scales, rounded to bfloat16: registers ``((2, 2, 2), blocks, 2)``."""
+    """A lane's elements of a part, times its scales, rounded to bfloat16: registers ``((2, 2, 2), blocks, 2)``.
+
+    Args:
+        scales: of each column the address of a stage's, or under E2M1 two words of them, ``[2, columns]``.
+    """
     pairs = cute.recast_tensor(held, Int32)
-    for i in cutlass.range_constexpr(cute.size(scales)):
+    for i in cutlass.range_constexpr(2 * gemm.blocks):
         at = [codes + spot(gemm, own, i, part, number) for number in range(PAIRS)]
         wide = (spread_wide if gemm.packed.element == FP4 else fp8_wide)(gemm.packed, at)
-        for step, factor in enumerate(factors(gemm, own, scales[i], part)):
+        for step, factor in enumerate(factors(gemm, own, scales, i, part)):
             for j in cutlass.range_constexpr(PAIRS):
                 wide[PAIRS * step + j] = wide[PAIRS * step + j] * factor
         rounded = cute.make_rmem_tensor(2 * PAIRS, BFloat16)
@@ -223,23 +238,25 @@ def decode_any(
             pairs[pair_at(gemm, i, number)] = words[number]
 
 
-def factors(gemm: Any, own: Own, scale: Int32, part: int) -> list[Float32]:
-    """What the elements of each step of a part are multiplied by; ``scale`` is the address of a column's scales."""
+def factors(gemm: Any, own: Own, scales: cute.Tensor, column: int, part: int) -> list[Float32]:
+    """What the elements of each step of a part of a lane's column are multiplied by."""
     packed = gemm.packed
     block, steps = packed.decoding.block, range(part * PART, (part + 1) * PART, STEP)
     if not block:
         return [own.whole] * len(steps)
     numbers = [first // block for first in steps]
-    if packed.decoding.scale == "float8_e4m3fn":
-        return [value * own.whole for value in e4m3_values([load_byte(scale + number) for number in numbers])]
+    if has_bytes(packed):
+        pair = scales[numbers[0] // WORD, column] >> (numbers[0] % WORD * 8)
+        return [value * own.whole for value in e4m3_values(pair)]
+    scale = scales[column]
     word = load_word(scale) if packed.scale_bytes == WORD else load_byte(scale + numbers[0])
     return [FACTORS[packed.decoding.scale](word, Int32(0), own.whole)] * len(steps)
 
 
-def e4m3_values(held: list[Int32]) -> list[Float32]:
-    """The numbers of two bytes of E4M3."""
+def e4m3_values(pair: Int32) -> list[Float32]:
+    """The numbers of the lower two bytes of E4M3."""
     halves = cute.make_rmem_tensor(2, Uint16)
-    halves[0], halves[1] = Uint16(held[0] + held[1] * 256), Uint16(0)
+    halves[0], halves[1] = Uint16(pair & 0xFFFF), Uint16(0)
     wide = cute.make_rmem_tensor(4, Float32)
     wide.store(widened_fp8(cute.recast_tensor(halves, Uint8), TYPES["float8_e4m3fn"]))
     return [wide[0], wide[1]]

@@ -27,12 +27,14 @@ from .swapped_decode import (
     decode_any,
     decode_powers,
     find_scales,
+    has_bytes,
     has_powers,
     place,
     raise_further,
     read_powers,
     whole_scale,
 )
+from .swapped_split import decode_split, read_bytes, split
 from .tilings import MMA_ROWS, SWAPPED_BYTES
 
 
@@ -117,6 +119,9 @@ def multiply(
     shape = tiled_mma.partition_shape_A((gemm.blocks * MMA_ROWS, PART))
     held = [cute.make_rmem_tensor(shape, gemm.element) for _ in range(2)]
     scales, above = (cute.make_rmem_tensor((2, gemm.blocks), Int32) for _ in range(2))
+    if cutlass.const_expr(has_bytes(gemm.packed)):
+        exact, whole = split(own.whole)
+        scales = cute.make_rmem_tensor((2, 2 * gemm.blocks), Int32)
     ring, steps, previous = stages.barriers, LINE // STEP, Int32(0)
     columns, stage_depth = gemm.config.tile_n, gemm.config.tile_k
     stage, phase = state
@@ -126,6 +131,8 @@ def multiply(
         codes = stages.codes + stage * (columns * SWAPPED_BYTES)
         if cutlass.const_expr(has_powers(gemm.packed)):
             extreme = read_powers(gemm, words, own, left, scales, above)
+        elif cutlass.const_expr(has_bytes(gemm.packed)):
+            usual = read_bytes(gemm, words, own, exact, left, scales)
         else:
             find_scales(gemm, words, own, k, scales)
         for part in cutlass.range_constexpr(stage_depth // PART):
@@ -138,6 +145,11 @@ def multiply(
                 decode_powers(gemm, codes, own, part, scales, into)
                 if extreme:
                     raise_further(gemm, part, above, into)
+            elif cutlass.const_expr(has_bytes(gemm.packed)):
+                decode_split(gemm, codes, own, part, scales, whole, into)
+                if not usual:
+                    again = cute.arch.make_warp_uniform(codes)  # to be read once more, not kept in registers for it
+                    decode_any(gemm, again, own, part, scales, into)
             else:
                 decode_any(gemm, codes, own, part, scales, into)
                 clear_behind(gemm, left - part * PART, into)
