@@ -242,6 +242,21 @@ def test_ragged_map_wraps_the_address(start, length):
     assert np.array_equal(launch.region.u8, before)
 
 
+@pytest.mark.parametrize(("start", "length"), [(0, 5), (3, 4), (9, 1)])
+def test_ragged_map_that_begins_below_address_zero(start, length):
+    """The other way to bound a group by coordinates: a base so far in front that low memory has it below zero, of which
+    a descriptor holds 57 bits."""
+    row, big = 64, 1 << 30
+    sizes = [32, big, (1 << 31) - 1]
+    t = encode("u16", sizes, [row, row], [32, 8, 1], base=(BASE - big * row) % (1 << 57))
+    launch = Launch(10 * row)
+    launch.region.u8[:] = np.random.default_rng(4).integers(0, 256, launch.region.size)
+    box = t.read(launch, [0, big - length, start + length], fail).reshape(8, 32)
+    want = np.zeros((8, 32), np.uint16)
+    want[:length] = launch.region.u8.view(np.uint16).reshape(10, 32)[start : start + length]
+    assert np.array_equal(box, want)
+
+
 def test_packed_fp4_counts_elements():
     t = encode("fp4", [64, 4], [32], [32, 2])
     launch = Launch(128)

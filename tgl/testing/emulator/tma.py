@@ -29,7 +29,7 @@ _TYPES = {
     13: ("u6x16_align16", 1),
 }
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_ADDRESS = (1 << 64) - 1
+_ADDRESS = (1 << 57) - 1  # what a descriptor holds of its base
 
 
 class TensorMap:
@@ -120,7 +120,8 @@ class TensorMap:
     def _view(self, launch, c, lo, hi):
         """The clipped box as a strided array over global memory (outermost dimension first).
 
-        Addresses are computed modulo 2**64: a "ragged" tensor map combines huge sizes and wrapping strides.
+        Addresses are computed modulo 2**57: a "ragged" tensor map combines huge sizes and wrapping strides, or has its
+        base far in front of the memory, below zero.
         """
         dims = range(self.rank)
         start = (self.base + sum((c[i] + lo[i]) * self.strides[i] for i in dims)) & _ADDRESS
