@@ -106,6 +106,21 @@ def test_a_call_that_is_known_by_its_shapes_has_a_begin_or_not():
             assert torch.equal(out[16:30], (a[16:30].float() @ b[0].float()).to(BF16))
 
 
+def test_between_copies_rows_before_are_kept():
+    """Of operands that no map describes: rows of an odd pitch."""
+    a, b, offs = integers(64, 73)[:, :72], integers(2, 72, 104), torch.tensor([30, 60], dtype=torch.int32)
+    out = torch.full((64, 105), CANARY, dtype=BF16)[:, :104]
+    begin = {"begin": torch.tensor([16], dtype=torch.int32)}
+    with emulator.emulate("sm_90a"), backends.emulated_device("sm_90"):
+        found = backends.report("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True, **begin)
+        assert found.chosen.name == "tgl kernel between copies"
+        backends.run("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True, **begin)
+    assert (out[:16] == CANARY).all()
+    for rows, matrix in ((slice(16, 30), 0), (slice(30, 60), 1)):
+        assert torch.equal(out[rows], (a[rows].float() @ b[matrix].float()).to(BF16))
+    assert not out[60:].any()
+
+
 def test_of_no_groups_the_rows_from_begin_on_are_the_tail():
     a, b, offs = integers(8, 72), integers(0, 72, 104), torch.zeros(0, dtype=torch.int32)
     out = torch.full((8, 104), CANARY, dtype=BF16)
