@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def comparison(*tiles: str) -> Comparison:
     )
 
 
-class Problem:
+class Problem(ABC):
     """Tokens, their routing, and weights."""
 
     def __init__(self, shape: Shape, device: str = "cuda"):
@@ -91,9 +92,9 @@ class Problem:
     def dispatched(self) -> Tensor:
         return torch.ops.tgl.dispatch(self.x, self.token, self.position, self.choices)
 
+    @abstractmethod
     def product(self, rows: Tensor, index: Tensor | None = None) -> Tensor:
         """The op, on rows in order or on those that an index names."""
-        raise NotImplementedError
 
     def tgl(self) -> Tensor:
         return self.product(self.x, self.token)

@@ -121,7 +121,7 @@ def test_nothing_is_written_past_the_last_experts_rows():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_integers_of_every_kind(arch, kind, biased, copies, monkeypatch):
     """Tokens read by an index, or as wide experts read many: in a copy."""
-    for bound in ("FIRST", "BACK", "FIRST_GRADIENT", "FEW_ROWS", "FEW_ROWS_OF_GRADIENT") if copies else ():
+    for bound in moe_cases.BOUNDS if copies else ():
         monkeypatch.setattr(moe, bound, 0)
     kernels = integers_agree(arch, kind, biased)
     assert ("Gathered" in " ".join(kernels)) != copies

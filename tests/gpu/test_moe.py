@@ -55,7 +55,7 @@ def test_near_a_cpu_and_two_runs_alike():
 @pytest.mark.parametrize("kind", moe_cases.KINDS)
 def test_integers_have_the_bits_of_a_cpu(kind, biased, copies, monkeypatch):
     """Forward and every gradient, of tokens read by an index or in a copy."""
-    for bound in ("FIRST", "BACK", "FIRST_GRADIENT", "FEW_ROWS", "FEW_ROWS_OF_GRADIENT") if copies else ():
+    for bound in moe_cases.BOUNDS if copies else ():
         monkeypatch.setattr(moe, bound, 0)
     operands = moe_cases.block(moe_cases.Sizes(EXPERTS, TOKENS, CHOICES, HIDDEN, INNER), kind, biased)
     found = moe_cases.step({name: t.to(DEVICE) for name, t in operands.items()}, kind)

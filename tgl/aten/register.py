@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..backends import Implementation, add
 from . import (
     activation,
@@ -43,13 +41,25 @@ for _op, _step in (
 ):
     add(Implementation(_op, "steps of aten", "cuda", _step, note="a few for every choice"))
 
-for _op, _loop in (
-    ("grouped_gemm", loops.grouped_gemm),
-    ("grouped_gemm_wgrad", loops.grouped_gemm_wgrad),
-    ("grouped_gemm_wgrad_accumulate_", loops.grouped_gemm_wgrad_accumulate),
+for _op, _loop, _begins in (
+    ("grouped_gemm", loops.grouped_gemm, True),
+    ("grouped_gemm_wgrad", loops.grouped_gemm_wgrad, False),
+    ("grouped_gemm_wgrad_accumulate_", loops.grouped_gemm_wgrad_accumulate, False),
 ):
-    _takes: dict[str, Any] = {"slots": True, "rows": True, "begins": _op == "grouped_gemm"}
-    add(Implementation(_op, "loop of mm", "cuda", _loop, priority=-10, syncs=True, note=_LOOP, **_takes))
+    add(
+        Implementation(
+            _op,
+            "loop of mm",
+            "cuda",
+            _loop,
+            priority=-10,
+            syncs=True,
+            note=_LOOP,
+            slots=True,
+            rows=True,
+            begins=_begins,
+        )
+    )
 for _op, _sums in (("grouped_dbias", loops.grouped_dbias), ("grouped_dbias_dscales", loops.grouped_dbias_dscales)):
     add(Implementation(_op, "loop of sums", "cpu", _sums))
     add(Implementation(_op, "loop of sums", "cuda", _sums, priority=-10, syncs=True, note="reads offs on the host"))

@@ -44,7 +44,6 @@ PUSHING = 4  # of them
 TAKING = WARPS - PUSHING
 SHARES = 4  # of a token's columns that a warp adds up behind one wait, at most
 
-
 Line = tuple[cute.Tensor, Int32]  # rows, and the number of one of them
 
 

@@ -53,6 +53,7 @@ MMA then needs the fewest pieces.
 Measured as ``COSTS`` are: for the area 0.91 to 0.95 over 256, 1024 and 1536 rows, over 2048 rows 1.01 to 1.3.
 """
 LONG_GATHER = 2048
+LONG_GATHERING = {"a": WIDE, "b": HIGH}  # over at least so many
 
 
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
@@ -140,13 +141,13 @@ def choose_gathering(
     128 x 128 in turns. Groups of at most 64 rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
     """
     if kind == VARLEN_K and (rows > 128 and columns > 64 if operand == "b" else rows > 64 and columns > 128):
-        costs = GATHERING_COSTS[operand]
-        costs = costs if depth < LONG_GATHER else {tiling: cost for tiling, cost in costs.items() if cost == 1}
-        return _cheapest(costs, kind, columns, rows, halves or WIDTHS)
+        if depth >= LONG_GATHER:
+            return LONG_GATHERING[operand]
+        return _cheapest(GATHERING_COSTS[operand], kind, columns, rows, halves or WIDTHS)
     least = 0 if halves is None else halves[0]
     if kind == VARLEN_M and rows <= 64:
         return GemmConfig(64, 128 if columns > 64 or least == 128 else 64)
-    if operand == "a" and rows > 64 and columns > 128:
+    if kind == VARLEN_M and columns > 128:
         if halves is None or (depth >= LONG and rows > 128):
             return WIDE
         return WIDE_TURNS if 192 in halves and rows > 128 and _empty(columns, 192) < 0.1 else TURNS
