@@ -26,9 +26,9 @@ PARTS = "blocks", "scales"  # of a projection in a checkpoint
 class PackedExperts(nn.Module):
     """Experts of gpt-oss with weights in MXFP4, by the names, shapes and bytes of a checkpoint until ``join``.
 
-    The arithmetic is that of the dense experts with the decoded weights. No decoded weight of all experts is made, in
-    the backward neither. Weights are frozen; tokens, routing weights and biases have gradients, and so have low-rank
-    updates of the weights, which adapters of PEFT are.
+    The arithmetic is that of the dense experts with the decoded weights, which ``grouped_gemm_packed`` decodes in
+    pieces of bounded size at most, in the backward too. Weights are frozen; tokens, routing weights and biases have
+    gradients, and so have low-rank updates of the weights, which adapters of PEFT are.
 
     Args:
         dense: the ``GptOssExperts`` of which shapes, constants of the gate, dtype and device are taken.

@@ -79,9 +79,10 @@ def weight_on(
 class GroupedPackedLinear(GroupedLinear):
     """A ``GroupedLinear`` whose frozen weight stays quantised: forward and input gradient by ``grouped_gemm_packed``.
 
-    Rows are multiplied as they are, by the weight decoded to their dtype: no recipe quantises them. Nothing decodes the
-    whole weight, and the backward saves its components alone. It is the base of a ``GroupedLoRALinear``, and stands in
-    the place of a layer of ``GroupedMLP``, ``MoE`` or ``Sequential``::
+    Rows are multiplied as they are, by the weight decoded to their dtype: no recipe quantises them. Where matrices are
+    decoded to memory, a GPU has as many at a time as 256 MiB hold, at least one, and a CPU one: a weight that takes no
+    more is decoded as a whole on a GPU, while its product runs. The backward saves its components alone. It is the base
+    of a ``GroupedLoRALinear``, and stands in the place of a layer of ``GroupedMLP``, ``MoE`` or ``Sequential``::
 
         mlp.fc1 = tgl.GroupedLoRALinear(tgl.GroupedPackedLinear.from_gpt_oss(blocks, scales, bias), rank=16)
 

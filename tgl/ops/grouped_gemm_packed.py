@@ -104,7 +104,7 @@ def grouped_gemm_packed(
     over_rows: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply every group of dense rows by its own quantised matrix, without a decoded copy of all matrices.
+    """Multiply every group of dense rows by its own quantised matrix, with at most a bounded piece of them decoded.
 
     Let ``w [G, N, K]`` be what ``group_dequantize`` makes of the rowwise components ``b``, ``b_scale`` and ``b_amax``,
     rounded to the dtype of ``a`` (float32 for float64). For row ``t`` of group ``g``, ``out[t] = a[t] @ w[g].T +
@@ -115,8 +115,8 @@ def grouped_gemm_packed(
     up to ``2^13``. Rows past ``offs[-1]`` come out as zeros and are never read.
 
     It is the forward of a layer whose weight is frozen, and ``over_rows`` is its input gradient: both read the same
-    components. A kernel decodes them on their way to the tensor cores, or one matrix, or a bounded piece of them, is
-    decoded at a time; ``tgl.explain`` says which, and why.
+    components. A kernel decodes them on their way to the tensor cores, or a CPU decodes one matrix at a time, and a GPU
+    as many as 256 MiB hold, at least one: all matrices, if they take no more. ``tgl.explain`` says which, and why.
 
     Differentiable in ``a``, ``bias`` and ``bias_scale``, twice.
 
