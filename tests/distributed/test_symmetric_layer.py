@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 pytest.importorskip("cutlass")
@@ -23,7 +24,7 @@ from tgl import peers
 from tgl.distributed import ExpertParallelMLP
 
 from .shared_memory import alike, device
-from .test_expert_parallel_mlp import MOST, E, H, Problem
+from .test_expert_parallel_mlp import MOST, E, H, Problem, chosen
 
 BF16, F32 = torch.bfloat16, torch.float32
 SYMMETRIC = {"engine": "symmetric_memory"}
@@ -138,6 +139,40 @@ def check_away() -> None:
 
 def test_a_rank_that_raises_is_named_by_the_other(ranks):
     ranks(check_away, limit=120)
+
+
+# --- one graph --------------------------------------------------------------------------------------------------------
+
+
+def check_graph(dtype: torch.dtype, options: dict[str, Any], exchanges: int) -> None:
+    """One graph of all routings, whose exchanges are kernels in one order on all ranks."""
+    with device() as found:
+        problem = Problem("full", dtype)
+        other, layer = problem.layer(**options), problem.layer(**options, **SYMMETRIC)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        layer.compile(fullgraph=True, backend=counter)
+        for case in ("even", "one rank takes all", "empty experts", "sentinels", "nothing is routed"):
+            problem.index = chosen(case, len(problem.x))
+            theirs = mine(problem, other)
+            found.start()
+            alike(mine(problem, layer), theirs)
+            made = [found.launches.count(kind) for kind in ("tells", "meets", "flows")]
+            assert made == [1 + exchanges, 1, exchanges]  # behind a routing, which both tells and meets
+        assert counter.frame_count == 1
+        layer.check()
+
+
+GRAPHS: dict[str, tuple[torch.dtype, dict[str, Any], int]] = {
+    "float32": (F32, {}, 4),
+    "by choice": (BF16, {"invariant": True}, 4),
+    "float32 sums": (BF16, {"wire_dtype": F32}, 5),  # gradients of routing weights go by themselves
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_one_graph_for_all_routings(ranks, graph):
+    ranks(check_graph, *GRAPHS[graph], limit=180)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
