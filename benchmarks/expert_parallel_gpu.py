@@ -8,6 +8,7 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
 ====================  ===============================================================================================
 ``symmetric_memory``  the layer by kernels that write to the memory of the other GPUs; the baseline
 ``all_to_all``        the layer by collectives of static sizes, over NCCL
+``invariant``         the baseline with ``invariant=True``: a row for every choice, bits of one rank with all tokens
 ``float32 sums``      the baseline with ``wire_dtype=torch.float32``
 ``capacity 1.1``      the baseline with room for 1.1 times the even load of rows of experts
 ``capacity worst``    the baseline with room for the worst case
@@ -15,14 +16,20 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
                       rows of one half can move while the experts run on the other one
 ``blocks``            the baseline with ``Float8BlockScaling``
 ``blocks, wire``      and ``wire="quantized"``
+``compiled``          the baseline's layer by ``torch.compile(fullgraph=True, dynamic=False)``
+``dispatch again``    the baseline's layer under selective checkpointing of all but the dispatch, which the backward
+                      repeats, so that what arrives is not held
 ``local``             ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
 ``torch``             an exchange of exact sizes over NCCL, read on the host, and ``torch._grouped_mm``; not captured
 ====================  ===============================================================================================
 
 **Gates.** Nothing is timed before they have passed on all ranks: the layers of both engines give equal bits, outputs
 and all gradients, called and as a graph that is replayed with changing routings, for any number of tokens, and with a
-rank that comes late to every exchange; capacities change no bit; a step that does not fit is NaN on all ranks; the
-``torch`` arm agrees within eight roundings, float32 sums and FP8 within theirs. ``--gates`` stops there.
+rank that comes late to every exchange; for routings in which one rank or one expert takes all, experts are empty, some
+choices are of no expert, or all are, called, called beside NaN in whatever memory is unused, and as one graph;
+capacities change no bit, nor do ``compiled`` and ``dispatch again``, called and as graphs; a step that does not fit is
+NaN on all ranks; the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within theirs.
+``--gates`` stops there. Arms that ``--arms`` leaves out have no gates.
 
 **Figures**, medians over turns of the slowest rank. ``forward`` and ``step`` (with all gradients) are of the whole
 layer from tokens to tokens, graphs but for ``torch``, in ms and TFLOP/s per GPU of model FLOPs; ``backward`` is their
@@ -30,7 +37,9 @@ difference. All ranks meet on the device before a reading begins. ``route``, ``d
 ``exchange`` is the three behind one another, in us of one of eight in a graph, so that ranks that are late for the
 first have no share in it; GB/s are bytes of rows that leave the GPU in that time; ``empty`` is a dispatch without
 tokens: a barrier and a launch that finds no rows, or two collectives. ``memory`` is the rank's symmetric memory, beside
-what it would be with places for every choice of every token of all ranks.
+what it would be with places for every choice of every token of all ranks. ``held`` is what a called forward leaves to
+its backward, and ``peak`` the most that a called step has beyond what was there before, gradients of weights included,
+both in MiB of the rank that has most.
 
 Of ``symmetric_memory`` both halves of what follows a barrier are timed by themselves, too, by the same kernels on other
 operands: ``push`` is a dispatch's writes to other ranks, ``take`` the copy of what has arrived and of its own rows,
@@ -44,75 +53,23 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness.command import choice, gpu_parser, needs_device
-from harness.gates import relative_error
+from harness.expert_parallel import ARMS, BASELINE, BF16, CALLED, ENGINES, OPS, SHAPES, Problem
+from harness.expert_parallel_gates import check, check_overflow, say
 from harness.report import summaries
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled
 from torch import Tensor
 
-import tgl
 from tgl.cutlass_kernels.ops import expert_parallel as steps
 from tgl.cutlass_kernels.ops.wire import FLOW, FlowCall
-from tgl.distributed import ExpertParallelMLP, expert_parallel_host
 
-BF16 = torch.bfloat16
-OPS = torch.ops.tgl
-BASELINE = "symmetric_memory"
-ENGINES = ("all_to_all", BASELINE)
-BLOCKS = tgl.recipes.Float8BlockScaling()
-LAYERS: dict[str, dict[str, Any]] = {
-    BASELINE: {},
-    "all_to_all": {"engine": "all_to_all"},
-    "float32 sums": {"wire_dtype": torch.float32},
-    "capacity 1.1": {"capacity_factor": 1.1},
-    "capacity worst": {"capacity_factor": None},
-    "halves": {},
-    "blocks": {"recipe": BLOCKS},
-    "blocks, wire": {"recipe": BLOCKS, "wire": "quantized"},
-}
-"""Options of the layer of an arm."""
-EXACT = ("capacity 1.1", "capacity worst")
-"""Arms with the bits of the baseline."""
-CALLED = ("torch",)
-"""Arms that no graph can hold."""
-ARMS = (*LAYERS, "local", "torch")
-BOUND, FP8_BOUND = 8 * torch.finfo(BF16).eps, torch.finfo(torch.float8_e4m3fn).eps
-COMMON: dict[str, Any] = {"params_dtype": BF16, "device": "cuda"}
-LATE = 20_000_000  # cycles
-REPLAYS = 200
-REPEATS = 8
-
-
-class Shape(NamedTuple):
-    """Tokens of a rank, width, width of the activation, experts of all ranks, choices of each token."""
-
-    tokens: int
-    hidden: int
-    inner: int
-    experts: int
-    top_k: int
-
-    @property
-    def flops(self) -> float:
-        """Of a forward, per rank: three products of the rows of its tokens."""
-        return 6.0 * self.tokens * self.top_k * self.hidden * self.inner
-
-
-SHAPES = {
-    "qwen3-30b": Shape(8192, 2048, 768, 128, 8),
-    "mixtral": Shape(8192, 4096, 14336, 8, 2),
-    "deepseek-128": Shape(4096, 7168, 2048, 128, 8),  # half of its experts, which two ranks hold
-    "deepseek-v3": Shape(4096, 7168, 2048, 256, 8),
-    "few tokens": Shape(128, 7168, 2048, 256, 8),
-}
 BY_DEFAULT = ("qwen3-30b", "mixtral", "deepseek-128", "few tokens")
-SMALL = Shape(300, 512, 256, 16, 3)
+REPEATS = 8
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -122,178 +79,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(made, "--arms", ARMS)
     made.add_argument("--gates", action="store_true", help="the gates alone")
     return made.parse_args(argv)
-
-
-Given = tuple[Tensor, Tensor, Tensor, Tensor]
-Block = TypeVar("Block", bound=tgl.MoE)
-
-
-class Problem:
-    """One rank's layers, which share their experts, and its tokens.
-
-    Args:
-        shape: its sizes.
-        groups: two of all ranks. The second is for the half of the tokens that runs beside the other one.
-        arms: those that are asked for.
-    """
-
-    def __init__(self, shape: Shape, groups: Sequence[Any], arms: Sequence[str]) -> None:
-        self.shape, self.group, self.rank = shape, groups[0], groups[0].rank()
-        torch.manual_seed(self.rank)
-        self.layers: dict[str, ExpertParallelMLP] = {}
-        for arm, options in LAYERS.items():  # in one order on all ranks
-            if arm in ENGINES or (arm in arms and arm != "halves"):
-                self.layers[arm] = self.layer(groups[0], shape.tokens, options)
-        half = -(-shape.tokens // 2)
-        self.halves = [self.layer(group, half, LAYERS["halves"]) for group in groups if "halves" in arms]
-        first = self.layers[BASELINE]
-        self.parameters = list(first.parameters())
-        self.local = self.sharing(tgl.MoE(shape.experts // groups[0].size(), shape.hidden, shape.inner, **COMMON))
-        torch.cuda.empty_cache()
-        self.given = self.draw(0)
-
-    def layer(self, group: Any, tokens: int, options: dict[str, Any]) -> ExpertParallelMLP:
-        shape = self.shape
-        sizes: dict[str, Any] = {"top_k": shape.top_k, "max_tokens": tokens}
-        given = {"engine": BASELINE, **COMMON, **options}
-        return self.sharing(ExpertParallelMLP(shape.experts, shape.hidden, shape.inner, group=group, **sizes, **given))
-
-    def sharing(self, layer: Block) -> Block:
-        """The layer with the experts of the first one: there is no room for those of all."""
-        first = next(iter(self.layers.values()), None)
-        if first is not None:
-            for mine, theirs in ((layer.fc1, first.fc1), (layer.fc2, first.fc2)):
-                own, mine.weight = mine.weight, theirs.weight
-                own.data = own.data.new_empty(0)  # the layer still knows it
-        return layer
-
-    def draw(self, seed: int, tokens: int | None = None) -> Given:
-        """Tokens, choices, weights and a gradient, other ones on every rank."""
-        made = torch.Generator("cuda").manual_seed(1000 * seed + self.rank)
-        count, kwargs = self.shape.tokens if tokens is None else tokens, {"device": "cuda", "generator": made}
-        x, dy = torch.randn(2, count, self.shape.hidden, **kwargs).to(BF16)
-        index = torch.rand(count, self.shape.experts, **kwargs).topk(self.shape.top_k).indices
-        return x.requires_grad_(), index, torch.rand(count, self.shape.top_k, **kwargs).requires_grad_(), dy
-
-    def forward(self, arm: str, given: Given) -> Tensor:
-        x, index, weights, _ = given
-        if arm in self.layers:
-            return self.layers[arm](x, index, weights)
-        if arm == "halves":
-            return self.by_halves(x, index, weights)
-        if arm == "local":
-            return self.local(x, index % self.local.num_gemms, weights)
-        assert arm == "torch"
-        return expert_parallel_host(self.experts, x, index, weights, self.shape.experts, self.group)
-
-    def by_halves(self, *given: Tensor) -> Tensor:
-        """The second half on a stream of its own."""
-        here, beside = torch.cuda.current_stream(), self.beside
-        halves = list(zip(*(t.split(-(-len(t) // 2)) for t in given)))
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            second = self.halves[1](*halves[1])
-        first = self.halves[0](*halves[0])
-        here.wait_stream(beside)
-        return torch.cat([first, second])
-
-    @functools.cached_property
-    def beside(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
-
-    def experts(self, rows: Tensor, offs: Tensor) -> Tensor:
-        """The experts of this rank by torch's own GEMMs."""
-        w1, w2 = self.parameters
-        gate, linear = torch._grouped_mm(rows, w1.transpose(1, 2), offs=offs).chunk(2, -1)
-        return torch._grouped_mm(torch.nn.functional.silu(gate) * linear, w2.transpose(1, 2), offs=offs)
-
-    def step(self, arm: str, given: Given) -> list[Tensor]:
-        """Output and all gradients."""
-        x, _, weights, dy = given
-        y = self.forward(arm, given)
-        return [y.detach(), *torch.autograd.grad(y, [x, weights, *self.parameters], dy)]
-
-
-# --- gates ------------------------------------------------------------------------------------------------------------
-
-
-def agreed(what: str, wrong: str | None) -> None:
-    """Every rank stops where one of them has found something wrong."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, wrong)
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-    if found:
-        raise SystemExit(f"{what}: WRONG: {'; '.join(found)}")
-    say(f"  {what}: passed")
-
-
-def differ(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
-    names = "output", "gradient of x", "gradient of weights", "gradient of w1", "gradient of w2"
-    return next((f"{n} differs" for n, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)), None)
-
-
-def check(problem: Problem, arms: Sequence[str]) -> None:
-    """All gates of one shape."""
-    other, ours = ENGINES
-    counts = problem.shape.tokens, 0, 1 + problem.rank, problem.shape.tokens * (problem.rank % 2)
-    given = [problem.draw(seed, tokens) for seed, tokens in enumerate(counts)]
-    agreed("equal bits", differ_in_any(problem, given, lambda: None))
-    turns = random.Random(problem.rank)
-    late = differ_in_any(problem, given, lambda: torch.cuda._sleep(turns.choice([0, LATE])))
-    agreed("equal bits with late ranks", late)
-    held = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in problem.given)
-    graph = Replay(lambda: problem.step(ours, held))
-    wrong = None
-    for seed in range(REPLAYS):
-        drawn = problem.draw(seed)
-        with torch.no_grad():
-            for mine, theirs in zip(held, drawn):
-                mine.copy_(theirs)
-        graph()
-        if seed % 20 == 0:
-            wrong = wrong or differ(graph.result, problem.step(other, drawn))
-    agreed(f"equal bits in {REPLAYS} replays of a graph", wrong)
-    del graph
-    base = problem.step(ours, problem.given)
-    for arm in arms:
-        if arm in EXACT:
-            agreed(f"{arm}: equal bits", differ(problem.step(arm, problem.given), base))
-        elif arm not in (*ENGINES, "local"):
-            bound = FP8_BOUND if arm.startswith("blocks") else BOUND
-            error = max(map(apart, problem.step(arm, problem.given), base))
-            agreed(f"{arm}: near", f"error {error:.1e}" if not error <= bound else None)
-
-
-def apart(got: Tensor, wanted: Tensor) -> float:
-    """The relative error, of a matrix at a time."""
-    if got.dim() == 3:
-        return max(map(apart, got, wanted))
-    return relative_error(got, wanted.float())
-
-
-def differ_in_any(problem: Problem, given: list[Given], before: Callable[[], None]) -> str | None:
-    wrong = None
-    for drawn in given:
-        results = []
-        for engine in ENGINES:
-            before()
-            results.append(problem.step(engine, drawn))
-        wrong = wrong or differ(*results)
-    return wrong
-
-
-def check_overflow(group: Any) -> None:
-    """Rank 0 chooses too often what one rank has."""
-    room = {"group": group, "max_tokens": SMALL.tokens, "top_k": SMALL.top_k, "capacity_factor": 0.5}
-    sizes = SMALL.experts, SMALL.hidden, SMALL.inner
-    layer = ExpertParallelMLP(*sizes, engine=ENGINES[1], params_dtype=BF16, device="cuda", **room)
-    x = torch.randn(SMALL.tokens, SMALL.hidden, device="cuda", dtype=BF16, requires_grad=True)
-    y = layer(x, torch.zeros(SMALL.tokens, SMALL.top_k, dtype=torch.int32, device="cuda"))
-    made = [y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])]
-    agreed("NaN of a step that does not fit", None if all(t.isnan().all() for t in made) else "some are not")
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 class Together(DeviceClock):
@@ -325,6 +110,22 @@ def layers(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
             call = functools.partial(of, arm, problem.given)
             calls[f"{arm} {way}"] = call if arm in CALLED else Replay(call, pool=pool)
     return timed(calls, problem, args)
+
+
+def memory(problem: Problem, arm: str) -> dict[str, float]:
+    """MiB of a called step, of the rank that has most."""
+    problem.step(arm, problem.given)  # what lasts is made
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = problem.forward(arm, problem.given)
+    held = torch.cuda.memory_allocated() - before
+    x, _, weights, dy = problem.given
+    grads = torch.autograd.grad(y, [x, weights, *problem.parameters], dy)
+    most = torch.tensor([held, torch.cuda.max_memory_allocated() - before], dtype=torch.float64, device="cuda")
+    del grads
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return dict(zip(("held", "peak"), (most / 2**20).tolist()))
 
 
 def exchange(problem: Problem, engine: str) -> dict[str, Callable[[], Any]]:
@@ -427,11 +228,6 @@ def leaving(problem: Problem) -> int:
     return round(sent.item() / ranks) * problem.shape.hidden * BF16.itemsize
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[name]
     problem = Problem(shape, groups, args.arms)
@@ -439,22 +235,24 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
     check(problem, args.arms)
     if args.gates:
         return {"shape": name}
+    room = {arm: memory(problem, arm) for arm in args.arms}
     whole = layers(problem, args)
     for arm in args.arms:
         forward, step = (whole[f"{arm} {way}"]["median"] for way in ("forward", "step"))
         backward = step - forward
         times = {"forward": (forward, 1), "backward": (backward, 2), "step": (step, 3)}
         said = (f"{way} {ms:8.3f} ms {n * shape.flops / ms / 1e9:4.0f} TFLOP/s" for way, (ms, n) in times.items())
-        say(f"  {arm:17s} {'   '.join(said)}")
+        mib = "   ".join(f"{what} {amount:6.0f} MiB" for what, amount in room[arm].items())
+        say(f"  {arm:17s} {'   '.join(said)}   {mib}")
     parts, sent = ops(problem, args)
     for arm, times in parts.items():
         moves = arm.endswith(("dispatch", "combine", "push", "answer"))
         rate = f"{sent / times['median'] / 1e6:7.0f} GB/s out" if moves else ""
         say(f"  {arm:28s} {times['median'] * 1e3:9.1f} us {rate}")
     sizes = problem.layers[BASELINE].exchange.sizes
-    memory = sizes.memory(shape.hidden, BF16), sizes.ranks * shape.tokens * shape.top_k * shape.hidden * BF16.itemsize
-    say("  memory of the exchange {:.0f} MiB, of every choice {:.0f} MiB".format(*(size / 2**20 for size in memory)))
-    return {"shape": name, "layers": whole, "ops": parts, "bytes out": sent, "memory": memory}
+    buffers = sizes.memory(shape.hidden, BF16), sizes.ranks * shape.tokens * shape.top_k * shape.hidden * BF16.itemsize
+    say("  memory of the exchange {:.0f} MiB, of every choice {:.0f} MiB".format(*(size / 2**20 for size in buffers)))
+    return {"shape": name, "layers": whole, "ops": parts, "bytes out": sent, "memory": buffers, "MiB of steps": room}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
