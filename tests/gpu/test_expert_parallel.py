@@ -80,9 +80,15 @@ def test_both_engines_give_equal_bits(layers):
     )
 
 
-def test_a_graph_follows_the_routing(layers):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_follows_the_routing(layers, compiled):
     layer = layers["symmetric_memory"]
     given = problem(0, MOST)
+    if compiled:
+        torch._dynamo.reset()
+        layer.compile(fullgraph=True, dynamic=False)
+    for a, b in zip(step(layer, given), step(layers["all_to_all"], given), strict=True):
+        assert torch.equal(a, b)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
