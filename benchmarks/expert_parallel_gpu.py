@@ -18,7 +18,8 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
 ``blocks, wire``      and ``wire="quantized"``
 ``compiled``          the baseline's layer by ``torch.compile(fullgraph=True, dynamic=False)``
 ``dispatch again``    the baseline's layer under selective checkpointing of all but the dispatch, which the backward
-                      repeats, so that what arrives is not held
+                      repeats; what arrives is not held, but what the op of the block returns is
+``tokens held``       the baseline's parts with a hook that dispatches again what arrived; no option of the layer
 ``local``             ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
 ``torch``             an exchange of exact sizes over NCCL, read on the host, and ``torch._grouped_mm``; not captured
 ====================  ===============================================================================================
@@ -27,9 +28,9 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
 and all gradients, called and as a graph that is replayed with changing routings, for any number of tokens, and with a
 rank that comes late to every exchange; for routings in which one rank or one expert takes all, experts are empty, some
 choices are of no expert, or all are, called, called beside NaN in whatever memory is unused, and as one graph;
-capacities change no bit, nor do ``compiled`` and ``dispatch again``, called and as graphs; a step that does not fit is
-NaN on all ranks; the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within theirs.
-``--gates`` stops there. Arms that ``--arms`` leaves out have no gates.
+capacities change no bit, nor do ``compiled`` and both that dispatch again, called and as graphs; a step that does not
+fit is NaN on all ranks; the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within
+theirs. ``--gates`` stops there. Arms that ``--arms`` leaves out have no gates.
 
 **Figures**, medians over turns of the slowest rank. ``forward`` and ``step`` (with all gradients) are of the whole
 layer from tokens to tokens, graphs but for ``torch``, in ms and TFLOP/s per GPU of model FLOPs; ``backward`` is their

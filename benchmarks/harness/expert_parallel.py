@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import tgl
 from tgl.distributed import ExpertParallelMLP, expert_parallel_host
+from tgl.nn.routing import route
 
 BF16 = torch.bfloat16
 OPS = torch.ops.tgl
@@ -30,7 +31,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "blocks, wire": {"recipe": BLOCKS, "wire": "quantized"},
 }
 """Options of the layer of an arm."""
-OF_BASELINE = ("compiled", "dispatch again")
+OF_BASELINE = ("compiled", "dispatch again", "tokens held")
 """Arms that call the layer of the baseline in another way."""
 EXACT = ("capacity 1.1", "capacity worst", *OF_BASELINE)
 """Arms with the bits of the baseline."""
@@ -138,6 +139,7 @@ class Problem:
             "halves": self.by_halves,
             "compiled": lambda *given: self.compiled(*given),
             "dispatch again": self.dispatched_again,
+            "tokens held": self.with_tokens_held,
             "local": lambda x, index, weights: self.local(x, index % self.local.num_gemms, weights),
             "torch": lambda *given: expert_parallel_host(self.experts, *given, self.shape.experts, self.group),
         }
@@ -151,12 +153,29 @@ class Problem:
         return call
 
     def dispatched_again(self, *given: Tensor) -> Tensor:
-        """Nothing that arrives is held for the backward, which sends the tokens once more."""
+        """By selective checkpointing, which holds what arrives no more, but all that the op of the block returns."""
         saved = [op for op in tgl.SAC_SAVE_LIST if op is not OPS.ep_dispatch.default]
         contexts = functools.partial(create_selective_checkpoint_contexts, saved)
         options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False}
         y: Tensor = checkpoint(self.layers[BASELINE], *given, **options)
         return y
+
+    def with_tokens_held(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Tokens are held in the place of the rows that arrived, which a hook dispatches again."""
+        layer, exchange = self.layers[BASELINE], self.layers[BASELINE].exchange
+        arrived = exchange.arrive(x, index, weights)
+        routing = route(arrived.choices, layer.num_gemms, layer.expert_rows)
+        tokens, places, address, shape = x.detach(), arrived.places, arrived.rows.data_ptr(), arrived.rows.shape
+
+        def pack(t: Tensor) -> Tensor | None:
+            return None if t.data_ptr() == address and t.shape == shape else t
+
+        def unpack(t: Tensor | None) -> Tensor:
+            return OPS.ep_dispatch(tokens, None, *places, **exchange.group)[0] if t is None else t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            answers = tgl.MoE.forward(layer, arrived.rows, routing, arrived.weights)
+        return exchange.answer(answers, arrived)
 
     def by_halves(self, *given: Tensor) -> Tensor:
         """The second half on a stream of its own."""

@@ -20,7 +20,7 @@ from tgl.distributed._exchange import Arrived, Exchange
 from .shared_memory import device
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-ARMS = ("invariant", "capacity worst", "compiled", "dispatch again")
+ARMS = ("invariant", "capacity worst", "compiled", "dispatch again", "tokens held")
 
 
 class Replay:
@@ -67,7 +67,10 @@ def check_arm(arm: str, method: str) -> None:
             module.check_arm(problem, arm)
 
 
-@pytest.mark.parametrize(("arm", "method"), [("compiled", "compiled"), ("dispatch again", "dispatched_again")])
+OTHER_CALLS = {"compiled": "compiled", "dispatch again": "dispatched_again", "tokens held": "with_tokens_held"}
+
+
+@pytest.mark.parametrize(("arm", "method"), OTHER_CALLS.items())
 def test_an_arm_with_other_bits(ranks, arm, method):
     ranks(check_arm, arm, method, limit=180)
 
