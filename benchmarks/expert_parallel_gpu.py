@@ -62,6 +62,7 @@ import torch.distributed as dist
 from harness.command import choice, gpu_parser, needs_device
 from harness.expert_parallel import ARMS, BASELINE, BF16, CALLED, ENGINES, OPS, SHAPES, Problem
 from harness.expert_parallel_gates import check, check_overflow, say
+from harness.memory import Allocated
 from harness.report import summaries
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled
 from torch import Tensor
@@ -116,14 +117,12 @@ def layers(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
 def memory(problem: Problem, arm: str) -> dict[str, float]:
     """MiB of a called step, of the rank that has most."""
     problem.step(arm, problem.given)  # what lasts is made
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    taken = Allocated()
     y = problem.forward(arm, problem.given)
-    held = torch.cuda.memory_allocated() - before
+    held = taken.now()
     x, _, weights, dy = problem.given
     grads = torch.autograd.grad(y, [x, weights, *problem.parameters], dy)
-    most = torch.tensor([held, torch.cuda.max_memory_allocated() - before], dtype=torch.float64, device="cuda")
+    most = torch.tensor([held, taken.at_most()], dtype=torch.float64, device="cuda")
     del grads
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return dict(zip(("held", "peak"), (most / 2**20).tolist()))

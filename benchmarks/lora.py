@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from harness.command import cases, choice, gpu_parser, run_all
 from harness.gates import relative_error
+from harness.memory import Allocated
 from harness.report import Table, medians, quotient, save, summaries, with_machine
 from harness.shapes import MODELS, ROUTINGS, Expert, split
 from harness.timing import WARM_UP, HostClock, captured, interleaved, replays, why
@@ -130,11 +131,9 @@ def peak(step: Step, device: str) -> float:
     if device == "cpu":
         return peak_memory(step) / MIB
     step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    taken = Allocated()
     step()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+    return taken.at_most() / MIB
 
 
 def measured(steps: dict[str, Step], args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, str]]:

@@ -53,6 +53,7 @@ import torch
 from harness.block import by_grouped_mm
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.gates import relative_error
+from harness.memory import Allocated
 from harness.report import Mean, Table, mean_of, quotient, save, summaries, with_machine
 from harness.shapes import split
 from harness.sonic import by_sonicmoe, configurations, installed
@@ -296,15 +297,12 @@ class Arm:
 
     def _memory(self) -> dict[str, float]:
         """MiB that a call of the forward leaves allocated, and the highest point of a step, above what is there."""
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        taken = Allocated()
         y = self.forward()
-        held = torch.cuda.memory_allocated() - before - y.nbytes
+        held = taken.now() - y.nbytes
         del y
         self.problem.step(self.forward)
-        peak = torch.cuda.max_memory_allocated() - before
-        return {"held": held / 2**20, "peak": peak / 2**20}
+        return {"held": held / 2**20, "peak": taken.at_most() / 2**20}
 
     def results(self) -> list[Tensor]:
         step = self.calls["step"]

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
+from harness.memory import Allocated
 from harness.report import Table, mean_of, quotient, save, summaries, with_machine
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
 from torch import Tensor
@@ -161,11 +162,9 @@ class Arm:
         return self.step()
 
     def _peak(self) -> float:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        taken = Allocated()
         self.step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return taken.at_most() / 2**20
 
     def results(self) -> Sequence[Tensor]:
         found = self()

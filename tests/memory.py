@@ -1,6 +1,9 @@
-"""Tensors as the memory they lie in, by rows or by columns."""
+"""Tensors as the memory they lie in, by rows or by columns, and memory that nobody has written."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,3 +22,19 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 def like(room: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """The beginning of ``room``, a vector of the dtype of ``t``, as a tensor laid out as ``t`` is."""
     return room.as_strided(t.shape, t.stride())
+
+
+@contextmanager
+def new_memory_is_nan(warn_only: bool = False) -> Iterator[None]:
+    """Every allocation of PyTorch's holds NaN, or the largest integer, as memory may that was in use before.
+
+    Args:
+        warn_only: ops that are not deterministic warn in the place of raising.
+    """
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)

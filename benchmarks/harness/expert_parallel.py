@@ -63,8 +63,6 @@ SHAPES = {
     "deepseek-v3": Shape(4096, 7168, 2048, 256, 8),
     "few tokens": Shape(128, 7168, 2048, 256, 8),
 }
-BY_DEFAULT = ("qwen3-30b", "mixtral", "deepseek-128", "few tokens")
-SMALL = Shape(300, 512, 256, 16, 3)
 
 ROUTINGS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "one rank takes all": lambda index, experts, ranks: index % (experts // ranks),

@@ -27,6 +27,7 @@ from harness.expert_parallel import (
 )
 from harness.gates import relative_error
 from harness.timing import Replay
+from tests.memory import new_memory_is_nan
 from tgl import peers
 from tgl.cutlass_kernels.ops.wire import MEET
 from tgl.cutlass_kernels.runtime.launcher import Launcher
@@ -124,13 +125,8 @@ def poisoned(group_name: str) -> Iterator[list[int]]:
             filled.append(rows.fill_(POISON).nbytes)
         return run(launcher, c)
 
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what is allocated
-    try:
-        with mock.patch.object(Launcher, "run", watched):
-            yield filled
-    finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
+    with new_memory_is_nan(warn_only=True), mock.patch.object(Launcher, "run", watched):
+        yield filled
 
 
 def differ_in_replays(

@@ -4,7 +4,6 @@ Sources are such that nothing is rounded anywhere, so that results are those of 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tests.kernel_cases import ends, gradient, integers, product, spans
-from tgl import backends
-from tgl.composed import emulation
+from tests.without_kernels import emulated_formats
 from tgl.cutlass_kernels.archs import arch_of
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
@@ -59,12 +57,8 @@ def tokens(form: str, columns: int) -> torch.Tensor:
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    """What emulates a format on a CUDA device serves this one in front of what a CPU has, and has said nothing yet."""
-    emulation._say.cache_clear()
-    added = [backends.add(replace(i, priority=20)) for i in emulation.implementations("cpu")]
-    yield
-    for implementation in added:
-        backends.remove(implementation)
+    with emulated_formats():
+        yield
 
 
 def without_it() -> list:

@@ -9,6 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests import moe_cases
 from tests.chips import parameters
+from tests.memory import new_memory_is_nan
 from tgl import backends
 from tgl.composed import moe
 from tgl.cutlass_kernels.archs import ARCHS, chips
@@ -73,12 +74,8 @@ def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:
     """Forward and every gradient have the CPU's bits, by kernels without a race; the kernels."""
     operands = moe_cases.block(moe_cases.Sizes(G, 24, K, H, I), kind, biased)
     expected = moe_cases.expected(operands, kind)
-    torch.use_deterministic_algorithms(True)  # new memory is NaN
-    try:
-        with emulator.emulate(ARCHS[arch].target) as machine:
-            found = moe_cases.step(operands, kind)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with new_memory_is_nan(), emulator.emulate(ARCHS[arch].target) as machine:
+        found = moe_cases.step(operands, kind)
     for name, wanted in expected.items():
         assert torch.equal(found[name], wanted), name
     kernels = [launch.kernel for launch in machine.launches]
@@ -100,15 +97,10 @@ def test_nothing_is_written_past_the_last_experts_rows():
     x, weights, w1, w2, dy = (given[name] for name in ("x", "weights", "w1", "w2", "dy"))
     routing = tgl.route(given["chosen"], G, K * 24 + moe_cases.ROOM)
     places, used = (routing.source, routing.position, routing.token, routing.offs), int(routing.offs[-1])
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    try:
-        with emulator.emulate("sm_90a", detect_races=False):
-            _, h = torch.ops.tgl.moe(x, w1.transpose(1, 2), w2, *places, weights, top_k=K, kind=kind)
-            options = {"top_k": K, "kind": kind, "output_mask": [True] * 4}
-            dh, *_ = torch.ops.tgl.moe_backward_hidden(dy, w2, *places, h, weights, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with new_memory_is_nan(), emulator.emulate("sm_90a", detect_races=False):
+        _, h = torch.ops.tgl.moe(x, w1.transpose(1, 2), w2, *places, weights, top_k=K, kind=kind)
+        options = {"top_k": K, "kind": kind, "output_mask": [True] * 4}
+        dh, *_ = torch.ops.tgl.moe_backward_hidden(dy, w2, *places, h, weights, **options)
     for t in (h, dh):
         assert t[:used].isfinite().all()
         assert t[used:].isnan().all()

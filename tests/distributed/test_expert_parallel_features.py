@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
 import tgl
+from tests.memory import new_memory_is_nan
 from tgl.distributed import ExpertParallelMLP
 
 from .test_expert_parallel_mlp import MOST, TOP_K, E, H, I, Problem, chosen
@@ -191,13 +192,8 @@ def check_meta() -> None:
     layer, rows = problem.layer(), problem.tokens
     with torch.device("meta"):
         late = problem.layer()
-    full = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert full  # new memory is of the largest numbers
+    with new_memory_is_nan():
         late.to_empty(device="cpu")
-    finally:
-        torch.use_deterministic_algorithms(False)
     late.load_state_dict(layer.state_dict())
     results = problem.results(late, rows)
     for name, t in problem.results(layer, rows).items():
@@ -265,13 +261,9 @@ def check_unused(form: str) -> None:
         spoilt.append(int(unused.sum()))
         exchange(out, rows.view(t.dtype), group=group)
 
-    torch.use_deterministic_algorithms(True)
-    with pytest.MonkeyPatch.context() as patch:
+    with new_memory_is_nan(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", spoiling)
-        try:
-            results = problem.results(layer, problem.tokens)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        results = problem.results(layer, problem.tokens)
     for name, t in expected.items():
         assert torch.equal(results[name], t), name
     # Counts and choices of a forward have no such places, the other exchanges of a call and its backward have.

@@ -11,6 +11,7 @@ from torch.nn.functional import grouped_mm, silu
 
 from tests.integrations.test_torch import Refusing
 from tests.integrations.test_torch_compile import Graphs
+from tests.memory import new_memory_is_nan
 from tgl.integrations import torch as integration
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -76,10 +77,9 @@ def test_torchtitans_experts(ours, compiled):
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Every allocation holds NaN, as memory does that a step before has used."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()  # torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with new_memory_is_nan():
+        assert torch.empty(3).isnan().all()
+        yield
 
 
 class ShardOfExperts(nn.Module):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tgl
-from tgl import backends, recipes
-from tgl.composed import emulation
+from tests.without_kernels import emulated_formats
+from tgl import recipes
 from tgl.nn import _emulation
 
 RECIPES = {
@@ -25,14 +25,11 @@ SPLITS = torch.tensor([5, 0, 40])
 @contextmanager
 def without_kernels():
     """A CPU that has no kernel of any format."""
-    made = [backends.add(replace(i, priority=20)) for i in emulation.implementations("cpu")]
     _emulation._report.cache_clear()
-    emulation._say.cache_clear()
     try:
-        yield
+        with emulated_formats():
+            yield
     finally:
-        for implementation in made:
-            backends.remove(implementation)
         _emulation._report.cache_clear()
 
 

@@ -1,7 +1,6 @@
 """What emulates GEMMs on formats that a chip lacks: beyond bfloat16's range, with bad offsets, without the host."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tests import scaled_oracle as oracle
+from tests.without_kernels import emulated_formats
 from tgl import backends
-from tgl.composed import decoded_gemm, decoded_wgrad, emulation
+from tgl.composed import decoded_gemm, decoded_wgrad
 from tgl.cutlass_kernels.archs import chips, serving
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.runtime import device
@@ -87,9 +87,7 @@ def test_nothing_is_read_on_the_host(name, form, monkeypatch):
 
 
 def test_it_says_so_once():
-    emulation._say.cache_clear()
-    made = [backends.add(replace(i, priority=20)) for i in emulation.implementations("cpu")]
-    try:
+    with emulated_formats():
         x, offs, w = torch.ones(4, 64), torch.tensor([4], dtype=torch.int32), torch.ones(1, 64, 64)
         a, b = tgl.group_quantize(x, offs, format="mxfp8"), tgl.group_quantize(w, None, format="mxfp8")
         call = (a.data, a.scale, b.data, b.scale, offs)
@@ -102,9 +100,6 @@ def test_it_says_so_once():
             warnings.simplefilter("always")
             tgl.grouped_gemm_scaled(*call, format="mxfp8")
         assert not said
-    finally:
-        for implementation in made:
-            backends.remove(implementation)
     assert not tgl.explain(tgl.grouped_gemm_scaled, *call, format="mxfp8").emulates
 
 

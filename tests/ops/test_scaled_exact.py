@@ -1,6 +1,6 @@
 """The scaled GEMMs give exactly what decoding every element by hand gives, and round within a derived bound."""
 
-from dataclasses import replace
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -8,8 +8,7 @@ import torch
 
 import tgl
 from tests import scaled_oracle as oracle
-from tgl import backends
-from tgl.composed import emulation
+from tests.without_kernels import emulated_formats
 from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes
 from tgl.testing.scaled_samples import QuantizedSample
@@ -24,12 +23,8 @@ UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 @pytest.fixture(params=["loop", "emulation"], autouse=True)
 def served_by(request):
     """The CPU's implementation, and what emulates formats on a GPU whose tensor cores lack them."""
-    added = []
-    if request.param == "emulation":
-        added = [backends.add(replace(made, priority=20)) for made in emulation.implementations("cpu")]
-    yield
-    for implementation in added:
-        backends.remove(implementation)
+    with {"loop": nullcontext, "emulation": emulated_formats}[request.param]():
+        yield
 
 
 def expected(sample, tensors):

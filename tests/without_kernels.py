@@ -1,0 +1,20 @@
+"""A CPU without a kernel of any quantised format."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tgl import backends
+from tgl.composed import emulation
+
+
+@contextmanager
+def emulated_formats() -> Iterator[None]:
+    """What emulates a format on a CUDA device serves this one in front of what a CPU has, and has said nothing yet."""
+    emulation._say.cache_clear()
+    added = [backends.add(replace(made, priority=20)) for made in emulation.implementations("cpu")]
+    try:
+        yield
+    finally:
+        for implementation in added:
+            backends.remove(implementation)
