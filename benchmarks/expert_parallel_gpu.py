@@ -54,7 +54,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -69,6 +71,7 @@ from torch import Tensor
 
 from tgl.cutlass_kernels.ops import expert_parallel as steps
 from tgl.cutlass_kernels.ops.wire import FLOW, FlowCall
+from tgl.peers import WAIT
 
 BY_DEFAULT = ("qwen3-30b", "mixtral", "deepseek-128", "few tokens")
 REPEATS = 8
@@ -255,16 +258,27 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
     return {"shape": name, "layers": whole, "ops": parts, "bytes out": sent, "memory": buffers, "MiB of steps": room}
 
 
+@contextmanager
+def joined(seconds: float = WAIT) -> Iterator[None]:
+    """The group of torchrun's processes, or of this one alone, in which ranks wait so long for each other."""
+    limit = timedelta(seconds=seconds)
+    if dist.is_torchelastic_launched():
+        torch.cuda.set_device(dist.get_node_local_rank())
+        here = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", device_id=here, timeout=limit)
+    else:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0), timeout=limit, **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     device = needs_device()
-    if dist.is_torchelastic_launched():
-        torch.cuda.set_device(dist.get_node_local_rank())
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    else:
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl", device_id=torch.device("cuda", 0), **alone)
-    try:
+    with joined():
         say(f"{device}, torch {torch.__version__}")
         check_overflow(dist.group.WORLD)
         found = {"device": device, "torch": torch.__version__, "ranks": dist.get_world_size(), "results": []}
@@ -274,8 +288,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch.cuda.empty_cache()
             if args.out and dist.get_rank() == 0:
                 args.out.write_text(json.dumps(found, indent=1))
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

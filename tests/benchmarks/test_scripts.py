@@ -39,6 +39,7 @@ GPU += (
     "drop_in",
     "transformers_models",
     "expert_parallel_gpu",
+    "expert_parallel_overlap",
     "warp_gpu",
 )
 
