@@ -37,6 +37,7 @@ GPU += (
     "moe_block",
     "decode",
     "drop_in",
+    "quantize_tokens",
     "transformers_models",
     "expert_parallel_gpu",
     "expert_parallel_overlap",
@@ -222,6 +223,34 @@ def test_bytes_that_differ_from_the_cpu_stop_quantisation(gpu, monkeypatch):
     monkeypatch.setattr(script.tgl, "group_quantize", faulty)
     with pytest.raises(AssertionError, match="data differs from that of the CPU"):
         script.Quantize.check("mxfp8", "cpu")
+
+
+def test_tokens_that_are_quantised_once(gpu, monkeypatch, tmp_path, capsys):
+    script = gpu("quantize_tokens")
+    monkeypatch.setitem(script.SHAPES, "qwen3", script.Block(70, 256, 8, 3))
+    lines, found = ran(script, tmp_path, capsys, "--shapes", "qwen3")
+    assert [result["format"] for result in found] == list(script.FORMATS)
+    for result in found:
+        assert set(result["ms"]) == {"tgl", "once", "tokens", "codes", "copy"}, result
+    scales = {"fp8_block": 210 * 2 * 4, "mxfp8": (2 + 7) * 128 * 8}  # blocked rows: every group begins on a tile
+    assert [result["bytes"] for result in found] == [70 * 512 + 210 * 256 + scales[f] for f in script.FORMATS]
+    assert ["fp8_block", "qwen3", "1.0000", "0.00", "1.000", "1.000", "1.000", "1.000"] in lines
+
+
+@pytest.mark.parametrize("component", ["data", "scale"])
+def test_other_bytes_than_those_of_copied_rows_are_not_timed(gpu, monkeypatch, tmp_path, capsys, component):
+    script = gpu("quantize_tokens")
+    monkeypatch.setitem(script.SHAPES, "qwen3", script.Block(70, 256, 8, 3))
+    ours = script.Problem.once
+
+    def faulty(self):
+        made = ours(self)
+        made[["data", "scale"].index(component)].flatten()[:1].view(torch.uint8).add_(1)
+        return made
+
+    monkeypatch.setattr(script.Problem, "once", faulty)
+    lines, _ = ran(script, tmp_path, capsys, "--shapes", "qwen3", "--formats", "mxfp8")
+    assert any("WRONG:" in line and component in line for line in lines)
 
 
 def test_activation(gpu, load, monkeypatch, tmp_path, capsys):
