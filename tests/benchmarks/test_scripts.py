@@ -21,6 +21,7 @@ NEEDS = {
     "blackwell_economy_scaled": "cutlass",
     "blackwell_gather": "cutlass",
     "warp_economy": "cutlass",
+    "warp_economy_scaled": "cutlass",
     "expert_layer": "transformers",
     "memory": "transformers",
     "plots": "matplotlib",
