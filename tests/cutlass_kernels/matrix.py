@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import itertools
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,6 +122,21 @@ def covering(combinations: list, axes: Callable[[Any], dict], together: int = 2,
         cover.append(combinations[best])
         missing -= pairs[best]
     return cover
+
+
+def by_all_cores(compiled: Callable, kind: str, choices: list[dict]) -> list:
+    """What ``compiled``, of a module, returns of every choice, by as many processes as there are cores."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        return list(pool.map(functools.partial(_one, compiled, kind), choices, chunksize=16))
+
+
+def _one(compiled: Callable, kind: str, choice: dict) -> Any:
+    """An error of one among thousands says which it is of."""
+    try:
+        return compiled(kind, choice)
+    except Exception as error:
+        raise AssertionError(f"{kind} {choice}") from error
 
 
 def pairs_of(made: list[tuple[str, dict]], one: str, two: str) -> set[tuple[str, str]]:

@@ -5,10 +5,7 @@ disassembled; in ``make test-full`` any two choices meet in some kernel of every
 too, and the whole matrix is compiled.
 """
 
-import concurrent.futures
 import itertools
-import multiprocessing
-import os
 
 import pytest
 
@@ -22,6 +19,7 @@ from tests.cutlass_kernels.matrix import (
     KINDS,
     PARTS,
     USUAL,
+    by_all_cores,
     case,
     checked,
     each,
@@ -98,8 +96,4 @@ def test_compiles_and_is_exact(kind, choice, table):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_matrix_compiles(kind, table):
-    """Every combination there is, by as many processes as there are cores."""
-    choices = every({"tiling": EVERY[kind], **PARTS[kind]})
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        table.extend(pool.map(compiled, [kind] * len(choices), choices, chunksize=16))
+    table.extend(by_all_cores(compiled, kind, every({"tiling": EVERY[kind], **PARTS[kind]})))

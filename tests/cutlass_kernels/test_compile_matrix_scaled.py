@@ -5,10 +5,7 @@ In ``make test`` every usual tiling and, with every format on every architecture
 disassembled.
 """
 
-import concurrent.futures
 import itertools
-import multiprocessing
-import os
 
 import pytest
 
@@ -16,7 +13,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.matrix import HEADER, each, every, pairwise, show
+from tests.cutlass_kernels.matrix import HEADER, by_all_cores, each, every, pairwise, show
 from tests.cutlass_kernels.scaled_matrix import PARTS, QUANTIZING, TILINGS, USUAL, allowed, checked, key, label
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
@@ -105,8 +102,4 @@ def test_compiles_in_every_tiling(kind, choice, table):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_matrix_compiles(kind, table):
-    """Every combination there is, by as many processes as there are cores."""
-    choices = occurring(kind, TILINGS[kind])
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        table.extend(pool.map(compiled, [kind] * len(choices), choices, chunksize=16))
+    table.extend(by_all_cores(compiled, kind, occurring(kind, TILINGS[kind])))

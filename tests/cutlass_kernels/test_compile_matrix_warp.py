@@ -1,7 +1,8 @@
 """What kernels of MMAs by warps are made with, combined: target, tiling, dtypes, the major of B, parts of the epilogue.
 
 In ``make test`` every choice is made in some kernel of every target, which is compiled and disassembled; in
-``make test-full`` any two meet in some kernel of every tiling of every target, which is run on the emulator too.
+``make test-full`` any two meet in some kernel of every tiling of every target, which is run on the emulator too, and
+the whole matrix is compiled.
 """
 
 import pytest
@@ -18,6 +19,7 @@ from tests.cutlass_kernels.matrix import (
     PARTS,
     REGISTER_FILE,
     apart,
+    by_all_cores,
     case,
     covering,
     every,
@@ -71,12 +73,16 @@ def test_the_cover_holds_every_choice_on_every_target():
     assert pairs_of(COVER, "arch", "shape") == {(arch, str(shape)) for arch in TARGETS for shape in WARPS}
 
 
-@pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
-def test_compiles(kind, choice):
+def compiled(kind, choice):
     arch, tried = case(choice)
     with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         artifacts = kernel(arch, kind, tried).artifacts
     check(arch, tried, artifacts)
+
+
+@pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
+def test_compiles(kind, choice):
+    compiled(kind, choice)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
@@ -84,7 +90,7 @@ def test_compiles_where_registers_are_scarcest(arch):
     """Halves that alternate, whose sums are rounded to nothing less, without a bias to wait for in between."""
     one = {"dtype": torch.bfloat16, "wide_out": True, "b_row_major": False, "bias": None, "probs": True}
     tiling = arch, ARCHS[arch].tilings.deepest(128, 256)
-    test_compiles(ACTIVATED, {"tiling": tiling, **one, "activation": "alternating"})
+    compiled(ACTIVATED, {"tiling": tiling, **one, "activation": "alternating"})
 
 
 @pytest.mark.slow
@@ -94,3 +100,10 @@ def test_compiles_and_is_exact(kind, choice):
     record = run(arch, kind, tried)
     assert record.shared_bytes <= ARCHS[arch].smem_bytes
     check(arch, tried, kernel(arch, kind, tried).artifacts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_whole_matrix_compiles(arch, kind):
+    by_all_cores(compiled, kind, [c for k, c in EVERY if k == kind and c["tiling"][0] == arch])

@@ -1,7 +1,7 @@
 """What kernels of MMAs by warps on quantised operands are made with, combined, as in ``test_compile_matrix_warp``.
 
 In ``make test`` any two choices meet in some kernel, those of kind, target, format and tile among them; in
-``make test-full`` they do in every tiling of every format on every target.
+``make test-full`` they do in every tiling of every format on every target, and the whole matrix is compiled.
 """
 
 import itertools
@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.matrix import REGISTER_FILE, apart, covering, every, pairs_of, pairwise
+from tests.cutlass_kernels.matrix import REGISTER_FILE, apart, by_all_cores, covering, every, pairs_of, pairwise
 from tests.cutlass_kernels.scaled_matrix import PARTS, allowed, key, label
 from tests.cutlass_kernels.test_gemm_warp_scaled import FORMATS, fits
 from tgl import backends
@@ -105,3 +105,10 @@ def test_compiles(kind, choice):
 @pytest.mark.parametrize(("kind", "choice"), WIDE_COVER, ids=[label(*m) for m in WIDE_COVER])
 def test_compiles_in_every_tiling(kind, choice):
     check(kind, choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "name"), [(arch, name) for name, here in FORMATS.items() for arch in here])
+def test_the_whole_matrix_compiles(arch, name):
+    for kind in KINDS:
+        by_all_cores(check, kind, [c for k, c in EVERY if k == kind and c["tiling"][:2] == (arch, name)])
