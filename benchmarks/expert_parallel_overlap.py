@@ -20,8 +20,10 @@ groups of neighbouring experts; ``tokens``, every other row that came. A piece h
 ``weights`` and ``sum`` are the rest of a rank's block: places of rows, their routing weights, and the sums over a
 token's choices.
 
-Bits are compared before anything is timed: what both make side by side, and what each makes alone. Figures are medians
-over turns of the slowest rank, of one of four repetitions in a graph.
+**Own first.** The whole forward in the form of ``harness.expert_parallel_own_first``, beside that of the layer.
+
+Bits are compared before anything is timed: what both make side by side and what each makes alone, and forwards. Figures
+are medians over turns of the slowest rank, of one of four repetitions in a graph.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,35 +39,21 @@ from expert_parallel_gpu import joined, timed
 from harness.command import choice, gpu_parser, needs_device
 from harness.expert_parallel import BASELINE, BF16, OPS, SHAPES, Problem
 from harness.expert_parallel_gates import agreed, say
+from harness.expert_parallel_own_first import OwnFirst, Share, Started, beside, blocks_of
 from harness.report import Table, save
 from harness.timing import Replay
 from torch import Tensor
 
-from tgl import backends
-from tgl.cutlass_kernels.archs import arch_of
 from tgl.cutlass_kernels.ops import expert_parallel as steps
 from tgl.cutlass_kernels.ops.gemm import GROUPED_GEMM, GemmCall
 from tgl.cutlass_kernels.ops.gemm_activation import GROUPED_GEMM_ACTIVATION, GemmActivationCall
-from tgl.cutlass_kernels.runtime import device
-from tgl.cutlass_kernels.runtime.launcher import Launcher, compiled
+from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.nn.routing import Routing, combine, dispatch_weights, route
 from tgl.ops.grouped_activation import Params
 
 BY_DEFAULT = ("qwen3-30b", "deepseek-v3")  # others copy rows before FC1, or have few
 REPEATS = 4
 SECONDS = 180.0  # that a rank waits for another one, which may compile meanwhile
-LATE = 10_000  # cycles
-
-
-class Share(NamedTuple):
-    """Blocks of the exchange, at most, and multiprocessors for which the GEMM starts no CTA."""
-
-    blocks: int
-    left: int
-
-    def __str__(self) -> str:
-        return f"{self.blocks}, {self.left}"
-
 
 TODAY = Share(steps.BLOCKS, 0)
 QUICK = (TODAY, Share(16, 16), Share(48, 16), Share(72, 24), Share(96, 32))
@@ -76,6 +63,7 @@ SHARES = (
     *(Share(left, left) for left in (8, 24, 32, 48, 66)),
     *(Share(3 * left, left) for left in (8, 12, 20, 48, 66)),
 )
+OWN_FIRST = (Share(48, 16), Share(72, 24), Share(96, 32))
 PAIRS = {"dispatch": "FC1", "combine": "FC2"}
 COLUMNS = {"blocks": ">6", "left": ">4", "exchange": "8.1f", "GEMM": "8.1f", "both": "8.1f"}
 COLUMNS |= {"hidden": "6.2f", "won": "7.1f"}
@@ -120,7 +108,7 @@ class Layer:
         self.answers = torch.empty(self.room, self.w2.shape[2], **made)
         self.back = torch.randn(rows.shape, **made)
         self.whole = self.routed(choices, self.room)
-        self.kernels: dict[tuple[str, Any], Callable] = {}
+        self.started = Started()
 
     def routed(self, choices: Tensor, room: int) -> tuple[Routing, Tensor]:
         """Places of rows for these choices of what has come, and the rows' weights."""
@@ -142,7 +130,7 @@ class Layer:
         call = {"dispatch": self.dispatch, "combine": self.combine}[name]
 
         def by_blocks() -> tuple[Tensor, ...]:
-            with mock.patch.object(steps, "BLOCKS", blocks):
+            with blocks_of(Share(blocks, 0)):
                 return call()
 
         return by_blocks
@@ -161,15 +149,6 @@ class Layer:
             "FC2": (GROUPED_GEMM, GemmCall(*of_fc2)),
         }
         return self.started(*calls[name], left)
-
-    def started(self, launcher: Launcher, call: Any, left: int) -> Call:
-        where = call[0].device
-        key = launcher.key(call, arch_of(backends.device_arch(where)).name)
-        if (launcher.op, key) not in self.kernels:
-            self.kernels[launcher.op, key] = compiled(launcher.op, key, where, lambda: launcher.build(key))
-        ctas = device.multiprocessors(where) - left
-        start = device.on_its_device(self.kernels[launcher.op, key], ctas // key.config.ctas)
-        return functools.partial(start, *launcher.arguments(call))
 
     def made(self, name: str) -> tuple[Tensor, ...]:
         """What a GEMM has written, of rows that there are."""
@@ -220,29 +199,17 @@ class Layer:
         }
 
 
-class Beside:
-    """An exchange on a stream of its own, and a GEMM on the current one.
+def both_of(exchange: Call, gemm: Call, stream: Any, share: Share) -> Call:
+    """An exchange on a stream of its own, and a GEMM on the current one."""
 
-    Attributes:
-        exchange, gemm: calls.
-        stream: of a higher priority.
-        late: whether the exchange begins when CTAs are there.
-    """
-
-    def __init__(self, exchange: Call, gemm: Call, stream: Any, share: Share) -> None:
-        self.exchange, self.gemm, self.stream = exchange, gemm, stream
-        self.late = share.blocks > share.left > 0
-
-    def __call__(self) -> Any:
-        here = torch.cuda.current_stream()
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
-            if self.late:
-                torch.cuda._sleep(LATE)
-            results = self.exchange()
-        self.gemm()
-        here.wait_stream(self.stream)
+    def side_by_side() -> Any:
+        with beside(stream, share):
+            results = exchange()
+        gemm()
+        torch.cuda.current_stream().wait_stream(stream)
         return results
+
+    return side_by_side
 
 
 def check(layer: Layer, shares: Sequence[Share], stream: Any) -> None:
@@ -255,12 +222,30 @@ def check(layer: Layer, shares: Sequence[Share], stream: Any) -> None:
         for share in shares:
             for t in layer.made(gemm):
                 t.zero_()
-            both = Beside(layer.exchange(exchange, share.blocks), layer.gemm(gemm, share.left), stream, share)
+            both = both_of(layer.exchange(exchange, share.blocks), layer.gemm(gemm, share.left), stream, share)
             found = layer.arrived(exchange, both())
             pairs = zip((*found, *layer.made(gemm)), (*expected, *products), strict=True)
             if not all(torch.equal(a, b) for a, b in pairs):
                 wrong = wrong or f"{share} differs"
         agreed(f"{exchange} beside {gemm}: equal bits", wrong)
+
+
+def own_first(problem: Problem, stream: Any) -> dict[str, Callable[..., Tensor]]:
+    """Forwards by name."""
+    layer, rank = problem.layers[BASELINE], problem.rank
+    return {f"own first, {share}": OwnFirst(layer, rank, share, stream) for share in OWN_FIRST}
+
+
+def check_own_first(problem: Problem, forwards: dict[str, Callable[..., Tensor]]) -> None:
+    """Equal bits of whole forwards, of as many tokens as there can be and of few."""
+    most = problem.shape.tokens
+    for name, forward in forwards.items():
+        wrong = None
+        for seed, tokens in enumerate((most, 1 + problem.rank, most)):
+            given = [t.detach() for t in problem.draw(seed, tokens)[:3]]
+            expected, found = problem.layers[BASELINE](*given), forward(*given)
+            wrong = wrong or (None if torch.equal(found, expected) else f"{tokens} tokens differ")
+        agreed(f"{name}: equal bits", wrong)
 
 
 def arms(layer: Layer, shares: Sequence[Share], stream: Any) -> dict[str, Call]:
@@ -271,7 +256,7 @@ def arms(layer: Layer, shares: Sequence[Share], stream: Any) -> dict[str, Call]:
             alone = layer.exchange(exchange, share.blocks), layer.gemm(gemm, share.left)
             calls[f"{exchange}: {share.blocks} blocks"] = alone[0]
             calls[f"{gemm}: {share.left} left"] = alone[1]
-            calls[f"{exchange} beside {gemm}: {share}"] = Beside(*alone, stream, share)
+            calls[f"{exchange} beside {gemm}: {share}"] = both_of(*alone, stream, share)
         calls |= {f"{gemm} in pieces: {name}": layer.by_pieces(gemm, masks) for name, masks in layer.pieces()}
     return calls | layer.rest()
 
@@ -305,8 +290,13 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     stream = torch.cuda.Stream(priority=-1)
     say(f"{name}, {dist.get_world_size()} ranks")
     check(layer, shares, stream)
+    forwards = own_first(problem, stream)
+    check_own_first(problem, forwards)
     pool = torch.cuda.graph_pool_handle()
+    given = [t.detach() for t in problem.given[:3]]
     calls = arms(layer, shares, stream)
+    for arm, forward in {"forward of the layer": problem.layers[BASELINE], **forwards}.items():
+        calls[arm] = functools.partial(forward, *given)
     graphs = {arm: Replay(functools.partial(repeated, call), pool=pool) for arm, call in calls.items()}
     times = timed(graphs, problem, args)
     for of_one in times.values():

@@ -23,8 +23,8 @@ STREAM: Any = SimpleNamespace(wait_stream=lambda stream: None)
 
 
 @contextlib.contextmanager
-def script() -> Iterator[tuple[Any, Any, pytest.MonkeyPatch]]:
-    """The script, a layer of a few tokens, and what changes both until the end."""
+def script() -> Iterator[tuple[Any, Any, Any, pytest.MonkeyPatch]]:
+    """The script, a layer of a few tokens, its parts, and what changes both until the end."""
     with device(), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         module = importlib.import_module("expert_parallel_overlap")
@@ -34,12 +34,12 @@ def script() -> Iterator[tuple[Any, Any, pytest.MonkeyPatch]]:
         patch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         shape = arms_of.Shape(tokens=5, hidden=32, inner=32, experts=8, top_k=3)
         problem = arms_of.Problem(shape, (dist.group.WORLD,) * 2, (), device="cpu")
-        yield module, module.Layer(problem), patch
+        yield module, problem, module.Layer(problem), patch
 
 
 def check_all() -> None:
     """Every arm runs; parts are those of a layer; pieces cover all rows, each by one."""
-    with script() as (module, layer, _):
+    with script() as (module, _, layer, _):
         shares = module.TODAY, module.Share(1, 1), module.Share(3, 2)
         module.check(layer, shares, STREAM)
         reference = [t.clone() for name in ("FC1", "FC2") for t in layer.made(name)]
@@ -68,7 +68,7 @@ def test_all_arms(ranks):
 
 def check_fault() -> None:
     """Rank 1's GEMM has other bits beside an exchange of another share than today's, and all ranks stop."""
-    with script() as (module, layer, patch):
+    with script() as (module, _, layer, patch):
         start = layer.gemm
 
         def other(name: str, left: int, *given: Any) -> Any:
@@ -89,3 +89,21 @@ def check_fault() -> None:
 
 def test_other_bits_are_found(ranks):
     ranks(check_fault, limit=180)
+
+
+def check_forwards() -> None:
+    """Whole forwards have the layer's bits, and not without the answers of own rows or with those of others late."""
+    with script() as (module, problem, _, patch):
+        share = module.Share(3, 1)
+        patch.setattr(module, "OWN_FIRST", (share,))
+        forwards = module.own_first(problem, STREAM)
+        module.check_own_first(problem, forwards)
+        (forward,) = forwards.values()
+        add = forward.sum
+        patch.setattr(forward, "sum", lambda rows, part, out: None if part == slice(None) else add(rows, part, out))
+        with pytest.raises(SystemExit, match=r"^own first, 3, 1: equal bits: WRONG: rank 0: 5 tokens differ"):
+            module.check_own_first(problem, forwards)
+
+
+def test_own_rows_first(ranks):
+    ranks(check_forwards, limit=240)
