@@ -5,8 +5,8 @@ the own rows, and the answers to other ranks leave beside FC2 and the sums of th
 as fit on the multiprocessors that GEMMs leave. Made of the layer's own kernels; no gradient, and no rank without
 tokens.
 
-    routing, and places of rows
-    dispatch                            |  FC1 of own rows
+    routing, and places of own rows
+    dispatch                            |  FC1 of own rows, places of all others
     FC1, FC2 and sums of all others
     barrier, answers to other ranks     |  FC2 and sums of own rows
     sums over ranks
@@ -121,11 +121,7 @@ class OwnFirst:
             top_k_index, sizes.num_experts, **room, invariant=False, **group
         )
         factor = torch.where(layer.exchange._full(needed), math.nan, 1.0).to(weights.dtype)
-        mine, theirs = choices[self.own], choices.clone()
-        theirs[self.own] = -1
-        to_self, to_others = (
-            route(one, layer.num_gemms, min(one.numel(), layer.expert_rows)) for one in (mine, theirs)
-        )
+        to_self = self.routed(choices[self.own])
         places = token[self.own].clamp(min=0)
         index = places.index_select(0, to_self.token.clamp(min=0))
         own = self.rows(to_self, x, index, weights.index_select(0, places) * factor)
@@ -135,6 +131,9 @@ class OwnFirst:
         with beside(self.stream, self.share), blocks_of(self.share):
             arrived, row_weights = OPS.ep_dispatch(x, weights, token, position, sizes.copies, **group)
         fc1()
+        theirs = choices.clone()
+        theirs[self.own] = -1
+        to_others = self.routed(theirs)
         here.wait_stream(self.stream)
 
         rest = self.rows(to_others, arrived, to_others.token, row_weights * factor)
@@ -162,6 +161,10 @@ class OwnFirst:
         here.wait_stream(self.stream)
         FLOW.run(flow)  # all pieces have been drawn
         return y
+
+    def routed(self, choices: Tensor) -> Routing:
+        """Places of rows of some choices."""
+        return route(choices, self.layer.num_gemms, min(choices.numel(), self.layer.expert_rows))
 
     def rows(self, routing: Routing, source: Tensor, index: Tensor, weights: Tensor) -> Rows:
         count, (_, width, both) = len(routing.token), self.w1.shape
