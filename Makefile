@@ -15,10 +15,10 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 KERNEL_TESTS := tests/cutlass_kernels tests/emulator
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
-# The release of transformers whose models `make test-transformers` runs: by default the oldest that is served.
-RELEASE ?= 5.7.0
-TRANSFORMERS := build/transformers-$(RELEASE)
-ADAPTER_TESTS := $(addprefix tests/integrations/test_transformers,.py _fp8.py _mxfp4.py)
+# Releases of transformers that the adapter is tested with besides the one in constraints.txt: first the oldest that is
+# served. Each has an environment of its own with what it requires in other versions; all else is that of $(VENV).
+RELEASES ?= 5.7.0 5.17.0
+ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transformers_fp8.py transformers_mxfp4.py peft.py)
 
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
@@ -31,8 +31,8 @@ help:
 	@echo "make test       the tests a change must pass"
 	@echo "make test-full  those and the long ones"
 	@echo "make test-gpu   the tests that need a CUDA device"
-	@echo "make test-transformers RELEASE=5.7.0"
-	@echo "                the adapter's tests against that release of transformers, which is installed into build/"
+	@echo "make test-transformers RELEASES='5.7.0 5.17.0'"
+	@echo "                the adapter's tests against those releases of transformers, which are installed into build/"
 	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
 	@echo "make hub        the package as a kernel of the Hugging Face Hub, loaded by the library 'kernels'"
 	@echo "make torch-tests PYTORCH=../pytorch ARGS='--device cpu'"
@@ -56,18 +56,29 @@ demo: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow and not gpu" $(KERNEL_TESTS)
 	$(PYTEST) -m "not slow and not gpu" $(OTHER_TESTS)
+	$(MAKE) test-transformers
 
 test-full: $(READY)
 	$(PYTEST) -m "not gpu" $(KERNEL_TESTS)
 	$(PYTEST) -m "not gpu" $(OTHER_TESTS)
+	$(MAKE) test-transformers
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
 
-test-transformers: $(READY)
-	$(BIN)/pip install --quiet --upgrade --target $(TRANSFORMERS) transformers==$(RELEASE)
-	PYTHONPATH=$(TRANSFORMERS) $(BIN)/python -c "from transformers import __version__ as v; assert v == '$(RELEASE)', v"
-	PYTHONPATH=$(TRANSFORMERS) $(PYTEST) -m "not slow" $(ADAPTER_TESTS)
+test-transformers: $(RELEASES:%=test-transformers-%)
+
+test-transformers-%: build/transformers-%/.ready
+	build/transformers-$*/bin/python -c "from transformers import __version__ as v; assert v == '$*', v"
+	$(PYTEST:$(BIN)/%=build/transformers-$*/bin/%) -m "not slow" $(ADAPTER_TESTS)
+
+.PRECIOUS: build/transformers-%/.ready
+build/transformers-%/.ready: $(READY)
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -c "from sysconfig import get_path; print(f'import site; site.addsitedir({get_path(\"purelib\")!r})')" \
+		> $$($(@D)/bin/python -c "from sysconfig import get_path; print(get_path('purelib'))")/behind.pth
+	$(BIN)/pip --python $(@D)/bin/python install --quiet transformers==$*
+	@touch $@
 
 wheel:
 	rm -rf $(WHEEL) build/lib build/bdist.*
