@@ -104,6 +104,8 @@ WAYS = {
     "packet": lambda a, b, sa, sb, offs: OP(a, mat2=b, scale_a=sa, scale_b=sb, offs=offs),
     "overload, version 2": lambda a, b, sa, sb, offs: OP_V2.default(a, b, [sa], [1], [], [sb], [1], [], offs),
 }
+# Since torch 2.14, with a meta function of ATen's own.
+SECOND_IS_STRUCTURED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 BY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
@@ -316,8 +318,11 @@ def test_disabled_traces_are_atens():
         fakes = [mode.from_tensor(t) for t in (*case.given, case.offs)]
         with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
             WAYS["_scaled_grouped_mm"](*fakes)
-        with pytest.raises(NotImplementedError):
-            WAYS["functional"](*fakes)
+        if SECOND_IS_STRUCTURED:  # its meta function in Python checks nothing, and pads no rows
+            assert WAYS["functional"](*fakes).shape == (len(case.given[0]), N)
+        else:
+            with pytest.raises(NotImplementedError):
+                WAYS["functional"](*fakes)
 
 
 # --- who is served ----------------------------------------------------------------------------------------------------
@@ -328,8 +333,10 @@ def test_not_enabled():
     explained = tgl.explain(OP, *case.given, offs=case.offs)
     assert explained.chosen.name == "ATen's own kernel"
     assert "tgl.integrations.torch is not enabled for cpu" in str(explained)
-    for way in WAYS.values():
-        with pytest.raises(NotImplementedError):
+    for name, way in WAYS.items():
+        second = name in ("functional", "lists", "overload, version 2")
+        # A structured op checks its operands on any device: K is no multiple of 16 here.
+        with pytest.raises(ValueError if second and SECOND_IS_STRUCTURED else NotImplementedError):
             way(*case.given, case.offs)
     with integration.enabled("cpu"):
         assert WAYS["functional"](*case.given, case.offs).any()
