@@ -5,30 +5,28 @@
 Without torchrun one process is a group by itself, in which nothing crosses a link. On all ranks, in bfloat16 with
 float32 routing weights and SwiGLU, every token choosing its experts at random:
 
-====================  ===============================================================================================
-``symmetric_memory``  the layer by kernels that write to the memory of the other GPUs; the baseline
-``all_to_all``        the layer by collectives of static sizes, over NCCL
-``invariant``         the baseline with ``invariant=True``: a row for every choice, bits of one rank with all tokens
-``float32 sums``      the baseline with ``wire_dtype=torch.float32``
-``capacity 1.1``      the baseline with room for 1.1 times the even load of rows of experts
-``capacity worst``    the baseline with room for the worst case
-``halves``            the baseline on two halves of the tokens, on two streams and two groups of the same ranks, so that
-                      rows of one half can move while the experts run on the other one
-``blocks``            the baseline with ``Float8BlockScaling``
-``blocks, wire``      and ``wire="quantized"``
-``compiled``          the baseline's layer by ``torch.compile(fullgraph=True, dynamic=False)``
-``dispatch again``    the baseline's layer under selective checkpointing of all but the dispatch, which the backward
-                      repeats; what arrives is not held, but what the op of the block returns is
-``tokens held``       the baseline's parts with a hook that dispatches again what arrived; no option of the layer
-``local``             ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
-``torch``             an exchange of exact sizes over NCCL, read on the host, and ``torch._grouped_mm``; not captured
-====================  ===============================================================================================
+======================  =============================================================================================
+``symmetric_memory``    the layer by kernels that write to the memory of the other GPUs; the baseline
+``all_to_all``          the layer by collectives of static sizes, over NCCL
+``invariant``           the baseline with ``invariant=True``: a row for every choice, bits of one rank with all tokens
+``float32 sums``        the baseline with ``wire_dtype=torch.float32``
+``capacity 1.1``        the baseline with room for 1.1 times the even load of rows of experts
+``capacity worst``      the baseline with room for the worst case
+``halves``              the baseline on two halves of the tokens, on two streams and two groups of the same ranks, so
+                        that rows of one half can move while the experts run on the other one
+``blocks``              the baseline with ``Float8BlockScaling``
+``blocks, wire``        and ``wire="quantized"``
+``recompute dispatch``  the baseline with ``recompute_dispatch=True``: tokens are held, not what arrived
+``compiled``            the baseline's layer by ``torch.compile(fullgraph=True, dynamic=False)``
+``local``               ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
+``torch``               an exchange of exact sizes over NCCL, read on the host, and ``torch._grouped_mm``; not captured
+======================  =============================================================================================
 
 **Gates.** Nothing is timed before they have passed on all ranks: the layers of both engines give equal bits, outputs
 and all gradients, called and as a graph that is replayed with changing routings, for any number of tokens, and with a
 rank that comes late to every exchange; for routings in which one rank or one expert takes all, experts are empty, some
 choices are of no expert, or all are, called, called beside NaN in whatever memory is unused, and as one graph;
-capacities change no bit, nor do ``compiled`` and both that dispatch again, called and as graphs; a step that does not
+capacities change no bit, nor do ``compiled`` and ``recompute dispatch``, called and as graphs; a step that does not
 fit is NaN on all ranks; the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within
 theirs. ``--gates`` stops there. Arms that ``--arms`` leaves out have no gates.
 
@@ -246,7 +244,7 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
         times = {"forward": (forward, 1), "backward": (backward, 2), "step": (step, 3)}
         said = (f"{way} {ms:8.3f} ms {n * shape.flops / ms / 1e9:4.0f} TFLOP/s" for way, (ms, n) in times.items())
         mib = "   ".join(f"{what} {amount:6.0f} MiB" for what, amount in room[arm].items())
-        say(f"  {arm:17s} {'   '.join(said)}   {mib}")
+        say(f"  {arm:18s} {'   '.join(said)}   {mib}")
     parts, sent = ops(problem, args)
     for arm, times in parts.items():
         moves = arm.endswith(("dispatch", "combine", "push", "answer"))

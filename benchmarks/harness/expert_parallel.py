@@ -8,11 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tgl
 from tgl.distributed import ExpertParallelMLP, expert_parallel_host
-from tgl.nn.routing import route
 
 BF16 = torch.bfloat16
 OPS = torch.ops.tgl
@@ -29,11 +27,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "halves": {},
     "blocks": {"recipe": BLOCKS},
     "blocks, wire": {"recipe": BLOCKS, "wire": "quantized"},
+    "recompute dispatch": {"recompute_dispatch": True},
 }
 """Options of the layer of an arm."""
-OF_BASELINE = ("compiled", "dispatch again", "tokens held")
+OF_BASELINE = ("compiled",)
 """Arms that call the layer of the baseline in another way."""
-EXACT = ("capacity 1.1", "capacity worst", *OF_BASELINE)
+REPLAYED = ("recompute dispatch", *OF_BASELINE)
+"""Arms whose graph has to pass the gates of the baseline's."""
+EXACT = ("capacity 1.1", "capacity worst", *REPLAYED)
 """Arms with the bits of the baseline."""
 CALLED = ("torch",)
 """Arms that no graph can hold."""
@@ -136,8 +137,6 @@ class Problem:
         calls: dict[str, Call] = {
             "halves": self.by_halves,
             "compiled": lambda *given: self.compiled(*given),
-            "dispatch again": self.dispatched_again,
-            "tokens held": self.with_tokens_held,
             "local": lambda x, index, weights: self.local(x, index % self.local.num_gemms, weights),
             "torch": lambda *given: expert_parallel_host(self.experts, *given, self.shape.experts, self.group),
         }
@@ -149,31 +148,6 @@ class Problem:
         torch._dynamo.reset()  # of other shapes
         call: Call = torch.compile(self.layers[BASELINE], **COMPILED)
         return call
-
-    def dispatched_again(self, *given: Tensor) -> Tensor:
-        """By selective checkpointing, which holds what arrives no more, but all that the op of the block returns."""
-        saved = [op for op in tgl.SAC_SAVE_LIST if op is not OPS.ep_dispatch.default]
-        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False}
-        y: Tensor = checkpoint(self.layers[BASELINE], *given, **options)
-        return y
-
-    def with_tokens_held(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Tokens are held in the place of the rows that arrived, which a hook dispatches again."""
-        layer, exchange = self.layers[BASELINE], self.layers[BASELINE].exchange
-        arrived = exchange.arrive(x, index, weights)
-        routing = route(arrived.choices, layer.num_gemms, layer.expert_rows)
-        tokens, places, address, shape = x.detach(), arrived.places, arrived.rows.data_ptr(), arrived.rows.shape
-
-        def pack(t: Tensor) -> Tensor | None:
-            return None if t.data_ptr() == address and t.shape == shape else t
-
-        def unpack(t: Tensor | None) -> Tensor:
-            return OPS.ep_dispatch(tokens, None, *places, **exchange.group)[0] if t is None else t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            answers = tgl.MoE.forward(layer, arrived.rows, routing, arrived.weights)
-        return exchange.answer(answers, arrived)
 
     def by_halves(self, *given: Tensor) -> Tensor:
         """The second half on a stream of its own."""

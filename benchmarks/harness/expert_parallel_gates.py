@@ -18,7 +18,7 @@ from harness.expert_parallel import (
     ENGINES,
     EXACT,
     LAYERS,
-    OF_BASELINE,
+    REPLAYED,
     ROUTINGS,
     Call,
     Given,
@@ -87,7 +87,7 @@ def check_arm(problem: Problem, arm: str) -> None:
         bound = FP8_BOUND if arm.startswith("blocks") else BOUND
         error = max(map(apart, found, base))
         agreed(f"{arm}: near", f"error {error:.1e}" if not error <= bound else None)
-    if arm in OF_BASELINE:
+    if arm in REPLAYED:
         other, drawn = problem.layers[ENGINES[0]], map(problem.draw, range(REPLAYS))
         wrong = differ_in_replays(problem, problem.call(arm), other, drawn)
         agreed(f"{arm}: equal bits in {REPLAYS} replays of a graph", wrong)

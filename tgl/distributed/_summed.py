@@ -47,7 +47,7 @@ class SummedFunction(torch.autograd.Function):
         sums, h = torch.ops.tgl.moe(
             rows, w1, w2, *places, weights, bias1, bias2, top_k=top_k, out_dtype=way.sums, **activation
         )
-        kept = rows if ctx.needs_input_grad[4] else None
+        kept = way.kept(tokens) if ctx.needs_input_grad[4] else None
         ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors)
         ctx.way, ctx.top_k, ctx.activation = way.bare(), top_k, activation
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
@@ -62,7 +62,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """All ranks send their gradients; what an op of the block has read last gives its memory to the next."""
     _, of_x, _, of_weights, of_w1, of_w2, of_bias1, of_bias2 = asked_for(ctx)
     further, compiling = of_x or of_w1 or of_bias1, torch.compiler.is_compiling()
-    x, w1, w2, source, position, token, offs, h, weights, bias2, *places = ctx.saved_tensors
+    kept, w1, w2, source, position, token, offs, h, weights, bias2, *places = ctx.saved_tensors
     if not compiling and unobserved(grad):
         ctx.maybe_clear_saved_tensors()
     way, ops, top_k = ctx.way.with_tensors(*places), torch.ops.tgl, ctx.top_k
@@ -73,13 +73,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dh, dw2, dweights, dbias2 = ops.moe_backward_hidden(*operands, top_k=top_k, output_mask=mask, **ctx.activation)
     del operands
     dx = dw1 = dbias1 = None
-    if further:
-        given, mask = (dh, x, w1, position, token, offs), [of_x, of_w1, of_bias1]
-        dx, dw1, dbias1 = ops.moe_backward_input(*given, top_k=top_k, output_mask=mask, out_dtype=way.sums)
-        del given, dh
+    last = None  # what the latest exchange has brought; in a graph the next one waits for it, as they have one order
+    options = {"top_k": top_k, "out_dtype": way.sums}
+    if of_x or of_bias1 or (of_w1 and not way.again):
+        x = way.inputs.values(kept) if of_w1 and not way.again else None
+        mask = [of_x, x is not None, of_bias1]
+        dx, dw1, dbias1 = ops.moe_backward_input(dh, x, w1, position, token, offs, output_mask=mask, **options)
+        del x
     if of_x:
-        dx = way.summed(dx, grad.dtype)
-        dweights = after(dweights, dx) if of_weights and compiling else dweights  # exchanges have one order
+        last = dx = way.summed(dx, grad.dtype)
+    if of_w1 and way.again:
+        way = way.after(dh if last is None else last) if compiling else way
+        last = way.rows(kept)
+        x, mask = way.inputs.values(last), [False, True, False]
+        dw1 = ops.moe_backward_input(dh, x, w1, position, token, offs, output_mask=mask, **options)[1]
+        del x
+    if of_weights and compiling and last is not None:
+        dweights = after(dweights, last)
+    del dh, last
     asked = (of_x, dx), (False, None), (of_weights, dweights), (of_w1, dw1), (of_w2, dw2)
     biases = zip((of_bias1, of_bias2), (dbias1, dbias2), ctx.bias_dtypes)
     return (

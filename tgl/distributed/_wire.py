@@ -1,12 +1,14 @@
 """What rows are between ranks: tokens and gradients as they are or quantised, partial sums as they are or in float32.
 
+And what a layer holds of those that arrive: the rows, or the tokens at home, which travel again in the backward.
+
 A quantised row is its codes followed by its scales, each padded to whole pieces of 16 bytes: one message to a rank
 brings both, at the place that a row of any kind has there.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,22 +128,24 @@ class Form(NamedTuple):
     Attributes:
         inputs, grads: how tokens and gradients of outputs are quantised; None for rows as they are.
         sums: dtype of partial sums; None for that of tokens.
+        again: whether tokens travel again in the backward, in the place of rows that are held.
     """
 
     inputs: QuantizeSpec | None = None
     grads: QuantizeSpec | None = None
     sums: torch.dtype | None = None
+    again: bool = False
 
     @classmethod
-    def of(cls, wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None) -> Form:
+    def of(cls, wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None, again: bool = False) -> Form:
         """Of arguments that ``check_wire`` has taken."""
         if wire == QUANTIZED and recipe is not None:
-            return cls(recipe.operands.input, recipe.operands.grad, wire_dtype)
-        return cls(sums=wire_dtype)
+            return cls(recipe.operands.input, recipe.operands.grad, wire_dtype, again)
+        return cls(sums=wire_dtype, again=again)
 
     @property
     def as_always(self) -> bool:
-        """Whether rows travel as they are, both ways."""
+        """Whether rows travel as they are, both ways, and once."""
         return self == Form()
 
     def codecs(self, columns: int, dtype: torch.dtype) -> tuple[Codec, Codec]:
@@ -163,30 +167,42 @@ class Wire(NamedTuple):
     Attributes:
         local: the rows of what has arrived among those of experts.
         home: places of this rank's tokens, as ``ep_route`` makes them.
-        arrived: uint8 ``[W P, width]``.
+        arrived: uint8 ``[W P, width]``; None in a backward.
         inputs, grads: how tokens and gradients of outputs travel.
         sums: dtype in which partial sums travel; None for their own.
+        again: whether tokens are kept, and what has arrived is not.
         group_name, engine: of the ops.
     """
 
     local: Places
     home: Places
-    arrived: Tensor
+    arrived: Tensor | None
     inputs: Codec
     grads: Codec
     sums: torch.dtype | None
+    again: bool
     group_name: str
     engine: str
 
     def kept(self, x: Tensor) -> Tensor:
-        """What has arrived: tokens at home are not read again."""
+        """What has arrived, or the tokens."""
+        if self.again:
+            return x
+        assert self.arrived is not None
         return self.arrived
+
+    def rows(self, kept: Tensor) -> Tensor:
+        """uint8 ``[W P, width]``, of what ``kept`` has returned: in a backward all ranks send tokens again."""
+        if not self.again:
+            return kept
+        return self._dispatched(self.inputs.pack(kept)) if self.arrived is None else self.arrived
 
     def input(self, x: Tensor, gemms: Gemms, offs: Tensor, *, fprop: bool, wgrad: bool, state: Operand) -> Operands:
         """Codes as they have arrived; columnwise ones are made of them."""
+        rows = self.rows(x)
         if self.inputs.spec is None:
-            return self.local.input(self.inputs.values(x), gemms, offs, fprop=fprop, wgrad=wgrad, state=state)
-        made = self.inputs.components(x, self.local, offs)
+            return self.local.input(self.inputs.values(rows), gemms, offs, fprop=fprop, wgrad=wgrad, state=state)
+        made = self.inputs.components(rows, self.local, offs)
         columnwise = self.inputs.columnwise(made, offs) if wgrad else ()
         return Operands(fprop=made if fprop else (), wgrad=columnwise)
 
@@ -199,8 +215,10 @@ class Wire(NamedTuple):
 
     def dispatched(self, grad: Tensor) -> Tensor:
         """uint8 ``[W P, width]``: the bytes of gradients that all ranks send."""
-        sent = self.grads.pack(grad)
-        rows: Tensor = torch.ops.tgl.ep_dispatch(sent, None, *self.home, **self.group)[0]
+        return self._dispatched(self.grads.pack(grad))
+
+    def _dispatched(self, packed: Tensor) -> Tensor:
+        rows: Tensor = torch.ops.tgl.ep_dispatch(packed, None, *self.home, **self.group)[0]
         return rows
 
     def grad(
@@ -235,8 +253,9 @@ class Wire(NamedTuple):
         return {"group_name": self.group_name, "engine": self.engine}
 
     def after(self, dependency: Tensor) -> Wire:
-        """Rows are not gathered before."""
-        return self._replace(local=self.local.after(dependency))
+        """Rows are neither sent nor gathered before."""
+        home = self.home.after(dependency) if self.again else self.home
+        return self._replace(local=self.local.after(dependency), home=home)
 
     def ordered(self, t: Tensor, dependency: Tensor) -> Tensor:
         """The exchanges of all ranks have one order."""
@@ -249,8 +268,7 @@ class Wire(NamedTuple):
 
     def bare(self) -> Wire:
         """Without tensors."""
-        none: Any = None
-        return self._replace(local=self.local.bare(), home=self.home.bare(), arrived=none)
+        return self._replace(local=self.local.bare(), home=self.home.bare(), arrived=None)
 
     def with_tensors(self, *tensors: Tensor) -> Wire:
         """``bare`` undone, but for what has arrived."""

@@ -68,11 +68,14 @@ class ExpertParallelMLP(MoE):
             that are made of the rowwise ones, which rounds twice.
         wire_dtype: of the partial sums that travel back, of answers and of gradients of tokens. None: that of ``x``,
             one rounding on every rank. ``torch.float32``: none until home, for twice the bytes of bfloat16.
+        recompute_dispatch: what is held for the gradient of ``fc1.weight``. False: the rows that arrived,
+            ``[W pair_rows, H]``. True: the tokens ``[S, H]``, which travel once more in the backward (quantised once
+            more, if they are), to the same bits. Ranks then agree on whether ``fc1.weight`` is frozen.
         name: what errors call the layer.
         **options: those of ``GroupedMLP``.
 
-    With another wire than the default a call is one node of autograd, of first order. ``fc1`` and ``fc2`` then have no
-    hooks, and nothing else stands in their place.
+    With another wire than the default, or ``recompute_dispatch``, a call is one node of autograd, of first order.
+    ``fc1`` and ``fc2`` then have no hooks, and nothing else stands in their place.
 
     Attributes:
         pair_rows: rows for each pair of ranks.
@@ -98,6 +101,7 @@ class ExpertParallelMLP(MoE):
         engine: str = ALL_TO_ALL,
         wire: str = DENSE,
         wire_dtype: torch.dtype | None = None,
+        recompute_dispatch: bool = False,
         name: str = "ExpertParallelMLP",
         **options: Any,
     ) -> None:
@@ -119,8 +123,9 @@ class ExpertParallelMLP(MoE):
         parameter = next(self.parameters())
         self.exchange = Exchange(group, sizes, name, parameter.device, engine)
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
-        self.wire, self.form = wire, Form.of(wire, wire_dtype, recipe)
+        self.wire, self.form = wire, Form.of(wire, wire_dtype, recipe, recompute_dispatch)
         agreed = {"hidden_size": hidden_size, "engine": engine, "wire": wire, "wire_dtype": wire_dtype}
+        agreed["recompute_dispatch"] = recompute_dispatch
         if wire != DENSE:
             agreed["recipe"] = recipe
         check_agreement(group, sizes, **agreed)
@@ -188,7 +193,9 @@ class ExpertParallelMLP(MoE):
         arrived = exchange.arrive(tokens, top_k_index, weights, inputs.pack(tokens.detach()))
         routing = route(arrived.choices, self.num_gemms, self.expert_rows)
         local, home = Places.of(routing), Places(*arrived.places)
-        way = Wire(local, home, arrived.rows, inputs, grads, form.sums, exchange.group_name, exchange.engine)
+        way = Wire(
+            local, home, arrived.rows, inputs, grads, form.sums, form.again, exchange.group_name, exchange.engine
+        )
         if inputs.spec is None and self._is_one_op(self.fc1, self.fc2, tokens.device) and self._as_they_are(tokens):
             block = Block(way, routing, {"kind": self.activation, "interleaved": self.interleaved})
             w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
@@ -208,7 +215,8 @@ class ExpertParallelMLP(MoE):
         fc1, fc2, name = self.fc1, self.fc2, self.exchange.name
         for argument, layer in (("fc1", fc1), ("fc2", fc2)):
             if to_be_called(layer):
-                must = f"a GroupedLinear without hooks with wire={self.wire!r} and wire_dtype={self.form.sums}"
+                options = f"wire={self.wire!r}, wire_dtype={self.form.sums} and recompute_dispatch={self.form.again}"
+                must = f"a GroupedLinear without hooks with {options}"
                 fail(f"{name}: `{argument}` must be {must}, but got {type(layer).__name__}")
         fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
         if type(tokens) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
@@ -219,7 +227,8 @@ class ExpertParallelMLP(MoE):
     def traffic(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes that this rank sends to all ranks in one forward with tokens and weights of ``dtype``: in all, and of
         them those that ``max_tokens`` tokens under an even load use, at most. A backward sends the last two of the
-        three parts once more: choices, tokens with their weights, answers.
+        three parts once more: choices, tokens with their weights, answers; and tokens another time to form what the
+        forward did not hold (``recompute_dispatch``).
         """
         return self.exchange.sizes.traffic(self.in_features, dtype, self.form)
 

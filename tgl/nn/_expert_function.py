@@ -195,13 +195,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.maybe_clear_saved_tensors()
     del hidden, acts, act_operand, dy, dbias, weights2
     assert dhidden is not None
+    last = dhidden
     x_operand = bring_back(ctx, 0, x_operand, dhidden)
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
         dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
         if places is not None:
-            dx = places.combined(dx)
-            dprobs = dprobs if dprobs is None or not compiling else places.ordered(dprobs, dx)
+            last = dx = places.combined(dx)
         if first.dgrad_out is not None:
             dx = dx.detach()
     if wgrad1 and first.save_original_input:
@@ -210,7 +210,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if places is None:
             x_operand = first.gemms.input(x, now, state=tuple(state), **wanted).wgrad
         else:
-            places = places.after(dhidden) if compiling else places
+            places = places.after(last) if compiling else places
             x_operand = places.input(x, first.gemms, now, state=tuple(state), **wanted).wgrad
+            last = x_operand[0]
+    if compiling and places is not None and dprobs is not None:
+        dprobs = places.ordered(dprobs, last)
     of_first = gradients1.form(first.gemms, x_operand, dy.wgrad, offs, dbias, wanted1, dhidden)
     return None, None, dx, dprobs, *of_first, *of_second
