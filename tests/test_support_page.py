@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tgl
+from tests import chips
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.meta.formats import FORMATS
@@ -80,10 +81,35 @@ def test_what_ran_in_the_emulator_is_a_test(op):
     tried = [values for values in support_matrix.parameters(test) if {"chip", "arch"} & values.keys()]
     assert bool(tried) != bool(test.chips)
     assert not any("op" in values for values in tried) or any(values["op"] == op for values in tried)
-    assert not support_matrix.emulated(op, "no such format", "sm_80") or all("format" not in v for v in tried)
+    assert not support_matrix.emulated(test, op, "no such format", "sm_80") or all("format" not in v for v in tried)
+
+
+def test_a_format_whose_emulation_no_test_runs_on_a_chip_is_marked(monkeypatch):
+    """And one that a test runs is not, nor what is made of other ops."""
+    tried, place = support_matrix.parameters(support_matrix.FORMATS_EMULATED), ("mxfp8", "grouped_gemm_scaled")
+    assert {v["op"] for v in tried} == {"grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
+    assert support_matrix.cells("sm_86")[place] == "emulated"
+    fewer = [v for v in tried if (v["format"], v["chip"]) != ("mxfp8", "sm_86")]
+    found = support_matrix.parameters
+    monkeypatch.setattr(
+        support_matrix,
+        "parameters",
+        lambda test: fewer if test == support_matrix.FORMATS_EMULATED else found(test),
+    )
+    cells = support_matrix.cells("sm_86")
+    assert cells[place] == cells["mxfp8", "grouped_gemm_scaled_wgrad"] == "emulated, untried"
+    assert cells["nvfp4", "grouped_gemm_scaled"] == "emulated"
+    assert cells["mxfp8", "grouped_gemm_scaled_activation_quantize"] == "composed, emulated"
 
 
 def test_what_ran_on_hardware_is_a_test_on_a_device():
     for ops in support_matrix.HARDWARE.values():
         for op, module in ops.items():
             assert re.search(rf"\b{op}\b", (ROOT / "tests" / "gpu" / f"{module}.py").read_text()), op
+
+
+def test_what_was_emulated_on_hardware_is_a_recipe_of_a_test_on_a_device():
+    for formats in support_matrix.FORMATS_ON_HARDWARE.values():
+        for form, module in formats.items():
+            assert form in chips.EVERY
+            assert "RECIPES = chips.EVERY" in (ROOT / "tests" / "gpu" / f"{module}.py").read_text()

@@ -3,7 +3,8 @@
     python -m tools.support_matrix [--check]
 
 What serves a call is what ``tgl.explain`` says of it on a device that pretends to be the chip. A kernel is verified in
-the emulator if the test that ``EMULATED`` names is parametrised with the chip, and on hardware if ``HARDWARE`` says so.
+the emulator if the test that ``EMULATED`` names is parametrised with the chip, and on hardware if ``HARDWARE`` says so;
+where the format is emulated, ``FORMATS_EMULATED`` and ``FORMATS_ON_HARDWARE`` say it.
 ``--check`` writes nothing, and fails where the page is not what the command writes.
 """
 
@@ -35,7 +36,9 @@ BY_ROWS = "fp8, a scale for each row"
 INT = torch.int32
 # Ops of a training step by which the first table tells a format.
 STEP = {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize", "grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
-KERNEL, COMPILED, COMPOSED, EMULATION, STEPS = "kernel", "compiled", "composed", "emulated", "steps"
+KERNEL, COMPOSED, EMULATION, STEPS = "kernel", "composed", "emulated", "steps"
+UNTRIED = {KERNEL: "compiled", EMULATION: f"{EMULATION}, untried"}
+"""What no test has run is called so."""
 
 CARDS = OnePerName(
     chips(),
@@ -105,6 +108,9 @@ EMULATED: dict[str, Test] = {
 }
 """By op, in the order of the page."""
 
+FORMATS_EMULATED = Test("test_emulated_formats", "test_products_of_sources_that_are_exact")
+"""What runs the GEMMs of a format that the tensor cores lack, from dense operands to the product."""
+
 BLOCKS = ("grouped_mlp", "grouped_mlp_backward", "moe", "moe_backward_hidden", "moe_backward_input")
 """Ops that run others of the page."""
 
@@ -126,6 +132,9 @@ HARDWARE: dict[str, dict[str, str]] = {
     }
 }
 """By chip, the ops whose kernels have passed a test of ``tests/gpu`` on one, and that test's module."""
+
+FORMATS_ON_HARDWARE = {"sm_90": dict.fromkeys(("mxfp8", "nvfp4"), "test_training")}
+"""By chip, the formats whose emulation models have been trained in on one, and the module of ``tests/gpu``."""
 
 
 def dense(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple:
@@ -269,9 +278,8 @@ def parameters(test: Test) -> list[dict[str, str]]:
     return found
 
 
-def emulated(op: str, form: str, chip: str) -> bool:
-    """Whether a test runs the op's kernel in the emulator, compiled for the chip; of 10.3 what runs for 10.0 counts."""
-    test = EMULATED[op]
+def emulated(test: Test, op: str, form: str, chip: str) -> bool:
+    """Whether a test runs the op in the emulator, compiled for the chip; of 10.3 what runs for 10.0 counts."""
     wanted = {"op": (op,), "format": (form,), "chip": (chip, arch_of(chip).name), "arch": (chip, arch_of(chip).name)}
 
     def fits(values: dict[str, str]) -> bool:
@@ -286,9 +294,20 @@ def served(found: backends.Explanation) -> str:
     assert found.chosen is not None
     if found.chosen.name == "tgl kernel":
         return KERNEL
-    if found.emulates:
+    if found.chosen.emulates:
         return EMULATION
-    return COMPOSED if found.parts and all(served(p) in (KERNEL, COMPOSED) for p in found.parts) else STEPS
+    parts = {served(part) for part in found.parts}
+    made = COMPOSED if parts and parts <= {KERNEL, COMPOSED, EMULATION} else STEPS
+    return f"{made}, {EMULATION}" if found.emulates else made
+
+
+def verified(word: str, op: str, form: str, chip: str) -> str:
+    """What serves a call, in bold where it ran on hardware, and said so where it ran nowhere."""
+    on_hardware = {KERNEL: op in HARDWARE.get(chip, {}), EMULATION: form in FORMATS_ON_HARDWARE.get(chip, {})}
+    if on_hardware[word]:
+        return f"**{word}**"
+    test = {KERNEL: EMULATED[op], EMULATION: FORMATS_EMULATED}[word]
+    return word if emulated(test, op, form, chip) else UNTRIED[word]
 
 
 def cells(chip: str) -> dict[tuple[str, str], str]:
@@ -298,12 +317,7 @@ def cells(chip: str) -> dict[tuple[str, str], str]:
         for form, op in rows():
             args, options = call(op, form, device)
             found[form, op] = served(backends.explain(op, *args, **options))
-    for form, op in found:
-        if found[form, op] == KERNEL and op in HARDWARE.get(chip, {}):
-            found[form, op] = f"**{KERNEL}**"
-        elif found[form, op] == KERNEL and not emulated(op, form, chip):
-            found[form, op] = COMPILED
-    return found
+    return {at: verified(word, at[1], at[0], chip) if word in UNTRIED else word for at, word in found.items()}
 
 
 def tables() -> str:
@@ -314,7 +328,7 @@ def tables() -> str:
     lines = ["| GPU | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for chip, found in by_chip.items():
         steps = ({found[form, op] for op in STEP if (form, op) in found} for form in columns)
-        words = (EMULATION if EMULATION in step else ", ".join(sorted(step)) for step in steps)
+        words = (", ".join(sorted({w for w in step if EMULATION in w} or step)) for step in steps)
         lines.append(f"| {names[chip]} | " + " | ".join(words) + " |")
     lines += ["", "| format | op | " + " | ".join(names.values()) + " |", "|---|---|" + "---|" * len(names)]
     for form, op in rows():

@@ -15,7 +15,8 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.kernel_cases import ends, gradient, integers, product, spans
 from tests.without_kernels import emulated_formats
-from tgl.cutlass_kernels.archs import arch_of
+from tgl.cutlass_kernels.archs import ARCHS, arch_of
+from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulator
@@ -61,34 +62,37 @@ def emulated() -> Iterator[None]:
         yield
 
 
+OPS = ("grouped_gemm_scaled", "grouped_gemm_scaled_wgrad")
+
+
 def without_it() -> list:
-    """Formats and chips that lack them, slow but for one of each kind: scales in bfloat16, of groups, and of sums."""
-    fast = [pytest.param(form, "sm_80") for form in ("mxfp8", "nvfp4", "fp8_block")]
-    more = [("mxfp4", "sm_80"), ("fp8_tensor", "sm_80"), ("mxfp8", "sm_90"), ("nvfp4", "sm_90"), ("mxfp4", "sm_100")]
-    return [*fast, *(pytest.param(*both, marks=pytest.mark.slow) for both in more)]
+    """Ops, formats and chips without; slow but for one of each kind: scales in bfloat16, of groups, and of sums."""
+    fast = {(form, "sm_80") for form in ("mxfp8", "nvfp4", "fp8_block")}
+    having = {form: OPERANDS[form].archs if form in OPERANDS else () for form in FORMATS}
+    lacking = [(form, name) for form in FORMATS for name in ARCHS if name not in having[form]]
+    return [pytest.param(op, *both, marks=() if both in fast else pytest.mark.slow) for both in lacking for op in OPS]
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("op", ["grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"])
-@pytest.mark.parametrize(("form", "chip"), without_it())
-def test_products_of_sources_that_are_exact(form, chip, op):
+@pytest.mark.parametrize(("op", "format", "chip"), without_it())
+def test_products_of_sources_that_are_exact(op, format, chip):
     torch.manual_seed(0)
-    facts, offs = FORMATS[form], ends(SIZES)
+    facts, offs = FORMATS[format], ends(SIZES)
     options: dict[str, Any] = {
-        "format": form,
+        "format": format,
         "scale_layout": "blocked" if "blocked" in facts.layouts else "compact",
     }
     depth = 2 * (facts.block or 32)
-    x = tokens(form, depth)
+    x = tokens(format, depth)
     with emulator.emulate(chip, detect_races=False) as machine:
         a = tgl.group_quantize(x, offs, **options)
         if op == "grouped_gemm_scaled":
-            w = source(form, len(SIZES), N, depth) * torch.tensor([1, 2, 4]).view(-1, 1, 1).bfloat16()
+            w = source(format, len(SIZES), N, depth) * torch.tensor([1, 2, 4]).view(-1, 1, 1).bfloat16()
             b = tgl.group_quantize(w, None, **options, **({"block_2d": True} if facts.square_scales else {}))
             operands, amax = (a.data, a.scale, b.data, b.scale), (a.amax, b.amax)
             wanted = product(x, w.transpose(1, 2), SIZES)
         else:
-            dy = tokens(form, N)
+            dy = tokens(format, N)
             b = tgl.group_quantize(dy, offs, **options)
             operands = (a.columnwise_data, a.columnwise_scale, b.columnwise_data, b.columnwise_scale)
             amax = (a.columnwise_amax, b.columnwise_amax)
@@ -100,7 +104,7 @@ def test_products_of_sources_that_are_exact(form, chip, op):
         assert found.parts
         assert all(part.chosen.name.startswith("tgl kernel") for part in found.parts)  # or one between copies
         before = len(machine.launches)
-        with pytest.warns(UserWarning, match=f"{chip} has no kernel for GEMMs on {form}, which are emulated"):
+        with pytest.warns(UserWarning, match=f"{chip} has no kernel for GEMMs on {format}, which are emulated"):
             made = getattr(tgl, op)(*call, **options)
     assert machine.launches[before:]
     assert {launch.arch for launch in machine.launches} == {arch_of(chip).target}
