@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory
 
 from tgl import backends, doctor
 from tgl._doctor_calls import CALLS, NEED
@@ -12,6 +13,7 @@ from tgl.cutlass_kernels.archs import chips, serving
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.runtime import device
 from tgl.integrations import torch as drop_in
+from tgl.meta.expert_parallel import ENGINES, NEED_OF_PEERS
 from tgl.meta.formats import FORMATS
 
 CAPABILITIES = {name: (int(name[3:-1]), int(name[-1])) for name in ("sm_75", *chips())}
@@ -46,6 +48,38 @@ def test_on_a_cpu():
     assert {of for _, of in found} == {"bfloat16", "float32", "int32", "FP8 by rows", "not asked", *FORMATS}
     assert found["grouped_gemm", "bfloat16"] == "loop of mm"
     assert not any("no implementation" in text for text in found.values())
+
+
+def between_ranks():
+    """``(engine, what it would find)`` of the report."""
+    lines = doctor.report().split("\n  between ranks:\n")[1].split("\n\n")[0].splitlines()
+    return dict(line.strip().split(": ", 1) for line in lines)
+
+
+def test_engines_between_ranks_on_a_cpu(monkeypatch):
+    found = between_ranks()
+    assert list(found) == [*ENGINES, "all_to_all_vdev_2d, which is no engine"]
+    assert found["all_to_all"].startswith("all_to_all_single of ")
+    assert "gloo" in found["all_to_all"]
+    if not torch.cuda.is_available():
+        assert found["symmetric_memory"] == f"{NEED_OF_PEERS}, and there is none"
+    for there in (False, True):
+        monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda there=there: there)
+        said = between_ranks()["all_to_all_vdev_2d, which is no engine"]
+        assert said == f"torch finds {'' if there else 'no '}NVSHMEM"
+
+
+def test_devices_that_reach_each_other(gpu, monkeypatch):
+    gpu("sm_90")
+    assert between_ranks()["symmetric_memory"] == "one device, for a group of one rank"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
+    assert between_ranks()["symmetric_memory"] == "3 devices write to each other's memory"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) not in ((0, 2), (2, 1)))
+    assert (
+        between_ranks()["symmetric_memory"]
+        == f"{NEED_OF_PEERS}; torch has no access from cuda:0 to cuda:2, cuda:2 to cuda:1"
+    )
 
 
 def test_every_op_is_in_the_report():

@@ -17,6 +17,7 @@ from . import __version__, backends
 from ._doctor_calls import CALLS, NEED, Operands
 from .cutlass_kernels.archs import chips, serving
 from .cutlass_kernels.runtime import cache, device
+from .meta.expert_parallel import ALL_TO_ALL, NEED_OF_PEERS, SYMMETRIC_MEMORY, nvshmem
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "peft")
 
@@ -25,7 +26,8 @@ UNKNOWN = "a call in tgl/_doctor_calls.py", "arguments that its library knows"
 
 def report() -> str:
     """The lines of ``python -m tgl.doctor``."""
-    return "\n".join((*_installed(), *(line for where in _devices() for line in ("", *_served(where)))))
+    served = (line for where in _devices() for line in ("", *_served(where)))
+    return "\n".join((*_installed(), *_between_ranks(), *served))
 
 
 def _installed() -> Iterator[str]:
@@ -45,6 +47,31 @@ def _installed() -> Iterator[str]:
     kept = list(cache.directory().glob("*.o"))
     size = sum(path.stat().st_size for path in kept) / 2**20
     yield f"  kernels can be compiled; {len(kept)} ({size:.0f} MiB) are kept in {cache.directory()}"
+
+
+def _between_ranks() -> Iterator[str]:
+    """What each engine of expert parallelism would find here; a group may find less, see ``tgl.explain``."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        yield "  between ranks: nothing, torch is built without torch.distributed"
+        return
+    names = [name for name in ("nccl", "gloo", "mpi", "ucc") if getattr(distributed, f"is_{name}_available")()]
+    yield "  between ranks:"
+    yield f"    {ALL_TO_ALL}: all_to_all_single of {', '.join(names) or 'no backend'}"
+    yield f"    {SYMMETRIC_MEMORY}: {_reach()}"
+    yield f"    all_to_all_vdev_2d, which is no engine: {nvshmem()}"
+
+
+def _reach() -> str:
+    """Which devices of this host write to each other's memory, as far as torch says."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return f"{NEED_OF_PEERS}, and there is none"
+    pairs = ((i, j) for i in range(count) for j in range(count) if i != j)
+    apart = [f"cuda:{i} to cuda:{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if apart:
+        return f"{NEED_OF_PEERS}; torch has no access from {', '.join(apart)}"
+    return "one device, for a group of one rank" if count == 1 else f"{count} devices write to each other's memory"
 
 
 def _devices() -> Iterator[torch.device]:

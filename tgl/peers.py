@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .meta.expert_parallel import NEED_OF_PEERS
+
 Spec = tuple[int, int, torch.dtype]
 """Rows, columns and dtype of a part."""
 
@@ -180,7 +182,7 @@ def reason_against(group_name: str, device: torch.device, specs: Sequence[Spec])
     """Why an exchange of such parts, of tensors on this device, cannot use the memory of the group, or None."""
     peers = _groups.get(group_name)
     if peers is None:
-        return f"the group {group_name!r} has no symmetric memory"
+        return f"the group {group_name!r} has no symmetric memory, which a layer makes with its engine: {NEED_OF_PEERS}"
     if peers.memory.device != device:
         return f"the symmetric memory of the group is on {peers.memory.device}, the tensors are on {device}"
     needed, there = size(peers.ranks, specs), peers.memory.shape[0]

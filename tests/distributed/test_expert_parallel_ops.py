@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _symmetric_memory
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
+from tgl.meta.expert_parallel import ENGINES, NEED_OF_PEERS
 
 OPS = torch.ops.tgl
 EXPERTS, TOP_K, PAIR_ROWS, EXPERT_ROWS = 6, 2, 8, 24
@@ -271,10 +273,27 @@ def check_engines() -> None:
         layer(engine="nccl")
     with pytest.raises(ValueError, match="`engine` must be equal on all ranks of `group`, but got"):
         layer(engine=["all_to_all", "symmetric_memory"][me])
-    why = "it needs CUDA devices that write to each other's memory, and there is none"
+    why = f"{NEED_OF_PEERS}, and there is none"
     message = f"layer 7: `engine='symmetric_memory'` is not available: rank 0: {why}; rank 1: {why}"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         layer(engine="symmetric_memory")
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_explain_names_all_engines(monkeypatch, found):
+    """What serves, and why the others do not, where NVSHMEM is missing and where it is not."""
+    monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda: found)
+    places = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), 1
+    for op in ("ep_dispatch", "ep_combine"):
+        asked = {e: tgl.explain(op, torch.randn(4, 8), None, *places, group_name="0", engine=e) for e in ENGINES}
+        assert asked["all_to_all"].chosen.name == "all_to_all_single"
+        assert asked["symmetric_memory"].chosen is None
+        for engine, explanation in asked.items():
+            refused = {i.name: reason for i, reason in explanation.refused}
+            assert refused["symmetric memory"].endswith(f"{NEED_OF_PEERS}, but the tensors are on a CPU")
+            assert ("the call asks for engine=" in refused["symmetric memory"]) == (engine == "all_to_all")
+            assert refused["all_to_all_vdev_2d"].endswith(f"torch finds {'' if found else 'no '}NVSHMEM")
+            assert ("all_to_all_single" in refused) == (engine == "symmetric_memory")
 
 
 def layer(**changes: Any) -> ExpertParallelMLP:

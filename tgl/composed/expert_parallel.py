@@ -16,13 +16,24 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import backends
-from ..meta.expert_parallel import ALL_TO_ALL, as_words
+from ..meta.expert_parallel import ALL_TO_ALL, NEED_OF_PEERS, SYMMETRIC_MEMORY, as_words, nvshmem
 from ..meta.specs import TensorSpec
 
 
 def supports(*args: Any, engine: str, **options: Any) -> backends.Reason:
     """A call that asks for collectives."""
     return None if engine == ALL_TO_ALL else f"the call asks for engine={engine!r}"
+
+
+def why_no_symmetric_memory(*args: Any, engine: str, **options: Any) -> backends.Reason:
+    """Of tensors on a CPU, for a report."""
+    asked = "" if engine == SYMMETRIC_MEMORY else f"the call asks for engine={engine!r}, and "
+    return f"{asked}{NEED_OF_PEERS}, but the tensors are on a CPU"
+
+
+def why_not_by_device_counts(*args: Any, **options: Any) -> backends.Reason:
+    """Of torch's op that reads numbers of rows on the device, for a report."""
+    return f"no `engine` is it, as it sends a row for every choice of a token; {nvshmem()}"
 
 
 def _group(op: str, name: str) -> dist.ProcessGroup:

@@ -40,6 +40,14 @@ for _device in ("cpu", "cuda"):
         ("ep_combine", expert_parallel.combine),
     ):
         add(Implementation(_op, "all_to_all_single", _device, _run, expert_parallel.supports, note=_COLLECTIVES))
+    # What serves no call is there for ``explain``, which says why.
+    if _device == "cpu":
+        for _op in ("ep_route", "ep_dispatch", "ep_combine"):
+            _why = expert_parallel.why_no_symmetric_memory
+            add(Implementation(_op, "symmetric memory", _device, None, _why, priority=-1))
+    for _op in ("ep_dispatch", "ep_combine"):
+        _why = expert_parallel.why_not_by_device_counts
+        add(Implementation(_op, "all_to_all_vdev_2d", _device, None, _why, priority=-2))
     for _op, (_produce, _outputs) in _EXPERTS.items():
         add(
             Implementation(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .. import backends, peers
-from ..meta.expert_parallel import SYMMETRIC_MEMORY
+from ..meta.expert_parallel import NEED_OF_PEERS, SYMMETRIC_MEMORY
 
 
 def reserve(group: dist.ProcessGroup, size: int, layer: str) -> None:
@@ -52,7 +52,7 @@ def _reason(group: dist.ProcessGroup) -> str | None:
     if group.size() > peers.MOST_RANKS:
         return f"it takes up to {peers.MOST_RANKS} ranks, got {group.size()}"
     if not torch.cuda.is_available():
-        return "it needs CUDA devices that write to each other's memory, and there is none"
+        return f"{NEED_OF_PEERS}, and there is none"
     return None
 
 

@@ -19,6 +19,9 @@ ALL_TO_ALL, SYMMETRIC_MEMORY = "all_to_all", "symmetric_memory"
 ENGINES = (ALL_TO_ALL, SYMMETRIC_MEMORY)
 """What moves rows between ranks: collectives of static sizes, or kernels that write to the memory of peers."""
 
+NEED_OF_PEERS = "it needs CUDA devices that write to each other's memory, as those of one NVLink domain do"
+"""Of symmetric memory, for those who have none."""
+
 PIECE = 16
 """Bytes; rows of bytes are of whole ones."""
 
@@ -31,6 +34,15 @@ def _at_least(op: str, argument: str, value: Dim, least: Dim, why: str) -> None:
 def check_engine(op: str, engine: str) -> None:
     """It is one of ``ENGINES``."""
     checks.require(engine in ENGINES, op, "engine", f"one of {', '.join(map(repr, ENGINES))}", repr(engine))
+
+
+def nvshmem() -> str:
+    """Whether torch could move rows by numbers on the device between hosts (``all_to_all_vdev_2d``), for a report."""
+    if not torch.distributed.is_available():
+        return "torch is built without torch.distributed"
+    from torch.distributed import _symmetric_memory
+
+    return "torch finds NVSHMEM" if _symmetric_memory.is_nvshmem_available() else "torch finds no NVSHMEM"
 
 
 def copies(top_k: Dim, group_size: int, invariant: bool) -> Dim:
