@@ -78,6 +78,7 @@ def define(
         factory: True for an op without tensor arguments, which serves every device itself.
         no_derivative: for an op without a formula: refuse inputs that require grad, and say this instead.
     """
+    # An out overload has no ``torch.Tag.out``: see compile_tests/test_out_overloads.py.
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     packet, _, overload = name.partition(".")
