@@ -120,6 +120,7 @@ def build(key: RouteKey) -> Callable:
 
     from ..routing.route import Route
     from ..routing.route_few import RouteFew
+    from ..routing.route_one import RouteOne
     from ..runtime.compiling import compiled, strided, vector
     from ..runtime.elements import TYPES
 
@@ -129,7 +130,8 @@ def build(key: RouteKey) -> Callable:
         table = make_fake_compact_tensor(TYPES["int32"], shape, stride_order=(1, 0), assumed_align=4 * QUAD)
     places = vector("int32"), vector("int32"), vector("int32")
     arguments = strided(key.element, 2), places, vector("int32"), table, cutlass.Int32(1)
-    return compiled(key.arch, RouteFew(key.few) if key.few else Route(key.bits, key.alone), *arguments)
+    kernel = RouteFew(key.few) if key.few else RouteOne(key.bits) if key.alone else Route(key.bits)
+    return compiled(key.arch, kernel, *arguments)
 
 
 ROUTE = Route()

@@ -1,8 +1,8 @@
-"""Choices of a router sorted by expert: a stable counting sort in one launch or two, without order-dependent atomics.
+"""Choices of a router sorted by expert: a stable counting sort in two launches, without order-dependent atomics.
 
 The pairs (token, choice) are cut into equal chunks, one per block. The first kernel counts the experts of every chunk
 into a table. In the second, a block finds the rows of its chunk: those of an expert begin where the experts before it
-end, behind the expert's pairs in the chunks before. Few pairs are one chunk, which needs no table and no first kernel.
+end, behind the expert's pairs in the chunks before. Few pairs are one chunk, and ``route_one``'s.
 
 A warp ranks 32 neighbouring pairs at a time. One ballot per bit of the expert's number tells each lane which lanes have
 its expert, so that its rank is the number of those below it, behind what the warp has counted of that expert so far.
@@ -48,17 +48,95 @@ def expert_of(chosen: Any, exists: cutlass.Boolean, groups: Int32) -> Int32:
     return found
 
 
-class Route:
-    """Rows of pairs, and pairs of rows.
+class Ranking:
+    """A warp's pairs and their ranks.
 
     Args:
         bits: of the number of experts: all numbers up to it have as many.
-        alone: whether one block sorts all pairs, at most ``TILE``.
+        rounds: of 32 pairs that a warp ranks, at most.
     """
 
-    def __init__(self, bits: int, alone: bool):
-        self.bits, self.alone = bits, alone
+    def __init__(self, bits: int, rounds: int):
+        self.bits, self.rounds = bits, rounds
         self.experts = min(max(1 << bits, QUAD), MOST_EXPERTS)  # at most, in whole quads
+
+    @cute.jit
+    def load(self, top_k_index: cute.Tensor, pair: Int32, step: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+        """What ``pair`` and every ``step``-th from there on chose, and the tokens, ``rounds`` of them, at once.
+
+        Pairs behind the last one get what another chose. Tokens are counted up, as a division takes 20 instructions.
+        """
+        top_k, last = Int32(top_k_index.shape[1]), Int32(top_k_index.shape[0]) - 1
+        chosen = cute.make_rmem_tensor(self.rounds, top_k_index.element_type)
+        tokens = cute.make_rmem_tensor(self.rounds, Int32)
+        down = Int32(step) // top_k
+        across = step - down * top_k
+        row = pair // top_k
+        column = pair - row * top_k
+        for i in cutlass.range_constexpr(self.rounds):
+            chosen[i] = top_k_index[cutlass.min(row, last), column]
+            tokens[i] = row
+            row, column = row + down, column + across
+            if column >= top_k:
+                row, column = row + 1, column - top_k
+        return chosen, tokens
+
+    @cute.jit
+    def rank(self, counts: cute.Tensor, experts: cute.Tensor, ranks: cute.Tensor, rounds: Int32, groups: Int32):
+        """Ranks of a warp's pairs among those of their experts, and into ``counts`` how many each expert has."""
+        lane = cute.arch.lane_idx()
+        below = (Int32(1) << lane) - 1
+        for group in cutlass.range(lane, groups, LANES, unroll=1):
+            counts[group] = counts.element_type(0)
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(self.rounds):
+            ranks[i] = Int32(0)
+            if i < rounds:
+                alike = Int32(-1)
+                for j in cutlass.range_constexpr(self.bits):
+                    bit = (experts[i] >> j) & 1
+                    alike &= cute.arch.vote_ballot_sync(bit != 0) ^ (bit - 1)
+                before = cute.arch.popc(alike & below)
+                counted = Int32(0)
+                if experts[i] < groups:
+                    counted = counts[experts[i]].to(Int32)
+                cute.arch.sync_warp()
+                if experts[i] < groups and before == 0:
+                    counts[experts[i]] = (counted + cute.arch.popc(alike)).to(counts.element_type)
+                cute.arch.sync_warp()
+                ranks[i] = counted + before
+
+    @cute.jit
+    def sum_up(self, own: Int32, end: Int32, totals: cute.Tensor) -> tuple[Int32, Int32]:
+        """``end`` and what threads up to this one have together, and ``end`` and what all have; all threads call it.
+
+        Args:
+            totals: as many as there are warps, written.
+        """
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        value = own
+        for i in cutlass.range_constexpr(5):
+            left = cute.arch.shuffle_sync_up(value, 1 << i)
+            if lane >= (1 << i):
+                value += left
+        if lane == LANES - 1:
+            totals[warp] = value
+        cute.arch.sync_threads()
+        of_warp, of_earlier = Int32(0), Int32(0)
+        if lane < cute.size(totals):
+            of_warp = totals[lane]
+        if lane < warp:
+            of_earlier = of_warp
+        value += end + cute.arch.warp_redux_sync(of_earlier, "add")
+        return value, end + cute.arch.warp_redux_sync(of_warp, "add")
+
+
+class Route(Ranking):
+    """Rows of pairs, and pairs of rows."""
+
+    def __init__(self, bits: int):
+        super().__init__(bits, ROUNDS)
 
     @cute.jit
     def __call__(
@@ -66,7 +144,7 @@ class Route:
         top_k_index: cute.Tensor,
         places: tuple,
         offs: cute.Tensor,
-        table: Any,
+        table: cute.Tensor,
         overlap: Int32,
         stream,
     ):
@@ -77,21 +155,16 @@ class Route:
             places: what is written: the pairs of rows, int32 ``[T]``, any number of rows; the rows of pairs, int32
                 ``[S k]``; and the tokens of rows, int32 ``[T]``.
             offs: int32 ``[G]``; ``0 < G <= 1024``.
-            table: int32 ``[blocks, G rounded up to 4]``, a workspace; None for one block alone.
-            overlap: whether the kernel of one block alone overlaps the launch in front, see ``overlap``.
+            table: int32 ``[blocks, G rounded up to 4]``, a workspace.
+            overlap: of kernels for fewer pairs.
             stream: CUDA stream.
         """
-        blocks = 1
-        if cutlass.const_expr(not self.alone):
-            blocks = table.shape[0]
-            self.count(top_k_index, Int32(cute.size(offs)), table).launch(
-                grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
-            )
+        blocks = table.shape[0]
+        self.count(top_k_index, Int32(cute.size(offs)), table).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
         self.sort(top_k_index, *places, offs, table).launch(
-            grid=(blocks, 1, 1),
-            block=(THREADS, 1, 1),
-            stream=stream,
-            use_pdl=instructions.attribute(overlap) if self.alone else instructions.overlaps(),
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=instructions.overlaps()
         )
 
     @cute.kernel
@@ -124,11 +197,9 @@ class Route:
         position: cute.Tensor,
         token: cute.Tensor,
         offs: cute.Tensor,
-        table: Any,
+        table: cute.Tensor,
     ):
         """The rows of a chunk's pairs, and a share of the rows that belong to no expert."""
-        if cutlass.const_expr(self.alone):
-            instructions.follow()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -138,9 +209,7 @@ class Route:
         counts = smem.allocate_tensor(Int32, cute.make_layout((self.experts, WARPS)), byte_alignment=16)
         bases = smem.allocate_tensor(Int32, cute.make_layout(self.experts), byte_alignment=16)
         totals = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), byte_alignment=16)
-        sums: Any = None
-        if cutlass.const_expr(not self.alone):
-            sums = smem.allocate_tensor(Int32, cute.make_layout((QUAD * THREADS, 2)), byte_alignment=16)
+        sums = smem.allocate_tensor(Int32, cute.make_layout((QUAD * THREADS, 2)), byte_alignment=16)
         begin, end = self.chunk(top_k_index, block)
         experts, ranks = cute.make_rmem_tensor(ROUNDS, Int32), cute.make_rmem_tensor(ROUNDS, Int32)
         routed = Int32(0)
@@ -153,11 +222,10 @@ class Route:
             self.rank(counts[None, warp], experts, ranks, rounds, groups)
             cute.arch.sync_threads()
             if base == begin:
-                if cutlass.const_expr(not self.alone):
-                    instructions.wait()
-                    self.add_chunks(table, sums)
-                    cute.arch.sync_threads()
-                routed = self.scan(counts, sums, bases, totals, offs, rows)
+                instructions.wait()
+                self.add_chunks(table, sums)
+                cute.arch.sync_threads()
+                routed = self.scan(sums, bases, totals, offs, rows)
             for group in cutlass.range(thread, groups, THREADS, unroll=1):
                 row = bases[group]
                 for other in cutlass.range_constexpr(WARPS):
@@ -193,52 +261,6 @@ class Route:
         return begin, cutlass.min(begin + size, pairs)
 
     @cute.jit
-    def load(self, top_k_index: cute.Tensor, pair: Int32, step: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-        """What ``pair`` and every ``step``-th from there on chose, and the tokens, ``ROUNDS`` of them, at once.
-
-        Pairs behind the last one get what another chose. Tokens are counted up, as a division takes 20 instructions.
-        """
-        top_k, last = Int32(top_k_index.shape[1]), Int32(top_k_index.shape[0]) - 1
-        chosen = cute.make_rmem_tensor(ROUNDS, top_k_index.element_type)
-        tokens = cute.make_rmem_tensor(ROUNDS, Int32)
-        down = Int32(step) // top_k
-        across = step - down * top_k
-        row = pair // top_k
-        column = pair - row * top_k
-        for i in cutlass.range_constexpr(ROUNDS):
-            chosen[i] = top_k_index[cutlass.min(row, last), column]
-            tokens[i] = row
-            row, column = row + down, column + across
-            if column >= top_k:
-                row, column = row + 1, column - top_k
-        return chosen, tokens
-
-    @cute.jit
-    def rank(self, counts: cute.Tensor, experts: cute.Tensor, ranks: cute.Tensor, rounds: Int32, groups: Int32):
-        """Ranks of a warp's pairs among those of their experts, and into ``counts`` how many each expert has."""
-        lane = cute.arch.lane_idx()
-        below = (Int32(1) << lane) - 1
-        for group in cutlass.range(lane, groups, LANES, unroll=1):
-            counts[group] = Int32(0)
-        cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(ROUNDS):
-            ranks[i] = Int32(0)
-            if i < rounds:
-                alike = Int32(-1)
-                for j in cutlass.range_constexpr(self.bits):
-                    bit = (experts[i] >> j) & 1
-                    alike &= cute.arch.vote_ballot_sync(bit != 0) ^ (bit - 1)
-                before = cute.arch.popc(alike & below)
-                counted = Int32(0)
-                if experts[i] < groups:
-                    counted = counts[experts[i]]
-                cute.arch.sync_warp()
-                if experts[i] < groups and before == 0:
-                    counts[experts[i]] = counted + cute.arch.popc(alike)
-                cute.arch.sync_warp()
-                ranks[i] = counted + before
-
-    @cute.jit
     def add_chunks(self, table: cute.Tensor, sums: cute.Tensor):
         """Into ``sums``: what the chunks before this one have of every expert, and all chunks, in parts."""
         thread, _, _ = cute.arch.thread_idx()
@@ -271,15 +293,7 @@ class Route:
                 sums[thread * QUAD + j, 1] = everything[j]
 
     @cute.jit
-    def scan(
-        self,
-        counts: cute.Tensor,
-        sums: Any,
-        bases: cute.Tensor,
-        totals: cute.Tensor,
-        offs: cute.Tensor,
-        rows: Int32,
-    ) -> Int32:
+    def scan(self, sums: cute.Tensor, bases: cute.Tensor, totals: cute.Tensor, offs: cute.Tensor, rows: Int32) -> Int32:
         """Into ``bases``: the first row of every expert in this chunk; by block 0 the ends. Returns the last end.
 
         An end is at most ``rows``; what goes into ``bases`` and comes back is not cut off.
@@ -287,38 +301,17 @@ class Route:
         groups = Int32(cute.size(offs))
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         end = Int32(0)
         for first in cutlass.range(0, groups, THREADS, unroll=1):
             group = first + thread
             before, own = Int32(0), Int32(0)
             if group < groups:
-                if cutlass.const_expr(self.alone):
-                    for other in cutlass.range_constexpr(WARPS):
-                        own += counts[group, other]
-                else:
-                    quads = cute.ceil_div(groups, QUAD)
-                    for part in cutlass.range(THREADS // quads, unroll=1):
-                        before += sums[part * quads * QUAD + group, 0]
-                        own += sums[part * quads * QUAD + group, 1]
-            value = own
-            for i in cutlass.range_constexpr(5):
-                left = cute.arch.shuffle_sync_up(value, 1 << i)
-                if lane >= (1 << i):
-                    value += left
+                quads = cute.ceil_div(groups, QUAD)
+                for part in cutlass.range(THREADS // quads, unroll=1):
+                    before += sums[part * quads * QUAD + group, 0]
+                    own += sums[part * quads * QUAD + group, 1]
             # Two sets of totals in turn: a warp may be a round ahead of one that still reads, never two.
-            turn = (first // THREADS) % 2
-            if lane == LANES - 1:
-                totals[warp, turn] = value
-            cute.arch.sync_threads()
-            of_warp, of_earlier = Int32(0), Int32(0)
-            if lane < WARPS:
-                of_warp = totals[lane, turn]
-            if lane < warp:
-                of_earlier = of_warp
-            value += end + cute.arch.warp_redux_sync(of_earlier, "add")
-            end += cute.arch.warp_redux_sync(of_warp, "add")
+            value, end = self.sum_up(own, end, totals[None, (first // THREADS) % 2])
             if group < groups:
                 bases[group] = value - own + before
                 if block == 0:
