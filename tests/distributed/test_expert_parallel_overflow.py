@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,10 +39,10 @@ def check_overflow(what: str, invariant: bool, weighted: bool) -> None:
     layer = problem.layer(invariant=invariant, name="layer 7", **options)
     if invariant and what == "pairs":
         said = ("18 rows of a pair of ranks", layer.pair_rows, said[2])
-    assert layer.found_inf.tolist() == [0.0]
+    assert layer.found_inf.tolist() == 0.0
     results = problem.results(layer if weighted else Unweighted(layer), problem.tokens)
     assert all_nan({name: t for name, t in results.items() if t is not None})
-    assert layer.found_inf.tolist() == [1.0]
+    assert layer.found_inf.tolist() == 1.0
     assert layer.found_inf.dtype == torch.float32
     other = copy.deepcopy(layer)
     for call in (layer.check, lambda: other(problem.x[:0], problem.index[:0], problem.weights[:0])):
@@ -104,13 +106,46 @@ def check_overflow_of_another_rank() -> None:
     results = problem.results(layer, problem.tokens)
     assert all_nan(results)
     layer.clear()
-    assert layer.found_inf.tolist() == [0.0]
+    assert layer.found_inf.tolist() == 0.0
     layer.check()
 
 
 def test_overflow_of_another_rank(ranks, four_ranks):
     ranks(check_overflow_of_another_rank)
     four_ranks(check_overflow_of_another_rank)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, fused=True),
+    "Adam, amsgrad": functools.partial(torch.optim.Adam, fused=True, amsgrad=True, weight_decay=0.1),
+    "SGD": functools.partial(torch.optim.SGD, fused=True, momentum=0.9),
+}
+
+
+def check_skipped_step(name: str) -> None:
+    """By an optimizer that reads the flag on the device, as in a captured loop."""
+    problem = Problem("full", torch.float32)
+    layers = [problem.layer(capacity_factor=1.5) for _ in range(2)]
+    batches = [chosen(case, len(problem.x)) for case in ("empty experts", "one expert takes all", "even")]
+    for layer, steps in zip(layers, (batches, [batches[0], batches[2]])):
+        optimizer = OPTIMIZERS[name](layer.parameters(), lr=0.1)
+        for problem.index in steps:
+            rows, before = problem.tokens, [p.detach().clone() for p in layer.parameters()]
+            optimizer.zero_grad()
+            layer(problem.x[rows], problem.index[rows], problem.weights[rows]).square().sum().backward()
+            optimizer.grad_scale, optimizer.found_inf = None, layer.found_inf  # type: ignore[attr-defined]
+            optimizer.step()
+            layer.clear()
+            taken = [not torch.equal(p, was) for p, was in zip(layer.parameters(), before)]
+            assert any(taken) == (problem.index is not batches[1])
+            assert all(p.grad.isnan().all() for p in layer.parameters()) == (problem.index is batches[1])
+    for skipped, never in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(skipped, never)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_skips_a_step_by_the_flag(ranks, name):
+    ranks(check_skipped_step, name)
 
 
 def check_default_room() -> None:

@@ -118,6 +118,44 @@ def test_a_step_that_does_not_fit(layers):
         layer.check()
 
 
+def test_a_captured_loop_skips_a_step_that_does_not_fit(layers):
+    """By the flag that the optimizer reads on the device; steps behind it are taken."""
+    layer = ExpertParallelMLP(
+        EXPERTS, HIDDEN, INNER, group=dist.group.WORLD, engine="symmetric_memory", max_tokens=MOST, top_k=TOP_K,
+        capacity_factor=0.5, params_dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    optimizer: Any = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True, capturable=True)
+    x, index, weights, dy = problem(0, MOST)
+    full, fitting = index.clone(), index.clone()
+    fitting[MOST // 3 :] = -1
+
+    def loop() -> None:
+        optimizer.zero_grad()
+        layer(x, index, weights).backward(dy)
+        optimizer.grad_scale, optimizer.found_inf = None, layer.found_inf
+        optimizer.step()
+        layer.clear()
+
+    index.copy_(fitting)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loop()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loop()
+    parameters = list(layer.parameters())
+    for choices, taken in ((fitting, True), (full, False), (fitting, True), (full, False)):
+        before = [p.detach().clone() for p in parameters]
+        index.copy_(choices)
+        graph.replay()
+        assert all(torch.equal(p, was) != taken for p, was in zip(parameters, before, strict=True))
+        assert not any(p.isnan().any() for p in parameters)
+    layer.check()
+
+
 STAYS_AWAY = """
 import torch
 from tests.ranks_on_one_device import world

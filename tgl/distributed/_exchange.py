@@ -201,8 +201,8 @@ class Exchange:
 
     @property
     def found_inf(self) -> Tensor:
-        """float32 ``[1]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0."""
-        return self._full(self.needed.most).float().view(1)
+        """float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0."""
+        return self._full(self.needed.most).float()
 
     def clear(self) -> None:
         """Forget what calls have needed, on the device; for a loop that skips the steps which ``found_inf`` tells."""

@@ -234,7 +234,10 @@ class ExpertParallelMLP(MoE):
 
     @property
     def found_inf(self) -> Tensor:
-        """float32 ``[1]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0."""
+        """float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0.
+
+        As torch's fused optimizers read ``optimizer.found_inf``: they take no step where it is 1.
+        """
         return self.exchange.found_inf
 
     def clear(self) -> None:
