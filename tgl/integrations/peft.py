@@ -150,5 +150,5 @@ def _check_implementation(experts: nn.Module, where: str) -> None:
         name = experts.config._experts_implementation  # type: ignore[union-attr]
         fail(
             f"`experts_implementation` must be the one of tgl.integrations.transformers for adapters{where}, but is "
-            f"{name!r}: call model.set_experts_implementation"
+            f"{name!r}: call tgl.integrations.transformers.register() and model.set_experts_implementation('tgl')"
         )
