@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import subprocess
 import sys
@@ -201,6 +202,22 @@ def test_a_model_compiles_whole(fresh_compiler: None) -> None:
     ours = attached(theirs)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(results(ours, compiled), results(theirs))
+
+
+def test_a_forward_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo of PyTorch 2.11 traces no import from transformers, whose packages load their modules late."""
+    ours, found = attached(adapted("gpt_oss")), []
+    original = builtins.__import__
+
+    def imports(name: str, context: Any = None, *rest: Any) -> Any:
+        by = (context or {}).get("__name__", "")
+        if by.startswith("tgl.") and name.startswith(("transformers", "peft")):
+            found.append((by, name))
+        return original(name, context, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", imports)
+    ours(TOKENS)
+    assert not found
 
 
 def test_checkpointing() -> None:

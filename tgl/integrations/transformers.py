@@ -35,6 +35,7 @@ from ._transformers_gates import activation
 NAME = "tgl"
 
 OLDEST = (5, 7)  # the first whose models take a registered implementation
+_functions: Any = {}  # transformers' experts implementations by name, once one of them is tgl's
 _NEEDS = (
     "tgl.integrations.transformers needs transformers 5.7 or later; install it with "
     "`pip install torch-grouped-linear[transformers]`"
@@ -50,12 +51,14 @@ def register(name: str = NAME) -> None:
     Raises:
         ImportError: transformers is not installed, or older than 5.7, whose models take no registered implementation.
     """
+    global _functions
     experts_module = _experts_module()
     import transformers
 
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(_NEEDS + f", but {transformers.__version__} is installed")
     experts_module.ExpertsInterface.register(name, experts_forward)
+    _functions = experts_module.ALL_EXPERTS_FUNCTIONS
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 
     from . import _transformers_mxfp4
@@ -137,11 +140,14 @@ def experts_forward(
 
 
 def serves(experts: nn.Module) -> bool:
-    """Whether the model of a transformers experts module has it run by tgl, with its low-rank updates."""
+    """Whether the model of a transformers experts module has it run by tgl, with its low-rank updates.
+
+    Nothing is imported, since Dynamo of PyTorch 2.11 traces no import from a package that loads its modules late.
+    """
     if isinstance(experts, PackedExperts):
         return True
     name = experts.config._experts_implementation  # type: ignore[union-attr]
-    return _experts_module().ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
+    return _functions.get(name) is experts_forward
 
 
 def _linear(
