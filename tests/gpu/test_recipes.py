@@ -5,6 +5,8 @@ import torch
 
 import tgl
 from tgl import recipes
+from tgl.nn import _places
+from tgl.nn._scaled_gemms import ScaledGemms
 
 pytestmark = pytest.mark.gpu
 
@@ -82,3 +84,34 @@ def test_one_graph_serves_every_routing(recipe):
         replayed = [t.clone() for t in captured]
         for a, b in zip(replayed, step(mlp, x, m_splits, probs, dy)):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_tokens_quantised_once_have_the_bits_of_rows_quantised_by_an_index(compiled, monkeypatch):
+    """With choices of no expert, whose rows are the tail, and NaN in a token that has none."""
+    torch.manual_seed(0)
+    tokens, top_k = 1024, _places.CHOICES
+    hidden = _places.ELEMENTS // tokens
+    block = tgl.MoE(GROUPS, hidden, INNER, params_dtype=torch.bfloat16, recipe=recipes.Float8BlockScaling()).cuda()
+    x, dy = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
+    chosen = torch.randint(-1, GROUPS + 1, (tokens, top_k), device="cuda")
+    chosen[7] = -1
+    x[7] = float("nan")
+    weights = torch.rand(tokens, top_k, device="cuda")
+    made, ours = [], ScaledGemms.input_of_tokens
+    monkeypatch.setattr(ScaledGemms, "input_of_tokens", lambda *args: made.append(args) or ours(*args))
+    results = []
+    for least in (_places.CHOICES, top_k + 1):
+        monkeypatch.setattr(_places, "CHOICES", least)
+        torch.compiler.reset()
+        run = torch.compile(block, fullgraph=True) if compiled else block
+        given = x.detach().requires_grad_()
+        y = run(given, chosen, weights)
+        y.backward(dy)
+        results.append([y.detach(), given.grad, *(p.grad.clone() for p in block.parameters())])
+        block.zero_grad()
+        assert bool(made) == (least == top_k)
+        made.clear()
+    for once, by_rows in zip(*results, strict=True):
+        assert torch.equal(once, by_rows)
+        assert once.isfinite().all()

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import tgl
+from tests.memory import same_bytes
 from tests.nn.seen import Ops, same
 from tests.peak_memory import peak_memory
 from tgl import recipes
+from tgl.nn import _places
+from tgl.nn._places import Places
+from tgl.nn._scaled_gemms import ScaledGemms
 
 G, H, I, S = 5, 32, 48, 9
 CHOSEN = {  # expert 1 has no token; token 4 has no expert
@@ -95,6 +99,62 @@ def test_bits_of_the_pieces(recipe, option):
         ours = steps(lambda x, w, c=chosen: one(x, c, w), one, top_k=top_k)
         assert same(ours, steps(lambda x, w, c=chosen: by_pieces(other, x, c, w), other, top_k=top_k))
         assert all(t.isfinite().all() for t in ours)
+
+
+# --- tokens that are quantised once, as on a GPU ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def once(monkeypatch):
+    """Counts how often a block quantises tokens before they are copied to rows."""
+    made, ours = [], ScaledGemms.input_of_tokens
+    monkeypatch.setattr(Places, "_quantises_once", lambda self, x, gemms: gemms.copies_codes)
+    monkeypatch.setattr(ScaledGemms, "input_of_tokens", lambda *args: made.append(args) or ours(*args))
+    return made
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_tokens_quantised_once_have_the_bits_of_rows(option, once):
+    one, other = make("block", option), make("block", option)
+    for top_k, chosen in CHOSEN.items():
+        ours = steps(lambda x, w, c=chosen: one(x, c, w), one, top_k=top_k)
+        assert same(ours, steps(lambda x, w, c=chosen: by_pieces(other, x, c, w), other, top_k=top_k))
+    assert len(once) == 2 * len(CHOSEN)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "current", "delayed"])
+def test_tokens_of_other_formats_are_quantised_by_rows(recipe, once):
+    """Their scales belong to a group, or lie as no copy of rows puts them."""
+    block = make(recipe)
+    steps(lambda x, w: block(x, CHOSEN[2], w), block)
+    assert not once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_the_gemms_read_of_tokens_quantised_once(dtype):
+    """The bytes and strides of rows that are quantised by an index; NaN of a token reaches its own rows alone."""
+    routing, x = tgl.route(CHOSEN[3], G), torch.randn(S, 160).to(dtype)
+    x[UNROUTED] = x[0, 0] = torch.nan
+    layer = tgl.GroupedLinear(G, 160, I, recipe=RECIPES["block"], params_dtype=dtype)
+    gemms, places = layer.gemms, Places.of(routing)
+    found = gemms.input_of_tokens(x, routing.token, places.dispatched).fprop
+    wanted = gemms.input(x, routing.offs, routing.token, fprop=True, wgrad=False).fprop
+    end = int(routing.offs[-1])
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        assert same_bytes(ours[:end], theirs[:end])
+
+
+@pytest.mark.parametrize("change", [{"CHOICES": 5}, {"ELEMENTS": 1 << 30}, {}], ids=str)
+def test_which_tokens_are_quantised_once(change, monkeypatch):
+    """On a device other than a CPU, by choices and by elements."""
+    for name, value in {"CHOICES": 4, "ELEMENTS": S * H, **change}.items():
+        monkeypatch.setattr(_places, name, value)
+    x, none = torch.empty(S, H, device="meta"), torch.empty(0)
+    gemms = {recipe: make(recipe).fc1.gemms for recipe in RECIPES if recipe != "none"}
+    chosen = [recipe for recipe, of in gemms.items() if Places(none, none, 4)._quantises_once(x, of)]
+    assert chosen == ([] if change else ["block"])
+    assert not Places(none, none, 4)._quantises_once(torch.empty(S, H), gemms["block"])
 
 
 @pytest.mark.parametrize("option", ["original", "discrete", "main_grad", "delayed"])

@@ -61,6 +61,7 @@ class ScaledGemms(nn.Module):
     """
 
     fuses_activation = gathers = True
+    copies_codes = False  # of what was pickled without it
     rng_state: Tensor
     input_scale: Tensor
     kept_data: Tensor | None
@@ -82,6 +83,7 @@ class ScaledGemms(nn.Module):
         # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
         self.format, self.title = recipe.format, repr(recipe)
         self.fused_with_gemm = FORMATS[self.format].fused_with_gemm
+        self.copies_codes = FORMATS[self.format].scale_by_columns  # which belong to pieces of one row
         self.names: dict[str, Any] = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
         self.delayed = isinstance(recipe, DelayedScaling)
         self.num_gemms = num_gemms
@@ -136,6 +138,19 @@ class ScaledGemms(nn.Module):
         if fprop:
             self._remember("input", made)
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
+
+    def input_of_tokens(self, x: Tensor, token: Tensor, dispatched: Callable[[Tensor], Tensor]) -> Operands:
+        """``input`` of ``x[token]`` for fprop, if ``copies_codes``, by quantising every token of ``x [S, K]`` once.
+
+        Args:
+            x, token: S is at least 1; int32 ``[T]``, negative in the tail, where the GEMMs read nothing.
+            dispatched: the row of a ``[S, columns]`` for every row.
+        """
+        everything = x.new_full((1,), x.shape[0], dtype=torch.int32)
+        made = self.specs.input.quantize(x, everything, columnwise=False)
+        codes = dispatched(made.data.view(x.dtype)).view(made.data.dtype)
+        scale = made.scale.t().index_select(1, token.clamp(min=0)).t()
+        return Operands(fprop=(codes, scale))
 
     def activated_input(
         self,
