@@ -6,6 +6,10 @@ import torch
 import tgl
 from tests.activation_cases import CASES
 from tests.activation_cases import width as width_of
+from tgl import backends
+from tgl.cpu import activation
+from tgl.meta.specs import TensorSpec
+from tgl.ops.grouped_activation import Params
 from tgl.testing import ROUTINGS
 
 K, I = 24, 40
@@ -32,6 +36,24 @@ def test_the_same_bits_as_two_ops(options, dtype):
             da = tgl.grouped_gemm(dy, b, offs)
             apart = torch.ops.tgl.grouped_activation_backward(da, h, offs, given, **options)
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(fused, apart, strict=True))
+
+
+@pytest.mark.parametrize("elements", [1 << 20, 200], ids=["one step", "several"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_with_the_activation_again(options, dtype, elements, monkeypatch):
+    """As a backward asks for it that has kept ``h`` alone: the bits of the forward, zero in the tail."""
+    monkeypatch.setattr(activation, "_ELEMENTS", elements)
+    for routing in ROUTINGS.values():
+        dy, b, h, offs, probs = inputs(routing, options["kind"], dtype)
+        for given in (probs, None):
+            dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, given, **options)
+            wanted = {"dh": dh, "dprobs": dprobs, "act": tgl.grouped_activation(h, offs, given, **options)}
+            made = {name: TensorSpec(tuple(t.shape), t.dtype, t.device) for name, t in wanted.items()}
+            found = backends.produce(
+                "grouped_gemm_dactivation", h.device, made, [dy, b, h, offs, given], params=Params(**options)
+            )
+            assert all(torch.equal(found[name], t) for name, t in wanted.items())
 
 
 def test_it_is_the_gradient_of_a_layer():

@@ -33,14 +33,15 @@ _threshold_backward_out = torch.ops.aten.threshold_backward.grad_input
 class _Steps:
     """Cuts ``most`` rows into steps and lends buffers of one step's size, in the accumulator's dtype.
 
-    ``x`` is what goes into the activation, ``width`` the number of columns that come out of it.
+    ``x`` is what goes into the activation, ``width`` the number of columns that come out of it, and ``backward`` how
+    many buffers of these a backward needs for rows of fewer bits.
     """
 
-    def __init__(self, x: Tensor, width: int, most: int, params: Params, *, backward: bool = False) -> None:
+    def __init__(self, x: Tensor, width: int, most: int, params: Params, *, backward: int = 0) -> None:
         self.params, self.width, self.dtype = params, width, specs.accumulator(x.dtype)
         wide = x.dtype == self.dtype
         self.in_place = wide and not (backward and params.gated and params.interleaved)
-        columns = width if wide else x.shape[1] + 2 * width if backward else x.shape[1]
+        columns = width if wide else x.shape[1] + backward * width
         self.rows = max(1, min(most, _ELEMENTS // max(columns, 1)))
         self.scratch = Scratch()
 
@@ -235,16 +236,22 @@ def _gradients(
     w: Tensor,
     du: Tensor,
     dg: Tensor,
+    again: Tensor | None,
 ) -> None:
     """``dg = d A'(g) L(u)``, ``du = d A(g) L'(u)`` and ``dprobs``, of one step with a linear half.
 
     ``a`` and ``w`` are for what lies between. ``du`` may be ``a``, ``w`` may be ``d`` or ``dg``, ``dg`` may be ``g``.
-    Unless the step works in place, ``u`` is overwritten.
+    Unless the step works in place, ``u`` is overwritten. ``again = A(g) L(u)`` if it is given; it may be ``d`` where
+    ``du`` is not ``a`` and ``w`` is not ``d``.
     """
     value, z = gate.factors(steps, g, a)
     held = _linear(steps, linear, u)
+    if again is not None and again is not d:
+        torch.mul(value, held, out=again)
     torch.mul(d, value, out=du)
     torch.mul(d, held, out=w)
+    if again is d:
+        torch.mul(value, held, out=again)
     slope = linear.slope(steps.params, u)
     if dprobs is not None:
         torch.sum(torch.mul(du, held, out=a if steps.in_place else held), 1, out=dprobs)
@@ -257,35 +264,62 @@ def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
+    differentiate((dy, x, offs, probs), params, dx, dprobs, again=False)
+
+
+def differentiate(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None], params: Params, dx: Tensor, dprobs: Tensor, *, again: bool
+) -> None:
+    """``backward`` of these, and with ``again`` what ``forward`` makes of ``x``, which takes the place of ``dy``.
+
+    ``A(g)`` is a factor of both. Besides, memory that is in use already costs no page faults.
+    """
+    dy, x, offs, probs = operands
+    if again and params.gated and params.interleaved and x.dtype == specs.accumulator(x.dtype):
+        # The forward takes every second column where it lies, and aten's kernels have other bits there.
+        differentiate(operands, params, dx, dprobs, again=False)
+        return forward(x, offs, probs, params=params, out=dy)
     rows, activation = _routed_rows(x, offs), params.activation
     gate, linear = _gate(activation), activation.linear
-    steps, sums = _Steps(x, dy.shape[1], rows, params, backward=True), dprobs if probs is not None else None
+    steps, sums = _Steps(x, dy.shape[1], rows, params, backward=2 + again), dprobs if probs is not None else None
     columns = steps.cut(_column(probs), rows), steps.cut(sums, rows)
-    for part_x, d, part, p, dp in zip(steps.cut(x, rows), steps.cut(dy, rows), steps.cut(dx, rows), *columns):
-        a = steps.room("a", d.shape[0])
+    for part_x, place, part, p, dp in zip(steps.cut(x, rows), steps.cut(dy, rows), steps.cut(dx, rows), *columns):
+        d, a = place, steps.room("a", place.shape[0])
+        y: Tensor | None = None
         if steps.in_place:
             g, u = params.halves(part_x)
             dg, du = params.halves(part)
             if linear is None or u is None or du is None:
                 gate.gradients(steps, d, g, dp, a, dg)
+                y = gate.value(steps, g, place) if again else None
             else:
-                _gradients(steps, gate, linear, d, g, u, dp, a=a, w=dg, du=du, dg=dg)
+                y = place if again else None
+                _gradients(steps, gate, linear, d, g, u, dp, a=a, w=dg, du=du, dg=dg, again=y)
             if p is not None:
                 part.mul_(p)
-            continue
-        # Everything takes the place of what it is computed from, so that a step has more rows.
-        buffer, g, u = steps.widened(part_x)
-        d = steps.room("d", d.shape[0]).copy_(d)
-        if linear is None or u is None:
-            gate.gradients(steps, d, g, dp, a, g)
         else:
-            _gradients(steps, gate, linear, d, g, u, dp, a=a, w=d, du=a, dg=g)
-        if p is not None:
-            g.mul_(p)
-        if u is not None:
-            u.copy_(a) if p is None else torch.mul(a, p, out=u)
-        steps.narrowed(buffer, part)
+            # Everything takes the place of what it is computed from, so that a step has more rows.
+            buffer, g, u = steps.widened(part_x)
+            d = steps.room("d", d.shape[0]).copy_(d)
+            y = steps.room("y", d.shape[0]) if again else None
+            if linear is None or u is None:
+                y = None if y is None else gate.value(steps, g, y)
+                gate.gradients(steps, d, g, dp, a, g)
+            else:
+                _gradients(steps, gate, linear, d, g, u, dp, a=a, w=d, du=a, dg=g, again=y)
+            if p is not None:
+                g.mul_(p)
+            if u is not None:
+                u.copy_(a) if p is None else torch.mul(a, p, out=u)
+            steps.narrowed(buffer, part)
+        if y is not None:
+            if p is not None:
+                y.mul_(p)
+            if y is not place:
+                place.copy_(y)
     steps.scratch.keep()
     if rows < dx.shape[0]:
         dx[rows:].zero_()
         dprobs[rows:].zero_()
+        if again:
+            dy[rows:].zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
-from . import activation, gemm, low_rank_gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
+from . import activation, dactivation, gemm, low_rank_gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
 
 _GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
 _DECODED = "float32 products of decoded groups"
@@ -55,6 +55,17 @@ add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quan
 add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
 add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))
 add(Implementation("grouped_activation_backward", "steps of aten", "cpu", activation.backward))
+add(
+    Implementation(
+        "grouped_gemm_dactivation",
+        "grouped GEMM, then the activation's backward",
+        "cpu",
+        None,
+        produce=dactivation.produce,
+        note="one pass over the product",
+        rows=True,
+    )
+)
 add(Implementation("dispatch", "index_select", "cpu", permutation.dispatch, produce=permutation.produce_dispatch))
 add(Implementation("combine", "embedding_bag", "cpu", permutation.combine, produce=permutation.produce_combine))
 add(Implementation("combine_backward", "steps of aten", "cpu", permutation.combine_backward))
