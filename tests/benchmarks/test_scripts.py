@@ -20,6 +20,7 @@ NEEDS = {
     "blackwell_economy": "cutlass",
     "blackwell_economy_scaled": "cutlass",
     "blackwell_gather": "cutlass",
+    "blackwell_times": "cutlass",
     "warp_economy": "cutlass",
     "warp_economy_scaled": "cutlass",
     "expert_layer": "transformers",

@@ -22,8 +22,8 @@ def test_example(number, tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert re.fullmatch(r"\d+ warp instructions\n", done.stdout)
+    assert re.fullmatch(r"\d+ warp instructions\n|[\d.]+ cycles; [\d.]+ of the tensor cores\n\[.+\]\n", done.stdout)
 
 
 def test_both_kinds_of_kernels_are_shown():
-    assert ["cute.kernel" in code for code in EXAMPLES] == [False, True]
+    assert ["cute.kernel" in code for code in EXAMPLES] == [False, True, False]

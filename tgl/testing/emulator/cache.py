@@ -121,12 +121,12 @@ class Program:
         return f"PTX line {line}" + (f" ({source})" if source else "")
 
 
-def _translate(text: str, name: str) -> tuple[dict[str, Any], Any]:
+def _translate(text: str, name: str, clocked: bool) -> tuple[dict[str, Any], Any]:
     module = parse_module(text)
     if name not in module.kernels:
         raise EmulatorError(f"the PTX has no kernel {name!r}; it has {sorted(module.kernels)}")
     k = module.kernels[name]
-    g = Generator(k)
+    g = Generator(k, clocked)
     source = g.source()
     locations = {}
     for b in g.blocks:
@@ -141,17 +141,17 @@ def _translate(text: str, name: str) -> tuple[dict[str, Any], Any]:
     return facts, compile(source, f"<emulated {name[:60]}>", "exec")
 
 
-_programs: dict[tuple[str, str], Program] = {}
+_programs: dict[tuple[str, str, bool], Program] = {}
 
 
-def get_program(text: str, name: str) -> Program:
-    """The translation of kernel ``name`` of a PTX module."""
+def get_program(text: str, name: str, clocked: bool = False) -> Program:
+    """The translation of kernel ``name`` of a PTX module; ``clocked`` if its warps have clocks."""
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    p = _programs.get((key, name))
+    p = _programs.get((key, name, clocked))
     if p is not None:
         return p
     d = directory()
-    entry = hashlib.sha256(f"{key}\0{name}".encode()).hexdigest()[:32]
+    entry = hashlib.sha256(f"{key}\0{name}\0{clocked}".encode()).hexdigest()[:32]
     path = d / f"code-{fingerprint()}" / entry if d is not None else None
     if path is not None:
         try:
@@ -160,9 +160,9 @@ def get_program(text: str, name: str) -> Program:
         except (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError, pickle.UnpicklingError):
             p = None
     if p is None:
-        facts, code = _translate(text, name)
+        facts, code = _translate(text, name, clocked)
         p = Program(name, facts, code)
         if path is not None:
             _write(path, pickle.dumps((facts, marshal.dumps(code))))
-    _programs[key, name] = p
+    _programs[key, name, clocked] = p
     return p

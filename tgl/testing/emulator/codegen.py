@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from .clocked.schedule import refuse, schedule
 from .errors import UnsupportedError
 from .isa import WIDTH, destinations, lookup
 from .memory import SHARED_START
@@ -76,10 +77,13 @@ def definitions_and_uses(ins: Insn) -> tuple[list[str], list[str]]:
 
 
 class Generator:
-    """Translates one kernel; ``source()`` returns the text of ``def warp(w, m, cnt, frags)``."""
+    """Translates one kernel; ``source()`` returns the text of ``def warp(w, m, cnt, frags)``.
 
-    def __init__(self, k: Kernel):
-        self.k = k
+    With ``clocked`` its warps note what their instructions take, and give way before each event.
+    """
+
+    def __init__(self, k: Kernel, clocked: bool = False):
+        self.k, self.clocked = k, clocked
         self.blocks = build_blocks(k)
         self.names = {r: "v_" + re.sub(r"\W", "_", r) for r in k.regs}
         self.constants: dict[str, str] = {}
@@ -253,6 +257,8 @@ class Generator:
     # ---- code ----
     def _body(self, ins: Insn, part: bool) -> list[str]:
         entry = lookup(ins)
+        if self.clocked:
+            refuse(ins)
         lines = entry.emit(self, ins, part)
         if entry.line or any("ready(" in x for x in lines):
             return [f"w.line = {ins.line}", *lines]
@@ -295,8 +301,13 @@ class Generator:
         out = [f"{pad}cnt[{b.idx}] += 1"]
         last = b.insns[-1]
         end = last if last.parts[0] in _ENDS else None
-        for ins in b.insns[:-1] if end else b.insns:
+        spent = schedule(b.insns, definitions_and_uses) if self.clocked else {}
+        for i, ins in enumerate(b.insns[:-1] if end else b.insns):
+            if i in spent:
+                out.append(f"{pad}w.spend{spent[i]}; yield None")
             out += self._instruction(ins, part, pad)
+        if spent:
+            out.append(f"{pad}w.spend{spent[len(b.insns)]}")
         following = b.following
         if end is None:
             return [

@@ -3,6 +3,7 @@
 Copies and tensor-core instructions are queued as tasks. Copies complete in any order; the tensor-core instructions of
 one warp complete in the order of issue. With adversarial timing each launch draws how eagerly work completes, and some
 operations are held back until nothing else in the machine can move; with in-order timing a task runs when it is issued.
+The third timing is that of ``clocked``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,25 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-TIMINGS = ("adversarial", "in_order")
+TIMINGS = ("adversarial", "in_order", "clocked")
+
+
+class Copy(NamedTuple):
+    """What a copy moves, for a model of time: bytes of a CTA's shared memory, and of what (None: of its own)."""
+
+    cta: Any
+    size: int
+    source: Any = None
+
+
+class Product(NamedTuple):
+    """What an MMA multiplies: FLOPs of a ``kind`` as tcgen05 names them, and bytes of operands in shared memory."""
+
+    kind: str
+    flops: float
+    operands: float
 
 
 class Engine:
@@ -22,7 +39,7 @@ class Engine:
         if timing not in TIMINGS:
             raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
         self.random = rnd = random.Random(seed)
-        self.delays = timing == "adversarial"
+        self.delays = timing != "in_order"
         self.agent: Any = None  # on whose behalf memory is accessed right now
         self.progress = 0
         self.pending: list[tuple[Any, Callable[[], None]]] = []
@@ -32,7 +49,7 @@ class Engine:
         self.p_async = self.p_spurious = self.p_slow = 0.0
         self.slow_warps: set[int] = set()
         self.spin_limit = 500
-        if self.delays:
+        if timing == "adversarial":
             self.p_hold = {k: rnd.choice((0.0, 0.0, 0.1, 0.9)) for k in ("load", "store")}
             self.p_spurious = 0.2
             self.spin_limit = 100
@@ -40,8 +57,18 @@ class Engine:
             self.slow_warps = {i for i in range(64) if rnd.random() < 0.3}
             self.p_slow = rnd.choice((0.7, 0.97, 0.998))
 
-    def issue(self, queue: Any, agent: Any, fn: Callable[[], None], kind: str = "load") -> None:
-        """Start a task: in the in-order queue named, or unordered if it is None; ``agent`` performs its accesses."""
+    def issue(
+        self,
+        queue: Any,
+        agent: Any,
+        fn: Callable[[], None],
+        kind: str = "load",
+        work: Copy | Product | None = None,
+    ) -> None:
+        """Start a task: in the in-order queue named, or unordered if it is None; ``agent`` performs its accesses.
+
+        ``work`` is what keeps a unit busy: only a model of time asks.
+        """
         if not self.delays:
             self.agent = agent
             fn()

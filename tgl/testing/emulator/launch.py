@@ -22,7 +22,7 @@ from .warp import Warp
 
 MAX_CLUSTER = 16
 _STALLED_STEPS = 20_000
-_LIVELOCK_STEPS = 400_000
+LIVELOCK_STEPS = 400_000
 _PATIENT_STEPS, _NAP = 20, 0.001  # without progress, and seconds of each further one that other processes have
 
 
@@ -75,6 +75,8 @@ class Launch(Engine):
         rules: see ``Rules``.
     """
 
+    warp_type = Warp
+
     def __init__(
         self,
         program: Any,
@@ -109,7 +111,7 @@ class Launch(Engine):
         self.warnings: Counter[str] = Counter()
         self.opcodes: Counter[str] = Counter()
         self.time = 0
-        self.warps: list[Warp] = []
+        self.warps: list[Any] = []  # of ``warp_type``
         self.clusters: list[Cluster] = []
         self.started = 0
         self.todo: deque[tuple[int, int, int]] = deque()
@@ -202,7 +204,7 @@ class Launch(Engine):
         self.clusters.append(cl)
         for cta in cl.ctas:
             for i in range(cta.nwarps):
-                w = Warp(self, cta, i)
+                w = self.warp_type(self, cta, i)
                 w.gen = self.program.function(w, w.live, self.counts, w.frags)
                 self.warps.append(w)
                 cl.live += 1
@@ -212,6 +214,21 @@ class Launch(Engine):
         """Execute the grid."""
         n, c = self.nclusters, self.cluster
         self.todo.extend((x * c[0], y * c[1], z * c[2]) for z in range(n[2]) for y in range(n[1]) for x in range(n[0]))
+        self.stat["steps"] = self.schedule()
+        while self.run_one(True):
+            pass
+        if not self.waited:
+            raise SyncError(
+                f"kernel {self.program.name} may begin before the launch in front has ended, and no warp of it has "
+                "waited for that end (griddepcontrol.wait): the next launch would not see that one at work"
+            )
+        for count, histogram in zip(self.counts, self.program.histogram, strict=True):
+            if count:
+                for op, k in histogram.items():
+                    self.opcodes[op] += count * k
+
+    def schedule(self) -> int:
+        """Run all clusters; returns how many steps warps have taken."""
         rnd, warps, p_async, p_slow, slow = self.random, self.warps, self.p_async, self.p_slow, self.slow_warps
         stall = steps = last_progress = last_step = 0
         while self.todo or warps:
@@ -239,11 +256,8 @@ class Launch(Engine):
                     if self.todo:  # somebody may be spinning on memory that a cluster not yet resident will write
                         self.start_cluster()
                         last_step = steps
-                    elif steps - last_step > _LIVELOCK_STEPS:
-                        raise DeadlockError(
-                            f"livelock: no barrier or copy made progress for {_LIVELOCK_STEPS} steps\n"
-                            + self.describe()
-                        )
+                    elif steps - last_step > LIVELOCK_STEPS:
+                        raise self.livelock()
                 continue
             if self.run_one(True):
                 stall = 0
@@ -263,18 +277,12 @@ class Launch(Engine):
                     raise DeadlockError("deadlock: every warp is blocked\n" + self.describe())
                 self.start_cluster()
                 stall = 0
-        while self.run_one(True):
-            pass
-        if not self.waited:
-            raise SyncError(
-                f"kernel {self.program.name} may begin before the launch in front has ended, and no warp of it has "
-                "waited for that end (griddepcontrol.wait): the next launch would not see that one at work"
-            )
-        self.stat["steps"] = steps
-        for count, histogram in zip(self.counts, self.program.histogram, strict=True):
-            if count:
-                for op, k in histogram.items():
-                    self.opcodes[op] += count * k
+        return steps
+
+    def livelock(self) -> DeadlockError:
+        """What is raised when warps go on and on."""
+        text = f"livelock: no barrier or copy made progress for {LIVELOCK_STEPS} steps"
+        return DeadlockError(f"{text}\n{self.describe()}")
 
     def end_front(self) -> None:
         """The launch in front ends, as late as can be: nothing of this one goes on without its end."""

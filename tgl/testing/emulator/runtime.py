@@ -14,6 +14,7 @@ from typing import Any
 from . import cache
 from .arguments import adopted_span, as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
 from .chips import chip_of
+from .clocked import ClockedLaunch, Cycles, costs_of
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
@@ -32,7 +33,8 @@ class LaunchRecord:
     beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
     the translation refused and the launch did not reach, with their PTX line. ``overlaps`` is whether the launch may
     begin before the one in front has ended (programmatic stream serialisation), and ``early`` where a warp of it first
-    accessed global memory before it had waited for that end.
+    accessed global memory before it had waited for that end. ``cycles`` is what it took by the model of time, with
+    ``timing="clocked"``.
     """
 
     kernel: str
@@ -57,6 +59,7 @@ class LaunchRecord:
     steps: int = 0
     seconds: float = 0.0
     translate_seconds: float = 0.0
+    cycles: Cycles | None = None
 
     @property
     def warp_instructions(self) -> int:
@@ -91,6 +94,8 @@ class Emulation:
         if timing not in TIMINGS:
             raise ValueError(f"timing must be one of {TIMINGS}, got {timing!r}")
         self.chip, self.seed, self.timing = chip_of(arch), seed, timing
+        if timing == "clocked":
+            costs_of(self.chip.name)
         self.target = self.chip.target if arch == self.chip.name else arch
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
         self.strict_loads, self.strict_exits = strict_loads, strict_exits
@@ -218,7 +223,7 @@ class Emulation:
             ValueError: the number of arguments.
         """
         name = next(iter(parse_module(text).kernels))
-        program = cache.get_program(text, name)
+        program = cache.get_program(text, name, self.timing == "clocked")
         if len(args) != len(program.params):
             raise ValueError(f"kernel {name} has {len(program.params)} parameters, got {len(args)} arguments")
         params = bytearray(program.param_size)
@@ -237,7 +242,7 @@ class Emulation:
         if self.edit_ptx is not None:
             text = self.edit_ptx(text)
         t0 = time.perf_counter()
-        program = cache.get_program(text, name)
+        program = cache.get_program(text, name, self.timing == "clocked")
         translate = time.perf_counter() - t0
         params = bytearray(program.param_size)
         for i, (offset, size) in enumerate(program.params):
@@ -262,10 +267,11 @@ class Emulation:
                 f"kernel {program.name} was compiled for {program.target}; the emulated machine is {self.chip.name}"
             )
         t0 = time.perf_counter()
+        kind = ClockedLaunch if self.timing == "clocked" else Launch
         launch = None
         try:
             with single_threaded_blas(), no_garbage_collection():
-                launch = Launch(program, extent, params, self._spans(program, params), self.chip, self.rules)
+                launch = kind(program, extent, params, self._spans(program, params), self.chip, self.rules)
                 launch.run()
         except EmulatorError as e:
             text = re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), str(e))
@@ -292,6 +298,8 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
     record.early = None if launch.early is None else launch.program.location(launch.early)
     record.tensor_memory_columns = stat["tmem_columns"]
     record.steps = stat["steps"]
+    if isinstance(launch, ClockedLaunch):
+        record.cycles = launch.cycles()
     for text, n in launch.warnings.items():
         text = re.sub(r"\{line (\d+)\}", lambda m: launch.program.location(int(m.group(1))), text)
         record.warnings[text] = record.warnings.get(text, 0) + n
@@ -329,7 +337,8 @@ def emulate(
         arch: a chip of ``chips.CHIPS``, ``"sm_100"``, or a target of one, ``"sm_100f"``, which is then what kernels are
             compiled for that name no target themselves.
         seed: of everything that is random: completion of asynchronous work, order of warps, spurious time-outs.
-        timing: ``"adversarial"``, or ``"in_order"`` (asynchronous work completes when it is issued).
+        timing: ``"adversarial"``; ``"in_order"`` (asynchronous work completes when it is issued); or ``"clocked"``,
+            by a model of time of ``sm_90`` and ``sm_100``: records have ``cycles``.
         resident_clusters: clusters that run at a time; more start when all of them wait.
         detect_races: keep vector clocks and report unordered accesses (about twice the time).
         strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import tma
+from ..engine import Copy
 from ..errors import SyncError
 from ..maps import BLOCK
 from ..memory import ASYNC, GENERIC, NEVER, OFFSET_MASK, Cta
@@ -119,7 +120,7 @@ class BulkWarp(SyncWarp):
                 t.scatter(cta, offset, box)
                 bar.complete(tx_bytes, op.vc if op is not None else None)
 
-            launch.issue(None, op, land, "load")
+            launch.issue(None, op, land, "load", Copy(cta, nbytes, (tmap, *at)))
 
     def tma_store(self, dim: int, tmap: Any, coords: tuple, src: Any, red: str | None, m: np.ndarray) -> None:
         launch = self.launch
@@ -163,7 +164,7 @@ class BulkWarp(SyncWarp):
 
             launch.issue(None, op, write, "store")
 
-        launch.issue(None, op, read, "store")
+        launch.issue(None, op, read, "store", Copy(cta, t.nbytes * rows))
 
     def _store_operation(self, kind: str) -> Any:
         unit = self.unit("bulk store")
@@ -241,7 +242,7 @@ class BulkWarp(SyncWarp):
                     cta.write_chunks(np.arange(offset // 16, (offset + n) // 16), data)
                     bar.complete(n, op.vc if op is not None else None)
 
-                launch.issue(None, op, land, "load")
+                launch.issue(None, op, land, "load", Copy(cta, n, s))
 
     def bulk_s2g(self, dst: Any, src: Any, size: Any, red: Any, m: np.ndarray) -> None:
         """Bulk store; ``red(old bytes, new bytes) -> bytes`` reduces instead of overwriting."""
@@ -266,7 +267,7 @@ class BulkWarp(SyncWarp):
                 target[:] = data if red is None else red(target, data)
                 state.read = state.done = True
 
-            launch.issue(None, op, move, "store")
+            launch.issue(None, op, move, "store", Copy(cta, n))
 
     def bulk_s2s(self, dst: Any, src: Any, size: Any, mbar: Any, m: np.ndarray) -> None:
         launch = self.launch

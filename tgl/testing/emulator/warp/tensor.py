@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import mma
+from ..engine import Copy, Product
 from ..errors import RaceError, SyncError, UnsupportedError
 from ..memory import ASYNC, CELL_LANES, OFFSET_MASK, TMEM_COLUMNS, TMEM_LANES, Cta
 from ..registers import Accumulators, Group, Pending
@@ -15,6 +16,7 @@ from ..sync import Wait
 from .bulk import BulkWarp
 
 _instruction = functools.lru_cache(maxsize=1024)(mma.Tcgen05)
+_ROW = 32  # bytes of a row of an operand of an MMA
 _ALL_LANES = slice(0, TMEM_LANES // CELL_LANES)
 
 
@@ -162,14 +164,16 @@ class Warp(BulkWarp):
             self.fail("tcgen05.mma.cta_group::2 issued by the odd CTA of the pair", SyncError)
         op = _instruction(kind, idesc, g, scale_vec)
         launch = self.launch
-        launch.count_mma(2 * op.M * op.N * op.K)
+        flops = 2 * op.M * op.N * op.K
+        launch.count_mma(flops)
+        work = Product(kind, flops / g, _ROW * (op.M + op.N) / g)  # each CTA of a pair reads its half
         vc, line = self._issued()
 
         def run() -> None:
             self._resume_unit(vc, line)
             op.run(ctas, d, a, a_in_tmem, b, enable, disable, scale_d, scales)
 
-        launch.issue(("tcgen05", self), None, run)
+        launch.issue(("tcgen05", self), None, run, work=work)
 
     def _one_issuer(self, m: np.ndarray, what: str) -> None:
         """Every lane that executes such an instruction issues it: more than one is a bug."""
@@ -193,13 +197,14 @@ class Warp(BulkWarp):
         taddr, desc = self.one_lane(m, taddr, desc)
         ctas = self._pair(g)
         self.launch.stat["tcgen05_cp"] += 1
+        rows, bits = map(int, shape[:-1].split("x"))
         vc, line = self._issued()
 
         def run() -> None:
             self._resume_unit(vc, line)
             mma.tc_cp(ctas, shape, multicast, fmt, taddr, desc)
 
-        self.launch.issue(("tcgen05", self), None, run)
+        self.launch.issue(("tcgen05", self), None, run, work=Copy(self.cta, rows * bits // 8))
 
     def tc_commit(self, addr: Any, mask: Any, g: int, m: np.ndarray) -> None:
         """The mbarrier (in every CTA of the mask) gets one arrival when this warp's earlier tcgen05 work is done."""
