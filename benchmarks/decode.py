@@ -11,12 +11,12 @@ token, their weights normalised, and the block itself, in bfloat16 with SwiGLU. 
 ``torch``      the router, a sort, gathers, torch._grouped_mm and index_add, through torch.compile
 ``called``     as ``tgl``, but called each time
 ``apart``      as ``tgl``, by launches that do not overlap
-``waiting``    as ``tgl``, but the second GEMM asks for no weights before the first one has ended
-``wide``       as ``tgl``, in tiles of 128 columns
+``few``        by launches that overlap, whatever the size of the experts
+``waiting``    as ``few``, but the second GEMM asks for no weights before the first one has ended
+``wide``       as ``few``, in tiles of 128 columns
 =============  ======================================================================================================
 
-The last three are there for few choices alone, where launches overlap. ``waiting`` and ``wide`` are ``tgl`` where the
-choices may hit so many bytes of experts that one GEMM beside another is no gain.
+The last four are there for few choices alone, where launches overlap. ``--arms`` names those that are measured.
 
 Every arm but ``called`` is a captured graph; what the host takes to issue its launches is part of ``called``. 256 MB
 are written before each replay or call, so that no weight is in L2. ``bound`` is the time in which a memory of
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -69,7 +69,15 @@ SHAPES = {
     "mixtral": Block(4096, 14336, 8, 2),
     "gpt-oss": Block(2880, 2880, 128, 4),
 }
-WITHOUT = ("apart", "waiting", "wide")
+ANY_SIZE = (few, "FEW_BYTES", 1 << 40)
+PARTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "apart": ((overlap, "FEW_CHOICES", 0),),
+    "few": (ANY_SIZE,),
+    "waiting": (ANY_SIZE, (few.SecondCall, "settled", False)),
+    "wide": (ANY_SIZE, (tilings, "FEW_WIDTHS", (128,))),
+}
+"""What an arm sets for as long as it is captured."""
+WITHOUT = tuple(PARTS)
 ARMS = ("tgl", "block", "torch", "called", *WITHOUT)
 TOKENS = ("1", "4", "16", "64", "256", "1024")
 
@@ -122,14 +130,11 @@ def served(p: Problem) -> Tensor:
 @contextmanager
 def without(arm: str) -> Iterator[None]:
     """The block as ``arm`` has it."""
-    patches = {
-        "apart": lambda: mock.patch.object(overlap, "FEW_CHOICES", 0),
-        "waiting": lambda: mock.patch.object(few.SecondCall, "settled", False),
-        "wide": lambda: mock.patch.object(tilings, "FEW_WIDTHS", (128,)),
-    }
     launcher.forget()
     try:
-        with patches[arm]():
+        with ExitStack() as stack:
+            for patch in PARTS[arm]:
+                stack.enter_context(mock.patch.object(*patch))
             yield
     finally:
         launcher.forget()
@@ -170,10 +175,10 @@ def run_case(shape: str, tokens: str, args: argparse.Namespace) -> dict[str, Any
     torch.manual_seed(0)
     torch._dynamo.reset()
     problem = Problem(SHAPES[shape], int(tokens))
-    graphs, failed = captured(arms_of(problem))
+    graphs, failed = captured({name: call for name, call in arms_of(problem).items() if name in args.arms})
     failed |= gated(graphs, problem.oracle())
     times = replays(graphs, args.samples, args.clean_l2, args.busy)
-    if "tgl" in graphs:  # the same call, so it is right too
+    if "tgl" in graphs and "called" in args.arms:  # the same call, so it is right too
         clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
         times |= interleaved({"called": lambda: served(problem)}, clock, turns, warm_up=WARM_UP)
     return {
@@ -209,9 +214,12 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def listed(result: dict[str, Any]) -> str:
-    """The kernels of ``tgl``."""
-    own = result["kernels"].get("tgl", [])
-    return "\n".join(f"  {kernel['us']:8.1f} us {kernel['count']:3d} x {kernel['name'][:90]}" for kernel in own)
+    """The kernels of each arm."""
+    return "\n".join(
+        f"  {arm:<8} {kernel['us']:8.1f} us {kernel['count']:3d} x {kernel['name'][:90]}"
+        for arm, own in result["kernels"].items()
+        for kernel in own
+    )
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -219,7 +227,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--shapes", SHAPES)
     choice(parser, "--tokens", TOKENS)
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the memory; an H200's by default")
-    parser.add_argument("--kernels", action="store_true", help="print the kernels of tgl")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of each arm")
+    choice(parser, "--arms", ARMS)
     return parser.parse_args(argv)
 
 

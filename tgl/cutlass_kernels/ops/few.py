@@ -31,8 +31,8 @@ TIGHT = 32  # columns that a tile of B along K may end at
 FEW_BYTES = 128 << 20
 """Of the experts that choices may hit, at most.
 
-A GEMM that shares multiprocessors with the next one has half as much of its weights on the way. On an H100 that takes a
-block of 75 MB of experts 53 us in the place of 56, one of 199 MB as long, and of 280 MB and more 8 to 19 % longer.
+A GEMM that shares multiprocessors with the next one has half as much of its weights on the way. On an H200 a block of
+75 MB of experts takes 38 us in the place of 44, one of 199 MB 80 and 78, and one of 283 MB 107 and 87.
 """
 
 

@@ -9,6 +9,13 @@ reads but A was there before the launch in front of it began: that is the first 
 this one begin. So the load warp finds its first tile and asks for B without waiting. Whoever reads A or vectors, or
 writes anything, waits first.
 
+What keeps memory at work with so small a ring:
+
+- Consumers give a stage back when its own MMAs have ended, not behind those of the next one, for which they wait.
+- Values per row and column lie beside the barriers, where they take no stage.
+- L2 is asked for weights ahead of the ring, see ``load_few``.
+- The next launch may begin when a CTA has asked for its last weights, and not earlier, see there.
+
 Values per row are not copied in the order of rows: an epilogue finds them by ``source``.
 """
 

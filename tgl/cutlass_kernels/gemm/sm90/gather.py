@@ -27,6 +27,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, cute
 
+from ... import instructions
 from ...config import VARLEN_K, VARLEN_M
 from ...tiles import Tile, ceil_div
 from ...tiles.groups import clamp
@@ -35,6 +36,7 @@ from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
 from ..gathered import Gathered, find_rows, index_at, read_index, row_at
 from ..ring import Ring, advance
 from .load import Operand, boxes
+from .load_few import ahead_of, ask_l2
 
 LANES = 128
 LINES = LANES // LANES_OF_LINE  # that all lanes copy at a time
@@ -82,9 +84,13 @@ def gather_tiles(
             row += along * extent
         else:
             column = along * (own_bytes // tile_k)
+        end_k = ceil_div(policy.depth(tile, problem), tile_k)
+        following = tile
         if cutlass.const_expr(gemm.config.half):  # noqa: SIM102 - decided while tracing
-            if leads and asked < 0:
-                asked = ask_ahead(gemm, other, parts, to, ring, ceil_div(policy.depth(tile, problem), tile_k))
+            if leads:
+                if asked < 0:
+                    asked = ask_ahead(gemm, other, parts, to, ring, end_k)
+                ask_l2(other, parts, asked, cutlass.min(end_k, Int32(ahead_of(gemm))))
         held = ahead = Int32(-1)
         if cutlass.const_expr(policy.kind == VARLEN_M):
             row += lane // LANES_OF_LINE  # of the lane's first line
@@ -93,7 +99,10 @@ def gather_tiles(
         else:
             row += line_of_lane(lane, tile_k)
             ahead = index_at(source, row)
-        for k in cutlass.range(ceil_div(policy.depth(tile, problem), tile_k), unroll=1):
+        if cutlass.const_expr(gemm.config.half):
+            first += step
+            search, following = policy.find(search, first, problem)
+        for k in cutlass.range(end_k, unroll=1):
             if cutlass.const_expr(policy.kind == VARLEN_K):
                 if k % STAGES_AHEAD == 0:
                     held = row_at(source, ahead, row, end)
@@ -103,8 +112,12 @@ def gather_tiles(
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
                 if cutlass.const_expr(gemm.config.half):
+                    further = k + ahead_of(gemm)
+                    ask_l2(other, parts, cutlass.max(asked, further), cutlass.min(end_k, further + 1))
                     if k >= asked:
                         ask(gemm, other, parts, to, ring, k, stage)
+                    if k == cutlass.max(end_k - 1 - ahead_of(gemm), 0) and not following.valid:
+                        instructions.launch_dependents()
                 else:
                     ask(gemm, other, parts, to, ring, k, stage)
             for part in cutlass.range_constexpr(own_bytes // (lines * LINE)):
@@ -114,9 +127,11 @@ def gather_tiles(
             if cutlass.const_expr(policy.kind == VARLEN_M):
                 column += LINE
             stage, phase = advance(stage, phase, gemm.stages)
-        asked = Int32(0)
-        first += step
-        search, tile = policy.find(search, first, problem)
+        if cutlass.const_expr(gemm.config.half):
+            asked, tile = Int32(0), following
+        else:
+            first += step
+            search, tile = policy.find(search, first, problem)
 
 
 @cute.jit

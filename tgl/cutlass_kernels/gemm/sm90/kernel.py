@@ -43,11 +43,13 @@ from ..ring import Ring, allocate_ring, open_ring
 from ..scaling import DENSE, OperandFormat
 from . import gather, store
 from .load import Operand, load_tiles
+from .load_few import load_few_tiles
 from .mma import consume_tiles
 from .tilings import HALF_SMEM_BYTES, SMEM_BYTES, gathering_reason
 
 WARPGROUP = 128
 BARRIER_SMEM = 512  # at most
+FEW_BARRIER_SMEM = 256  # at most, of a ring in half of the memory
 ALIGNED = 1024
 
 
@@ -105,9 +107,11 @@ class GroupedGemm:
         line, buffers = store.staging(config, spec.gated)
         self.chunk = store.CHUNK_ROWS, line * 8 // self.out_element.width
         self.buffers = self.buffers or buffers
+        vectors = vector_bytes(spec, *self.vector_tile)
+        front = (FEW_BARRIER_SMEM + vectors) if config.half else BARRIER_SMEM + self.policy.smem_bytes
         fixed = (
-            vector_bytes(spec, *self.vector_tile)
-            + ceil_div(BARRIER_SMEM + self.policy.smem_bytes, ALIGNED) * ALIGNED
+            (0 if config.half else vectors)
+            + ceil_div(front, ALIGNED) * ALIGNED
             + 4 * self.warpgroups * self.buffers * store.CHUNK_ROWS * line
             + self.aside
         )
@@ -323,10 +327,14 @@ class GroupedGemm:
             full = open_slots(allocator, 4 * self.warpgroups * SLOTS, warp == load_warp)
             hidden = hidden._replace(full=full)
         problem = self.policy.arrange(problem, allocator, warp, load_warp + 4 * self.load_warpgroups, first, step)
+        vectors: Any = None
+        if cutlass.const_expr(self.config.half):
+            vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
-        vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
+        if cutlass.const_expr(not self.config.half):
+            vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         factors: Any = None
         if cutlass.const_expr(self.factors):
             factors = allocator.allocate_tensor(Float32, cute.make_layout((self.factors, self.stages)), 16)
@@ -349,14 +357,17 @@ class GroupedGemm:
                 self.fill(source, *operands, ring, aside, Share(problem, rank, first, step))
             else:
                 if warp == load_warp:
-                    load_tiles(self, operands, pair, ring, Share(problem, rank, first, step), settled)
+                    if cutlass.const_expr(self.config.half):
+                        load_few_tiles(self, operands, ring, Share(problem, rank, first, step), settled)
+                    else:
+                        load_tiles(self, operands, pair, ring, Share(problem, rank, first, step))
             if cutlass.const_expr(self.factors):  # noqa: SIM102 - decided while tracing
                 if warp == load_warp + 1:
                     load_factors(self, scales, factors, ring, Share(problem, rank, first, step))
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if cutlass.const_expr(self.config.half):
-                instructions.follow()
+                instructions.wait()
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
                 self,

@@ -15,13 +15,9 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ... import instructions
 from ...tiles import Tile, ceil_div
 from ...tiles.policy import Share
 from ..ring import Ring, advance
-
-LINE_BYTES = 128  # of a row in a stage
-AHEAD_BYTES = 128 * 1024  # of B per CTA that L2 is asked for ahead: 17 MB on an H200, which has 50 MB
 
 
 class Operand(NamedTuple):
@@ -37,7 +33,7 @@ Operands = tuple[Operand, Operand]
 
 
 @cute.jit
-def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: Ring, share: Share, settled: Any):
+def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: Ring, share: Share):
     """Load the k tiles of every tile of a share; one warp calls it.
 
     Args:
@@ -46,22 +42,13 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
         pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.paired``.
         ring: barriers.
         share: what the CTA works on.
-        settled: of a tiling of ``half`` a multiprocessor: whether all but A was there before the launch in front began.
     """
     policy = gemm.policy
     problem, rank, first, step = share
     stage, phase = Int32(0), Int32(0)
-    if cutlass.const_expr(gemm.config.half):  # noqa: SIM102 - decided while tracing
-        if settled == 0:
-            instructions.wait()
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     tile = own_tile(gemm, tile, rank)
-    if cutlass.const_expr(gemm.config.half):
-        stage, phase = load_first(gemm, operands, ring, tile, policy.depth(tile, problem), rank, settled)
-        first += step
-        search, tile = policy.find(search, first, problem)
-        tile = own_tile(gemm, tile, rank)
     while tile.valid:
         if cutlass.const_expr(gemm.paired):
             stage, phase = load_tile(gemm, operands, ring, tile, k_tiles(gemm, extent(operands)), rank, (stage, phase))
@@ -77,41 +64,6 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
 def k_tiles(gemm: Any, depth: Int32) -> tuple[Int32, Int32]:
     """Those over ``depth`` elements of the contraction: the first one and the end."""
     return Int32(0), ceil_div(depth, gemm.config.tile_k)
-
-
-@cute.jit
-def load_first(
-    gemm: cutlass.Constexpr, operands: Operands, ring: Ring, tile: Tile, depth: Int32, rank: Int32, settled: Int32
-) -> tuple[Int32, Int32]:
-    """Wait for the launch in front, and load the share's first tile, if there is one, over ``depth`` elements.
-
-    Where all but A is ``settled``, B does not wait: the ring is filled with it, and L2 asked for what comes behind.
-
-    Returns:
-        Stage and phase, where the ring stands behind the tile.
-    """
-    a, b = operands
-    first, end = k_tiles(gemm, depth)
-    if not tile.valid:
-        end = first
-    a_to, a_from, b_to, b_from = ways(gemm, operands, tile, rank)
-    asked = Int32(0)
-    if settled != 0:
-        asked = cutlass.min(end, Int32(gemm.stages))
-        for k in cutlass.range(asked, unroll=1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + k, gemm.stage_bytes)
-            cute.copy(b.map, b_from[None, k], b_to[None, k], tma_bar_ptr=ring.full + k)
-        ahead = AHEAD_BYTES // (gemm.config.tile_n * LINE_BYTES)
-        for k in cutlass.range(asked, cutlass.min(end, asked + ahead), unroll=1):
-            cute.prefetch(b.map, b_from[None, k])
-    instructions.wait()
-    for k in cutlass.range(asked, unroll=1):
-        cute.copy(a.map, a_from[None, k], a_to[None, k], tma_bar_ptr=ring.full + k)
-    stage, phase = asked, Int32(0)
-    if asked == gemm.stages:
-        stage, phase = Int32(0), Int32(1)
-    return load_tile(gemm, operands, ring, tile, (asked, end), rank, (stage, phase))
 
 
 @cute.jit

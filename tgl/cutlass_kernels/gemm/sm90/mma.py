@@ -37,10 +37,11 @@ def multiply(
 ) -> tuple:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
-    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late. A k tile
-    that the contraction ends in is multiplied behind the loop, for a condition within would end every MMA's flight. The
-    accumulator is cleared rather than overwritten by the first MMA: were it set on two ways (an MMA, or zeros where
-    there is nothing to multiply), the compiler would copy it through local memory and wait for every single MMA.
+    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so by
+    CTAs of ``half`` a multiprocessor, which have few stages and wait for memory. A k tile that the contraction ends in
+    is multiplied behind the loop, for a condition within would end every MMA's flight. The accumulator is cleared
+    rather than overwritten by the first MMA: were it set on two ways (an MMA, or zeros where there is nothing to
+    multiply), the compiler would copy it through local memory and wait for every single MMA.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -68,10 +69,14 @@ def multiply(
         for block in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
         warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if k > 0:
-            release(ring, previous, ctas)
-        previous = stage
+        if cutlass.const_expr(gemm.config.half):
+            warpgroup.wait_group(0)
+            release(ring, stage, ctas)
+        else:
+            warpgroup.wait_group(1)
+            if k > 0:
+                release(ring, previous, ctas)
+            previous = stage
         stage, phase = advance(stage, phase, gemm.stages)
     if cutlass.const_expr(gemm.policy.trims):  # noqa: SIM102 - decided while tracing
         if left > 0:
@@ -85,9 +90,10 @@ def multiply(
     found: Any = None
     if cutlass.const_expr(following is not None):
         found = gemm.policy.find(*following, True)  # while the last MMAs run
-    warpgroup.wait_group(0)
-    if depth > 0:
-        release(ring, previous, ctas)
+    if cutlass.const_expr(not gemm.config.half):
+        warpgroup.wait_group(0)
+        if depth > 0:
+            release(ring, previous, ctas)
     if cutlass.const_expr(gemm.policy.trims):  # noqa: SIM102 - decided while tracing
         if left > 0:
             release(ring, stage, ctas)
