@@ -23,13 +23,12 @@ from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, factor_count
 from tgl.cutlass_kernels.ops import gemm_scaled
 from tgl.testing.emulator import emulate
 
+SCALED = "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.{a}.{b}.f32.ue8m0"
 MMA = {
     "fp8_tensor": ("QMMA.16832", "mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32"),
     "fp8_block": ("QMMA.16832", "mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32"),
-    "mxfp8": (
-        "QMMA.SF",
-        "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.{a}.{b}.f32.ue8m0",
-    ),
+    "mxfp8": ("QMMA.SF", SCALED),
+    "unit scales": ("QMMA.SF", SCALED),
     "nvfp4": (
         "OMMA.SF",
         "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3",
@@ -71,7 +70,8 @@ def check(kind, choice):
     threads = 32 * down * across
     assert (report.spills, report.frame) == (0, 0)
     assert report.registers * threads <= REGISTER_FILE
-    instruction, ptx = MMA[name]
+    instruction, ptx = MMA["unit scales" if tiling.unit_scales else name]
+    assert tiling.unit_scales == (ARCHS[arch].tilings.scales_blocks and not OPERANDS[name].vector)
     assert ptx.format(a=plan.a_element[7:11], b=plan.b_element[7:11]) in artifacts.PTX
     assert f".target {ARCHS[arch].target}\n" in artifacts.PTX
     high, wide = tiling.tile_m // down // 16, tiling.tile_n // across // 16

@@ -234,7 +234,8 @@ USUAL = {
 }
 
 
-MMA = {"sm_90": "QGMMA", "sm_100": "UTCQMMA"}  # others' is that of a warp
+MMA = {"sm_90": "QGMMA", "sm_100": "UTCQMMA", "sm_89": "QMMA.16832"}
+MMA |= dict.fromkeys(("sm_120", "sm_121"), "QMMA.SF")  # which scales blocks, by one
 COMPILED = {made for made in USUAL if ARCHS[made[0]].wider_mmas}
 COMPILED |= {made for made in USUAL if made[:2] == ("sm_89", VARLEN_K) and made[2].tile_m == 128}
 
@@ -264,7 +265,7 @@ def test_compiles_without_spills(arch, kind, tiling, out):
     with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
         report = sass.inspect(gemm_row_scaled.build(key).artifacts.CUBIN)
     assert report.spills == report.frame == 0
-    assert report.count(MMA.get(arch, "QMMA.16832")) > 0
+    assert report.count(MMA[arch]) > 0
     if arch == "sm_90":
         # One wait per 64 rows of a warpgroup, in whole stages and in the last: more would be one for every single MMA.
         assert report.count("WARPGROUP.DEPBAR") == max(tiling.tile_m // 128, 1) * (2 if kind == VARLEN_K else 1)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.kernel_cases import framed
 from tgl import backends
 from tgl.cutlass_kernels import archs, tilings
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M
+from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
 from tgl.testing import emulator
@@ -25,6 +26,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 1, 0, 40)
 NAMES = [name for name, arch in ARCHS.items() if not arch.wider_mmas and "ScaledGroupedGemm" in arch.kernels]
 FORMATS = {name: [arch for arch in form.archs if arch in NAMES] for name, form in OPERANDS.items()}
+FP8 = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
+SCALED_FP8 = "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0"
 SERVED = [(arch, name) for name, here in FORMATS.items() for arch in here]
 
 GEMM = {
@@ -225,8 +228,33 @@ def test_a_tiling_that_does_not_fit_is_refused():
     assert blocks == "MMAs of warps do not scale blocks here"
     few = ARCHS["sm_120"].tilings.deepest(64, 128, VARLEN_M, OPERANDS["nvfp4"])
     assert "scales come for 128 rows at a time" in tilings.reason("sm_120", VARLEN_M, few, OPERANDS["nvfp4"])
+    ones = tilings.reason("sm_89", VARLEN_M, replace(small, unit_scales=True), form)
+    assert ones == "MMAs of warps do not scale blocks here"
+    chosen = ARCHS["sm_120"].tilings.deepest(128, 128, VARLEN_M, OPERANDS["mxfp8"])
+    own = tilings.reason("sm_120", VARLEN_M, replace(chosen, unit_scales=True), OPERANDS["mxfp8"])
+    assert own == "blocks of these operands have scales of their own"
+    dense = ARCHS["sm_120"].tilings.deepest(128, 128)
+    assert "for FP8" in tilings.reason("sm_120", VARLEN_M, replace(dense, unit_scales=True))
+    wider = replace(GemmConfig(128, 128, form.tile_k), unit_scales=True)
+    for arch in ("sm_90", "sm_100"):
+        assert tilings.reason(arch, VARLEN_M, wider, form) == "MMAs of warps alone have scales of one"
     narrow = tilings.reason("sm_86", VARLEN_M, small, form)
     assert narrow == "MMAs of warps take 16-bit elements here, not 8-bit ones"
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mmas_with_scales_of_one_have_the_results_of_those_without(kind, name):
+    """Each is run against exact products; sm_120 has both, and is given those with scales."""
+    tiling = ARCHS["sm_120"].tilings.deepest(64, 64, kind, OPERANDS[name])
+    assert tiling.unit_scales
+    case = ScaledCase(name, 64, 64, (5, 0, 70), arch="sm_120")
+    scaled = run(kind, case).instructions
+    with mock.patch.object(ARCHS["sm_120"].tilings, "scales_blocks", False):
+        plain = run(kind, case).instructions
+    mmas = [{op: n for op, n in found.items() if op.startswith("mma.sync")} for found in (scaled, plain)]
+    assert [list(found) for found in mmas] == [[SCALED_FP8], [FP8]]
+    assert list(mmas[0].values()) == list(mmas[1].values())
 
 
 def test_kernels_take_the_place_of_others(monkeypatch):
@@ -237,7 +265,7 @@ def test_kernels_take_the_place_of_others(monkeypatch):
     for name in ("fp8_tensor", "fp8_block"):
         for kind in KINDS:
             record = run(kind, ScaledCase(name, 64, 64, (5, 0, 70), arch="sm_90"))
-            assert record.instructions["mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"]
+            assert record.instructions[FP8]
 
 
 def test_a_transform_fills_the_last_block_of_a_group():

@@ -23,6 +23,8 @@ class GemmConfig:
         pingpong: sm_90: two consumer warpgroups work on alternate tiles instead of sharing one.
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
         tma: warp: operands whose rows are in order are loaded by TMA, not by lanes; elsewhere they always are.
+        unit_scales: warp: FP8 without scales of blocks is multiplied by MMAs that have them, with scales of one: GPUs
+            of consumers make those at twice the rate of MMAs without.
         stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
         band: tile rows per band of the tile order; see ``tiles.raster``.
         longest_first: varlen_k: groups are visited longest first, not as they come; see ``tiles.order``.
@@ -39,6 +41,7 @@ class GemmConfig:
     cluster_n: int = 1
     stages: int = 0
     tma: bool = False
+    unit_scales: bool = False
     band: int = 8
     longest_first: bool = True
     half: bool = False

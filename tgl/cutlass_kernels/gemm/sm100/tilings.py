@@ -15,6 +15,8 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
         return "the ring has as many stages as shared memory holds"
     if tiling.tma:
         return "operands are loaded by TMA here without being asked for"
+    if tiling.unit_scales:
+        return "MMAs of warps alone have scales of one"
     if tiling.pingpong:
         return "ping-pong consumers exist on sm_90 only"
     if (tiling.cluster_m, tiling.cluster_n) != (1, 1):

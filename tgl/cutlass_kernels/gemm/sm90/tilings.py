@@ -63,6 +63,8 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
         return "the ring has as many stages as shared memory holds"
     if tiling.tma:
         return "operands are loaded by TMA here without being asked for"
+    if tiling.unit_scales:
+        return "MMAs of warps alone have scales of one"
     if tiling.two_cta:
         return "MMAs of two CTAs exist on sm_100 only"
     if bits == 8 and (tiling.pingpong or columns > (128 if rows == 256 else 192)):

@@ -21,6 +21,7 @@ SCALED = {
 }
 """By bits of an element: MMAs that scale blocks of it."""
 SCALES = {"Float8E8M0FNU": "ue8m0", "Float8E4M3FN": "ue4m3"}
+ONES = 0x7F7F7F7F  # four of ue8m0
 
 
 def multiply_fp8(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: None) -> None:
@@ -32,6 +33,13 @@ def multiply_fp8(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, s
         scales: of blocks, which these MMAs do not take.
     """
     issue(f"mma.sync.aligned.m16n8k32.row.col.{_types(gemm)}", sums, a, b)
+
+
+def multiply_by_one(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: None) -> None:
+    """``multiply_fp8`` by the MMA that scales blocks, all scales one."""
+    ones = [Int32(ONES)]
+    of_blocks = ones * cute.size(sums, mode=[1]), ones * cute.size(sums, mode=[2])
+    issue(f"mma.sync.aligned.{SCALED[8]}.row.col.{_types(gemm)}.ue8m0", sums, a, b, of_blocks)
 
 
 def multiply_scaled(

@@ -88,6 +88,8 @@ class Tilings:
             return "warps that issue MMAs share a tile with their own CTA alone, neither in turns nor in clusters"
         if tiling.tma and not self.tma:
             return "there is no TMA here: lanes load"
+        if tiling.unit_scales and bits != 8:
+            return f"scales of one are for FP8, not for {bits}-bit elements"
         if shape not in WARPS:
             return f"tiles are {', '.join(f'{m} x {n}' for m, n in WARPS)}, not {shape[0]} x {shape[1]}"
         return self._stages_reason(tiling) if bits == 16 else None
@@ -105,8 +107,10 @@ class Tilings:
         found = None if form.vector else _beside_sums("sums of the 8-bit products of a stage", tiling)
         if tiling.tma:
             found = "lanes load quantised operands"
-        elif form.vector and not self.scales_blocks:
+        elif (form.vector or tiling.unit_scales) and not self.scales_blocks:
             found = "MMAs of warps do not scale blocks here"
+        elif form.vector and tiling.unit_scales:
+            found = "blocks of these operands have scales of their own"
         elif form.vector and (tiling.tile_m % ATOM_ROWS or tiling.tile_n % ATOM_ROWS):
             found = f"scales come for {ATOM_ROWS} rows at a time, and for as many columns"
         return self._stages_reason(tiling, kind, form) if found is None else found
@@ -155,5 +159,8 @@ class Tilings:
         self, tile_m: int, tile_n: int, kind: str | None = None, form: OperandFormat | None = None
     ) -> GemmConfig:
         """The tiling of a shape with all the stages there is room for, of operands of 16 bits or of ``form``."""
-        shape = GemmConfig(tile_m, tile_n, 64 if form is None else form.tile_k, tma=self.tma and form is None)
+        if form is None:
+            shape = GemmConfig(tile_m, tile_n, tma=self.tma)
+        else:
+            shape = GemmConfig(tile_m, tile_n, form.tile_k, unit_scales=self.scales_blocks and not form.vector)
         return replace(shape, stages=self.stages(shape, kind, form))
