@@ -5,7 +5,7 @@
 Both grouped GEMMs run on the same bytes, scales in the tensor cores' layout, with tiles of 128 x 128 and as many CTAs;
 both results, in bfloat16, are checked to be exact. Counts are per output tile and as in ``warp_economy``; ``ratio`` is
 ours divided by theirs: below 1 we need less. Ours has NVFP4's factor per group in its epilogue, and FP8's scale, theirs
-has neither. Both multiply FP8 with scales of blocks that are 1. Its weight gradients are of MXFP8
+has neither. Both multiply FP8 with scales of blocks that are 1. Quack's weight gradients are of MXFP8
 alone among formats with scales (``validate_blockscaled_sf`` refuses packed elements there). Without the package
 (``pip install quack-kernels``) only our counts are shown.
 """
