@@ -72,7 +72,7 @@ def problem(format: str, op: str, sizes: tuple[int, ...], depth: int = DEPTH, co
     """``depth`` is K of the forward; of a weight gradient results are ``[G, columns, columns]``."""
     torch.manual_seed(0)
     rows, groups, offs = sum(sizes), len(sizes), ends(sizes)
-    if format == "fp8_tensor":
+    if not OPERANDS[format].vector:
         x, w, ones = exact(rows, depth), exact(groups, columns, depth), torch.ones(groups)
         a, b = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
         return Problem(format, op, sizes, a, ones, b, ones, product(x, w.transpose(1, 2), sizes).bfloat16())
