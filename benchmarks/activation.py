@@ -21,6 +21,7 @@ import torch
 from harness import swiglu
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
+from harness.memory import copying
 from harness.report import save
 from harness.shapes import MODELS, SMALL, Expert, growing
 
@@ -66,9 +67,7 @@ class Problem:
         self.offs = growing(GROUPS, layer.rows, least=1).to(device)
 
     def copy(self) -> Callable[[], object]:
-        source = torch.zeros(self.bytes // 8, device=self.x.device)
-        target = torch.empty_like(source)
-        return lambda: torch.neg(source, out=target)
+        return copying(self.bytes, self.x.device)
 
 
 class Forward(Problem):

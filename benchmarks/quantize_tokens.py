@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
+from harness.memory import copying
 from harness.report import save
 from torch import Tensor
 
@@ -110,9 +111,7 @@ class Problem:
         return tgl.to_blocked_scale(self.copied(scale), self.routing.offs, shape=shape, format=self.name)
 
     def copy(self) -> Callable[[], object]:
-        source = torch.zeros(self.bytes // 8, device=self.x.device)
-        target = torch.empty_like(source)
-        return lambda: torch.neg(source, out=target)
+        return copying(self.bytes, self.x.device)
 
     def wrong(self, got: Components) -> str | None:
         wanted = self.group_quantize(tgl.dispatch(self.x, self.routing), self.routing.offs)

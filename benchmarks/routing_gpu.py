@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
+from harness.memory import copying
 from harness.report import save
 from torch import Tensor
 
@@ -65,9 +66,7 @@ class Problem:
         self.bytes = self.x.nbytes + self.y.nbytes
 
     def copy(self) -> Callable[[], object]:
-        source = torch.zeros(self.bytes // 8, device=self.x.device)
-        target = torch.empty_like(source)
-        return lambda: torch.neg(source, out=target)
+        return copying(self.bytes, self.x.device)
 
     def aten(self) -> Callable[[], object] | None:
         return None

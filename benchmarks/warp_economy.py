@@ -56,9 +56,18 @@ class Problem(NamedTuple):
     @property
     def tiles(self) -> int:
         """How many tiles the result has."""
-        tile_m, tile_n = TILE
-        heights = self.sizes if self.op == "forward" else (self.a.shape[1],) * len(self.sizes)
-        return sum(-(-height // tile_m) for height in heights) * -(-self.b.shape[-1] // tile_n)
+        return tiles_of(self.op, self.sizes, self.wanted)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}, {self.sizes}"
+
+
+def tiles_of(op: str, sizes: Sequence[int], result: Tensor) -> int:
+    """How many tiles a result ``[T, N]`` or ``[G, M, N]`` has."""
+    tile_m, tile_n = TILE
+    heights = sizes if op == "forward" else (result.shape[1],) * len(sizes)
+    return sum(-(-height // tile_m) for height in heights) * -(-result.shape[-1] // tile_n)
 
 
 def problem(op: str, sizes: tuple[int, ...]) -> Problem:
@@ -109,14 +118,14 @@ def counts(record: LaunchRecord, tiles: int) -> dict[str, float]:
     return {name: value / tiles for name, value in zip(MEASURES, values)}
 
 
-def measure(run: Any, p: Problem) -> dict[str, float]:
+def measure(run: Any, p: Any) -> dict[str, float]:
     """Run a kernel on one problem, check its result, count."""
     out = torch.full(p.wanted.shape, 7.0).bfloat16()
     with emulate("sm_120a", detect_races=False) as machine:
         run(p, out)
         record = machine.launches[-1]
     if not torch.equal(out, p.wanted):
-        raise SystemExit(f"wrong result: {p.op}, {p.sizes}")
+        raise SystemExit(f"wrong result: {p.name}")
     return counts(record, p.tiles)
 
 

@@ -22,7 +22,7 @@ import torch
 from harness.command import parser
 from harness.report import save
 from torch import Tensor
-from warp_economy import ARCH, BUSY, CTAS, MEASURES, TILE, counts
+from warp_economy import ARCH, BUSY, CTAS, MEASURES, TILE, measure, tiles_of
 
 import tgl
 from tests.emulator.third_party import quack_gemm as driver
@@ -34,7 +34,6 @@ from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm_scaled
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta import formats
-from tgl.testing.emulator import emulate
 
 DEPTH, COLUMNS = 512, 256
 ATOM = 32, 4, 4  # of scales: 128 rows x 4
@@ -63,9 +62,11 @@ class Problem(NamedTuple):
     @property
     def tiles(self) -> int:
         """How many tiles the result has."""
-        tile_m, tile_n = TILE
-        heights = self.sizes if self.op == "forward" else (self.a.shape[1],) * len(self.sizes)
-        return sum(-(-height // tile_m) for height in heights) * -(-self.wanted.shape[-1] // tile_n)
+        return tiles_of(self.op, self.sizes, self.wanted)
+
+    @property
+    def name(self) -> str:
+        return f"{self.format}, {self.op}, {self.sizes}"
 
 
 def problem(format: str, op: str, sizes: tuple[int, ...], depth: int = DEPTH, columns: int = COLUMNS) -> Problem:
@@ -113,17 +114,6 @@ def run_theirs(p: Problem, out: Tensor) -> None:
         multiply(p.a, p.b, out, None, None, *TILE, 1, 1, cu_seqlens_m=ends_from_0, **options)
     else:
         multiply(p.a.T, p.b.T, out, None, None, *TILE, 1, 1, cu_seqlens_k=ends_from_0, **options)
-
-
-def measure(run: Any, p: Problem) -> dict[str, float]:
-    """Run a kernel on one problem, check its result, count."""
-    out = torch.full(p.wanted.shape, 7.0).bfloat16()
-    with emulate("sm_120a", detect_races=False) as machine:
-        run(p, out)
-        record = machine.launches[-1]
-    if not torch.equal(out, p.wanted):
-        raise SystemExit(f"wrong result: {p.format}, {p.op}, {p.sizes}")
-    return counts(record, p.tiles)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

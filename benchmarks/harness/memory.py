@@ -1,6 +1,8 @@
-"""What calls take of a GPU's memory."""
+"""What calls take of a GPU's memory, and what its memory takes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -19,3 +21,10 @@ class Allocated:
     def at_most(self) -> int:
         """At its highest point so far."""
         return torch.cuda.max_memory_allocated() - self._before
+
+
+def copying(size: int, device: torch.device) -> Callable[[], object]:
+    """A call of torch's kernel for a change of sign that moves ``size`` bytes, half of them read."""
+    source = torch.zeros(size // 8, device=device)
+    target = torch.empty_like(source)
+    return lambda: torch.neg(source, out=target)

@@ -24,7 +24,7 @@ class GemmConfig:
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
         tma: warp: operands whose rows are in order are loaded by TMA, not by lanes; elsewhere they always are.
         unit_scales: warp: FP8 without scales of blocks is multiplied by MMAs that have them, with scales of one: GPUs
-            of consumers make those at twice the rate of MMAs without.
+            of consumers are said to make those at twice the rate of MMAs without; none has timed it.
         stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
         band: tile rows per band of the tile order; see ``tiles.raster``.
         longest_first: varlen_k: groups are visited longest first, not as they come; see ``tiles.order``.
