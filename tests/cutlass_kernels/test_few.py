@@ -84,7 +84,15 @@ def test_the_bits_of_the_composition(case, monkeypatch):
             found.append(tgl.moe(*given, kind=case.kind, interleaved=case.interleaved))
         assert {record.overlaps for record in machine.launches} == {most > 0}
         assert ("Few" in machine.launches[1].kernel) == (most > 0)
-    assert torch.equal(*found)
+    given[3].requires_grad_()  # of whose backward h is kept
+    with emulator.emulate("sm_90a") as machine:
+        found.append(tgl.moe(*given, kind=case.kind, interleaved=case.interleaved).detach())
+    assert "Few" not in machine.launches[1].kernel
+    monkeypatch.setattr(overlap, "FEW_CHOICES", 64)
+    with emulator.emulate("sm_90a") as machine:
+        found.append(tgl.moe(*given, kind=case.kind, interleaved=case.interleaved).detach())
+    assert "Few" in machine.launches[1].kernel
+    assert all(torch.equal(one, found[0]) for one in found)
     assert found[0].isfinite().all()
     assert found[0].any()
 

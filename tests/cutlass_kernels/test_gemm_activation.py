@@ -41,6 +41,10 @@ SM90 = {
     "multicast": Case(GemmConfig(128, 128, cluster_n=2), (130, 0, 3), columns=264, depth=264, bias=BF16),
     "b row-major": Case(GemmConfig(128, 256), (130, 0, 3), columns=136, b_row_major=True, dtype=F16, out=F16),
     "all empty": Case(TURNS, (0, 0), tail=140, columns=40, bias=BF16),
+    "nothing kept": Case(TURNS, RAGGED, bias=BF16, keeps=False),
+    "nothing kept, alternating": Case(GemmConfig(64, 128), (5, 0, 70, 1), ALTERNATING, probs=None, keeps=False),
+    "nothing kept, srelu": Case(GemmConfig(128, 192), (5, 0, 130, 1), SRELU, columns=200, tail=150, keeps=False),
+    "nothing kept, odd halves": Case(TURNS, (130, 0, 3), columns=40, keeps=False),
 }
 ONE = {n: GemmConfig(128, n) for n in (128, 256)}
 TWO = {n: GemmConfig(256, n, two_cta=True) for n in (128, 256)}
@@ -57,6 +61,9 @@ SM100 = {
     "b row-major": Case(ONE[256], (130, 0, 3), columns=136, b_row_major=True),
     "b row-major, pair": Case(TWO[256], (130, 0, 3), columns=136, b_row_major=True),
     "all empty": Case(ONE[128], (0, 0), tail=140, columns=40, bias=BF16),
+    "nothing kept": Case(ONE[128], RAGGED, bias=BF16, keeps=False),
+    "nothing kept, pair": Case(TWO[256], (5, 0, 257, 1), ALTERNATING, columns=264, tail=300, keeps=False),
+    "nothing kept, srelu": Case(ONE[256], (5, 0, 130, 1), SRELU, columns=200, tail=150, keeps=False),
 }
 CASES = [("sm_90", case) for case in SM90.values()] + [("sm_100", case) for case in SM100.values()]
 NAMES = [f"sm_90: {name}" for name in SM90] + [f"sm_100: {name}" for name in SM100]

@@ -39,6 +39,7 @@ FORWARD = {
     "alternating, b row-major": forward(
         "sm_121", (128, 64), "swiglu interleaved", bias=F32, b_row_major=True, dtype=F16, out=F16, probs=F16, columns=44
     ),
+    "nothing kept": forward("sm_80", (64, 128), "swiglu", bias=BF16, columns=136, keeps=False),
 }
 MORE_FORWARD = {
     "not gated, float32": forward("sm_89", (64, 64), "srelu", out=F32, columns=68, probs=None, tail=70),
@@ -49,6 +50,8 @@ MORE_FORWARD = {
     "high": forward("sm_120", (256, 128), "geglu", (257, 0, 3), bias=F32, columns=136, tail=300),
     "alternating, float32": forward("sm_86", (128, 128), "clamped_qgeglu interleaved", out=F32, columns=68),
     "all empty": forward("sm_89", (64, 128), "swiglu", (0, 0), tail=140, columns=40, bias=BF16),
+    "nothing kept, alternating": forward("sm_86", (128, 128), "clamped_qgeglu interleaved", columns=68, keeps=False),
+    "nothing kept, not gated": forward("sm_120", (64, 64), "srelu", columns=68, tail=70, keeps=False),
 }
 BACKWARD = {
     "halves, and act": backward("sm_80", (64, 128), "swiglu", act=True),

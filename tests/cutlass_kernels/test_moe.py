@@ -13,6 +13,7 @@ from tests.memory import new_memory_is_nan
 from tgl import backends
 from tgl.composed import moe
 from tgl.cutlass_kernels.archs import ARCHS, chips
+from tgl.meta.specs import TensorSpec
 from tgl.testing import emulator
 
 G, S, K, H, I = 3, 80, 2, 64, 64
@@ -68,6 +69,27 @@ def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
     kernels = " ".join(launch.kernel for launch in machine.launches)
     assert ("GatheredActivatedGroupedGemm" in kernels) == few
     assert len(machine.launches) == (5 if few else 6)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["copied", "by an index"])
+def test_no_gradient_and_nothing_kept(few, monkeypatch):
+    """What goes into the activation is in no memory, whether tokens are copied or read by an index."""
+    monkeypatch.setattr(moe, "FIRST", 0)
+    monkeypatch.setattr(moe, "FEW_ROWS", 24 if few else 23)
+    tensors = [torch.randn(size).bfloat16() for size in ((36, H), (36, K), (G, 2 * I, H), (G, H, I))]
+    x, weights, w1, w2 = tensors
+    allocated, empty = [], TensorSpec.empty
+    monkeypatch.setattr(TensorSpec, "empty", lambda spec: allocated.append(tuple(spec.shape)) or empty(spec))
+    found = []
+    for kept in (False, True):
+        allocated.clear()
+        w2.requires_grad_(kept)
+        with emulator.emulate("sm_90a") as machine:
+            y = tgl.moe(x, torch.tensor([[0, 1]] * 36), weights, w1.transpose(1, 2), w2.transpose(1, 2))
+        found.append(y.detach())
+        assert ((36 * K, 2 * I) in allocated) == kept
+        assert sum("ActivatedGroupedGemm" in launch.kernel for launch in machine.launches) == 1
+    assert torch.equal(*found)
 
 
 def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:

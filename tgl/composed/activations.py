@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 
 
 def produce_gemm_activation(
-    made: dict[str, specs.TensorSpec],
+    made: dict[str, specs.TensorSpec | None],
     operands: list,
     *,
     params: Params,
     rows: Tensor | None = None,
     zero_tail: bool = True,
-) -> dict[str, Tensor]:
-    """The product, then the activation of what it was rounded to, whose tail is zero in any case."""
+) -> dict[str, Tensor | None]:
+    """The product, then the activation of what it was rounded to, whose tail is zero in any case.
+
+    A product that nobody wants is made all the same, and held until it has gone through the activation.
+    """
     a, b, offs, bias, probs = operands
     operands.clear()
-    index = {} if rows is None else {"rows": rows}
-    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=zero_tail, **index)
+    result, index = made["y"], {} if rows is None else {"rows": rows}
+    assert result is not None
+    product = made["h"] or result._replace(shape=(result.shape[0], b.shape[2]))
+    h = backends.produce("grouped_gemm", a.device, product, [a, b, offs, bias, None], zero_tail=zero_tail, **index)
     del a  # which nobody else may hold
-    y = made["y"].empty()  # as in activate, without its frame in every warm call
+    y = result.empty()  # as in activate, without its frame in every warm call
     backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
-    return {"y": y, "h": h}
+    return {"y": y, "h": None if made["h"] is None else h}
 
 
 def produce_low_rank_activation(

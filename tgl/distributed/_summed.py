@@ -26,11 +26,13 @@ class Block(NamedTuple):
         way: of tokens; its rows travel as they are.
         routing: of the rows that have arrived.
         activation: keywords of ``tgl::moe``.
+        keeps: whether a backward may follow, which reads what goes into the activation.
     """
 
     way: Wire
     routing: Routing
     activation: dict[str, Any]
+    keeps: bool
 
 
 class SummedFunction(torch.autograd.Function):
@@ -42,11 +44,10 @@ class SummedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Block, tokens: Tensor, *operands: Any) -> Tensor:
         rows, weights, w1, w2, bias1, bias2 = operands
-        way, (source, position, offs, top_k, token), activation = block
+        way, (source, position, offs, top_k, token), activation, keeps = block
         places = source, position, token, offs
-        sums, h = torch.ops.tgl.moe(
-            rows, w1, w2, *places, weights, bias1, bias2, top_k=top_k, out_dtype=way.sums, **activation
-        )
+        options = {"top_k": top_k, "out_dtype": way.sums, "compute_h": keeps, **activation}
+        sums, h = torch.ops.tgl.moe(rows, w1, w2, *places, weights, bias1, bias2, **options)
         kept = way.kept(tokens) if ctx.needs_input_grad[4] else None
         ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors)
         ctx.way, ctx.top_k, ctx.activation = way.bare(), top_k, activation

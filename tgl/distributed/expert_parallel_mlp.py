@@ -16,6 +16,7 @@ from ..nn._modules import to_be_called
 from ..nn._places import Places
 from ..nn.moe import MoE
 from ..nn.routing import dispatch_weights, route
+from ..ops._hidden import backward_may_follow
 from ..ops._library import autocast_enabled
 from ._exchange import Exchange, Sizes, check_agreement
 from ._summed import Block, SummedFunction
@@ -197,9 +198,10 @@ class ExpertParallelMLP(MoE):
             local, home, arrived.rows, inputs, grads, form.sums, form.again, exchange.group_name, exchange.engine
         )
         if inputs.spec is None and self._is_one_op(self.fc1, self.fc2, tokens.device) and self._as_they_are(tokens):
-            block = Block(way, routing, {"kind": self.activation, "interleaved": self.interleaved})
             w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
             operands = inputs.values(arrived.rows), arrived.weights, w1, w2, self.fc1.bias, self.fc2.bias
+            keeps = backward_may_follow(tokens, *operands)
+            block = Block(way, routing, {"kind": self.activation, "interleaved": self.interleaved}, keeps)
             y: Tensor = SummedFunction.apply(block, tokens, *operands)
             return y
         probs = dispatch_weights(arrived.weights, routing)

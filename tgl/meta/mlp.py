@@ -32,8 +32,12 @@ def grouped_mlp(
     *,
     kind: str = "swiglu",
     recompute: bool = False,
+    compute_h: bool = True,
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """``y [T, O]``, ``h [T, N]`` and the activation's result ``[T, I]``, or ``[0, I]`` to ``recompute``."""
+    """``y [T, O]``, ``h [T, N]`` and the activation's result ``[T, I]``, or ``[0, I]`` to ``recompute``.
+
+    Without ``compute_h`` both of these have no rows.
+    """
     op = "grouped_mlp"
     width, inter, columns = operands(op, Matrix("x", x, "[T, H]"), w1, w2, offs, kind)
     rows, dtype, device = x.shape[0], x.dtype, x.device
@@ -42,8 +46,8 @@ def grouped_mlp(
     bias(op, "bias2", bias2, "[G, O]", (w1.shape[0], columns), Matrix("x", x))
     return (
         RowsSpec((rows, columns), dtype, device),
-        RowsSpec((rows, width), dtype, device),
-        TensorSpec((0, inter), dtype, device) if recompute else RowsSpec((rows, inter), dtype, device),
+        RowsSpec((rows, width), dtype, device) if compute_h else TensorSpec((0, width), dtype, device),
+        RowsSpec((rows, inter), dtype, device) if compute_h and not recompute else TensorSpec((0, inter), dtype, device),
     )
 
 

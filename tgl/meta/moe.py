@@ -31,15 +31,16 @@ def moe(
     top_k: Dim,
     kind: str = "swiglu",
     out_dtype: torch.dtype | None = None,
+    compute_h: bool = True,
 ) -> tuple[TensorSpec, TensorSpec]:
-    """``y [S, O]``, in ``out_dtype`` or the dtype of ``x``, and ``h [T, N]``."""
+    """``y [S, O]``, in ``out_dtype`` or the dtype of ``x``, and ``h [T, N]``, or ``[0, N]`` without ``compute_h``."""
     op, tokens, groups = "moe", x.shape[:1], w1.shape[:1]
     width, _, columns = operands(op, Matrix("x", x, "[S, H]"), w1, w2, offs, kind)
     rows = _places(op, Matrix("x", x), source, position, token, top_k, weights)
     bias(op, "bias1", bias1, "[G, N]", (*groups, width), Matrix("x", x))
     bias(op, "bias2", bias2, "[G, O]", (*groups, columns), Matrix("x", x))
     y = TensorSpec((*tokens, columns), checks.out_dtype(op, "out_dtype", x.dtype, out_dtype), x.device)
-    return y, TensorSpec((rows, width), x.dtype, x.device)
+    return y, TensorSpec((rows if compute_h else 0, width), x.dtype, x.device)
 
 
 def _places(

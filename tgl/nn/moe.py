@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import offload
+from ..ops._hidden import backward_may_follow
 from ..ops._library import unobserved_call
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe import moe as one_op
@@ -42,7 +43,8 @@ def moe(
     ``weights[s, j] * (activation(x[s] @ w1[g] + bias1[g]) @ w2[g] + bias2[g])``, with the bits of ``dispatch``,
     ``grouped_mlp`` with the weights as ``probs``, and ``combine``. Differentiable in all floating arguments, twice. The
     backward is two ops. It holds ``x``, what goes into the activation ``[T, N]``, the weights and the routing; the
-    rows ``[T, H]`` and the activation's result ``[T, I]`` are formed again. In a graph compiled for a CPU the GEMMs are
+    rows ``[T, H]`` and the activation's result ``[T, I]`` are formed again. Where no backward can follow, what goes into
+    the activation is not written. In a graph compiled for a CPU the GEMMs are
     ops of their own, and the compiler fuses the rest and decides what is held.
 
     Args:
@@ -175,7 +177,9 @@ def _by_one_op(
     w1, w2, *biases = parameters
     source, position, offs, top_k, token = routing
     call = one_op if direct else torch.ops.tgl.moe.default
-    y: Tensor = call(x, w1, w2, source, position, token, offs, weights, *biases, top_k=top_k, **activation)[0]
+    operands = x, w1, w2, source, position, token, offs, weights, *biases
+    keeps = backward_may_follow(x, w1, w2, weights, *biases)
+    y: Tensor = call(*operands, top_k=top_k, compute_h=keeps, **activation)[0]
     return y
 
 

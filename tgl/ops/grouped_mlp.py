@@ -12,6 +12,7 @@ from .. import backends, debug
 from ..meta import mlp as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
+from ._hidden import backward_may_follow, refuse_without_h
 from ._library import Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 
@@ -36,14 +37,23 @@ def _kernel(
     bias2: Tensor | None = None,
     *,
     recompute: bool = False,
+    compute_h: bool = True,
     **params: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = Params(**params)
-    spec = _checked(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, recompute=recompute)
+    parsed, how = Params(**params), {"recompute": recompute, "compute_h": compute_h}
+    spec = _checked(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, **how)
     debug.check_offs(NAME, offs, x.shape[0])
-    wanted = {"y": spec[0], "h": spec[1], "act": None if recompute else spec[2]}
-    made = backends.produce(NAME, x.device, wanted, [x, w1, w2, offs, probs, bias1, bias2], params=parsed)
-    return made["y"], made["h"], spec[2].empty() if recompute else made["act"]
+    operands = [x, w1, w2, offs, probs, bias1, bias2]
+    made = backends.produce(NAME, x.device, _wanted_forward(spec, **how), operands, params=parsed)
+    return tuple(s.empty() if made[name] is None else made[name] for name, s in zip(_RESULTS, spec))  # type: ignore[return-value]
+
+
+_RESULTS = ("y", "h", "act")
+
+
+def _wanted_forward(spec: Sequence[TensorSpec], *, recompute: bool, compute_h: bool) -> dict[str, TensorSpec | None]:
+    wants = True, compute_h, compute_h and not recompute
+    return {name: s if want else None for name, s, want in zip(_RESULTS, spec, wants)}
 
 
 def _kernel_backward(
@@ -95,6 +105,7 @@ def _save(
     *,
     output: tuple[Tensor, Tensor, Tensor],
     recompute: bool,
+    compute_h: bool = True,
     **params: Any,
 ) -> None:
     _, h, act = output
@@ -193,12 +204,12 @@ def _autocast(
 
 _op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, Tensor offs, Tensor? probs=None, Tensor? bias1=None, Tensor? bias2=None, "
-    f"*, bool recompute=False, {SCHEMA}) -> (Tensor y, Tensor h, Tensor act)",
+    f"*, bool recompute=False, {SCHEMA}, bool compute_h=True) -> (Tensor y, Tensor h, Tensor act)",
     _kernel,
-    lambda *args, kind="swiglu", recompute=False, **_: tuple(
-        spec.empty() for spec in specs.grouped_mlp(*args, kind=kind, recompute=recompute)
+    lambda *args, kind="swiglu", recompute=False, compute_h=True, **_: tuple(
+        spec.empty() for spec in specs.grouped_mlp(*args, kind=kind, recompute=recompute, compute_h=compute_h)
     ),
-    formula=Formula(_save, _backward),
+    formula=Formula(_save, _backward, lambda compute_h=True, **_: refuse_without_h(NAME, compute_h)),
     autocast=_autocast,
 )
 _op_backward = define(
@@ -223,13 +234,14 @@ def _call(
     bias2: Tensor | None = None,
     *,
     recompute: bool = False,
+    compute_h: bool = True,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    made = specs.grouped_mlp(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, recompute=recompute)
-    y, h, act = (spec.meta() for spec in made)
-    destinations = {"params": parsed, "y": y, "h": h, "act": None if recompute else act}
-    return x.device, (x, w1, w2, offs, probs, bias1, bias2), destinations
+    parsed, how = Params(**params), {"recompute": recompute, "compute_h": compute_h}
+    operands = x, w1, w2, offs, probs, bias1, bias2
+    made = specs.grouped_mlp(*operands, kind=parsed.kind, **how)
+    destinations = {name: spec and spec.meta() for name, spec in _wanted_forward(made, **how).items()}
+    return x.device, operands, {"params": parsed, **destinations}
 
 
 def _call_backward(
@@ -278,7 +290,8 @@ def grouped_mlp(
     For row ``t`` of group ``g``: ``h = x[t] @ w1[g] + bias1[g]``, ``a = probs[t] * activation(h)`` and
     ``y[t] = a @ w2[g] + probs[t] * bias2[g]``, each rounded to the dtype of ``x``, with the bits that the three ops
     give. Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all floating arguments, twice;
-    the backward is one op too, which forms the gradients that are needed.
+    the backward is one op too, which forms the gradients that are needed. Where none can be asked for, ``h`` is not
+    written.
 
     Args:
         x: ``[T, H]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
@@ -301,4 +314,5 @@ def grouped_mlp(
     constants = {"limit": limit, "alpha": alpha, "offset": offset}  # None: see ``grouped_activation``
     given: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}
     given |= {"kind": kind, "interleaved": interleaved, "recompute": recompute}
+    given["compute_h"] = backward_may_follow(x, w1, w2, probs, bias1, bias2)
     return _op(x, w1, w2, offs, probs, bias1, bias2, **given)[0]

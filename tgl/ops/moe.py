@@ -16,6 +16,7 @@ from ..meta import moe as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from . import permutation  # noqa: F401 (ops that the second order is made of)
+from ._hidden import refuse_without_h
 from ._library import DIRECT, Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 from .grouped_mlp import composed_gradients
@@ -44,15 +45,17 @@ def _kernel(
     *,
     top_k: int,
     out_dtype: torch.dtype | None = None,
+    compute_h: bool = True,
     **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
     operands: list[Any] = [x, w1, w2, source, position, token, offs, weights, bias1, bias2]
-    y, h = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
+    y, h = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype, compute_h=compute_h)
     if debug.active:
         _check_values(NAME, operands[3:7], top_k)
-    made = backends.produce(NAME, x.device, {"y": y, "h": h}, operands, params=parsed, top_k=top_k)
-    return made["y"], made["h"]
+    wanted = {"y": y, "h": h if compute_h else None}
+    made = backends.produce(NAME, x.device, wanted, operands, params=parsed, top_k=top_k)
+    return made["y"], made["h"] if compute_h else h.empty()
 
 
 def _check_values(op: str, places: Sequence[Tensor], top_k: int) -> None:
@@ -145,6 +148,7 @@ def _save(
     output: tuple[Tensor, Tensor],
     top_k: int,
     out_dtype: torch.dtype | None = None,
+    compute_h: bool = True,
     **params: Any,
 ) -> None:
     places = source, position, token, offs
@@ -236,12 +240,13 @@ def _autocast(
 _SCHEMA_PLACES = "Tensor source, Tensor position, Tensor token, Tensor offs"
 _op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, {_SCHEMA_PLACES}, Tensor? weights=None, Tensor? bias1=None, "
-    f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
+    f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None, bool compute_h=True) "
+    "-> (Tensor y, Tensor h)",
     _kernel,
-    lambda *args, top_k, kind="swiglu", out_dtype=None, **_: tuple(
-        spec.empty() for spec in specs.moe(*args, top_k=top_k, kind=kind, out_dtype=out_dtype)
+    lambda *args, top_k, kind="swiglu", out_dtype=None, compute_h=True, **_: tuple(
+        spec.empty() for spec in specs.moe(*args, top_k=top_k, kind=kind, out_dtype=out_dtype, compute_h=compute_h)
     ),
-    formula=Formula(_save, _backward),
+    formula=Formula(_save, _backward, lambda compute_h=True, **_: refuse_without_h(NAME, compute_h)),
     autocast=_autocast,
 )
 moe = DIRECT[_op]
@@ -278,11 +283,13 @@ def _call(
     *,
     top_k: int,
     out_dtype: torch.dtype | None = None,
+    compute_h: bool = True,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed, operands = Params(**params), (x, w1, w2, source, position, token, offs, weights, bias1, bias2)
-    y, h = specs.moe(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype)
-    return x.device, operands, {"params": parsed, "top_k": top_k, "y": y.meta(), "h": h.meta()}
+    y, h = specs.moe(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype, compute_h=compute_h)
+    kept = h.meta() if compute_h else None
+    return x.device, operands, {"params": parsed, "top_k": top_k, "y": y.meta(), "h": kept}
 
 
 def _call_hidden(

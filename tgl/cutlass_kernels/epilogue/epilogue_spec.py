@@ -25,6 +25,7 @@ class EpilogueSpec:
             for each of its rows and one for each of its columns; None: 1.
         activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none.
         probs: dtype of ``probs [T]``, or None.
+        keeps: whether ``out`` leaves; where not, its activation alone does.
         quantized: how ``y`` is quantised, which then leaves as components and not otherwise; None: as it is.
     """
 
@@ -37,6 +38,7 @@ class EpilogueSpec:
     activation: ActivationSpec | None = None
     probs: str | None = None
     quantized: MXFP8Spec | None = None
+    keeps: bool = True
 
     @property
     def vectors(self) -> bool:

@@ -20,14 +20,17 @@ class Activated:
         a: cute.Tensor,
         b: cute.Tensor,
         offs: cute.Tensor,
-        h: cute.Tensor,
+        h: cute.Tensor | None,
         y: cute.Tensor,
         bias: cute.Tensor | None,
         probs: cute.Tensor | None,
         clusters: Int32,
         stream,
     ):
-        """Launch. Tensors have the shapes of the op; ``clusters`` is how many clusters may run at once."""
+        """Launch. Tensors have the shapes of the op, without ``h`` where the epilogue does not keep it.
+
+        ``clusters`` is how many clusters may run at once.
+        """
         self.start(a, b, None, offs, h, EpilogueArgs(bias, None, probs=probs), clusters, stream, y)
 
 

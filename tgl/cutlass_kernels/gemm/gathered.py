@@ -116,7 +116,7 @@ class GatheredActivatedCall:
         a: cute.Tensor,
         b: cute.Tensor,
         offs: cute.Tensor,
-        h: cute.Tensor,
+        h: cute.Tensor | None,
         y: cute.Tensor,
         bias: cute.Tensor | None,
         probs: cute.Tensor | None,

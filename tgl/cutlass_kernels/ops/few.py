@@ -49,7 +49,7 @@ class FewKey(NamedTuple):
 
 
 class FirstCall(NamedTuple):
-    """``h = a[rows] @ b[g] + bias[g]``, ``y`` its activation times ``weights[source]``."""
+    """``h = a[rows] @ b[g] + bias[g]``, None where nobody wants it, ``y`` its activation times ``weights[source]``."""
 
     a: Tensor
     b: Tensor
@@ -59,7 +59,7 @@ class FirstCall(NamedTuple):
     source: Tensor
     rows: Tensor
     params: Params
-    h: Tensor
+    h: Tensor | None
     y: Tensor
 
 
@@ -86,28 +86,31 @@ class First(PersistentGemm[FirstCall]):
 
     def refuses(self, c: FirstCall) -> backends.Reason:
         """As ``GroupedGemmActivation``."""
-        reason = gemm_reason(c.a, c.h, c.rows)
-        return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
+        reason = gemm_reason(c.a, c.y, c.rows)
+        return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
     def nothing(self, c: FirstCall) -> bool:
         """No results, tokens or matrices."""
-        return c.h.numel() == 0 or c.a.numel() == 0
+        return c.y.numel() == 0 or c.a.numel() == 0
 
     def alike(self, c: FirstCall) -> tuple | None:
         """All but the number of rows, which their class stands for."""
         a, b, _, bias, weights, _, _, params, h, y = c
-        rows, shape = h.shape[0], b.shape
-        if not warm(min(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
+        rows, shape = y.shape[0], b.shape
+        written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
+        if not warm(min(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | written):
             return None
-        dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
-        return OP, a.stride(), b.stride(), h.stride(), y.stride(), shape, dtypes, params, rows_class(rows, shape[0])
+        layouts = a.stride(), b.stride(), h is None or h.stride(), y.stride(), shape
+        dtypes = (a.dtype, y.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
+        return OP, layouts, dtypes, params, rows_class(rows, shape[0])
 
     def key(self, c: FirstCall, arch: str) -> FewKey:
         """Halves of a tile are whole lines where they lie along columns, or alternate."""
         gated, unit = c.params.gated, unit_dimension(c.b.stride())
         step = TIGHT if unit == 1 and not (gated and c.params.interleaved) else 2 * LINE if gated else LINE
-        spec = EpilogueSpec(name(c.h), name(c.bias), activation=spec_of(c.params), probs=name(c.weights))
-        return few_key("FewActivatedGroupedGemm", arch, c, c.h.shape[0], unit, spec, step)
+        factors, kept = {"activation": spec_of(c.params), "probs": name(c.weights)}, c.h is not None
+        spec = EpilogueSpec(name(c.y), name(c.bias), keeps=kept, **factors)
+        return few_key("FewActivatedGroupedGemm", arch, c, c.y.shape[0], unit, spec, step)
 
     def build(self, key: FewKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
@@ -116,7 +119,8 @@ class First(PersistentGemm[FirstCall]):
         from ..runtime.compiling import compiled, matrix, strided
 
         a, b = matrix(key.element), matrix(key.element, 3, unit=key.b_unit)
-        places, outputs = (strided("int32"), strided("int32")), (matrix(key.spec.out), matrix(key.spec.out))
+        places, kept = (strided("int32"), strided("int32")), matrix(key.spec.out) if key.spec.keeps else None
+        outputs = kept, matrix(key.spec.out)
         found = stand_ins(key.spec.bias, key.spec.probs)
         return compiled(key.arch, kernel_of(key), a, b, places, outputs, found, cutlass.Int32(1))
 
@@ -136,8 +140,8 @@ class First(PersistentGemm[FirstCall]):
             weights=None if c.weights is None else c.weights.new_zeros(8),
             source=offs.new_zeros(8),
             rows=offs.new_zeros(8),
-            h=c.h.new_zeros(8, width, device=c.a.device),
-            y=c.h.new_zeros(8, 8, device=c.a.device),
+            h=None if c.h is None else c.h.new_zeros(8, width, device=c.a.device),
+            y=c.y.new_zeros(8, 8, device=c.a.device),
         )
 
 
@@ -241,7 +245,7 @@ class Step(NamedTuple):
     call: Any
 
 
-def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tensor) -> tuple[Step, ...]:
+def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tensor | None) -> tuple[Step, ...]:
     """The launches of a call, in order: none comes between the first GEMM, which waits for all that the second one
     reads but A, and the second."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands

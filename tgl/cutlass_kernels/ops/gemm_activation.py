@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GemmActivationCall(NamedTuple):
-    """A call of ``grouped_gemm_activation``."""
+    """A call of ``grouped_gemm_activation``; ``h`` is None where nobody wants it."""
 
     a: Tensor
     b: Tensor
@@ -34,7 +34,7 @@ class GemmActivationCall(NamedTuple):
     probs: Tensor | None
     params: Params
     y: Tensor
-    h: Tensor
+    h: Tensor | None
     rows: Tensor | None = None
     zero_tail: bool = True
 
@@ -55,17 +55,18 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def refuses(self, c: GemmActivationCall) -> backends.Reason:
         """Widths, and matrices whose halves no tensor map of the device's kernels tells apart."""
-        reason = gemm_reason(c.a, c.h, c.rows)
-        return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
+        reason = gemm_reason(c.a, c.y, c.rows)
+        return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
     def alike(self, c: GemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         a, b, _, bias, probs, params, y, h, index, zero_tail = c
-        rows, shape = h.shape[0], b.shape
-        if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | h.data_ptr() | y.data_ptr()):
+        rows, shape = y.shape[0], b.shape
+        written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
+        if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | written):
             return None
-        layouts = (a.stride(), b.stride(), h.stride(), y.stride(), shape)
-        dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
+        layouts = (a.stride(), b.stride(), h is None or h.stride(), y.stride(), shape)
+        dtypes = (a.dtype, y.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
         return layouts, dtypes, params, rows_class(rows, shape[0]), index is None, zero_tail
 
     def batch_invariant(self, c: GemmActivationCall) -> bool:
@@ -74,25 +75,28 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def nothing(self, c: GemmActivationCall) -> bool:
         """No results, or no matrices to form them of."""
-        return c.h.numel() == 0 or c.b.shape[0] == 0
+        return c.y.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: GemmActivationCall) -> None:
         """Every row is the tail's."""
-        if c.zero_tail:
+        if not c.zero_tail:
+            return
+        c.y.zero_()
+        if c.h is not None:
             c.h.zero_()
-            c.y.zero_()
 
     def key(self, c: GemmActivationCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
         groups, depth, columns = c.b.shape
-        problem = arch, VARLEN_M, columns, depth, power_of_two(c.h.shape[0] // groups)
+        problem = arch, VARLEN_M, columns, depth, power_of_two(c.y.shape[0] // groups)
         operand, widths = self.reach.gathers(c), widths_of(c.params, c.b)
         if operand is None:
-            tiling = tilings.choose(*problem, widths, busy_groups(c.h.shape[0], groups))
+            tiling = tilings.choose(*problem, widths, busy_groups(c.y.shape[0], groups))
         else:
             tiling = tilings.choose_gathering(*problem, operand, widths)
         activation = spec_of(c.params)
-        spec = EpilogueSpec(name(c.h), name(c.bias), tail=c.zero_tail, activation=activation, probs=name(c.probs))
+        factors, kept = {"activation": activation, "probs": name(c.probs)}, c.h is not None
+        spec = EpilogueSpec(name(c.y), name(c.bias), tail=c.zero_tail, keeps=kept, **factors)
         emulated, unit = not c.a.is_cuda, unit_dimension(c.b.stride())
         return GemmKey(VARLEN_M, arch, emulated, name(c.a), unit, spec, tiling, gathered=operand)
 
@@ -110,7 +114,7 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             matrix(key.element),
             matrix(key.element, 3, unit=key.b_unit),
             strided("int32"),
-            matrix(key.spec.out),
+            matrix(key.spec.out) if key.spec.keeps else None,
             matrix(key.spec.out),
             strided(key.spec.bias, 2),
             strided(key.spec.probs),
@@ -131,8 +135,8 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
             offs=torch.zeros(1, dtype=torch.int32, device=c.a.device),
             bias=None if c.bias is None else c.bias.new_zeros(1, width),
             probs=None if c.probs is None else c.probs.new_zeros(8),
-            y=c.h.new_zeros(8, 8, device=c.a.device),
-            h=c.h.new_zeros(8, width, device=c.a.device),
+            y=c.y.new_zeros(8, 8, device=c.a.device),
+            h=None if c.h is None else c.h.new_zeros(8, width, device=c.a.device),
             rows=None if c.rows is None else c.rows.new_zeros(8),
         )
 

@@ -30,12 +30,14 @@ class GatedVarlenM(VarlenM):
         super().__init__(tile_m, tile_n, band, tail)
         self.interleaved = interleaved
 
-    def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor | None) -> tuple:
         """Tensors to make maps of, leading modes (rows, depth), ((columns, half), depth), (rows, columns[, half])."""
         groups, depth, columns = b.shape
         shape, stride = halves(columns, b.stride[2], self.interleaved)
         layout = cute.make_layout((shape, depth, groups), stride=(stride, b.stride[1], b.stride[0]))
         b = cute.make_tensor(b.iterator, layout)
+        if out is None:
+            return a, b, None
         if not self.interleaved:
             (columns, two), (step, apart) = halves(out.shape[1], out.stride[1], False)
             layout = cute.make_layout((out.shape[0], columns, two), stride=(out.stride[0], step, apart))

@@ -99,12 +99,12 @@ class VarlenM(_Policy):
     def __init__(self, tile_m: int, tile_n: int, band: int, tail: bool):
         self.tile_m, self.tile_n, self.band, self.has_tail = tile_m, tile_n, band, tail
 
-    def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
+    def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor | None) -> tuple:
+        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns); None for None."""
         a, b, out = self.plain(a, b, out)
-        return a, b, ragged_tensor(out, 0)
+        return a, b, None if out is None else ragged_tensor(out, 0)
 
-    def plain(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    def plain(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor | None) -> tuple:
         """Those tensors as they lie in memory, for kernels that read and write without maps."""
         return a, cute.make_tensor(b.iterator, cute.select(b.layout, [2, 1, 0])), out
 

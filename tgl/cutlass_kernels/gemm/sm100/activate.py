@@ -1,5 +1,7 @@
 """The epilogue of a tile whose activation is a second output: both rounded, staged and stored piece by piece.
 
+Where the first one is not kept, it is rounded all the same, and the activation alone is staged and stored.
+
 A thread has a row: the gate of a result and, half a tile or one column further, its linear half. They are rounded
 first, and the activation is one of what they were rounded to. The pieces of both outputs go through the same buffers in
 turns; see ``quantize`` for an activation that leaves as components.
@@ -34,6 +36,8 @@ def activated_sinks(
 ) -> tuple:
     """``(map, from, to)`` of every output: of the halves of ``out`` that have columns of their own, and the second.
 
+    Of ``out`` there is none where it is not kept.
+
     Args:
         out: map and coordinates of the matrix.
         second: map and coordinate tensor, or ``Quantized``; then the last are ``quantized_sinks``.
@@ -42,10 +46,10 @@ def activated_sinks(
     spec, (row, column) = gemm.spec, corner
     piece, columns = gemm.epi_tile[1], gemm.config.tile_n
     out_map, target = out
-    matrices = [(out_map, target, column, columns)]
+    matrices = [(out_map, target, column, columns)] if spec.keeps else []
     if spec.activation.gated:
         column, columns = column // 2, columns // 2
-        if not spec.activation.interleaved:
+        if spec.keeps and not spec.activation.interleaved:
             matrices = [(out_map, target[None, None, half], column, columns) for half in range(2)]
     if spec.quantized is None:
         second_map, coords = second
@@ -101,7 +105,7 @@ def store_activated(
             result.fill(0.0)
             if sinks[-1].inside:
                 activate_row(spec, rounded, factor, result)
-        for part in cutlass.range_constexpr(halves):
+        for part in cutlass.range_constexpr(halves if spec.keeps else 0):
             tma, source, sink = sinks[part % (len(sinks) - 1)]
             registers, place = rounded[part], piece
             if cutlass.const_expr(spec.gated and spec.activation.interleaved):

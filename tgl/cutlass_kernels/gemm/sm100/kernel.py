@@ -203,7 +203,7 @@ class GroupedGemm:
         b: cute.Tensor,
         scales,
         offs: cute.Tensor,
-        out: cute.Tensor,
+        out: cute.Tensor | None,
         args: EpilogueArgs,
         clusters: Int32,
         stream,
@@ -218,6 +218,7 @@ class GroupedGemm:
 
         Args:
             scales: those of blocks of A and B in global memory, or None.
+            out: None where the epilogue does not keep it.
             second: what the activation goes to, see the method of this name; or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
@@ -267,7 +268,10 @@ class GroupedGemm:
         else:
             store = cpasync.CopyBulkTensorTileS2GOp()
         piece = (WARP_ROWS, self.epi_tile[1])
-        out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), piece)
+        out_map: Any = None
+        out_coords: Any = None
+        if cutlass.const_expr(self.spec.keeps):
+            out_map, out_coords = cpasync.make_tiled_tma_atom(store, out, self.warp_layout(), piece)
         outputs: Any = None
         if cutlass.const_expr(second is not None):
             outputs = self.second(second, store, problem)
@@ -379,7 +383,7 @@ class GroupedGemm:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         if warp == self.load_warp:
-            for tma in (a_map, b_map, out_map, *_maps(second)):
+            for tma in (a_map, b_map, *_maps((out_map,)), *_maps(second)):
                 cpasync.prefetch_descriptor(tma)
 
         allocator = memory.SmemAllocator()

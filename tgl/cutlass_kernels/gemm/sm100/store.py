@@ -122,7 +122,9 @@ def store_tiles(
     while tile.valid:
         row = tile.m * config.tile_m + rank * config.cta_m
         column = tile.n * config.tile_n + team * columns
-        target = policy.out(out_coords, tile)
+        target: Any = None
+        if cutlass.const_expr(spec.keeps):
+            target = policy.out(out_coords, tile)
         # The map alone would drop rows that lie outside; those of a whole warp need not be made.
         height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
         stores = row + warp * WARP_ROWS < height

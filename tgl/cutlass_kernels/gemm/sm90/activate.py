@@ -1,5 +1,7 @@
 """The epilogue of a tile whose activation is a second output: both rounded, staged and stored chunk by chunk.
 
+Where the first one is not kept, it is rounded all the same, and the activation alone is staged and stored.
+
 A thread's accumulators hold the gate of a result and, half a tile further, its linear half. They are rounded first, and
 the activation is one of what they were rounded to. The chunks of both outputs go through the same buffers in turns.
 """
@@ -40,7 +42,9 @@ def store_activated(
     spec, config, element, columns = gemm.spec, gemm.config, gemm.out_element, gemm.chunk[1]
     halves = 2 if spec.gated else 1
     chunks = config.tile_n // halves // columns
-    target = gemm.policy.out(output.coords, tile)
+    target: Any = None
+    if cutlass.const_expr(spec.keeps):
+        target = gemm.policy.out(output.coords, tile)
     second_map, second_coords = output.second
     second = gemm.policy.rows(second_coords, tile)
     height = tile.length
@@ -67,26 +71,51 @@ def store_activated(
                 for half in range(halves)
             )
             column = first_column // halves + chunk * columns
-            if cutlass.const_expr(spec.gated and spec.activation.interleaved):
-                for part in cutlass.range_constexpr(2):
-                    buffer = next_buffer(gemm, output, owner, turn)
-                    turn = (turn + 1) % gemm.buffers
-                    write_alternating(*rounded, part, buffer, lane)
-                    send_chunk(output.map, buffer, target, row, 2 * column + part * columns, height, False)
-            else:
-                for half in cutlass.range_constexpr(halves):
-                    buffer = next_buffer(gemm, output, owner, turn)
-                    turn = (turn + 1) % gemm.buffers
-                    write_chunk(rounded[half], buffer, element, lane)
-                    to = target
-                    if cutlass.const_expr(spec.gated):
-                        to = target[None, None, half]
-                    send_chunk(output.map, buffer, to, row, column, height, False)
+            if cutlass.const_expr(spec.keeps):
+                turn = _store_rounded(gemm, rounded, output, target, (row, column), height, owner, lane, turn)
             values = activated(spec.activation, rounded, factors, product)
             buffer = next_buffer(gemm, output, owner, turn)
             turn = (turn + 1) % gemm.buffers
             write_chunk(values, buffer, element, lane)
             send_chunk(second_map, buffer, second, row, column, height, False)
+    return turn
+
+
+@cute.jit
+def _store_rounded(
+    gemm: cutlass.Constexpr,
+    rounded: tuple,
+    output: Output,
+    target: cute.Tensor,
+    at: tuple[Int32, Int32],
+    height: Int32,
+    owner: Int32,
+    lane: Int32,
+    turn: Int32,
+) -> Int32:
+    """Store chunks of what the activation is one of; returns whose turn of the buffers comes after them.
+
+    Args:
+        rounded: registers of the chunk of every half.
+        target: the output's part that the tile is in.
+        at: row and column, of a half, of the chunks.
+        height: rows of the group.
+        owner: whose buffers.
+    """
+    spec, columns = gemm.spec, gemm.chunk[1]
+    row, column = at
+    for half in cutlass.range_constexpr(len(rounded)):
+        buffer = next_buffer(gemm, output, owner, turn)
+        turn = (turn + 1) % gemm.buffers
+        if cutlass.const_expr(spec.gated and spec.activation.interleaved):
+            write_alternating(*rounded, half, buffer, lane)
+            send_chunk(output.map, buffer, target, row, 2 * column + half * columns, height, False)
+        else:
+            write_chunk(rounded[half], buffer, gemm.out_element, lane)
+            to = target
+            if cutlass.const_expr(spec.gated):
+                to = target[None, None, half]
+            send_chunk(output.map, buffer, to, row, column, height, False)
     return turn
 
 

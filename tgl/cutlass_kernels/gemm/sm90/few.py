@@ -40,7 +40,7 @@ class FewActivatedGroupedGemm(ActivatedGroupedGemm):
 
         Args:
             places: ends of groups, int32 ``[G]``, and the row of ``a`` of every row, int32 ``[T]``.
-            outputs: h and y.
+            outputs: h, or None where the epilogue does not keep it, and y.
             vectors: None; or bias, the values ``[n]`` among which every row has its probability, and which one it has,
                 int32 ``[T]``, or Nones.
             clusters: how many may run at once.

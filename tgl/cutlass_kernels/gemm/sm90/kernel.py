@@ -171,7 +171,7 @@ class GroupedGemm:
         b: cute.Tensor,
         scales,
         offs: cute.Tensor,
-        out: cute.Tensor,
+        out: cute.Tensor | None,
         args: EpilogueArgs,
         clusters: Int32,
         stream,
@@ -188,6 +188,7 @@ class GroupedGemm:
 
         Args:
             scales: those of blocks of A and B, or None.
+            out: None where the epilogue does not keep it.
             second: the activation's output, or None.
             extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.
@@ -223,7 +224,10 @@ class GroupedGemm:
         else:
             save = cpasync.CopyBulkTensorTileS2GOp()
         out_smem = store.chunk_layout(self.out_element, self.chunk, 4 * self.warpgroups * self.buffers)
-        out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, self.chunk)
+        out_map: Any = None
+        out_coords: Any = None
+        if cutlass.const_expr(self.spec.keeps):
+            out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, self.chunk)
         second_map: Any = None
         second_coords: Any = None
         if cutlass.const_expr(second is not None):

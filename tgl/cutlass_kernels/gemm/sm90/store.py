@@ -27,8 +27,8 @@ TIGHT = 128 * 192  # elements of a warpgroup's own tile, beside which shared mem
 class Output(NamedTuple):
     """Where results go, and on which way."""
 
-    map: cute.CopyAtom  # TMA store, plain or adding
-    coords: cute.Tensor  # the coordinate tensor of the map
+    map: cute.CopyAtom | None  # TMA store, plain or adding; None if an activation alone leaves
+    coords: cute.Tensor | None  # the coordinate tensor of the map
     buffers: cute.Tensor  # shared memory [16, columns of a chunk, buffers of every warp]
     values: cute.Tensor | None  # the output in global memory if it is read
     second: Any = None  # (map, coordinate tensor) of the activation's output

@@ -2,7 +2,7 @@
 
 A warp's columns are as many of the gate as, behind them, of the linear half. Where the halves alternate, its columns
 are those of memory: each pair of a thread's registers is gate and linear half. The activation is one of what the
-outputs of the GEMM were rounded to.
+outputs of the GEMM were rounded to, whether these are kept or not.
 """
 
 from typing import Any
@@ -48,9 +48,11 @@ def store_activated(
 ):
     """``store_tile`` for an epilogue with an activation; arguments as there."""
     spec, halves, lane = gemm.spec, gemm.halves, cute.arch.lane_idx()
-    h, height = target(gemm, output.values, tile, problem)
-    y, _ = target(gemm, output.second, tile, problem)
-    width = h.shape[1] // halves
+    y, height = target(gemm, output.second, tile, problem)
+    h: Any = None
+    if cutlass.const_expr(spec.keeps):
+        h, _ = target(gemm, output.values, tile, problem)
+    width = problem.columns // halves
     row, column = corner(gemm, tile)
     chunks = gemm.warp_tile[1] // halves // CHUNK
     for chunk in cutlass.range_constexpr(chunks):
@@ -72,7 +74,7 @@ def store_activated(
                         add_bias(values, bias[half], args, tile.start + top, tile.start + height)
                 held += (rounded(values, gemm.out_element),)
             probs = row_probs(args.probs, tile, top, product)
-            for half in cutlass.range_constexpr(halves):
+            for half in cutlass.range_constexpr(halves if spec.keeps else 0):
                 store_chunk(held[half], half_of(h, halves, half), top, height, left, lane % 4)
             result = rounded(activated(spec.activation, held, probs, product), gemm.out_element)
             if cutlass.const_expr(cute.size(result, mode=[0]) == 1):

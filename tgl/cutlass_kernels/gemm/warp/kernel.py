@@ -113,7 +113,7 @@ class GroupedGemm:
         b: cute.Tensor,
         scales: tuple[cute.Tensor, cute.Tensor] | None,
         offs: cute.Tensor,
-        out: cute.Tensor,
+        out: cute.Tensor | None,
         args: EpilogueArgs,
         clusters: Int32,
         stream,
@@ -127,6 +127,7 @@ class GroupedGemm:
 
         Args:
             scales: those of blocks of A and B, or None.
+            out: None where the epilogue does not keep it.
             second: the activation's output, or None.
             extra: what else the epilogue of a gradient reads and writes, see ``hidden``.
             slots: where among the matrices each group's is, or None.

@@ -23,7 +23,7 @@ PIECES = CHUNK // 8
 class Output(NamedTuple):
     """Where results go, in global memory, and what epilogues of activations go back through."""
 
-    values: cute.Tensor  # leading modes (rows, columns)
+    values: cute.Tensor | None  # leading modes (rows, columns); None if an activation alone leaves
     second: Any = None  # the activation's result [T, I], or None
     hidden: Any = None  # see ``gradient``
 
