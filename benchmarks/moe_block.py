@@ -24,8 +24,8 @@ values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process
 ``hf``              transformers' experts with its ``grouped_mm``, where it is installed, as a call; takes no biases
 ==================  =================================================================================================
 
-Nothing is timed before an arm's output and gradients have passed against a loop over the experts in float32: at most
-eight roundings to bfloat16 of error, of arms with a recipe one rounding to FP8 (E4M3). Arms that fail, or cannot run,
+Nothing is timed before an arm's output and gradients, and the output of a forward that nobody differentiates, have
+passed against a loop over the experts in float32: at most eight roundings to bfloat16 of error, of arms with a recipe one rounding to FP8 (E4M3). Arms that fail, or cannot run,
 are named with the reason.
 
 L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared; what the
@@ -66,6 +66,7 @@ BF16 = torch.bfloat16
 BASELINE = "pieces"
 ROUTINGS = ("balanced", "multinomial", "zipf")
 RESULTS = ("output", "gradient of x", "gradient of weights", "gradient of w1", "gradient of w2")
+ALONE = "output of a forward alone"
 BIASED = (*RESULTS, "gradient of bias1", "gradient of bias2")
 BOUND, FP8_BOUND = 8 * torch.finfo(BF16).eps, torch.finfo(torch.float8_e4m3fn).eps
 RECIPES: dict[str, tgl.recipes.Recipe] = {
@@ -304,15 +305,16 @@ class Arm:
         self.problem.step(self.forward)
         return {"held": held / 2**20, "peak": taken.at_most() / 2**20}
 
-    def results(self) -> list[Tensor]:
-        step = self.calls["step"]
-        found = step()
-        return step.result if isinstance(step, Replay) else found
+    def results(self, part: str) -> Any:
+        call = self.calls[part]
+        found = call()
+        return call.result if isinstance(call, Replay) else found
 
 
 def wrong(arm: Arm, wanted: list[Tensor], bound: float) -> str | None:
     """What is wrong with an arm's results, or None."""
-    for name, ours, right in zip(BIASED, arm.results(), wanted):
+    alone = (ALONE, arm.results("forward"), wanted[0])
+    for name, ours, right in (*zip(BIASED, arm.results("step"), wanted), alone):
         error = relative_error(ours, right)
         if not error <= bound:
             return f"{name}: error {error:.1e}, at most {bound:.1e}"
