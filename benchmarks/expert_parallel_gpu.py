@@ -16,6 +16,10 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
                         that rows of one half can move while the experts run on the other one
 ``blocks``              the baseline with ``Float8BlockScaling``
 ``blocks, wire``        and ``wire="quantized"``
+``delayed``             the baseline with ``DelayedScaling``: a scale per expert from the steps before; a dense wire
+``..., kept weights``   ``blocks``, ``blocks, wire`` (also with room for 1.1 times the even load) and ``delayed`` with
+                        ``is_first_microbatch=False``: weights that an earlier call has quantised, as in inference and
+                        in all microbatches of a step but the first
 ``recompute dispatch``  the baseline with ``recompute_dispatch=True``: tokens are held, not what arrived
 ``compiled``            the baseline's layer by ``torch.compile(fullgraph=True, dynamic=False)``
 ``local``               ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
@@ -26,9 +30,10 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
 and all gradients, called and as a graph that is replayed with changing routings, for any number of tokens, and with a
 rank that comes late to every exchange; for routings in which one rank or one expert takes all, experts are empty, some
 choices are of no expert, or all are, called, called beside NaN in whatever memory is unused, and as one graph;
-capacities change no bit, nor do ``compiled`` and ``recompute dispatch``, called and as graphs; a step that does not
-fit is NaN on all ranks; the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within
-theirs. ``--gates`` stops there. Arms that ``--arms`` leaves out have no gates.
+capacities change no bit, nor do ``compiled`` and ``recompute dispatch``, called and as graphs; kept weights give the
+bits of the arm that quantises them in every call, called and as a graph; a step that does not fit is NaN on all ranks;
+the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within theirs. ``--gates`` stops
+there. Arms that ``--arms`` leaves out have no gates.
 
 **Figures**, medians over turns of the slowest rank. ``forward`` and ``step`` (with all gradients) are of the whole
 layer from tokens to tokens, graphs but for ``torch``, in ms and TFLOP/s per GPU of model FLOPs; ``backward`` is their
@@ -238,13 +243,14 @@ def run(name: str, groups: Sequence[Any], args: argparse.Namespace) -> dict[str,
         return {"shape": name}
     room = {arm: memory(problem, arm) for arm in args.arms}
     whole = layers(problem, args)
+    width = max(18, *map(len, args.arms))
     for arm in args.arms:
         forward, step = (whole[f"{arm} {way}"]["median"] for way in ("forward", "step"))
         backward = step - forward
         times = {"forward": (forward, 1), "backward": (backward, 2), "step": (step, 3)}
         said = (f"{way} {ms:8.3f} ms {n * shape.flops / ms / 1e9:4.0f} TFLOP/s" for way, (ms, n) in times.items())
         mib = "   ".join(f"{what} {amount:6.0f} MiB" for what, amount in room[arm].items())
-        say(f"  {arm:18s} {'   '.join(said)}   {mib}")
+        say(f"  {arm:{width}s} {'   '.join(said)}   {mib}")
     parts, sent = ops(problem, args)
     for arm, times in parts.items():
         moves = arm.endswith(("dispatch", "combine", "push", "answer"))

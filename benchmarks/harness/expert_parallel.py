@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 OPS = torch.ops.tgl
 BASELINE = "symmetric_memory"
 ENGINES = ("all_to_all", BASELINE)
-BLOCKS = tgl.recipes.Float8BlockScaling()
+BLOCKS, DELAYED = tgl.recipes.Float8BlockScaling(), tgl.recipes.DelayedScaling()
 LAYERS: dict[str, dict[str, Any]] = {
     BASELINE: {},
     "all_to_all": {"engine": "all_to_all"},
@@ -27,9 +27,19 @@ LAYERS: dict[str, dict[str, Any]] = {
     "halves": {},
     "blocks": {"recipe": BLOCKS},
     "blocks, wire": {"recipe": BLOCKS, "wire": "quantized"},
+    "delayed": {"recipe": DELAYED},
     "recompute dispatch": {"recompute_dispatch": True},
 }
 """Options of the layer of an arm."""
+KEPT = {
+    "blocks, kept weights": "blocks",
+    "blocks, wire, kept weights": "blocks, wire",
+    "blocks, wire, kept weights, capacity 1.1": "blocks, wire",
+    "delayed, kept weights": "delayed",
+}
+"""Arms whose calls are of a microbatch that is not the first, and those that quantise their weights in every call."""
+LAYERS |= {arm: dict(LAYERS[of]) for arm, of in KEPT.items()}
+LAYERS["blocks, wire, kept weights, capacity 1.1"] |= LAYERS["capacity 1.1"]
 OF_BASELINE = ("compiled",)
 """Arms that call the layer of the baseline in another way."""
 REPLAYED = ("recompute dispatch", *OF_BASELINE)
@@ -94,8 +104,9 @@ class Problem:
         self.common: dict[str, Any] = {"params_dtype": BF16, "device": device}
         torch.manual_seed(self.rank)
         self.layers: dict[str, ExpertParallelMLP] = {}
+        wanted = {*ENGINES, *arms, *(KEPT[arm] for arm in arms if arm in KEPT)} - {"halves"}
         for arm, options in LAYERS.items():  # in one order on all ranks
-            if arm in ENGINES or (arm in arms and arm != "halves"):
+            if arm in wanted:
                 self.layers[arm] = self.layer(options)
         half = -(-shape.tokens // 2)
         self.halves = [self.layer(LAYERS["halves"], half, group) for group in groups if "halves" in arms]
@@ -104,6 +115,8 @@ class Problem:
         self.local = self.sharing(tgl.MoE(shape.experts // groups[0].size(), shape.hidden, shape.inner, **self.common))
         torch.cuda.empty_cache()
         self.given = self.draw(0)
+        for arm in self.layers:
+            self.quantise_first(arm)
 
     def layer(self, options: dict[str, Any], tokens: int | None = None, group: Any = None) -> ExpertParallelMLP:
         shape = self.shape
@@ -120,6 +133,17 @@ class Problem:
                 own.data = own.data.new_empty(0)  # the layer still knows it
         return layer
 
+    def quantise_first(self, arm: str) -> None:
+        """What a recipe has after a first step: weights that are kept, and of delayed scaling the scales.
+
+        In the second of two steps all operands, the weights among them, have scales of their own amaxes, and any later
+        step with these tokens leaves the scales as they are.
+        """
+        if "recipe" in LAYERS[arm]:
+            call = functools.partial(self.layers[arm], is_first_microbatch=True if arm in KEPT else None)
+            for _ in range(2):
+                self.step_of(call, self.given)
+
     def draw(self, seed: int, tokens: int | None = None, routing: str | None = None) -> Given:
         """Tokens, choices, weights and a gradient, other ones on every rank; at random, or by one of ``ROUTINGS``."""
         made = torch.Generator(self.device).manual_seed(1000 * seed + self.rank)
@@ -132,6 +156,8 @@ class Problem:
 
     def call(self, arm: str) -> Call:
         """What gives the result of an arm for tokens, choices and weights."""
+        if arm in KEPT:
+            return functools.partial(self.layers[arm], is_first_microbatch=False)
         if arm in self.layers:
             return self.layers[arm]
         calls: dict[str, Call] = {

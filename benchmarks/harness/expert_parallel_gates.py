@@ -17,6 +17,7 @@ from harness.expert_parallel import (
     BF16,
     ENGINES,
     EXACT,
+    KEPT,
     LAYERS,
     REPLAYED,
     ROUTINGS,
@@ -34,9 +35,10 @@ from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import ExpertParallelMLP
 
 SMALL = Shape(300, 512, 256, 16, 3)
-BOUND, FP8_BOUND = 8 * torch.finfo(BF16).eps, torch.finfo(torch.float8_e4m3fn).eps
+BOUND = 8 * torch.finfo(BF16).eps
 LATE = 20_000_000  # cycles
 REPLAYS, COMPARED = 200, 20  # one of so many
+FEW = 3  # replays, each of which is compared
 POISON = 0xFF  # NaN in every floating point dtype, and -1
 
 
@@ -84,9 +86,13 @@ def check_arm(problem: Problem, arm: str) -> None:
     if arm in EXACT:
         agreed(f"{arm}: equal bits", differ(found, base))
     else:
-        bound = FP8_BOUND if arm.startswith("blocks") else BOUND
         error = max(map(apart, found, base))
-        agreed(f"{arm}: near", f"error {error:.1e}" if not error <= bound else None)
+        agreed(f"{arm}: near", f"error {error:.1e}" if not error <= bound_of(arm) else None)
+    if arm in KEPT:
+        quantising = problem.call(KEPT[arm])
+        agreed(f"{arm}: bits of {KEPT[arm]}", differ(found, problem.step_of(quantising, problem.given)))
+        wrong = differ_in_replays(problem, problem.call(arm), quantising, map(problem.draw, range(FEW)), compared=1)
+        agreed(f"{arm}: bits of {KEPT[arm]} in {FEW} replays of a graph", wrong)
     if arm in REPLAYED:
         other, drawn = problem.layers[ENGINES[0]], map(problem.draw, range(REPLAYS))
         wrong = differ_in_replays(problem, problem.call(arm), other, drawn)
@@ -94,6 +100,12 @@ def check_arm(problem: Problem, arm: str) -> None:
     if arm == "invariant":
         collective = problem.layer({**LAYERS[arm], "engine": ENGINES[0]})
         agreed(f"{arm}: equal bits of both engines", differ(found, problem.step_of(collective, problem.given)))
+
+
+def bound_of(arm: str) -> float:
+    """Of an arm's error beside the baseline: some roundings, or what one to the recipe's gradients may be."""
+    recipe = LAYERS.get(arm, {}).get("recipe")
+    return BOUND if recipe is None else torch.finfo(recipe.operands.grad.dtype).eps
 
 
 def check_routings(problem: Problem) -> None:

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"train_moe needs {error.name}: pip install 'torch-grouped-linear[demo]'")
 
 import tgl
+from tgl.meta.expert_parallel import ALL_TO_ALL, ENGINES
 
 from . import data, report
 from .compare import compare
@@ -52,6 +53,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, batches and sample")
     parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16 is autocast over float32 weights")
+    parser.add_argument("--engine", choices=ENGINES, default=ALL_TO_ALL, help="what moves bytes between ranks")
     parser.add_argument("--recipe", choices=RECIPES, default="none", help="how the experts' GEMMs are quantised")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), metavar="DIR", help="folder for the results")
     parser.add_argument("--no-compile", action="store_true", help="train in eager mode")
@@ -72,14 +74,12 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     if chosen.out.exists() and not chosen.out.is_dir():
         parser.error(f"--out must be a folder, but {chosen.out} is a file")
     try:
-        chosen.device = torch.device(chosen.device)
+        chosen.device, chosen.ranks = started(chosen.ep, torch.device(chosen.device))
         torch.empty(1, device=chosen.device)
     except (RuntimeError, AssertionError) as error:
         parser.error(
             f"--device must be a device of this machine, but got {chosen.device}: {str(error).splitlines()[0]}"
         )
-    try:
-        chosen.ranks = started(chosen.ep, chosen.device)
     except ValueError as error:
         parser.error(str(error))
     compilers = [os.environ.get("CXX", "g++"), "clang++"]
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     recipe = RECIPES[chosen.recipe]
     model = Transformer(Config(chosen.dim, chosen.layers, chosen.experts, chosen.top_k, chosen.context, recipe))
     model = model.to(chosen.device, torch.float64 if dtype == torch.float64 else torch.float32)
-    parallel = ranks.shared(model, chosen.batch * chosen.context)
+    parallel = ranks.shared(model, chosen.batch * chosen.context, chosen.engine)
     compiled = None if chosen.no_compile else torch.compile(parallel, fullgraph=True)
     trained = parallel if compiled is None else compiled
     if not ranks.rank:

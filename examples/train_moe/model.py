@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
+from tgl.meta.expert_parallel import ALL_TO_ALL
 
 VOCABULARY = 256
 HEAD = 32
@@ -22,7 +23,7 @@ class Config:
     """The model: width (a multiple of 32), blocks, experts per block, experts per byte, longest window, and a recipe.
 
     ``recipe`` is how the experts' GEMMs are quantised; None for not at all. The ranks of ``group`` share the experts,
-    and each brings up to ``tokens`` bytes to a layer; None for one rank.
+    and each brings up to ``tokens`` bytes to a layer, which ``engine`` moves; None for one rank.
     """
 
     dim: int
@@ -33,6 +34,7 @@ class Config:
     recipe: tgl.recipes.Recipe | None = None
     group: dist.ProcessGroup | None = None
     tokens: int = 0
+    engine: str = ALL_TO_ALL
 
     @property
     def expert_width(self) -> int:
@@ -78,7 +80,12 @@ class MixtureOfExperts(nn.Module):
         if config.group is None:
             self.experts = tgl.MoE(*sizes, recipe=config.recipe)
         else:
-            shared = {"group": config.group, "top_k": config.top_k, "max_tokens": config.tokens}
+            shared = {
+                "group": config.group,
+                "top_k": config.top_k,
+                "max_tokens": config.tokens,
+                "engine": config.engine,
+            }
             self.experts = ExpertParallelMLP(*sizes, recipe=config.recipe, **shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tgl.meta.expert_parallel import ALL_TO_ALL
+
 from .model import Transformer
 
 CLIP = 1.0  # largest norm of the gradient of all parameters
@@ -23,8 +25,8 @@ class OneRank:
 
     rank = 0
 
-    def shared(self, model: Transformer, tokens: int) -> Transformer:
-        """The model to be trained on ``tokens`` bytes a step."""
+    def shared(self, model: Transformer, tokens: int, engine: str = ALL_TO_ALL) -> Transformer:
+        """The model to be trained on ``tokens`` bytes a step; ``engine`` moves them between ranks."""
         return model
 
     def whole(self, model: Transformer) -> Transformer:
@@ -50,8 +52,8 @@ class Ranks(OneRank):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), dist.get_rank(group)
 
-    def shared(self, model: Transformer, tokens: int) -> Transformer:
-        parallel = Transformer(replace(model.config, group=self.group, tokens=tokens // self.size))
+    def shared(self, model: Transformer, tokens: int, engine: str = ALL_TO_ALL) -> Transformer:
+        parallel = Transformer(replace(model.config, group=self.group, tokens=tokens // self.size, engine=engine))
         parallel = parallel.to(model.embedding.weight)
         first = model.config.experts // self.size * self.rank
         with torch.no_grad():
@@ -97,11 +99,11 @@ class Ranks(OneRank):
         dist.destroy_process_group()
 
 
-def started(count: int, device: torch.device) -> OneRank:
-    """``count`` ranks, which torchrun has started if they are several.
+def started(count: int, device: torch.device) -> tuple[torch.device, OneRank]:
+    """``count`` ranks, which torchrun has started if they are several, and this one's device: on GPUs one of its own.
 
     Raises:
-        ValueError: it has started another number.
+        ValueError: it has started another number, or the device is one that all of them would share.
     """
     running = int(os.environ.get("WORLD_SIZE", "1"))
     if running != count:
@@ -110,8 +112,13 @@ def started(count: int, device: torch.device) -> OneRank:
             f"torchrun --nproc-per-node {count} -m examples.train_moe --ep {count}"
         )
     if count == 1:
-        return OneRank()
+        return device, OneRank()
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group({"cuda": "nccl"}.get(device.type, "gloo"))
-    return Ranks(dist.group.WORLD)
+        if device.index is not None:
+            raise ValueError(f"--device must be cuda with --ep {count}, of which every rank has one, but got {device}")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # before anything is there, which would be on the first one
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return device, Ranks(dist.group.WORLD)

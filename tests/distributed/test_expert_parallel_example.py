@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.train_moe import parallel
 from examples.train_moe.__main__ import main, options
 from examples.train_moe.model import Config, Transformer
 from examples.train_moe.parallel import OneRank, Ranks
@@ -57,6 +58,36 @@ def test_bad_numbers_of_ranks(capsys, arguments, message):
     with pytest.raises(SystemExit):
         options([*TINY, *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_every_rank_has_a_gpu_of_its_own(monkeypatch):
+    """Which it takes before anything is there: what is made without a number would be on the first one."""
+    taken = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: taken.append((args, options)))
+    monkeypatch.setattr(parallel, "Ranks", lambda group: "both")
+    own = torch.device("cuda", 1)
+    assert parallel.started(2, torch.device("cuda")) == (own, "both")
+    assert taken == [own, (("nccl",), {"device_id": own})]
+    with pytest.raises(ValueError, match=r"^--device must be cuda with --ep 2, .* but got cuda:0$"):
+        parallel.started(2, torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("engine", ["all_to_all", "symmetric_memory"])
+def test_the_engine_reaches_the_layers(ranks, engine):
+    ranks(check_engine, engine)
+
+
+def check_engine(engine: str) -> None:
+    made = Ranks(dist.group.WORLD)
+    if engine == "symmetric_memory":  # which no CPU has
+        with pytest.raises(RuntimeError, match="`engine='symmetric_memory'` is not available"):
+            made.shared(Transformer(CONFIG), CONFIG.context, engine)
+    else:
+        blocks = made.shared(Transformer(CONFIG), CONFIG.context, engine).blocks
+        assert {block.moe.experts.exchange.engine for block in blocks} == {engine}
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+from tests.memory import same_bytes
 from tgl.distributed._exchange import Arrived, Exchange
 from tgl.distributed._wire import Wire
 
@@ -22,6 +23,7 @@ from .shared_memory import device
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ARMS = ("invariant", "capacity worst", "recompute dispatch", "compiled")
+KEPT = ("blocks, kept weights", "blocks, wire, kept weights", "delayed, kept weights")
 
 
 class Replay:
@@ -79,7 +81,22 @@ def check_recomputed() -> None:
             module.check_arm(problem, arm)
 
 
-@pytest.mark.parametrize("check", [check_compiled, check_recomputed])
+def check_kept() -> None:
+    """What was quantised stays, and weights of rank 1 that change behind its back stop all ranks."""
+    with gates(KEPT) as (module, problem, patch):
+        patch.setattr(module, "FEW", 2)
+        for arm in KEPT:
+            quantised = problem.layers[arm].fc1.gemms._kept().data.clone()
+            module.check_arm(problem, arm)
+            assert same_bytes(problem.layers[arm].fc1.gemms._kept().data, quantised)
+        with torch.no_grad():
+            problem.parameters[0].mul_(1 + 0.02 * problem.rank)  # near, as FP8 is
+        for arm in KEPT:
+            with pytest.raises(SystemExit, match=f"^{arm}: bits of {module.KEPT[arm]}: WRONG: .*rank 1: "):
+                module.check_arm(problem, arm)
+
+
+@pytest.mark.parametrize("check", [check_compiled, check_recomputed, check_kept])
 def test_an_arm_with_other_bits(ranks, check):
     ranks(check, limit=180)
 
