@@ -22,12 +22,13 @@ def produce_gemm_activation(
     params: Params,
     rows: Tensor | None = None,
     zero_tail: bool = True,
+    **hint: int,
 ) -> dict[str, Tensor]:
     """The product, then the activation of what it was rounded to, whose tail is zero in any case."""
     a, b, offs, bias, probs = operands
     operands.clear()
-    index = {} if rows is None else {"rows": rows}
-    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=zero_tail, **index)
+    tables: dict[str, Any] = hint if rows is None else {"rows": rows, **hint}
+    h = backends.produce("grouped_gemm", a.device, made["h"], [a, b, offs, bias, None], zero_tail=zero_tail, **tables)
     del a  # which nobody else may hold
     y = made["y"].empty()  # as in activate, without its frame in every warm call
     backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
@@ -54,6 +55,7 @@ def produce_gemm_dactivation(
     params: Params,
     rows: Tensor | None = None,
     zero_tail: bool = True,
+    **hint: int,
 ) -> dict[str, Tensor | None]:
     """The product rounded to the dtype of ``h``, then the activation's backward, then its forward if ``act`` is wanted.
 
@@ -61,8 +63,9 @@ def produce_gemm_dactivation(
     """
     dy, b, h, offs, probs = operands
     operands.clear()
-    spec, index = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device), {} if rows is None else {"rows": rows}
-    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **index)
+    spec = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device)
+    tables: dict[str, Any] = hint if rows is None else {"rows": rows, **hint}
+    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **tables)
     del dy
     dh, dprobs = h.new_empty(h.shape), h.new_empty(made["dprobs"].shape, dtype=made["dprobs"].dtype)
     backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
