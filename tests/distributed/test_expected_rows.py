@@ -1,4 +1,4 @@
-"""``ExpertParallelMLP`` tells the ops of its block the even load, whatever room there is and in whatever form rows travel."""
+"""``ExpertParallelMLP`` tells the ops of its block the even load, whatever room there is and how rows travel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``expected_rows`` of a block changes no bit, reaches both ops of the backward, and what takes no hint serves without."""
+"""``expected_rows`` of a block changes no bit, and reaches what takes it in the forward and in the backward."""
 
 import sys
 
@@ -63,7 +63,7 @@ def test_both_ops_of_the_backward_have_it(value):
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_what_takes_no_hint_serves_without_it(observed):
-    """And what takes one gets those that are fewer than there is room for, whether a dispatcher sees the call or not."""
+    """And what takes one gets those that are fewer than there is room for, seen by a dispatcher or not."""
     found = []
 
     def spy(name, takes):

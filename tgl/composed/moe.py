@@ -5,7 +5,8 @@ The backward forms both again: the rows are copies of the tokens, and the activa
 It is two ops, so that what goes into the activation is held by nobody while the second one runs.
 
 Nobody reads rows past the last expert's, and on a GPU nothing writes them: a layer with room for more rows than it has
-pays for those it has; and it chooses tilings by these, if it says how many it expects. Among spare rows are rows of h and of its gradient, which an op returns; on a CPU they are zero.
+pays for those it has. Among them are rows of h and of its gradient, which an op returns; on a CPU they are zero. Where
+a call says how many rows it expects, kernels are chosen by that number and not by the room.
 """
 
 from __future__ import annotations

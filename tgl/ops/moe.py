@@ -327,7 +327,7 @@ def _call_hidden(
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed, operands = Params(**params), (dy, w2, source, position, token, offs, h, weights, bias2)
-    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
+    hint: dict[str, Any] = {} if expected_rows is None else {backends.HINT: expected_rows}
     made = specs.moe_backward_hidden(*operands, top_k=top_k, output_mask=output_mask, kind=parsed.kind, **hint)
     return dy.device, operands, {"params": parsed, "top_k": top_k, **hint, **_metas(_OF_HIDDEN, made, output_mask)}
 
@@ -345,7 +345,8 @@ def _call_input(
     out_dtype: torch.dtype | None = None,
     expected_rows: int | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    operands, hint = (dh, x, w1, position, token, offs), {} if expected_rows is None else {backends.HINT: expected_rows}
+    operands = dh, x, w1, position, token, offs
+    hint: dict[str, Any] = {} if expected_rows is None else {backends.HINT: expected_rows}
     made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask, out_dtype=out_dtype, **hint)
     return dh.device, operands, {"top_k": top_k, **hint, **_metas(_OF_INPUT, made, output_mask)}
 

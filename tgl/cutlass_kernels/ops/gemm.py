@@ -239,9 +239,15 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
     def scratch(self, c: WgradCall) -> WgradCall:
         """One group without rows."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
-        out = c.out.new_zeros(1, 8, 8, device=c.a.device)
-        indices = (None if index is None else offs.new_zeros(8) for index in (c.a_rows, c.b_rows))
-        return WgradCall(small(c.a, 8, 8), small(c.b, 8, 8), offs, out, None if c.slots is None else offs, *indices)
+        return c._replace(
+            a=small(c.a, 8, 8),
+            b=small(c.b, 8, 8),
+            offs=offs,
+            out=c.out.new_zeros(1, 8, 8, device=c.a.device),
+            slots=None if c.slots is None else offs,
+            a_rows=None if c.a_rows is None else offs.new_zeros(8),
+            b_rows=None if c.b_rows is None else offs.new_zeros(8),
+        )
 
 
 def gemm_reason(a: Tensor, out: Tensor, rows: Tensor | None = None) -> backends.Reason:
