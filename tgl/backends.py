@@ -27,6 +27,9 @@ Reason = str | None
 ROW_INDICES = ("rows", "a_rows", "b_rows")
 """Keywords of calls that read rows of an operand by an index."""
 
+HINT = "expected_rows"
+"""The keyword of calls that say how many rows their groups are expected to have, of those that there is room for."""
+
 
 class NoImplementationError(RuntimeError):
     """No registered implementation can serve the call; the message lists every reason."""
@@ -55,6 +58,8 @@ class Implementation:
         rows: whether it reads rows by an index, in the same way a keyword: one of ``ROW_INDICES``.
         begins: whether it takes ``begin``, in the same way a keyword: int32 ``[1]``, the first row of the first group.
             Rows before it are neither read nor written.
+        expects: whether it takes ``expected_rows``, a keyword of calls whose groups are expected to have so many rows
+            in all, fewer than there is room for. It decides no result, and what does not take it serves without it.
         note: a sentence for ``explain`` about what to expect.
         declines: called with the positional arguments alone, before any output is made: the reason against a call that
             follows from them, at little cost. ``supports`` need not repeat it.
@@ -69,6 +74,8 @@ class Implementation:
         parts: called like ``run``; of one that is made of other ops, and besides treats elements or rows one by one:
             the rehearsal of such a call. It promises what all of its ops promise, and ``prepare``, where it has none of
             its own, prepares each of them.
+        tiling: called like ``run``; how a GEMM that it launches is cut up (a ``GemmConfig``), None of a call that has
+            nothing to launch.
     """
 
     op: str
@@ -84,6 +91,7 @@ class Implementation:
     slots: bool = False
     rows: bool = False
     begins: bool = False
+    expects: bool = False
     emulates: bool = False
     declines: Callable[[Sequence], Reason] | None = field(default=None, repr=False)
     prepare: Callable[..., None] | None = field(default=None, repr=False)
@@ -91,6 +99,13 @@ class Implementation:
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
     batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
     parts: Callable[..., Rehearsal] | None = field(default=None, repr=False)
+    tiling: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def takes(self, kwargs: dict) -> dict:
+        """The keywords of a call that it is called with: without a hint that it has no use for."""
+        if self.expects or HINT not in kwargs:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name != HINT}
 
     def reason_against_device(self, device: torch.device) -> Reason:
         """None if this implementation can run on ``device`` at all, else why not."""
@@ -197,7 +212,7 @@ def _preparing(i: Implementation) -> Implementation:
 def _rehearsing(op: str) -> Implementation:
     """What serves an op on the meta tensors of a rehearsal."""
     run = functools.partial(rehearsed.instead, op)
-    return Implementation(op, "rehearsal", "meta", run, slots=True, rows=True, begins=True)
+    return Implementation(op, "rehearsal", "meta", run, slots=True, rows=True, begins=True, expects=True)
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
@@ -317,6 +332,7 @@ def register_implementation(
     slots: bool = False,
     rows: bool = False,
     begins: bool = False,
+    expects: bool = False,
     note: str = "",
 ) -> Callable[[Callable[..., None]], Implementation]:
     """Decorator that lets a function serve ``op`` on ``device``, ahead of everything of lower ``priority``.
@@ -332,7 +348,7 @@ def register_implementation(
 
     def decorate(run: Callable[..., None]) -> Implementation:
         frozen = frozenset(archs) if archs is not None else None
-        takes: dict[str, Any] = {"slots": slots, "rows": rows, "begins": begins}
+        takes: dict[str, Any] = {"slots": slots, "rows": rows, "begins": begins, "expects": expects}
         return add(Implementation(op, name, device, run, supports, frozen, priority, syncs, note, **takes))
 
     return decorate
@@ -352,16 +368,16 @@ def produce(op: str, device: torch.device, specs: Any, operands: list, **options
         The output, or a dict of them.
     """
     made: Any = None
-    given = options
+    given, hinted = options, HINT in options
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.produce is not None:
             del made, given  # memory that nothing will be written to
-            return implementation.produce(specs, operands, **options)
+            return implementation.produce(specs, operands, **(implementation.takes(options) if hinted else options))
         if implementation.declines is not None and implementation.declines(operands) is not None:
             continue
         if made is None:
             made, given = _allocated(specs, options)
-        if implementation.serve(device, operands, given) is None:
+        if implementation.serve(device, operands, implementation.takes(given) if hinted else given) is None:
             return made
     raise _nobody(op, device, operands, _allocated(specs, options)[1] if made is None else given)
 
@@ -377,10 +393,11 @@ def _allocated(specs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call."""
+    hinted = HINT in kwargs
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.declines is not None and implementation.declines(args) is not None:
             continue
-        if implementation.serve(device, args, kwargs) is None:
+        if implementation.serve(device, args, implementation.takes(kwargs) if hinted else kwargs) is None:
             return
     raise _nobody(op, device, args, kwargs)
 
@@ -404,12 +421,14 @@ def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanat
     chosen = found.chosen
     if chosen is None:
         return found
+    kwargs = chosen.takes(kwargs)
     copies = () if chosen.copies is None else tuple(chosen.copies(*args, **kwargs).items())
     if chosen.parts is not None:
         parts = rehearse(chosen.parts(*args, **kwargs), report)
         return replace(found, copies=copies, parts=parts, batch_invariant=all(p.batch_invariant for p in parts))
     promised = chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
-    return replace(found, copies=copies, batch_invariant=promised)
+    tiling = None if chosen.tiling is None else chosen.tiling(*args, **kwargs)
+    return replace(found, copies=copies, batch_invariant=promised, tiling=tiling)
 
 
 def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -417,6 +436,7 @@ def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     chosen = _explain(op, device, args, kwargs).chosen
     if chosen is None:
         return
+    kwargs = chosen.takes(kwargs)
     if chosen.prepare is not None:
         chosen.prepare(*args, **kwargs)
     elif chosen.parts is not None:
@@ -448,6 +468,8 @@ class Explanation:
         copies: names of the tensors that ``chosen`` copies because of where they lie, and their bytes.
         batch_invariant: whether ``chosen`` gives a row of the results the same bits in any batch.
         parts: of the ops that ``chosen`` is made of, in order, where it is made of ops.
+        tiling: how the GEMM that ``chosen`` launches is cut up, a ``tgl.cutlass_kernels.config.GemmConfig``; None of
+            what is no GEMM of a kernel with one.
     """
 
     op: str
@@ -458,6 +480,7 @@ class Explanation:
     copies: tuple[tuple[str, int], ...] = ()
     batch_invariant: bool = False
     parts: tuple[Explanation, ...] = ()
+    tiling: Any = None
 
     @property
     def emulates(self) -> bool:
@@ -486,6 +509,7 @@ class Explanation:
             parts = [
                 "syncs with the host" if self.syncs else "",
                 self.chosen.note,
+                "" if self.tiling is None else f"tiles of {self.tiling.words}",
                 copied and f"copies {copied}",
                 "batch-invariant" if self.batch_invariant else "",
             ]
@@ -503,7 +527,8 @@ def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Exp
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):
-        reason = implementation.reason_against_device(device) or implementation.reason_against(device, args, kwargs)
+        given = implementation.takes(kwargs) if HINT in kwargs else kwargs
+        reason = implementation.reason_against_device(device) or implementation.reason_against(device, args, given)
         if reason is not None:
             refused.append((implementation, reason))
         elif chosen is None:

@@ -133,3 +133,19 @@ def test_compiled(dynamic):
         y = compiled(x, experts, weights, w1.transpose(1, 2), w2.transpose(1, 2))
         for got, wanted in zip([y, *torch.autograd.grad(y, leaves, dy)], step(experts, given, dy), strict=True):
             assert torch.equal(got, wanted)
+
+
+def test_expected_rows_change_no_bit():
+    """Of few rows, of many and of those there are; but for the weights' gradient, whose order follows the tiling."""
+    given, dy = on_device(tensors()), torch.randn(TOKENS, HIDDEN, device=DEVICE).bfloat16()
+    routing, found = tgl.route(chosen().to(DEVICE), EXPERTS, 40 * TOKENS * CHOICES), []
+    for rows in (None, EXPERTS * 8, TOKENS * CHOICES, EXPERTS * 3000):
+        x, weights, w1, w2 = leaves = [t.detach().requires_grad_() for t in given]
+        y = tgl.moe(x, routing, weights, w1.transpose(1, 2), w2.transpose(1, 2), expected_rows=rows)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for other in found[1:]:
+        for number, (got, wanted) in enumerate(zip(other, found[0], strict=True)):
+            if number == 2:
+                torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=2.0**-7 * wanted.abs().max().item())
+            else:
+                assert torch.equal(got, wanted)

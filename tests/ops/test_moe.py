@@ -319,11 +319,14 @@ def test_nothing_reads_the_tokens_and_weights_of_no_choice():
         ("w2", lambda t: t[:, 1:], r"`w2` must be \[G, I, O\] with I = 6 for the `w1` given"),
         ("bias1", lambda t: t[:, 1:], r"`bias1` must be of shape \[G, N\]"),
         ("bias2", torch.Tensor.half, "`bias2` must be torch.float32"),
+        ("expected_rows", lambda _: 0, "`expected_rows` must be at least 1, but got 0"),
+        ("expected_rows", lambda _: -3, "`expected_rows` must be at least 1, but got -3"),
+        ("expected_rows", lambda _: 2.5, "`expected_rows` must be an integer or None, but got 2.5"),
     ],
 )
 def test_bad_input(argument, change, message):
     tensors = leaves(dtype=torch.float32)
-    arguments = {"x": tensors.pop("x"), "routing": CHOSEN["some"], **tensors}
+    arguments = {"x": tensors.pop("x"), "routing": CHOSEN["some"], **tensors, "expected_rows": None}
     arguments[argument] = change(arguments[argument])
     with pytest.raises((ValueError, TypeError), match=f"tgl::moe: {message}"):
         tgl.moe(**arguments)
@@ -338,11 +341,12 @@ def test_bad_input(argument, change, message):
         ("token", lambda t: t[:, None], r"`token` must be 1-D \[T\]"),
         ("offs", torch.Tensor.long, "`offs` must be int32"),
         ("top_k", lambda k: 0, "`top_k` must be at least 1"),
+        ("expected_rows", lambda _: 0, "`expected_rows` must be at least 1, but got 0"),
     ],
 )
 def test_bad_places(argument, change, message):
     tensors, routing = leaves(dtype=torch.float32), tgl.route(CHOSEN["some"], G)
-    arguments = {name: tensors[name] for name in ("x", "w1", "w2")} | routing._asdict()
+    arguments = {name: tensors[name] for name in ("x", "w1", "w2")} | routing._asdict() | {"expected_rows": None}
     arguments[argument] = change(arguments[argument])
     with pytest.raises((ValueError, TypeError), match=f"tgl::moe: {message}"):
         torch.ops.tgl.moe(**arguments)

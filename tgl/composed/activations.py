@@ -22,6 +22,7 @@ def produce_gemm_activation(
     params: Params,
     rows: Tensor | None = None,
     zero_tail: bool = True,
+    **hint: int,
 ) -> dict[str, Tensor | None]:
     """The product, then the activation of what it was rounded to, whose tail is zero in any case.
 
@@ -29,10 +30,11 @@ def produce_gemm_activation(
     """
     a, b, offs, bias, probs = operands
     operands.clear()
-    result, index = made["y"], {} if rows is None else {"rows": rows}
+    result = made["y"]
     assert result is not None
-    product = made["h"] or result._replace(shape=(result.shape[0], b.shape[2]))
-    h = backends.produce("grouped_gemm", a.device, product, [a, b, offs, bias, None], zero_tail=zero_tail, **index)
+    product = made["h"] or specs.TensorSpec((result.shape[0], b.shape[2]), result.dtype, result.device)
+    tables: dict[str, Any] = hint if rows is None else {"rows": rows, **hint}
+    h = backends.produce("grouped_gemm", a.device, product, [a, b, offs, bias, None], zero_tail=zero_tail, **tables)
     del a  # which nobody else may hold
     y = result.empty()  # as in activate, without its frame in every warm call
     backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
@@ -59,6 +61,7 @@ def produce_gemm_dactivation(
     params: Params,
     rows: Tensor | None = None,
     zero_tail: bool = True,
+    **hint: int,
 ) -> dict[str, Tensor | None]:
     """The product rounded to the dtype of ``h``, then the activation's backward, then its forward if ``act`` is wanted.
 
@@ -66,8 +69,9 @@ def produce_gemm_dactivation(
     """
     dy, b, h, offs, probs = operands
     operands.clear()
-    spec, index = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device), {} if rows is None else {"rows": rows}
-    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **index)
+    spec = specs.TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device)
+    tables: dict[str, Any] = hint if rows is None else {"rows": rows, **hint}
+    da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **tables)
     del dy
     dh, dprobs = h.new_empty(h.shape), h.new_empty(made["dprobs"].shape, dtype=made["dprobs"].dtype)
     backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Specs = dict[str, TensorSpec | None]
 Tensors = dict[str, Tensor | None]
 Operand = tuple[Tensor, Tensor | None]
+NO_HINT: Mapping[str, int] = {}
 
 
 def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
@@ -106,15 +108,16 @@ def bias_gradients(
     return sums, None
 
 
-def wgrad(a: Operand, b: Operand, offs: Tensor, spec: TensorSpec) -> Tensor:
+def wgrad(a: Operand, b: Operand, offs: Tensor, spec: TensorSpec, hint: Mapping[str, int] = NO_HINT) -> Tensor:
     """``a^T b`` of every group, in the memory order of ``spec``.
 
     Args:
         a, b: rows, and the int32 index by which to read them or None.
+        hint: a keyword for what serves the product.
     """
     turned = spec.stride is not None
     (rows, index), (others, other_index) = (b, a) if turned else (a, b)
-    tables = {}
+    tables: dict[str, Any] = {**hint}
     if index is not None:
         tables["a_rows"] = index
     if other_index is not None:

@@ -5,12 +5,13 @@ The backward forms both again: the rows are copies of the tokens, and the activa
 It is two ops, so that what goes into the activation is held by nobody while the second one runs.
 
 Nobody reads rows past the last expert's, and on a GPU nothing writes them: a layer with room for more rows than it has
-pays for those it has. Among them are rows of h and of its gradient, which an op returns; on a CPU they are zero.
+pays for those it has. Among them are rows of h and of its gradient, which an op returns; on a CPU they are zero. Where
+a call says how many rows it expects, kernels are chosen by that number and not by the room.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,16 +47,23 @@ class _Places(NamedTuple):
     Attributes:
         position, token, top_k: see there.
         on_cpu: whether a CPU runs the call, where ATen's loops read no index, and rows of nobody become zeros.
+        load: how many rows to choose by: those that there is room for, or fewer that are expected.
+        hint: what tells the GEMMs so, if that differs.
     """
 
     position: Tensor
     token: Tensor
     top_k: int
     on_cpu: bool
+    load: int
+    hint: dict[str, int]
 
     @classmethod
-    def of(cls, position: Tensor, token: Tensor, top_k: int) -> _Places:
-        return cls(position, token, top_k, backends.device_arch(token.device) == "cpu")
+    def of(cls, position: Tensor, token: Tensor, top_k: int, expected: int | None) -> _Places:
+        on_cpu, room = backends.device_arch(token.device) == "cpu", token.shape[0]
+        if expected is None or expected >= room:
+            return cls(position, token, top_k, on_cpu, room, {})
+        return cls(position, token, top_k, on_cpu, expected, {backends.HINT: expected})
 
     def rows(self, t: Tensor) -> Tensor:
         """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
@@ -94,29 +102,33 @@ class _Places(NamedTuple):
         return made.view(spec.shape)
 
 
-def forward(made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int) -> Tensors:
+def forward(
+    made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int, expected_rows: int | None = None
+) -> Tensors:
     """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
-    places, device = _Places.of(position, token, top_k), x.device
+    places, device = _Places.of(position, token, top_k, expected_rows), x.device
     probs = places.per_row(weights, source)
     first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
-    few = token.shape[0] <= FEW_ROWS * w2.shape[0]
+    few = places.load <= FEW_ROWS * w2.shape[0]
     tokens, index = places.read(x, few or w2.shape[1] <= FIRST)
     given = [tokens, w1, offs, bias1, probs]
     del tokens
-    table = {} if index is None else {"rows": index}
+    tables: dict[str, Any] = places.hint if index is None else {"rows": index, **places.hint}
     expert = backends.produce(
-        "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, **table
+        "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, **tables
     )
     del given
     answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
-    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu)
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu, **places.hint)
     del given
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
 
 
-def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) -> Tensors:
+def backward_hidden(
+    made: Specs, operands: list, *, params: Params, top_k: int, expected_rows: int | None = None
+) -> Tensors:
     """The gradients of h, w2, weights and bias2 that have a spec.
 
     dw2 waits for the kernel that goes back through the activation, which reads ``h`` and so hands out the activation's
@@ -124,7 +136,7 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     """
     dy, w2, source, position, token, offs, h, weights, bias2 = operands
     operands.clear()
-    places, device = _Places.of(position, token, top_k), dy.device
+    places, device = _Places.of(position, token, top_k, expected_rows), dy.device
     width = w2.shape[1]
     probs, answers = places.per_row(weights, source), places.read(dy, width <= BACK and bias2 is None)
     del dy
@@ -134,7 +146,7 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     if made["dh"] is None and made["dweights"] is None:
         if made["dw2"] is not None:
             made_again = activate(inner, h, offs, probs, params=params)
-            grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"])
+            grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"], places.hint)
         return grads
 
     sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), device)
@@ -142,14 +154,14 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     wanted = {"dh": TensorSpec(tuple(h.shape), h.dtype, device), "dprobs": sums, "act": act}
     given = [answers[0], w2.transpose(1, 2), h, offs, probs]
     del h
-    table = {} if answers[1] is None else {"rows": answers[1]}
+    tables: dict[str, Any] = places.hint if answers[1] is None else {"rows": answers[1], **places.hint}
     back = backends.produce(
-        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=places.on_cpu, **table
+        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=places.on_cpu, **tables
     )
     del given
     dprobs, act = back["dprobs"], back.pop("act")
     if made["dw2"] is not None and act is not None:
-        grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"])
+        grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"], places.hint)
     del answers, act
     if made["dweights"] is not None:
         dprobs = dprobs.to(made["dweights"].dtype)
@@ -160,10 +172,10 @@ def backward_hidden(made: Specs, operands: list, *, params: Params, top_k: int) 
     return grads
 
 
-def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
+def backward_input(made: Specs, operands: list, *, top_k: int, expected_rows: int | None = None) -> Tensors:
     """The gradients of x, w1 and bias1 that have a spec. dx comes before dw1: in dw1's turn its rows are gone."""
     dh, x, w1, position, token, offs = operands
-    places, device = _Places.of(position, token, top_k), dh.device
+    places, device = _Places.of(position, token, top_k, expected_rows), dh.device
     grads: Tensors = dict.fromkeys(made)
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
@@ -171,11 +183,11 @@ def backward_input(made: Specs, operands: list, *, top_k: int) -> Tensors:
     if made["dx"] is not None:
         spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
         given = [dh, w1.transpose(1, 2), offs, None, None]
-        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=places.on_cpu)
+        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=places.on_cpu, **places.hint)
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
-        few = token.shape[0] <= FEW_ROWS_OF_GRADIENT * w1.shape[0]
+        few = places.load <= FEW_ROWS_OF_GRADIENT * w1.shape[0]
         tokens = places.read(x, few or w1.shape[2] <= FIRST_GRADIENT)
-        grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"])
+        grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"], places.hint)
     return grads

@@ -30,6 +30,7 @@ _EXPERTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "moe_backward_input": (moe.backward_input, ("dx", "dw1", "dbias1")),
 }
 """Of every op: what produces its outputs, and their names."""
+_HINTED = ("moe", "moe_backward_hidden", "moe_backward_input")
 
 _COLLECTIVES = "sizes are static and counts stay on the device; sends the places of no token as zeros"
 
@@ -59,6 +60,7 @@ for _device in ("cpu", "cuda"):
                 note=_PARTS,
                 produce=_produce,
                 parts=parts.of_produce(_produce, *_outputs),
+                expects=_op in _HINTED,
             )
         )
     add(
@@ -72,6 +74,7 @@ for _device in ("cpu", "cuda"):
             produce=activations.produce_gemm_activation,
             parts=parts.of_produce(activations.produce_gemm_activation, "y", "h"),
             rows=True,
+            expects=True,
         )
     )
     add(
@@ -97,6 +100,7 @@ for _device in ("cpu", "cuda"):
             produce=activations.produce_gemm_dactivation,
             parts=parts.of_produce(activations.produce_gemm_dactivation, "dh", "dprobs", "act"),
             rows=True,
+            expects=True,
         )
     )
     add(

@@ -60,3 +60,15 @@ class GemmConfig:
     def ctas(self) -> int:
         """CTAs in a cluster."""
         return self.cluster_m * self.cluster_n * (2 if self.two_cta else 1)
+
+    @property
+    def words(self) -> str:
+        """Rows by columns of a tile, and who takes it if it is not one CTA at a time, for ``tgl.explain``."""
+        shared = self.cluster_m * self.cluster_n > 1
+        parts = [
+            f"{self.tile_m} x {self.tile_n}",
+            "by pairs of CTAs" if self.two_cta else "",
+            "in turns" if self.pingpong else "",
+            f"in clusters of {self.cluster_m} x {self.cluster_n}" if shared else "",
+        ]
+        return " ".join(filter(None, parts))

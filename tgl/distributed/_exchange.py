@@ -80,6 +80,11 @@ class Sizes:
         most = self.ranks * self.max_tokens * self.top_k
         return max(min(rows, most), int(meta.fewest_expert_rows(self.num_experts, self.ranks)))
 
+    @property
+    def expected_rows(self) -> int:
+        """Of ``expert_rows`` those that the even load uses: what tilings follow from."""
+        return min(self.max_tokens * self.top_k, self.expert_rows)
+
     def memory(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> int:
         """Bytes of a rank's symmetric memory, for tokens of this width and dtype and weights of float32 at most."""
         rows = self.ranks * self.pair_rows

@@ -26,12 +26,14 @@ class Block(NamedTuple):
         way: of tokens; its rows travel as they are.
         routing: of the rows that have arrived.
         activation: keywords of ``tgl::moe``.
+        expected_rows: another one, of its backward too.
         keeps: whether a backward may follow, which reads what goes into the activation.
     """
 
     way: Wire
     routing: Routing
     activation: dict[str, Any]
+    expected_rows: int | None
     keeps: bool
 
 
@@ -44,13 +46,14 @@ class SummedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Block, tokens: Tensor, *operands: Any) -> Tensor:
         rows, weights, w1, w2, bias1, bias2 = operands
-        way, (source, position, offs, top_k, token), activation, keeps = block
+        way, (source, position, offs, top_k, token), activation, expected_rows, keeps = block
         places = source, position, token, offs
-        options = {"top_k": top_k, "out_dtype": way.sums, "compute_h": keeps, **activation}
+        counts = {"top_k": top_k, "expected_rows": expected_rows}
+        options = {"out_dtype": way.sums, "compute_h": keeps, **counts, **activation}
         sums, h = torch.ops.tgl.moe(rows, w1, w2, *places, weights, bias1, bias2, **options)
         kept = way.kept(tokens) if ctx.needs_input_grad[4] else None
         ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors)
-        ctx.way, ctx.top_k, ctx.activation = way.bare(), top_k, activation
+        ctx.way, ctx.counts, ctx.activation = way.bare(), counts, activation
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
         return way.summed(sums, tokens.dtype)
 
@@ -66,16 +69,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     kept, w1, w2, source, position, token, offs, h, weights, bias2, *places = ctx.saved_tensors
     if not compiling and unobserved(grad):
         ctx.maybe_clear_saved_tensors()
-    way, ops, top_k = ctx.way.with_tensors(*places), torch.ops.tgl, ctx.top_k
+    way, ops, counts = ctx.way.with_tensors(*places), torch.ops.tgl, ctx.counts
     answers = way.grads.values(way.dispatched(grad))
     operands = answers, w2, source, position, token, offs, h, weights, bias2
     del answers, h
     mask = [further, of_w2, of_weights, of_bias2]
-    dh, dw2, dweights, dbias2 = ops.moe_backward_hidden(*operands, top_k=top_k, output_mask=mask, **ctx.activation)
+    dh, dw2, dweights, dbias2 = ops.moe_backward_hidden(*operands, output_mask=mask, **counts, **ctx.activation)
     del operands
     dx = dw1 = dbias1 = None
     last = None  # what the latest exchange has brought; in a graph the next one waits for it, as they have one order
-    options = {"top_k": top_k, "out_dtype": way.sums}
+    options = {**counts, "out_dtype": way.sums}
     if of_x or of_bias1 or (of_w1 and not way.again):
         x = way.inputs.values(kept) if of_w1 and not way.again else None
         mask = [of_x, x is not None, of_bias1]

@@ -41,6 +41,7 @@ class ExpertParallelMLP(MoE):
     **Room for rows.** The rows that arrive lie in ``W pair_rows`` places, those of the experts in ``expert_rows``. A
     step that needs more on any rank has NaN in all its outputs and gradients, on all ranks. The number that was needed
     stays on the device: ``found_inf`` says whether it was too large, and ``check()`` and the next eager call raise.
+    On a GPU a plain block's GEMMs are cut up for the even load of ``max_tokens`` tokens, whatever room there is.
 
     Args:
         num_experts: E, over all ranks, a multiple of W.
@@ -124,6 +125,7 @@ class ExpertParallelMLP(MoE):
         parameter = next(self.parameters())
         self.exchange = Exchange(group, sizes, name, parameter.device, engine)
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
+        self._expected_rows = sizes.expected_rows
         self.wire, self.form = wire, Form.of(wire, wire_dtype, recipe, recompute_dispatch)
         agreed = {"hidden_size": hidden_size, "engine": engine, "wire": wire, "wire_dtype": wire_dtype}
         agreed["recompute_dispatch"] = recompute_dispatch
@@ -201,7 +203,8 @@ class ExpertParallelMLP(MoE):
             w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
             operands = inputs.values(arrived.rows), arrived.weights, w1, w2, self.fc1.bias, self.fc2.bias
             keeps = backward_may_follow(tokens, *operands)
-            block = Block(way, routing, {"kind": self.activation, "interleaved": self.interleaved}, keeps)
+            activation = {"kind": self.activation, "interleaved": self.interleaved}
+            block = Block(way, routing, activation, self._expected_rows, keeps)
             y: Tensor = SummedFunction.apply(block, tokens, *operands)
             return y
         probs = dispatch_weights(arrived.weights, routing)

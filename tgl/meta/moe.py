@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from . import activations, checks, permutation
 from .mlp import Matrix, bias, check_mask, masked, of_weight, operands, weight_gradient
@@ -32,6 +32,7 @@ def moe(
     kind: str = "swiglu",
     out_dtype: torch.dtype | None = None,
     compute_h: bool = True,
+    expected_rows: Dim | None = None,
 ) -> tuple[TensorSpec, TensorSpec]:
     """``y [S, O]``, in ``out_dtype`` or the dtype of ``x``, and ``h [T, N]``, or ``[0, N]`` without ``compute_h``."""
     op, tokens, groups = "moe", x.shape[:1], w1.shape[:1]
@@ -39,6 +40,7 @@ def moe(
     rows = _places(op, Matrix("x", x), source, position, token, top_k, weights)
     bias(op, "bias1", bias1, "[G, N]", (*groups, width), Matrix("x", x))
     bias(op, "bias2", bias2, "[G, O]", (*groups, columns), Matrix("x", x))
+    check_expected(op, expected_rows)
     y = TensorSpec((*tokens, columns), checks.out_dtype(op, "out_dtype", x.dtype, out_dtype), x.device)
     return y, TensorSpec((rows if compute_h else 0, width), x.dtype, x.device)
 
@@ -82,6 +84,7 @@ def moe_backward_hidden(
     top_k: Dim,
     output_mask: Sequence[bool],
     kind: str = "swiglu",
+    expected_rows: Dim | None = None,
 ) -> tuple[TensorSpec, ...]:
     """The gradients of h, w2, weights and bias2, ``[0]`` where ``output_mask`` does not ask for one."""
     op, matrix = "moe_backward_hidden", Matrix("dy", dy, "[S, O]")
@@ -92,6 +95,7 @@ def moe_backward_hidden(
     of_weight(op, "h", h, "[T, N]", (rows, activation.width(inter)), "w2", w2)
     bias(op, "bias2", bias2, "[G, O]", (groups, columns), matrix)
     check_mask(op, output_mask, 4, {2: ("absent weights", weights)})
+    check_expected(op, expected_rows)
     dtype: torch.dtype = dy.dtype if weights is None else weights.dtype
     made = (
         TensorSpec(tuple(h.shape), h.dtype, h.device),
@@ -113,6 +117,7 @@ def moe_backward_input(
     top_k: Dim,
     output_mask: Sequence[bool],
     out_dtype: torch.dtype | None = None,
+    expected_rows: Dim | None = None,
 ) -> tuple[TensorSpec, ...]:
     """The gradients of x, w1 and bias1, ``[0]`` where ``output_mask`` does not ask for one.
 
@@ -126,12 +131,23 @@ def moe_backward_input(
     tokens = position.shape[0] // top_k
     of_weight(op, "x", x, "[S, H]", (tokens, depth), "w1", w1)
     check_mask(op, output_mask, 3, {1: ("w1 without `x`", x)})
+    check_expected(op, expected_rows)
     made = (
         TensorSpec((tokens, depth), checks.out_dtype(op, "out_dtype", dh.dtype, out_dtype), dh.device),
         weight_gradient(w1),
         TensorSpec((groups, columns), accumulator(dh.dtype), dh.device),
     )
     return masked(made, output_mask)
+
+
+def check_expected(op: str, rows: Dim | None) -> None:
+    """``rows`` may be the ``expected_rows`` of a call; more than there is room for mean as many."""
+    if rows is None:
+        return
+    if not isinstance(rows, (int, SymInt)):
+        checks.require(False, op, "expected_rows", "an integer or None", repr(rows), TypeError)
+    if (some := rows >= 1) is not True:
+        checks.require(some, op, "expected_rows", "at least 1", rows)
 
 
 def _with_weight(op: str, matrix: Matrix, name: str, w: Tensor, letters: str, last: str, offs: Tensor) -> None:

@@ -14,6 +14,7 @@ from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe import moe as one_op
 from . import routing as _routing
 from ._activation import activate, is_one_op
+from ._errors import fail
 from ._inputs import check_input_dtype
 from ._modules import to_be_called
 from ._places import Places
@@ -36,6 +37,7 @@ def moe(
     limit: float | None = None,
     alpha: float | None = None,
     offset: float | None = None,
+    expected_rows: int | None = None,
 ) -> Tensor:
     """Run a Mixture-of-Experts block behind its router: ``dispatch``, ``grouped_mlp`` and ``combine`` as one op.
 
@@ -55,6 +57,10 @@ def moe(
         w2: ``[G, I, O]`` of the dtype of ``x``, either major.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
         kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
+        expected_rows: how many rows all experts have, about, at least 1; for a ``routing`` with room for more (``rows``
+            of ``route``). On a GPU tilings of GEMMs, and whether they read tokens by an index, then follow from this
+            number and not from the room. It limits nothing: results are right for any number of rows. None: as many as
+            there is room for.
 
     Returns:
         ``[S, O]`` in the dtype of ``x``.
@@ -70,16 +76,27 @@ def moe(
     if weights is not None:
         _routing.check_weights("moe", weights, routing)
     activation: dict[str, Any] = {"kind": kind, "interleaved": interleaved}
-    for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset)):
+    for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset), ("expected_rows", expected_rows)):
         if value is not None:  # otherwise see ``grouped_activation``
             activation[name] = value
     if direct or is_one_op(x.device, w1, w2):
         return _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
+    _check_expected(activation.pop("expected_rows", None))
     probs = None if weights is None else dispatch_weights(weights, routing)
     hidden = grouped_gemm(dispatch(x, routing), w1, routing.offs, bias1)
     hidden = activate(hidden, routing.offs, probs, **activation)
     rows = grouped_gemm(hidden, w2, routing.offs, bias2, None if bias2 is None else probs)
     return combine(rows, routing)
+
+
+def _check_expected(rows: int | None) -> None:
+    """What the op checks, where it is not what runs."""
+    if rows is None:
+        return
+    if not isinstance(rows, (int, torch.SymInt)):
+        fail(f"tgl::moe: `expected_rows` must be an integer or None, but got {rows!r}", TypeError)
+    if rows < 1:
+        fail(f"tgl::moe: `expected_rows` must be at least 1, but got {int(rows)}")
 
 
 class MoE(GroupedMLP):
@@ -102,6 +119,7 @@ class MoE(GroupedMLP):
     """
 
     buffers_taken: frozenset[str] = frozenset()
+    _expected_rows: int | None = None  # of ``tgl.moe``
 
     def forward(  # type: ignore[override]
         self,
@@ -136,10 +154,12 @@ class MoE(GroupedMLP):
             w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
             if x.dtype != w1.dtype:
                 check_input_dtype(x.dtype, w1.dtype, x.device, "`x`")
-            activation = {"kind": self.activation, "interleaved": self.interleaved}
+            options: dict[str, Any] = {"kind": self.activation, "interleaved": self.interleaved}
+            if self._expected_rows is not None:
+                options["expected_rows"] = self._expected_rows
             biases = fc1.bias, fc2.bias
             direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
-            y = _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **activation)
+            y = _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **options)
         else:
             probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
             if not layers_called and self._is_one_function(tokens):
@@ -171,15 +191,15 @@ def _is_direct(routing: Routing | Tensor, x: Tensor, *operands: Tensor | None) -
 
 
 def _by_one_op(
-    direct: bool, routing: Routing, x: Tensor, weights: Tensor | None, *parameters: Tensor | None, **activation: Any
+    direct: bool, routing: Routing, x: Tensor, weights: Tensor | None, *parameters: Tensor | None, **options: Any
 ) -> Tensor:
-    """The op ``moe`` of ``parameters`` w1, w2, bias1 and bias2."""
+    """The op ``moe`` of ``parameters`` w1, w2, bias1 and bias2; ``options``: the activation and ``expected_rows``."""
     w1, w2, *biases = parameters
     source, position, offs, top_k, token = routing
     call = one_op if direct else torch.ops.tgl.moe.default
     operands = x, w1, w2, source, position, token, offs, weights, *biases
     keeps = backward_may_follow(x, w1, w2, weights, *biases)
-    y: Tensor = call(*operands, top_k=top_k, compute_h=keeps, **activation)[0]
+    y: Tensor = call(*operands, top_k=top_k, compute_h=keeps, **options)[0]
     return y
 
 

@@ -46,15 +46,24 @@ def _kernel(
     top_k: int,
     out_dtype: torch.dtype | None = None,
     compute_h: bool = True,
+    expected_rows: int | None = None,
     **params: Any,
 ) -> tuple[Tensor, Tensor]:
     parsed = Params(**params)
     operands: list[Any] = [x, w1, w2, source, position, token, offs, weights, bias1, bias2]
-    y, h = _checked(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype, compute_h=compute_h)
+    y, h = _checked(
+        *operands,
+        top_k=top_k,
+        kind=parsed.kind,
+        out_dtype=out_dtype,
+        compute_h=compute_h,
+        expected_rows=expected_rows,
+    )
     if debug.active:
         _check_values(NAME, operands[3:7], top_k)
+    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
     wanted = {"y": y, "h": h if compute_h else None}
-    made = backends.produce(NAME, x.device, wanted, operands, params=parsed, top_k=top_k)
+    made = backends.produce(NAME, x.device, wanted, operands, params=parsed, top_k=top_k, **hint)
     return made["y"], made["h"] if compute_h else h.empty()
 
 
@@ -95,27 +104,38 @@ Gradients = tuple[dict[str, Tensor | None], tuple[TensorSpec, ...]]
 """By name, None of one that is not asked for, and their specs."""
 
 
-def _hidden_gradients(operands: list, *, top_k: int, output_mask: Sequence[bool], **params: Any) -> Gradients:
+def _hidden_gradients(
+    operands: list, *, top_k: int, output_mask: Sequence[bool], expected_rows: int | None = None, **params: Any
+) -> Gradients:
     """Of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
     parsed, device = Params(**params), operands[0].device
-    made = _checked_hidden(*operands, top_k=top_k, output_mask=tuple(output_mask), kind=parsed.kind)
+    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
+    options: dict[str, Any] = {"top_k": top_k, "output_mask": tuple(output_mask), **hint}
+    made = _checked_hidden(*operands, kind=parsed.kind, **options)
     if debug.active:
         _check_values(HIDDEN, operands[2:6], top_k)
     wanted = _wanted(_OF_HIDDEN, made, output_mask)
-    return backends.produce(HIDDEN, device, wanted, operands, params=parsed, top_k=top_k), made
+    return backends.produce(HIDDEN, device, wanted, operands, params=parsed, top_k=top_k, **hint), made
 
 
 def _input_gradients(
-    operands: list, *, top_k: int, output_mask: Sequence[bool], out_dtype: torch.dtype | None = None
+    operands: list,
+    *,
+    top_k: int,
+    output_mask: Sequence[bool],
+    out_dtype: torch.dtype | None = None,
+    expected_rows: int | None = None,
 ) -> Gradients:
     """Of x, w1 and bias1."""
-    device = operands[0].device
-    made = _checked_input(*operands, top_k=top_k, output_mask=tuple(output_mask), out_dtype=out_dtype)
+    device, hint = operands[0].device, {} if expected_rows is None else {backends.HINT: expected_rows}
+    options: dict[str, Any] = {"top_k": top_k, "output_mask": tuple(output_mask), **hint}
+    made = _checked_input(*operands, out_dtype=out_dtype, **options)
     if debug.active:
         position, token, offs = operands[3:]
         debug.check_offs(INPUT, offs, token.shape[0])
         debug.check_places(INPUT, token, position, top_k)
-    return backends.produce(INPUT, device, _wanted(_OF_INPUT, made, output_mask), operands, top_k=top_k), made
+    wanted = _wanted(_OF_INPUT, made, output_mask)
+    return backends.produce(INPUT, device, wanted, operands, top_k=top_k, **hint), made
 
 
 def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
@@ -149,12 +169,14 @@ def _save(
     top_k: int,
     out_dtype: torch.dtype | None = None,
     compute_h: bool = True,
+    expected_rows: int | None = None,
     **params: Any,
 ) -> None:
     places = source, position, token, offs
     ctx.save_for_backward(x if needs[1] else None, w1, w2, *places, output[1], weights, bias2)
     ctx.set_materialize_grads(False)  # nobody but a second backward has a gradient of h
     ctx.top_k, ctx.params, ctx.dtype = top_k, params, w2.dtype
+    ctx.hint = {} if expected_rows is None else {backends.HINT: expected_rows}
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
 
 
@@ -188,7 +210,8 @@ def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | No
         ctx.maybe_clear_saved_tensors()
     operands = [dy, w2, source, position, token, offs, h, weights, bias2]
     del h
-    given: dict[str, Any] = {"top_k": ctx.top_k, "output_mask": [further, of_w2, of_weights, of_bias2], **ctx.params}
+    options = {"top_k": ctx.top_k, **ctx.hint}
+    given: dict[str, Any] = {**options, "output_mask": [further, of_w2, of_weights, of_bias2], **ctx.params}
     if plain:
         dh, dw2, dweights, dbias2 = map(_hidden_gradients(operands, **given)[0].get, _OF_HIDDEN)
     else:
@@ -196,7 +219,7 @@ def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | No
     if not further:
         return None, None, dw2, dweights, None, dbias2
     operands = [dh, x, w1, position, token, offs]
-    given = {"top_k": ctx.top_k, "output_mask": [of_x, of_w1, of_bias1]}
+    given = {**options, "output_mask": [of_x, of_w1, of_bias1]}
     if plain:
         dx, dw1, dbias1 = map(_input_gradients(operands, **given)[0].get, _OF_INPUT)
     else:
@@ -240,11 +263,14 @@ def _autocast(
 _SCHEMA_PLACES = "Tensor source, Tensor position, Tensor token, Tensor offs"
 _op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, {_SCHEMA_PLACES}, Tensor? weights=None, Tensor? bias1=None, "
-    f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None, bool compute_h=True) "
-    "-> (Tensor y, Tensor h)",
+    f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None, bool compute_h=True, "
+    "SymInt? expected_rows=None) -> (Tensor y, Tensor h)",
     _kernel,
-    lambda *args, top_k, kind="swiglu", out_dtype=None, compute_h=True, **_: tuple(
-        spec.empty() for spec in specs.moe(*args, top_k=top_k, kind=kind, out_dtype=out_dtype, compute_h=compute_h)
+    lambda *args, top_k, kind="swiglu", out_dtype=None, compute_h=True, expected_rows=None, **_: tuple(
+        spec.empty()
+        for spec in specs.moe(
+            *args, top_k=top_k, kind=kind, out_dtype=out_dtype, compute_h=compute_h, expected_rows=expected_rows
+        )
     ),
     formula=Formula(_save, _backward, lambda compute_h=True, **_: refuse_without_h(NAME, compute_h)),
     autocast=_autocast,
@@ -253,16 +279,21 @@ moe = DIRECT[_op]
 _NO_DERIVATIVE = "the backward of tgl::moe is differentiable under create_graph=True"
 _op_hidden = define(
     f"{HIDDEN}(Tensor dy, Tensor w2, {_SCHEMA_PLACES}, Tensor h, Tensor? weights=None, Tensor? bias2=None, *, "
-    f"SymInt top_k, bool[] output_mask, {SCHEMA}) -> (Tensor dh, Tensor dw2, Tensor dweights, Tensor dbias2)",
+    f"SymInt top_k, bool[] output_mask, {SCHEMA}, SymInt? expected_rows=None) -> "
+    "(Tensor dh, Tensor dw2, Tensor dweights, Tensor dbias2)",
     _kernel_hidden,
-    lambda *args, top_k, output_mask, kind="swiglu", **_: tuple(
-        spec.empty() for spec in specs.moe_backward_hidden(*args, top_k=top_k, output_mask=output_mask, kind=kind)
+    lambda *args, top_k, output_mask, kind="swiglu", expected_rows=None, **_: tuple(
+        spec.empty()
+        for spec in specs.moe_backward_hidden(
+            *args, top_k=top_k, output_mask=output_mask, kind=kind, expected_rows=expected_rows
+        )
     ),
     no_derivative=_NO_DERIVATIVE,
 )
 _op_input = define(
     f"{INPUT}(Tensor dh, Tensor? x, Tensor w1, Tensor position, Tensor token, Tensor offs, *, SymInt top_k, "
-    "bool[] output_mask, ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw1, Tensor dbias1)",
+    "bool[] output_mask, ScalarType? out_dtype=None, SymInt? expected_rows=None) -> "
+    "(Tensor dx, Tensor dw1, Tensor dbias1)",
     _kernel_input,
     lambda *args, **options: tuple(spec.empty() for spec in specs.moe_backward_input(*args, **options)),
     no_derivative=_NO_DERIVATIVE,
@@ -284,12 +315,15 @@ def _call(
     top_k: int,
     out_dtype: torch.dtype | None = None,
     compute_h: bool = True,
+    expected_rows: int | None = None,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed, operands = Params(**params), (x, w1, w2, source, position, token, offs, weights, bias1, bias2)
-    y, h = specs.moe(*operands, top_k=top_k, kind=parsed.kind, out_dtype=out_dtype, compute_h=compute_h)
+    how: dict[str, Any] = {"kind": parsed.kind, "out_dtype": out_dtype, "compute_h": compute_h}
+    y, h = specs.moe(*operands, top_k=top_k, expected_rows=expected_rows, **how)
+    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
     kept = h.meta() if compute_h else None
-    return x.device, operands, {"params": parsed, "top_k": top_k, "y": y.meta(), "h": kept}
+    return x.device, operands, {"params": parsed, "top_k": top_k, **hint, "y": y.meta(), "h": kept}
 
 
 def _call_hidden(
@@ -305,11 +339,13 @@ def _call_hidden(
     *,
     top_k: int,
     output_mask: Sequence[bool],
+    expected_rows: int | None = None,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     parsed, operands = Params(**params), (dy, w2, source, position, token, offs, h, weights, bias2)
-    made = specs.moe_backward_hidden(*operands, top_k=top_k, output_mask=output_mask, kind=parsed.kind)
-    return dy.device, operands, {"params": parsed, "top_k": top_k, **_metas(_OF_HIDDEN, made, output_mask)}
+    hint: dict[str, Any] = {} if expected_rows is None else {backends.HINT: expected_rows}
+    made = specs.moe_backward_hidden(*operands, top_k=top_k, output_mask=output_mask, kind=parsed.kind, **hint)
+    return dy.device, operands, {"params": parsed, "top_k": top_k, **hint, **_metas(_OF_HIDDEN, made, output_mask)}
 
 
 def _call_input(
@@ -323,10 +359,12 @@ def _call_input(
     top_k: int,
     output_mask: Sequence[bool],
     out_dtype: torch.dtype | None = None,
+    expected_rows: int | None = None,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     operands = dh, x, w1, position, token, offs
-    made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask, out_dtype=out_dtype)
-    return dh.device, operands, {"top_k": top_k, **_metas(_OF_INPUT, made, output_mask)}
+    hint: dict[str, Any] = {} if expected_rows is None else {backends.HINT: expected_rows}
+    made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask, out_dtype=out_dtype, **hint)
+    return dh.device, operands, {"top_k": top_k, **hint, **_metas(_OF_INPUT, made, output_mask)}
 
 
 def _metas(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, Tensor | None]:

@@ -47,6 +47,7 @@ _MOE_INPUT = (
     "dx[T,K], dw1[G,K,I], dbias1[G,I]"
 )
 _TWO: dict[str, Sequence[Any]] = {"kind": ("srelu",), "top_k": (2,)}
+_EXPECTED: dict[str, Sequence[Any]] = {"expected_rows": (None, 3)}
 _SCALED = "a[T,K], a_scale[S], b[G,K,N], b_scale[S], offs[G]:ends, a_amax[G], b_amax[G], bias[G,N]?, bias_scale[T]?"
 _PACKED = "a[T,{0}], b[]:derived, b_scale[]:derived, offs[G]:ends, b_amax[G]{2}{3} -> y[T,{1}]"
 _ROW_SCALED = "a[]:derived, a_scale[]:derived, b[]:derived, b_scale[]:derived, offs[G]:ends -> {0}"
@@ -150,11 +151,11 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "grouped_mlp_backward": (
         Signature(_MLP_BACKWARD, options={**_EXACT, **_ALL}, differentiable=False, wide=_MLP_WIDE),
     ),
-    "moe": (Signature(_MOE_FORWARD, options=_TWO, wide=_MOE_WIDE, derive=places),),
+    "moe": (Signature(_MOE_FORWARD, options={**_TWO, **_EXPECTED}, wide=_MOE_WIDE, derive=places),),
     "moe_backward_hidden": (
         Signature(
             _MOE_HIDDEN,
-            options={**_TWO, "output_mask": ((True,) * 4,)},
+            options={**_TWO, **_EXPECTED, "output_mask": ((True,) * 4,)},
             differentiable=False,
             wide=_MOE_WIDE,
             derive=places,
@@ -163,7 +164,7 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
     "moe_backward_input": (
         Signature(
             _MOE_INPUT,
-            options={"top_k": (2,), "output_mask": ((True,) * 3,)},
+            options={"top_k": (2,), **_EXPECTED, "output_mask": ((True,) * 3,)},
             differentiable=False,
             derive=places,
         ),

@@ -17,7 +17,7 @@ from ..archs import arch_of, having, serving
 from ..config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..runtime import device
-from ..runtime.launcher import Call, Launcher, busy_groups, power_of_two, rows_class, small, warm
+from ..runtime.launcher import Call, Launcher, busy_groups, load, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
@@ -51,6 +51,7 @@ class GemmCall(NamedTuple):
     slots: Tensor | None = None
     rows: Tensor | None = None
     begin: Tensor | None = None
+    expected_rows: int | None = None
 
 
 class WgradCall(NamedTuple):
@@ -63,6 +64,7 @@ class WgradCall(NamedTuple):
     slots: Tensor | None = None
     a_rows: Tensor | None = None
     b_rows: Tensor | None = None
+    expected_rows: int | None = None
 
 
 class PersistentGemm(Launcher[Call]):
@@ -73,6 +75,13 @@ class PersistentGemm(Launcher[Call]):
     def last(self, key: GemmKey, where: torch.device) -> tuple:
         """The number of clusters."""
         return (device.clusters(where, key.config.ctas),)
+
+    def tiling(self, c: Call) -> GemmConfig | None:
+        """That of the kernel's key."""
+        if self.nothing(c):
+            return None
+        config: GemmConfig = self.key(c, arch_of(backends.device_arch(c[0].device)).name).config
+        return config
 
 
 class GroupedGemm(PersistentGemm[GemmCall]):
@@ -95,11 +104,11 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def alike(self, c: GemmCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, bias, bias_scale, out, zero_tail, slots, index, begin = c
+        a, b, _, bias, bias_scale, out, zero_tail, slots, index, begin, expected = c
         rows, shape = out.shape[0], b.shape
         if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
-        size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
+        size = rows_class(rows if expected is None else expected, shape[0] if slots is None else slots.shape[0])
         layouts = (a.stride(), b.stride(), out.stride(), shape)
         dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
         return layouts, dtypes, size, zero_tail, slots is None, index is None, begin is None
@@ -124,11 +133,11 @@ class GroupedGemm(PersistentGemm[GemmCall]):
     def key(self, c: GemmCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
         _, depth, columns = c.b.shape
-        groups = groups_of(c.b, c.slots)
-        problem = arch, VARLEN_M, columns, depth, power_of_two(c.out.shape[0] // groups)
+        groups, rows = groups_of(c.b, c.slots), load(c.out.shape[0], c.expected_rows)
+        problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
         operand = self.reach.gathers(c)
         if operand is None:
-            tiling = tilings.choose(*problem, WIDTHS, busy_groups(c.out.shape[0], groups))
+            tiling = tilings.choose(*problem, WIDTHS, busy_groups(rows, groups))
         else:
             tiling = tilings.choose_gathering(*problem, operand)
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail)
@@ -142,7 +151,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
 
     def arguments(self, c: GemmCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, bias, bias_scale, out, _, slots, rows, begin = c
+        a, b, offs, bias, bias_scale, out, _, slots, rows, begin, _ = c
         return a, b, offs, out, bias, bias_scale, slots, begin, *given(rows)
 
     def scratch(self, c: GemmCall) -> GemmCall:
@@ -184,11 +193,12 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
 
     def alike(self, c: WgradCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, out, slots, a_index, b_index = c
+        a, b, _, out, slots, a_index, b_index, expected = c
         shape = out.shape
         if not warm(max(a.shape[0], b.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
-        size = rows_class(rows_of(c), shape[0] if slots is None else slots.shape[0])
+        rows = rows_of(c) if expected is None else expected
+        size = rows_class(rows, shape[0] if slots is None else slots.shape[0])
         layouts = (a.stride(), b.stride(), out.stride(), shape)
         return layouts, a.dtype, out.dtype, size, slots is None, a_index is None, b_index is None
 
@@ -205,7 +215,7 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
     def key(self, c: WgradCall, arch: str) -> GemmKey:
         """The tiling follows from M, N and the class of rows per group."""
         _, rows, columns = c.out.shape
-        depth = power_of_two(rows_of(c) // groups_of(c.out, c.slots))
+        depth = power_of_two(load(rows_of(c), c.expected_rows) // groups_of(c.out, c.slots))
         operand = self.reach.gathers(c)
         problem = arch, VARLEN_K, columns, depth, rows
         # What 16-bit sums were is read before they are stored, with registers that 192 accumulators leave not.
@@ -223,15 +233,21 @@ class GroupedGemmWgrad(PersistentGemm[WgradCall]):
 
     def arguments(self, c: WgradCall) -> tuple:
         """What the kernel is called with."""
-        a, b, offs, out, slots, a_rows, b_rows = c
+        a, b, offs, out, slots, a_rows, b_rows, _ = c
         return a, b, offs, out, None, None, slots, None, *given(a_rows, b_rows)
 
     def scratch(self, c: WgradCall) -> WgradCall:
         """One group without rows."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
-        out = c.out.new_zeros(1, 8, 8, device=c.a.device)
-        indices = (None if index is None else offs.new_zeros(8) for index in (c.a_rows, c.b_rows))
-        return WgradCall(small(c.a, 8, 8), small(c.b, 8, 8), offs, out, None if c.slots is None else offs, *indices)
+        return c._replace(
+            a=small(c.a, 8, 8),
+            b=small(c.b, 8, 8),
+            offs=offs,
+            out=c.out.new_zeros(1, 8, 8, device=c.a.device),
+            slots=None if c.slots is None else offs,
+            a_rows=None if c.a_rows is None else offs.new_zeros(8),
+            b_rows=None if c.b_rows is None else offs.new_zeros(8),
+        )
 
 
 def gemm_reason(a: Tensor, out: Tensor, rows: Tensor | None = None) -> backends.Reason:

@@ -14,7 +14,7 @@ from ..activation.activation_spec import spec_of
 from ..archs import having, serving
 from ..config import VARLEN_M, WIDTHS
 from ..epilogue import EpilogueSpec
-from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, warm
+from ..runtime.launcher import busy_groups, load, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, unit_dimension
@@ -37,6 +37,7 @@ class GemmActivationCall(NamedTuple):
     h: Tensor | None
     rows: Tensor | None = None
     zero_tail: bool = True
+    expected_rows: int | None = None
 
 
 class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
@@ -60,14 +61,15 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def alike(self, c: GemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        a, b, _, bias, probs, params, y, h, index, zero_tail = c
+        a, b, _, bias, probs, params, y, h, index, zero_tail, expected = c
         rows, shape = y.shape[0], b.shape
         written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
         if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | written):
             return None
         layouts = (a.stride(), b.stride(), h is None or h.stride(), y.stride(), shape)
         dtypes = (a.dtype, y.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
-        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None, zero_tail
+        size = rows_class(rows if expected is None else expected, shape[0])
+        return layouts, dtypes, params, size, index is None, zero_tail
 
     def batch_invariant(self, c: GemmActivationCall) -> bool:
         """As for ``grouped_gemm``; the activation is elementwise."""
@@ -87,11 +89,11 @@ class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
 
     def key(self, c: GemmActivationCall, arch: str) -> GemmKey:
         """The tiling follows from N, K and the class of rows per group."""
-        groups, depth, columns = c.b.shape
-        problem = arch, VARLEN_M, columns, depth, power_of_two(c.y.shape[0] // groups)
+        (groups, depth, columns), rows = c.b.shape, load(c.y.shape[0], c.expected_rows)
+        problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
         operand, widths = self.reach.gathers(c), widths_of(c.params, c.b)
         if operand is None:
-            tiling = tilings.choose(*problem, widths, busy_groups(c.y.shape[0], groups))
+            tiling = tilings.choose(*problem, widths, busy_groups(rows, groups))
         else:
             tiling = tilings.choose_gathering(*problem, operand, widths)
         activation = spec_of(c.params)

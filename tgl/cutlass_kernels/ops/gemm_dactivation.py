@@ -14,7 +14,7 @@ from .. import tilings
 from ..activation.activation_spec import ActivationSpec, spec_of
 from ..archs import arch_of, having
 from ..config import GemmConfig
-from ..runtime.launcher import Plan, power_of_two, rows_class, small, warm
+from ..runtime.launcher import Plan, load, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
@@ -53,6 +53,7 @@ class DactivationCall(NamedTuple):
     act: Tensor | None = None
     rows: Tensor | None = None
     zero_tail: bool = True
+    expected_rows: int | None = None
 
 
 class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
@@ -90,14 +91,15 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
 
     def alike(self, c: DactivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
-        dy, b, h, _, probs, params, dh, _, act, index, zero_tail = c
+        dy, b, h, _, probs, params, dh, _, act, index, zero_tail, expected = c
         rows, shape = dh.shape[0], b.shape
         written = 0 if act is None else act.data_ptr()
         if not warm(max(rows, dy.shape[0]), dy.data_ptr() | b.data_ptr() | h.data_ptr() | dh.data_ptr() | written):
             return None
         layouts = (dy.stride(), b.stride(), h.stride(), dh.stride(), act is None or act.stride(), shape)
         dtypes = (dy.dtype, probs is None or probs.dtype)
-        return layouts, dtypes, params, rows_class(rows, shape[0]), index is None, zero_tail
+        size = rows_class(rows if expected is None else expected, shape[0])
+        return layouts, dtypes, params, size, index is None, zero_tail
 
     def nothing(self, c: DactivationCall) -> bool:
         """No results, or no matrices to form them of."""
@@ -116,7 +118,7 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         """The tiling follows from I, N and the class of rows per group."""
         groups, depth, columns = c.b.shape
         operand = None if self.reach.gathers(c) is None else "a"
-        rows = power_of_two(c.dh.shape[0] // groups)
+        rows = power_of_two(load(c.dh.shape[0], c.expected_rows) // groups)
         tiling = tilings.choose_gradient(arch, columns, depth, rows)
         where = arch, not c.dy.is_cuda, name(c.dy), unit_dimension(c.b.stride())
         written = c.act is not None, c.zero_tail

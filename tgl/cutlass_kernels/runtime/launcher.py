@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ... import backends
 from ..archs import ARCHS, arch_of, chips
+from ..config import GemmConfig
 from . import cache, device
 from .reach import Reach
 from .requirements import ALIGNMENT, MAX_ROWS
@@ -110,6 +111,10 @@ class Launcher(ABC, Generic[Call]):
 
     def scratch(self, c: Call) -> Call | None:
         """A small call for the same kernel that touches nothing of ``c``, which loads the kernel; None: needs none."""
+        return None
+
+    def tiling(self, c: Call) -> GemmConfig | None:
+        """How a GEMM of the call is cut up, on the device that its tensors stand for; None of what is no GEMM."""
         return None
 
     def batch_invariant(self, c: Call) -> bool:
@@ -213,8 +218,10 @@ class Launcher(ABC, Generic[Call]):
             slots="slots" in self.call._fields,
             rows=bool(self.reach.indexed),
             begins="begin" in self.call._fields,
+            expects=backends.HINT in self.call._fields,
             prepare=self._taking(self.prepare),
             batch_invariant=self._taking(self.batch_invariant),
+            tiling=self._taking(self.tiling),
             launcher=self,
         )
 
@@ -233,6 +240,7 @@ class Launcher(ABC, Generic[Call]):
             slots="slots" in self.call._fields,
             rows=bool(self.reach.indexed),
             begins="begin" in self.call._fields,
+            expects=backends.HINT in self.call._fields,
             prepare=self._taking(self.prepare_copied),
             copies=self._taking(self.copies),
             batch_invariant=self._taking(self.batch_invariant),
@@ -273,6 +281,11 @@ def warm(rows: int, addresses: int) -> bool:
         addresses: those of the tensors that the kernel wants on 16 bytes, or-ed.
     """
     return 0 < rows <= MAX_ROWS and not addresses % ALIGNMENT
+
+
+def load(room: int, expected: int | None) -> int:
+    """The rows that tilings follow from: those that are expected, else those that there is room for."""
+    return room if expected is None else expected
 
 
 def rows_class(rows: int, groups: int) -> int:
