@@ -47,7 +47,9 @@ def grouped_mlp(
     return (
         RowsSpec((rows, columns), dtype, device),
         RowsSpec((rows, width), dtype, device) if compute_h else TensorSpec((0, width), dtype, device),
-        RowsSpec((rows, inter), dtype, device) if compute_h and not recompute else TensorSpec((0, inter), dtype, device),
+        RowsSpec((rows, inter), dtype, device)
+        if compute_h and not recompute
+        else TensorSpec((0, inter), dtype, device),
     )
 
 

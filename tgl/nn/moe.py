@@ -45,9 +45,9 @@ def moe(
     ``weights[s, j] * (activation(x[s] @ w1[g] + bias1[g]) @ w2[g] + bias2[g])``, with the bits of ``dispatch``,
     ``grouped_mlp`` with the weights as ``probs``, and ``combine``. Differentiable in all floating arguments, twice. The
     backward is two ops. It holds ``x``, what goes into the activation ``[T, N]``, the weights and the routing; the
-    rows ``[T, H]`` and the activation's result ``[T, I]`` are formed again. Where no backward can follow, what goes into
-    the activation is not written. In a graph compiled for a CPU the GEMMs are
-    ops of their own, and the compiler fuses the rest and decides what is held.
+    rows ``[T, H]`` and the activation's result ``[T, I]`` are formed again. Where no backward can follow, what goes
+    into the activation is not written. In a graph compiled for a CPU the GEMMs are ops of their own, and the compiler
+    fuses the rest and decides what is held.
 
     Args:
         x: ``[S, H]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
