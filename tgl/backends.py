@@ -74,8 +74,8 @@ class Implementation:
         parts: called like ``run``; of one that is made of other ops, and besides treats elements or rows one by one:
             the rehearsal of such a call. It promises what all of its ops promise, and ``prepare``, where it has none of
             its own, prepares each of them.
-        tiling: called like ``run``; how a GEMM that it launches is cut up (a ``GemmConfig``), None of a call that has
-            nothing to launch.
+        tiling: called with the device's architecture and like ``run``; how a GEMM that it launches is cut up (a
+            ``GemmConfig``), None of a call that has nothing to launch.
     """
 
     op: str
@@ -427,7 +427,7 @@ def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanat
         parts = rehearse(chosen.parts(*args, **kwargs), report)
         return replace(found, copies=copies, parts=parts, batch_invariant=all(p.batch_invariant for p in parts))
     promised = chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
-    tiling = None if chosen.tiling is None else chosen.tiling(*args, **kwargs)
+    tiling = None if chosen.tiling is None else chosen.tiling(device_arch(found.device), *args, **kwargs)
     return replace(found, copies=copies, batch_invariant=promised, tiling=tiling)
 
 

@@ -80,8 +80,10 @@ def test_a_report_tells_the_tiling():
     assert "tiles of 128 x 256 in clusters of 2 x 1" in texts[-1]
 
 
-G, S, K, H, I = 3, 24, 2, 64, 64
-ROOM = 3000
+G, S, K, H, I = 3, 24, 2, 256, 192
+ROOM = 7500
+FEW = G * 16
+BY_ROWS = ("grouped_gemm", "grouped_gemm_activation", "grouped_gemm_dactivation")
 
 
 def block(expected):
@@ -104,7 +106,14 @@ def test_wide_experts_of_few_rows_read_tokens_in_place():
             [part.op for part in tgl.explain("moe", *given, top_k=K, expected_rows=rows).parts]
             for rows in (None, G * 65, G * 64)
         ]
-    assert ["dispatch" in ops for ops in found] == [True, True, False]
+        more = torch.empty(ROOM, 2 * wide, dtype=BF16), x, w1, *given[4:]
+        options = {"top_k": K, "output_mask": [False, True, False]}
+        gradients = [
+            [part.op for part in tgl.explain("moe_backward_input", *more, **options, expected_rows=rows).parts]
+            for rows in (None, G * 257, G * 256)
+        ]
+    for parts in (found, gradients):
+        assert ["dispatch" in ops for ops in parts] == [True, True, False]
 
 
 @pytest.fixture
@@ -124,25 +133,26 @@ def step(expected):
     torch.autograd.grad(y, leaves, torch.ones_like(y))
 
 
-@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100"])
-def test_calls_that_expect_other_rows_have_other_kernels(chip, asked):
-    """A warm call, too, finds its own; calls of one class have one kernel."""
+@pytest.mark.parametrize(
+    ("chip", "ops"), [("sm_80", BY_ROWS), ("sm_90", (*BY_ROWS, "grouped_gemm_wgrad")), ("sm_100", BY_ROWS)]
+)
+def test_calls_that_expect_other_rows_have_other_kernels(chip, ops, asked):
+    """A warm call, too, finds its own; calls of one class have one. ``ops``: whose tilings follow from rows."""
     gemms = []
     with backends.emulated_device(chip):
-        for expected in (None, 3 * 16, None, 3 * 17, ROOM, 9 * ROOM):
+        for expected in (None, FEW, None, FEW + G, ROOM, 9 * ROOM):
             asked.clear()
             step(expected)
             gemms.append({(op, key.config) for op, key in asked if "gemm" in op})
     first, other, *again = gemms
-    assert first
-    assert other
+    assert {op for op, _ in other} == set(ops)
     assert not first & other
     assert again == [set()] * 4
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_warming_up_prepares_what_the_call_needs(op, asked):
-    x, w1, w2, *places = block(48)[0]
+    x, w1, w2, *places = block(FEW)[0]
     h, mask = torch.zeros(ROOM, 2 * I, dtype=BF16), [True, True, False, False]
     given, more = {
         "moe": ((x, w1, w2, *places), {}),
@@ -152,7 +162,7 @@ def test_warming_up_prepares_what_the_call_needs(op, asked):
     found = []
     with backends.emulated_device("sm_90"):
         for call in (tgl.warmup, lambda name, *args, **kwargs: getattr(torch.ops.tgl, name)(*args, **kwargs)):
-            for expected in (48, None):
+            for expected in (FEW, None):
                 asked.clear()
                 call(op, *given, **more, top_k=K, expected_rows=expected)
                 found.append(set(asked))
@@ -185,8 +195,8 @@ def test_no_bit_of_a_weight_gradient_follows_from_its_tiling():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_bits_are_those_of_a_cpu_whatever_is_expected(arch, monkeypatch):
     """More rows than there are, and fewer."""
-    monkeypatch.setattr(moe_cases, "ROOM", ROOM)
-    operands = moe_cases.block(moe_cases.Sizes(G, S, K, H, I), "relu", False)
+    monkeypatch.setattr(moe_cases, "ROOM", 3000)
+    operands = moe_cases.block(moe_cases.Sizes(G, S, K, 64, 64), "relu", False)
     wanted, call = moe_cases.expected(operands, "relu"), tgl.moe
     for rows in (8, 600):
         monkeypatch.setattr(tgl, "moe", lambda *args, rows=rows, **kw: call(*args, **kw, expected_rows=rows))

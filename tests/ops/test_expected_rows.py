@@ -97,6 +97,37 @@ def test_what_takes_no_hint_serves_without_it(observed):
     assert others == [9] * 4 + [None] * 4
 
 
+def test_reports_ask_what_takes_no_hint_without_it():
+    """Of copies, of its promise and for what it prepares."""
+    asked = []
+
+    def note(what, answer):
+        return lambda *_, **kwargs: asked.append((what, "expected_rows" in kwargs)) or answer
+
+    mine = tgl.backends.Implementation(
+        "moe",
+        "mine",
+        "cpu",
+        note("run", None),
+        note("supports", None),
+        priority=99,
+        copies=note("copies", {"x": 1}),
+        batch_invariant=note("batch_invariant", True),
+        prepare=note("prepare", None),
+        tiling=note("tiling", None),
+    )
+    backends.add(mine)
+    given, options = calls()["moe"]
+    try:
+        asked.clear()
+        tgl.warmup("moe", *given, **options, expected_rows=9)
+        torch.ops.tgl.moe(*given, **options, expected_rows=9)
+    finally:
+        backends.remove(mine)
+    assert {what for what, _ in asked} == {"run", "supports", "copies", "batch_invariant", "prepare", "tiling"}
+    assert not any(hinted for _, hinted in asked)
+
+
 OPS = ("grouped_gemm_activation", "grouped_gemm", "grouped_gemm_dactivation", "grouped_gemm_wgrad")
 
 

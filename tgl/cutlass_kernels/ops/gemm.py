@@ -76,11 +76,11 @@ class PersistentGemm(Launcher[Call]):
         """The number of clusters."""
         return (device.clusters(where, key.config.ctas),)
 
-    def tiling(self, c: Call) -> GemmConfig | None:
+    def tiling(self, c: Call, chip: str) -> GemmConfig | None:
         """That of the kernel's key."""
         if self.nothing(c):
             return None
-        config: GemmConfig = self.key(c, arch_of(backends.device_arch(c[0].device)).name).config
+        config: GemmConfig = self.key(c, arch_of(chip).name).config
         return config
 
 

@@ -113,8 +113,8 @@ class Launcher(ABC, Generic[Call]):
         """A small call for the same kernel that touches nothing of ``c``, which loads the kernel; None: needs none."""
         return None
 
-    def tiling(self, c: Call) -> GemmConfig | None:
-        """How a GEMM of the call is cut up, on the device that its tensors stand for; None of what is no GEMM."""
+    def tiling(self, c: Call, chip: str) -> GemmConfig | None:
+        """How a GEMM of the call is cut up on a device such as ``"sm_90"``; None of what is no GEMM."""
         return None
 
     def batch_invariant(self, c: Call) -> bool:
@@ -221,7 +221,7 @@ class Launcher(ABC, Generic[Call]):
             expects=backends.HINT in self.call._fields,
             prepare=self._taking(self.prepare),
             batch_invariant=self._taking(self.batch_invariant),
-            tiling=self._taking(self.tiling),
+            tiling=lambda chip, *args, **kwargs: self.tiling(self.call(*args, **kwargs), chip),
             launcher=self,
         )
 
