@@ -72,7 +72,7 @@ def store_activated(
             )
             column = first_column // halves + chunk * columns
             if cutlass.const_expr(spec.keeps):
-                turn = _store_rounded(gemm, rounded, output, target, (row, column), height, owner, lane, turn)
+                turn = _store_rounded(gemm, rounded, output, target, (row, column, height), (owner, lane), turn)
             values = activated(spec.activation, rounded, factors, product)
             buffer = next_buffer(gemm, output, owner, turn)
             turn = (turn + 1) % gemm.buffers
@@ -87,10 +87,8 @@ def _store_rounded(
     rounded: tuple,
     output: Output,
     target: cute.Tensor,
-    at: tuple[Int32, Int32],
-    height: Int32,
-    owner: Int32,
-    lane: Int32,
+    at: tuple[Int32, Int32, Int32],
+    by: tuple[Int32, Int32],
     turn: Int32,
 ) -> Int32:
     """Store chunks of what the activation is one of; returns whose turn of the buffers comes after them.
@@ -98,12 +96,11 @@ def _store_rounded(
     Args:
         rounded: registers of the chunk of every half.
         target: the output's part that the tile is in.
-        at: row and column, of a half, of the chunks.
-        height: rows of the group.
-        owner: whose buffers.
+        at: row and column, of a half, of the chunks, and rows of the group.
+        by: the warp, whose buffers these are, and the lane.
     """
     spec, columns = gemm.spec, gemm.chunk[1]
-    row, column = at
+    (row, column, height), (owner, lane) = at, by
     for half in cutlass.range_constexpr(len(rounded)):
         buffer = next_buffer(gemm, output, owner, turn)
         turn = (turn + 1) % gemm.buffers
