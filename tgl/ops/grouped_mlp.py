@@ -237,7 +237,8 @@ def _call(
     compute_h: bool = True,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed, how = Params(**params), {"recompute": recompute, "compute_h": compute_h}
+    parsed = Params(**params)
+    how: dict[str, Any] = {"recompute": recompute, "compute_h": compute_h}
     operands = x, w1, w2, offs, probs, bias1, bias2
     made = specs.grouped_mlp(*operands, kind=parsed.kind, **how)
     destinations = {name: spec and spec.meta() for name, spec in _wanted_forward(made, **how).items()}
