@@ -7,6 +7,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests.memory import new_memory_is_nan
+from tests.nn.test_unwritten_rows import Products
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.testing import emulator
 
@@ -43,3 +45,37 @@ def test_quantisers_gather_tokens(arch):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert all(t.isfinite().all() for t in results[0])
     assert dispatches == [1, 3]  # of routing weights; by the pieces of tokens and of their results' gradients too
+
+
+UNWRITTEN = [
+    ("sm_90", tgl.recipes.Float8BlockScaling()),
+    ("sm_90", tgl.recipes.Float8CurrentScaling()),
+    ("sm_100", tgl.recipes.MXFP8BlockScaling()),
+    ("sm_100", tgl.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe"),
+    [pytest.param(*case, marks=[] if case == UNWRITTEN[0] else pytest.mark.slow) for case in UNWRITTEN],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_kernels_leave_and_read_no_row_of_nobody(arch, recipe):
+    """Room for more rows, NaN in new memory and behind the products: the bits that rows without room have."""
+    torch.manual_seed(0)
+    block = tgl.MoE(G, 128, 128, bias=True, recipe=recipe, params_dtype=torch.bfloat16)
+    chosen = torch.arange(S * K).view(S, K) % (G + 1)
+    x, weights = torch.randn(S, 128).bfloat16().requires_grad_(), torch.rand(S, K, requires_grad=True)
+    results, unwritten = [], []
+    for room in (int((chosen < G).sum()), S * K + 300):
+        target = ARCHS[arch].target
+        with new_memory_is_nan(), emulator.emulate(target, detect_races=False) as machine, Products() as seen:
+            results.append(step(block, x, tgl.route(chosen, G, num_rows=room), weights, pieces=False))
+        unwritten.append([t.shape[0] > 0 and bool(t.isnan().all()) for t in seen.tails])
+        kernels = [launch.kernel for launch in machine.launches]
+        assert sum("ScaledGroupedGemm" in kernel for kernel in kernels) >= 5
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert all(t.isfinite().all() for t in results[0])
+    assert not any(unwritten[0])
+    assert len(unwritten[1]) >= 3
+    assert all(unwritten[1])

@@ -223,6 +223,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "by choice": {"invariant": True},
     "float32 sums": {"params_dtype": torch.bfloat16, "wire_dtype": torch.float32},
     "quantized": {"params_dtype": torch.bfloat16, "wire": "quantized", "recipe": tgl.recipes.MXFP8BlockScaling()},
+    "quantized blocks of 128": {
+        "params_dtype": torch.bfloat16,
+        "wire": "quantized",
+        "recipe": tgl.recipes.Float8BlockScaling(),
+    },
     "tokens sent again": {"recompute_dispatch": True},
 }
 

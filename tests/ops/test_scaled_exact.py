@@ -8,7 +8,9 @@ import torch
 
 import tgl
 from tests import scaled_oracle as oracle
+from tests.memory import new_memory_is_nan
 from tests.without_kernels import emulated_formats
+from tgl import backends
 from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes
 from tgl.testing.scaled_samples import QuantizedSample
@@ -184,3 +186,59 @@ def test_a_block_that_is_not_finite_spoils_its_rows_alone(form):
         got = run(sample, tensors)
         assert got[4:8].isnan().all()
         assert torch.equal(torch.cat([got[:4], got[8:]]), torch.cat([clean[:4], clean[8:]]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_of_nobody_left_alone(form):
+    """With ``zero_tail=False`` new memory, which holds NaN, still does behind the last group; the rest has its bits."""
+    count = 0
+    for depth in (18, 0):
+        for sample in of_format("grouped_gemm_scaled", form, SMALL, dimensions={"K": depth, "M": 18, "N": 10}):
+            tensors, end = sample.tensors(), sample.routing.routed
+            want = run(sample, tensors)
+            with new_memory_is_nan():
+                found = tgl.grouped_gemm_scaled(**tensors, **sample.options, zero_tail=False)
+            assert torch.equal(found[:end], want[:end]), sample.name
+            assert found[end:].isnan().all(), sample.name
+            count += end < sample.routing.rows
+    assert count > 12
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_of_nobody_left_alone_under_opcheck(form):
+    """Where every row is somebody's, since ``opcheck`` compares what is not written too."""
+    sample = next(of_format("grouped_gemm_scaled", form, ("even",)))
+    given = {**sample.tensors(), **sample.options, "zero_tail": False}
+    utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"  # what takes float8
+    torch.library.opcheck(torch.ops.tgl.grouped_gemm_scaled.default, (), given, test_utils=utils)
+
+
+def test_a_buffer_is_left_alone_in_any_case():
+    sample = next(of_format("grouped_gemm_scaled", "fp8_block", SMALL))
+    tensors = sample.tensors()
+    options, end = {k: v for k, v in sample.options.items() if k != "out_dtype"}, sample.routing.routed
+    buffers = [torch.full((sample.routing.rows, 24), 7.0) for _ in range(2)]
+    for out, zero_tail in zip(buffers, (False, True)):
+        assert tgl.grouped_gemm_scaled(**tensors, **options, out=out, zero_tail=zero_tail) is out
+    assert torch.equal(*buffers)
+    assert (buffers[0][end:] == 7).all()
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_explain_and_warmup_tell_implementations(zero_tail):
+    sample = next(of_format("grouped_gemm_scaled", "fp8_block", SMALL))
+    found = []
+
+    def supports(*args, zero_tail, **kwargs):
+        found.append(zero_tail)
+        return "only looks"
+
+    options = {"device": "cpu", "supports": supports}
+    spy = tgl.register_implementation("grouped_gemm_scaled", "looks", **options)(lambda *_, **__: None)
+    try:
+        for ask in (tgl.explain, tgl.warmup):
+            ask(tgl.grouped_gemm_scaled, **sample.tensors(), **sample.options, zero_tail=zero_tail)
+    finally:
+        backends.remove(spy)
+    assert found
+    assert set(found) == {zero_tail}

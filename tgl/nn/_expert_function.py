@@ -16,7 +16,7 @@ from ..ops import grouped_dbias_dscales
 from ..ops._engine import asked_for
 from ..ops._library import unobserved
 from ..ops.after import after
-from ._gemms import Operand
+from ._gemms import Destination, Operand
 from ._linear_function import Call, of_first_order
 from ._places import Way
 from ._saving import bring_back, restore, save
@@ -48,7 +48,8 @@ class Made(NamedTuple):
         y: ``[T, O]``, or ``[S, O]`` of tokens.
         x: what the first weight gradient will read, if asked for; with ``save_original_input`` the input, and the state
             that it was prepared in.
-        hidden: ``[T, 2 I]`` or ``[T, I]``, what goes into the activation.
+        hidden: ``[T, 2 I]`` or ``[T, I]``, what goes into the activation; of anything past ``offs[-1]``, where nobody
+            reads it.
         act: what the second weight gradient will read, if asked for; with ``save_original_input`` the state alone.
     """
 
@@ -61,7 +62,11 @@ class Made(NamedTuple):
 def forward(
     expert: Expert, offs: Tensor, x: Tensor, probs: Tensor | None, wgrad: tuple[bool, bool] = (False, False)
 ) -> Made:
-    """Run the expert; ``wgrad``: whether the weight gradient of either layer will read what is made here."""
+    """Run the expert; ``wgrad``: whether the weight gradient of either layer will read what is made here.
+
+    Products that stay inside have anything past ``offs[-1]``: what goes into the activation, and from tokens to tokens
+    the second layer's rows. So does the backward's.
+    """
     first, second, activation, fuses_product, places = expert
     again1, again2 = wgrad[0] and first.save_original_input, wgrad[1] and second.save_original_input
     state1 = first.gemms.state_of_input() if again1 else ()
@@ -85,16 +90,14 @@ def forward(
             wgrad=wgrad2,
         )
     else:
-        hidden = first.gemms.fprop(
-            operand, first.weight.fprop, offs, first.bias, None, out_dtype=first.out_dtype, out=None
-        )
+        to = Destination(first.out_dtype, zero_tail=False)
+        hidden = first.gemms.fprop(operand, first.weight.fprop, offs, first.bias, None, to)
         act = second.gemms.activated_input(hidden, offs, probs, activation, fprop=True, wgrad=wgrad2, state=state2)
     operand, act_kept = act.fprop, state2 if again2 else act.wgrad
     del act
     scale = probs if second.bias is not None else None
-    y = second.gemms.fprop(
-        operand, second.weight.fprop, offs, second.bias, scale, out_dtype=second.out_dtype, out=second.out
-    )
+    to = Destination(second.out_dtype, second.out, zero_tail=places is None)
+    y = second.gemms.fprop(operand, second.weight.fprop, offs, second.bias, scale, to)
     del operand
     y = y if places is None else places.combined(y)
     return Made(y, x_kept, hidden, act_kept)
@@ -171,7 +174,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         answers = places.answers(grad, second.gemms, read=into_hidden or wgrad2)
         dy, dbias = places.grad(answers, second.gemms, offs, **wanted)
     if into_hidden:
-        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, out_dtype=ctx.dtypes[1])
+        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, Destination(ctx.dtypes[1], zero_tail=False))
         dhidden, dprobs = torch.ops.tgl.grouped_activation_backward(dact, hidden, offs, probs, **activation)
         del dact
     if bias is not None and probs is not None and (dbias2_wanted or needs_dprobs):
@@ -199,7 +202,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_operand = bring_back(ctx, 0, x_operand, dhidden)
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
-        dx = first.gemms.dgrad(dy.dgrad, weights1, offs, out_dtype=ctx.dtypes[0], out=first.dgrad_out)
+        to = Destination(ctx.dtypes[0], first.dgrad_out, zero_tail=places is None)
+        dx = first.gemms.dgrad(dy.dgrad, weights1, offs, to)
         if places is not None:
             last = dx = places.combined(dx)
         if first.dgrad_out is not None:

@@ -36,6 +36,21 @@ class Operands(NamedTuple):
     wgrad: Operand = ()
 
 
+class Destination(NamedTuple):
+    """Where a product of rows goes.
+
+    Attributes:
+        dtype: of the result.
+        out: a buffer of that dtype, whose rows past ``offs[-1]`` keep what they hold; None for new memory.
+        zero_tail: whether new memory holds zeros there. Without, which is for what stays inside of a layer, it may hold
+            anything.
+    """
+
+    dtype: torch.dtype
+    out: Tensor | None = None
+    zero_tail: bool = True
+
+
 class Gemms(Protocol):
     """Preparation of operands and the GEMMs on them, made of registered ops; it reads no tensor on the host.
 
@@ -115,16 +130,12 @@ class Gemms(Protocol):
         offs: Tensor,
         bias: Tensor | None,
         bias_scale: Tensor | None,
-        *,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
+        to: Destination,
     ) -> Tensor:
-        """``[T, N]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
+        """``[T, N]``."""
 
-    def dgrad(
-        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        """``[T, K]`` of ``out_dtype``; ``out``, which has that dtype, if given."""
+    def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
+        """``[T, K]``."""
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
@@ -208,16 +219,13 @@ class DenseGemms:
         offs: Tensor,
         bias: Tensor | None,
         bias_scale: Tensor | None,
-        *,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
+        to: Destination,
     ) -> Tensor:
-        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, *w[1:], out_dtype=out_dtype, out=out)
+        written: dict[str, Any] = {"out_dtype": to.dtype, "out": to.out}
+        return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, *w[1:], **written)
 
-    def dgrad(
-        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        return grouped_gemm(dy[0], w[0], offs, None, None, *w[1:], out_dtype=out_dtype, out=out)
+    def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
+        return grouped_gemm(dy[0], w[0], offs, None, None, *w[1:], out_dtype=to.dtype, out=to.out)
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None

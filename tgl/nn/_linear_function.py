@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops import grouped_dbias_dscales
 from ..ops._engine import asked_for
 from ..ops.after import after
-from ._gemms import Gemms, Operand, Operands
+from ._gemms import Destination, Gemms, Operand, Operands
 from ._parameter_gradients import ParameterGradients
 from ._saving import bring_back, restore, save
 from ._transforms import first_order, inside_of, outside
@@ -54,9 +54,8 @@ def fprop(
     again = wgrad and call.save_original_input
     state = call.gemms.state_of_input() if again else ()
     prepared = call.gemms.input(x, offs, fprop=True, wgrad=wgrad and not again, state=state)
-    y = call.gemms.fprop(
-        prepared.fprop, call.weight.fprop, offs, call.bias, bias_scale, out_dtype=call.out_dtype, out=call.out
-    )
+    to = Destination(call.out_dtype, call.out)
+    y = call.gemms.fprop(prepared.fprop, call.weight.fprop, offs, call.bias, bias_scale, to)
     return y, (x, *state) if again else prepared.wgrad
 
 
@@ -151,7 +150,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gradients = call.gradients.checked(wanted)
     dy, dbias = gemms.grad(grad, offs, dgrad=needs_dgrad, wgrad=needs_wgrad, dbias=needs_dbias and bias_scale is None)
     if needs_dgrad:
-        dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, out_dtype=ctx.dtype, out=call.dgrad_out)
+        dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, Destination(ctx.dtype, call.dgrad_out))
         if call.dgrad_out is not None:
             dx = dx.detach()
     if bias_scale is not None and (needs_dbias or needs_dscale):

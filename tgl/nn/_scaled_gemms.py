@@ -29,7 +29,7 @@ from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
 from ._emulation import refuse_emulation
 from ._errors import fail
-from ._gemms import DenseGemms, Gemms, Operand, Operands
+from ._gemms import DenseGemms, Destination, Gemms, Operand, Operands
 from ._lasting import lasting
 from ._parameters import decided_when_traced, inside_operator
 
@@ -422,20 +422,14 @@ class ScaledGemms(nn.Module):
         offs: Tensor,
         bias: Tensor | None,
         bias_scale: Tensor | None,
-        *,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
+        to: Destination,
     ) -> Tensor:
-        return grouped_gemm_scaled(
-            **_pair(x, w), offs=offs, bias=bias, bias_scale=bias_scale, **self.names, out_dtype=out_dtype, out=out
-        )
+        operands = {**_pair(x, w), "offs": offs, "bias": bias, "bias_scale": bias_scale}
+        return grouped_gemm_scaled(**operands, **self.names, **_written(to))
 
-    def dgrad(
-        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        return grouped_gemm_scaled(
-            **_pair(dy, w), offs=offs, **self.names, b_direction="columnwise", out_dtype=out_dtype, out=out
-        )
+    def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
+        operands = {**_pair(dy, w), "offs": offs, "b_direction": "columnwise"}
+        return grouped_gemm_scaled(**operands, **self.names, **_written(to))
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
@@ -475,6 +469,11 @@ _NAMES = ("a", "a_scale", "a_amax"), ("b", "b_scale", "b_amax")
 def _pair(a: Operand, b: Operand) -> dict[str, Any]:
     """The operands of a scaled GEMM, by the names of its arguments."""
     return {**dict(zip(_NAMES[0], a)), **dict(zip(_NAMES[1], b))}
+
+
+def _written(to: Destination) -> dict[str, Any]:
+    """By the names of its arguments too."""
+    return {"out_dtype": to.dtype, "out": to.out, "zero_tail": to.zero_tail}
 
 
 def _rowwise(made: Components, form: str) -> Operand:

@@ -14,7 +14,7 @@ from ..ops.grouped_gemm_packed import grouped_gemm_packed
 from ..tensor import GroupedTensor
 from ..tensor._structure import CLASSES, fields
 from ._errors import fail
-from ._gemms import DenseGemms, Operand, Operands
+from ._gemms import DenseGemms, Destination, Operand, Operands
 from .grouped_linear import GroupedLinear
 
 
@@ -39,21 +39,17 @@ class PackedGemms(DenseGemms):
         offs: Tensor,
         bias: Tensor | None,
         bias_scale: Tensor | None,
-        *,
-        out_dtype: torch.dtype,
-        out: Tensor | None = None,
+        to: Destination,
     ) -> Tensor:
-        assert out is None
+        assert to.out is None
         data, scale, amax = self._parts(w)
-        options: dict[str, Any] = {"format": self.format, "out_dtype": out_dtype}
+        options: dict[str, Any] = {"format": self.format, "out_dtype": to.dtype}
         return grouped_gemm_packed(x[0], data, scale, offs, amax, bias, bias_scale, **options)
 
-    def dgrad(
-        self, dy: Operand, w: Operand, offs: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        assert out is None
+    def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
+        assert to.out is None
         data, scale, amax = self._parts(w)
-        options: dict[str, Any] = {"format": self.format, "out_dtype": out_dtype}
+        options: dict[str, Any] = {"format": self.format, "out_dtype": to.dtype}
         return grouped_gemm_packed(dy[0], data, scale, offs, amax, over_rows=True, **options)
 
     def _parts(self, w: Operand) -> tuple[Tensor, Tensor, Tensor | None]:

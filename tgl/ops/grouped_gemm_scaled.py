@@ -44,12 +44,13 @@ def _kernel(
     b_direction: str = "rowwise",
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
+    zero_tail: bool = True,
 ) -> Tensor:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
     out = _checked(*operands, **options, out_dtype=out_dtype).empty()
     debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=True)
+    backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=zero_tail)
     return out
 
 
@@ -80,9 +81,9 @@ def _kernel_out(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
+    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, bool zero_tail=True) -> Tensor",
     _kernel,
-    lambda *operands, **options: scaled.grouped_gemm_scaled(*operands, **options).empty(),
+    lambda *operands, zero_tail=True, **options: scaled.grouped_gemm_scaled(*operands, **options).empty(),
     no_derivative=ADVICE,
     autocast=autocast_nothing,
 )
@@ -111,6 +112,7 @@ def _call(
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
@@ -119,7 +121,7 @@ def _call(
         scaled.grouped_gemm_scaled_out(*operands, **options, out=out)
     else:
         out = scaled.grouped_gemm_scaled(*operands, **options, out_dtype=out_dtype).meta()
-    return a.device, operands, {**options, "out": out, "zero_tail": functional}
+    return a.device, operands, {**options, "out": out, "zero_tail": functional and zero_tail}
 
 
 backends.describe_op(NAME, _call)
@@ -141,6 +143,7 @@ def grouped_gemm_scaled(
     scale_layout: str = "compact",
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> Tensor:
     """Multiply every group of quantised rows by its own quantised matrix.
 
@@ -176,6 +179,8 @@ def grouped_gemm_scaled(
         out_dtype: bfloat16 (default), float16 or float32.
         out: buffer ``[T, N]`` of such a dtype, row-major, 16-byte aligned, sharing no memory with an operand. Its rows
             past ``offs[-1]`` are left as they are.
+        zero_tail: False: nothing is written to rows past ``offs[-1]``, which then hold what their memory held, NaN
+            perhaps. For results that nobody reads there: without it a GPU spends bandwidth on those rows.
 
     Returns:
         ``[T, N]``; ``out`` itself if given.
@@ -188,7 +193,7 @@ def grouped_gemm_scaled(
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
     if out is None:
-        return _op(*operands, **options, out_dtype=out_dtype)
+        return _op(*operands, **options, out_dtype=out_dtype, zero_tail=zero_tail)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
     _op_out(*operands, **options, out=out)
