@@ -67,8 +67,9 @@ SM100 = {
 }
 CASES = [("sm_90", case) for case in SM90.values()] + [("sm_100", case) for case in SM100.values()]
 NAMES = [f"sm_90: {name}" for name in SM90] + [f"sm_100: {name}" for name in SM100]
-RARER = (*(SM90[name] for name in ("wide", "multicast", "float32", "clamped, alternating", "srelu")),)
-RARER += (*(SM100[name] for name in ("clamped, no probabilities", "float32", "b row-major", "srelu")),)
+RARE_90 = ("wide", "multicast", "float32", "clamped, alternating", "srelu", "nothing kept, srelu")
+RARE_100 = ("clamped, no probabilities", "float32", "b row-major", "srelu", "nothing kept, srelu")
+RARER = (*(SM90[name] for name in RARE_90), *(SM100[name] for name in RARE_100))
 USUAL = {name: case for name, case in zip(NAMES, CASES) if case[1] not in RARER}
 
 
