@@ -90,13 +90,13 @@ def forward(
             wgrad=wgrad2,
         )
     else:
-        to = Destination(first.out_dtype, zero_tail=False)
-        hidden = first.gemms.fprop(operand, first.weight.fprop, offs, first.bias, None, to)
+        inside: Destination = {"out_dtype": first.out_dtype, "out": None, "zero_tail": False}
+        hidden = first.gemms.fprop(operand, first.weight.fprop, offs, first.bias, None, inside)
         act = second.gemms.activated_input(hidden, offs, probs, activation, fprop=True, wgrad=wgrad2, state=state2)
     operand, act_kept = act.fprop, state2 if again2 else act.wgrad
     del act
     scale = probs if second.bias is not None else None
-    to = Destination(second.out_dtype, second.out, zero_tail=places is None)
+    to: Destination = {"out_dtype": second.out_dtype, "out": second.out, "zero_tail": places is None}
     y = second.gemms.fprop(operand, second.weight.fprop, offs, second.bias, scale, to)
     del operand
     y = y if places is None else places.combined(y)
@@ -174,7 +174,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         answers = places.answers(grad, second.gemms, read=into_hidden or wgrad2)
         dy, dbias = places.grad(answers, second.gemms, offs, **wanted)
     if into_hidden:
-        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, Destination(ctx.dtypes[1], zero_tail=False))
+        inside: Destination = {"out_dtype": ctx.dtypes[1], "out": None, "zero_tail": False}
+        dact = second.gemms.dgrad(dy.dgrad, weights2, offs, inside)
         dhidden, dprobs = torch.ops.tgl.grouped_activation_backward(dact, hidden, offs, probs, **activation)
         del dact
     if bias is not None and probs is not None and (dbias2_wanted or needs_dprobs):
@@ -202,7 +203,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_operand = bring_back(ctx, 0, x_operand, dhidden)
     dy, dbias = first.gemms.grad(dhidden, offs, dgrad=needs_dx, wgrad=wgrad1, dbias=dbias1_wanted)
     if needs_dx:
-        to = Destination(ctx.dtypes[0], first.dgrad_out, zero_tail=places is None)
+        to: Destination = {"out_dtype": ctx.dtypes[0], "out": first.dgrad_out, "zero_tail": places is None}
         dx = first.gemms.dgrad(dy.dgrad, weights1, offs, to)
         if places is not None:
             last = dx = places.combined(dx)

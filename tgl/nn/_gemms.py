@@ -6,7 +6,7 @@ operands are one tensor each; a quantised one has data, scales and whatever else
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -36,19 +36,19 @@ class Operands(NamedTuple):
     wgrad: Operand = ()
 
 
-class Destination(NamedTuple):
-    """Where a product of rows goes.
+class Destination(TypedDict):
+    """Where a product of rows goes, by keywords of the GEMMs; a dict, as a class of its own would cost a call to make.
 
     Attributes:
-        dtype: of the result.
+        out_dtype: of the result.
         out: a buffer of that dtype, whose rows past ``offs[-1]`` keep what they hold; None for new memory.
         zero_tail: whether new memory holds zeros there. Without, which is for what stays inside of a layer, it may hold
             anything.
     """
 
-    dtype: torch.dtype
-    out: Tensor | None = None
-    zero_tail: bool = True
+    out_dtype: torch.dtype
+    out: Tensor | None
+    zero_tail: bool
 
 
 class Gemms(Protocol):
@@ -221,11 +221,11 @@ class DenseGemms:
         bias_scale: Tensor | None,
         to: Destination,
     ) -> Tensor:
-        written: dict[str, Any] = {"out_dtype": to.dtype, "out": to.out}
+        written: dict[str, Any] = {"out_dtype": to["out_dtype"], "out": to["out"]}
         return grouped_gemm(x[0], w[0].transpose(1, 2), offs, bias, bias_scale, *w[1:], **written)
 
     def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
-        return grouped_gemm(dy[0], w[0], offs, None, None, *w[1:], out_dtype=to.dtype, out=to.out)
+        return grouped_gemm(dy[0], w[0], offs, None, None, *w[1:], out_dtype=to["out_dtype"], out=to["out"])
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None

@@ -54,7 +54,7 @@ def fprop(
     again = wgrad and call.save_original_input
     state = call.gemms.state_of_input() if again else ()
     prepared = call.gemms.input(x, offs, fprop=True, wgrad=wgrad and not again, state=state)
-    to = Destination(call.out_dtype, call.out)
+    to: Destination = {"out_dtype": call.out_dtype, "out": call.out, "zero_tail": True}
     y = call.gemms.fprop(prepared.fprop, call.weight.fprop, offs, call.bias, bias_scale, to)
     return y, (x, *state) if again else prepared.wgrad
 
@@ -150,7 +150,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gradients = call.gradients.checked(wanted)
     dy, dbias = gemms.grad(grad, offs, dgrad=needs_dgrad, wgrad=needs_wgrad, dbias=needs_dbias and bias_scale is None)
     if needs_dgrad:
-        dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, Destination(ctx.dtype, call.dgrad_out))
+        to: Destination = {"out_dtype": ctx.dtype, "out": call.dgrad_out, "zero_tail": True}
+        dx = gemms.dgrad(dy.dgrad, tuple(weight), offs, to)
         if call.dgrad_out is not None:
             dx = dx.detach()
     if bias_scale is not None and (needs_dbias or needs_dscale):

@@ -425,11 +425,11 @@ class ScaledGemms(nn.Module):
         to: Destination,
     ) -> Tensor:
         operands = {**_pair(x, w), "offs": offs, "bias": bias, "bias_scale": bias_scale}
-        return grouped_gemm_scaled(**operands, **self.names, **_written(to))
+        return grouped_gemm_scaled(**operands, **self.names, **to)
 
     def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
         operands = {**_pair(dy, w), "offs": offs, "b_direction": "columnwise"}
-        return grouped_gemm_scaled(**operands, **self.names, **_written(to))
+        return grouped_gemm_scaled(**operands, **self.names, **to)
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
@@ -469,11 +469,6 @@ _NAMES = ("a", "a_scale", "a_amax"), ("b", "b_scale", "b_amax")
 def _pair(a: Operand, b: Operand) -> dict[str, Any]:
     """The operands of a scaled GEMM, by the names of its arguments."""
     return {**dict(zip(_NAMES[0], a)), **dict(zip(_NAMES[1], b))}
-
-
-def _written(to: Destination) -> dict[str, Any]:
-    """By the names of its arguments too."""
-    return {"out_dtype": to.dtype, "out": to.out, "zero_tail": to.zero_tail}
 
 
 def _rowwise(made: Components, form: str) -> Operand:

@@ -41,15 +41,15 @@ class PackedGemms(DenseGemms):
         bias_scale: Tensor | None,
         to: Destination,
     ) -> Tensor:
-        assert to.out is None
+        assert to["out"] is None
         data, scale, amax = self._parts(w)
-        options: dict[str, Any] = {"format": self.format, "out_dtype": to.dtype}
+        options: dict[str, Any] = {"format": self.format, "out_dtype": to["out_dtype"]}
         return grouped_gemm_packed(x[0], data, scale, offs, amax, bias, bias_scale, **options)
 
     def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
-        assert to.out is None
+        assert to["out"] is None
         data, scale, amax = self._parts(w)
-        options: dict[str, Any] = {"format": self.format, "out_dtype": to.dtype}
+        options: dict[str, Any] = {"format": self.format, "out_dtype": to["out_dtype"]}
         return grouped_gemm_packed(dy[0], data, scale, offs, amax, over_rows=True, **options)
 
     def _parts(self, w: Operand) -> tuple[Tensor, Tensor, Tensor | None]:

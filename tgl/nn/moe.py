@@ -198,7 +198,10 @@ def _by_one_op(
     source, position, offs, top_k, token = routing
     call = one_op if direct else torch.ops.tgl.moe.default
     operands = x, w1, w2, source, position, token, offs, weights, *biases
-    keeps = backward_may_follow(x, w1, w2, weights, *biases)
+    if direct:  # in no trace or transform, and without a helper's call
+        keeps = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
+    else:
+        keeps = backward_may_follow(x, w1, w2, weights, *biases)
     y: Tensor = call(*operands, top_k=top_k, compute_h=keeps, **options)[0]
     return y
 

@@ -18,13 +18,3 @@ def backward_may_follow(*tensors: Tensor | None) -> bool:
             if t is not None and t.requires_grad:
                 return True
     return False
-
-
-def refuse_without_h(op: str, compute_h: bool) -> None:
-    """Refuse to differentiate a call that does not compute ``h``.
-
-    Raises:
-        RuntimeError: it does not.
-    """
-    if not compute_h:
-        raise RuntimeError(f"tgl::{op}: `compute_h` must be True where an argument requires grad, but got False")

@@ -48,7 +48,7 @@ class Formula(NamedTuple):
     Attributes:
         save: ``save(ctx, needs, *args, output=..., **kwargs)`` keeps what the backward needs.
         backward: ``backward(ctx, needs, *grads)`` returns one gradient or None per positional argument.
-        refuse: ``refuse(**kwargs)`` raises for keywords with which there is no derivative, before any work; or None.
+        only_with: a keyword, true by default, without which there is no derivative; None: there always is.
 
     ``needs[i]`` says whether positional argument ``i`` of the schema requires a gradient, in the backward whether that
     gradient was asked for; it always has full length.
@@ -56,7 +56,7 @@ class Formula(NamedTuple):
 
     save: Callable[..., None]
     backward: Callable[..., tuple[Tensor | None, ...]]
-    refuse: Callable[..., None] | None = None
+    only_with: str | None = None
 
 
 def define(
@@ -241,8 +241,9 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
     count = len(positional)
 
     def forward(ctx: Any, keyset: Any, kwargs: dict, *args: Any) -> Any:
-        if formula.refuse is not None:
-            formula.refuse(**kwargs)
+        if formula.only_with is not None and not kwargs.get(formula.only_with, True):
+            must = f"`{formula.only_with}` must be True where an argument requires grad"
+            raise RuntimeError(f"{op.name()}: {must}, but got {kwargs[formula.only_with]}")
         if keyset is None or keyset.raw_repr() in _PLAIN:
             with torch._C._AutoDispatchBelowAutograd():
                 output = kernel(*args, **kwargs)

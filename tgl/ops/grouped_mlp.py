@@ -12,7 +12,7 @@ from .. import backends, debug
 from ..meta import mlp as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
-from ._hidden import backward_may_follow, refuse_without_h
+from ._hidden import backward_may_follow
 from ._library import Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 
@@ -40,20 +40,13 @@ def _kernel(
     compute_h: bool = True,
     **params: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parsed, how = Params(**params), {"recompute": recompute, "compute_h": compute_h}
-    spec = _checked(x, w1, w2, offs, probs, bias1, bias2, kind=parsed.kind, **how)
+    parsed, keeps_act = Params(**params), compute_h and not recompute
+    how: dict[str, Any] = {"kind": parsed.kind, "recompute": recompute, "compute_h": compute_h}
+    y, h, act = _checked(x, w1, w2, offs, probs, bias1, bias2, **how)
     debug.check_offs(NAME, offs, x.shape[0])
-    operands = [x, w1, w2, offs, probs, bias1, bias2]
-    made = backends.produce(NAME, x.device, _wanted_forward(spec, **how), operands, params=parsed)
-    return tuple(s.empty() if made[name] is None else made[name] for name, s in zip(_RESULTS, spec))  # type: ignore[return-value]
-
-
-_RESULTS = ("y", "h", "act")
-
-
-def _wanted_forward(spec: Sequence[TensorSpec], *, recompute: bool, compute_h: bool) -> dict[str, TensorSpec | None]:
-    wants = True, compute_h, compute_h and not recompute
-    return {name: s if want else None for name, s, want in zip(_RESULTS, spec, wants)}
+    wanted = {"y": y, "h": h if compute_h else None, "act": act if keeps_act else None}
+    made = backends.produce(NAME, x.device, wanted, [x, w1, w2, offs, probs, bias1, bias2], params=parsed)
+    return made["y"], made["h"] if compute_h else h.empty(), made["act"] if keeps_act else act.empty()
 
 
 def _kernel_backward(
@@ -209,7 +202,7 @@ _op = define(
     lambda *args, kind="swiglu", recompute=False, compute_h=True, **_: tuple(
         spec.empty() for spec in specs.grouped_mlp(*args, kind=kind, recompute=recompute, compute_h=compute_h)
     ),
-    formula=Formula(_save, _backward, lambda compute_h=True, **_: refuse_without_h(NAME, compute_h)),
+    formula=Formula(_save, _backward, only_with="compute_h"),
     autocast=_autocast,
 )
 _op_backward = define(
@@ -237,12 +230,11 @@ def _call(
     compute_h: bool = True,
     **params: Any,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    how: dict[str, Any] = {"recompute": recompute, "compute_h": compute_h}
-    operands = x, w1, w2, offs, probs, bias1, bias2
-    made = specs.grouped_mlp(*operands, kind=parsed.kind, **how)
-    destinations = {name: spec and spec.meta() for name, spec in _wanted_forward(made, **how).items()}
-    return x.device, operands, {"params": parsed, **destinations}
+    parsed, operands = Params(**params), (x, w1, w2, offs, probs, bias1, bias2)
+    how: dict[str, Any] = {"kind": parsed.kind, "recompute": recompute, "compute_h": compute_h}
+    y, h, act = (spec.meta() for spec in specs.grouped_mlp(*operands, **how))
+    kept = {"h": h if compute_h else None, "act": act if compute_h and not recompute else None}
+    return x.device, operands, {"params": parsed, "y": y, **kept}
 
 
 def _call_backward(
@@ -312,8 +304,9 @@ def grouped_mlp(
         ValueError: shapes, layouts or devices that do not fit.
         RuntimeError: a forward-mode derivative is requested.
     """
-    constants = {"limit": limit, "alpha": alpha, "offset": offset}  # None: see ``grouped_activation``
-    given: dict[str, Any] = {name: value for name, value in constants.items() if value is not None}
-    given |= {"kind": kind, "interleaved": interleaved, "recompute": recompute}
+    given: dict[str, Any] = {"kind": kind, "interleaved": interleaved, "recompute": recompute}
+    for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset)):
+        if value is not None:  # otherwise see ``grouped_activation``
+            given[name] = value
     given["compute_h"] = backward_may_follow(x, w1, w2, probs, bias1, bias2)
     return _op(x, w1, w2, offs, probs, bias1, bias2, **given)[0]

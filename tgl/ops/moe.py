@@ -16,7 +16,6 @@ from ..meta import moe as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from . import permutation  # noqa: F401 (ops that the second order is made of)
-from ._hidden import refuse_without_h
 from ._library import DIRECT, Formula, autocast_operand, define, unobserved
 from .grouped_activation import SCHEMA, Params
 from .grouped_mlp import composed_gradients
@@ -272,7 +271,7 @@ _op = define(
             *args, top_k=top_k, kind=kind, out_dtype=out_dtype, compute_h=compute_h, expected_rows=expected_rows
         )
     ),
-    formula=Formula(_save, _backward, lambda compute_h=True, **_: refuse_without_h(NAME, compute_h)),
+    formula=Formula(_save, _backward, only_with="compute_h"),
     autocast=_autocast,
 )
 moe = DIRECT[_op]
