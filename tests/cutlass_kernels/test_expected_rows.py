@@ -116,16 +116,6 @@ def test_wide_experts_of_few_rows_read_tokens_in_place():
         assert ["dispatch" in ops for ops in parts] == [True, True, False]
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The keys of kernels that were asked for since the list was cleared; they do nothing."""
-    found = []
-    monkeypatch.setattr(launcher, "compiled", lambda op, key, *_: found.append((op, key)) or (lambda *args: None))
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
-    return found
-
-
 def step(expected):
     given, options = block(expected)
     leaves = [t.requires_grad_() for t in given[:3]]

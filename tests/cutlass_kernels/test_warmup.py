@@ -16,16 +16,6 @@ SIZES = {"experts": 4, "hidden": 64, "ffn": 128, "tokens": 50, "top_k": 2}
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The kernels that were asked for since the list was cleared; they do nothing."""
-    found = []
-    monkeypatch.setattr(launcher, "compiled", lambda op, key, *_: found.append((op, key)) or (lambda *args: None))
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
-    return found
-
-
 def experts():
     """A step of experts behind their routing."""
     layer = tgl.GroupedMLP(4, 64, 128, bias=True, params_dtype=BF16, device="meta")

@@ -4,8 +4,6 @@ New memory holds NaN, and does so behind the products: results without NaN, of t
 are zeros, say that nobody reads it.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +12,7 @@ import tgl
 from tests.memory import new_memory_is_nan
 from tests.nn.seen import same
 from tests.nn.test_moe_options import CHOSEN, EVERY, RECIPES, G, by_pieces, inputs, make, steps
-from tgl import backends
+from tests.zero_tails import zero_tails_asked
 from tgl.nn._scaled_gemms import ScaledGemms
 
 ROOM = 57  # more than there are choices, and of no unit
@@ -115,23 +113,6 @@ def test_no_expert_has_a_row():
         assert not t.any()
 
 
-@contextmanager
-def asked():
-    """What a graph asks for of every scaled product of rows."""
-    found = []
-
-    def supports(*args, zero_tail, **kwargs):
-        found.append(zero_tail)
-        return "only looks"
-
-    options = {"device": "cpu", "supports": supports}
-    spy = tgl.register_implementation("grouped_gemm_scaled", "looks", **options)(lambda *_, **__: None)
-    try:
-        yield found
-    finally:
-        backends.remove(spy)
-
-
 def compiled_step(recipe, option, backend):
     one, other = make(recipe, option, torch.float32), make(recipe, option, torch.float32)
     if one.fc1.delay_wgrad_compute:
@@ -139,7 +120,7 @@ def compiled_step(recipe, option, backend):
             block.reserve_delayed_wgrad(ROOM, dtype=torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(of_tokens(one, CHOSEN[2]), fullgraph=True, backend=backend)
-    with new_memory_is_nan(), asked() as found:
+    with new_memory_is_nan(), zero_tails_asked() as found:
         ours = steps(compiled, one, dtype=torch.float32)
     # Of MXFP8's first product, which is of another op, implementations are asked more than once.
     assert found.count(False) == 2 * (3 if recipe == "mxfp8" else 4)

@@ -10,7 +10,7 @@ import tgl
 from tests import scaled_oracle as oracle
 from tests.memory import new_memory_is_nan
 from tests.without_kernels import emulated_formats
-from tgl import backends
+from tests.zero_tails import zero_tails_asked
 from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes
 from tgl.testing.scaled_samples import QuantizedSample
@@ -227,18 +227,8 @@ def test_a_buffer_is_left_alone_in_any_case():
 @pytest.mark.parametrize("zero_tail", [True, False])
 def test_explain_and_warmup_tell_implementations(zero_tail):
     sample = next(of_format("grouped_gemm_scaled", "fp8_block", SMALL))
-    found = []
-
-    def supports(*args, zero_tail, **kwargs):
-        found.append(zero_tail)
-        return "only looks"
-
-    options = {"device": "cpu", "supports": supports}
-    spy = tgl.register_implementation("grouped_gemm_scaled", "looks", **options)(lambda *_, **__: None)
-    try:
+    with zero_tails_asked() as found:
         for ask in (tgl.explain, tgl.warmup):
             ask(tgl.grouped_gemm_scaled, **sample.tensors(), **sample.options, zero_tail=zero_tail)
-    finally:
-        backends.remove(spy)
     assert found
     assert set(found) == {zero_tail}

@@ -11,13 +11,13 @@ from torch import Tensor
 from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
 from ..ops._bias import autocast_bias
 from ..ops._engine import asked_for
+from ..ops._hidden import backward_may_follow
 from ..ops._library import autocast_enabled, autocast_operand
 from ..ops.grouped_activation import Params
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.grouped_gemm_low_rank import grouped_gemm_low_rank
 from ..ops.grouped_gemm_low_rank_activation import grouped_gemm_low_rank_activation
 from ._activation import activate, constants
-from ._inputs import needs_grad
 from ._transforms import applier, compiled_for_cpu, is_differentiated
 
 
@@ -125,7 +125,7 @@ def _cast(
 
 def _apply(function: Any, differentiable: Callable[..., Any], arguments: tuple, tensors: tuple) -> Tensor:
     """The first result of ``function``, with a node where anybody may ask for a gradient."""
-    if needs_grad(tensors) or torch._C._are_functorch_transforms_active():
+    if backward_may_follow(*tensors):
         return differentiable(*arguments)[0]
     return function.forward(*arguments)[0]
 

@@ -1,0 +1,15 @@
+"""What tests of kernels share without asking for it by an import."""
+
+import pytest
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The keys of kernels that were asked for since the list was cleared; they do nothing."""
+    from tgl.cutlass_kernels.runtime import launcher
+
+    found = []
+    monkeypatch.setattr(launcher, "compiled", lambda op, key, *_: found.append((op, key)) or (lambda *args: None))
+    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "known", {})
+    return found
