@@ -109,7 +109,7 @@ class Places(NamedTuple):
     def input(self, x: Tensor, gemms: Gemms, offs: Tensor, *, fprop: bool, wgrad: bool, state: Operand) -> Operands:
         """``gemms.input`` of the rows of tokens."""
         if isinstance(gemms, ScaledGemms) and fprop and not wgrad and self._quantises_once(x, gemms):
-            return gemms.input_of_tokens(x, self.token, self.dispatched)
+            return gemms.input_of_tokens(x, offs, self.token, self.dispatched)
         t, index = self.read(x, gemms)
         return gemms.input(t, offs, index, fprop=fprop, wgrad=wgrad, state=state)
 
