@@ -28,7 +28,8 @@ for _device in ("cpu", "cuda"):
     add(Implementation("topk_router", "steps of aten", _device, router.forward, note="a sort and small ops of aten"))
     add(Implementation("topk_router_backward", "steps of aten", _device, router.backward))
     for _op, _move in (("scale_to_layout", scale_layout.scatter), ("scale_from_layout", scale_layout.gather)):
-        add(Implementation(_op, "map of offsets", _device, _move, note="" if _device == "cpu" else _MAP))
+        _note = "" if _device == "cpu" else _MAP
+        add(Implementation(_op, "map of offsets", _device, _move, note=_note, rows=_move is scale_layout.scatter))
 
 add(Implementation("route", "stable sort", "cuda", routing.route, note="a sort and small ops of aten"))
 add(Implementation("grouped_activation", "masked aten", "cuda", activation.forward))

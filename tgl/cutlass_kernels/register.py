@@ -23,6 +23,7 @@ from .ops import (
     requantize,
     router,
     routing,
+    scale_layout,
 )
 from .runtime.launcher import Launcher
 
@@ -49,6 +50,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     *routing.LAUNCHERS,
     dequantize.GROUP_DEQUANTIZE,
     requantize.GROUP_REQUANTIZE,
+    scale_layout.SCALE_TO_LAYOUT,
     quantize.GROUPED_ACTIVATION_QUANTIZE,
 )
 
