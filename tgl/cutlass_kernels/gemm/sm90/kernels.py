@@ -8,6 +8,7 @@ from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .paired import PairedActivatedGroupedGemm, PairedGroupedGemm
 from .scaled import ScaledGroupedGemm
+from .symmetric import SymmetricGemm
 from .swapped import SwappedGroupedGemm
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "PairedGroupedGemm",
     "ScaledGroupedGemm",
     "SwappedGroupedGemm",
+    "SymmetricGemm",
 ]
