@@ -76,9 +76,8 @@ def store_symmetric(
         if cutlass.const_expr(terms.c is not None):
             values.store(values.load() + coming.load().to(Float32) * terms.beta)
             if cutlass.const_expr(chunk + 1 < blocks * across):
-                following = chunk + 1
-                below_row = top + following // across * gemm.sharing * MMA_ROWS
-                load_chunk(coming, added, below_row, first_column + following % across * columns, lane)
+                next_row = top + (chunk + 1) // across * gemm.sharing * MMA_ROWS
+                load_chunk(coming, added, next_row, first_column + (chunk + 1) % across * columns, lane)
         rounded = cute.make_rmem_tensor((2, 2, columns // 8), element)
         rounded.store(values.load().to(element))
         buffer = store.next_buffer(gemm, output, which * 4 + warp_index, turn)
@@ -117,22 +116,25 @@ def write_mirror(rounded: cute.Tensor, mirror: cute.Tensor, element: cutlass.Con
 
 @cute.jit
 def load_chunk(held: cute.Tensor, matrix: cute.Tensor, row: Int32, column: Int32, lane: Int32):
-    """A thread's elements of a chunk of ``matrix``, the first of which is at ``(row, column)``; zeros beyond it.
+    """A thread's elements of a chunk of ``matrix`` whose first element is at ``(row, column)``.
+
+    In place of what lies beyond the matrix it is something of its edge, whose sums are not stored: without branches,
+    all loads are on their way at once.
 
     Args:
         held: registers ``(2, 2, columns / 8)``.
         matrix: global memory, row-major, of whole pieces of 8 columns.
     """
     element = matrix.element_type
-    down, across = row + lane // 4, column + lane % 4 * 2
+    # As a lane's own: taken with that of the stores, these would be loops over lanes.
+    column, own = cute.arch.shuffle_sync(column, 0), lane % 4 * 2
+    last_row, last = Int32(matrix.shape[0]) - 1, Int32(matrix.shape[1]) - 8 + own
     for half in cutlass.range_constexpr(2):
-        base = matrix.iterator + (Int64(down + 8 * half) * matrix.stride[0] + across)
+        down = cutlass.min(row + lane // 4 + 8 * half, last_row)
+        base = matrix.iterator + Int64(down) * matrix.stride[0]
         for piece in cutlass.range_constexpr(cute.size(held, mode=[2])):
+            place = (base + cutlass.min(column + own + 8 * piece, last)).align(element.width // 4)
             pair = cute.make_rmem_tensor(2, element)
-            pair.fill(0.0)
-            if down + 8 * half < matrix.shape[0] and column + 8 * piece < matrix.shape[1]:
-                cute.autovec_copy(
-                    cute.make_tensor((base + 8 * piece).align(element.width // 4), cute.make_layout(2)), pair
-                )
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
             for i in cutlass.range_constexpr(2):
                 held[i, half, piece] = pair[i]
