@@ -46,10 +46,10 @@ backends.describe_op(NAME, _call)
 def batched_syrk(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Multiply every matrix of a stack by its own transpose: ``alpha x[g] x[g]^T + beta c[g]``.
 
-    The symmetric rank-k update of BLAS (SYRK), both triangles of whose result are stored. On sm_90 a kernel computes one
-    of them: about half of the work of a batched product. Sums are formed in float32 (float64 for float64) and rounded
-    once, so what the kernel returns is symmetric to the bit; elsewhere it is as symmetric as torch's batched products.
-    ``tgl.explain`` names what serves a call. Not differentiable.
+    The symmetric rank-k update of BLAS (SYRK), of whose result both triangles are stored. On sm_90 a kernel computes
+    one of them, about half of the work of a batched product, and its results are symmetric to the bit; what is left to
+    torch's batched products is as symmetric as these. Sums are formed in float32 (float64 for float64) and rounded
+    once. ``tgl.explain`` names what serves a call. Not differentiable.
 
     Args:
         x: ``[G, M, K]``, float64, float32, bfloat16 or float16, any layout. The kernel reads bfloat16 and float16 with

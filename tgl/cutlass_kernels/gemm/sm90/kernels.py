@@ -8,8 +8,8 @@ from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .paired import PairedActivatedGroupedGemm, PairedGroupedGemm
 from .scaled import ScaledGroupedGemm
-from .symmetric import SymmetricGemm
 from .swapped import SwappedGroupedGemm
+from .symmetric import SymmetricGemm
 
 __all__ = [
     "ActivatedGroupedGemm",

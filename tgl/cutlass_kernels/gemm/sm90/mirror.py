@@ -18,11 +18,11 @@ from .tilings import MMA_ROWS
 
 
 class Terms(NamedTuple):
-    """Of ``alpha x x^T + beta c``; ``c`` as the output lies, None if it is not added."""
+    """Of ``alpha x x^T + beta c``; ``c`` is None where nothing is added."""
 
     alpha: Float32
     beta: Float32
-    c: cute.Tensor | None
+    c: Any  # [M, M, G]
 
 
 def mirror_layout(gemm: Any, count: int) -> cute.ComposedLayout:
@@ -39,9 +39,6 @@ def store_symmetric(
     output: store.Output,
     terms: Terms,
     tile: Tile,
-    first_column: Int32,
-    which: Int32,
-    thread: Int32,
     turn: Int32,
 ) -> Int32:
     """``store.store_tile`` for a tile that is stored twice where it lies below the diagonal.
@@ -57,9 +54,12 @@ def store_symmetric(
     size = Int32(target.shape[0])
     across = config.tile_n // columns
     blocks = cute.size(acc, mode=[1])
+    thread, _, _ = cute.arch.thread_idx()
+    which = cute.arch.make_warp_uniform(thread // 128)
     warp_index = cute.arch.make_warp_uniform(thread // 32)
     lane = thread % 32
-    top = tile.m * config.tile_m + which % gemm.sharing * MMA_ROWS + warp_index * store.CHUNK_ROWS
+    first_column = tile.n * config.tile_n
+    top = tile.m * config.tile_m + which % gemm.sharing * MMA_ROWS + warp_index % 4 * store.CHUNK_ROWS
     below = gemm.policy.below(top, first_column)
     added: Any = None
     if cutlass.const_expr(terms.c is not None):
@@ -80,13 +80,13 @@ def store_symmetric(
                 load_chunk(coming, added, next_row, first_column + (chunk + 1) % across * columns, lane)
         rounded = cute.make_rmem_tensor((2, 2, columns // 8), element)
         rounded.store(values.load().to(element))
-        buffer = store.next_buffer(gemm, output, which * 4 + warp_index, turn)
+        buffer = store.next_buffer(gemm, output, warp_index, turn)
         turn = (turn + 1) % gemm.buffers
         store.write_chunk(rounded, buffer, element, lane)
         store.send_chunk(output.map, buffer, target, row, column, size, False)
         if below:
-            store.next_buffer(gemm, output, which * 4 + warp_index, turn)
-            mirror = mirrors[None, None, (which * 4 + warp_index) * gemm.buffers + turn]
+            store.next_buffer(gemm, output, warp_index, turn)
+            mirror = mirrors[None, None, warp_index * gemm.buffers + turn]
             turn = (turn + 1) % gemm.buffers
             write_mirror(rounded, mirror, element, lane)
             store.send_chunk(second_map, mirror, mirrored, column, row, size, False)
@@ -102,8 +102,8 @@ def write_mirror(rounded: cute.Tensor, mirror: cute.Tensor, element: cutlass.Con
         mirror: shared memory ``[columns, 16]``, swizzled.
         lane: index in the warp.
     """
-    # One stmatrix stores 16 x 16, of which lanes 0-7 name the rows of its upper 8 columns' upper 8 rows, transposed,
-    # lanes 8-15 those of the lower 8 rows, and 16-31 the same of the next 8 columns.
+    # One stmatrix stores four matrices of 8 x 8: the upper and the lower rows of 8 columns, then of the next 8. Each
+    # lane names a row of one as it lies transposed, which is a column of the chunk.
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), element)
     row = lane // 16 * 8 + lane % 8
     for pair in cutlass.range_constexpr(cute.size(rounded, mode=[2]) // 2):

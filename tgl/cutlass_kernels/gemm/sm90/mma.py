@@ -152,7 +152,7 @@ def consume_tiles(
         factors: scales of blocks, in shared memory ``[factors, stages]``, or None.
         ring: its barriers.
         output: where results go.
-        vectors, args: bias, row scale and factors in shared and in global memory; of what is ``symmetric`` its ``Terms``.
+        vectors, args: bias, row scale and factors in shared and in global memory; ``Terms`` where ``symmetric``.
         hidden: what the epilogue of a gradient reads, else None.
         problem: sizes and offsets.
         rank: of this CTA in its cluster.
@@ -218,7 +218,7 @@ def consume_tiles(
                 at = (tile, column, problem.columns, product, which, thread % 128, turn)
                 turn = finish_tile(gemm, acc, output, hidden, *at)
             elif cutlass.const_expr(gemm.symmetric):
-                turn = store_symmetric(gemm, acc, output, args, tile, column, which, thread % 128, turn)
+                turn = store_symmetric(gemm, acc, output, args, tile, turn)
             elif cutlass.const_expr(spec.accumulate):
                 if product:
                     turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)

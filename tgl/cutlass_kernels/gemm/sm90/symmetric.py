@@ -29,7 +29,7 @@ class SymmetricGemm(GroupedGemm):
     def __call__(  # type: ignore[override]
         self,
         x: cute.Tensor,
-        c: cute.Tensor | None,
+        c: Any,
         out: cute.Tensor,
         alpha: Float32,
         beta: Float32,
