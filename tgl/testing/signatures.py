@@ -148,7 +148,12 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_DACTIVATION_INDEXED, **_ACTIVATION, **_INDEXED),
     ),
     "batched_syrk": (
-        Signature("x[G,M,K], c[G,M,M]? -> s[G,M,M]", options={"alpha": (1.0, 2.0)}, differentiable=False),
+        Signature(
+            "x[S,M,K], c[S,M,M]? -> s[S,M,M]",
+            options={"alpha": (1.0, 2.0)},
+            dimensions={**DIMENSIONS, "S": 3},
+            differentiable=False,
+        ),
     ),
     "grouped_mlp": (Signature(_MLP_FORWARD, options=_EXACT, wide=_MLP_WIDE),),
     "grouped_mlp_backward": (
