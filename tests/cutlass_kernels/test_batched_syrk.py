@@ -214,7 +214,7 @@ def test_machine_code(config, added, unit):
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert report.spills == report.frame == report.loops_over_lanes == 0
     assert report.count("WARPGROUP.DEPBAR") == 2  # one wait in the mainloop and one behind it
-    assert report.count("LDG") == (64 if added else 0)  # of pairs: a thread's 128 elements
+    assert report.count("LDG") == (16 if added else 0)  # of 16 bytes: a thread's 128 elements
 
 
 def test_column_major_stacks_and_their_transposes_are_told_apart():

@@ -17,6 +17,9 @@ from . import store
 from .tilings import MMA_ROWS
 
 
+AHEAD = 2  # chunks of ``c`` that a warp holds in registers
+
+
 class Terms(NamedTuple):
     """Of ``alpha x x^T + beta c``; ``c`` is None where nothing is added."""
 
@@ -33,55 +36,79 @@ def mirror_layout(gemm: Any, count: int) -> cute.ComposedLayout:
 
 
 @cute.jit
+def corner(gemm: cutlass.Constexpr, tile: Tile) -> tuple[Int32, Int32]:
+    """The first row and column of a warp's part of a tile."""
+    thread, _, _ = cute.arch.thread_idx()
+    member = cute.arch.make_warp_uniform(thread // 128) % gemm.sharing
+    down = member * MMA_ROWS + cute.arch.make_warp_uniform(thread // 32) % 4 * store.CHUNK_ROWS
+    return tile.m * gemm.config.tile_m + down, tile.n * gemm.config.tile_n
+
+
+def across(gemm: Any) -> int:
+    """Chunks of a tile in a row."""
+    return int(gemm.config.tile_n // gemm.chunk[1])
+
+
+@cute.jit
+def load_first_chunks(gemm: cutlass.Constexpr, terms: Terms, tile: Tile) -> tuple:
+    """What ``c`` adds to a warp's first chunks of a tile, asked for before the tile is multiplied; none without."""
+    if cutlass.const_expr(terms.c is None):
+        return ()
+    held = tuple(cute.make_rmem_tensor((8, 4), gemm.out_element) for _ in range(AHEAD))
+    row, column = corner(gemm, tile)
+    thread, _, _ = cute.arch.thread_idx()
+    for chunk in cutlass.range_constexpr(AHEAD):
+        at = row + chunk // across(gemm) * gemm.sharing * MMA_ROWS, column + chunk % across(gemm) * gemm.chunk[1]
+        load_chunk(held[chunk], terms.c[None, None, tile.group], *at, thread % 32)
+    return held
+
+
+@cute.jit
 def store_symmetric(
     gemm: cutlass.Constexpr,
     acc: cute.Tensor,
     output: store.Output,
     terms: Terms,
     tile: Tile,
+    held: tuple,
     turn: Int32,
 ) -> Int32:
     """``store.store_tile`` for a tile that is stored twice where it lies below the diagonal.
 
-    What ``c`` adds to a chunk is asked for before the chunk in front of it is stored.
+    What ``c`` adds to later chunks is asked for ``AHEAD`` of them.
+
+    Args:
+        held: of ``load_first_chunks``.
     """
-    config, element = gemm.config, gemm.out_element
-    columns = gemm.chunk[1]
+    element, columns, width = gemm.out_element, gemm.chunk[1], across(gemm)
     layout = mirror_layout(gemm, 4 * gemm.warpgroups * gemm.buffers)
     mirrors = cute.make_tensor(cute.recast_ptr(output.buffers.iterator, layout.inner), layout.outer)
     second_map, second_coords = output.second
     target, mirrored = gemm.policy.out(output.coords, tile), gemm.policy.out(second_coords, tile)
     size = Int32(target.shape[0])
-    across = config.tile_n // columns
-    blocks = cute.size(acc, mode=[1])
+    chunks = cute.size(acc, mode=[1]) * width
     thread, _, _ = cute.arch.thread_idx()
-    which = cute.arch.make_warp_uniform(thread // 128)
     warp_index = cute.arch.make_warp_uniform(thread // 32)
     lane = thread % 32
-    first_column = tile.n * config.tile_n
-    top = tile.m * config.tile_m + which % gemm.sharing * MMA_ROWS + warp_index % 4 * store.CHUNK_ROWS
+    top, first_column = corner(gemm, tile)
     below = gemm.policy.below(top, first_column)
-    added: Any = None
-    if cutlass.const_expr(terms.c is not None):
-        added = terms.c[None, None, tile.group]
-        coming = cute.make_rmem_tensor((2, 2, columns // 8), element)
-        load_chunk(coming, added, top, first_column, lane)
-    for chunk in cutlass.range_constexpr(blocks * across):
-        block, part = chunk // across, chunk % across
+    for chunk in cutlass.range_constexpr(chunks):
+        block, part = chunk // width, chunk % width
         row, column = top + block * gemm.sharing * MMA_ROWS, first_column + part * columns
+        buffer = store.next_buffer(gemm, output, warp_index, turn)
+        turn = (turn + 1) % gemm.buffers
         values = cute.make_rmem_tensor((2, 2, columns // 8), Float32)
         for i in cutlass.range_constexpr(columns // 2):
             values[i] = acc[(i % 2, i // 2 % 2, part * columns // 8 + i // 4), block, 0]
         values.store(values.load() * terms.alpha)
         if cutlass.const_expr(terms.c is not None):
-            values.store(values.load() + coming.load().to(Float32) * terms.beta)
-            if cutlass.const_expr(chunk + 1 < blocks * across):
-                next_row = top + (chunk + 1) // across * gemm.sharing * MMA_ROWS
-                load_chunk(coming, added, next_row, first_column + (chunk + 1) % across * columns, lane)
+            values.store(values.load() + spread(held[chunk % AHEAD], buffer, lane).load().to(Float32) * terms.beta)
+            later = chunk + AHEAD
+            if cutlass.const_expr(later < chunks):
+                at = top + later // width * gemm.sharing * MMA_ROWS, first_column + later % width * columns
+                load_chunk(held[chunk % AHEAD], terms.c[None, None, tile.group], *at, lane)
         rounded = cute.make_rmem_tensor((2, 2, columns // 8), element)
         rounded.store(values.load().to(element))
-        buffer = store.next_buffer(gemm, output, warp_index, turn)
-        turn = (turn + 1) % gemm.buffers
         store.write_chunk(rounded, buffer, element, lane)
         store.send_chunk(output.map, buffer, target, row, column, size, False)
         if below:
@@ -116,25 +143,40 @@ def write_mirror(rounded: cute.Tensor, mirror: cute.Tensor, element: cutlass.Con
 
 @cute.jit
 def load_chunk(held: cute.Tensor, matrix: cute.Tensor, row: Int32, column: Int32, lane: Int32):
-    """A thread's elements of a chunk of ``matrix`` whose first element is at ``(row, column)``.
+    """A warp's part of ``matrix`` whose first element is at ``(row, column)``, a line of 128 bytes by 8 lanes.
 
     In place of what lies beyond the matrix it is something of its edge, whose sums are not stored: without branches,
     all loads are on their way at once.
 
     Args:
-        held: registers ``(2, 2, columns / 8)``.
-        matrix: global memory, row-major, of whole pieces of 8 columns.
+        held: registers ``(8, 4)``: pieces of 8 columns, of every fourth row.
+        matrix: global memory, row-major, of whole pieces.
     """
-    element = matrix.element_type
     # As a lane's own: taken with that of the stores, these would be loops over lanes.
-    column, own = cute.arch.shuffle_sync(column, 0), lane % 4 * 2
-    last_row, last = Int32(matrix.shape[0]) - 1, Int32(matrix.shape[1]) - 8 + own
-    for half in cutlass.range_constexpr(2):
-        down = cutlass.min(row + lane // 4 + 8 * half, last_row)
-        base = matrix.iterator + Int64(down) * matrix.stride[0]
-        for piece in cutlass.range_constexpr(cute.size(held, mode=[2])):
-            place = (base + cutlass.min(column + own + 8 * piece, last)).align(element.width // 4)
-            pair = cute.make_rmem_tensor(2, element)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
-            for i in cutlass.range_constexpr(2):
-                held[i, half, piece] = pair[i]
+    column = cute.arch.shuffle_sync(column, 0)
+    last_row, last_piece = Int32(matrix.shape[0]) - 1, Int32(matrix.shape[1]) - 8
+    piece = cutlass.min(column + lane % 8 * 8, last_piece)
+    for i in cutlass.range_constexpr(4):
+        down = cutlass.min(row + lane // 8 + 4 * i, last_row)
+        place = (matrix.iterator + (Int64(down) * matrix.stride[0] + piece)).align(16)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(8)), held[None, i])
+
+
+@cute.jit
+def spread(held: cute.Tensor, buffer: cute.Tensor, lane: Int32) -> cute.Tensor:
+    """What ``load_chunk`` has read as a product's registers ``(2, 2, columns / 8)`` are, by way of a free buffer."""
+    element = held.element_type
+    for i in cutlass.range_constexpr(4):
+        target = cute.local_tile(buffer, (1, 8), (lane // 8 + 4 * i, lane % 8))
+        cute.autovec_copy(held[None, i], cute.make_tensor(target.iterator, 8))
+    cute.arch.sync_warp()
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), element)
+    columns = cute.size(buffer, mode=[1])
+    found = cute.make_rmem_tensor((2, 2, columns // 8), element)
+    for pair in cutlass.range_constexpr(columns // 16):
+        source = cute.local_tile(buffer, (1, 8), (lane % 16, 2 * pair + lane // 16))
+        part = cute.make_rmem_tensor((2, 2, 2), element)
+        cute.copy(atom, cute.make_tensor(source.iterator, (8, 1)), cute.make_tensor(part.iterator, (8, 1)))
+        for i in cutlass.range_constexpr(8):
+            found[pair * 8 + i] = part[i]
+    return found

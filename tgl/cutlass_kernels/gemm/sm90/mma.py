@@ -13,7 +13,7 @@ from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
 from .load import own_tile
-from .mirror import store_symmetric
+from .mirror import load_first_chunks, store_symmetric
 from .promote import Shared, multiply_promoted
 from .store import Output, store_tile
 
@@ -200,6 +200,9 @@ def consume_tiles(
             if cutlass.const_expr(gemm.gradient is not None):  # noqa: SIM102 - decided while tracing
                 if product:
                     begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
+            held: Any = None
+            if cutlass.const_expr(gemm.symmetric):
+                held = load_first_chunks(gemm, args, tile)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
                 later = (search, first, problem) if cutlass.const_expr(gemm.finds_late) else None
@@ -218,7 +221,7 @@ def consume_tiles(
                 at = (tile, column, problem.columns, product, which, thread % 128, turn)
                 turn = finish_tile(gemm, acc, output, hidden, *at)
             elif cutlass.const_expr(gemm.symmetric):
-                turn = store_symmetric(gemm, acc, output, args, tile, turn)
+                turn = store_symmetric(gemm, acc, output, args, tile, held, turn)
             elif cutlass.const_expr(spec.accumulate):
                 if product:
                     turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)
