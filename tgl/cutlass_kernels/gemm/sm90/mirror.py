@@ -17,9 +17,6 @@ from . import store
 from .tilings import MMA_ROWS
 
 
-AHEAD = 2  # chunks of ``c`` that a warp holds in registers
-
-
 class Terms(NamedTuple):
     """Of ``alpha x x^T + beta c``; ``c`` is None where nothing is added."""
 
@@ -50,14 +47,15 @@ def across(gemm: Any) -> int:
 
 
 @cute.jit
-def load_first_chunks(gemm: cutlass.Constexpr, terms: Terms, tile: Tile) -> tuple:
-    """What ``c`` adds to a warp's first chunks of a tile, asked for before the tile is multiplied; none without."""
+def load_added(gemm: cutlass.Constexpr, terms: Terms, tile: Tile) -> tuple:
+    """What ``c`` adds to each of a warp's chunks of a tile, asked for before the tile is multiplied; none without."""
     if cutlass.const_expr(terms.c is None):
         return ()
-    held = tuple(cute.make_rmem_tensor((8, 4), gemm.out_element) for _ in range(AHEAD))
     row, column = corner(gemm, tile)
     thread, _, _ = cute.arch.thread_idx()
-    for chunk in cutlass.range_constexpr(AHEAD):
+    count = gemm.config.tile_m // (gemm.sharing * MMA_ROWS) * across(gemm)
+    held = tuple(cute.make_rmem_tensor((8, 4), gemm.out_element) for _ in range(count))
+    for chunk in cutlass.range_constexpr(count):
         at = row + chunk // across(gemm) * gemm.sharing * MMA_ROWS, column + chunk % across(gemm) * gemm.chunk[1]
         load_chunk(held[chunk], terms.c[None, None, tile.group], *at, thread % 32)
     return held
@@ -75,10 +73,8 @@ def store_symmetric(
 ) -> Int32:
     """``store.store_tile`` for a tile that is stored twice where it lies below the diagonal.
 
-    What ``c`` adds to later chunks is asked for ``AHEAD`` of them.
-
     Args:
-        held: of ``load_first_chunks``.
+        held: of ``load_added``.
     """
     element, columns, width = gemm.out_element, gemm.chunk[1], across(gemm)
     layout = mirror_layout(gemm, 4 * gemm.warpgroups * gemm.buffers)
@@ -102,11 +98,7 @@ def store_symmetric(
             values[i] = acc[(i % 2, i // 2 % 2, part * columns // 8 + i // 4), block, 0]
         values.store(values.load() * terms.alpha)
         if cutlass.const_expr(terms.c is not None):
-            values.store(values.load() + spread(held[chunk % AHEAD], buffer, lane).load().to(Float32) * terms.beta)
-            later = chunk + AHEAD
-            if cutlass.const_expr(later < chunks):
-                at = top + later // width * gemm.sharing * MMA_ROWS, first_column + later % width * columns
-                load_chunk(held[chunk % AHEAD], terms.c[None, None, tile.group], *at, lane)
+            values.store(values.load() + spread(held[chunk], buffer, lane).load().to(Float32) * terms.beta)
         rounded = cute.make_rmem_tensor((2, 2, columns // 8), element)
         rounded.store(values.load().to(element))
         store.write_chunk(rounded, buffer, element, lane)

@@ -13,7 +13,7 @@ from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
 from .load import own_tile
-from .mirror import load_first_chunks, store_symmetric
+from .mirror import load_added, store_symmetric
 from .promote import Shared, multiply_promoted
 from .store import Output, store_tile
 
@@ -202,7 +202,7 @@ def consume_tiles(
                     begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
             held: Any = None
             if cutlass.const_expr(gemm.symmetric):
-                held = load_first_chunks(gemm, args, tile)
+                held = load_added(gemm, args, tile)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
                 later = (search, first, problem) if cutlass.const_expr(gemm.finds_late) else None
