@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import backends
 from .ops import (
     activation,
+    batched_syrk,
     dequantize,
     expert_parallel,
     few,
@@ -44,6 +45,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     *COPYING,
     *gemm_scaled_quantize.LAUNCHERS,
     gemm_packed.GROUPED_GEMM_PACKED,
+    batched_syrk.BATCHED_SYRK,
     *activation.LAUNCHERS,
     *reduce.LAUNCHERS,
     *router.LAUNCHERS,
