@@ -26,9 +26,12 @@ _compiled: dict = {}
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and the sizes it is run on. ``sizes`` are the groups' rows, then ``tail`` rows that hold NaN."""
+    """A kernel and the sizes it is run on. ``sizes`` are the groups' rows, then ``tail`` rows that hold NaN.
 
-    shape: tuple[int, int]
+    ``shape`` is rows and columns of a tile, and what else ``tilings.swapped`` takes.
+    """
+
+    shape: tuple
     sizes: tuple[int, ...]
     format: str = "mxfp4"
     over_rows: bool = False
@@ -60,7 +63,7 @@ class Case:
 def tiling(arch: str, case: Case) -> GemmConfig:
     """With all the stages there is room for."""
     if case.kernel == SWAPPED:
-        return swapped(*case.shape, case.packed)
+        return swapped(*case.shape[:2], case.packed, *case.shape[2:])
     if case.kernel == DECODING:
         return GemmConfig(*case.shape)
     return with_stages(case.packed, GemmConfig(*case.shape), ARCHS[arch].smem_bytes)

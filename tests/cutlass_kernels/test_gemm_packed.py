@@ -31,6 +31,8 @@ from tgl.testing import emulator
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 1, 40)
 SWAPPED_SHAPES = ((8, 256), (16, 256), (32, 256), (64, 128))
+OF_FP4 = tuple((m, *variant) for variant in ((192, 64, False), (192, 128, False), (256, 64, True)) for m in (8, 16))
+"""Shapes of FP4 alone, with bytes of codes of a column in a stage, and whether these are read 16 at a time."""
 slow = pytest.mark.slow
 
 CASES = {
@@ -85,6 +87,12 @@ CASES |= {
     "swapped, one block": ("sm_90", Case((8, 256), (16,), tail=0, kernel=SWAPPED, height=37, width=32)),
     "swapped, all empty": ("sm_90", Case((8, 256), (0, 0, 0), tail=40, kernel=SWAPPED)),
     "swapped, bad offsets": ("sm_90", Case((8, 256), (5, 0, 20), offs=(10**9, -5, 7), kernel=SWAPPED)),
+    "swapped, 192 columns": (
+        "sm_90",
+        Case((8, 192, 64), (5, 0, 12, 1), kernel=SWAPPED, bias=F32, bias_scale=F32, height=200, width=288),
+    ),
+    "swapped, 192 columns, long stages": ("sm_90", Case((16, 192, 128), (5, 0, 20), kernel=SWAPPED, width=544)),
+    "swapped, pieces": ("sm_90", Case((8, 256, 64, True), (5, 0, 12, 1), kernel=SWAPPED, height=264, width=416)),
 }
 # Depths that end in a step of a stage and in each of its parts, and blocks of scales that several stages share.
 CASES |= {
@@ -95,6 +103,12 @@ CASES |= {
     "swapped, nvfp4, 16 rows": ("sm_90", Case((16, 256), (5, 0, 20, 1), "nvfp4", kernel=SWAPPED, width=160)),
     "swapped, nvfp4, 32 rows": ("sm_90", Case((32, 256), (40, 0, 20, 1), "nvfp4", kernel=SWAPPED, out=F16, width=96)),
     "swapped, nvfp4, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7, 1), "nvfp4", kernel=SWAPPED, width=320)),
+    "swapped, nvfp4, 192 columns": ("sm_90", Case((16, 192, 64), (5, 0, 20), "nvfp4", kernel=SWAPPED, width=288)),
+    "swapped, nvfp4, 192 columns, long stages": (
+        "sm_90",
+        Case((8, 192, 128), (5, 0, 12, 1), "nvfp4", kernel=SWAPPED, out=F32, height=200, width=544),
+    ),
+    "swapped, nvfp4, pieces": ("sm_90", Case((16, 256, 64, True), (5, 0, 20), "nvfp4", kernel=SWAPPED, height=264)),
     "swapped, mxfp8": (
         "sm_90",
         Case((8, 256), (5, 0, 12, 1), "mxfp8", kernel=SWAPPED, bias=F32, bias_scale=F32, height=264, width=416),
@@ -134,6 +148,7 @@ USUAL = (
     "decoding, over rows",
     "swapped",
     "swapped, 64 rows",
+    "swapped, 192 columns",
 )
 
 
@@ -179,6 +194,7 @@ EVERY_ELEMENT = {
     "decoding": ("sm_90", DECODING, (64, 256), BF16),
     "decoding, float16": ("sm_90", DECODING, (64, 256), F16),
     "swapped": ("sm_90", SWAPPED, (8, 256), BF16),
+    **{f"swapped, {shape}": ("sm_90", SWAPPED, shape, BF16) for shape in OF_FP4},
 }
 
 
@@ -249,7 +265,10 @@ def test_two_ctas_of_few_rows_share_a_multiprocessor(shape, format):
         assert 2 * (record.shared_bytes + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("shape, format", sorted(FEW))
+@pytest.mark.parametrize(
+    "shape, format",
+    [*sorted(FEW), *(pytest.param(*choice, marks=slow) for choice in itertools.product(OF_FP4, ("mxfp4", "nvfp4")))],
+)
 def test_few_rows_have_the_bits_of_many(shape, format):
     """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
     case = Case(shape, (5, 0, 12, 1), format, kernel=SWAPPED, out=F32, bias=F32, bias_scale=F32, height=200, width=416)
@@ -431,9 +450,16 @@ def test_machine_code_of_wide_mmas(choice):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "shape", [s if s == (8, 256) else pytest.param(s, marks=slow) for s in SWAPPED_SHAPES], ids=str
+    "shape, format",
+    [
+        *itertools.product(((8, 256),), FORMATS),
+        *(pytest.param(*choice, marks=slow) for choice in itertools.product(SWAPPED_SHAPES[1:], FORMATS)),
+        *(pytest.param(shape, "mxfp4", marks=slow) for shape in OF_FP4),
+        # With 16 rows and long stages NVFP4 lacks one register.
+        *(pytest.param(shape, "nvfp4", marks=slow) for shape in OF_FP4 if shape != (16, 192, 128, False)),
+    ],
+    ids=str,
 )
 def test_machine_code_of_few_rows(shape, format):
     """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each part, one read
@@ -441,16 +467,19 @@ def test_machine_code_of_few_rows(shape, format):
     case = Case(shape, (), format, kernel=SWAPPED, bias=F32, bias_scale=F32)
     with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
-    blocks, parts = shape[1] // 128, 2 * case.packed.per_byte
+    config = tiling("sm_90", case)
+    groups, depth = sm90.swapped_groups(config), config.tile_k
+    blocks, parts = shape[1] // (groups * 64), depth // sm90.swapped_part(config, case.packed)
     assert (report.spills, report.frame) == (0, 0)
-    assert report.registers * 384 * 2 <= REGISTER_FILE
-    assert report.count("HGMMA") == 2 * parts * blocks
+    assert report.registers * 128 * (groups + 1) * 2 <= REGISTER_FILE
+    assert report.count("HGMMA") == depth // 16 * blocks
     assert report.count("WARPGROUP.DEPBAR") == parts + 1
-    pairs, columns = 8 * parts * blocks, 2 * parts * blocks
+    pairs, columns = depth // 8 * 2 * blocks, depth // 32 * 2 * blocks
     # Of bfloat16. MXFP4 has more where a scale is above 2, and NVFP4 those of the parts of factors that it tries.
     products = {"mxfp4": 2 * pairs, "nvfp4": (3 + 1) * pairs + columns + 2 * len(NUDGES)}
     # Of bytes; what NVFP4 decodes in float32 it may read once more.
-    reads = {"mxfp4": (pairs,), "nvfp4": (pairs, 2 * pairs), "mxfp8": (columns,)}
+    alone = 0 if config.pieces else pairs
+    reads = {"mxfp4": (alone,), "nvfp4": (alone, alone + pairs), "mxfp8": (columns,)}
     assert report.count("LDS.U8") in reads.get(format, (0,))
     fp4 = case.packed.per_byte == 2
     assert report.count("LDS.U16") == (0 if fp4 else pairs)

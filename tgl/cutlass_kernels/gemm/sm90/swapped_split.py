@@ -10,7 +10,7 @@ Exponents: codes are spread to their number times 2^-126 and bytes of scales to 
 multiplied by 2^127, and parts of factors by the 2^119 that are missing still.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, cute
@@ -19,7 +19,7 @@ from ...bits import reinterpret
 from ...instructions import bfloat16_products, bfloat16_products_with_half, bfloat16_sums_of_products
 from ...quantize.decode import product
 from ..copies import WORD
-from .swapped_decode import ABOVE, PAIRS, PART, Own, load_byte, pair_at, scales_at, spot, spread
+from .swapped_decode import ABOVE, Own, pair_at, read_codes, read_words, spread
 
 LEAST, BEYOND = 2.0**-80, 2.0**8  # of factors whose products are all normal numbers
 MISSING = 2.0**119  # from products of codes and scales
@@ -81,28 +81,26 @@ def read_bytes(
         words_at: address of the stage's words of the first of a tile's columns.
         exact: the former.
         left: of the contraction from this stage on.
-        scales: is set to two words for each of its columns, ``[2, columns]``, with zeros behind the contraction's end.
+        scales: is set, see ``read_words``.
     """
-    columns, seen = cute.size(scales) // 2, Int32(0)
-    for i in cutlass.range_constexpr(columns):
-        at = words_at + scales_at(gemm, own.column, i)
-        place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=gemm.pitch * WORD)
-        words = cute.make_rmem_tensor(gemm.pitch, Int32)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(gemm.pitch)), words)
-        for half in cutlass.range_constexpr(2):
-            scales[half, i] = Int32(cute.arch.prmt(words[half], words[half + 1], own.scales[i]))
-    if left < gemm.config.tile_k:
-        count = left // gemm.packed.decoding.block
-        for half in cutlass.range_constexpr(2):
-            inside = Int32(-1)
-            if count < WORD * (half + 1):
-                inside = (Int32(1) << (cutlass.max(count - WORD * half, 0) * 8)) - 1
-            for i in cutlass.range_constexpr(columns):
-                scales[half, i] = scales[half, i] & inside
+    seen = Int32(0)
+    read_words(gemm, words_at, own, left, scales)
     for i in cutlass.range_constexpr(cute.size(scales)):
         # One more sets the upper bit of 0x7F. It is carried further from 0xFF alone, which has the upper bit itself.
         seen = seen | scales[i] | (scales[i] + ONES)
     return cute.arch.vote_all_sync(exact and (seen & ABOVE) == 0)
+
+
+def scales_of(gemm: Any, part: int) -> range:
+    """Numbers in a stage of the scales of a part of a column."""
+    count = gemm.part // gemm.packed.decoding.block
+    return range(part * count, (part + 1) * count)
+
+
+def two_scales(word: Int32, first: int) -> Int32:
+    """A word's byte of this number, 0 or 2, and the one behind it, as numbers in either half."""
+    chosen = 0x4140 if first == 0 else 0x4342  # to the lower bytes of halves
+    return bfloat16_products(Int32(cute.arch.prmt(word, Int32(0), chosen)) * 16, Int32(FURTHER))
 
 
 @cute.jit
@@ -113,6 +111,7 @@ def decode_split(
     part: cutlass.Constexpr,
     scales: cute.Tensor,
     parts: Parts,
+    pieces: tuple[Int32, ...],
     held: cute.Tensor,
 ):
     """A lane's elements of a part, times its scales, positive ones, and the factor: ``((2, 2, 2), blocks, 2)``.
@@ -120,13 +119,9 @@ def decode_split(
     A zero may have the other sign, which no sum shows.
     """
     pairs = cute.recast_tensor(held, Int32)
-    first = part * (PART // gemm.packed.decoding.block)
-    chosen = (0x4140, 0x4342)[first % WORD // 2]  # bytes to the lower ones of halves
-    for i in cutlass.range_constexpr(cute.size(scales) // 2):
-        both = Int32(cute.arch.prmt(scales[first // WORD, i], Int32(0), chosen))
-        both = bfloat16_products(both * 16, Int32(FURTHER))
-        for number in cutlass.range_constexpr(PAIRS):
-            byte = load_byte(codes + spot(gemm, own, i, part, number))
-            scaled = bfloat16_products_with_half(spread(byte), both, number // 2)
+    for i in cutlass.range_constexpr(2 * gemm.blocks):
+        both = [two_scales(scales[at // WORD, i], at % WORD) for at in scales_of(gemm, part)[::2]]
+        for number, byte in enumerate(read_codes(gemm, codes, own, i, part, pieces)):
+            scaled = bfloat16_products_with_half(spread(byte), both[number // 4], number // 2 % 2)
             rest = bfloat16_products(scaled, parts.low)
             pairs[pair_at(gemm, i, number)] = bfloat16_sums_of_products(scaled, parts.high, rest)

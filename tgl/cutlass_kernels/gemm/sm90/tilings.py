@@ -15,8 +15,7 @@ from ..warp.packed_tilings import WORD, PackedSpec
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
 SHARED = 2  # CTAs of few rows on a multiprocessor
-SWAPPED_GROUPS = 2  # warpgroups of consumers in one
-SWAPPED_BYTES = 64  # of codes of a column in a stage there
+SWAPPED_BYTES = 64  # of codes of a column in a stage there, where a tiling does not say 128
 HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
@@ -200,9 +199,26 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
     return GemmConfig(64, 256 if piece > 16 else 128)
 
 
-def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
-    """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows."""
-    return GemmConfig(tile_m, tile_n, SWAPPED_BYTES * packed.per_byte)
+def swapped(
+    tile_m: int, tile_n: int, packed: PackedSpec, width: int = SWAPPED_BYTES, pieces: bool = False
+) -> GemmConfig:
+    """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows.
+
+    Args:
+        width: bytes of codes of a column in a stage, 64 or 128.
+        pieces: see ``GemmConfig``; of FP4 alone.
+    """
+    return GemmConfig(tile_m, tile_n, width * packed.per_byte, pieces=pieces)
+
+
+def swapped_groups(tiling: GemmConfig) -> int:
+    """Warpgroups of consumers in a CTA of such a kernel: 192 columns are three times 64."""
+    return 3 if tiling.tile_n == 192 else 2
+
+
+def swapped_part(tiling: GemmConfig, packed: PackedSpec) -> int:
+    """Elements of a column that a lane decodes at a time, so that it is 16 bytes of FP4 whatever the columns."""
+    return 64 if tiling.tile_n == 192 and packed.per_byte == 2 else 32
 
 
 FEWEST: OnePerName[int] = OnePerName(
@@ -231,24 +247,28 @@ def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     return swapped(tile_m, 256 if tile_m < 64 else 128, packed)
 
 
-def scale_words(packed: PackedSpec) -> int:
-    """Words that hold the scales of a column in a stage, wherever in a word they begin; 0 where none are a column's."""
+def scale_words(packed: PackedSpec, depth: int) -> int:
+    """Words that hold the scales of ``depth`` elements of a column, wherever in a word they begin; 0 where it has none
+    of its own."""
     block, size = packed.decoding.block, packed.scale_bytes
     if not block:
         return 0
-    scales = max(SWAPPED_BYTES * packed.per_byte // block, 1)
+    scales = max(depth // block, 1)
     return scales if size == WORD else -(-(scales * size + WORD - 1) // WORD)
 
 
-def scale_pitch(packed: PackedSpec) -> int:
-    """Words from a column's to the next one's: a power of two, for aligned loads and other banks."""
-    words = scale_words(packed)
+def scale_pitch(packed: PackedSpec, depth: int) -> int:
+    """Words from a column's to the next one's, for aligned loads and other banks: a power of two, or even behind 4."""
+    words = scale_words(packed, depth)
+    if words > 4:
+        return words + words % 2
     return 1 << (words - 1).bit_length() if words else 0
 
 
 def swapped_stages(tiling: GemmConfig, packed: PackedSpec) -> int:
     """Stages of such a kernel: of rows in 16 bits, codes and words of scales, beside 2 KB for the rest."""
-    stage = tiling.tile_m * tiling.tile_k * 2 + tiling.tile_n * (SWAPPED_BYTES + scale_pitch(packed) * WORD)
+    depth = tiling.tile_k
+    stage = tiling.tile_m * depth * 2 + tiling.tile_n * (depth // packed.per_byte + scale_pitch(packed, depth) * WORD)
     return (SMEM_BYTES // SHARED - 2048) // stage
 
 
