@@ -50,7 +50,7 @@ TILINGS = ("64x128", "64x256", "128x128", "256x128")
 FEW_PER_GROUP = 64  # rows, up to which the tilings of the kernel for few are tried
 FEW = {f"few {m}": (m, n) for m, n in ((8, 256), (16, 256), (32, 256), (64, 128))}
 VARIANTS = {"pieces": (256, 64, True), "192 x 64": (192, 64, False), "192 x 128": (192, 128, False)}
-"""Of the kernel for few rows with FP4: columns of a tile, bytes of codes of each in a stage, whether read 16 at a time."""
+"""For few rows with FP4: columns of a tile, bytes of codes of each in a stage, whether these are read 16 at a time."""
 OF_FP4 = {f"{name}, {m}": (m, *VARIANTS[name]) for name in VARIANTS for m in (8, 16)}
 
 

@@ -20,6 +20,9 @@ from tgl.cutlass_kernels.runtime import names
 from tgl.meta.formats import E4M3, FORMATS
 from tgl.testing import emulator
 
+OF_FP4 = tuple((m, *variant) for variant in ((192, 64, False), (192, 128, False), (256, 64, True)) for m in (8, 16))
+"""Shapes of the kernel for few rows with FP4 alone, with bytes of codes of a column in a stage, and whether these are
+read 16 at a time."""
 CTAS = 3  # so that they take several tiles, in turn
 _compiled: dict = {}
 

@@ -13,7 +13,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise
-from tests.cutlass_kernels.packed_cases import Case, components, decoded, every_value_of, kernel, run, tiling
+from tests.cutlass_kernels.packed_cases import OF_FP4, Case, components, decoded, every_value_of, kernel, run, tiling
 from tests.kernel_cases import ends, integers
 from tests.ops.test_packed_gemm import every_value
 from tgl import backends
@@ -31,8 +31,6 @@ from tgl.testing import emulator
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 1, 40)
 SWAPPED_SHAPES = ((8, 256), (16, 256), (32, 256), (64, 128))
-OF_FP4 = tuple((m, *variant) for variant in ((192, 64, False), (192, 128, False), (256, 64, True)) for m in (8, 16))
-"""Shapes of FP4 alone, with bytes of codes of a column in a stage, and whether these are read 16 at a time."""
 slow = pytest.mark.slow
 
 CASES = {

@@ -235,6 +235,15 @@ much for each of its waits. NVFP4 takes 14 % less with 16 than with 8.
 """
 
 
+USUAL = 256, SWAPPED_BYTES, False
+COLUMNS: OnePerName[tuple[int, int, bool]] = OnePerName(
+    FORMATS,
+    "COLUMNS in tgl/cutlass_kernels/gemm/sm90/tilings.py",
+    {"mxfp8": USUAL, "nvfp4": USUAL, "mxfp4": USUAL, "fp8_tensor": USUAL, "fp8_block": USUAL},
+)
+"""Of a tile of 8 or 16 rows, with what else ``swapped`` takes."""
+
+
 def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     """The tiling of such a kernel for groups of ``rows`` rows on average.
 
@@ -244,7 +253,10 @@ def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     """
     least = max(2 * rows, FEWEST[packed.format])
     tile_m = next((m for m in (8, 16, 32) if m >= least), 64)
-    return swapped(tile_m, 256 if tile_m < 64 else 128, packed)
+    if tile_m <= 16:
+        columns, width, pieces = COLUMNS[packed.format]
+        return swapped(tile_m, columns, packed, width, pieces)
+    return swapped(tile_m, 256 if tile_m == 32 else 128, packed)
 
 
 def scale_words(packed: PackedSpec, depth: int) -> int:
