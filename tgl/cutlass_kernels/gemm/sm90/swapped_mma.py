@@ -148,9 +148,7 @@ def multiply(
                 if extreme:
                     raise_further(gemm, words, own, left, part, into)
             elif cutlass.const_expr(has_bytes(gemm.packed)):
-                if cutlass.const_expr(gemm.config.pieces):
-                    pieces = read_pieces(gemm, codes, own, part)
-                decode_split(gemm, codes, own, part, scales, whole, pieces, into)
+                decode_split(gemm, codes, own, part, scales, whole, into)
                 if not usual:
                     again = cute.arch.make_warp_uniform(codes)  # to be read once more, not kept in registers for it
                     decode_any(gemm, again, own, part, scales, into)

@@ -19,7 +19,7 @@ from ...bits import reinterpret
 from ...instructions import bfloat16_products, bfloat16_products_with_half, bfloat16_sums_of_products
 from ...quantize.decode import product
 from ..copies import WORD
-from .swapped_decode import ABOVE, Own, pair_at, read_codes, read_words, spread
+from .swapped_decode import ABOVE, Own, pair_at, read_codes, read_pieces, read_words, spread
 
 LEAST, BEYOND = 2.0**-80, 2.0**8  # of factors whose products are all normal numbers
 MISSING = 2.0**119  # from products of codes and scales
@@ -111,7 +111,6 @@ def decode_split(
     part: cutlass.Constexpr,
     scales: cute.Tensor,
     parts: Parts,
-    pieces: tuple[Int32, ...],
     held: cute.Tensor,
 ):
     """A lane's elements of a part, times its scales, positive ones, and the factor: ``((2, 2, 2), blocks, 2)``.
@@ -119,6 +118,7 @@ def decode_split(
     A zero may have the other sign, which no sum shows.
     """
     pairs = cute.recast_tensor(held, Int32)
+    pieces = read_pieces(gemm, codes, own, part) if gemm.config.pieces else ()
     for i in cutlass.range_constexpr(2 * gemm.blocks):
         both = [two_scales(scales[at // WORD, i], at % WORD) for at in scales_of(gemm, part)[::2]]
         for number, byte in enumerate(read_codes(gemm, codes, own, i, part, pieces)):
