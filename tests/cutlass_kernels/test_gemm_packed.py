@@ -266,6 +266,7 @@ def test_two_ctas_of_few_rows_share_a_multiprocessor(shape, format):
 @pytest.mark.parametrize(
     "shape, format",
     [*sorted(FEW), *(pytest.param(*choice, marks=slow) for choice in itertools.product(OF_FP4, ("mxfp4", "nvfp4")))],
+    ids=str,
 )
 def test_few_rows_have_the_bits_of_many(shape, format):
     """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
