@@ -8,7 +8,7 @@ The experts are gpt-oss-120b's: 128, 2880 wide, 4 of them for every token, chose
 bfloat16, decoded before; ``dequantised``, ``group_dequantize`` of all and then ``grouped_gemm``. Every arm is a
 captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are compared.
 With ``--sweep-configs`` the arms are the op as it is, by the kernel of warps' MMAs, and on sm_90 by that of wide MMAs
-in each of its tilings, and for few rows a group by the one that is made for them, with FP4 in more of them.
+in each of its tilings, and for few rows a group by the one that is made for them.
 
 Nothing is timed before tgl's result is as near to that of ``decoded`` as two roundings to bfloat16 leave it. Results: a
 table of ratios of times (above 1: tgl is faster) beside the rate at which packed bytes of the experts with rows, rows
@@ -49,9 +49,6 @@ WARPS = "warps"
 TILINGS = ("64x128", "64x256", "128x128", "256x128")
 FEW_PER_GROUP = 64  # rows, up to which the tilings of the kernel for few are tried
 FEW = {f"few {m}": (m, n) for m, n in ((8, 256), (16, 256), (32, 256), (64, 128))}
-VARIANTS = {"pieces": (256, 64, True), "192 x 64": (192, 64, False), "192 x 128": (192, 128, False)}
-"""For few rows with FP4: columns of a tile, bytes of codes of each in a stage, whether these are read 16 at a time."""
-OF_FP4 = {f"{name}, {m}": (m, *VARIANTS[name]) for name in VARIANTS for m in (8, 16)}
 
 
 def comparison(*rivals: str) -> Comparison:
@@ -64,21 +61,18 @@ def comparison(*rivals: str) -> Comparison:
     )
 
 
-COMPARISON, SWEEP = comparison(*FORCED, "decoded", "dequantised"), comparison("decoded", WARPS, *TILINGS, *FEW, *OF_FP4)
+COMPARISON, SWEEP = comparison(*FORCED, "decoded", "dequantised"), comparison("decoded", WARPS, *TILINGS, *FEW)
 
 
 @contextlib.contextmanager
 def used(name: str) -> Iterator[None]:
-    """Make tgl use one kernel and tiling, of ``WARPS``, ``TILINGS``, ``FEW`` or ``OF_FP4``."""
+    """Make tgl use one kernel and tiling, of ``WARPS``, ``TILINGS`` or ``FEW``."""
 
     def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
         if name == WARPS:
             return gemm_packed.PACKED, choose(packed, rows, arch.smem_bytes)
         if name in FEW:
             return SWAPPED, arch.tilings.swapped(*FEW[name], packed)
-        if name in OF_FP4:
-            tile_m, tile_n, width, pieces = OF_FP4[name]
-            return SWAPPED, arch.tilings.swapped(tile_m, tile_n, packed, width, pieces)
         return DECODING, tiled.parsed(name, arch.name, band=8)
 
     before, gemm_packed.kernel_of = gemm_packed.kernel_of, kernel_of
@@ -156,7 +150,7 @@ class Problem:
         names = (WARPS, *TILINGS) if decoding else (WARPS,)
         packed = PackedSpec(self.options["format"], "float4_e2m1", self.options["over_rows"])
         if decoding and self.few and gemm_packed.swappable(packed, "bfloat16"):
-            names += (*FEW, *(OF_FP4 if packed.per_byte == 2 else ()))
+            names += tuple(FEW)
         arms = {"tgl": self.tgl, "decoded": lambda: self.dense(self.weights)}
         return arms | {name: functools.partial(self.by, name) for name in names}
 

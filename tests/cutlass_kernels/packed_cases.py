@@ -20,21 +20,15 @@ from tgl.cutlass_kernels.runtime import names
 from tgl.meta.formats import E4M3, FORMATS
 from tgl.testing import emulator
 
-OF_FP4 = tuple((m, *variant) for variant in ((192, 64, False), (192, 128, False), (256, 64, True)) for m in (8, 16))
-"""Shapes of the kernel for few rows with FP4 alone, with bytes of codes of a column in a stage, and whether these are
-read 16 at a time."""
 CTAS = 3  # so that they take several tiles, in turn
 _compiled: dict = {}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and the sizes it is run on. ``sizes`` are the groups' rows, then ``tail`` rows that hold NaN.
+    """A kernel and the sizes it is run on. ``sizes`` are the groups' rows, then ``tail`` rows that hold NaN."""
 
-    ``shape`` is rows and columns of a tile, and what else ``tilings.swapped`` takes.
-    """
-
-    shape: tuple
+    shape: tuple[int, int]
     sizes: tuple[int, ...]
     format: str = "mxfp4"
     over_rows: bool = False
@@ -66,7 +60,7 @@ class Case:
 def tiling(arch: str, case: Case) -> GemmConfig:
     """With all the stages there is room for."""
     if case.kernel == SWAPPED:
-        return swapped(*case.shape[:2], case.packed, *case.shape[2:])
+        return swapped(*case.shape, case.packed)
     if case.kernel == DECODING:
         return GemmConfig(*case.shape)
     return with_stages(case.packed, GemmConfig(*case.shape), ARCHS[arch].smem_bytes)

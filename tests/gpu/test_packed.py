@@ -4,14 +4,11 @@ import pytest
 import torch
 
 import tgl
-from tests.cutlass_kernels.packed_cases import OF_FP4, components, decoded, every_value_of
+from tests.cutlass_kernels.packed_cases import components, decoded, every_value_of
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import ROUTINGS, poisoned, product
 from tests.ops.test_packed_gemm import every_value
 from tgl import backends
-from tgl.cutlass_kernels.archs import SWAPPED, having
-from tgl.cutlass_kernels.ops import gemm_packed
-from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta import packed
 from tgl.meta.formats import FORMATS
 
@@ -115,31 +112,6 @@ def test_a_row_has_the_same_bits_beside_few_and_many(format, over_rows):
     wanted = of_first(2000, by_what_is_faster)
     for count in (1, 2, 3, 4, 7, 8, 16, 32, 33, 64, 65, 200):
         assert torch.equal(of_first(count), wanted), count
-
-
-@pytest.mark.parametrize("shape", OF_FP4, ids=str)
-@pytest.mark.parametrize("format", [form.name for form in FORMATS.values() if form.per_byte == 2])
-def test_tilings_for_few_rows_have_the_same_bits(format, shape, monkeypatch):
-    """Those that the op does not choose; exponents lie far apart."""
-    if backends.device_arch(DEVICE) not in having(SWAPPED):
-        pytest.skip("no kernel for few rows")
-    sizes = (5, 0, 33, 1)
-    w = torch.randn(4, HEIGHT, 1056, device=DEVICE)
-    w = w * torch.exp2(torch.randint(-9, 9, w.shape, device=DEVICE).float())
-    made = tgl.group_quantize(w, None, format=format, columnwise=False)
-    amax = made.amax if FORMATS[format].decodes_with_amax else None
-    a = poisoned(torch.randn(sum(sizes) + TAIL, w.shape[2], device=DEVICE).to(BF16), sizes)
-    call = (tgl.grouped_gemm_packed, a, made.data, made.scale, ends(sizes), amax)
-    wanted = served(*call, format=format, out_dtype=F32)
-
-    def kernel_of(arch, packed, *_):
-        return SWAPPED, arch.tilings.swapped(*shape[:2], packed, *shape[2:])
-
-    monkeypatch.setattr(gemm_packed, "kernel_of", kernel_of)
-    launcher.forget()
-    got = served(*call, format=format, out_dtype=F32)
-    launcher.forget()
-    assert torch.equal(got, wanted)
 
 
 @DIRECTIONS

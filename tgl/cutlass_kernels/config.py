@@ -30,7 +30,6 @@ class GemmConfig:
         longest_first: varlen_k: groups are visited longest first, not as they come; see ``tiles.order``.
         half: sm_90: a CTA takes half of a multiprocessor, and its launch overlaps the one in front; see
             ``gemm.sm90.few``.
-        pieces: sm_90: lanes read packed codes by 16 bytes, of which they keep theirs; else each byte or two alone.
     """
 
     tile_m: int = 128
@@ -46,7 +45,6 @@ class GemmConfig:
     band: int = 8
     longest_first: bool = True
     half: bool = False
-    pieces: bool = False
 
     @property
     def cta_m(self) -> int:

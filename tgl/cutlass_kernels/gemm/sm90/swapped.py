@@ -7,7 +7,7 @@ that is decoded goes through shared memory.
 =====================  ==========================================================================
 warps                  role
 =====================  ==========================================================================
-0 to 4 W - 1           W warpgroups (2 or 3) of consumers, see ``swapped_mma``: each its part of a tile's columns
+0 to 4 W - 1           W warpgroups of consumers, 2 or 3, see ``swapped_mma``: each its part of a tile's columns
 4 W to 4 W + 3         load: the first of them codes and rows by TMA, each lane scales by ``cp.async``
 =====================  ==========================================================================
 
@@ -39,19 +39,11 @@ from ..warp.packed_load import Matrices, Operands, scale_address
 from ..warp.packed_tilings import PackedSpec
 from .load import Operand, boxes
 from .swapped_mma import Output, Stages, consume_tiles
-from .tilings import (
-    MMA_ROWS,
-    SHARED,
-    SWAPPED_BYTES,
-    scale_pitch,
-    scale_words,
-    swapped_groups,
-    swapped_part,
-    swapped_stages,
-)
+from .tilings import CUTS, MMA_ROWS, SHARED, scale_pitch, scale_words, swapped_stages
 
 WARPGROUP = 128
 ALIGNED = 1024
+SWIZZLES = {64: warpgroup.SmemLayoutAtomKind.K_SW64, 128: warpgroup.SmemLayoutAtomKind.K_SW128}
 
 
 class Scales(NamedTuple):
@@ -77,13 +69,9 @@ class SwappedGroupedGemm(PackedCall):
         self.config, self.spec, self.element, self.packed = config, spec, element, packed
         self.out_element = TYPES[spec.out]
         self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
-        groups = swapped_groups(config)
-        self.blocks = config.tile_n // (groups * MMA_ROWS)
-        self.width, self.part = config.tile_k // packed.per_byte, swapped_part(config, packed)
-        self.consumers = groups * WARPGROUP
-        self.load_registers = 32 if config.pieces else 40
-        # Of 80 each with two warpgroups of consumers, of 64 with three.
-        self.consumer_registers = 72 if groups == 3 else 104 if config.pieces else 96
+        groups, self.consumer_registers, self.width, self.part = CUTS[config.tile_n]
+        self.load_registers = 40  # of 80 each, or of 64 if three warpgroups are consumers
+        self.blocks, self.consumers = config.tile_n // (groups * MMA_ROWS), groups * WARPGROUP
         self.lines = config.tile_k // LINE
         self.words, self.pitch = scale_words(packed, config.tile_k), scale_pitch(packed, config.tile_k)
         self.stages = swapped_stages(config, packed)
@@ -107,8 +95,7 @@ class SwappedGroupedGemm(PackedCall):
         a_smem = hopper_helpers.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (MMA_ROWS, config.tile_m, LINE), self.element, self.lines * self.stages
         )
-        kinds = warpgroup.SmemLayoutAtomKind
-        atom = warpgroup.make_smem_layout_atom(kinds.K_SW64 if self.width == SWAPPED_BYTES else kinds.K_SW128, Uint8)
+        atom = warpgroup.make_smem_layout_atom(SWIZZLES[self.width], Uint8)
         b_smem = cute.tile_to_shape(atom, (config.tile_n, self.width, self.stages), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes = cute.make_tensor(b.data.iterator, cute.select(b.data.layout, [1, 2, 0]))

@@ -69,12 +69,8 @@ def place(gemm: Any) -> tuple[Int32, Int32]:
     group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     column = group * (gemm.blocks * MMA_ROWS) + warp * 16 + lane // 4
     turned = lane // (512 // gemm.width)  # what the swizzle flips in the number of a chunk
-    return column, column * gemm.width + turned * CHUNK + (0 if gemm.config.pieces else first_byte(gemm))
-
-
-def first_byte(gemm: Any) -> Int32:
-    """A lane's first one of a chunk."""
-    return cute.arch.lane_idx() % 4 * (2 // gemm.packed.per_byte)
+    first = lane % 4 * (2 // gemm.packed.per_byte)
+    return column, column * gemm.width + turned * CHUNK + first
 
 
 def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column: Int32) -> cute.Tensor:
@@ -143,7 +139,7 @@ def read_words(gemm: cutlass.Constexpr, words_at: Int32, own: Own, left: Int32, 
     held, columns = scale_registers(gemm), 2 * gemm.blocks
     for i in cutlass.range_constexpr(columns):
         at = words_at + scales_at(gemm, own.column, i)
-        place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=(gemm.pitch & -gemm.pitch) * WORD)
+        place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=gemm.pitch * WORD)
         words = cute.make_rmem_tensor(gemm.pitch, Int32)
         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(gemm.pitch)), words)
         for word in cutlass.range_constexpr(held):
@@ -196,26 +192,9 @@ def spot(gemm: Any, own: Own, column: int, part: int, number: int) -> Int32:
     return (own.spot ^ at // CHUNK * CHUNK) + (behind(column) * gemm.width + at % CHUNK)
 
 
-def read_pieces(gemm: Any, codes: Int32, own: Own, part: int) -> tuple[Int32, ...]:
-    """All codes of a part of each of a lane's columns, 8 in a word, of which the lane keeps a byte."""
-    found: tuple[Int32, ...] = ()
-    for column in range(2 * gemm.blocks):
-        for number in pairs_of(gemm)[:: CHUNK // WORD]:
-            at = codes + spot(gemm, own, column, part, number)
-            place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=CHUNK)
-            words = cute.make_rmem_tensor(CHUNK // WORD, Int32)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(CHUNK // WORD)), words)
-            found += tuple(words[i] for i in range(CHUNK // WORD))
-    return found
-
-
-def read_codes(gemm: Any, codes: Int32, own: Own, column: int, part: int, pieces: tuple[Int32, ...]) -> list[Int32]:
-    """The bytes of a lane's pairs of FP4 in a part of a column, of the pieces that were read, or else read here."""
-    if not pieces:
-        first = first_byte(gemm) if gemm.config.pieces else 0
-        return [load_byte(codes + spot(gemm, own, column, part, number) + first) for number in pairs_of(gemm)]
-    chosen, pairs = 0x4440 + first_byte(gemm), len(pairs_of(gemm))  # the byte, and zeros above it
-    return [Int32(cute.arch.prmt(word, Int32(0), chosen)) for word in pieces[column * pairs : (column + 1) * pairs]]
+def read_codes(gemm: Any, codes: Int32, own: Own, column: int, part: int) -> list[Int32]:
+    """The bytes of a lane's pairs of FP4 in a part of a column."""
+    return [load_byte(codes + spot(gemm, own, column, part, number)) for number in pairs_of(gemm)]
 
 
 def spread(byte: Int32) -> Int32:
@@ -230,31 +209,20 @@ def spread(byte: Int32) -> Int32:
 
 @cute.jit
 def decode_powers(
-    gemm: cutlass.Constexpr,
-    codes: Int32,
-    own: Own,
-    part: cutlass.Constexpr,
-    scales: cute.Tensor,
-    pieces: tuple[Int32, ...],
-    held: cute.Tensor,
+    gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
 ):
-    """A lane's elements of a part, times its scales up to 2: registers ``((2, 2, 2), blocks, 2)``."""
+    """A lane's elements of a part, times its scales up to 2: registers ``((2, 2, 2), blocks, part / 16)``."""
     pairs = cute.recast_tensor(held, Int32)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
-        factors = [twice(*scale_of(gemm, scales, i, part, number)) * 128 + NO_SCALES for number in blocks_of(gemm)]
-        for number, byte in enumerate(read_codes(gemm, codes, own, i, part, pieces)):
+        factors = [twice(word, byte) * 128 + NO_SCALES for word, byte in scales_of(gemm, scales, i, part)]
+        for number, byte in enumerate(read_codes(gemm, codes, own, i, part)):
             pairs[pair_at(gemm, i, number)] = bfloat16_products(spread(byte), factors[number * PAIR // BLOCK])
 
 
-def blocks_of(gemm: Any) -> range:
-    """Numbers of the blocks of 32 elements in a part."""
-    return range(gemm.part // BLOCK)
-
-
-def scale_of(gemm: Any, scales: cute.Tensor, column: int, part: int, number: int) -> tuple[Int32, int]:
-    """The word that has the scale of a block of a part of a lane's column, and which of its bytes it is."""
-    at = part * (gemm.part // BLOCK) + number
-    return scales[at // WORD, column], at % WORD
+def scales_of(gemm: Any, scales: cute.Tensor, column: int, part: int) -> list[tuple[Int32, int]]:
+    """The words that have the scales of a part of a lane's column, and which of a word's bytes each is."""
+    count = gemm.part // BLOCK
+    return [(scales[at // WORD, column], at % WORD) for at in range(part * count, (part + 1) * count)]
 
 
 @cute.jit
@@ -266,13 +234,13 @@ def raise_further(
     scales = cute.make_rmem_tensor((scale_registers(gemm), 2 * gemm.blocks), Int32)
     read_words(gemm, words_at, own, left, scales)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
-        for block in cutlass.range_constexpr(gemm.part // BLOCK):
-            byte = twice(*scale_of(gemm, scales, i, part, block)) & 0xFF
+        for block, (word, number) in enumerate(scales_of(gemm, scales, i, part)):
+            byte = (word >> (8 * number)) & 0xFF
             factor = cutlass.max(byte - 128, Int32(0)) * 0x00800080 + 0x3F803F80
             if byte == 0xFF:
                 factor = Int32(0x7FC07FC0)
-            for number in cutlass.range_constexpr(BLOCK // PAIR):
-                at = pair_at(gemm, i, block * (BLOCK // PAIR) + number)
+            for j in cutlass.range_constexpr(BLOCK // PAIR):
+                at = pair_at(gemm, i, block * (BLOCK // PAIR) + j)
                 pairs[at] = bfloat16_products(pairs[at], factor)
 
 
@@ -280,7 +248,7 @@ def raise_further(
 def decode_any(
     gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
 ):
-    """A lane's elements of a part, times its scales, rounded to bfloat16: registers ``((2, 2, 2), blocks, 2)``.
+    """A lane's elements of a part, times its scales, rounded to bfloat16: ``((2, 2, 2), blocks, part / 16)``.
 
     Args:
         scales: of each column the address of a stage's, or under E2M1 two words of them, ``[2, columns]``.
@@ -288,7 +256,7 @@ def decode_any(
     pairs = cute.recast_tensor(held, Int32)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
         if cutlass.const_expr(gemm.packed.element == FP4):
-            wide = spread_wide(read_codes(gemm, codes, own, i, part, ()))
+            wide = spread_wide(read_codes(gemm, codes, own, i, part))
         else:
             wide = fp8_wide(gemm.packed, [codes + spot(gemm, own, i, part, number) for number in pairs_of(gemm)])
         for step, factor in enumerate(factors(gemm, own, scales, i, part)):
@@ -309,8 +277,8 @@ def factors(gemm: Any, own: Own, scales: cute.Tensor, column: int, part: int) ->
         return [own.whole] * len(steps)
     numbers = [first // block for first in steps]
     if has_bytes(packed):
-        halves = [scales[first // WORD, column] >> (first % WORD * 8) for first in numbers[::2]]
-        return [value * own.whole for half in halves for value in e4m3_values(half)]
+        pair = scales[numbers[0] // WORD, column] >> (numbers[0] % WORD * 8)
+        return [value * own.whole for value in e4m3_values(pair)]
     scale = scales[column]
     word = load_word(scale) if packed.scale_bytes == WORD else load_byte(scale + numbers[0])
     return [FACTORS[packed.decoding.scale](word, Int32(0), own.whole)] * len(steps)

@@ -30,7 +30,6 @@ from .swapped_decode import (
     has_powers,
     place,
     raise_further,
-    read_pieces,
     read_powers,
     scale_registers,
     whole_scale,
@@ -125,7 +124,6 @@ def multiply(
     ring, steps, previous = stages.barriers, LINE // STEP, Int32(0)
     columns, stage_depth = gemm.config.tile_n, gemm.config.tile_k
     stage, phase = state
-    ahead = gemm.config.pieces and has_powers(gemm.packed)  # else registers do not suffice
     for k in cutlass.range(ceil_div(depth, stage_depth), unroll=1):
         cute.arch.mbarrier_wait(ring.full + stage, phase)
         left, words = depth - k * stage_depth, stages.words + stage * (columns * gemm.pitch * WORD)
@@ -136,7 +134,6 @@ def multiply(
             usual = read_bytes(gemm, words, own, exact, left, scales)
         else:
             find_scales(gemm, words, own, k, scales)
-        pieces = read_pieces(gemm, codes, own, 0) if ahead else ()
         for part in cutlass.range_constexpr(stage_depth // gemm.part):
             into = held[part % 2]
             warpgroup.wait_group(1)  # nothing reads ``into`` any more
@@ -144,7 +141,7 @@ def multiply(
                 if k > 0:
                     release(ring, previous, 1)
             if cutlass.const_expr(has_powers(gemm.packed)):
-                decode_powers(gemm, codes, own, part, scales, pieces, into)
+                decode_powers(gemm, codes, own, part, scales, into)
                 if extreme:
                     raise_further(gemm, words, own, left, part, into)
             elif cutlass.const_expr(has_bytes(gemm.packed)):
@@ -155,8 +152,6 @@ def multiply(
             else:
                 decode_any(gemm, codes, own, part, scales, into)
                 clear_behind(gemm, left - part * gemm.part, into)
-            if cutlass.const_expr(ahead and part + 1 < stage_depth // gemm.part):
-                pieces = read_pieces(gemm, codes, own, part + 1)  # on their way while MMAs are issued
             warpgroup.fence()
             for i in cutlass.range_constexpr(gemm.part // STEP):
                 number = part * (gemm.part // STEP) + i

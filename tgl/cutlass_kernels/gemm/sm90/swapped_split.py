@@ -10,7 +10,7 @@ Exponents: codes are spread to their number times 2^-126 and bytes of scales to 
 multiplied by 2^127, and parts of factors by the 2^119 that are missing still.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, cute
@@ -19,7 +19,7 @@ from ...bits import reinterpret
 from ...instructions import bfloat16_products, bfloat16_products_with_half, bfloat16_sums_of_products
 from ...quantize.decode import product
 from ..copies import WORD
-from .swapped_decode import ABOVE, Own, pair_at, read_codes, read_pieces, read_words, spread
+from .swapped_decode import ABOVE, Own, pair_at, read_codes, read_words, spread
 
 LEAST, BEYOND = 2.0**-80, 2.0**8  # of factors whose products are all normal numbers
 MISSING = 2.0**119  # from products of codes and scales
@@ -91,18 +91,6 @@ def read_bytes(
     return cute.arch.vote_all_sync(exact and (seen & ABOVE) == 0)
 
 
-def scales_of(gemm: Any, part: int) -> range:
-    """Numbers in a stage of the scales of a part of a column."""
-    count = gemm.part // gemm.packed.decoding.block
-    return range(part * count, (part + 1) * count)
-
-
-def two_scales(word: Int32, first: int) -> Int32:
-    """A word's byte of this number, 0 or 2, and the one behind it, as numbers in either half."""
-    chosen = 0x4140 if first == 0 else 0x4342  # to the lower bytes of halves
-    return bfloat16_products(Int32(cute.arch.prmt(word, Int32(0), chosen)) * 16, Int32(FURTHER))
-
-
 @cute.jit
 def decode_split(
     gemm: cutlass.Constexpr,
@@ -118,10 +106,12 @@ def decode_split(
     A zero may have the other sign, which no sum shows.
     """
     pairs = cute.recast_tensor(held, Int32)
-    pieces = read_pieces(gemm, codes, own, part) if gemm.config.pieces else ()
+    first = part * (gemm.part // gemm.packed.decoding.block)
+    chosen = (0x4140, 0x4342)[first % WORD // 2]  # bytes to the lower ones of halves
     for i in cutlass.range_constexpr(2 * gemm.blocks):
-        both = [two_scales(scales[at // WORD, i], at % WORD) for at in scales_of(gemm, part)[::2]]
-        for number, byte in enumerate(read_codes(gemm, codes, own, i, part, pieces)):
-            scaled = bfloat16_products_with_half(spread(byte), both[number // 4], number // 2 % 2)
+        both = Int32(cute.arch.prmt(scales[first // WORD, i], Int32(0), chosen))
+        both = bfloat16_products(both * 16, Int32(FURTHER))
+        for number, byte in enumerate(read_codes(gemm, codes, own, i, part)):
+            scaled = bfloat16_products_with_half(spread(byte), both, number // 2)
             rest = bfloat16_products(scaled, parts.low)
             pairs[pair_at(gemm, i, number)] = bfloat16_sums_of_products(scaled, parts.high, rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from ....meta.formats import FORMATS
 from ....meta.placement import ceil_div
@@ -15,7 +16,6 @@ from ..warp.packed_tilings import WORD, PackedSpec
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
 SHARED = 2  # CTAs of few rows on a multiprocessor
-SWAPPED_BYTES = 64  # of codes of a column in a stage there, where a tiling does not say 128
 HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
@@ -199,26 +199,42 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
     return GemmConfig(64, 256 if piece > 16 else 128)
 
 
-def swapped(
-    tile_m: int, tile_n: int, packed: PackedSpec, width: int = SWAPPED_BYTES, pieces: bool = False
-) -> GemmConfig:
+class Cut(NamedTuple):
+    """How CTAs of few rows share the columns of a tile, and how they take its contraction."""
+
+    groups: int  # warpgroups of consumers
+    registers: int  # of each of their lanes
+    width: int  # bytes of codes of a column in a stage
+    part: int  # elements of a column that a lane decodes at a time
+
+
+CUTS = {128: Cut(2, 96, 64, 32), 192: Cut(3, 72, 128, 64), 256: Cut(2, 96, 64, 32)}
+"""By columns of a tile. In blocks of 64 columns a lane decodes 64 elements of one at a time, or 32 of one or two."""
+
+
+COLUMNS: OnePerName[int] = OnePerName(
+    FORMATS,
+    "COLUMNS in tgl/cutlass_kernels/gemm/sm90/tilings.py",
+    {"mxfp8": 256, "nvfp4": 256, "mxfp4": 192, "fp8_tensor": 256, "fp8_block": 256},
+)
+"""Of a tile of 8 or 16 rows.
+
+On an H100, gpt-oss' matrices of 5760 x 2880: in three warpgroups of 64 columns MXFP4 takes 4 to 8 % less than in two of
+128, with 0.5, 2 and 8 rows a group, as there are more warps that decode while others wait. NVFP4 takes 2 % less with
+0.5 rows and 4 to 5 % more with 2 and 8. Of a product whose columns are a multiple of 128, but not of 192, the last tile
+has 64 or 128 that are empty, which lanes decode but nothing loads.
+"""
+
+
+def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
     """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows.
 
-    Args:
-        width: bytes of codes of a column in a stage, 64 or 128.
-        pieces: see ``GemmConfig``; of FP4 alone.
+    Raises:
+        ValueError: if lanes do not decode the format to so many columns.
     """
-    return GemmConfig(tile_m, tile_n, width * packed.per_byte, pieces=pieces)
-
-
-def swapped_groups(tiling: GemmConfig) -> int:
-    """Warpgroups of consumers in a CTA of such a kernel: 192 columns are three times 64."""
-    return 3 if tiling.tile_n == 192 else 2
-
-
-def swapped_part(tiling: GemmConfig, packed: PackedSpec) -> int:
-    """Elements of a column that a lane decodes at a time, so that it is 16 bytes of FP4 whatever the columns."""
-    return 64 if tiling.tile_n == 192 and packed.per_byte == 2 else 32
+    if tile_n not in (128, 256, COLUMNS[packed.format]):
+        raise ValueError(f"no tiles of few rows have {tile_n} columns of {packed.format}")
+    return GemmConfig(tile_m, tile_n, CUTS[tile_n].width * packed.per_byte)
 
 
 FEWEST: OnePerName[int] = OnePerName(
@@ -235,15 +251,6 @@ much for each of its waits. NVFP4 takes 14 % less with 16 than with 8.
 """
 
 
-USUAL = 256, SWAPPED_BYTES, False
-COLUMNS: OnePerName[tuple[int, int, bool]] = OnePerName(
-    FORMATS,
-    "COLUMNS in tgl/cutlass_kernels/gemm/sm90/tilings.py",
-    {"mxfp8": USUAL, "nvfp4": USUAL, "mxfp4": USUAL, "fp8_tensor": USUAL, "fp8_block": USUAL},
-)
-"""Of a tile of 8 or 16 rows, with what else ``swapped`` takes."""
-
-
 def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     """The tiling of such a kernel for groups of ``rows`` rows on average.
 
@@ -253,10 +260,7 @@ def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     """
     least = max(2 * rows, FEWEST[packed.format])
     tile_m = next((m for m in (8, 16, 32) if m >= least), 64)
-    if tile_m <= 16:
-        columns, width, pieces = COLUMNS[packed.format]
-        return swapped(tile_m, columns, packed, width, pieces)
-    return swapped(tile_m, 256 if tile_m == 32 else 128, packed)
+    return swapped(tile_m, COLUMNS[packed.format] if tile_m <= 16 else 256 if tile_m == 32 else 128, packed)
 
 
 def scale_words(packed: PackedSpec, depth: int) -> int:
@@ -270,10 +274,8 @@ def scale_words(packed: PackedSpec, depth: int) -> int:
 
 
 def scale_pitch(packed: PackedSpec, depth: int) -> int:
-    """Words from a column's to the next one's, for aligned loads and other banks: a power of two, or even behind 4."""
+    """Words from a column's to the next one's: a power of two, for aligned loads and other banks."""
     words = scale_words(packed, depth)
-    if words > 4:
-        return words + words % 2
     return 1 << (words - 1).bit_length() if words else 0
 
 
