@@ -30,7 +30,6 @@ from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 1, 40)
-SWAPPED_SHAPES = ((8, 256), (16, 256), (32, 256), (64, 128))
 slow = pytest.mark.slow
 
 CASES = {
@@ -73,18 +72,18 @@ CASES |= {
     "decoding, all empty": ("sm_90", Case((64, 256), (0, 0, 0), tail=40, kernel=DECODING)),
     "decoding, bad offsets": ("sm_90", Case((128, 128), (5, 0, 20), offs=(10**9, -5, 7), kernel=DECODING)),
 }
-# Depths that end in each of a stage's four blocks, rows of scales that begin at any byte of a word, partial tiles.
+# Depths that end in a stage's parts and between their blocks, rows of scales that begin at any byte, partial tiles.
 CASES |= {
     "swapped": (
         "sm_90",
-        Case((8, 256), (5, 0, 12, 1), kernel=SWAPPED, bias=F32, bias_scale=F32, height=264, width=544),
+        Case((8, 192), (5, 0, 12, 1), kernel=SWAPPED, bias=F32, bias_scale=F32, height=200, width=544),
     ),
-    "swapped, 16 rows": ("sm_90", Case((16, 256), (5, 0, 20, 1), kernel=SWAPPED, out=F32, width=160)),
+    "swapped, 16 rows": ("sm_90", Case((16, 192), (5, 0, 20, 1), kernel=SWAPPED, out=F32, width=160)),
     "swapped, 32 rows": ("sm_90", Case((32, 256), (40, 0, 20, 1), kernel=SWAPPED, out=F16, bias=BF16, width=96)),
     "swapped, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7, 1), kernel=SWAPPED, height=264, width=320)),
-    "swapped, one block": ("sm_90", Case((8, 256), (16,), tail=0, kernel=SWAPPED, height=37, width=32)),
-    "swapped, all empty": ("sm_90", Case((8, 256), (0, 0, 0), tail=40, kernel=SWAPPED)),
-    "swapped, bad offsets": ("sm_90", Case((8, 256), (5, 0, 20), offs=(10**9, -5, 7), kernel=SWAPPED)),
+    "swapped, one block": ("sm_90", Case((8, 192), (16,), tail=0, kernel=SWAPPED, height=37, width=32)),
+    "swapped, all empty": ("sm_90", Case((8, 192), (0, 0, 0), tail=40, kernel=SWAPPED)),
+    "swapped, bad offsets": ("sm_90", Case((8, 192), (5, 0, 20), offs=(10**9, -5, 7), kernel=SWAPPED)),
 }
 # Depths that end in a step of a stage and in each of its parts, and blocks of scales that several stages share.
 CASES |= {
@@ -122,9 +121,20 @@ CASES |= {
         Case((8, 256), (5, 0, 20), "fp8_tensor", offs=(10**9, -5, 7), kernel=SWAPPED),
     ),
 }
-FEWEST = [(next(s for s in SWAPPED_SHAPES if s[0] == sm90.FEWEST[format]), format) for format in FORMATS]
-FEW = {*((shape, "mxfp4") for shape in SWAPPED_SHAPES), *((SWAPPED_SHAPES[0], format) for format in FORMATS), *FEWEST}
-"""Shapes and formats of the kernel for few rows: those of which whole kernels are looked at."""
+
+
+def few(format):
+    """Shapes of the kernel for few rows that are chosen, by how many a group has."""
+    found = [sm90.choose_swapped(rows, Case((64, 128), (), format).packed) for rows in (0, 8, 16, 32)]
+    return list(dict.fromkeys((tiling.tile_m, tiling.tile_n) for tiling in found))
+
+
+CHOSEN = [(shape, format) for format in FORMATS for shape in few(format)]
+OTHERS = [
+    pytest.param(shape, format, marks=slow)
+    for shape, format in itertools.product(((8, 256), (16, 256), (32, 256), (64, 128)), FORMATS)
+    if (shape, format) not in CHOSEN
+]
 FORMATS_OF_FEW = tuple(f"swapped, {format}" for format in FORMATS if format != "mxfp4")
 USUAL = (
     *FORMATS_OF_FEW,
@@ -151,8 +161,8 @@ def test_exact_under_any_timing(name):
 
 def test_every_format_is_tried_in_both_directions():
     tried = {(case.kernel, case.format, case.over_rows) for _, case in CASES.values()}
-    few = itertools.product((SWAPPED,), FORMATS, (False,))
-    assert tried == {*itertools.product((PACKED, DECODING), FORMATS, (False, True)), *few}
+    swapped = itertools.product((SWAPPED,), FORMATS, (False,))
+    assert tried == {*itertools.product((PACKED, DECODING), FORMATS, (False, True)), *swapped}
 
 
 @slow
@@ -164,7 +174,8 @@ def test_every_tiling(arch, shape, over_rows):
 
 
 def forced(kernel, shape, format="mxfp4"):
-    """A rule that always takes one kernel and tiling."""
+    """A rule that always takes one kernel and tiling; without a shape the one for the fewest rows."""
+    shape = shape or few(format)[0]
 
     def kernel_of(arch, packed, rows_element, rows):
         return kernel, tiling(arch.name, Case(shape, (), format, kernel=kernel))
@@ -178,7 +189,7 @@ EVERY_ELEMENT = {
     "sm_90": ("sm_90", PACKED, (16, 128), BF16),
     "decoding": ("sm_90", DECODING, (64, 256), BF16),
     "decoding, float16": ("sm_90", DECODING, (64, 256), F16),
-    "swapped": ("sm_90", SWAPPED, (8, 256), BF16),
+    "swapped": ("sm_90", SWAPPED, None, BF16),
 }
 
 
@@ -237,19 +248,21 @@ def test_every_code_of_nvfp4_under_every_scale(name, monkeypatch):
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", SWAPPED_SHAPES, ids=str)
+@pytest.mark.parametrize("shape, format", CHOSEN, ids=str)
 def test_two_ctas_of_few_rows_share_a_multiprocessor(shape, format):
     """Each has a KB of shared memory that the system takes, and enough stages for bytes on their way."""
     case = Case(shape, (3,), format, kernel=SWAPPED, width=32)
-    config, packed = tiling("sm_90", case), case.packed
-    assert sm90.swapped_stages(config, packed) >= 3
-    if (shape, format) in FEW:
-        record = run("sm_90", case, seeds=(0,))
-        assert 2 * (record.shared_bytes + 1024) <= 228 * 1024
+    assert sm90.swapped_stages(tiling("sm_90", case), case.packed) >= 3
+    record = run("sm_90", case, seeds=(0,))
+    assert 2 * (record.shared_bytes + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("shape, format", sorted(FEW))
+def test_columns_that_lanes_do_not_decode_to():
+    with pytest.raises(ValueError, match="no tiles of few rows have 192 columns of nvfp4"):
+        sm90.swapped(8, 192, Case((8, 192), (), "nvfp4").packed)
+
+
+@pytest.mark.parametrize("shape, format", CHOSEN + OTHERS, ids=str)
 def test_few_rows_have_the_bits_of_many(shape, format):
     """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
     case = Case(shape, (5, 0, 12, 1), format, kernel=SWAPPED, out=F32, bias=F32, bias_scale=F32, height=200, width=416)
@@ -406,10 +419,10 @@ DECODING_CHOICES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_chosen_shapes_are_among_those_tried(rows, format, over_rows, dtype):
     kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format, over_rows).packed, dtype, rows)
-    few = rows <= 32 and (over_rows, dtype) == (False, "bfloat16")
-    assert kernel == (SWAPPED if few else DECODING)
-    assert (chosen.tile_m, chosen.tile_n) in (SWAPPED_SHAPES if few else DECODING_SHAPES)
-    assert not few or chosen.tile_m >= min(2 * rows, 64)
+    swapped = rows <= 32 and (over_rows, dtype) == (False, "bfloat16")
+    assert kernel == (SWAPPED if swapped else DECODING)
+    assert (chosen.tile_m, chosen.tile_n) in (few(format) if swapped else DECODING_SHAPES)
+    assert not swapped or chosen.tile_m >= min(2 * rows, 64)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
@@ -431,9 +444,10 @@ def test_machine_code_of_wide_mmas(choice):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "shape", [s if s == (8, 256) else pytest.param(s, marks=slow) for s in SWAPPED_SHAPES], ids=str
+    "shape, format",
+    [(s, f) if s == few(f)[0] else pytest.param(s, f, marks=slow) for s, f in CHOSEN] + OTHERS,
+    ids=str,
 )
 def test_machine_code_of_few_rows(shape, format):
     """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each part, one read
@@ -441,12 +455,14 @@ def test_machine_code_of_few_rows(shape, format):
     case = Case(shape, (), format, kernel=SWAPPED, bias=F32, bias_scale=F32)
     with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
-    blocks, parts = shape[1] // 128, 2 * case.packed.per_byte
+    groups, _, width, part = sm90.CUTS[shape[1]]
+    depth = width * case.packed.per_byte
+    blocks, parts = shape[1] // (groups * 64), depth // part
     assert (report.spills, report.frame) == (0, 0)
-    assert report.registers * 384 * 2 <= REGISTER_FILE
-    assert report.count("HGMMA") == 2 * parts * blocks
+    assert report.registers * (groups + 1) * 128 * 2 <= REGISTER_FILE
+    assert report.count("HGMMA") == depth // 16 * blocks
     assert report.count("WARPGROUP.DEPBAR") == parts + 1
-    pairs, columns = 8 * parts * blocks, 2 * parts * blocks
+    pairs, columns = depth // 4 * blocks, depth // 16 * blocks
     # Of bfloat16. MXFP4 has more where a scale is above 2, and NVFP4 those of the parts of factors that it tries.
     products = {"mxfp4": 2 * pairs, "nvfp4": (3 + 1) * pairs + columns + 2 * len(NUDGES)}
     # Of bytes; what NVFP4 decodes in float32 it may read once more.

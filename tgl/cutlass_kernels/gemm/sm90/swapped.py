@@ -7,12 +7,12 @@ that is decoded goes through shared memory.
 =====================  ==========================================================================
 warps                  role
 =====================  ==========================================================================
-0 to 7                 two warpgroups of consumers, see ``swapped_mma``: each half of a tile's columns
-8 to 11                load: the first of them codes and rows by TMA, each lane scales by ``cp.async``
+0 to 4 W - 1           W warpgroups of consumers, 2 or 3, see ``swapped_mma``: each its part of a tile's columns
+4 W to 4 W + 3         load: the first of them codes and rows by TMA, each lane scales by ``cp.async``
 =====================  ==========================================================================
 
-Two such CTAs share a multiprocessor. A stage has 64 bytes of codes of a column, and the scales of these. Rows of scales
-of one byte begin at any and end at any, so that a lane copies those words that hold what a stage has of a row.
+Two such CTAs share a multiprocessor. A stage has 64 or 128 bytes of codes of a column, and the scales of these. Rows of
+scales of one byte begin at any and end at any, so that a lane copies those words that hold what a stage has of a row.
 
 The sums are those of the other kernels of sm_90, bit for bit: the same steps of the contraction in the same order.
 """
@@ -39,10 +39,11 @@ from ..warp.packed_load import Matrices, Operands, scale_address
 from ..warp.packed_tilings import PackedSpec
 from .load import Operand, boxes
 from .swapped_mma import Output, Stages, consume_tiles
-from .tilings import MMA_ROWS, SHARED, SWAPPED_BYTES, SWAPPED_GROUPS, scale_pitch, scale_words, swapped_stages
+from .tilings import CUTS, MMA_ROWS, SHARED, scale_pitch, scale_words, swapped_stages
 
 WARPGROUP = 128
 ALIGNED = 1024
+SWIZZLES = {64: warpgroup.SmemLayoutAtomKind.K_SW64, 128: warpgroup.SmemLayoutAtomKind.K_SW128}
 
 
 class Scales(NamedTuple):
@@ -58,6 +59,8 @@ class SwappedGroupedGemm(PackedCall):
     Attributes:
         packed: how B is packed.
         blocks: of 64 columns that a warpgroup has.
+        width: bytes of codes of a column in a stage.
+        part: elements of a column that are decoded at a time.
         lines: of a row of A in a stage.
         words, pitch: of scales, see ``tilings``.
     """
@@ -66,10 +69,11 @@ class SwappedGroupedGemm(PackedCall):
         self.config, self.spec, self.element, self.packed = config, spec, element, packed
         self.out_element = TYPES[spec.out]
         self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
-        self.blocks = config.tile_n // (SWAPPED_GROUPS * MMA_ROWS)
-        self.consumers = SWAPPED_GROUPS * WARPGROUP
-        self.load_registers, self.consumer_registers = 40, 96  # of 80 each
-        self.lines, self.words, self.pitch = config.tile_k // LINE, scale_words(packed), scale_pitch(packed)
+        groups, self.consumer_registers, self.width, self.part = CUTS[config.tile_n]
+        self.load_registers = 40  # of 80 each, or of 64 if three warpgroups are consumers
+        self.blocks, self.consumers = config.tile_n // (groups * MMA_ROWS), groups * WARPGROUP
+        self.lines = config.tile_k // LINE
+        self.words, self.pitch = scale_words(packed, config.tile_k), scale_pitch(packed, config.tile_k)
         self.stages = swapped_stages(config, packed)
 
     def begin(self, operands: Operands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream):
@@ -91,12 +95,12 @@ class SwappedGroupedGemm(PackedCall):
         a_smem = hopper_helpers.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (MMA_ROWS, config.tile_m, LINE), self.element, self.lines * self.stages
         )
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
-        b_smem = cute.tile_to_shape(atom, (config.tile_n, SWAPPED_BYTES, self.stages), order=(0, 1, 2))
+        atom = warpgroup.make_smem_layout_atom(SWIZZLES[self.width], Uint8)
+        b_smem = cute.tile_to_shape(atom, (config.tile_n, self.width, self.stages), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes = cute.make_tensor(b.data.iterator, cute.select(b.data.layout, [1, 2, 0]))
         a_map, a_coords = cpasync.make_tiled_tma_atom(load, a, a_smem, (config.tile_m, LINE))
-        b_map, b_coords = cpasync.make_tiled_tma_atom(load, codes, b_smem, (config.tile_n, SWAPPED_BYTES))
+        b_map, b_coords = cpasync.make_tiled_tma_atom(load, codes, b_smem, (config.tile_n, self.width))
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), ctas), 1)
         self.kernel(tiled_mma, (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), b, out, args, problem).launch(
             grid=(running, 1, 1),
@@ -156,13 +160,13 @@ def load_tiles(
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % WARPGROUP
     leads = cute.arch.make_warp_uniform(lane // 32) == 0
-    stage_bytes = gemm.lines * config.tile_m * LINE * 2 + config.tile_n * SWAPPED_BYTES
+    stage_bytes = gemm.lines * config.tile_m * LINE * 2 + config.tile_n * gemm.width
     stage, phase = Int32(0), Int32(0)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     while tile.valid:
         rows = cute.local_tile(policy.a(a.coords, tile), (config.tile_m, LINE), (tile.m, None))
-        codes = cute.local_tile(policy.matrix(b.coords, tile), (config.tile_n, SWAPPED_BYTES), (tile.n, None))
+        codes = cute.local_tile(policy.matrix(b.coords, tile), (config.tile_n, gemm.width), (tile.n, None))
         a_to, a_from = boxes(a, rows, 0, 1)
         b_to, b_from = boxes(b, codes, 0, 1)
         scales = begin_scales(gemm, matrices, tile, lane)
@@ -175,7 +179,7 @@ def load_tiles(
                 for part in cutlass.range_constexpr(gemm.lines):
                     to = a_to[None, gemm.lines * stage + part]
                     cute.copy(a.map, a_from[None, gemm.lines * k + part], to, tma_bar_ptr=ring.full + stage)
-            scales = copy_scales(gemm, scales, words + (stage * config.tile_n + lane) * (gemm.pitch * WORD), k)
+            scales = copy_scales(gemm, scales, words + stage * config.tile_n * (gemm.pitch * WORD), lane, k)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
             stage, phase = advance(stage, phase, gemm.stages)
         first += step
@@ -187,7 +191,7 @@ def begin_scales(gemm: cutlass.Constexpr, matrices: Matrices, tile: Tile, lane: 
     """A lane's of a tile, one of every 128 columns: a tuple of ``Scales``, empty where whole groups share one."""
     scale, columns, packed = matrices.scale, matrices.data.shape[1], gemm.packed
     found: tuple = ()
-    for turn in cutlass.range_constexpr(gemm.config.tile_n // WARPGROUP if gemm.words else 0):
+    for turn in cutlass.range_constexpr(ceil_div(gemm.config.tile_n, WARPGROUP) if gemm.words else 0):
         column = tile.n * gemm.config.tile_n + turn * WARPGROUP + lane
         source = scale_address(packed, scale, tile.group, column, Int32(0))
         end = scale.iterator.toint() + Int64(scale.shape[0]) * scale.stride[0] * packed.scale_bytes
@@ -199,14 +203,16 @@ def begin_scales(gemm: cutlass.Constexpr, matrices: Matrices, tile: Tile, lane: 
 
 
 @cute.jit
-def copy_scales(gemm: cutlass.Constexpr, scales: Any, target: Int32, k: Int32):
-    """Start a lane's copies of stage ``k`` to the address ``target``; where they stand behind it."""
+def copy_scales(gemm: cutlass.Constexpr, scales: Any, stage: Int32, lane: Int32, k: Int32):
+    """Start a lane's copies of stage ``k``, whose words begin at the address ``stage``; where they stand behind it."""
     found: tuple = ()
     for turn, (source, left) in enumerate(scales):
-        start = Int32(source) & WORD - 1
-        for word in cutlass.range_constexpr(gemm.words):
-            count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
-            copy_word(source - start + word * WORD, target + (turn * WARPGROUP * gemm.pitch + word) * WORD, count)
+        column = turn * WARPGROUP + lane
+        if column < gemm.config.tile_n:
+            start = Int32(source) & WORD - 1
+            for word in cutlass.range_constexpr(gemm.words):
+                count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
+                copy_word(source - start + word * WORD, stage + (column * gemm.pitch + word) * WORD, count)
         further = passed(gemm, k)
         found = (*found, Scales(source + further, left - further))
     return found

@@ -1,7 +1,7 @@
 """What lanes of ``swapped`` decode: a stage's codes and scales in shared memory to registers that MMAs read.
 
-A stage has 64 bytes of codes of a column, and is decoded 32 elements at a time. Each step of 16 of them goes to an MMA,
-of which a lane has a pair of neighbours twice, 8 apart, for every of its columns.
+A stage has 64 or 128 bytes of codes of a column, and is decoded 32 or 64 elements at a time. Each step of 16 of them
+goes to an MMA, of which a lane has a pair of neighbours twice, 8 apart, for every of its columns.
 
 ==============================  ========================================================================================
 elements and scales             how a pair is decoded
@@ -28,23 +28,22 @@ from ..copies import WORD
 from ..warp.packed_decode import FACTORS
 from ..warp.packed_load import Matrices, load_word, scale_address
 from ..warp.packed_tilings import PackedSpec
-from .tilings import MMA_ROWS, SWAPPED_BYTES
+from .tilings import MMA_ROWS
 
 CHUNK = 16  # bytes that the swizzle moves together
-CHUNKS = SWAPPED_BYTES // CHUNK
 STEP = 16  # of the contraction, an MMA's depth
-PART = 2 * STEP  # what is decoded at a time
-PAIRS = PART // 8  # of a lane in a part of a column
+PAIR = 8  # elements of which a lane has a pair
 NO_SCALES = 0x3F003F00  # twice bfloat16's 2^-1, what the scale 2^-127 becomes as a factor
 ALL_THE_WAY = 0x7E807E80  # twice bfloat16's 2^126
 ABOVE = -0x7F7F7F80  # the upper bit of every byte
+BLOCK = 32  # elements that share a scale that is a power of two
 
 
 class Own(NamedTuple):
     """A lane's part of a stage."""
 
     column: Int32  # its first one
-    spots: tuple[Int32, ...]  # of its first byte in each chunk of codes of the first column
+    spot: Int32  # of its first byte in the first chunk of codes of the first column
     scales: cute.Tensor  # of every column, see ``beginnings``
     whole: Float32  # what all scales of the group are multiplied by
 
@@ -64,14 +63,14 @@ def has_bytes(packed: PackedSpec) -> bool:
     return packed.element == FP4 and packed.decoding.scale == "float8_e4m3fn"
 
 
-def place(gemm: Any) -> tuple[Int32, tuple[Int32, ...]]:
-    """A lane's first column in a tile, and where in its codes of a stage the lane's first bytes of chunks are."""
+def place(gemm: Any) -> tuple[Int32, Int32]:
+    """A lane's first column in a tile, and where in its codes of a stage the lane's first byte is."""
     thread, _, _ = cute.arch.thread_idx()
     group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     column = group * (gemm.blocks * MMA_ROWS) + warp * 16 + lane // 4
-    turned = lane // 8  # what the swizzle flips in the number of a chunk
+    turned = lane // (512 // gemm.width)  # what the swizzle flips in the number of a chunk
     first = lane % 4 * (2 // gemm.packed.per_byte)
-    return column, tuple(column * SWAPPED_BYTES + (turned ^ chunk) * CHUNK + first for chunk in range(CHUNKS))
+    return column, column * gemm.width + turned * CHUNK + first
 
 
 def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column: Int32) -> cute.Tensor:
@@ -94,6 +93,12 @@ def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column:
     return found
 
 
+def scale_registers(gemm: Any) -> int:
+    """Words of scales that a lane holds for a stage of a column; of other formats than FP4 it is their address."""
+    packed = gemm.packed
+    return gemm.config.tile_k // packed.decoding.block // WORD if packed.element == FP4 else 1
+
+
 def scales_at(gemm: Any, column: Int32, number: int) -> Int32:
     """From the words of a stage's scales to those of a lane's column of this number; ``column`` is its first one."""
     return (column + behind(number)) * (gemm.pitch * WORD)
@@ -112,37 +117,41 @@ def whole_scale(gemm: cutlass.Constexpr, matrices: Matrices, group: Int32, produ
 
 
 @cute.jit
-def read_powers(
-    gemm: cutlass.Constexpr, words_at: Int32, own: Own, left: Int32, scales: cute.Tensor, above: cute.Tensor
-) -> Boolean:
-    """A lane's bytes of a stage, a word for each of its columns; whether any of the warp's is above 2^1.
-
-    Args:
-        words_at: address of the stage's words of the first of a tile's columns.
-        left: of the contraction from this stage on; what blocks behind its end have is not used.
-        scales, above: are set, the latter if it is so: to exponents up to 128, and what each is short of the byte.
-    """
-    inside, seen = Int32(-1), Int32(0)
-    if left < gemm.config.tile_k:
-        inside = (Int32(1) << (left // PART * 8)) - 1
+def read_powers(gemm: cutlass.Constexpr, words_at: Int32, own: Own, left: Int32, scales: cute.Tensor) -> Boolean:
+    """A lane's bytes of a stage to ``scales``, see ``read_words``, none above 2^1; whether any of the warp's is."""
+    seen = Int32(0)
+    read_words(gemm, words_at, own, left, scales)
     for i in cutlass.range_constexpr(cute.size(scales)):
-        at = words_at + scales_at(gemm, own.column, i)
-        place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=2 * WORD)
-        words = cute.make_rmem_tensor(2, Int32)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), words)
-        scales[i] = Int32(cute.arch.prmt(words[0], words[1], own.scales[i])) & inside
-        above[i] = Int32(0)
         seen = seen | scales[i]
     extreme = cute.arch.vote_any_sync((seen & ABOVE) != 0)
     if extreme:
         for i in cutlass.range_constexpr(cute.size(scales)):
-            low, high = Int32(0), Int32(0)
+            low = Int32(0)
             for block in cutlass.range_constexpr(WORD):
-                byte = (scales[i] >> (8 * block)) & 0xFF
-                most = cutlass.min(byte, Int32(128))
-                low, high = low | (most << (8 * block)), high | ((byte - most) << (8 * block))
-            scales[i], above[i] = low, high
+                low = low | (cutlass.min((scales[i] >> (8 * block)) & 0xFF, Int32(128)) << (8 * block))
+            scales[i] = low
     return extreme
+
+
+@cute.jit
+def read_words(gemm: cutlass.Constexpr, words_at: Int32, own: Own, left: Int32, scales: cute.Tensor):
+    """A lane's bytes of scales of a stage, ``[words, columns]``, with zeros behind the contraction's end."""
+    held, columns = scale_registers(gemm), 2 * gemm.blocks
+    for i in cutlass.range_constexpr(columns):
+        at = words_at + scales_at(gemm, own.column, i)
+        place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=gemm.pitch * WORD)
+        words = cute.make_rmem_tensor(gemm.pitch, Int32)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(gemm.pitch)), words)
+        for word in cutlass.range_constexpr(held):
+            scales[word, i] = Int32(cute.arch.prmt(words[word], words[word + 1], own.scales[i]))
+    if left < gemm.config.tile_k:
+        count = left // gemm.packed.decoding.block
+        for word in cutlass.range_constexpr(held):
+            inside = Int32(-1)
+            if count < WORD * (word + 1):
+                inside = (Int32(1) << (cutlass.max(count - WORD * word, 0) * 8)) - 1
+            for i in cutlass.range_constexpr(columns):
+                scales[word, i] = scales[word, i] & inside
 
 
 def find_scales(gemm: Any, words_at: Int32, own: Own, k: Int32, scales: cute.Tensor) -> None:
@@ -172,10 +181,20 @@ def pair_at(gemm: Any, column: int, number: int) -> int:
     return number // 2 * (4 * gemm.blocks) + column // 2 * 4 + number % 2 * 2 + column % 2
 
 
+def pairs_of(gemm: Any) -> range:
+    """Numbers of a lane's pairs in a part of a column."""
+    return range(gemm.part // PAIR)
+
+
 def spot(gemm: Any, own: Own, column: int, part: int, number: int) -> Int32:
     """Where in a stage's codes the pair of a lane's column and of 8 elements of a part is."""
-    at = (part * PART + number * 8) // gemm.packed.per_byte
-    return own.spots[at // CHUNK] + (behind(column) * SWAPPED_BYTES + at % CHUNK)
+    at = (part * gemm.part + number * PAIR) // gemm.packed.per_byte
+    return (own.spot ^ at // CHUNK * CHUNK) + (behind(column) * gemm.width + at % CHUNK)
+
+
+def read_codes(gemm: Any, codes: Int32, own: Own, column: int, part: int) -> list[Int32]:
+    """The bytes of a lane's pairs of FP4 in a part of a column."""
+    return [load_byte(codes + spot(gemm, own, column, part, number)) for number in pairs_of(gemm)]
 
 
 def spread(byte: Int32) -> Int32:
@@ -192,56 +211,68 @@ def spread(byte: Int32) -> Int32:
 def decode_powers(
     gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
 ):
-    """A lane's elements of a part, times its scales up to 2: registers ``((2, 2, 2), blocks, 2)``."""
+    """A lane's elements of a part, times its scales up to 2: registers ``((2, 2, 2), blocks, part / 16)``."""
     pairs = cute.recast_tensor(held, Int32)
-    for i in cutlass.range_constexpr(cute.size(scales)):
-        factor = twice(scales[i], part) * 128 + NO_SCALES
-        for number in cutlass.range_constexpr(PAIRS):
-            byte = load_byte(codes + spot(gemm, own, i, part, number))
-            pairs[pair_at(gemm, i, number)] = bfloat16_products(spread(byte), factor)
+    for i in cutlass.range_constexpr(2 * gemm.blocks):
+        factors = [twice(word, byte) * 128 + NO_SCALES for word, byte in scales_of(gemm, scales, i, part)]
+        for number, byte in enumerate(read_codes(gemm, codes, own, i, part)):
+            pairs[pair_at(gemm, i, number)] = bfloat16_products(spread(byte), factors[number * PAIR // BLOCK])
+
+
+def scales_of(gemm: Any, scales: cute.Tensor, column: int, part: int) -> list[tuple[Int32, int]]:
+    """The words that have the scales of a part of a lane's column, and which of a word's bytes each is."""
+    count = gemm.part // BLOCK
+    return [(scales[at // WORD, column], at % WORD) for at in range(part * count, (part + 1) * count)]
 
 
 @cute.jit
-def raise_further(gemm: cutlass.Constexpr, part: cutlass.Constexpr, above: cute.Tensor, held: cute.Tensor):
-    """What ``decode_powers`` gives, times those powers of two that ``above`` holds; NaN for the scale 255."""
+def raise_further(
+    gemm: cutlass.Constexpr, words_at: Int32, own: Own, left: Int32, part: cutlass.Constexpr, held: cute.Tensor
+):
+    """What ``decode_powers`` gives, times what scales are above 2^1; NaN for the scale 255. They are read once more."""
     pairs = cute.recast_tensor(held, Int32)
-    for i in cutlass.range_constexpr(cute.size(above)):
-        exponents = twice(above[i], part)
-        factor = exponents * 128 + 0x3F803F80
-        if exponents == 0x007F007F:
-            factor = Int32(0x7FC07FC0)
-        for number in cutlass.range_constexpr(PAIRS):
-            at = pair_at(gemm, i, number)
-            pairs[at] = bfloat16_products(pairs[at], factor)
+    scales = cute.make_rmem_tensor((scale_registers(gemm), 2 * gemm.blocks), Int32)
+    read_words(gemm, words_at, own, left, scales)
+    for i in cutlass.range_constexpr(2 * gemm.blocks):
+        for block, (word, number) in enumerate(scales_of(gemm, scales, i, part)):
+            byte = (word >> (8 * number)) & 0xFF
+            factor = cutlass.max(byte - 128, Int32(0)) * 0x00800080 + 0x3F803F80
+            if byte == 0xFF:
+                factor = Int32(0x7FC07FC0)
+            for j in cutlass.range_constexpr(BLOCK // PAIR):
+                at = pair_at(gemm, i, block * (BLOCK // PAIR) + j)
+                pairs[at] = bfloat16_products(pairs[at], factor)
 
 
 @cute.jit
 def decode_any(
     gemm: cutlass.Constexpr, codes: Int32, own: Own, part: cutlass.Constexpr, scales: cute.Tensor, held: cute.Tensor
 ):
-    """A lane's elements of a part, times its scales, rounded to bfloat16: registers ``((2, 2, 2), blocks, 2)``.
+    """A lane's elements of a part, times its scales, rounded to bfloat16: ``((2, 2, 2), blocks, part / 16)``.
 
     Args:
         scales: of each column the address of a stage's, or under E2M1 two words of them, ``[2, columns]``.
     """
     pairs = cute.recast_tensor(held, Int32)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
-        at = [codes + spot(gemm, own, i, part, number) for number in range(PAIRS)]
-        wide = (spread_wide if gemm.packed.element == FP4 else fp8_wide)(gemm.packed, at)
+        if cutlass.const_expr(gemm.packed.element == FP4):
+            wide = spread_wide(read_codes(gemm, codes, own, i, part))
+        else:
+            wide = fp8_wide(gemm.packed, [codes + spot(gemm, own, i, part, number) for number in pairs_of(gemm)])
         for step, factor in enumerate(factors(gemm, own, scales, i, part)):
-            for j in cutlass.range_constexpr(PAIRS):
-                wide[PAIRS * step + j] = wide[PAIRS * step + j] * factor
-        rounded = cute.make_rmem_tensor(2 * PAIRS, BFloat16)
+            for j in cutlass.range_constexpr(STEP // WORD):
+                wide[STEP // WORD * step + j] = wide[STEP // WORD * step + j] * factor
+        rounded = cute.make_rmem_tensor(cute.size(wide), BFloat16)
         rounded.store(wide.load().to(BFloat16))
         words = cute.recast_tensor(rounded, Int32)
-        for number in cutlass.range_constexpr(PAIRS):
+        for number in cutlass.range_constexpr(cute.size(words)):
             pairs[pair_at(gemm, i, number)] = words[number]
 
 
 def factors(gemm: Any, own: Own, scales: cute.Tensor, column: int, part: int) -> list[Float32]:
     """What the elements of each step of a part of a lane's column are multiplied by."""
     packed = gemm.packed
-    block, steps = packed.decoding.block, range(part * PART, (part + 1) * PART, STEP)
+    block, steps = packed.decoding.block, range(part * gemm.part, (part + 1) * gemm.part, STEP)
     if not block:
         return [own.whole] * len(steps)
     numbers = [first // block for first in steps]
@@ -262,11 +293,11 @@ def e4m3_values(pair: Int32) -> list[Float32]:
     return [wide[0], wide[1]]
 
 
-def spread_wide(packed: PackedSpec, at: list[Int32]) -> cute.Tensor:
-    """Pairs of E2M1 from these addresses as float32."""
-    wide = cute.make_rmem_tensor(2 * len(at), Float32)
-    for number, address in enumerate(at):
-        pair = bfloat16_products(spread(load_byte(address)), Int32(ALL_THE_WAY))
+def spread_wide(codes: list[Int32]) -> cute.Tensor:
+    """Pairs of E2M1 of these bytes as float32."""
+    wide = cute.make_rmem_tensor(2 * len(codes), Float32)
+    for number, byte in enumerate(codes):
+        pair = bfloat16_products(spread(byte), Int32(ALL_THE_WAY))
         wide[2 * number], wide[2 * number + 1] = as_float(pair << 16), as_float(pair & -0x10000)
     return wide
 
@@ -286,7 +317,7 @@ def fp8_wide(packed: PackedSpec, at: list[Int32]) -> cute.Tensor:
 def clear_behind(gemm: cutlass.Constexpr, left: Int32, held: cute.Tensor):
     """Zeros where a part of which ``left`` elements are of the contraction has others, whatever their scale is."""
     pairs = cute.recast_tensor(held, Int32)
-    if left < PART:
+    if left < gemm.part:
         for i in cutlass.range_constexpr(cute.size(pairs)):
             if left <= i // (4 * gemm.blocks) * STEP:
                 pairs[i] = Int32(0)

@@ -18,7 +18,6 @@ from ..copies import WORD
 from ..ring import Ring, advance, release
 from ..warp.packed_load import Matrices
 from .swapped_decode import (
-    PART,
     STEP,
     Own,
     beginnings,
@@ -32,17 +31,18 @@ from .swapped_decode import (
     place,
     raise_further,
     read_powers,
+    scale_registers,
     whole_scale,
 )
 from .swapped_split import decode_split, read_bytes, split
-from .tilings import MMA_ROWS, SWAPPED_BYTES
+from .tilings import MMA_ROWS
 
 
 class Stages(NamedTuple):
     """The ring."""
 
     rows: cute.Tensor  # shared memory [tile_m, 64, parts of stages], then descriptors [MMA, 1, 4, parts of stages]
-    codes: Int32  # address of [tile_n, 64 bytes] of every stage, in the swizzle of 64 bytes
+    codes: Int32  # address of [tile_n, width] bytes of every stage, in the swizzle of as many
     words: Int32  # address of [tile_n, pitch], the words of scales, of every stage
     barriers: Ring
 
@@ -75,7 +75,7 @@ def consume_tiles(
     """
     policy, config = gemm.policy, gemm.config
     problem, _, first, step = share
-    column, spots = place(gemm)
+    column, spot = place(gemm)
     rows = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(stages.rows))
     stages, state = stages._replace(rows=rows), (Int32(0), Int32(0))
     search = policy.start(problem, True)
@@ -88,7 +88,7 @@ def consume_tiles(
             depth = problem.depth
         left = tile.n * config.tile_n + column
         scales = beginnings(gemm, matrices, tile.group, left, column)
-        own = Own(column, spots, scales, whole_scale(gemm, matrices, tile.group, product))
+        own = Own(column, spot, scales, whole_scale(gemm, matrices, tile.group, product))
         state = multiply(gemm, tiled_mma, acc, stages, own, state, depth)
         store_tile(gemm, acc, output, tile, left, problem.columns, product)
         first += step
@@ -116,26 +116,25 @@ def multiply(
     """
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-    shape = tiled_mma.partition_shape_A((gemm.blocks * MMA_ROWS, PART))
+    shape = tiled_mma.partition_shape_A((gemm.blocks * MMA_ROWS, gemm.part))
     held = [cute.make_rmem_tensor(shape, gemm.element) for _ in range(2)]
-    scales, above = (cute.make_rmem_tensor((2, gemm.blocks), Int32) for _ in range(2))
+    scales = cute.make_rmem_tensor((scale_registers(gemm), 2 * gemm.blocks), Int32)
     if cutlass.const_expr(has_bytes(gemm.packed)):
         exact, whole = split(own.whole)
-        scales = cute.make_rmem_tensor((2, 2 * gemm.blocks), Int32)
     ring, steps, previous = stages.barriers, LINE // STEP, Int32(0)
     columns, stage_depth = gemm.config.tile_n, gemm.config.tile_k
     stage, phase = state
     for k in cutlass.range(ceil_div(depth, stage_depth), unroll=1):
         cute.arch.mbarrier_wait(ring.full + stage, phase)
         left, words = depth - k * stage_depth, stages.words + stage * (columns * gemm.pitch * WORD)
-        codes = stages.codes + stage * (columns * SWAPPED_BYTES)
+        codes = stages.codes + stage * (columns * gemm.width)
         if cutlass.const_expr(has_powers(gemm.packed)):
-            extreme = read_powers(gemm, words, own, left, scales, above)
+            extreme = read_powers(gemm, words, own, left, scales)
         elif cutlass.const_expr(has_bytes(gemm.packed)):
             usual = read_bytes(gemm, words, own, exact, left, scales)
         else:
             find_scales(gemm, words, own, k, scales)
-        for part in cutlass.range_constexpr(stage_depth // PART):
+        for part in cutlass.range_constexpr(stage_depth // gemm.part):
             into = held[part % 2]
             warpgroup.wait_group(1)  # nothing reads ``into`` any more
             if cutlass.const_expr(part == 1):  # noqa: SIM102 - decided while tracing
@@ -144,7 +143,7 @@ def multiply(
             if cutlass.const_expr(has_powers(gemm.packed)):
                 decode_powers(gemm, codes, own, part, scales, into)
                 if extreme:
-                    raise_further(gemm, part, above, into)
+                    raise_further(gemm, words, own, left, part, into)
             elif cutlass.const_expr(has_bytes(gemm.packed)):
                 decode_split(gemm, codes, own, part, scales, whole, into)
                 if not usual:
@@ -152,10 +151,10 @@ def multiply(
                     decode_any(gemm, again, own, part, scales, into)
             else:
                 decode_any(gemm, codes, own, part, scales, into)
-                clear_behind(gemm, left - part * PART, into)
+                clear_behind(gemm, left - part * gemm.part, into)
             warpgroup.fence()
-            for i in cutlass.range_constexpr(PART // STEP):
-                number = part * (PART // STEP) + i
+            for i in cutlass.range_constexpr(gemm.part // STEP):
+                number = part * (gemm.part // STEP) + i
                 line = (stage_depth // LINE) * stage + number // steps
                 cute.gemm(tiled_mma, acc, into[None, None, i], stages.rows[None, None, number % steps, line], acc)
             warpgroup.commit_group()

@@ -19,7 +19,7 @@ from ...bits import reinterpret
 from ...instructions import bfloat16_products, bfloat16_products_with_half, bfloat16_sums_of_products
 from ...quantize.decode import product
 from ..copies import WORD
-from .swapped_decode import ABOVE, PAIRS, PART, Own, load_byte, pair_at, scales_at, spot, spread
+from .swapped_decode import ABOVE, Own, pair_at, read_codes, read_words, spread
 
 LEAST, BEYOND = 2.0**-80, 2.0**8  # of factors whose products are all normal numbers
 MISSING = 2.0**119  # from products of codes and scales
@@ -81,24 +81,10 @@ def read_bytes(
         words_at: address of the stage's words of the first of a tile's columns.
         exact: the former.
         left: of the contraction from this stage on.
-        scales: is set to two words for each of its columns, ``[2, columns]``, with zeros behind the contraction's end.
+        scales: is set, see ``read_words``.
     """
-    columns, seen = cute.size(scales) // 2, Int32(0)
-    for i in cutlass.range_constexpr(columns):
-        at = words_at + scales_at(gemm, own.column, i)
-        place = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=gemm.pitch * WORD)
-        words = cute.make_rmem_tensor(gemm.pitch, Int32)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(gemm.pitch)), words)
-        for half in cutlass.range_constexpr(2):
-            scales[half, i] = Int32(cute.arch.prmt(words[half], words[half + 1], own.scales[i]))
-    if left < gemm.config.tile_k:
-        count = left // gemm.packed.decoding.block
-        for half in cutlass.range_constexpr(2):
-            inside = Int32(-1)
-            if count < WORD * (half + 1):
-                inside = (Int32(1) << (cutlass.max(count - WORD * half, 0) * 8)) - 1
-            for i in cutlass.range_constexpr(columns):
-                scales[half, i] = scales[half, i] & inside
+    seen = Int32(0)
+    read_words(gemm, words_at, own, left, scales)
     for i in cutlass.range_constexpr(cute.size(scales)):
         # One more sets the upper bit of 0x7F. It is carried further from 0xFF alone, which has the upper bit itself.
         seen = seen | scales[i] | (scales[i] + ONES)
@@ -120,13 +106,12 @@ def decode_split(
     A zero may have the other sign, which no sum shows.
     """
     pairs = cute.recast_tensor(held, Int32)
-    first = part * (PART // gemm.packed.decoding.block)
+    first = part * (gemm.part // gemm.packed.decoding.block)
     chosen = (0x4140, 0x4342)[first % WORD // 2]  # bytes to the lower ones of halves
-    for i in cutlass.range_constexpr(cute.size(scales) // 2):
+    for i in cutlass.range_constexpr(2 * gemm.blocks):
         both = Int32(cute.arch.prmt(scales[first // WORD, i], Int32(0), chosen))
         both = bfloat16_products(both * 16, Int32(FURTHER))
-        for number in cutlass.range_constexpr(PAIRS):
-            byte = load_byte(codes + spot(gemm, own, i, part, number))
+        for number, byte in enumerate(read_codes(gemm, codes, own, i, part)):
             scaled = bfloat16_products_with_half(spread(byte), both, number // 2)
             rest = bfloat16_products(scaled, parts.low)
             pairs[pair_at(gemm, i, number)] = bfloat16_sums_of_products(scaled, parts.high, rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from ....meta.formats import FORMATS
 from ....meta.placement import ceil_div
@@ -15,8 +16,6 @@ from ..warp.packed_tilings import WORD, PackedSpec
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
 SHARED = 2  # CTAs of few rows on a multiprocessor
-SWAPPED_GROUPS = 2  # warpgroups of consumers in one
-SWAPPED_BYTES = 64  # of codes of a column in a stage there
 HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
@@ -213,9 +212,42 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
     return GemmConfig(64, 256 if piece > 16 else 128)
 
 
+class Cut(NamedTuple):
+    """How CTAs of few rows share the columns of a tile, and how they take its contraction."""
+
+    groups: int  # warpgroups of consumers
+    registers: int  # of each of their lanes
+    width: int  # bytes of codes of a column in a stage
+    part: int  # elements of a column that a lane decodes at a time
+
+
+CUTS = {128: Cut(2, 96, 64, 32), 192: Cut(3, 72, 128, 64), 256: Cut(2, 96, 64, 32)}
+"""By columns of a tile. In blocks of 64 columns a lane decodes 64 elements of one at a time, or 32 of one or two."""
+
+
+COLUMNS: OnePerName[int] = OnePerName(
+    FORMATS,
+    "COLUMNS in tgl/cutlass_kernels/gemm/sm90/tilings.py",
+    {"mxfp8": 256, "nvfp4": 256, "mxfp4": 192, "fp8_tensor": 256, "fp8_block": 256},
+)
+"""Of a tile of 8 or 16 rows.
+
+On an H100, gpt-oss' matrices of 5760 x 2880: in three warpgroups of 64 columns MXFP4 takes 4 to 8 % less than in two of
+128, with 0.5, 2 and 8 rows a group, as there are more warps that decode while others wait. NVFP4 takes 2 % less with
+0.5 rows and 4 to 5 % more with 2 and 8. Of a product whose columns are a multiple of 128, but not of 192, the last tile
+has 64 or 128 that are empty, which lanes decode but nothing loads.
+"""
+
+
 def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
-    """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows."""
-    return GemmConfig(tile_m, tile_n, SWAPPED_BYTES * packed.per_byte)
+    """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows.
+
+    Raises:
+        ValueError: if lanes do not decode the format to so many columns.
+    """
+    if tile_n not in (128, 256, COLUMNS[packed.format]):
+        raise ValueError(f"no tiles of few rows have {tile_n} columns of {packed.format}")
+    return GemmConfig(tile_m, tile_n, CUTS[tile_n].width * packed.per_byte)
 
 
 FEWEST: OnePerName[int] = OnePerName(
@@ -241,27 +273,29 @@ def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
     """
     least = max(2 * rows, FEWEST[packed.format])
     tile_m = next((m for m in (8, 16, 32) if m >= least), 64)
-    return swapped(tile_m, 256 if tile_m < 64 else 128, packed)
+    return swapped(tile_m, COLUMNS[packed.format] if tile_m <= 16 else 256 if tile_m == 32 else 128, packed)
 
 
-def scale_words(packed: PackedSpec) -> int:
-    """Words that hold the scales of a column in a stage, wherever in a word they begin; 0 where none are a column's."""
+def scale_words(packed: PackedSpec, depth: int) -> int:
+    """Words that hold the scales of ``depth`` elements of a column, wherever in a word they begin; 0 where it has none
+    of its own."""
     block, size = packed.decoding.block, packed.scale_bytes
     if not block:
         return 0
-    scales = max(SWAPPED_BYTES * packed.per_byte // block, 1)
+    scales = max(depth // block, 1)
     return scales if size == WORD else -(-(scales * size + WORD - 1) // WORD)
 
 
-def scale_pitch(packed: PackedSpec) -> int:
+def scale_pitch(packed: PackedSpec, depth: int) -> int:
     """Words from a column's to the next one's: a power of two, for aligned loads and other banks."""
-    words = scale_words(packed)
+    words = scale_words(packed, depth)
     return 1 << (words - 1).bit_length() if words else 0
 
 
 def swapped_stages(tiling: GemmConfig, packed: PackedSpec) -> int:
     """Stages of such a kernel: of rows in 16 bits, codes and words of scales, beside 2 KB for the rest."""
-    stage = tiling.tile_m * tiling.tile_k * 2 + tiling.tile_n * (SWAPPED_BYTES + scale_pitch(packed) * WORD)
+    depth = tiling.tile_k
+    stage = tiling.tile_m * depth * 2 + tiling.tile_n * (depth // packed.per_byte + scale_pitch(packed, depth) * WORD)
     return (SMEM_BYTES // SHARED - 2048) // stage
 
 
