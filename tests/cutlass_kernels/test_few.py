@@ -128,6 +128,9 @@ def test_many_choices_wait_for_the_launch_in_front(tokens):
         chosen = tgl.topk_router(torch.randn(tokens, case.experts), case.choices, renormalize=True)
         tgl.moe(given[0], chosen.top_k_index, chosen.weights, *given[3:])
     assert {record.overlaps for record in machine.launches} == {tokens <= 16}
+    at_once = [record.at_once is not None for record in machine.launches]
+    # Both GEMMs wait before they let one begin that reads what is settled.
+    assert at_once == ([True, True, False, False, True] if tokens <= 16 else [False] * 6)
     assert len(machine.launches) == (5 if tokens <= 16 else 6)
 
 
@@ -207,7 +210,8 @@ def behind(machine: emulator.Emulation, late: list[Tensor], written: list[Tensor
     ("biases", "seed"), [(True, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 1), (True, 2)))]
 )
 def test_the_block_waits_for_what_it_reads(biases, seed):
-    """Each launch alone, behind one that writes all it reads, and the second GEMM behind one that writes A alone."""
+    """Each launch alone, behind one that writes all it reads, and those that read what is settled behind one that does
+    not write that."""
     case = Block(2, 3, 6, biases=biases, hidden=392, inner=392)  # more k tiles than stages
     (x, chosen, weights, w1, w2, bias1, bias2), (y, h) = operands(case)
     routing = tgl.route(chosen, case.experts)
@@ -230,7 +234,12 @@ def test_the_block_waits_for_what_it_reads(biases, seed):
         assert torch.equal(second.out[:used], wanted[2])
         behind(machine, [second.a], [second.out], lambda: few.SECOND.run(second))
         assert machine.launches[-1].early is not None
-        behind(machine, [second.out, routing.position], [y], lambda: COMBINE.run(combined))
+        late = combined._replace(settled=False)
+        behind(machine, [second.out, routing.position], [y], lambda: COMBINE.run(late))
+        assert machine.launches[-1].early is None
+        assert torch.equal(y, wanted[3])
+        behind(machine, [second.out], [y], lambda: COMBINE.run(combined))
+        assert machine.launches[-1].early is not None
     assert all(record.overlaps for record in machine.launches)
     for found, value in zip(made, wanted):
         assert torch.equal(found[:used], value)
@@ -268,16 +277,25 @@ def test_the_other_launches_wait_for_what_they_read():
 
 
 def test_the_check_tells_when_a_kernel_does_not_wait():
-    """The second GEMM, told that all but A is settled where nothing is, finds other tiles than there are."""
+    """Told that what they read is settled where it is not, the second GEMM finds other tiles and ``combine`` no row."""
     case = Block(tokens=2)
     (x, chosen, weights, w1, w2, *biases), (y, h) = operands(case)
     routing = tgl.route(chosen, case.experts)
     places = routing.source, routing.position, routing.token, routing.offs
     options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
-    with pytest.raises(emulator.EmulatorError), emulator.emulate("sm_90a") as machine:
-        second = few.steps((x, w1, w2, *places, weights, *biases), **options)[1].call
-        second.a.zero_()
+    used = int(routing.offs[-1])
+    with emulator.emulate("sm_90a") as machine:
+        steps = few.steps((x, w1, w2, *places, weights, *biases), **options)
+        for step in steps:
+            step.launcher.run(step.call)
+        _, second, combined = (step.call for step in steps)
+        wanted = second.out[:used].clone()
+        assert wanted.any()
+        assert y.any()
         behind(machine, [routing.offs], [second.out], lambda: few.SECOND.run(second))
+        behind(machine, [routing.position], [y], lambda: COMBINE.run(combined))
+    assert not torch.equal(second.out[:used], wanted)
+    assert not y.any()
 
 
 def test_tiles():

@@ -246,15 +246,15 @@ class Step(NamedTuple):
 
 
 def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tensor | None) -> tuple[Step, ...]:
-    """The launches of a call, in order: none comes between the first GEMM, which waits for all that the second one
-    reads but A, and the second."""
+    """The launches of a call, in order. None comes between the first GEMM, which waits for all that the second one
+    reads but A, and the second, nor between this one and ``combine``."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
     rows, flat = token.shape[0], None if weights is None else weights.reshape(-1)
     act, answers = x.new_empty(rows, w2.shape[1]), x.new_empty(rows, w2.shape[2])
     return (
         Step(FIRST, FirstCall(x, w1, offs, bias1, flat, source, token, params, h, act)),
         Step(SECOND, SecondCall(act, w2, offs, bias2, flat, source, answers, settled=True)),
-        Step(COMBINE, CombineCall(answers, position, None, top_k, y)),
+        Step(COMBINE, CombineCall(answers, position, None, top_k, y, settled=True)),
     )
 
 

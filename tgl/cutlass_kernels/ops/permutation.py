@@ -56,6 +56,7 @@ class CombineCall(NamedTuple):
     weights: Tensor | None
     top_k: int
     out: Tensor
+    settled: bool = False  # whether ``position`` was there before the launch in front began
 
 
 class CombineBackwardCall(NamedTuple):
@@ -188,11 +189,12 @@ class Combine(Permutation[CombineCall]):
         """Compile the kernel for ``key``. Needs no GPU."""
         from ..permute.kernel import Combine as Kernel
 
-        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap")
+        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap", "overlap")
 
     def arguments(self, c: CombineCall) -> tuple:
         """What the kernel is called with."""
-        return c.y, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
+        overlaps = overlap.overlaps(c.position.shape[0])
+        return c.y, c.position, c.weights, c.out, int(overlaps), int(c.settled)
 
 
 class CombineBackward(Permutation[CombineBackwardCall]):

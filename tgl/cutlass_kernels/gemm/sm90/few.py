@@ -6,8 +6,9 @@ and four stages of 16 KiB of B in flight: 8 MB on an H200, twice what its memory
 
 The rules of ``overlap`` hold, with one exception that the host has to allow, ``settled``. All that the second GEMM
 reads but A was there before the launch in front of it began: that is the first GEMM, which has waited before it let
-this one begin. So the load warp finds its first tile and asks for B without waiting. Whoever reads A or vectors, or
-writes anything, waits first.
+this one begin. So the load warp finds its first tile and asks for B without waiting, and consumers find theirs. Whoever
+reads A or vectors, or writes anything, waits first. The second GEMM lets the next launch begin behind its wait too, so
+that ``combine`` reads places without waiting.
 
 What keeps memory at work with so small a ring:
 

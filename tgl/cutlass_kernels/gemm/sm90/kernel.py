@@ -44,7 +44,7 @@ from ..scaling import DENSE, OperandFormat
 from . import gather, store
 from .load import Operand, load_tiles
 from .load_few import load_few_tiles
-from .mma import consume_tiles
+from .mma import begin_few, consume_tiles
 from .tilings import HALF_SMEM_BYTES, SMEM_BYTES, gathering_reason
 
 WARPGROUP = 128
@@ -371,7 +371,7 @@ class GroupedGemm:
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if cutlass.const_expr(self.config.half):
-                instructions.wait()
+                begin_few(settled)
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
                 self,

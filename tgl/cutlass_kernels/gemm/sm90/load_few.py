@@ -35,8 +35,7 @@ def load_few_tiles(gemm: cutlass.Constexpr, operands: Operands, ring: Ring, shar
     """
     policy = gemm.policy
     problem, rank, first, step = share
-    if settled == 0:
-        instructions.wait()
+    instructions.wait_for_more(settled)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
     tile = own_tile(gemm, tile, rank)

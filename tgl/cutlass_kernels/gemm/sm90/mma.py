@@ -6,6 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from ... import instructions
 from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
 from ...tiles import ceil_div
 from ...tiles.policy import Problem
@@ -126,6 +127,19 @@ def give_turn(team: Int32):
 
 
 @cute.jit
+def begin_few(settled: Any):
+    """What consumers of half a multiprocessor wait for before they look for a tile; see ``few``.
+
+    Args:
+        settled: None where a launch never is.
+    """
+    if cutlass.const_expr(settled is None):
+        instructions.wait()
+    else:
+        instructions.wait_for_more(settled)
+
+
+@cute.jit
 def consume_tiles(
     gemm: cutlass.Constexpr,
     tiled_mma: cute.TiledMma,
@@ -170,6 +184,8 @@ def consume_tiles(
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     tile = own_tile(gemm, tile, rank)
+    if cutlass.const_expr(config.half):
+        instructions.wait()
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if team == 1:
             give_turn(Int32(0))
