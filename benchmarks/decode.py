@@ -1,6 +1,6 @@
 """The Mixture-of-Experts block at the sizes of decoding, on a GPU: forward only, against the bytes of the experts hit.
 
-    python benchmarks/decode.py [--shapes mixtral ...] [--tokens 1 16 ...] [--layers N] [--samples N] [--out FILE]
+    python benchmarks/decode.py [--shapes mixtral ...] [--tokens 1 16 ...] [--layers 1 6 ...] [--samples N]
 
 A call goes from tokens ``x [T, H]`` and the router's logits to the block's result: softmax, the best experts of every
 token, their weights normalised, and the block itself, in bfloat16 with SwiGLU. With ``--layers N`` a call is N such
@@ -16,9 +16,13 @@ decoder without its attention. Whatever is printed or kept is then a block's: of
 ``few``        by launches that overlap, whatever the size of the experts
 ``waiting``    as ``few``, but the second GEMM asks for no weights before the first one has ended
 ``wide``       as ``few``, in tiles of 128 columns
+``behind``     as ``tgl``, but small kernels let the next launch begin behind their own wait, not at once
+``unsettled``  as ``tgl``, but consumers of the second GEMM and ``combine`` wait before they read what is settled
+``whole``      as ``few``, but GEMMs take all shared memory of a multiprocessor, so that none stands beside another
 =============  ======================================================================================================
 
-The last four are there for few choices alone, where launches overlap. ``--arms`` names those that are measured.
+The last seven are there for few choices alone, where launches overlap; kernels of the last three are compiled for them
+alone. ``--arms`` names those that are measured.
 
 Every arm but ``called`` is a captured graph; what the host takes to issue its launches is part of ``called``. 256 MB
 are written before each replay or call, so that no weight is in L2. ``bound`` is the time in which a memory of
@@ -49,9 +53,8 @@ from torch import Tensor
 
 import tgl
 from tgl.cutlass_kernels import overlap
-from tgl.cutlass_kernels.gemm.sm90 import tilings
-from tgl.cutlass_kernels.ops import few
-from tgl.cutlass_kernels.runtime import launcher
+from tgl.cutlass_kernels.gemm.sm90.tilings import SMEM_BYTES
+from tgl.cutlass_kernels.runtime import cache, launcher
 
 BF16 = torch.bfloat16
 BOUND = 8 * torch.finfo(BF16).eps
@@ -71,14 +74,40 @@ SHAPES = {
     "mixtral": Block(4096, 14336, 8, 2),
     "gpt-oss": Block(2880, 2880, 128, 4),
 }
-ANY_SIZE = (few, "FEW_BYTES", 1 << 40)
-PARTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "apart": ((overlap, "FEW_CHOICES", 0),),
-    "few": (ANY_SIZE,),
-    "waiting": (ANY_SIZE, (few.SecondCall, "settled", False)),
-    "wide": (ANY_SIZE, (tilings, "FEW_WIDTHS", (128,))),
+
+
+def wait_first(settled: Any = None) -> None:
+    """In the place of ``instructions.follow``."""
+    from tgl.cutlass_kernels import instructions
+
+    if settled is None:
+        instructions.wait()
+    else:
+        instructions.wait_for_more(settled)
+    instructions.launch_dependents()
+
+
+def wait_always(settled: Any) -> None:
+    """In the place of what waits unless something is settled."""
+    from tgl.cutlass_kernels import instructions
+
+    instructions.wait()
+
+
+KERNELS = "tgl.cutlass_kernels."
+ANY_SIZE = {"ops.few.FEW_BYTES": 1 << 40}
+PARTS: dict[str, dict[str, Any]] = {
+    "apart": {"overlap.FEW_CHOICES": 0},
+    "few": ANY_SIZE,
+    "waiting": {**ANY_SIZE, "ops.few.SecondCall.settled": False},
+    "wide": {**ANY_SIZE, "gemm.sm90.tilings.FEW_WIDTHS": (128,)},
+    "behind": {"instructions.follow": wait_first, "ops.permutation.CombineCall.settled": False},
+    "unsettled": {"gemm.sm90.kernel.begin_few": wait_always, "ops.permutation.CombineCall.settled": False},
+    "whole": {**ANY_SIZE, "gemm.sm90.kernel.HALF_SMEM_BYTES": SMEM_BYTES},
 }
-"""What an arm sets for as long as it is captured."""
+"""What an arm sets, in ``KERNELS``, for as long as it is captured."""
+ANEW: dict[str, dict[Any, Any]] = {"behind": {}, "unsettled": {}, "whole": {}}
+"""The kernels of arms that set what their keys do not tell."""
 WITHOUT = tuple(PARTS)
 ARMS = ("tgl", "block", "torch", "called", *WITHOUT)
 TOKENS = ("1", "4", "16", "64", "256", "1024")
@@ -174,8 +203,11 @@ def without(arm: str) -> Iterator[None]:
     launcher.forget()
     try:
         with ExitStack() as stack:
-            for patch in PARTS[arm]:
-                stack.enter_context(mock.patch.object(*patch))
+            for name, value in PARTS[arm].items():
+                stack.enter_context(mock.patch(KERNELS + name, value))
+            if arm in ANEW:
+                stack.enter_context(mock.patch.object(launcher, "plans", ANEW[arm]))
+                stack.enter_context(mock.patch.object(cache, "fetch", lambda key, build: build()))
             yield
     finally:
         launcher.forget()
@@ -218,10 +250,11 @@ def gated(graphs: dict[str, Replay], p: Problem) -> dict[str, str]:
     return reasons
 
 
-def run_case(shape: str, tokens: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_case(shape: str, tokens: str, layers: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    problem, layers = Problem(SHAPES[shape], int(tokens), args.layers), args.layers
+    count = int(layers)
+    problem = Problem(SHAPES[shape], int(tokens), count)
     graphs, failed = captured({name: call for name, call in arms_of(problem).items() if name in args.arms})
     failed |= gated(graphs, problem)
     times = replays(graphs, args.samples, args.clean_l2, args.busy)
@@ -230,17 +263,16 @@ def run_case(shape: str, tokens: str, args: argparse.Namespace) -> dict[str, Any
         times |= interleaved({"called": lambda: chain(problem, served)}, clock, turns, warm_up=WARM_UP)
     return {
         **SHAPES[shape]._asdict(),
-        "layers": layers,
-        "experts hit": sum(layer.experts_hit() for layer in problem.layers) / layers,
-        "bound": sum(layer.bytes() for layer in problem.layers) / layers / args.bandwidth / 1e9,
-        "times": summaries({name: [time / layers for time in own] for name, own in times.items()}),
+        "experts hit": sum(layer.experts_hit() for layer in problem.layers) / count,
+        "bound": sum(layer.bytes() for layer in problem.layers) / count / args.bandwidth / 1e9,
+        "times": summaries({name: [time / count for time in own] for name, own in times.items()}),
         "kernels": {name: [kernel._asdict() for kernel in kernels_of(graph)] for name, graph in graphs.items()},
         "left out": failed,
     }
 
 
 TABLE = Table(
-    {"shape": "<10", "tokens": ">6", "experts": ">7.3g", "bound us": ">8.1f"}
+    {"shape": "<10", "tokens": ">6", "layers": ">6", "experts": ">7.3g", "bound us": ">8.1f"}
     | dict.fromkeys((f"{arm} us" for arm in ARMS), ">9.1f")
     | dict.fromkeys(ARMS, ">6.2f")
     | {"kernels": ">7.3g", "of block": ">8.3g"}
@@ -252,12 +284,11 @@ def lines(result: dict[str, Any]) -> str:
     bound, kernels = result["bound"], result["kernels"]
     ms = [result["times"][arm]["median"] if arm in result["times"] else None for arm in ARMS]
     of_call = [sum(kernel["count"] for kernel in kernels[arm]) if arm in kernels else None for arm in ("tgl", "block")]
-    counts = [None if count is None else count / result["layers"] for count in of_call]
+    counts = [None if count is None else count / int(result["layers"]) for count in of_call]
     us = [None if t is None else t * 1e3 for t in ms]
     of_bound = [None if t is None else t / bound for t in ms]
-    made = [
-        TABLE.line([result["shape"], result["tokens"], result["experts hit"], bound * 1e3, *us, *of_bound, *counts])
-    ]
+    case = [result[name] for name in ("shape", "tokens", "layers", "experts hit")]
+    made = [TABLE.line([*case, bound * 1e3, *us, *of_bound, *counts])]
     made += [f"  {arm}: {reason}" for arm, reason in result["left out"].items()]
     return "\n".join(made)
 
@@ -271,17 +302,17 @@ def listed(result: dict[str, Any]) -> str:
     )
 
 
-def _layers(text: str) -> int:
-    if (layers := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"a call has at least one block, got {layers}")
-    return layers
+def _layers(text: str) -> str:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a call has at least one block, got {text}")
+    return text
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = gpu_parser(__doc__)
     choice(parser, "--shapes", SHAPES)
     choice(parser, "--tokens", TOKENS)
-    parser.add_argument("--layers", type=_layers, default=1, help="blocks of a call, one behind the other")
+    parser.add_argument("--layers", nargs="+", type=_layers, default=["1"], help="blocks of a call, one behind another")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the memory; an H200's by default")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of each arm")
     choice(parser, "--arms", ARMS)
@@ -299,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def keep(results: list[dict[str, Any]]) -> None:
         save(args.out, with_machine(device, results))
 
-    every = cases(shape=args.shapes, tokens=args.tokens)
+    every = cases(shape=args.shapes, tokens=args.tokens, layers=args.layers)
     run_all(every, lambda **case: run_case(**case, args=args), line, keep)
 
 

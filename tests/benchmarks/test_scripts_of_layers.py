@@ -28,7 +28,7 @@ def test_decode(decode, monkeypatch, tmp_path, capsys):
     assert 2 <= result["experts hit"] <= 8
     assert result["bound"] == result["experts hit"] * 3 * 48 * 64 * 2 / 1e9  # ms at 1 TB/s
     (line,) = (line for line in lines if line[:2] == ["small", "4"])
-    assert line[4 : 4 + len(decode.ARMS)] == ["1000.0"] * len(decode.ARMS)
+    assert line[5 : 5 + len(decode.ARMS)] == ["1000.0"] * len(decode.ARMS)
     assert line[-2:] == ["6", "6"]
     assert all([arm, "3.0", "us", "6", "x", "a"] in lines for arm in ("tgl", *decode.WITHOUT))
     monkeypatch.setattr(decode, "block", lambda layer, x, chosen, weights: torch.zeros_like(x))
@@ -41,13 +41,14 @@ def test_decode(decode, monkeypatch, tmp_path, capsys):
 
 def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
     """Each has its own experts and the result of the one before, and is told by its number if it is wrong."""
-    options = ("--shapes", "small", "--tokens", "4", "--layers", "3", "--bandwidth", "1")
-    lines, found = ran(decode, tmp_path, capsys, *options)
-    (result,) = found["results"]
+    options = ("--shapes", "small", "--tokens", "4", "--bandwidth", "1", "--layers")
+    lines, found = ran(decode, tmp_path, capsys, *options, "1", "3")
+    one, result = found["results"]
+    assert (one["layers"], result["layers"]) == ("1", "3")
     assert (set(result["times"]), result["left out"]) == (set(decode.ARMS), {})
     assert result["times"]["tgl"]["median"] == pytest.approx(1 / 3)
     assert result["bound"] == pytest.approx(result["experts hit"] * 3 * 48 * 64 * 2 / 1e9)
-    (line,) = (line for line in lines if line[:2] == ["small", "4"])
+    (line,) = (line for line in lines if line[:3] == ["small", "4", "3"])
     assert line[-2:] == ["2", "2"]
 
     torch.manual_seed(0)
@@ -63,10 +64,25 @@ def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
     assert problem.wrong(results).startswith("block 1: error 2")
 
     monkeypatch.setattr(decode, "chain", lambda p, serve: [serve(layer, p.x) for layer in p.layers])
-    _, found = ran(decode, tmp_path, capsys, *options, "--arms", "tgl")
+    _, found = ran(decode, tmp_path, capsys, *options, "2", "--arms", "tgl")
     assert found["results"][0]["left out"]["tgl"].startswith("block 1: error ")
     with pytest.raises(SystemExit):
         decode.main(["--layers", "0"])
+
+
+def test_kernels_of_an_arm_alone(decode, monkeypatch):
+    """What their keys do not tell is set: they are kept nowhere else, and neither are others found."""
+    launcher, cache = decode.launcher, decode.cache
+    plans, fetch = launcher.plans, cache.fetch
+    for arm in decode.WITHOUT:
+        with decode.without(arm):
+            if arm in decode.ANEW:
+                assert launcher.plans is decode.ANEW[arm]
+                assert cache.fetch("key", lambda: "built") == "built"
+            else:
+                assert (launcher.plans, cache.fetch) == (plans, fetch)
+        assert (launcher.plans, cache.fetch) == (plans, fetch)
+    assert set(decode.ANEW) < set(decode.WITHOUT)
 
 
 @pytest.fixture
