@@ -57,7 +57,7 @@ _KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
 }
 
 # The gate of ``FP8Experts`` is every model's: what it computes follows from the attributes that are not None. With none
-# of them it is the default gate. The digests are of its code in 5.7, 5.17 and 5.23.
+# of them it is the default gate. The digests are of its code in 5.7, 5.17 and 5.24.
 _FP8_GATE_CODE = frozenset({"0e3cb141c99bc097", "246a6e764241c11b", "134913c7bcd5f8e2"})
 _FP8_ATTRIBUTES = ("gate_softcap", "swiglu_alpha", "limit")
 _FP8_GATE: dict[tuple[str, ...], tuple[Activation, bool]] = {
