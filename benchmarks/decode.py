@@ -16,12 +16,10 @@ decoder without its attention. Whatever is printed or kept is then a block's: of
 ``few``        by launches that overlap, whatever the size of the experts
 ``waiting``    as ``few``, but the second GEMM asks for no weights before the first one has ended
 ``wide``       as ``few``, in tiles of 128 columns
-``behind``     as ``tgl``, but small kernels let the next launch begin behind their own wait, not at once
-``unsettled``  as ``tgl``, but consumers of the second GEMM and ``combine`` wait before they read what is settled
-``whole``      as ``few``, but GEMMs take all shared memory of a multiprocessor, so that none stands beside another
+``half``       as ``few``, but GEMMs take half of a multiprocessor's shared memory, so that two stand beside each other
 =============  ======================================================================================================
 
-The last seven are there for few choices alone, where launches overlap; kernels of the last three are compiled for them
+The last five are there for few choices alone, where launches overlap; kernels of the last one are compiled for it
 alone. ``--arms`` names those that are measured.
 
 Every arm but ``called`` is a captured graph; what the host takes to issue its launches is part of ``called``. 256 MB
@@ -53,7 +51,6 @@ from torch import Tensor
 
 import tgl
 from tgl.cutlass_kernels import overlap
-from tgl.cutlass_kernels.gemm.sm90.tilings import SMEM_BYTES
 from tgl.cutlass_kernels.runtime import cache, launcher
 
 BF16 = torch.bfloat16
@@ -76,24 +73,6 @@ SHAPES = {
 }
 
 
-def wait_first(settled: Any = None) -> None:
-    """In the place of ``instructions.follow``."""
-    from tgl.cutlass_kernels import instructions
-
-    if settled is None:
-        instructions.wait()
-    else:
-        instructions.wait_for_more(settled)
-    instructions.launch_dependents()
-
-
-def wait_always(settled: Any) -> None:
-    """In the place of what waits unless something is settled."""
-    from tgl.cutlass_kernels import instructions
-
-    instructions.wait()
-
-
 KERNELS = "tgl.cutlass_kernels."
 ANY_SIZE = {"ops.few.FEW_BYTES": 1 << 40}
 PARTS: dict[str, dict[str, Any]] = {
@@ -101,13 +80,11 @@ PARTS: dict[str, dict[str, Any]] = {
     "few": ANY_SIZE,
     "waiting": {**ANY_SIZE, "ops.few.SecondCall.settled": False},
     "wide": {**ANY_SIZE, "gemm.sm90.tilings.FEW_WIDTHS": (128,)},
-    "behind": {"instructions.follow": wait_first, "ops.permutation.CombineCall.settled": False},
-    "unsettled": {"gemm.sm90.kernel.begin_few": wait_always, "ops.permutation.CombineCall.settled": False},
-    "whole": {**ANY_SIZE, "gemm.sm90.kernel.HALF_SMEM_BYTES": SMEM_BYTES},
+    "half": {**ANY_SIZE, "gemm.sm90.kernel.SMEM_BYTES": 113 * 1024},  # of 228 KiB, and 1 KiB more for each CTA
 }
 """What an arm sets, in ``KERNELS``, for as long as it is captured."""
-ANEW: dict[str, dict[Any, Any]] = {"behind": {}, "unsettled": {}, "whole": {}}
-"""The kernels of arms that set what their keys do not tell."""
+ANEW: dict[str, dict[Any, Any]] = {"half": {}}
+"""The kernels of arms that set what keys do not tell."""
 WITHOUT = tuple(PARTS)
 ARMS = ("tgl", "block", "torch", "called", *WITHOUT)
 TOKENS = ("1", "4", "16", "64", "256", "1024")

@@ -44,20 +44,10 @@ def wait() -> None:
         cute.arch.griddepcontrol_wait()
 
 
-@cute.jit
-def wait_for_more(settled: Int32):
-    """Wait, unless what is read next was there before the launch before this one began."""
-    if settled == 0:
-        wait()
-
-
-def follow(settled: Int32 | None = None) -> None:
-    """Begin a kernel that may overlap: let the next one begin, and wait, unless ``settled``; see ``overlap``."""
+def follow() -> None:
+    """Begin a kernel that may overlap: wait, and let the next one begin; see ``overlap``."""
+    wait()
     launch_dependents()
-    if settled is None:
-        wait()
-    else:
-        wait_for_more(settled)
 
 
 def attribute(overlap: Int32) -> Any:

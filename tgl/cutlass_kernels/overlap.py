@@ -5,18 +5,13 @@ token. With thousands of rows blocks of the next launch stand in the way of the 
 whether a launch may begin early is a fact of each launch, not of a kernel: the host says so where a call has at most
 ``FEW_CHOICES`` choices, by a shape, and the bits are those of a launch that begins behind the end.
 
-That nobody reads too early or overwrites what is still read follows from two rules of all kernels that take part:
+That nobody reads too early or overwrites what is still read follows from three rules of all kernels that take part:
 
 1. A thread waits, ``instructions.wait``, before its first access to global memory. Behind that wait the launch in front
    has ended and what it wrote is visible, so the kernel meets the memory that it would have met behind that end.
-2. A thread of every launch waits, so launches end in order, and the wait for one is a wait for all before it.
-
-So a kernel lets the next one begin before its own wait, ``instructions.launch_dependents``, and several may stand ready
-behind the one at work. A launch begins when all blocks of the one in front have, so that none takes the place of a
-block that it waits for.
-
-Two launches of a block of few choices have an exception: they read before they wait what was there before the launch in
-front began (``settled``). That one lets them begin behind its own wait, when all launches have ended but itself.
+2. A thread lets the next launch begin, ``instructions.launch_dependents``, behind its own wait. So when a launch
+   begins, all launches have ended but itself and the one in front of it.
+3. A thread of every launch waits, so launches end in order, and the wait for one is a wait for all before it.
 
 A launch without the attribute begins when all launches before it have ended. A captured graph keeps the attribute as a
 kind of edge, so that replays follow the same rules.

@@ -56,7 +56,6 @@ class CombineCall(NamedTuple):
     weights: Tensor | None
     top_k: int
     out: Tensor
-    settled: bool = False  # whether ``position`` was there before the launch in front began
 
 
 class CombineBackwardCall(NamedTuple):
@@ -189,12 +188,11 @@ class Combine(Permutation[CombineCall]):
         """Compile the kernel for ``key``. Needs no GPU."""
         from ..permute.kernel import Combine as Kernel
 
-        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap", "overlap")
+        return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap")
 
     def arguments(self, c: CombineCall) -> tuple:
         """What the kernel is called with."""
-        overlaps = overlap.overlaps(c.position.shape[0])
-        return c.y, c.position, c.weights, c.out, int(overlaps), int(c.settled)
+        return c.y, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
 class CombineBackward(Permutation[CombineBackwardCall]):

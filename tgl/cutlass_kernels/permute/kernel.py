@@ -201,7 +201,6 @@ class Combine(Choices):
         weights: cute.Tensor | None,
         out: cute.Tensor,
         overlap: Int32,
-        settled: Int32,
         stream,
     ):
         """Launch.
@@ -212,10 +211,9 @@ class Combine(Choices):
             weights: ``[S, k]`` or None.
             out: ``[S, H]`` like y, of any dtype; S and H at least 1.
             overlap: whether the kernel overlaps the launch in front, see ``overlap``.
-            settled: whether ``position`` was there before the launch in front began, and is read before its end.
             stream: CUDA stream.
         """
-        self.kernel(y, position, weights, out, settled).launch(
+        self.kernel(y, position, weights, out).launch(
             grid=(self.blocks(Int32(out.shape[0]), Int32(out.shape[1])), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -223,11 +221,9 @@ class Combine(Choices):
         )
 
     @cute.kernel
-    def kernel(
-        self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor, settled: Int32
-    ):
+    def kernel(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor):
         """Some strips of some tokens."""
-        instructions.follow(settled)
+        instructions.follow()
         token, first = self.share(Int32(out.shape[1]))
         if token >= out.shape[0]:
             token = Int32(-1)  # no choices and no result, but all lanes of a warp stay together
@@ -273,10 +269,9 @@ class Combine(Choices):
         first: Int32,
         total: cute.Tensor,
     ):
-        """The rows of a batch of choices, behind the end of the launch in front."""
+        """The rows of a batch of choices."""
         rows = self.batch(self.row_of, position, token, Int32(y.shape[0]), choice)
         cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
-        instructions.wait()
         self.add_lines([(y, row) for row in rows], weights, token, choice, first, total)
 
     @cute.jit

@@ -6,7 +6,6 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ... import instructions
 from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
 from ...tiles import ceil_div
 from ...tiles.policy import Problem
@@ -38,11 +37,11 @@ def multiply(
 ) -> tuple:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
-    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so by
-    CTAs of ``half`` a multiprocessor, which have few stages and wait for memory. A k tile that the contraction ends in
-    is multiplied behind the loop, for a condition within would end every MMA's flight. The accumulator is cleared
-    rather than overwritten by the first MMA: were it set on two ways (an MMA, or zeros where there is nothing to
-    multiply), the compiler would copy it through local memory and wait for every single MMA.
+    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so in
+    a tiling of ``few``, which waits for memory. A k tile that the contraction ends in is multiplied behind the loop,
+    for a condition within would end every MMA's flight. The accumulator is cleared rather than overwritten by the first
+    MMA: were it set on two ways (an MMA, or zeros where there is nothing to multiply), the compiler would copy it
+    through local memory and wait for every single MMA.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -70,7 +69,7 @@ def multiply(
         for block in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
         warpgroup.commit_group()
-        if cutlass.const_expr(gemm.config.half):
+        if cutlass.const_expr(gemm.config.few):
             warpgroup.wait_group(0)
             release(ring, stage, ctas)
         else:
@@ -91,7 +90,7 @@ def multiply(
     found: Any = None
     if cutlass.const_expr(following is not None):
         found = gemm.policy.find(*following, True)  # while the last MMAs run
-    if cutlass.const_expr(not gemm.config.half):
+    if cutlass.const_expr(not gemm.config.few):
         warpgroup.wait_group(0)
         if depth > 0:
             release(ring, previous, ctas)
@@ -124,19 +123,6 @@ def wait_turn(team: Int32):
 def give_turn(team: Int32):
     """Let ``team`` multiply."""
     cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
-
-
-@cute.jit
-def begin_few(settled: Any):
-    """What consumers of half a multiprocessor wait for before they look for a tile; see ``few``.
-
-    Args:
-        settled: None where a launch never is.
-    """
-    if cutlass.const_expr(settled is None):
-        instructions.wait()
-    else:
-        instructions.wait_for_more(settled)
 
 
 @cute.jit
@@ -184,8 +170,6 @@ def consume_tiles(
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     tile = own_tile(gemm, tile, rank)
-    if cutlass.const_expr(config.half):
-        instructions.wait()
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if team == 1:
             give_turn(Int32(0))
