@@ -4,8 +4,8 @@
 
 The formats are those whose rowwise scales depend on the row alone. Arms: ``tgl``, ``group_quantize`` of tokens with
 ``rows``, which reads a token once for each of its choices; ``once``, ``group_quantize`` of the tokens as one group,
-``dispatch`` of their codes, and scales gathered and laid out by what there is for that; ``tokens`` and ``codes``, the
-first two steps of ``once`` alone; ``copy``, torch's kernel for a change of sign, of as many bytes as must move (the
+``dispatch`` of their codes, and scales gathered, of ``mxfp8`` by ``to_blocked_scale``; ``tokens``, ``codes`` and
+``scales``, each of these steps alone; ``copy``, torch's kernel for a change of sign, of as many bytes as must move (the
 tokens and the components once), half of them read. Experts are random. Every arm is a captured graph, 256 MB are
 written before each replay, arms take turns in rotating order, and medians are compared.
 
@@ -30,7 +30,7 @@ import tgl
 from tests.memory import same_bytes
 from tgl.meta.components import Components
 
-COPIED = torch.bfloat16  # what two codes, or two scales of a byte, are called while they are copied
+COPIED = torch.bfloat16  # what two codes are called while they are copied
 
 
 class Block(NamedTuple):
@@ -58,7 +58,7 @@ COMPARISON = Comparison(
     names={"format": ">10", "shape": ">12"},
     ms=">9.4f",
     rate=("TB/s", ">7.2f"),
-    rivals=(("once", "tokens", "codes", "copy"), ">8.3f"),
+    rivals=(("once", "tokens", "codes", "scales", "copy"), ">8.3f"),
     speed=lambda result: result["bytes"] / result["ms"]["tgl"] / 1e9,
 )
 
@@ -98,6 +98,9 @@ class Problem:
     def codes(self) -> Tensor:
         return self.copied(self.quantised.data)
 
+    def scales(self) -> Tensor:
+        return self.scales_of(self.quantised.scale)
+
     def once(self) -> tuple[Tensor, Tensor]:
         """Data and scale."""
         made = self.tokens()
@@ -108,7 +111,7 @@ class Problem:
         if FORMATS[self.name].get("scale_layout") != "blocked":
             return scale.t().index_select(1, self.routing.token).t()
         shape = (self.routing.token.shape[0], self.x.shape[1])
-        return tgl.to_blocked_scale(self.copied(scale), self.routing.offs, shape=shape, format=self.name)
+        return tgl.to_blocked_scale(scale, self.routing.offs, self.routing.token, shape=shape, format=self.name)
 
     def copy(self) -> Callable[[], object]:
         return copying(self.bytes, self.x.device)
@@ -124,7 +127,7 @@ class Problem:
 
 def run_case(format: str, shape: str, args: argparse.Namespace) -> Result:
     problem = Problem(format, SHAPES[shape])
-    arms = {name: getattr(problem, name) for name in ("tgl", "once", "tokens", "codes")}
+    arms = {name: getattr(problem, name) for name in ("tgl", "once", "tokens", "codes", "scales")}
     arms["copy"] = problem.copy()
     return {"bytes": problem.bytes, **compared(arms, of_result(problem.wrong), args)}
 

@@ -26,6 +26,7 @@ from .offload import cpu_offload
 from .ops import (
     SAC_SAVE_LIST,
     allocate_wgrad,
+    batched_syrk,
     fp8_scale_from_history,
     fp8_update_history_,
     from_blocked_scale,
@@ -95,6 +96,7 @@ __all__ = [
     "Sequential",
     "allocate_wgrad",
     "backends",
+    "batched_syrk",
     "combine",
     "cpu_offload",
     "debug_checks",

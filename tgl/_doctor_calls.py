@@ -174,6 +174,7 @@ CALLS: dict[str, Callable[[Operands], Iterator[Call]]] = {
     "grouped_dbias_dscales": _dense(
         lambda on: (on.rows, on.made(GROUPS, WIDTH), on.made(ROWS, dtype=torch.float32), on.offs)
     ),
+    "batched_syrk": _dense(lambda on: (on.matrices,)),
     "grouped_mlp": _dense(lambda on: (on.rows, on.wide_matrices, on.matrices, on.offs)),
     "grouped_mlp_backward": _dense(
         lambda on: (on.rows, on.rows, on.wide_matrices, on.matrices, on.offs, on.wide, on.rows),

@@ -3,7 +3,7 @@
     optimizer = tgl.optim.Muon([mlp.fc1.weight, mlp.fc2.weight], lr=1e-3)
 
 It does to every matrix of a stack what ``torch.optim.Muon`` does to one. The matrices of a stack are equal in size, so
-that the products of its iteration are batched ones of torch.
+that the products of its iteration are batched ones: two of three have symmetric results, and are ``tgl.batched_syrk``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import backends
+from .ops import batched_syrk
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _SCALES: dict[str, Callable[[int, int], float]] = {
@@ -31,8 +34,10 @@ class Muon(torch.optim.Optimizer):
     orthogonal matrix, by ``ns_steps`` of Newton and Schulz in bfloat16, is taken off.
 
     The values are those of ``torch.optim.Muon`` on the matrices one by one, as far as torch's batched products have the
-    bits of single ones: on a CPU where one takes more than 16^3 multiplications. bfloat16 parameters without
-    ``nesterov`` differ: the other optimizer then divides its momentum by the norm in every step, in place.
+    bits of single ones: on a CPU where one takes more than 16^3 multiplications. On a GPU for which ``batched_syrk``
+    has a kernel its sums are formed in another order, so that values differ by bfloat16's rounding; ``tgl.explain``
+    tells. bfloat16 parameters without ``nesterov`` differ: the other optimizer then divides its momentum by the norm in
+    every step, in place.
 
     A step holds up to four tensors of the size of a parameter in bfloat16 besides its momentum. Of a gated FC1 gate and
     linear half are one matrix, as they are for ``torch.optim.Muon``. A matrix that is sharded is not served.
@@ -124,7 +129,14 @@ def orthogonalized(
     # Of each matrix by itself, as summation over dimensions has another order and would round otherwise.
     norms = torch.stack(torch._foreach_norm(x.unbind()))
     x = x / norms.clamp(min=eps)[:, None, None]
+    # On devices that no implementation is registered for there is no op.
+    update = batched_syrk if backends.first("batched_syrk", x.device) is not None else _batched_products
     for _ in range(steps):
-        s = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
+        s = update(x)
+        x = torch.baddbmm(x, update(s, s, alpha=c, beta=b), x, beta=a)
     return x.mT if tall else x
+
+
+def _batched_products(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """``batched_syrk`` as products of torch; ``c`` is None or ``x``."""
+    return torch.bmm(x, x.mT) if c is None else torch.baddbmm(c, x, x, beta=beta, alpha=alpha)

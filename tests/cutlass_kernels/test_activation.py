@@ -245,10 +245,18 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("params", [PARAMS["swiglu"], PARAMS["swiglu interleaved"]], ids=["swiglu", "interleaved"])
-def test_machine_code(monkeypatch, arch, params):
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [
+        ("sm_90a", "swiglu"),
+        ("sm_100a", "swiglu interleaved"),
+        pytest.param("sm_90a", "swiglu interleaved", marks=pytest.mark.slow),
+        pytest.param("sm_100a", "swiglu", marks=pytest.mark.slow),
+    ],
+)
+def test_machine_code(monkeypatch, arch, kind):
     """16-byte loads, all of a batch ahead of the arithmetic; nothing spilled."""
+    params = PARAMS[kind]
     dy, x, offs, probs = inputs(params, (8,), 0, 264, BF16, F32)
     compile, compiled = launcher.compiled, []
     monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])

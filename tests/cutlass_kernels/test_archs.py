@@ -159,7 +159,7 @@ def test_every_chip_is_one_entrys():
     assert all(arch.name in arch.chips for arch in ARCHS.values())
 
 
-@pytest.mark.parametrize("chip", chips())
+@pytest.mark.parametrize("chip", [pytest.param(chip, marks=[pytest.mark.slow] * (chip != "sm_90")) for chip in chips()])
 def test_a_kernel_is_compiled_for_every_chip_of_its_entry(chip):
     """What a chip cannot load, the emulated one refuses as hardware does."""
     a, b, offs = torch.ones(4, 64).bfloat16(), torch.ones(1, 64, 64).bfloat16(), torch.tensor([4]).int()

@@ -1,5 +1,7 @@
 """Groups that begin behind row 0: rows before them are neither read nor written, wherever ``begin`` points."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -45,9 +47,16 @@ def expected_rows(a, b, begin, bias, scale, tail):
     return made
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gathered"])
-@pytest.mark.parametrize("tail", [True, False], ids=["zero tail", "tail"])
-@pytest.mark.parametrize("arch, config", TILINGS, ids=str)
+def cases():
+    """Each tiling with rows in order and gathered; the tail in turns, and each with either in ``make test-full``."""
+    for i, (arch, config) in enumerate(TILINGS):
+        for gathered, tail in itertools.product([False, True], [True, False]):
+            name = f"{arch} {config.tile_m}x{config.tile_n}{' gathered' * gathered}{', zero tail' * tail}"
+            marks = () if tail == (gathered != i % 2) else pytest.mark.slow
+            yield pytest.param(arch, config, tail, gathered, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("arch", "config", "tail", "gathered"), list(cases()))
 def test_kernels(arch, config, tail, gathered):
     if gathered and config.cluster_n > 1:
         config = GemmConfig(128, 128)  # no cluster shares rows that lanes find
@@ -73,8 +82,18 @@ def test_kernels(arch, config, tail, gathered):
             assert frame.intact(), begin
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize(
+    ("arch", "over_rows"),
+    [
+        ("sm_90", False),
+        ("sm_100", True),
+        *(
+            pytest.param(arch, over_rows, marks=pytest.mark.slow)
+            for arch, over_rows in itertools.product(["sm_80", "sm_90", "sm_100", "sm_120"], [False, True])
+            if (arch, over_rows) not in {("sm_90", False), ("sm_100", True)}
+        ),
+    ],
+)
 def test_pieces_of_packed_matrices(arch, over_rows, monkeypatch):
     """Every piece is one GEMM over its rows alone; the results are those of all matrices decoded at once."""
     data, scale, _ = matrices("mxfp4", (4, 64, 128))

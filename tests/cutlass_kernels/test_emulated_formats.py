@@ -66,11 +66,12 @@ OPS = ("grouped_gemm_scaled", "grouped_gemm_scaled_wgrad")
 
 
 def without_it() -> list:
-    """Ops, formats and chips without; slow but for one of each kind: scales in bfloat16, of groups, and of sums."""
-    fast = {(form, "sm_80") for form in ("mxfp8", "nvfp4", "fp8_block")}
+    """Ops, formats and chips without; slow but for one of scales in bfloat16, of groups, and of sums, ops in turns."""
+    fast = {(OPS[i % 2], form, "sm_80") for i, form in enumerate(("mxfp8", "nvfp4", "fp8_block"))}
     having = {form: OPERANDS[form].archs if form in OPERANDS else () for form in FORMATS}
     lacking = [(form, name) for form in FORMATS for name in ARCHS if name not in having[form]]
-    return [pytest.param(op, *both, marks=() if both in fast else pytest.mark.slow) for both in lacking for op in OPS]
+    every = [(op, *both) for both in lacking for op in OPS]
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
 
 
 @pytest.mark.usefixtures("emulated")

@@ -16,7 +16,7 @@ from tests.chips import parameters
 from tests.kernel_cases import ends, integers
 from tests.memory import same_bytes
 from tgl import backends
-from tgl.cutlass_kernels.archs import ARCHS, PAIRED, PAIRED_ACTIVATED, arch_of, chips, having
+from tgl.cutlass_kernels.archs import ARCHS, PAIRED, PAIRED_ACTIVATED, SYMMETRIC, arch_of, chips, having
 from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.ops.requantize import DECODED
 from tgl.meta.formats import FORMATS
@@ -28,9 +28,11 @@ GROUPS = len(SIZES)
 EXACT = {"kind": "relu"}  # integers stay integers
 # The architectures with one kernel for an op; elsewhere two run, and an activation.
 SOMEWHERE = {
+    "batched_syrk": having(SYMMETRIC),
     "grouped_gemm_low_rank": having(PAIRED),
     "grouped_gemm_low_rank_activation": having(PAIRED_ACTIVATED),
 }
+OF_TORCH = ("batched_syrk",)  # elsewhere no kernel runs, but products of torch
 
 
 def of_kernels() -> list[str]:
@@ -67,6 +69,7 @@ def calls() -> OnePerName:
         of_kernels(),
         "calls in tests/cutlass_kernels/test_every_chip.py",
         {
+            "batched_syrk": ((b,), {}),
             "combine": ((routed(K), *places(), 2, integers(tokens, 2).float()), {}),
             "combine_backward": ((integers(tokens, K), routed(K), *places(), 2, integers(tokens, 2).float()), {}),
             "dispatch": ((integers(tokens, K), *places(), 2), {}),
@@ -110,7 +113,9 @@ def runs() -> list:
     def marks(op: str, chip: str):
         return () if chip in usual or op == "grouped_gemm" else pytest.mark.slow
 
-    return [pytest.param(op, chip, marks=marks(op, chip)) for chip, op in itertools.product(chips(), CALLS)]
+    pairs = [(op, chip) for chip, op in itertools.product(chips(), CALLS)]
+    launched = [(op, chip) for op, chip in pairs if op not in OF_TORCH or arch_of(chip).name in SOMEWHERE[op]]
+    return [pytest.param(op, chip, marks=marks(op, chip)) for op, chip in launched]
 
 
 @pytest.mark.parametrize("chip", chips())

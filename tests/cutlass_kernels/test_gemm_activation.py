@@ -67,8 +67,14 @@ SM100 = {
 }
 CASES = [("sm_90", case) for case in SM90.values()] + [("sm_100", case) for case in SM100.values()]
 NAMES = [f"sm_90: {name}" for name in SM90] + [f"sm_100: {name}" for name in SM100]
-RARE_90 = ("wide", "multicast", "float32", "clamped, alternating", "srelu", "nothing kept, srelu")
-RARE_100 = ("clamped, no probabilities", "float32", "b row-major", "srelu", "nothing kept, srelu")
+RARE_90 = (
+    *("wide", "multicast", "float32", "clamped, alternating", "srelu", "nothing kept, srelu"),
+    *("swiglu, alternating", "float32, alternating", "nothing kept, alternating"),
+)
+RARE_100 = (
+    *("clamped, no probabilities", "float32", "b row-major", "srelu", "nothing kept, srelu"),
+    *("swiglu", "alternating", "nothing kept"),
+)
 RARER = (*(SM90[name] for name in RARE_90), *(SM100[name] for name in RARE_100))
 USUAL = {name: case for name, case in zip(NAMES, CASES) if case[1] not in RARER}
 

@@ -199,7 +199,12 @@ def inspected(case):
     return report
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+RARER = ("together, all empty", "one CTA, all empty", "in turns", "one CTA")
+"""Those whose paths through the kernels other cases take too."""
+USUAL = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in RARER)) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize("case", USUAL)
 def test_the_bits_of_two_launches(case):
     record = run(case, seeds=(0,) if case.sizes == RAGGED else (0, 1))
     assert record.shared_bytes <= ARCHS[case.arch].smem_bytes

@@ -91,8 +91,17 @@ WGRAD = {
 CASES = [(of_rows, case) for case in GEMM.values()] + [(of_columns, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"columns: {name}" for name in WGRAD]
 QUICK = {"rows: sm_120, few rows, deeper than the ring", "columns: sm_121, within 16"}  # of those with MMAs of warps
+RARER = {"rows: sm_90", "columns: sm_90", "rows: sm_100", "columns: sm_100", "columns: sm_90, two blocks"}
+RARER |= {"columns: sm_90, all empty", "rows: sm_100, all empty"}
+"""Those whose paths through the kernels other cases take too."""
+
+
+def usual(case, name):
+    return name in QUICK or (ARCHS[case.arch].wider_mmas and name not in RARER)
+
+
 USUALLY = [
-    pytest.param(*case, id=name, marks=[] if ARCHS[case[1].arch].wider_mmas or name in QUICK else [pytest.mark.slow])
+    pytest.param(*case, id=name, marks=[] if usual(case[1], name) else [pytest.mark.slow])
     for case, name in zip(CASES, NAMES)
 ]
 
@@ -135,7 +144,8 @@ def test_exact_under_many_schedules(monkeypatch, make, case):
 
 
 @pytest.mark.parametrize(
-    "name", ["sm_90", "sm_90, two blocks", "sm_100", pytest.param("sm_120", marks=pytest.mark.slow)]
+    "name",
+    ["sm_90, two blocks", "sm_100", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_90", "sm_120"))],
 )
 @pytest.mark.parametrize("spoiled", [2, 3])
 def test_a_groups_nan_stays_in_it(monkeypatch, name, spoiled):

@@ -105,6 +105,9 @@ NAMES += [f"sm_90, rows: {name}" for name in GEMM_SM90] + [f"sm_90, contraction:
 LONGER = {f"rows: {name}" for name in ("mxfp8, columnwise weights", "mxfp8, wide", "nvfp4", "fp8_tensor")}
 LONGER |= {f"contraction: {name}" for name in ("mxfp8", "nvfp4")}
 LONGER |= {"sm_90, rows: fp8_tensor", "sm_90, contraction: fp8_tensor", "sm_90, contraction: fp8_block"}
+LONGER |= {f"sm_90, rows: {name}" for name in ("fp8_block", "fp8_block, two blocks, pair", "fp8_tensor, all empty")}
+LONGER |= {"sm_90, contraction: fp8_block, two blocks, deeper than the ring", "contraction: fp8_block, accumulate"}
+LONGER |= {"sm_90, contraction: fp8_tensor, two blocks, 16 bits", "rows: fp8_block", "contraction: fp8_tensor"}
 """Those whose paths through the kernels other cases take too."""
 LONG = [(VARLEN_M, case) for case in LONG_GEMM.values()] + [(VARLEN_K, case) for case in LONG_WGRAD.values()]
 LONG_NAMES = [f"rows: {name}" for name in LONG_GEMM] + [f"contraction: {name}" for name in LONG_WGRAD]
@@ -140,7 +143,12 @@ def test_exact_under_many_schedules(kind, case):
 
 
 @pytest.mark.parametrize(
-    ("arch", "format"), [(arch, name) for name, form in OPERANDS.items() for arch in form.archs], ids=str
+    ("arch", "format"),
+    [
+        pytest.param(arch, name, marks=() if arch in ("sm_90", "sm_100", "sm_120") else pytest.mark.slow)
+        for name, form in OPERANDS.items()
+        for arch in form.archs
+    ],
 )
 def test_ops_run_one_kernel_each(arch, format):
     layout = {"scale_layout": "blocked"} if OPERANDS[format].vector else {}

@@ -75,9 +75,9 @@ WGRAD = {
 }
 RARER = {
     *(f"rows: {name}" for name in ("float32 out", "bias", "bias scaled in 16 bits", "all empty", "no tail rows")),
-    "rows: by TMA, all empty",
+    *(f"rows: {name}" for name in ("by TMA, all empty", "by lanes where there is TMA", "two stages, untouched tail")),
     *(f"contraction: {name}" for name in ("float32 out", "accumulate", "two stages", "all empty")),
-    "contraction: by TMA, all empty",
+    *(f"contraction: {name}" for name in ("by TMA, all empty", "plain")),
 }
 CASES = [(VARLEN_M, *case) for case in GEMM.values()] + [(VARLEN_K, *case) for case in WGRAD.values()]
 IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]

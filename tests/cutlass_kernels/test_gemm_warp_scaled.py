@@ -96,7 +96,35 @@ CASES = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for cas
 IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES, ids=IDS)
+RARER = {
+    "rows: fp8_tensor, few columns",
+    *(f"rows: {name}, all empty" for name in ("fp8_tensor", "mxfp8")),
+    *(f"rows: {name}, columnwise weights" for name in ("fp8_block",)),
+    "rows: fp8_tensor, columnwise weights, scaled bias",
+    "rows: fp8_block, deeper than the ring, untouched tail",
+    "rows: nvfp4, columnwise weights, deeper than the ring",
+    *(f"contraction: {name}, all empty" for name in ("fp8_tensor", "mxfp8")),
+    *(f"contraction: {name}" for name in ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")),
+    "contraction: fp8_tensor, mixed, accumulate",
+    "contraction: mxfp8, accumulate in 16 bits, deeper than the ring",
+    "contraction: fp8_block, deeper than the ring",
+}
+"""Those whose paths through the kernels other cases take too."""
+USUAL = {name: case for name, case in zip(IDS, CASES) if name not in RARER}
+
+
+def few_of_formats(*usual):
+    """Every format that MMAs of warps serve, all but these in ``make test-full`` alone."""
+    served = [name for name, here in FORMATS.items() if here]
+    assert {*usual} < {*served}
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in usual)) for name in served]
+
+
+def test_rarer_cases_are_cases():
+    assert set(IDS) > RARER
+
+
+@pytest.mark.parametrize(("kind", "case"), USUAL.values(), ids=USUAL)
 def test_exact(kind, case):
     record = run(kind, case)
     # Scales that MMAs take lie as in memory, where those of 16 rows share eight banks.
@@ -141,7 +169,7 @@ def test_no_mma_lies_behind_a_group(name):
     assert record.mma_count == m * n // 128 * sum(-(-size // step) for size in sizes)
 
 
-@pytest.mark.parametrize("name", [name for name, here in FORMATS.items() if here])
+@pytest.mark.parametrize("name", few_of_formats("nvfp4"))
 def test_more_groups_than_a_warp_holds(name):
     sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
     for kind in KINDS:
@@ -150,7 +178,10 @@ def test_more_groups_than_a_warp_holds(name):
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [pytest.param(*both, marks=[pytest.mark.slow] * (both[0] != FORMATS[both[1]][0])) for both in SERVED],
+    [
+        pytest.param(*both, marks=[pytest.mark.slow] * (both not in {("sm_89", "fp8_block"), ("sm_120", "mxfp8")}))
+        for both in SERVED
+    ],
 )
 def test_the_ops_are_served(arch, name):
     """Through the ops, in the tiling that is chosen, on the chip of its name."""
@@ -177,7 +208,7 @@ def test_the_ops_are_served(arch, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
-@pytest.mark.parametrize("name", [name for name, here in FORMATS.items() if here])
+@pytest.mark.parametrize("name", few_of_formats("fp8_block", "nvfp4"))
 def test_a_wait_or_a_barrier_less_is_reported(name, deleted, kind):
     """One of those in the mainloop, and not the last of its kind, which nothing follows."""
 
@@ -242,7 +273,7 @@ def test_a_tiling_that_does_not_fit_is_refused():
     assert narrow == "MMAs of warps take 16-bit elements here, not 8-bit ones"
 
 
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp8_tensor", pytest.param("fp8_block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_mmas_with_scales_of_one_have_the_results_of_those_without(kind, name):
     """Each is run against exact products; sm_120 has both, and is given those with scales."""

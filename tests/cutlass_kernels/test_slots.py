@@ -98,8 +98,11 @@ def test_rows(arch, config, b_row_major):
 
 
 @tilings
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("accumulate", [pytest.param(False, marks=slow), True])
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [(F32, True), *(pytest.param(*both, marks=slow) for both in ((BF16, True), (BF16, False), (F32, False)))],
+    ids=str,
+)
 def test_depth(arch, config, dtype, accumulate):
     a, b = integers(ROWS, 72, dtype=BF16), integers(ROWS, 104, dtype=BF16)
     a[sum(SIZES) :] = b[sum(SIZES) :] = float("nan")

@@ -269,7 +269,10 @@ def test_what_is_not_supported(monkeypatch):
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "qwen3-next", "deepseek-v3", "1024"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "deepseek-v3", "1024", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "qwen3-next"))],
+)
 def test_machine_code(machine, name):
     """Nothing in local memory, and registers for as many warps as hide a load."""
     case = CASES[name]

@@ -18,6 +18,7 @@ T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
 OPS = [
     importlib.import_module(f"tgl.ops.{name}")
     for name in (
+        "batched_syrk",
         "group_dequantize",
         "group_quantize",
         "group_requantize",
@@ -44,6 +45,7 @@ CHECKS = [
     if name.startswith(("_checked", "_spec")) and hasattr(check, "__wrapped__")
 ]
 SM100_ONLY = "grouped_gemm_scaled_activation_quantize"
+OF_ONE = (SM100_ONLY, "batched_syrk")  # architecture
 
 
 def rows(*shape, dtype=BF16):
@@ -72,6 +74,7 @@ def bases(groups=G, depth=K, columns=N, dtype=BF16):
     y, dw = dy.clone(), torch.zeros(groups, depth, columns)
     low, up = rows(T, 16, dtype=dtype), rows(groups, 16, columns, dtype=dtype)
     return {
+        "batched_syrk": ((w, rows(groups, depth, depth, dtype=dtype)), {}),
         "grouped_gemm": ((a, w, offs, bias, probs), {}),
         "grouped_gemm.out": ((a, w, offs, bias, probs), {"out": y}),
         "grouped_gemm_wgrad": ((a, dy, offs), {}),
@@ -301,7 +304,7 @@ def test_buffers_of_components_are_checked_once(launched, monkeypatch):
     assert outcome(launched, "group_quantize.out", args, options) == expected
 
 
-@pytest.mark.parametrize("name", [n for n in bases() if n != SM100_ONLY])
+@pytest.mark.parametrize("name", [n for n in bases() if n not in OF_ONE])
 def test_every_architecture_has_its_own(launched, name):
     for arch in ("sm_90", "sm_100", "sm_90"):
         with backends.emulated_device(arch):

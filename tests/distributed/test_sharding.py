@@ -107,6 +107,18 @@ def check_low_rank_placements():
     compare(narrowed, (a, b, integers(G, K, 8), integers(G, 8, N)), (S1, S1, S1, R), Partial(), communications=0)
 
 
+def check_symmetric_products():
+    """By matrices, or over K to a partial sum."""
+    x, c = integers(4, 3, K), integers(4, 3, 3)
+    expected = tgl.batched_syrk(x, c, alpha=2.0, beta=3.0)
+    for placements, result in (((R, R), R), ((S0, S0), S0), ((S2, R), Partial())):
+        operands = [place(t, p) for t, p in zip((x, c), placements)]
+        with CommDebugMode() as counter:
+            found = tgl.batched_syrk(*operands, alpha=2.0, beta=3.0)
+        assert (found.placements, counter.get_total_counts()) == ((result,), 0)
+        assert torch.equal(found.full_tensor(), expected)
+
+
 def check_gemm_from_anywhere():
     """DTensor redistributes what no rule takes as it is: right, if not free."""
     a, b, bias, scale = integers(T, K), integers(G, K, N), integers(G, N), integers(T)

@@ -86,13 +86,14 @@ def test_one_graph_serves_every_routing(recipe):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", [recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling()], ids=lambda r: r.format)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_tokens_quantised_once_have_the_bits_of_rows_quantised_by_an_index(compiled, monkeypatch):
+def test_tokens_quantised_once_have_the_bits_of_rows_quantised_by_an_index(compiled, recipe, monkeypatch):
     """With choices of no expert, whose rows are the tail, and NaN in a token that has none."""
     torch.manual_seed(0)
     tokens, top_k = 1024, _places.CHOICES
     hidden = _places.ELEMENTS // tokens
-    block = tgl.MoE(GROUPS, hidden, INNER, params_dtype=torch.bfloat16, recipe=recipes.Float8BlockScaling()).cuda()
+    block = tgl.MoE(GROUPS, hidden, INNER, params_dtype=torch.bfloat16, recipe=recipe).cuda()
     x, dy = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
     chosen = torch.randint(-1, GROUPS + 1, (tokens, top_k), device="cuda")
     chosen[7] = -1

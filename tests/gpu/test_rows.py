@@ -137,3 +137,32 @@ def test_quantised(format, width):
     sums = tgl.group_quantize(x, offs(), rows=rows, dbias=True, **options)
     wanted = tgl.group_quantize(ordered, offs(), dbias=True, **options)
     assert all(map(same_bytes, sums, wanted))
+
+
+@pytest.mark.parametrize("width", [512, 264, 2880])
+def test_scales_of_tokens(width):
+    """Laid out in one launch: those of rows that are quantised by an index, of accesses of 16, 1 and 2 bytes."""
+    x, rows, options = tokens(width), index(), {"format": "mxfp8", "columnwise": False}
+    rows[5] = -1
+    scale, one = tgl.group_quantize(x, ends((TOKENS,)), **options).scale, {"shape": (ROWS, width), "format": "mxfp8"}
+    explained = tgl.explain("scale_to_layout", scale, offs(), rows, layout="blocked", **one)
+    assert explained.chosen.name == "tgl kernel"
+    made = tgl.to_blocked_scale(scale, offs(), rows, **one)
+    assert torch.equal(made, tgl.group_quantize(x, offs(), rows=rows, scale_layout="blocked", **options).scale)
+    ordered = in_order(scale, rows)
+    ordered[5] = 0
+    assert torch.equal(tgl.to_blocked_scale(ordered, offs(), **one), made)
+
+
+def test_a_graph_of_scales_follows_its_index_and_groups():
+    scale, rows, groups = torch.randint(1, 256, (TOKENS, 80), device=DEVICE).to(torch.uint8), index(), offs()
+    one = {"shape": (ROWS, 2560), "format": "mxfp8"}
+    tgl.to_blocked_scale(scale, groups, rows, **one)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = tgl.to_blocked_scale(scale, groups, rows, **one)
+    for seed, sizes in enumerate((SIZES, (0, 0, 0, ROUTED, 0, 0, 0), (0,) * GROUPS, SIZES[::-1])):
+        rows.copy_(index(seed))
+        groups.copy_(ends(sizes))
+        graph.replay()
+        assert torch.equal(made.cpu(), tgl.to_blocked_scale(scale.cpu(), groups.cpu(), rows.cpu(), **one))

@@ -13,6 +13,7 @@ from tests.memory import same_bytes
 from tests.nn.seen import Ops, same
 from tests.peak_memory import peak_memory
 from tgl import recipes
+from tgl.meta.formats import SCALE_LAYOUTS
 from tgl.nn import _places
 from tgl.nn._places import Places
 from tgl.nn._scaled_gemms import ScaledGemms
@@ -113,16 +114,16 @@ def once(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_tokens_quantised_once_have_the_bits_of_rows(option, once):
-    one, other = make("block", option), make("block", option)
+@pytest.mark.parametrize(("recipe", "option"), [*(("block", option) for option in OPTIONS), ("mxfp8", "plain")])
+def test_tokens_quantised_once_have_the_bits_of_rows(recipe, option, once):
+    one, other = make(recipe, option), make(recipe, option)
     for top_k, chosen in CHOSEN.items():
         ours = steps(lambda x, w, c=chosen: one(x, c, w), one, top_k=top_k)
         assert same(ours, steps(lambda x, w, c=chosen: by_pieces(other, x, c, w), other, top_k=top_k))
     assert len(once) == 2 * len(CHOSEN)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "current", "delayed"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "current", "delayed"])
 def test_tokens_of_other_formats_are_quantised_by_rows(recipe, once):
     """Their scales belong to a group, or lie as no copy of rows puts them."""
     block = make(recipe)
@@ -130,19 +131,21 @@ def test_tokens_of_other_formats_are_quantised_by_rows(recipe, once):
     assert not once
 
 
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_the_gemms_read_of_tokens_quantised_once(dtype):
+def test_what_the_gemms_read_of_tokens_quantised_once(recipe, dtype):
     """The bytes and strides of rows that are quantised by an index; NaN of a token reaches its own rows alone."""
     routing, x = tgl.route(CHOSEN[3], G), torch.randn(S, 160).to(dtype)
     x[UNROUTED] = x[0, 0] = torch.nan
-    layer = tgl.GroupedLinear(G, 160, I, recipe=RECIPES["block"], params_dtype=dtype)
+    layer = tgl.GroupedLinear(G, 160, I, recipe=RECIPES[recipe], params_dtype=dtype)
     gemms, places = layer.gemms, Places.of(routing)
-    found = gemms.input_of_tokens(x, routing.token, places.dispatched).fprop
+    found = gemms.input_of_tokens(x, routing.offs, routing.token, places.dispatched).fprop
     wanted = gemms.input(x, routing.offs, routing.token, fprop=True, wgrad=False).fprop
     end = int(routing.offs[-1])
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-        assert same_bytes(ours[:end], theirs[:end])
+        rows = end if ours.dim() == 2 else ours.shape[0]  # blocked scales have zeros wherever there is no row
+        assert same_bytes(ours[:rows], theirs[:rows])
 
 
 @pytest.mark.parametrize("change", [{"CHOICES": 5}, {"ELEMENTS": 1 << 30}, {}], ids=str)
@@ -153,8 +156,14 @@ def test_which_tokens_are_quantised_once(change, monkeypatch):
     x, none = torch.empty(S, H, device="meta"), torch.empty(0)
     gemms = {recipe: make(recipe).fc1.gemms for recipe in RECIPES if recipe != "none"}
     chosen = [recipe for recipe, of in gemms.items() if Places(none, none, 4)._quantises_once(x, of)]
-    assert chosen == ([] if change else ["block"])
-    assert not Places(none, none, 4)._quantises_once(torch.empty(S, H), gemms["block"])
+    assert chosen == ([] if change else ["mxfp8", "block"])
+    assert not any(Places(none, none, 4)._quantises_once(torch.empty(S, H), gemms[recipe]) for recipe in chosen)
+
+
+def test_tokens_of_scales_that_no_step_puts_by_rows_are_not_quantised_once():
+    """Where products take compact scales, rows of bytes."""
+    gemms = {layout: ScaledGemms(recipes.MXFP8BlockScaling(scale_layout=layout), G, H, I) for layout in SCALE_LAYOUTS}
+    assert [layout for layout, of in gemms.items() if of.copies_codes] == ["blocked"]
 
 
 @pytest.mark.parametrize("option", ["original", "discrete", "main_grad", "delayed"])

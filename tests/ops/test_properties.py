@@ -49,6 +49,12 @@ def test_flops_of_the_gemms():
     assert count(lambda: tgl.grouped_gemm_wgrad_accumulate_(a, dy, OFFS, torch.zeros(G, K, N))) == 2 * T * K * N
 
 
+def test_flops_of_a_symmetric_product_are_those_of_all_its_elements():
+    x = torch.randn(G, N, K)
+    assert count(lambda: tgl.batched_syrk(x)) == 2 * G * N * N * K
+    assert count(lambda: tgl.batched_syrk(x, torch.zeros(G, N, N), alpha=2.0)) == 2 * G * N * N * K
+
+
 def test_flops_of_rows_by_an_index_are_those_of_the_rows():
     a, b, dy, rows = torch.randn(5, K), torch.randn(G, K, N), torch.randn(T, N), torch.zeros(T, dtype=torch.int32)
     every = 2 * T * K * N

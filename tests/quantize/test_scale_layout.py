@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tgl
+from tests.kernel_cases import ends
 from tgl import backends
 from tgl.meta.formats import FORMATS
 from tgl.testing import ROUTINGS, GroupSizes
@@ -174,6 +175,68 @@ def test_blocked_is_what_group_quantize_makes(format, grouped):
         assert torch.equal(result, getattr(blocked, name))
 
 
+WILD = (-1, -(1 << 31), (1 << 31) - 1, 30, 4, 4, 4)  # numbers of no token, and some of one, in a tail
+
+
+@pytest.mark.parametrize("format, layout", CASES)
+def test_scales_of_rows_by_an_index(format, layout):
+    """Those of a copy of the rows in order; zeros of a number of no row."""
+    k, offs = 70 if format != "fp8_block" else 300, ends((5, 0, 130, 62))
+    rows = torch.cat([torch.randint(0, 30, (197,)), torch.tensor(WILD)]).int()
+    rows[[0, 7, 190]] = torch.tensor(WILD[:3], dtype=torch.int32)
+    tokens = random_scales((30, -(-k // BLOCK[format])), format)
+    ordered = tokens[rows.clamp(0, 29).long()]
+    ordered[[0, 7, 190]] = 0
+    options = {"shape": (204, k), "layout": layout, "format": format}
+    wanted = torch.ops.tgl.scale_to_layout(ordered, offs, **options)
+    assert torch.equal(torch.ops.tgl.scale_to_layout(tokens, offs, rows, **options), wanted)
+    torch.library.opcheck(torch.ops.tgl.scale_to_layout.default, (tokens, offs, rows), options)
+    wanted = torch.ops.tgl.scale_to_layout(torch.zeros_like(ordered), offs, **options)
+    assert torch.equal(torch.ops.tgl.scale_to_layout(tokens[:0], offs, rows, **options), wanted)
+
+
+def test_blocked_is_what_group_quantize_makes_of_rows_by_an_index():
+    """Of MXFP8, whose rowwise scales follow from the row."""
+    x, offs = torch.randn(30, 96), ends((5, 0, 130, 62))
+    rows = torch.cat([torch.randint(0, 30, (197,)), torch.tensor(WILD)]).int()
+    rows[3] = -1
+    options = {"format": "mxfp8", "columnwise": False}
+    tokens = tgl.group_quantize(x, ends((30,)), **options).scale
+    wanted = tgl.group_quantize(x, offs, rows=rows, scale_layout="blocked", **options).scale
+    assert torch.equal(tgl.to_blocked_scale(tokens, offs, rows, shape=(204, 96), format="mxfp8"), wanted)
+
+
+BAD_ROWS = [
+    ({"rows": torch.zeros(204)}, TypeError, r"`rows` must be int32 \(numbers of rows of `scale`\), but got"),
+    ({"rows": torch.zeros(204, 1, dtype=torch.int32)}, ValueError, r"`rows` must be 1-D \[T\]"),
+    ({"rows": torch.zeros(408, dtype=torch.int32)[::2]}, ValueError, "`rows` must be contiguous"),
+    ({"rows": torch.zeros(203, dtype=torch.int32)}, ValueError, "`rows` must be of length 204, the first size of `sha"),
+    ({"rows": torch.zeros(204, dtype=torch.int32, device="meta")}, ValueError, "`rows` must be on cpu like `scale`"),
+    ({"columnwise": True}, ValueError, "`rows` must be None unless `scale` is rowwise and `offs` is given"),
+    ({"offs": None, "shape": (2, 102, 64)}, ValueError, "`rows` must be None unless `scale` is rowwise and `offs` is"),
+    ({"scale": torch.zeros(30, dtype=torch.uint8)}, ValueError, r"`scale` must be 2-D \[S, columns\]"),
+    ({"scale": torch.zeros(30, 3, dtype=torch.uint8)}, ValueError, r"compact mxfp8 scales = \(30, 2\), but got"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD_ROWS)
+def test_bad_indices(change, error, message):
+    good = {"scale": random_scales((30, 2), "mxfp8"), "offs": SMALL.ends(), "rows": torch.zeros(204).int(), **GOOD}
+    tgl.to_blocked_scale(**good)
+    with pytest.raises(error, match=message):
+        tgl.to_blocked_scale(**{**good, **change})
+
+
+def test_numbers_of_no_row_inside_debug_checks():
+    scale, rows = random_scales((30, 2), "mxfp8"), torch.arange(30).repeat(7)[:204].int()
+    rows[201:] = -1  # the tail
+    with tgl.debug_checks():
+        tgl.to_blocked_scale(scale, SMALL.ends(), rows, **GOOD)
+        rows[200] = 30
+        with pytest.raises(ValueError, match=r"`rows` must be numbers below 30 before row offs\[-1\] = 201"):
+            tgl.to_blocked_scale(scale, SMALL.ends(), rows, **GOOD)
+
+
 def test_bad_offsets_stay_in_bounds():
     """Ends that descend or lie outside the rows give empty or cut groups."""
     scale = random_scales((8, 2), "mxfp8")
@@ -206,7 +269,9 @@ def test_one_graph_for_all_routings(fresh_compiler):
     def there_and_back(scale, offs):
         arguments = {"shape": (scale.shape[0], 70), "format": "mxfp8"}
         other = tgl.to_torch_scale_layout(scale, offs, **arguments)
-        return other, tgl.from_torch_scale_layout(other, offs, **arguments)
+        backwards = torch.arange(scale.shape[0] - 1, -1, -1, dtype=torch.int32, device=scale.device)
+        blocked = tgl.to_blocked_scale(scale, offs, backwards, **arguments)
+        return other, tgl.from_torch_scale_layout(other, offs, **arguments), blocked
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(there_and_back, backend=counter, fullgraph=True, dynamic=True)
@@ -274,7 +339,7 @@ def test_nothing_is_read_on_the_host_of_a_device(format, layout, columnwise, gro
     scale = (parts.columnwise_scale if columnwise else parts.scale).to("meta")
     ends = None if offs is None else offs.to("meta")
     for name in ("scale_to_layout", "scale_from_layout"):
-        (implementation,) = backends._candidates(name, torch.device("cuda"))
+        implementation = backends._candidates(name, torch.device("cuda"))[-1]  # which serves every call
         assert not implementation.syncs
         _, args, keywords = backends._arguments[name](scale, ends, **options)
         implementation.run(*args, **keywords)

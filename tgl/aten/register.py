@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..backends import Implementation, add
 from . import (
     activation,
+    batched_syrk,
     bias_alone,
     fp8_history,
     grouped_mm,
@@ -25,10 +26,12 @@ for _device in ("cpu", "cuda"):
     add(Implementation("splits_to_offsets", "cumsum", _device, offsets.splits_to_offsets))
     add(Implementation("fp8_scale_from_history", "steps of aten", _device, fp8_history.scale_from_history))
     add(Implementation("fp8_update_history_", "steps of aten", _device, fp8_history.update_history))
+    add(Implementation("batched_syrk", "aten bmm", _device, batched_syrk.batched_syrk, note="both triangles"))
     add(Implementation("topk_router", "steps of aten", _device, router.forward, note="a sort and small ops of aten"))
     add(Implementation("topk_router_backward", "steps of aten", _device, router.backward))
     for _op, _move in (("scale_to_layout", scale_layout.scatter), ("scale_from_layout", scale_layout.gather)):
-        add(Implementation(_op, "map of offsets", _device, _move, note="" if _device == "cpu" else _MAP))
+        _note = "" if _device == "cpu" else _MAP
+        add(Implementation(_op, "map of offsets", _device, _move, note=_note, rows=_move is scale_layout.scatter))
 
 add(Implementation("route", "stable sort", "cuda", routing.route, note="a sort and small ops of aten"))
 add(Implementation("grouped_activation", "masked aten", "cuda", activation.forward))

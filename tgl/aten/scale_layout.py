@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 from ..meta import scale_layout
+from .indexed import Indexed
 
 
-def scatter(scale: Tensor, offs: Tensor | None, *, scales: scale_layout.Scales, out: Tensor) -> None:
+def scatter(
+    scale: Tensor, offs: Tensor | None, *, scales: scale_layout.Scales, out: Tensor, rows: Tensor | None = None
+) -> None:
     """``scale_to_layout``."""
+    if rows is not None:
+        scale = Indexed(scale, rows).rows(rows)
     offset = scale_layout.offsets(scales, offs).flatten()
     room = scale.new_zeros(out.numel() + 1)  # the last place takes what belongs to no group
     room.scatter_(0, torch.where(offset < 0, out.numel(), offset), scale.flatten())

@@ -23,6 +23,7 @@ DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than a warp's
 FEW = frozenset({"FewGroupedGemm", "FewActivatedGroupedGemm"})  # of few rows, by launches that overlap
 SWAPPED = "SwappedGroupedGemm"  # decodes B of few rows a group, as the first operand of wide MMAs
 PAIRED = "PairedGroupedGemm"  # adds the product of a second pair of operands
+SYMMETRIC = "SymmetricGemm"  # multiplies by its own transpose
 PAIRED_ACTIVATED = "PairedActivatedGroupedGemm"  # and has an activation as a second output
 
 
@@ -130,7 +131,7 @@ ARCHS = {
             chips=("sm_90",),
             target="sm_90a",
             folder="sm90",
-            kernels=ALL | FEW | {DECODING, SWAPPED, PAIRED, PAIRED_ACTIVATED},
+            kernels=ALL | FEW | {DECODING, SWAPPED, PAIRED, PAIRED_ACTIVATED, SYMMETRIC},
             tilings=sm90_tilings,
         ),
         Arch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import backends
 from .ops import (
     activation,
+    batched_syrk,
     dequantize,
     expert_parallel,
     few,
@@ -23,6 +24,7 @@ from .ops import (
     requantize,
     router,
     routing,
+    scale_layout,
 )
 from .runtime.launcher import Launcher
 
@@ -43,12 +45,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
     *COPYING,
     *gemm_scaled_quantize.LAUNCHERS,
     gemm_packed.GROUPED_GEMM_PACKED,
+    batched_syrk.BATCHED_SYRK,
     *activation.LAUNCHERS,
     *reduce.LAUNCHERS,
     *router.LAUNCHERS,
     *routing.LAUNCHERS,
     dequantize.GROUP_DEQUANTIZE,
     requantize.GROUP_REQUANTIZE,
+    scale_layout.SCALE_TO_LAYOUT,
     quantize.GROUPED_ACTIVATION_QUANTIZE,
 )
 

@@ -110,6 +110,11 @@ def choose_gradient(arch: str, columns: int, depth: int, rows: int) -> GemmConfi
     return arch_of(arch).tilings.choose_gradient(columns, depth, rows)
 
 
+def choose_symmetric(arch: str, rows: int) -> GemmConfig:
+    """The tiling of a symmetric product of ``rows`` rows and columns."""
+    return arch_of(arch).tilings.choose_symmetric(rows)
+
+
 def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
     """``choose`` for quantised operands."""
     return arch_of(arch).tilings.choose_scaled(kind, form, columns, depth, rows)

@@ -51,8 +51,7 @@ def check_wire(wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None)
 
 def _by_rows(spec: QuantizeSpec) -> bool:
     """Whether a row's codes do not depend on other rows."""
-    form = FORMATS[spec.format]
-    return bool(form.block) and not (form.has_amax or spec.delayed or spec.stochastic)
+    return FORMATS[spec.format].row_alone and not (spec.delayed or spec.stochastic)
 
 
 class Codec(NamedTuple):

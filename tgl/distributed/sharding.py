@@ -19,6 +19,8 @@ For one dimension of the mesh, besides all operands replicated:
 | ``dispatch``, ``combine`` | H, or ``x`` (``y``) a partial sum | sharded in H, or a partial sum |
 | ``combine_backward`` | H of ``grad`` and ``y`` | ``dy`` sharded in H, ``dweights`` a partial sum |
 | ``topk_router``, ``..._backward`` | tokens | sharded in tokens, sums partial sums |
+| ``batched_syrk`` | matrices | sharded in matrices |
+| | K of ``x``, ``c`` a partial sum | partial sum |
 | ``offload``, ``reload``, ``after`` | any dimension | the placement of the operand |
 
 Ops on quantised operands follow this pattern, with all components of an operand sharded together: see
@@ -276,6 +278,14 @@ def _combine_backward(grad: Any, y: Any, token: Any, position: Any, top_k: int, 
     return rules
 
 
+def _batched_syrk(x: Any, c: Any = None, **_: Any) -> list[Rule]:
+    return [
+        replicated(1, x, c),
+        rule([Shard(0)], (x, Shard(0)), (c, Shard(0))),
+        rule([Partial()], (x, Shard(2)), (c, Partial())),
+    ]
+
+
 def _splits_to_offsets(m_splits: Any) -> list[Rule]:
     return [replicated(1, m_splits)]
 
@@ -332,6 +342,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_activation.default: _grouped_gemm_activation,
     _ops.grouped_gemm_wgrad.default: _wgrad,
     _ops.grouped_gemm_wgrad_accumulate_.default: _wgrad_accumulate,
+    _ops.batched_syrk.default: _batched_syrk,
     _ops.grouped_dbias.default: _grouped_dbias,
     _ops.grouped_gemm_low_rank.default: _grouped_gemm_low_rank,
     _ops.grouped_gemm_low_rank_activation.default: _grouped_gemm_low_rank_activation,

@@ -143,6 +143,11 @@ class Format:
     power_of_two: bool = False
 
     @property
+    def row_alone(self) -> bool:
+        """Whether rowwise components of a row follow from the row: its scales are those of pieces of it."""
+        return self.block > 0 and not self.has_amax
+
+    @property
     def fills_blocks(self) -> bool:
         """Whether a group's last columnwise block counts as a whole: a Hadamard transform mixes all its places."""
         return "rht" in self.options

@@ -16,6 +16,7 @@ Layouts:
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -89,8 +90,12 @@ def scales(
     columnwise: bool,
     block_2d: bool,
     given: str,
+    rows: Tensor | None = None,
 ) -> Scales:
-    """Check the arguments of a conversion; ``scale`` is in layout ``given``, which is ``layout`` or ``"compact"``."""
+    """Check the arguments of a conversion; ``scale`` is in layout ``given``, which is ``layout`` or ``"compact"``.
+
+    With ``rows`` it has the compact scales of any number of rows, which stand where these numbers say.
+    """
     f = known_format(op, format)
     checks.require(layout in LAYOUTS, op, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
     if not _converts(f, layout):
@@ -107,10 +112,15 @@ def scales(
         checks.offsets(op, offs, None, "scale", scale.device)
     for size in shape:
         checks.require(size >= 0, op, "shape", "free of negative sizes", tuple(shape))
+    if rows is not None:
+        must = "None unless `scale` is rowwise and `offs` is given"
+        checks.require(not columnwise and offs is not None, op, "rows", must, rows.shape)
+        checks.row_index(op, "rows", rows, "scale", scale.device)
+        checks.size(op, "rows", rows, 0, shape[0], lambda: f"of length {shape[0]}, the first size of `shape`")
     groups = shape[0] if offs is None else offs.shape[0]
 
     def component(scale_layout: str) -> TensorSpec:
-        options = Options(format, scale_layout=scale_layout, block_2d=block_2d).resolved(op)
+        options = _options(op, format, scale_layout, block_2d)
         specs: ComponentSpecs = component_specs(options, tuple(shape), groups, scale.device, grouped=offs is not None)
         return specs.columnwise_scale if columnwise else specs.scale
 
@@ -122,10 +132,18 @@ def scales(
         else compact._replace(shape=_shape(found, offs is not None), stride=None)
     )
     found = found._replace(other=other)
-    expected = compact if given == "compact" else other
+    expected = compact.shape if given == "compact" else other.shape
+    if rows is not None:
+        checks.ndim(op, "scale", scale, 2, "[S, columns]")
+        expected = (scale.shape[0], *expected[1:])
     checks.either_dtype(op, "scale", scale, f.scale_dtype)
-    checks.shape(op, "scale", scale, expected.shape, f"of {given} {'columnwise ' if columnwise else ''}{format} scales")
+    checks.shape(op, "scale", scale, expected, f"of {given} {'columnwise ' if columnwise else ''}{format} scales")
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _options(op: str, format: str, scale_layout: str, block_2d: bool) -> Options:
+    return Options(format, scale_layout=scale_layout, block_2d=block_2d).resolved(op)
 
 
 def _converts(f: Format, layout: str) -> bool:

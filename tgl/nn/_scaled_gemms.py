@@ -14,12 +14,14 @@ from ..meta.quantized import Options
 from ..ops import (
     fp8_scale_from_history,
     fp8_update_history_,
+    group_quantize,
     grouped_activation_quantize,
     grouped_dbias,
     grouped_gemm_scaled,
     grouped_gemm_scaled_activation_quantize,
     grouped_gemm_scaled_wgrad,
     grouped_gemm_scaled_wgrad_accumulate_,
+    to_blocked_scale,
 )
 from ..ops._library import CASTS
 from ..ops.after import after
@@ -35,6 +37,12 @@ from ._parameters import decided_when_traced, inside_operator
 
 WITH_AMAX = frozenset(name for name, form in FORMATS.items() if form.decodes_with_amax)
 KEPT = tuple(f"kept_{name}" for name in Components._fields)
+
+
+def _copies_codes(spec: QuantizeSpec) -> bool:
+    """Whether scales of tokens are put where those of rows are by one step: a kernel's, or along their columns."""
+    form = FORMATS[spec.format]
+    return form.row_alone and (form.scale_by_columns or spec.scale_layout == "blocked")
 
 
 class _Bytes(NamedTuple):
@@ -83,8 +91,8 @@ class ScaledGemms(nn.Module):
         # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
         self.format, self.title = recipe.format, repr(recipe)
         self.fused_with_gemm = FORMATS[self.format].fused_with_gemm
-        self.copies_codes = FORMATS[self.format].scale_by_columns  # which belong to pieces of one row
         self.names: dict[str, Any] = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
+        self.copies_codes = _copies_codes(self.specs.input)
         self.delayed = isinstance(recipe, DelayedScaling)
         self.num_gemms = num_gemms
         if isinstance(recipe, DelayedScaling):
@@ -139,17 +147,25 @@ class ScaledGemms(nn.Module):
             self._remember("input", made)
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
-    def input_of_tokens(self, x: Tensor, token: Tensor, dispatched: Callable[[Tensor], Tensor]) -> Operands:
+    def input_of_tokens(
+        self, x: Tensor, offs: Tensor, token: Tensor, dispatched: Callable[[Tensor], Tensor]
+    ) -> Operands:
         """``input`` of ``x[token]`` for fprop, if ``copies_codes``, by quantising every token of ``x [S, K]`` once.
 
         Args:
-            x, token: S is at least 1; int32 ``[T]``, negative in the tail, where the GEMMs read nothing.
+            x, offs, token: S is at least 1; int32 ``[G]``; int32 ``[T]``, negative in the tail, where the GEMMs read
+                nothing.
             dispatched: the row of a ``[S, columns]`` for every row.
         """
         everything = x.new_full((1,), x.shape[0], dtype=torch.int32)
-        made = self.specs.input.quantize(x, everything, columnwise=False)
+        options = {**self.specs.input.options(False), "scale_layout": "compact"}  # a token's scales side by side
+        made = group_quantize(x, everything, columnwise=False, **options)
         codes = dispatched(made.data.view(x.dtype)).view(made.data.dtype)
-        scale = made.scale.t().index_select(1, token.clamp(min=0)).t()
+        if self.specs.input.scale_layout == "blocked":
+            shape = token.shape[0], x.shape[1]
+            scale = to_blocked_scale(made.scale, offs, token, shape=shape, format=self.format)
+        else:
+            scale = made.scale.t().index_select(1, token.clamp(min=0)).t()
         return Operands(fprop=(codes, scale))
 
     def activated_input(

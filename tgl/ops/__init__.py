@@ -3,6 +3,7 @@
 from . import after, expert_parallel, moe, offload, permutation, route, same_offs, topk_router  # noqa: F401 (register)
 from ._properties import SAC_SAVE_LIST
 from .allocate_wgrad import allocate_wgrad
+from .batched_syrk import batched_syrk
 from .fp8_history import fp8_scale_from_history, fp8_update_history_
 from .group_dequantize import group_dequantize
 from .group_quantize import group_quantize
@@ -36,6 +37,7 @@ from .wgrad_stash import wgrad_stash_
 __all__ = [
     "SAC_SAVE_LIST",
     "allocate_wgrad",
+    "batched_syrk",
     "fp8_scale_from_history",
     "fp8_update_history_",
     "from_blocked_scale",

@@ -10,6 +10,7 @@ import torch
 from .._after_import import after_import
 from ..meta.formats import FORMATS
 from . import (  # noqa: F401  (the ops must exist first)
+    batched_syrk,
     expert_parallel,
     grouped_gemm,
     grouped_gemm_activation,
@@ -101,6 +102,12 @@ def grouped_gemm_wgrad_flop(a_shape: list[int], b_shape: list[int], *tables: Any
 def grouped_gemm_wgrad_accumulate_flop(a_shape: list[int], b_shape: list[int], *tables: Any, **kwargs: Any) -> int:
     """Those of the product."""
     return 2 * _rows(a_shape, tables, 3) * a_shape[1] * b_shape[1]
+
+
+@_flops(_ops.batched_syrk)
+def batched_syrk_flop(x_shape: list[int], *args: Any, **kwargs: Any) -> int:
+    """``2 G M M K``: those of the whole result, as of any product; a kernel that computes a triangle does half."""
+    return 2 * x_shape[0] * x_shape[1] ** 2 * x_shape[2]
 
 
 @_flops(_ops.grouped_mlp)

@@ -1,7 +1,8 @@
 """``tgl::scale_to_layout`` and ``tgl::scale_from_layout``: scales in the layouts of other libraries, and back.
 
 Both know a layout as one map of offsets (``meta.scale_layout``), computed on the device: the first scatters through it,
-the second gathers. They move bytes and compute nothing, so a round trip returns the same bytes.
+the second gathers. They move bytes and compute nothing, so a round trip returns the same bytes. The first may take
+scales of other rows, and an index that says whose stand in every row of the groups.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, debug
 from ..meta import scale_layout
 from ._library import define
+from ._rows import given
 
 TO, FROM = "scale_to_layout", "scale_from_layout"
 _OPTIONS = "SymInt[] shape, str layout, str format, bool columnwise=False, bool block_2d=False"
@@ -25,6 +27,7 @@ def _check(
     op: str,
     scale: Tensor,
     offs: Tensor | None,
+    rows: Tensor | None = None,
     *,
     shape: Sequence[int],
     layout: str,
@@ -42,6 +45,7 @@ def _check(
         columnwise=columnwise,
         block_2d=block_2d,
         given="compact" if op == TO else layout,
+        rows=rows,
     )
 
 
@@ -52,20 +56,26 @@ def _define(name: str) -> torch._ops.OpOverload:
     def spec(scales: scale_layout.Scales) -> Any:
         return scales.other if name == TO else scales.compact
 
-    def kernel(scale: Tensor, offs: Tensor | None, **keywords: Any) -> Tensor:
-        scales = _check(name, scale, offs, **keywords)
+    def kernel(scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any) -> Tensor:
+        scales = _check(name, scale, offs, rows, **keywords)
         out = spec(scales).empty()
-        backends.run(name, scale.device, scale, offs, scales=scales, out=out)
+        if debug.active and rows is not None and offs is not None:
+            debug.check_offs(name, offs, rows.shape[0])
+            debug.check_rows(name, "rows", rows, offs, scale)
+        backends.run(name, scale.device, scale, offs, scales=scales, out=out, **given(rows=rows))
         return out
 
-    def fake(scale: Tensor, offs: Tensor | None, **keywords: Any) -> Tensor:
-        return spec(_check(name, scale, offs, **keywords)).empty()
+    def fake(scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any) -> Tensor:
+        return spec(_check(name, scale, offs, rows, **keywords)).empty()
 
-    def call(scale: Tensor, offs: Tensor | None, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
-        scales = _check(name, scale, offs, **keywords)
-        return scale.device, (scale, offs), {"scales": scales, "out": spec(scales).meta()}
+    def call(
+        scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any
+    ) -> tuple[torch.device, tuple, dict[str, Any]]:
+        scales = _check(name, scale, offs, rows, **keywords)
+        return scale.device, (scale, offs), {"scales": scales, "out": spec(scales).meta(), **given(rows=rows)}
 
-    op = define(f"{name}(Tensor scale, Tensor? offs, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
+    tensors = "Tensor scale, Tensor? offs" + (", Tensor? rows=None" if name == TO else "")
+    op = define(f"{name}({tensors}, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
     backends.describe_op(name, call)
     return op
 
@@ -75,15 +85,30 @@ _from = _define(FROM)
 
 
 def to_blocked_scale(
-    scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
+    scale: Tensor,
+    offs: Tensor | None,
+    rows: Tensor | None = None,
+    *,
+    shape: Sequence[int],
+    format: str,
+    columnwise: bool = False,
 ) -> Tensor:
     """Compact scales as ``group_quantize(scale_layout="blocked")`` would have made them.
 
+    With ``rows`` these are scales of tokens, and row t of the groups gets those of token ``rows[t]``. MXFP8's rowwise
+    scales follow from a row alone: tokens ``[S, K]`` that are quantised as one group then have, of
+    ``group_quantize(x, offs, rows=rows)``, the scales by this function and the data by ``dispatch``.
+
     Args:
-        scale: a compact ``scale`` or ``columnwise_scale`` of ``group_quantize``.
+        scale: a compact ``scale`` or ``columnwise_scale`` of ``group_quantize``; with ``rows`` a ``scale``
+            ``[S, ceil(K / block)]``, of any S.
         offs: int32 ``[G]`` cumulative group ends; None for weights. Not read on the host.
-        shape: ``(T, K)`` of the quantised rows, or ``(G, N, K)`` of the weights.
-        format: ``"mxfp8"`` or ``"nvfp4"``.
+        rows: int32 ``[T]`` on the device of ``scale``, contiguous, such as ``tgl.Routing.token``: whose scales stand in
+            every row of the groups. From ``offs[-1]`` on, numbers mean nothing. Values are not read on the host; before
+            the tail, a number outside ``[0, S)`` stands for scales of zero, and is an error inside
+            ``tgl.debug_checks()``. Only with ``offs``, and not with ``columnwise``.
+        shape: ``(T, K)`` of the quantised rows in groups, or ``(G, N, K)`` of the weights.
+        format: ``"mxfp8"``, ``"nvfp4"`` or ``"mxfp4"``.
         columnwise: which component ``scale`` is.
 
     Returns:
@@ -92,7 +117,7 @@ def to_blocked_scale(
     Raises:
         TypeError, ValueError: arguments that do not fit together.
     """
-    return _to(scale, offs, shape=shape, layout="blocked", format=format, columnwise=columnwise)
+    return _to(scale, offs, rows, shape=shape, layout="blocked", format=format, columnwise=columnwise)
 
 
 def from_blocked_scale(

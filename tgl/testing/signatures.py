@@ -147,6 +147,14 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
         Signature(_DACTIVATION.format(h="I"), options=_PLAIN, **_ACTIVATION),
         Signature(_DACTIVATION_INDEXED, **_ACTIVATION, **_INDEXED),
     ),
+    "batched_syrk": (
+        Signature(
+            "x[S,M,K], c[S,M,M]? -> s[S,M,M]",
+            options={"alpha": (1.0, 2.0)},
+            dimensions={**DIMENSIONS, "S": 3},
+            differentiable=False,
+        ),
+    ),
     "grouped_mlp": (Signature(_MLP_FORWARD, options=_EXACT, wide=_MLP_WIDE),),
     "grouped_mlp_backward": (
         Signature(_MLP_BACKWARD, options={**_EXACT, **_ALL}, differentiable=False, wide=_MLP_WIDE),

@@ -52,8 +52,13 @@ def placed(c: Any, reach: Reach, run: Callable[[Any], object]) -> None:
 
 
 def made(c: Any) -> Any:
-    """A call for the kernel that ``placed`` runs, as far as that depends on what is not done here."""
+    """A call for the kernel that ``placed`` runs, as far as that depends on what is not done here.
+
+    What lays scales out is prepared.
+    """
     layout = made_layout(c)
+    if layout != c.scale_layout:
+        _lay_out(c, backends.prepare)
     if odd(c):
         out = c.out if c.slots is None else room(c.out, c.slots)
         c = c._replace(out=out.new_empty(*out.shape[:-1], out.shape[-1] + 1), slots=None)
@@ -124,9 +129,13 @@ def _blocked(c: Any) -> Any:
     """The call with scales as the kernel wants them."""
     if made_layout(c) == c.scale_layout:
         return c
-    laid: dict[str, Any] = {"scale_layout": made_layout(c)}
+    return c._replace(**_lay_out(c, backends.run), scale_layout=made_layout(c))
+
+
+def _lay_out(c: Any, act: Callable[..., object]) -> dict[str, Tensor]:
+    """Room for the scales as the kernel wants them, by field, after ``act``, which runs or prepares what fills it."""
+    laid = {side.scale: side.scales.other.empty() for side in _sides(c)}
     for side in _sides(c):
-        laid[side.scale] = side.scales.other.empty()
         compact = getattr(c, side.scale)
-        backends.run("scale_to_layout", compact.device, compact, side.ends, scales=side.scales, out=laid[side.scale])
-    return c._replace(**laid)
+        act("scale_to_layout", compact.device, compact, side.ends, scales=side.scales, out=laid[side.scale])
+    return laid

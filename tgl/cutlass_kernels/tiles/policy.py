@@ -52,7 +52,7 @@ class Share(NamedTuple):
     step: Int32
 
 
-class _Policy:
+class Policy:
     """Known while a kernel is traced; a loop that calls its methods carries nothing of it.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Policy:
     def __extract_mlir_values__(self) -> list:
         return []
 
-    def __new_from_mlir_values__(self, values: list) -> "_Policy":
+    def __new_from_mlir_values__(self, values: list) -> "Policy":
         return self
 
     def numbered(self, problem: Problem, slots: cute.Tensor | None, matrices: cute.Tensor) -> Problem:
@@ -85,7 +85,7 @@ class _Policy:
         return matrices[None, None, tile.group if tile.slot is None else tile.slot]
 
 
-class VarlenM(_Policy):
+class VarlenM(Policy):
     """``a [T, K] x b [G, K, N] -> out [T, N]``: groups are rows of the output.
 
     A needs no bound at a group's end: rows of a neighbour only reach rows of the accumulator that are not stored. It
@@ -167,7 +167,7 @@ class VarlenM(_Policy):
         return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0), matrix)[None, None, 0, 0]
 
 
-class VarlenK(_Policy):
+class VarlenK(Policy):
     """``a [T, M]^T x b [T, N] -> out [G, M, N]``: groups are pieces of the contraction.
 
     Both operands are loaded through ragged maps, so the last stage of a group is filled up with zeros: one operand

@@ -52,3 +52,17 @@ def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]
     height = smaller(tiles_m - above, band)
     n = quotient(rest, height)
     return above + rest - n * height, n
+
+
+def decode_triangle(index: Int, side: Int) -> tuple[Int, Int]:
+    """Coordinates ``(m, n)``, ``n <= m``, of the ``index``-th place on and below the diagonal of ``side x side``.
+
+    Rows come in pairs of which each has as many places: the last one and the first, the one before the last and the
+    second. So no root is needed, whose rounding would decide where a row begins.
+    """
+    odd = side - quotient(side, 2) * 2
+    width = side + 1 - odd
+    pair = quotient(index, width)
+    at, length = index - pair * width, side - pair
+    second = smaller(larger(at - length + 1, 0), 1)  # 1 behind the longer row of the pair
+    return length - 1 - second * (length - 1 - pair + odd), at - second * length

@@ -49,7 +49,7 @@ from .tilings import SMEM_BYTES, gathering_reason
 
 WARPGROUP = 128
 BARRIER_SMEM = 512  # at most
-FEW_BARRIER_SMEM = 256  # at most, where no policy has any
+FEW_BARRIER_SMEM = 256  # at most, of 13 stages
 ALIGNED = 1024
 
 
@@ -67,6 +67,7 @@ class GroupedGemm:
         buffers: chunks that each consumer warp stages.
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
         paired: whether there is a second pair of operands; see ``paired``.
+        symmetric: whether a triangle of the result is computed, and stored twice; see ``symmetric``.
         by_lanes: the operand that lanes write to the ring, where the other one is loaded by TMA; or None.
         aside: bytes of shared memory that those lanes have for themselves.
         load_warpgroups: whose warps load.
@@ -74,7 +75,7 @@ class GroupedGemm:
 
     gradient: ActivationSpec | None = None
     hidden: Any  # of a gradient
-    paired = False
+    paired = symmetric = False
     buffers = aside = 0
     load_warpgroups = 1
 
@@ -171,7 +172,7 @@ class GroupedGemm:
         scales,
         offs: cute.Tensor,
         out: cute.Tensor | None,
-        args: EpilogueArgs,
+        args,
         clusters: Int32,
         stream,
         second: cute.Tensor | None = None,
@@ -227,12 +228,7 @@ class GroupedGemm:
         out_coords: Any = None
         if cutlass.const_expr(self.spec.keeps):
             out_map, out_coords = cpasync.make_tiled_tma_atom(save, target, out_smem, self.chunk)
-        second_map: Any = None
-        second_coords: Any = None
-        if cutlass.const_expr(second is not None):
-            second_map, second_coords = cpasync.make_tiled_tma_atom(
-                save, ragged_tensor(second, 0), out_smem, self.chunk
-            )
+        second_map, second_coords = self.second_map(save, second, target, out_smem)
         hidden: Any = None
         if cutlass.const_expr(self.gradient is not None):
             hidden = self.hidden(*extra, out_smem)
@@ -259,6 +255,12 @@ class GroupedGemm:
             stream=stream,
             use_pdl=self.config.few,
         )
+
+    def second_map(self, save: Any, second: cute.Tensor | None, target: Any, out_smem: Any) -> tuple:
+        """``(map, coordinate tensor of the map)`` by which something else than ``target`` leaves, or Nones."""
+        if second is None:
+            return None, None
+        return cpasync.make_tiled_tma_atom(save, ragged_tensor(second, 0), out_smem, self.chunk)
 
     def maps(self, a: cute.Tensor, b: cute.Tensor, a_smem: Any, b_smem: Any) -> tuple[tuple, tuple]:
         """``(map, coordinate tensor of the map)`` of A and of B, Nones for an operand that lanes write."""
@@ -301,7 +303,7 @@ class GroupedGemm:
         second,
         out_values: cute.Tensor | None,
         scales,
-        args: EpilogueArgs,
+        args,
         hidden,
         problem: Problem,
         source,

@@ -9,6 +9,7 @@ from .kernel import ActivatedGroupedGemm, GroupedGemm
 from .paired import PairedActivatedGroupedGemm, PairedGroupedGemm
 from .scaled import ScaledGroupedGemm
 from .swapped import SwappedGroupedGemm
+from .symmetric import SymmetricGemm
 
 __all__ = [
     "ActivatedGroupedGemm",
@@ -25,4 +26,5 @@ __all__ = [
     "PairedGroupedGemm",
     "ScaledGroupedGemm",
     "SwappedGroupedGemm",
+    "SymmetricGemm",
 ]

@@ -6,13 +6,14 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...epilogue.vectors import EpilogueArgs, TileVectors, alpha, load_vectors
+from ...epilogue.vectors import TileVectors, alpha, load_vectors
 from ...tiles import ceil_div
 from ...tiles.policy import Problem
 from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile
 from .load import own_tile
+from .mirror import load_added, store_symmetric
 from .promote import Shared, multiply_promoted
 from .store import Output, store_tile
 
@@ -135,7 +136,7 @@ def consume_tiles(
     ring: Ring,
     output: Output,
     vectors: TileVectors,
-    args: EpilogueArgs,
+    args: Any,
     hidden: Any,
     problem: Problem,
     rank: Int32,
@@ -151,7 +152,7 @@ def consume_tiles(
         factors: scales of blocks, in shared memory ``[factors, stages]``, or None.
         ring: its barriers.
         output: where results go.
-        vectors, args: bias, row scale and factors in shared and in global memory.
+        vectors, args: bias, row scale and factors in shared and in global memory; ``Terms`` where ``symmetric``.
         hidden: what the epilogue of a gradient reads, else None.
         problem: sizes and offsets.
         rank: of this CTA in its cluster.
@@ -199,6 +200,9 @@ def consume_tiles(
             if cutlass.const_expr(gemm.gradient is not None):  # noqa: SIM102 - decided while tracing
                 if product:
                     begin_tile(gemm, output, hidden, tile, column, problem.columns, which, thread % 128, turn)
+            held: Any = None
+            if cutlass.const_expr(gemm.symmetric):
+                held = load_added(gemm, args, tile)
             acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(gemm.tiler[:2]), Float32)
             if cutlass.const_expr(gemm.a_element.width > 8):
                 later = (search, first, problem) if cutlass.const_expr(gemm.finds_late) else None
@@ -216,6 +220,8 @@ def consume_tiles(
             if cutlass.const_expr(gemm.gradient is not None):
                 at = (tile, column, problem.columns, product, which, thread % 128, turn)
                 turn = finish_tile(gemm, acc, output, hidden, *at)
+            elif cutlass.const_expr(gemm.symmetric):
+                turn = store_symmetric(gemm, acc, output, args, tile, held, turn)
             elif cutlass.const_expr(spec.accumulate):
                 if product:
                     turn = store_tile(gemm, acc, output, own, factor, tile, column, product, which, thread % 128, turn)

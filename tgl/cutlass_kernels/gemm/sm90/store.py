@@ -199,7 +199,7 @@ def send_chunk(
     """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    chunk = CHUNK_ROWS, cute.size(buffer, mode=[1])
+    chunk = cute.size(buffer, mode=[0]), cute.size(buffer, mode=[1])
     part = cute.local_tile(cute.domain_offset((row, column), target), chunk, (0, 0))
     source, sink = cpasync.tma_partition(
         store, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(part, 0, 2)

@@ -45,6 +45,8 @@ SHORT_COSTS = {WIDE_TURNS: 1.0, HIGH_TURNS: 1.01, WIDE: 1.05, HIGH: 1.06, TURNS:
 ``WIDE`` takes 1.05 over 512 rows of Qwen3's groups on an H100.
 """
 SHORT = 512
+SYMMETRIC_COSTS = {tiling: COSTS[VARLEN_K][tiling] for tiling in (PAIR, TURNS)}
+"""Of symmetric products, whose tiles make squares; both kinds of tiles are what they are in a gradient."""
 GATHERING_COSTS = {"a": {WIDE: 1.0, WIDE_TURNS: 0.94}, "b": {HIGH: 1.0, HIGH_TURNS: 0.94}}
 """Of gradients that gather an operand, over fewer than ``LONG_GATHER`` rows: tiles are short in that one, of which an
 MMA then needs the fewest pieces.
@@ -132,6 +134,17 @@ def _cheapest(
         return covered * _covered(rows, high) if kind == VARLEN_K else covered  # else all are as high
 
     return min((tiling for tiling in costs if {tiling.tile_m, tiling.tile_n} <= set(widths)), key=cost)
+
+
+def choose_symmetric(rows: int) -> GemmConfig:
+    """Of a triangle of tiles: those that cover it at the least cost, by ``SYMMETRIC_COSTS``."""
+
+    def cost(tiling: GemmConfig) -> float:
+        side = max(tiling.cluster_tile)
+        squares = ceil_div(rows, side)
+        return SYMMETRIC_COSTS[tiling] * side**2 * squares * (squares + 1) / 2
+
+    return min(SYMMETRIC_COSTS, key=cost)
 
 
 def choose_gathering(

@@ -1,0 +1,95 @@
+"""Products of matrices and their own transposes: of the results, which are symmetric, one triangle of tiles.
+
+Tiles are handed out by squares of ``side``, the longer side of what a cluster takes at a time, and a square is one or
+two of these. Squares on the diagonal are computed and stored as a whole; of the others those below it, each of which is
+stored twice.
+"""
+
+from cutlass import Boolean, Int32, cute
+
+from .policy import Policy, Problem
+from .raster import ceil_div, decode_triangle, quotient
+from .search import Tile
+
+
+class Triangle(Policy):
+    """``x [G, M, K] x its transpose -> out [G, M, M]``; both operands are ``x``.
+
+    Attributes:
+        side: rows and columns of a square.
+        down, across: tiles of a cluster in a square.
+    """
+
+    has_tail = False
+    smem_bytes = 0
+
+    def __init__(self, tile_m: int, tile_n: int):
+        self.tile_m, self.tile_n = tile_m, tile_n
+        self.side = max(tile_m, tile_n)
+        if self.side % tile_m or self.side % tile_n:
+            raise ValueError(f"tiles of {tile_m} x {tile_n} make no square")
+        self.down, self.across = self.side // tile_m, self.side // tile_n
+
+    def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
+        return tuple(cute.make_tensor(t.iterator, cute.select(t.layout, [1, 2, 0])) for t in (a, b, out))
+
+    def problem(
+        self, a: cute.Tensor, b: cute.Tensor, offs: None, out: cute.Tensor, slots: cute.Tensor | None = None
+    ) -> Problem:
+        """Sizes; ``tiles_m`` and ``tiles_n`` count squares along a side."""
+        rows, squares = Int32(a.shape[1]), ceil_div(Int32(a.shape[1]), self.side)
+        return Problem(None, rows, Int32(a.shape[2]), rows, squares, squares, matrices=Int32(a.shape[0]))
+
+    def per_matrix(self, problem: Problem) -> Int32:
+        """Tiles of a matrix, of those that a cluster takes at a time."""
+        squares = problem.tiles_m
+        return squares * (squares + 1) // 2 * (self.down * self.across)
+
+    def tiles_at_most(self, problem: Problem) -> Int32:
+        """The number of tiles."""
+        return problem.matrices * self.per_matrix(problem)
+
+    def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
+        """There is nothing to prepare."""
+        return problem
+
+    def start(self, problem: Problem, tail: bool = False) -> Int32:
+        """The state of a warp that walks the tiles: none is needed."""
+        return Int32(0)
+
+    def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
+        """The ``index``-th tile."""
+        per_matrix, parts = self.per_matrix(problem), self.down * self.across
+        group = quotient(index, per_matrix)
+        rest = index - group * per_matrix
+        square = quotient(rest, parts)
+        m, n = decode_triangle(square, problem.tiles_m)
+        part = rest - square * parts  # along one of the two sides
+        m = m * self.down + (part if self.down > 1 else 0)
+        n = n * self.across + (part if self.across > 1 else 0)
+        return state, Tile(group < problem.matrices, group, m, n, Int32(0), problem.rows)
+
+    def depth(self, tile: Tile, problem: Problem) -> Int32:
+        """Extent of the contraction."""
+        return problem.depth
+
+    def is_product(self, tile: Tile, problem: Problem) -> Boolean:
+        """Every tile is one."""
+        return Boolean(True)
+
+    def below(self, row: Int32, column: Int32) -> Boolean:
+        """Whether an element is of a square below the diagonal, which has a counterpart above it."""
+        return quotient(row, self.side) > quotient(column, self.side)
+
+    def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[rows, depth]`` of the tile's matrix, given the coordinate tensor of a map."""
+        return self.matrix(a, tile)
+
+    def b(self, b: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[columns, depth]``."""
+        return self.matrix(b, tile)
+
+    def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
+        """``[rows, columns]``."""
+        return self.matrix(out, tile)
