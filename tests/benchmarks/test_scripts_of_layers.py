@@ -8,29 +8,81 @@ import torch
 from tests.benchmarks.stand_in import ran
 
 
-def test_decode(gpu, load, monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def decode(gpu, load, monkeypatch):
     script = gpu("decode")
-    small, of_a_gpu = script.Block(64, 48, 8, 2), script.Problem
-    monkeypatch.setattr(script, "Problem", lambda block, tokens: of_a_gpu(block, tokens, "cpu"))
-    monkeypatch.setattr(script, "kernels_of", lambda graph: [load("harness.kernels").Kernel("a", 2, 3.0)])
-    monkeypatch.setitem(script.SHAPES, "small", small)
-    monkeypatch.setattr(script, "grouped_mm", lambda p: lambda: p.oracle().bfloat16())
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small", "--tokens", "4", "--bandwidth", "1", "--kernels")
+    of_a_gpu = script.Problem
+    monkeypatch.setattr(script, "Problem", lambda block, tokens, layers: of_a_gpu(block, tokens, layers, "cpu"))
+    monkeypatch.setattr(script, "kernels_of", lambda graph: [load("harness.kernels").Kernel("a", 6, 3.0)])
+    monkeypatch.setitem(script.SHAPES, "small", script.Block(64, 48, 8, 2))
+    monkeypatch.setattr(script, "grouped_mm", lambda: lambda layer, x: layer.oracle(x).bfloat16())
+    return script
+
+
+def test_decode(decode, monkeypatch, tmp_path, capsys):
+    options = ("--shapes", "small", "--tokens", "4", "--bandwidth", "1")
+    lines, found = ran(decode, tmp_path, capsys, *options, "--kernels")
     (result,) = found["results"]
-    assert set(result["times"]) == set(script.ARMS)
+    assert set(result["times"]) == set(decode.ARMS)
     assert not result["left out"]
     assert 2 <= result["experts hit"] <= 8
     assert result["bound"] == result["experts hit"] * 3 * 48 * 64 * 2 / 1e9  # ms at 1 TB/s
     (line,) = (line for line in lines if line[:2] == ["small", "4"])
-    assert line[4 : 4 + len(script.ARMS)] == ["1000.0"] * len(script.ARMS)
-    assert line[-2:] == ["2", "2"]
-    assert all([arm, "3.0", "us", "2", "x", "a"] in lines for arm in ("tgl", *script.WITHOUT))
-    monkeypatch.setattr(script, "block", lambda p, chosen, weights: torch.zeros_like(p.x))
-    _, found = ran(script, tmp_path, capsys, "--shapes", "small", "--tokens", "4", "--arms", "tgl", "torch", "apart")
+    assert line[5 : 5 + len(decode.ARMS)] == ["1000.0"] * len(decode.ARMS)
+    assert line[-2:] == ["6", "6"]
+    assert all([arm, "3.0", "us", "6", "x", "a"] in lines for arm in ("tgl", *decode.WITHOUT))
+    monkeypatch.setattr(decode, "block", lambda layer, x, chosen, weights: torch.zeros_like(x))
+    _, found = ran(decode, tmp_path, capsys, *options, "--arms", "tgl", "torch", "apart")
     (result,) = found["results"]
     assert set(result["times"]) == {"torch"}
     assert set(result["left out"]) == {"tgl", "apart"}
-    assert set(script.arms_of(of_a_gpu(small, 33, "cpu"))) == {"tgl", "block", "torch"}
+    assert set(decode.arms_of(decode.Problem(decode.SHAPES["small"], 33, 1))) == {"tgl", "block", "torch"}
+
+
+def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
+    """Each has its own experts and the result of the one before, and is told by its number if it is wrong."""
+    options = ("--shapes", "small", "--tokens", "4", "--bandwidth", "1", "--layers")
+    lines, found = ran(decode, tmp_path, capsys, *options, "1", "3")
+    one, result = found["results"]
+    assert (one["layers"], result["layers"]) == ("1", "3")
+    assert (set(result["times"]), result["left out"]) == (set(decode.ARMS), {})
+    assert result["times"]["tgl"]["median"] == pytest.approx(1 / 3)
+    assert result["bound"] == pytest.approx(result["experts hit"] * 3 * 48 * 64 * 2 / 1e9)
+    (line,) = (line for line in lines if line[:3] == ["small", "4", "3"])
+    assert line[-2:] == ["2", "2"]
+
+    torch.manual_seed(0)
+    problem = decode.Problem(decode.SHAPES["small"], 4, 3)
+    assert len({layer.w1.sum().item() for layer in problem.layers}) == 3
+    results = decode.arms_of(problem)["tgl"]()
+    tokens = [problem.x, *results]
+    for layer, x, y in zip(problem.layers, tokens, results, strict=False):
+        assert 0.9 < y.float().square().mean().sqrt() < 1.1
+        assert (y.float() - layer.oracle(x)).abs().max() < 0.1
+    assert problem.wrong(results) is None
+    results[1] = -results[1]
+    assert problem.wrong(results).startswith("block 1: error 2")
+
+    monkeypatch.setattr(decode, "chain", lambda p, serve: [serve(layer, p.x) for layer in p.layers])
+    _, found = ran(decode, tmp_path, capsys, *options, "2", "--arms", "tgl")
+    assert found["results"][0]["left out"]["tgl"].startswith("block 1: error ")
+    with pytest.raises(SystemExit):
+        decode.main(["--layers", "0"])
+
+
+def test_kernels_of_an_arm_alone(decode, monkeypatch):
+    """What their keys do not tell is set: they are kept nowhere else, and neither are others found."""
+    launcher, cache = decode.launcher, decode.cache
+    plans, fetch = launcher.plans, cache.fetch
+    for arm in decode.WITHOUT:
+        with decode.without(arm):
+            if arm in decode.ANEW:
+                assert launcher.plans is decode.ANEW[arm]
+                assert cache.fetch("key", lambda: "built") == "built"
+            else:
+                assert (launcher.plans, cache.fetch) == (plans, fetch)
+        assert (launcher.plans, cache.fetch) == (plans, fetch)
+    assert set(decode.ANEW) < set(decode.WITHOUT)
 
 
 @pytest.fixture

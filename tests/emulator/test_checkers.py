@@ -327,6 +327,16 @@ def test_access_before_the_wait_is_reported(access):
     assert launch(body, torch.zeros(1, dtype=torch.int32)).early is None
 
 
+def test_letting_the_next_launch_begin_before_the_wait_is_reported():
+    last = "  griddepcontrol.wait;\n  griddepcontrol.launch_dependents;"
+    for body, at_once in ((last, False), (f"  griddepcontrol.launch_dependents;\n{last}", True)):
+        assert (launch(body, overlaps=True).at_once is not None) == at_once
+        assert launch(body).at_once is None
+    for warp, at_once in ((0, False), (1, True)):  # a warp's own wait counts
+        body = only(0, "  griddepcontrol.wait;", "A") + only(warp, "  griddepcontrol.launch_dependents;", "B")
+        assert (launch(body, warps=2, overlaps=True).at_once is not None) == at_once
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("timing", ["adversarial", "in_order"])
 def test_the_launch_in_front_ends_when_nothing_else_can_go_on(timing, overlaps):

@@ -14,12 +14,35 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="the kernels are those of sm_90"),
 ]
 
-EXPERTS, CHOICES, LAYERS, REPLAYS = 64, 4, 3, 50
+EXPERTS, CHOICES, LAYERS, REPLAYS = 64, 4, 4, 50
 HIDDEN, INNER = 1024, 256  # 64 experts are fewer bytes than the most
 
 
 def matrices(*shape):
     return (torch.randn(*shape, device=DEVICE) * shape[-1] ** -0.5).bfloat16()
+
+
+def captures(call, monkeypatch):
+    """Graphs of a call and what it returned: as it is, and by launches that do not overlap."""
+    stream, found = torch.cuda.Stream(), []
+    for most in (overlap.FEW_CHOICES, 0):
+        monkeypatch.setattr(overlap, "FEW_CHOICES", most)
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found.append((graph, call()))
+    return found
+
+
+def same(ours, composed):
+    """Replays of both have the same bits."""
+    for graph, _ in (ours, composed):
+        graph.replay()
+    assert ours[1].isfinite().all()
+    assert ours[1].any()
+    assert torch.equal(ours[1], composed[1])
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -40,23 +63,35 @@ def test_replays_follow_the_routing(tokens, biased, monkeypatch):
             y = y + tgl.moe(y, chosen.top_k_index, chosen.weights, w1.transpose(1, 2), w2.transpose(1, 2), *both)
         return y
 
-    stream, found = torch.cuda.Stream(), {}
-    for most in (overlap.FEW_CHOICES, 0):
-        monkeypatch.setattr(overlap, "FEW_CHOICES", most)
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found[most] = graph, call()
+    ours, composed = captures(call, monkeypatch)
     made = torch.Generator(DEVICE).manual_seed(0)
     for _ in range(REPLAYS):
         x.copy_(torch.randn(x.shape, generator=made, device=DEVICE))
-        for graph, _ in found.values():
-            graph.replay()
-        (_, ours), (_, composed) = found.values()
-        assert ours.isfinite().all()
-        assert torch.equal(ours, composed)
+        same(ours, composed)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@torch.no_grad()
+def test_replays_of_blocks_alone(tokens, monkeypatch):
+    """Nothing comes between: a block begins while the one in front ends, and has memory of earlier ones."""
+    torch.manual_seed(tokens)
+    weights = [(matrices(EXPERTS, 2 * INNER, HIDDEN), matrices(EXPERTS, HIDDEN, INNER)) for _ in range(LAYERS)]
+    logits = torch.empty(LAYERS, tokens, EXPERTS, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.empty(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+
+    def call():
+        y = x
+        for (w1, w2), own in zip(weights, logits):
+            chosen = tgl.topk_router(own, CHOICES, renormalize=True, scale=3.0)  # so that results are about 1
+            y = tgl.moe(y, chosen.top_k_index, chosen.weights, w1.transpose(1, 2), w2.transpose(1, 2))
+        return y
+
+    ours, composed = captures(call, monkeypatch)
+    made = torch.Generator(DEVICE).manual_seed(0)
+    for _ in range(REPLAYS):
+        for t in (x, logits):
+            t.copy_(torch.randn(t.shape, generator=made, device=DEVICE))
+        same(ours, composed)
 
 
 def test_they_are_served():

@@ -28,7 +28,7 @@ class GemmConfig:
         stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
         band: tile rows per band of the tile order; see ``tiles.raster``.
         longest_first: varlen_k: groups are visited longest first, not as they come; see ``tiles.order``.
-        half: sm_90: a CTA takes half of a multiprocessor, and its launch overlaps the one in front; see
+        few: sm_90: of a block of few choices: one warpgroup multiplies, and the launch overlaps the one in front; see
             ``gemm.sm90.few``.
     """
 
@@ -44,7 +44,7 @@ class GemmConfig:
     unit_scales: bool = False
     band: int = 8
     longest_first: bool = True
-    half: bool = False
+    few: bool = False
 
     @property
     def cta_m(self) -> int:

@@ -90,6 +90,7 @@ class Launch(Engine):
         self.program = program
         self.grid, self.block, self.cluster, self.smem, self.overlaps = grid, _, cluster, _, _ = extent
         self.early: int | None = None
+        self.at_once: int | None = None
         self.waited, self.in_front, self.front = not self.overlaps, self.overlaps, rules.front
         self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
         self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits

@@ -33,8 +33,8 @@ class LaunchRecord:
     beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
     the translation refused and the launch did not reach, with their PTX line. ``overlaps`` is whether the launch may
     begin before the one in front has ended (programmatic stream serialisation), and ``early`` where a warp of it first
-    accessed global memory before it had waited for that end. ``cycles`` is what it took by the model of time, with
-    ``timing="clocked"``.
+    accessed global memory before it had waited for that end, ``at_once`` where one let the next launch begin before.
+    ``cycles`` is what it took by the model of time, with ``timing="clocked"``.
     """
 
     kernel: str
@@ -45,6 +45,7 @@ class LaunchRecord:
     shared_bytes: int
     overlaps: bool = False
     early: str | None = None
+    at_once: str | None = None
     instructions: Counter[str] = field(default_factory=Counter)
     tma_bytes: dict[str, int] = field(default_factory=dict)
     global_bytes: dict[str, int] = field(default_factory=dict)
@@ -296,6 +297,7 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
     record.barriers = stat["barriers"] + stat["cluster_barriers"]
     record.bank_conflicts = stat["bank_conflicts"]
     record.early = None if launch.early is None else launch.program.location(launch.early)
+    record.at_once = None if launch.at_once is None else launch.program.location(launch.at_once)
     record.tensor_memory_columns = stat["tmem_columns"]
     record.steps = stat["steps"]
     if isinstance(launch, ClockedLaunch):

@@ -86,7 +86,7 @@ def gather_tiles(
             column = along * (own_bytes // tile_k)
         end_k = ceil_div(policy.depth(tile, problem), tile_k)
         following = tile
-        if cutlass.const_expr(gemm.config.half):  # noqa: SIM102 - decided while tracing
+        if cutlass.const_expr(gemm.config.few):  # noqa: SIM102 - decided while tracing
             if leads:
                 if asked < 0:
                     asked = ask_ahead(gemm, other, parts, to, ring, end_k)
@@ -99,7 +99,7 @@ def gather_tiles(
         else:
             row += line_of_lane(lane, tile_k)
             ahead = index_at(source, row)
-        if cutlass.const_expr(gemm.config.half):
+        if cutlass.const_expr(gemm.config.few):
             first += step
             search, following = policy.find(search, first, problem)
         for k in cutlass.range(end_k, unroll=1):
@@ -111,7 +111,7 @@ def gather_tiles(
                 pass_rows(held, k % STAGES_AHEAD, lane, rows)
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
-                if cutlass.const_expr(gemm.config.half):
+                if cutlass.const_expr(gemm.config.few):
                     further = k + ahead_of(gemm)
                     ask_l2(other, parts, cutlass.max(asked, further), cutlass.min(end_k, further + 1))
                     if k >= asked:
@@ -127,7 +127,7 @@ def gather_tiles(
             if cutlass.const_expr(policy.kind == VARLEN_M):
                 column += LINE
             stage, phase = advance(stage, phase, gemm.stages)
-        if cutlass.const_expr(gemm.config.half):
+        if cutlass.const_expr(gemm.config.few):
             asked, tile = Int32(0), following
         else:
             first += step

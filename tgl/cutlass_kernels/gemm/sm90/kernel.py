@@ -45,11 +45,11 @@ from . import gather, store
 from .load import Operand, load_tiles
 from .load_few import load_few_tiles
 from .mma import consume_tiles
-from .tilings import HALF_SMEM_BYTES, SMEM_BYTES, gathering_reason
+from .tilings import SMEM_BYTES, gathering_reason
 
 WARPGROUP = 128
 BARRIER_SMEM = 512  # at most
-FEW_BARRIER_SMEM = 256  # at most, of a ring in half of the memory
+FEW_BARRIER_SMEM = 256  # at most, of 13 stages
 ALIGNED = 1024
 
 
@@ -109,9 +109,9 @@ class GroupedGemm:
         self.chunk = store.CHUNK_ROWS, line * 8 // self.out_element.width
         self.buffers = self.buffers or buffers
         vectors = vector_bytes(spec, *self.vector_tile)
-        front = (FEW_BARRIER_SMEM + vectors) if config.half else BARRIER_SMEM + self.policy.smem_bytes
+        front = (FEW_BARRIER_SMEM + vectors) if config.few else BARRIER_SMEM + self.policy.smem_bytes
         fixed = (
-            (0 if config.half else vectors)
+            (0 if config.few else vectors)
             + ceil_div(front, ALIGNED) * ALIGNED
             + 4 * self.warpgroups * self.buffers * store.CHUNK_ROWS * line
             + self.aside
@@ -121,11 +121,10 @@ class GroupedGemm:
         # tiles.
         finds = gathered is not None or (self.factors and kind == VARLEN_M)
         self.load_registers = 56 if finds else 40
-        self.consumer_registers = (256 if config.half else 280 if finds else 272) - self.load_registers
+        self.consumer_registers = (256 if config.few else 280 if finds else 272) - self.load_registers
         # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
-        smem_bytes = HALF_SMEM_BYTES if config.half else SMEM_BYTES
-        self.stages = (smem_bytes - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
+        self.stages = (SMEM_BYTES - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property
     def finds_late(self) -> bool:
@@ -197,7 +196,7 @@ class GroupedGemm:
             index: which rows of what is ``gathered``; None if nothing is.
             packed: what lanes decode in place of B, which then has a layout and no values; or None.
             pair: operands like A and B whose product is added, see ``paired``; or None.
-            settled: of a tiling of ``half`` a multiprocessor: see ``few``.
+            settled: of a tiling of ``few``, see there.
         """
         problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
         source = packed
@@ -251,10 +250,10 @@ class GroupedGemm:
             grid=(running * ctas, 1, 1),
             block=(self.consumers + WARPGROUP * self.load_warpgroups, 1, 1),
             cluster=(ctas, 1, 1) if ctas > 1 else None,
-            min_blocks_per_mp=2 if self.config.half else 1,
-            preferred_smem_carveout=100 if self.config.half else None,  # in %; without, the compiler asks a driver
+            min_blocks_per_mp=2 if self.config.few else 1,  # as registers go: 128 for each of 256 threads
+            preferred_smem_carveout=100 if self.config.few else None,  # in %; without, the compiler asks a driver
             stream=stream,
-            use_pdl=self.config.half,
+            use_pdl=self.config.few,
         )
 
     def second_map(self, save: Any, second: cute.Tensor | None, target: Any, out_smem: Any) -> tuple:
@@ -334,12 +333,12 @@ class GroupedGemm:
             hidden = hidden._replace(full=full)
         problem = self.policy.arrange(problem, allocator, warp, load_warp + 4 * self.load_warpgroups, first, step)
         vectors: Any = None
-        if cutlass.const_expr(self.config.half):
+        if cutlass.const_expr(self.config.few):
             vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         a_buffers = allocator.allocate_tensor(self.a_element, a_smem.outer, ALIGNED, swizzle=a_smem.inner)
         b_buffers = allocator.allocate_tensor(self.b_element, b_smem.outer, ALIGNED, swizzle=b_smem.inner)
         out_buffers = allocator.allocate_tensor(self.out_element, out_smem.outer, ALIGNED, swizzle=out_smem.inner)
-        if cutlass.const_expr(not self.config.half):
+        if cutlass.const_expr(not self.config.few):
             vectors = allocate_vectors(allocator, self.spec, *self.vector_tile)
         factors: Any = None
         if cutlass.const_expr(self.factors):
@@ -358,12 +357,12 @@ class GroupedGemm:
             operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
             pair = Operand(low_map, low_coords, a_buffers), Operand(up_map, up_coords, b_buffers)
             if cutlass.const_expr(self.by_lanes is not None):
-                if cutlass.const_expr(self.config.half):
+                if cutlass.const_expr(self.config.few):
                     instructions.wait()
                 self.fill(source, *operands, ring, aside, Share(problem, rank, first, step))
             else:
                 if warp == load_warp:
-                    if cutlass.const_expr(self.config.half):
+                    if cutlass.const_expr(self.config.few):
                         load_few_tiles(self, operands, ring, Share(problem, rank, first, step), settled)
                     else:
                         load_tiles(self, operands, pair, ring, Share(problem, rank, first, step))
@@ -372,7 +371,7 @@ class GroupedGemm:
                     load_factors(self, scales, factors, ring, Share(problem, rank, first, step))
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            if cutlass.const_expr(self.config.half):
+            if cutlass.const_expr(self.config.few):
                 instructions.wait()
             output = store.Output(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(

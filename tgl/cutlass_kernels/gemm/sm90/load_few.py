@@ -1,7 +1,7 @@
 """The producer warp of the second GEMM of a block of few rows, see ``few``: ``load`` that asks for weights ahead.
 
-What is read ahead of the ring goes to L2, for which nothing waits: a ring of few stages then covers the way from L2,
-and memory always has more to do. The next launch may begin when this one has asked for its last bytes. Were it to begin
+What is read ahead of the ring goes to L2, for which nothing waits: the ring then covers the way from L2, and memory
+always has more to do. The next launch may begin when this one has asked for its last bytes. Were it to begin
 earlier, its own requests would come in front of these, and L2 might have lost what they brought before it is used.
 """
 

@@ -38,11 +38,11 @@ def multiply(
 ) -> tuple:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
-    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so by
-    CTAs of ``half`` a multiprocessor, which have few stages and wait for memory. A k tile that the contraction ends in
-    is multiplied behind the loop, for a condition within would end every MMA's flight. The accumulator is cleared
-    rather than overwritten by the first MMA: were it set on two ways (an MMA, or zeros where there is nothing to
-    multiply), the compiler would copy it through local memory and wait for every single MMA.
+    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so in
+    a tiling of ``few``, which waits for memory. A k tile that the contraction ends in is multiplied behind the loop,
+    for a condition within would end every MMA's flight. The accumulator is cleared rather than overwritten by the first
+    MMA: were it set on two ways (an MMA, or zeros where there is nothing to multiply), the compiler would copy it
+    through local memory and wait for every single MMA.
 
     Args:
         gemm: the ``GroupedGemm``.
@@ -70,7 +70,7 @@ def multiply(
         for block in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(tiled_mma, acc, a[None, None, block, stage], b[None, None, block, stage], acc)
         warpgroup.commit_group()
-        if cutlass.const_expr(gemm.config.half):
+        if cutlass.const_expr(gemm.config.few):
             warpgroup.wait_group(0)
             release(ring, stage, ctas)
         else:
@@ -91,7 +91,7 @@ def multiply(
     found: Any = None
     if cutlass.const_expr(following is not None):
         found = gemm.policy.find(*following, True)  # while the last MMAs run
-    if cutlass.const_expr(not gemm.config.half):
+    if cutlass.const_expr(not gemm.config.few):
         warpgroup.wait_group(0)
         if depth > 0:
             release(ring, previous, ctas)

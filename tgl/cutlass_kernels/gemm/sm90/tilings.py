@@ -16,7 +16,6 @@ from ..warp.packed_tilings import WORD, PackedSpec
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
 SHARED = 2  # CTAs of few rows on a multiprocessor
-HALF_SMEM_BYTES = 113 * 1024  # of 228 KiB for two CTAs, each of which takes 1 KiB more than it asks for
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
 LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
@@ -78,9 +77,9 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
         return "rows of a group end anywhere, and its last tile would have no other one beside it"
     if rows not in (64, 128, 256) and not tiling.pingpong:
         return f"tile_m must be 64, 128 or 256 where warpgroups share a tile, not {rows}"
-    if tiling.half:
+    if tiling.few:
         if rows != 64 or columns not in FEW_WIDTHS or tiling.pingpong or tiling.ctas > 1 or bits != 16:
-            return f"half a multiprocessor has one warpgroup on 64 rows and {FEW_WIDTHS} columns of 16 bits"
+            return f"a block of few choices has one warpgroup on 64 rows and {FEW_WIDTHS} columns of 16 bits"
         return None
     if columns not in (64, 128, 192, 256):
         return f"tile_n must be 64, 128, 192 or 256, not {columns}"
@@ -192,8 +191,8 @@ def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
     """
     for width in FEW_WIDTHS:
         if width % step == 0 and groups * ceil_div(columns, width) <= MULTIPROCESSORS:
-            return GemmConfig(64, width, half=True)
-    return GemmConfig(64, 128, half=True)
+            return GemmConfig(64, width, few=True)
+    return GemmConfig(64, 128, few=True)
 
 
 def choose_decoding(rows: int, piece: int) -> GemmConfig:

@@ -28,11 +28,11 @@ op(
 op("cp.async.bulk.prefetch", mods="tensor L2 global tile 1d 2d 3d 4d 5d", pattern=r"L2::\w+|tile::\w+", dst=0)(_nothing)
 
 
-@op("griddepcontrol", mods="launch_dependents wait", dst=0)
+@op("griddepcontrol", mods="launch_dependents wait", dst=0, line=True)
 def dependent_launch(g, ins: Insn, part: bool) -> list[str]:
     """Launches run one after the other: what remains is to wait for the end of the one in front."""
     if "wait" not in ins.parts:
-        return ["pass"]
+        return ["w.let_next_begin()"]
     return ["t_ = w.front_wait()", "if not t_():", "  yield t_", "w.waited = True"]
 
 

@@ -95,6 +95,10 @@ class SyncWarp(MemoryWarp):
         acquire = (lambda: self.agent.join(cl.released)) if self.agent is not None else None
         return Wait(lambda: cl.generation != g, ("barrier.cluster.wait",), acquire)
 
+    def let_next_begin(self) -> None:
+        if not self.waited and self.launch.at_once is None:
+            self.launch.at_once = self.line
+
     def front_wait(self) -> Wait:
         return Wait(lambda: not self.launch.in_front, ("griddepcontrol.wait",))
 
