@@ -131,6 +131,7 @@ HARDWARE: dict[str, dict[str, str]] = {
         "grouped_activation_quantize": "test_activation",
         **dict.fromkeys(("grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"), "test_scaled"),
         "grouped_gemm_packed": "test_packed",
+        "batched_syrk": "test_batched_syrk",
     }
 }
 """By chip, the ops whose kernels have passed a test of ``tests/gpu`` on one, and that test's module."""

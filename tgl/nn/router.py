@@ -33,6 +33,11 @@ class RouterOutput(NamedTuple):
     z_loss: Tensor | None = None
 
 
+def _at_least_one(tokens: int) -> int:
+    """``max(tokens, 1)``. Dynamo has integers in any case, and in PyTorch 2.11 no ``torch.sym_max`` of known ones."""
+    return max(tokens, 1) if isinstance(tokens, int) else torch.sym_max(tokens, 1)
+
+
 def topk_router(
     logits: Tensor,
     top_k: int,
@@ -98,6 +103,6 @@ def topk_router(
     if not losses:
         return RouterOutput(weights, index)
     tokens, experts = logits.shape
-    some = torch.sym_max(tokens, 1) if mask is None else mask.sum(dtype=z_sum.dtype).clamp_min(1)
+    some = _at_least_one(tokens) if mask is None else mask.sum(dtype=z_sum.dtype).clamp_min(1)
     balance = (tokens_per_expert * prob_sum).sum() * (experts / (some * some))
     return RouterOutput(weights, index, tokens_per_expert, balance, z_sum[0] / some)
