@@ -35,6 +35,7 @@ from tests.ranks_on_one_device import world
 from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
+from tgl.cutlass_kernels.gemm.sm90.tilings import SYMMETRIC_COSTS
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import FORMATS
 from tgl.testing import emulator
@@ -174,6 +175,48 @@ def combining_backward() -> None:
     as_on_the_host("combine_backward", *given, integers(300, 4))
 
 
+def few_choices() -> None:
+    """The block of few choices, whose launches overlap, each of them behind the one that wrote what it reads."""
+    index = torch.tensor([[1, 3], [0, 3], [3, 2]])
+    routing = tgl.route(index, 5)
+    x, w1, w2 = integers(3, 64).sign(), integers(5, 64, 64).sign(), integers(5, 32, 72)
+    x[:, 8:] = 0  # activations of 8 bits, and sums that are exact in any order
+    given = x, w1, w2, routing.source, routing.position, routing.token, routing.offs, integers(3, 2)
+    as_on_the_host("moe", *given, top_k=2, kind="reglu")
+
+
+def packed_few_rows() -> None:
+    """Rows times packed FP4, decoded on the way to the tensor cores."""
+    x, offs = integers(40, 128), ends((3, 0, 30, 1))
+    for name in ("mxfp4", "nvfp4"):
+        w = tgl.group_quantize(integers(4, 264, 128), None, format=name)
+        amax = (w.amax.to(DEVICE),) if name == "nvfp4" else ()
+        op = functools.partial(torch.ops.tgl.grouped_gemm_packed, format=name)
+        ours = op(x.to(DEVICE), w.data.to(DEVICE), w.scale.to(DEVICE), offs.to(DEVICE), *amax)
+        wanted = on_the_host(op, x, w.data, w.scale, offs, *(a.cpu() for a in amax))
+        torch.testing.assert_close(ours.cpu(), wanted, rtol=2.0**-7, atol=2.0**-7 * wanted.abs().max().item())
+
+
+def symmetric_products() -> None:
+    """Matrices times their transposes, in every tiling of a triangle."""
+    x, c = integers(3, 264, 136), integers(3, 264, 264)
+    c = c.tril() + c.tril(-1).mT
+    wanted = (x.double() @ x.double().mT - 2 * c.double()).to(BF16)
+    for tiling in SYMMETRIC_COSTS:
+        tilings.choose_symmetric = lambda *_, tiling=tiling: tiling  # type: ignore[misc]
+        launcher.forget()
+        assert torch.equal(tgl.batched_syrk(x.to(DEVICE), c.to(DEVICE), beta=-2.0).cpu(), wanted)
+
+
+def scales_of_tokens() -> None:
+    """Rowwise scales of tokens, laid out as those of their rows."""
+    scale, rows = torch.randint(1, 255, (50, 8), dtype=torch.uint8), index_of_rows(50)
+    options = {"shape": (len(rows), 256), "layout": "blocked", "format": "mxfp8"}
+    op = torch.ops.tgl.scale_to_layout
+    ours = op(scale.to(DEVICE), ends(SIZES).to(DEVICE), rows.to(DEVICE), **options)
+    assert same_bytes(ours.cpu(), on_the_host(op, scale, ends(SIZES), rows, **options))
+
+
 def exchange() -> None:
     """The ops of expert parallelism over the memory of a group, of one rank: tokens, bytes, and back."""
     rows, choices = 60, 2
@@ -216,6 +259,10 @@ BODIES = (
     gathered_quantisation,
     router,
     combining_backward,
+    few_choices,
+    packed_few_rows,
+    symmetric_products,
+    scales_of_tokens,
     exchange,
 )
 
