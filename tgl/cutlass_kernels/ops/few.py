@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OP = "moe"
 TIGHT = 32  # columns that a tile of B along K may end at
-FEW_BYTES = 224 << 20
+FEW_BYTES = 200 << 20
 """Of the experts that choices may hit, at most.
 
 Narrow tiles win where few of them keep memory at work, and launches that overlap where these are a large part. On an
