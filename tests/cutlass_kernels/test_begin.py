@@ -82,16 +82,14 @@ def test_kernels(arch, config, tail, gathered):
             assert frame.intact(), begin
 
 
+USUAL_PIECES = {("sm_90", False), ("sm_100", True)}
+
+
 @pytest.mark.parametrize(
     ("arch", "over_rows"),
     [
-        ("sm_90", False),
-        ("sm_100", True),
-        *(
-            pytest.param(arch, over_rows, marks=pytest.mark.slow)
-            for arch, over_rows in itertools.product(["sm_80", "sm_90", "sm_100", "sm_120"], [False, True])
-            if (arch, over_rows) not in {("sm_90", False), ("sm_100", True)}
-        ),
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in USUAL_PIECES))
+        for case in itertools.product(["sm_80", "sm_90", "sm_100", "sm_120"], [False, True])
     ],
 )
 def test_pieces_of_packed_matrices(arch, over_rows, monkeypatch):

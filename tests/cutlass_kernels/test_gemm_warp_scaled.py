@@ -99,7 +99,7 @@ IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in W
 RARER = {
     "rows: fp8_tensor, few columns",
     *(f"rows: {name}, all empty" for name in ("fp8_tensor", "mxfp8")),
-    *(f"rows: {name}, columnwise weights" for name in ("fp8_block",)),
+    "rows: fp8_block, columnwise weights",
     "rows: fp8_tensor, columnwise weights, scaled bias",
     "rows: fp8_block, deeper than the ring, untouched tail",
     "rows: nvfp4, columnwise weights, deeper than the ring",
