@@ -16,7 +16,6 @@ Layouts:
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -120,7 +119,7 @@ def scales(
     groups = shape[0] if offs is None else offs.shape[0]
 
     def component(scale_layout: str) -> TensorSpec:
-        options = _options(op, format, scale_layout, block_2d)
+        options = Options(format, scale_layout=scale_layout, block_2d=block_2d).resolved(op)
         specs: ComponentSpecs = component_specs(options, tuple(shape), groups, scale.device, grouped=offs is not None)
         return specs.columnwise_scale if columnwise else specs.scale
 
@@ -139,11 +138,6 @@ def scales(
     checks.either_dtype(op, "scale", scale, f.scale_dtype)
     checks.shape(op, "scale", scale, expected, f"of {given} {'columnwise ' if columnwise else ''}{format} scales")
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _options(op: str, format: str, scale_layout: str, block_2d: bool) -> Options:
-    return Options(format, scale_layout=scale_layout, block_2d=block_2d).resolved(op)
 
 
 def _converts(f: Format, layout: str) -> bool:

@@ -7,7 +7,7 @@ scales of other rows, and an index that says whose stand in every row of the gro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,16 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import scale_layout
+from ..meta.remembered import remembered
 from ._library import define
 from ._rows import given
 
 TO, FROM = "scale_to_layout", "scale_from_layout"
 _OPTIONS = "SymInt[] shape, str layout, str format, bool columnwise=False, bool block_2d=False"
 _ADVICE = "scales are not differentiated; detach them or use torch.no_grad()"
+
+
+_remembered = remembered(scale_layout.scales)
 
 
 def _check(
@@ -34,8 +38,9 @@ def _check(
     format: str,
     columnwise: bool = False,
     block_2d: bool = False,
+    check: Callable[..., scale_layout.Scales] = scale_layout.scales,
 ) -> scale_layout.Scales:
-    return scale_layout.scales(
+    return check(
         op,
         scale,
         offs,
@@ -57,7 +62,7 @@ def _define(name: str) -> torch._ops.OpOverload:
         return scales.other if name == TO else scales.compact
 
     def kernel(scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any) -> Tensor:
-        scales = _check(name, scale, offs, rows, **keywords)
+        scales = _check(name, scale, offs, rows, **keywords, check=_remembered)
         out = spec(scales).empty()
         if debug.active and rows is not None and offs is not None:
             debug.check_offs(name, offs, rows.shape[0])
