@@ -21,6 +21,8 @@ from .sync import Cluster
 from .warp import Warp
 
 MAX_CLUSTER = 16
+_SPINNING_STEPS = 1_000  # without progress, after which what was held back happens ...
+_TURNS = 4  # ... and of each warp until the next such thing does
 _STALLED_STEPS = 20_000
 LIVELOCK_STEPS = 400_000
 _PATIENT_STEPS, _NAP = 20, 0.001  # without progress, and seconds of each further one that other processes have
@@ -95,6 +97,7 @@ class Launch(Engine):
         self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
         self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits
         self.patience, self.deadline = rules.patience, 0.0
+        self.spinning_steps = _SPINNING_STEPS if rules.patience is None else _PATIENT_STEPS
         self.chip, self.num_sms = chip, chip.multiprocessors
         self._check_shape()
         self.nclusters = tuple(grid[i] // cluster[i] for i in range(3))
@@ -251,6 +254,10 @@ class Launch(Engine):
                 steps += 1
                 if self.progress != last_progress:
                     last_progress, last_step = self.progress, steps
+                elif (self.held or self.in_front) and steps - last_step >= self.spinning_steps:
+                    self.run_held()
+                    last_progress = self.progress
+                    last_step = steps - max(0, self.spinning_steps - _TURNS * len(warps))
                 elif self.patience is not None and steps - last_step >= _PATIENT_STEPS:
                     self.wait_for_others(steps - last_step)
                 elif steps - last_step > _STALLED_STEPS:
@@ -260,11 +267,8 @@ class Launch(Engine):
                     elif steps - last_step > LIVELOCK_STEPS:
                         raise self.livelock()
                 continue
-            if self.run_one(True):
+            if self.run_held():
                 stall = 0
-                continue
-            if self.in_front:
-                self.end_front()
                 continue
             before = self.progress
             for w in [x for x in warps if x.wait.soft]:  # nothing can run: every try_wait times out once
@@ -279,6 +283,15 @@ class Launch(Engine):
                 self.start_cluster()
                 stall = 0
         return steps
+
+    def run_held(self) -> bool:
+        """Let something happen that was held back until nothing else could go on; False if nothing was."""
+        if self.run_one(True):
+            return True
+        if not self.in_front:
+            return False
+        self.end_front()
+        return True
 
     def livelock(self) -> DeadlockError:
         """What is raised when warps go on and on."""
