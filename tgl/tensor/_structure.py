@@ -183,6 +183,19 @@ def _rows_of(t: GroupedTensor, g: int, start: int, size: int) -> GroupedTensor:
     return _matrix(t, (size, k), parts)
 
 
+def shapes_of_rows(
+    cls: type[GroupedTensor], options: Options, shape: Sequence[Dim], dtype: torch.dtype
+) -> dict[str, torch.Size]:
+    """The shapes of the components of a group of as many rows that ``split`` has taken out."""
+    rows, k = (int(size) for size in shape)
+    specs = component_specs(cls, options, (rows, k), 1, dtype, torch.device("meta"))
+    return {
+        name: _rows_view(options, name, spec.empty(), k, 0, 0, rows).shape
+        for name, spec in specs.items()
+        if name != "offs"
+    }
+
+
 def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: int, size: int) -> Tensor:
     """What group ``g``, ``size`` rows from ``start``, has in component ``c``; ``placement`` says where that is."""
     direction, kind = name.split("_")

@@ -21,13 +21,15 @@ from ..meta import checks
 from ..meta.components import Components
 from ..meta.quantized import SOURCES, Options
 from ..meta.specs import Dim, TensorSpec
-from . import _autograd, _dispatch, _structure
+from . import _autograd, _dispatch, _saved_form, _structure
 from ._structure import CLASSES, Shapes, Static
 
 COMPONENTS = ("rowwise_data", "rowwise_scale", "rowwise_amax", "columnwise_data", "columnwise_scale", "columnwise_amax")
 """Attributes that hold the components, in the order of ``Components``; None where the tensor does not have one."""
 
 NAMES = (*COMPONENTS, "offs")
+
+_OWN = {*NAMES, "static", "shapes"}
 
 
 class GroupedTensor(Tensor):
@@ -189,8 +191,7 @@ class GroupedTensor(Tensor):
         return f"{type(self).__name__}({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = {*NAMES, "static", "shapes"}
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         kind = (self.format, tuple(self.shape), self.dtype, asdict(self.options), self.shapes)
         # As bytes: plain pickle does not know torch's 8-bit floating dtypes.
         parts = {name: (t.view(torch.uint8) if t.itemsize == 1 else t, t.dtype) for name, t in self.parts().items()}
@@ -408,9 +409,17 @@ def rebuild(
     requires_grad: bool,
     state: dict[str, Any],
 ) -> GroupedTensor:
-    """The inverse of pickling; only constants and tensors, so that ``torch.load`` needs to trust nothing else."""
-    components = {name: t.view(element) for name, (t, element) in parts.items()}
-    self = CLASSES[format](shape, dtype, _structure.fields(Options(**options)), components, shapes)
+    """The inverse of pickling; only constants and tensors, so that ``torch.load`` needs to trust nothing else.
+
+    Raises:
+        TypeError, ValueError: the arguments are not those of a GroupedTensor.
+    """
+    found = _saved_form.options(format, options)
+    _saved_form.sizes(found, shape, dtype, shapes, grouped=type(parts) is dict and "offs" in parts)
+    components = _saved_form.components(found, shape, dtype, shapes, parts)
+    cls = CLASSES[format]
+    _saved_form.attributes(cls, requires_grad, state, _OWN)
+    self = cls(shape, dtype, _structure.fields(found), components, shapes)
     self.requires_grad_(requires_grad)
     self.__dict__.update(state)
     return self
