@@ -1,6 +1,6 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
 
-from . import _implementations, backends, recipes  # noqa: F401 (register)
+from . import _compile_keys, _implementations, backends, recipes  # noqa: F401 (register)
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .debug import debug_checks
 from .meta.components import Components
