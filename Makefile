@@ -12,8 +12,13 @@ JOBS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Kernels are compiled and emulated in processes of their own: after compiled graphs and process groups in the same one,
 # the kernel compiler has been seen to crash.
-KERNEL_TESTS := tests/cutlass_kernels tests/emulator
+KERNEL_TESTS := tests/cutlass_kernels
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
+
+# The emulator is a package of its own, with tests in its folder. A change must pass them if the folder or a version has
+# changed since this commit, or git cannot tell.
+EMULATOR_SINCE ?= HEAD~50
+EMULATOR := $(MAKE) -C emulator VENV=$(abspath $(VENV)) READY=$(abspath $(READY))
 
 # Releases of transformers that the adapters are tested with besides the newest, which is in constraints.txt: the oldest
 # that is served, and one in between. Each has an environment of its own with what it requires in other versions; all
@@ -24,7 +29,7 @@ ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transforme
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-full test-gpu test-transformers wheel hub torch-tests sanitize mutation \
+.PHONY: help demo docs test test-full test-gpu test-emulator test-changed-emulator test-transformers wheel hub torch-tests sanitize mutation \
 	lint style own-types user-types types format bench clean
 
 help:
@@ -32,6 +37,8 @@ help:
 	@echo "make test       the tests a change must pass"
 	@echo "make test-full  those and the long ones"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-emulator"
+	@echo "                the emulator's own tests, which 'make test' leaves out while nothing changes there"
 	@echo "make test-transformers RELEASES='5.7.0 5.17.0'"
 	@echo "                the adapter's tests against those releases of transformers, which are installed into build/"
 	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
@@ -39,16 +46,16 @@ help:
 	@echo "make torch-tests PYTORCH=../pytorch ARGS='--device cpu'"
 	@echo "                PyTorch's own tests of its grouped products, from a checkout, served by this package"
 	@echo "make sanitize   compute-sanitizer's racecheck over every tiling and a training step, on a CUDA device (minutes)"
-	@echo "make mutation   plant every bug of the emulator's mutation score (minutes); rewrites docs/emulator_mutation.md"
+	@echo "make mutation   plant every bug of the emulator's mutation score (minutes); rewrites emulator/docs/mutation_score.md"
 	@echo "make docs       the documentation as a site, in site/; warnings and broken links are errors"
 	@echo "make lint       style, formatting and types"
 	@echo "make types      a user's code under pyright, which is installed into build/"
 	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml emulator/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev,demo,docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ./emulator --editable '.[test,dev,demo,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -57,15 +64,28 @@ demo: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow and not gpu" $(KERNEL_TESTS)
 	$(PYTEST) -m "not slow and not gpu" $(OTHER_TESTS)
+	$(MAKE) test-changed-emulator
 	$(MAKE) test-transformers
 
 test-full: $(READY)
 	$(PYTEST) -m "not gpu" $(KERNEL_TESTS)
 	$(PYTEST) -m "not gpu" $(OTHER_TESTS)
+	$(EMULATOR) test-full
 	$(MAKE) test-transformers
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
+	$(EMULATOR) test-gpu
+
+test-emulator: $(READY)
+	$(EMULATOR) test
+
+test-changed-emulator: $(READY)
+	@if git diff --quiet $(EMULATOR_SINCE) -- emulator constraints.txt; then \
+		echo "the emulator is as it was at $(EMULATOR_SINCE): its tests are left to make test-full"; \
+	else \
+		$(EMULATOR) test; \
+	fi
 
 test-transformers: $(RELEASES:%=test-transformers-%)
 
@@ -104,7 +124,7 @@ sanitize: $(READY)
 	$(BIN)/python -m tests.gpu.sanitize
 
 mutation: $(READY)
-	$(TEST_ENV) $(BIN)/python -m tests.emulator.mutation
+	$(EMULATOR) mutation
 
 lint: style own-types user-types
 
@@ -139,4 +159,5 @@ bench: $(READY)
 	$(BIN)/python benchmarks/quantize.py --quick
 
 clean:
+	$(MAKE) -C emulator clean
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

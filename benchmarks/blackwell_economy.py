@@ -22,11 +22,12 @@ from harness.command import parser
 from harness.report import save
 from torch import Tensor
 
+from cute_emulator import LaunchRecord
 from tests.kernel_cases import ends, integers, product
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
-from tgl.testing.emulator import LaunchRecord, emulate
+from tgl.testing import emulate
 
 CTAS = 4
 VIRTUAL = ("mov.", "cvta.", "ld.param")  # in PTX only

@@ -34,14 +34,15 @@ from harness.report import save
 from torch import Tensor
 
 import tgl
-from tests.emulator.third_party import quack_gemm as driver
+from cute_emulator import LaunchRecord
+from emulator.tests.third_party import quack_gemm as driver
 from tests.kernel_cases import ends
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm_scaled
 from tgl.meta import formats
-from tgl.testing.emulator import LaunchRecord, emulate
+from tgl.testing import emulate
 
 TILES = ((128, 128), (256, 128), (256, 256))  # of an MMA; 256 rows by two CTAs
 UNIT_AMAX = 6.0 * 448.0  # NVFP4: the amax whose factor is 1

@@ -23,10 +23,11 @@ from harness.report import save
 from torch import Tensor
 
 import tgl
+from cute_emulator import LaunchRecord
 from tests.kernel_cases import ends, integers
 from tgl.cutlass_kernels.archs import ARCHS, arch_of
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing.emulator import LaunchRecord, emulate
+from tgl.testing import emulate
 
 ARCH = arch_of("sm_100")
 SIZES = (512, 300, 0, 77, 640, 519)

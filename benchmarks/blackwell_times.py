@@ -22,10 +22,10 @@ from harness.command import choice, parser
 from harness.report import save
 from torch import Tensor
 
+from cute_emulator.clocked import costs_of
 from tests.kernel_cases import ends, integers, product
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.testing.emulator import emulate
-from tgl.testing.emulator.clocked import costs_of
+from tgl.testing import emulate
 
 KINDS = {"bf16": "f16", "mxfp8": "mxf8f6f4", "nvfp4": "mxf4nvf4"}
 TILES = ((128, 128), (256, 128), (256, 256))  # of an MMA; 256 rows by two CTAs

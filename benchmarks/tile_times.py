@@ -65,7 +65,7 @@ def built(kind: str, tiling: GemmConfig, emulated: bool) -> Any:
 
 def modelled(kind: str, tiling: GemmConfig, depth: int, tiles: int) -> float:
     """Cycles of so many tiles of each of two multiprocessors, which are neighbours in a column."""
-    from tgl.testing.emulator import emulate
+    from tgl.testing import emulate
 
     clusters = 2 // tiling.ctas
     rows, columns = tiling.cluster_tile

@@ -27,12 +27,13 @@ from harness.command import parser
 from harness.report import save
 from torch import Tensor
 
+from cute_emulator import LaunchRecord
 from tests.kernel_cases import ends, gradient, integers, product
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
-from tgl.testing.emulator import LaunchRecord, emulate
+from tgl.testing import emulate
 
 CTAS = 4
 ARCH = "sm_120"
@@ -92,7 +93,7 @@ def run_by_lanes(p: Problem, out: Tensor) -> None:
 
 
 def run_theirs(p: Problem, out: Tensor) -> None:
-    from tests.emulator.third_party import quack_gemm
+    from emulator.tests.third_party import quack_gemm
 
     multiply, ends_from_0 = quack_gemm.load("sm_120a"), quack_gemm.ends(p.sizes)
     if p.op == "forward":

@@ -25,7 +25,7 @@ from torch import Tensor
 from warp_economy import ARCH, BUSY, CTAS, MEASURES, TILE, measure, tiles_of
 
 import tgl
-from tests.emulator.third_party import quack_gemm as driver
+from emulator.tests.third_party import quack_gemm as driver
 from tests.kernel_cases import ends, exact, gradient, product
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M

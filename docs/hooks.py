@@ -1,7 +1,8 @@
 """MkDocs hooks: links of the pages that the site alone can have.
 
-A page links to a script or a result file of the repository by its relative path, which works wherever the repository is
-read. The site holds nothing but ``docs/``, so every such file gets a page that shows it, and the links lead there.
+A page links to a script, a result file or a page elsewhere in the repository by its relative path, which works wherever
+the repository is read. The site holds nothing but ``docs/``, so every such file gets a page that shows it, and the
+links lead there, those of such pages too.
 A public name in code, such as ``tgl.explain(op)``, becomes a link to its entry in the API reference.
 """
 
@@ -28,24 +29,39 @@ LANGUAGES = {
 ROOT = Path(__file__).resolve().parents[1]
 
 ENTRY = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.MULTILINE)
-NAME = re.compile(r"(?<!\[)`(tgl(?:\.\w+)+)(\([^`\n]*\))?`")
+NAME = re.compile(r"(?<!\[)`((?:tgl|cute_emulator)(?:\.\w+)+)(\([^`\n]*\))?`")
 ENTRIES: dict[str, str] = {}  # public name to the identifier of its entry
 
 
 def target(page: str, link: str) -> str | None:
-    """The path in the repository, if ``link`` of ``docs/<page>`` leaves ``docs/`` for something that exists."""
+    """Return the path in the repository that ``link`` of a page leads to, or None if MkDocs follows it by itself.
+
+    Args:
+        page: its path in the repository, as of the result.
+    """
     if "://" in link:
         return None
-    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
-    return None if path.startswith("docs/") or not (ROOT / path).exists() else path
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+    within = page.startswith("docs/") and path.startswith("docs/")
+    return None if within or not (ROOT / path).exists() else path
 
 
 def page_of(path: str) -> str:
-    return f"source/{path}.md"
+    """Return the site's page of a path in the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
+
+
+def links_of(page: str, text: str) -> set[str]:
+    found = {target(page, link) for _, link, _ in LINK.findall(text)}
+    return {path for path in found if path is not None and not path.startswith("docs/")}
 
 
 def listing(path: str) -> str:
-    """Markdown that shows a file, or links to the files of a folder."""
+    """Return Markdown that shows a file, or links to the files of a folder."""
+    if path.endswith(".md"):
+        return (ROOT / path).read_text()
     if (ROOT / path).is_dir():
         names = [p.name for p in sorted((ROOT / path).iterdir()) if p.is_file()]
         return f"# `{path}`\n\n" + "\n".join(f"- [`{name}`]({Path(path).name}/{name}.md)" for name in names)
@@ -57,8 +73,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in files.documentation_pages():
         if file.src_uri.startswith("api/"):
             ENTRIES.update({heading or path: path for path, heading in ENTRY.findall(file.content_string)})
-        found = {target(file.src_uri, link) for _, link, _ in LINK.findall(file.content_string)}
-        linked |= found - {None}  # type: ignore[arg-type]
+        linked |= links_of(f"docs/{file.src_uri}", file.content_string)
+    pages = [path for path in linked if path.endswith(".md")]
+    while pages:
+        page = pages.pop()
+        fresh = links_of(page, listing(page)) - linked
+        linked |= fresh
+        pages += [path for path in fresh if path.endswith(".md")]
     for folder in [path for path in linked if (ROOT / path).is_dir()]:
         linked |= {f"{folder}/{p.name}" for p in (ROOT / folder).iterdir() if p.is_file()}
     for path in sorted(linked):
@@ -68,10 +89,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
+    shown = here.removeprefix("source/")  # the path in the repository of a page from elsewhere
+    listed = shown != here and not (ROOT / shown).exists()
 
     def to_site(found: re.Match[str]) -> str:
-        path = target(here, found[2])
-        if path is None or here.startswith("source/"):
+        path = None if listed else target(shown if shown != here else f"docs/{here}", found[2])
+        if path is None:
             return found[0]
         return found[1] + posixpath.relpath(page_of(path), posixpath.dirname(here) or ".") + found[3]
 

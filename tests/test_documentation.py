@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Pages whose examples are run, and their results looked at, by a test of their own.
 ELSEWHERE = {
-    "docs/emulator.md": "tests/emulator/test_documentation.py",
     "docs/grouped_tensor.md": "tests/tensor/test_documentation.py",
     "docs/training.md": "tests/test_training_page.py",
 }
@@ -43,6 +42,6 @@ def test_example(page, number, tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    env = {**os.environ, **one_rank, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **one_rank, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

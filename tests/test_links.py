@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [Path("README.md"), Path("CHANGELOG.md"), *sorted(p.relative_to(ROOT) for p in ROOT.glob("docs/**/*.md"))]
 API = "\n".join(p.read_text() for p in ROOT.glob("docs/api/*.md"))
-PACKAGES = ("tgl", "tgl.tensor", "tgl.recipes", "tgl.distributed", "tgl.testing", "tgl.testing.emulator")
+PACKAGES = ("tgl", "tgl.tensor", "tgl.recipes", "tgl.distributed", "tgl.testing", "cute_emulator")
 # Modules of which a page lists members, and what only the emulator's own tests use.
-ELSEWHERE = {"tgl.backends", "tgl.recipes", "tgl.testing.emulator.active"}
+ELSEWHERE = {"tgl.backends", "tgl.recipes", "cute_emulator.active"}
 
 
 @lru_cache

@@ -12,14 +12,16 @@ import pytest
 from tests.test_imports import statements
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("tgl", "tests", "compile_tests", "benchmarks", "examples")
+FOLDERS = ("tgl", "tests", "compile_tests", "benchmarks", "examples", "emulator/tests", "emulator/cute_emulator")
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return name.removeprefix("emulator.") if name.startswith("emulator.cute_emulator") else name
 
 
 MODULES = {name_of(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+TOPS = {name.partition(".")[0] for name in MODULES}
 PACKAGES = {name.rpartition(".")[0] for name in MODULES}
 
 
@@ -51,7 +53,7 @@ def base_of(node: ast.ImportFrom, package: str) -> str:
 def lacks(module: str, name: str) -> bool:
     """Whether ``module`` would be one of the project's and has neither this name nor a module of this name."""
     inner = f"{module}.{name}"
-    ours = module.partition(".")[0] in FOLDERS
+    ours = module.partition(".")[0] in TOPS
     return ours and inner not in MODULES and inner not in PACKAGES and name not in HAS.get(module, ())
 
 
@@ -101,7 +103,7 @@ def test_what_is_not_there_is_found(source, expected):
 def test_every_name_is_there(folder):
     missing = {}
     for name, path in MODULES.items():
-        if name.partition(".")[0] == folder:
+        if path.is_relative_to(ROOT / folder):
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             if found := sorted(set(unknown(path.read_text(), package))):
                 missing[name] = found

@@ -6,7 +6,7 @@ import torch
 from tests.benchmarks.stand_in import ran
 from tests.cutlass_kernels import sass
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
@@ -41,7 +41,7 @@ def test_arms(loads, gpu, load, monkeypatch, tmp_path, capsys):
 def test_the_ceiling_multiplies_all_that_it_says(load):
     ceiling = load("harness.warp_ceiling")
     turns, blocks = 3, 2
-    with emulator.emulate("sm_90", detect_races=False) as machine:
+    with emulate("sm_90", detect_races=False) as machine:
         kernel = ceiling.build("sm_90")
         out = torch.zeros(blocks * ceiling.THREADS)
         kernel(out, turns, blocks)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_emulator
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import ends, framed, integers, poisoned, product, stored
 from tests.memory import same_bytes
@@ -17,7 +18,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_low_rank_activation
 from tgl.cutlass_kernels.runtime import names
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 SWIGLU = Params()
 _compiled: dict = {}
@@ -60,7 +61,7 @@ def kernel(arch: str, case: Case):
     return _compiled[key, paired]
 
 
-def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
+def run(arch: str, case: Case, seeds=(0, 1)) -> cute_emulator.LaunchRecord:
     """Run ``case``: ``h`` exact, ``y`` the bytes of the activation kernel on ``h``, both between canaries.
 
     Where ``h`` is not kept its canaries are all over it.
@@ -82,7 +83,7 @@ def run(arch: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
     offs = ends(sizes) if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
     a, b = stored(a, True), stored(b, case.b_row_major)
     frames = h, y = tuple(framed(rows, n, dtype=case.out) for n in (width, case.columns))
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         backends.run("grouped_activation", a.device, wanted, offs, probs, params=case.params, out=wanted_y)
         assert len(machine.launches) == 1
         function, first = kernel(arch, case), None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_emulator
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import CANARY, Framed, ends, framed, gradient, integers, poisoned, product, stored
 from tgl import backends
@@ -15,7 +16,7 @@ from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import names
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 ABSENT = (-1, -(1 << 31), (1 << 31) - 1)  # and the number of tokens: no row has these
 _compiled: dict = {}
@@ -78,10 +79,10 @@ def kernel(arch: str, kind: str, gathered: str, case: Case):
     return _compiled[key]
 
 
-def run(arch: str, kind: str, gathered: str, case: Case, seeds=(0, 1)) -> emulator.LaunchRecord:
+def run(arch: str, kind: str, gathered: str, case: Case, seeds=(0, 1)) -> cute_emulator.LaunchRecord:
     """Run ``case`` and compare every byte of the output's buffer, for every seed."""
     torch.manual_seed(case.columns)
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         call, frame, expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(arch, gathered, case)
         for seed in seeds:
             frame.refill()

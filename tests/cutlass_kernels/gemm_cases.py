@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+import cute_emulator
 from tests.kernel_cases import CANARY, Framed, ends, framed, gradient, integers, poisoned, product, stored
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
@@ -14,7 +15,7 @@ from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import names
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 CLUSTERS = 3  # so that clusters take several tiles, in turn
 _compiled: dict = {}
@@ -62,9 +63,9 @@ def kernel(arch: str, kind: str, case: Case):
     return _compiled[key]
 
 
-def run(arch: str, kind: str, case: Case, seeds=(0, 1), edit_ptx=None) -> emulator.LaunchRecord:
+def run(arch: str, kind: str, case: Case, seeds=(0, 1), edit_ptx=None) -> cute_emulator.LaunchRecord:
     """Run ``case``, maybe of edited PTX, and compare every byte of the output's buffer, for every seed."""
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         machine.edit_ptx = edit_ptx
         call, frame, expected = (_varlen_m if kind == VARLEN_M else _varlen_k)(arch, case)
         for seed in seeds:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+import cute_emulator
 from tests.cutlass_kernels import activated_cases, gemm_cases, sass
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from tgl.cutlass_kernels.ops.gemm_activation import widths_of
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
 
 REGISTER_FILE = 65536
 ACTIVATED = "activated"  # varlen_m with an activation as second output
@@ -200,7 +200,7 @@ def kernel(arch: str, kind: str, tried: Any) -> Any:
     return gemm_cases.kernel(arch, kind, tried)
 
 
-def run(arch: str, kind: str, tried: Any) -> emulator.LaunchRecord:
+def run(arch: str, kind: str, tried: Any) -> cute_emulator.LaunchRecord:
     """The case, run once."""
     if kind == ACTIVATED:
         return activated_cases.run(arch, tried, seeds=(0,))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_emulator
 import tgl
 from tests.kernel_cases import CANARY, ends, exact, framed, integers, poisoned, product, stored
 from tgl import backends
@@ -18,7 +19,7 @@ from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, with_stages
 from tgl.cutlass_kernels.ops.gemm_packed import GROUPED_GEMM_PACKED, PACKED, PackedKey
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta.formats import E4M3, FORMATS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 CTAS = 3  # so that they take several tiles, in turn
 _compiled: dict = {}
@@ -125,7 +126,7 @@ def decoded(format: str, data, scale, amax) -> torch.Tensor:
     return tgl.group_dequantize(data, scale, None, amax, format=format, out_dtype=torch.float32, block_2d=square)
 
 
-def run(arch: str, case: Case, seeds=(0, 1), edit_ptx=None, timing: str = "adversarial") -> emulator.LaunchRecord:
+def run(arch: str, case: Case, seeds=(0, 1), edit_ptx=None, timing: str = "adversarial") -> cute_emulator.LaunchRecord:
     """Run ``case``, maybe of edited PTX, and compare every byte of the output's buffer, for every seed."""
     groups, sizes = len(case.sizes), case.sizes
     parts = components(case.format, (groups, case.height, case.width), case.data)
@@ -137,7 +138,7 @@ def run(arch: str, case: Case, seeds=(0, 1), edit_ptx=None, timing: str = "adver
     offs = ends(sizes) if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
     frame = framed(a.shape[0], case.columns, dtype=case.out)
     operands = (stored(a, True), parts[0].view(torch.uint8), parts[1], parts[2], offs, frame.inside, bias, scale)
-    with emulator.emulate(ARCHS[arch].target, timing=timing) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target, timing=timing) as machine, backends.emulated_device(arch):
         machine.edit_ptx = edit_ptx
         function = kernel(arch, case)
         for seed in seeds:

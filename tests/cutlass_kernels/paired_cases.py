@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_emulator
 from tests.cutlass_kernels.gemm_cases import CLUSTERS, Case
 from tests.kernel_cases import CANARY, framed, integers, poisoned, product, stored
 from tgl import backends
@@ -15,7 +16,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops.gemm import GemmKey
 from tgl.cutlass_kernels.ops.gemm_low_rank import GROUPED_GEMM_LOW_RANK
 from tgl.cutlass_kernels.runtime.names import name
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 _compiled: dict = {}
 
@@ -36,7 +37,7 @@ def kernel(arch: str, case: PairedCase):
     return _compiled[key]
 
 
-def run(arch: str, case: PairedCase, seeds=(0, 1)) -> emulator.LaunchRecord:
+def run(arch: str, case: PairedCase, seeds=(0, 1)) -> cute_emulator.LaunchRecord:
     """Run ``case`` and compare every byte of the output's buffer, for every seed."""
     groups, sizes = len(case.sizes), case.sizes
     a, low = (poisoned(integers(case.rows, k, dtype=case.dtype), sizes) for k in (case.depth, case.rank))
@@ -48,7 +49,7 @@ def run(arch: str, case: PairedCase, seeds=(0, 1)) -> emulator.LaunchRecord:
         expected[sum(sizes) :] = CANARY
     a, low, b, up = stored(a, True), stored(low, True), stored(b, case.b_row_major), stored(up, case.b_row_major)
     frame = framed(case.rows, case.columns, dtype=case.out)
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         function = kernel(arch, case)
         for seed in seeds:
             frame.refill()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import ends, exact, framed, framed_like, poisoned
@@ -18,7 +19,7 @@ from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta.components import Components
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 NAMES = {"format": "mxfp8", "scale_layout": "blocked"}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -85,7 +86,7 @@ def kernel(case: Case):
     return _compiled[made]
 
 
-def run(case: Case, seeds=(0,)) -> emulator.LaunchRecord:
+def run(case: Case, seeds=(0,)) -> cute_emulator.LaunchRecord:
     """Run ``case`` under every seed, between canaries.
 
     ``h`` must be the CPU's, and the components the CPU's of what the activation kernel makes of that ``h``.
@@ -104,7 +105,7 @@ def run(case: Case, seeds=(0,)) -> emulator.LaunchRecord:
     product = {**NAMES, "b_direction": case.direction, "out_dtype": case.out}
     wanted_h = tgl.grouped_gemm_scaled(a, a_scale, b, b_scale, right, bias=bias, **product)
     y = torch.empty(rows, case.columns, dtype=case.out)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         backends.run("grouped_activation", y.device, wanted_h, right, probs, params=case.params, out=y)
     wanted = tgl.group_quantize(y, right, **case.quantizing)
     frame, frames = framed(rows, width, dtype=case.out), framed_like(wanted)
@@ -112,7 +113,7 @@ def run(case: Case, seeds=(0,)) -> emulator.LaunchRecord:
     row = (out.data, out.scale) if case.rowwise else (None, None)
     column = (out.columnwise_data, out.columnwise_scale) if case.columnwise else (None, None)
     offs = right if case.offs is None else torch.tensor(case.offs, dtype=torch.int32)
-    with emulator.emulate("sm_100a") as machine, backends.emulated_device("sm_100"):
+    with emulate("sm_100a") as machine, backends.emulated_device("sm_100"):
         function, first = kernel(case), None
         for seed in seeds:
             frame.refill()

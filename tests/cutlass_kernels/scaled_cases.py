@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import CANARY, ends, exact, framed, poisoned
@@ -16,7 +17,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm_scaled
 from tgl.cutlass_kernels.runtime import names
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _compiled: dict = {}
@@ -72,7 +73,7 @@ def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     return _compiled[key]
 
 
-def run(kind: str, case: ScaledCase, seeds=(0,), edit_ptx=None) -> emulator.LaunchRecord:
+def run(kind: str, case: ScaledCase, seeds=(0,), edit_ptx=None) -> cute_emulator.LaunchRecord:
     """Run ``case``, maybe of edited PTX, and compare every byte of the output's buffer, for every seed."""
     torch.manual_seed(sum(case.sizes))
     rows, groups = sum(case.sizes) + case.tail, len(case.sizes)
@@ -106,7 +107,7 @@ def run(kind: str, case: ScaledCase, seeds=(0,), edit_ptx=None) -> emulator.Laun
         reference = value(a[0], a[1], b[0], b[1], offs, *factors, **options, out_dtype=torch.float32)
         start = torch.full(shape, CANARY, dtype=case.out).float() if case.accumulate else 0
         expected = (start + reference).to(case.out)
-    with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
+    with emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
         machine.edit_ptx = edit_ptx
         call = function(kind, case, a[0], b[0])
         for seed in seeds:

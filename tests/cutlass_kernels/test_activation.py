@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.activation_cases import PARAMS, UNIT, relative_error
 from tests.cutlass_kernels import sass
@@ -15,7 +16,7 @@ from tgl import backends
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.components import Components
 from tgl.meta.quantized import Options
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 13, 1, 0, 40)
@@ -42,12 +43,12 @@ def run(dy, x, offs, probs, params, seeds=(0,)):
     y, dx, dprobs = frame.inside
     first = None
     for seed in seeds:
-        emulator.active().seed = seed
-        before = len(emulator.active().launches)
+        cute_emulator.active().seed = seed
+        before = len(cute_emulator.active().launches)
         frame.refill()
         backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=y)
         backends.run("grouped_activation_backward", x.device, dy, x, offs, probs, params=params, dx=dx, dprobs=dprobs)
-        assert len(emulator.active().launches) == before + 2
+        assert len(cute_emulator.active().launches) == before + 2
         assert frame.intact()
         first = first or [room.clone() for room in frame.rooms]
         assert all(torch.equal(a, b) for a, b in zip(first, frame.rooms))
@@ -99,7 +100,7 @@ CASES += [("sm_90a", "swiglu", F16, None), ("sm_100a", "swiglu", BF16, F32), ("s
 @pytest.mark.parametrize(("arch", "name", "dtype", "probs"), CASES, ids=str)
 def test_ragged_groups(arch, name, dtype, probs):
     problem = inputs(PARAMS[name], RAGGED, 9, 264, dtype, probs)
-    with emulator.emulate(arch):
+    with emulate(arch):
         check(*problem, PARAMS[name], run(*problem, PARAMS[name]))
 
 
@@ -107,7 +108,7 @@ def test_ragged_groups(arch, name, dtype, probs):
 @pytest.mark.parametrize("name", ["swiglu", "swiglu interleaved", "srelu"])
 def test_any_width(columns, name):
     problem = inputs(PARAMS[name], (3, 0, 8), 2, columns, BF16, BF16)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         check(*problem, PARAMS[name], run(*problem, PARAMS[name], seeds=range(3)))
 
 
@@ -115,7 +116,7 @@ def test_any_width(columns, name):
 def test_routings(sizes, tail):
     params = PARAMS["swiglu"]
     dy, x, offs, probs = inputs(params, sizes, tail, 40, BF16, F32)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         got = run(dy, x, offs, probs, params)
     if sizes:
         check(dy, x, offs, probs, params, got)
@@ -128,7 +129,7 @@ def test_srelu_is_exact():
     dy, x, offs, probs = inputs(params, RAGGED, 9, 136, F32, F32)
     wanted = tgl.grouped_activation(x, offs, probs, kind="srelu")
     wanted_dx, _ = torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs, kind="srelu")
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         y, dx, _ = run(dy, x, offs, probs, params)
     assert torch.equal(y, wanted)
     assert torch.equal(dx, wanted_dx)
@@ -143,7 +144,7 @@ def test_special_values_and_layouts():
         for x in (wide, wide.clone().bfloat16(), torch.cat([wide, wide], 1)[:, 1:163]):
             keywords = params._asdict()
             wanted = tgl.grouped_activation(x, offs, **keywords)
-            with emulator.emulate("sm_90a") as machine:
+            with emulate("sm_90a") as machine:
                 y = tgl.grouped_activation(x, offs, **keywords)
                 assert len(machine.launches) == 1
             torch.testing.assert_close(y, wanted, rtol=2**-8 if y.dtype == BF16 else 1e-6, atol=2**-119, equal_nan=True)
@@ -152,7 +153,7 @@ def test_special_values_and_layouts():
 def test_bad_offsets_stay_inside():
     params = PARAMS["swiglu"]
     dy, x, _, probs = inputs(params, (20,), 0, 40, BF16, F32)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         for values in ((5, 1 << 30), (7, -3), (-(1 << 31),)):
             run(dy, x, torch.tensor(values, dtype=torch.int32), probs, params)
 
@@ -194,13 +195,13 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, options):
     params = PARAMS[name]
     _, x, offs, probs = inputs(params, (5, 0, 130, 1), 40, 136, dtype, probs)
     scale = torch.tensor([1.0, 2.0, 0.25, 700.0]) if options["format"] == "fp8_tensor" else None
-    with emulator.emulate(arch):
+    with emulate(arch):
         y = tgl.grouped_activation(x, offs, probs, **params._asdict())
     wanted = tgl.group_quantize(y, offs, scale, **options)
     frame = framed_like(wanted)
     out = Components(*frame.inside)
     call = {"params": params, "options": Options(**options).resolved("group_quantize"), "out": out}
-    with emulator.emulate(arch, seed=1) as machine:
+    with emulate(arch, seed=1) as machine:
         backends.run("grouped_activation_quantize", x.device, x, offs, probs, scale, **call)
         assert len(machine.launches) == 1
     for field, a, b in zip(wanted._fields, out, wanted):
@@ -214,7 +215,7 @@ def test_a_call_like_one_before_gives_its_own_components(options, monkeypatch):
     monkeypatch.setattr(launcher, "known", {})
     scale = torch.tensor([4.0, 0.5]) if options["format"] == "fp8_tensor" else None
     offs = torch.tensor([3, 40], dtype=torch.int32)
-    with emulator.emulate("sm_90a", detect_races=False):
+    with emulate("sm_90a", detect_races=False):
         for size in (8.0, 0.25):
             x = (torch.randn(44, 272) * size).bfloat16()
             got = tgl.grouped_activation_quantize(x, offs, None, scale, **options)
@@ -232,7 +233,7 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
     expected = tgl.grouped_activation_quantize(x, offs, **options)
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         explanation = tgl.warmup("grouped_activation_quantize", x, offs, **options)
         assert explanation.chosen.name == "activation, then quantise"
         assert "does not take fp8_tensor without `scale`" in str(explanation)
@@ -262,7 +263,7 @@ def test_machine_code(monkeypatch, arch, kind):
     monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
-    with emulator.emulate(arch):
+    with emulate(arch):
         run(dy, x, offs, probs, params)
         for options in ({"format": "mxfp8", "scale_layout": "blocked"}, {"format": "fp8_block"}):
             tgl.grouped_activation_quantize(x, offs, probs, **options, **params._asdict())

@@ -18,7 +18,7 @@ from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.placement import ceil_div
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 PLANTED = gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
 
@@ -163,7 +163,7 @@ def test_every_chip_is_one_entrys():
 def test_a_kernel_is_compiled_for_every_chip_of_its_entry(chip):
     """What a chip cannot load, the emulated one refuses as hardware does."""
     a, b, offs = torch.ones(4, 64).bfloat16(), torch.ones(1, 64, 64).bfloat16(), torch.tensor([4]).int()
-    with emulator.emulate(chip, detect_races=False) as machine:
+    with emulate(chip, detect_races=False) as machine:
         assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
         assert torch.equal(tgl.grouped_gemm(a, b, offs), a @ b[0])
         assert machine.launches[0].arch == arch_of(chip).target

@@ -13,7 +13,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 BF16 = torch.bfloat16
 WIDE, NARROW = GemmConfig(128, 128), GemmConfig(128, 64)

@@ -13,7 +13,7 @@ from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
 OFFSETS = [(-5, 90, 40, 1 << 30), (HIGH, LOW, HIGH, 7), (-1, -2, -3, -4), (140, 141, HIGH, HIGH)]
@@ -32,7 +32,7 @@ def test_nothing_is_touched_outside(arch, kind):
     else:
         b = stored(integers(case.rows, case.columns, dtype=case.dtype), True)
         frame = framed(groups, case.depth, case.columns, dtype=case.out)
-    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         call = kernel(arch, kind, case)
         for offs in OFFSETS:
             frame.refill()
@@ -48,7 +48,7 @@ def test_ends_are_clamped(arch):
     a = stored(integers(64, 40, dtype=case.dtype), True)
     b = stored(integers(4, 40, 40, dtype=case.dtype), True)
     out = framed(64, 40, dtype=case.out).inside
-    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         offs = torch.tensor([-5, 10, 3, 1 << 30], dtype=torch.int32)
         kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, None, None, CLUSTERS)
     # Rows 3 to 9 belong to two groups, which may write them in any order.

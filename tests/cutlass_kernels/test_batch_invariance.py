@@ -17,7 +17,7 @@ from tgl.cutlass_kernels.runtime.launcher import Launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("tgl.testing.emulator")
+emulator = pytest.importorskip("cute_emulator")
 
 G, K, N, TOP_K = 3, 160, 64, 3
 # Rows ahead of the row in its group, rows behind it, and rows of each other group: other tilings, tiles and places.

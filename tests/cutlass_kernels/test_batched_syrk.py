@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
 from tests.kernel_cases import column_major, framed, integers, stored
@@ -18,7 +19,7 @@ from tgl.cutlass_kernels.gemm.sm90.tilings import HIGH, PAIR, SYMMETRIC_COSTS, T
 from tgl.cutlass_kernels.ops.batched_syrk import BATCHED_SYRK, SyrkKey
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.tiles.raster import decode_triangle
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 ARCH, BF16, F16 = "sm_90", torch.bfloat16, torch.float16
 CLUSTERS = 3  # so that clusters take several tiles, in turn
@@ -90,7 +91,7 @@ def run(case: Case, seeds, x=None, edit_ptx=None):
     alpha, beta = (0.5, -2.0) if case.c else (1.0, 1.0)
     expected = alpha * x.double() @ x.double().mT + (beta * c.double() if case.c else 0)
     frame = framed(*expected.shape, dtype=case.dtype)
-    with emulator.emulate(ARCHS[ARCH].target) as machine, backends.emulated_device(ARCH):
+    with emulate(ARCHS[ARCH].target) as machine, backends.emulated_device(ARCH):
         machine.edit_ptx = edit_ptx
         for seed in seeds:
             frame.refill()
@@ -146,7 +147,7 @@ def test_a_buffer_is_filled_again_once_it_was_read(tiling):
         assert wait in ptx
         return ptx.replace(wait, wait[:-1] + "7")
 
-    with pytest.raises((emulator.EmulatorError, AssertionError)):
+    with pytest.raises((cute_emulator.EmulatorError, AssertionError)):
         run(CASES["in turns, ragged"], range(4), edit_ptx=edit)
 
 
@@ -185,7 +186,7 @@ def test_what_it_does_not_reach_is_left_to_torch_and_said(x, reason):
 
 
 def test_nothing_is_launched_for_no_results():
-    with emulator.emulate(ARCHS[ARCH].target) as machine, backends.emulated_device(ARCH):
+    with emulate(ARCHS[ARCH].target) as machine, backends.emulated_device(ARCH):
         for shape in ((0, 16, 24), (2, 0, 24)):
             assert tgl.batched_syrk(torch.ones(shape, dtype=BF16)).shape == (shape[0], shape[1], shape[1])
         assert not machine.launches
@@ -196,7 +197,7 @@ def test_steps_of_muon_are_those_of_torchs_products_but_for_rounding(clusters):
     torch.manual_seed(0)
     stack = torch.randn(2, 40, 16)
     wanted = optim.orthogonalized(stack, steps=2)
-    with emulator.emulate(ARCHS[ARCH].target, detect_races=False) as machine, backends.emulated_device(ARCH):
+    with emulate(ARCHS[ARCH].target, detect_races=False) as machine, backends.emulated_device(ARCH):
         found = optim.orthogonalized(stack, steps=2)
     assert len(machine.launches) == 2 * 2
     assert (found.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
@@ -209,7 +210,7 @@ def test_steps_of_muon_are_those_of_torchs_products_but_for_rounding(clusters):
 @pytest.mark.parametrize("added", [False, True], ids=["", "c"])
 @pytest.mark.parametrize("unit", [1, 2])
 def test_machine_code(config, added, unit):
-    with emulator.emulate(ARCHS[ARCH].target), backends.emulated_device(ARCH):
+    with emulate(ARCHS[ARCH].target), backends.emulated_device(ARCH):
         kernel = BATCHED_SYRK.build(SyrkKey(ARCH, True, "bfloat16", unit, added, config))
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert report.spills == report.frame == report.loops_over_lanes == 0

@@ -18,7 +18,7 @@ from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
 from tgl.meta import packed
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
 BEFORE, SIZES, TAIL = 37, (0, 70, 3, 65), 5
@@ -64,7 +64,7 @@ def test_kernels(arch, config, tail, gathered):
     tokens, b, bias = integers(ROWS, 72), integers(len(SIZES), 72, 104), integers(len(SIZES), 104, dtype=F32)
     scale, index = integers(ROWS, dtype=F32), torch.randperm(ROWS).int()
     rows = tokens[index.long()] if gathered else tokens
-    with emulator.emulate(ARCHS[arch].target):
+    with emulate(ARCHS[arch].target):
         operand = "a" if gathered else None
         call = gemm.build(gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", 2, spec, config, False, operand, True))
         for begin in (BEFORE, 0, BEFORE - 9, -(1 << 31), ROWS, (1 << 31) - 1):
@@ -101,7 +101,7 @@ def test_pieces_of_packed_matrices(arch, over_rows, monkeypatch):
     a[90:] = float("nan")
     whole = torch.full((96, right.shape[2]), float("nan"))
     out = whole.clone()
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         backends.run("grouped_gemm", a.device, a, right, offs, bias, None, out=whole, zero_tail=True)
         before = len(machine.launches)
         monkeypatch.setattr(packed, "BYTES", 2 * 64 * 128 * 2)
@@ -115,7 +115,7 @@ def test_a_call_that_is_known_by_its_shapes_has_a_begin_or_not():
     """The kernels differ, and nothing else of the calls does."""
     a, b, offs = integers(64, 72), integers(2, 72, 104), torch.tensor([30, 64], dtype=torch.int32)
     where = torch.tensor([16], dtype=torch.int32)
-    with emulator.emulate("sm_90a"), backends.emulated_device("sm_90"):
+    with emulate("sm_90a"), backends.emulated_device("sm_90"):
         for begin in ({}, {"begin": where}, {}, {"begin": where}):
             out = torch.full((64, 104), CANARY, dtype=BF16)
             backends.run("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True, **begin)
@@ -128,7 +128,7 @@ def test_between_copies_rows_before_are_kept():
     a, b, offs = integers(64, 73)[:, :72], integers(2, 72, 104), torch.tensor([30, 60], dtype=torch.int32)
     out = torch.full((64, 105), CANARY, dtype=BF16)[:, :104]
     begin = {"begin": torch.tensor([16], dtype=torch.int32)}
-    with emulator.emulate("sm_90a"), backends.emulated_device("sm_90"):
+    with emulate("sm_90a"), backends.emulated_device("sm_90"):
         found = backends.report("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True, **begin)
         assert found.chosen.name == "tgl kernel between copies"
         backends.run("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True, **begin)
@@ -141,7 +141,7 @@ def test_between_copies_rows_before_are_kept():
 def test_of_no_groups_the_rows_from_begin_on_are_the_tail():
     a, b, offs = integers(8, 72), integers(0, 72, 104), torch.zeros(0, dtype=torch.int32)
     out = torch.full((8, 104), CANARY, dtype=BF16)
-    with emulator.emulate("sm_90a"), backends.emulated_device("sm_90"):
+    with emulate("sm_90a"), backends.emulated_device("sm_90"):
         begin = torch.tensor([3], dtype=torch.int32)
         backends.run("grouped_gemm", a.device, a, b, offs, None, None, out=out, zero_tail=True, begin=begin)
     assert (out[:3] == CANARY).all()

@@ -15,12 +15,13 @@ pytest.importorskip("tvm_ffi")
 
 
 import tgl
+from cute_emulator import active
+from cute_emulator.arguments import as_cuda
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import cache, launcher
-from tgl.testing.emulator import active, emulate
-from tgl.testing.emulator.arguments import as_cuda
+from tgl.testing import emulate
 
 KEY = gemm.GemmKey(VARLEN_M, "sm_100", False, "bfloat16", 2, EpilogueSpec("bfloat16"), GemmConfig(tile_n=64))
 

@@ -32,7 +32,7 @@ from tests.cutlass_kernels.matrix import (
 )
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]})]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": EVERY[kind], **PARTS[kind]})]

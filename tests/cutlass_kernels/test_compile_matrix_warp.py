@@ -33,7 +33,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import LINE
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 TARGETS = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
 TILINGS = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch in TARGETS for shape in WARPS]

@@ -11,7 +11,7 @@ from tests.kernel_cases import CANARY, column_major, ends, exact, gradient, inte
 from tests.kernel_cases import poisoned as poisoned_behind
 from tests.memory import like, raw
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
 SIZES = (3, 0, 130, 1)

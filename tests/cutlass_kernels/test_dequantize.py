@@ -21,7 +21,7 @@ from tgl.cutlass_kernels.ops.dequantize import GROUP_DEQUANTIZE, DequantizeKey
 from tgl.cutlass_kernels.quantize.quantize_spec import DequantizeSpec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.quantized import DequantizeOptions
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check(q, dtype=BF16, arch="sm_100a", seeds=(0,)):
     frame = framed_like([torch.empty(expected.shape, dtype=dtype)])
     (out,) = frame.inside
     options = DequantizeOptions(**q.options)
-    with emulator.emulate(arch) as machine:
+    with emulate(arch) as machine:
         for seed in seeds:
             machine.seed = seed
             frame.refill()
@@ -167,7 +167,7 @@ def test_bad_offsets_stay_inside(name):
     q = operand(x, offs, **CASES[name])
     frame = framed_like([torch.empty(100, 64, dtype=BF16)])
     bad = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         backends.run(*OP, q.data, q.scale, bad, q.amax, options=DequantizeOptions(**q.options), out=frame.inside[0])
     assert frame.intact()
 
@@ -181,7 +181,7 @@ def misaligned(t):
 def test_scales_of_rows_are_read_as_they_lie():
     q = operand(*grouped((3, 0, 140), 9, 272, BF16), "fp8_block")
     gaps = torch.stack([q.scale, q.scale], -1)[..., 1]
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         values, *others = (replace(q, scale=scale).values() for scale in (q.scale, q.scale.contiguous(), gaps))
         assert len(machine.launches) == 3
     assert all(same(values, other) for other in others)
@@ -191,7 +191,7 @@ def test_the_op_runs_it_and_copies_what_is_misaligned():
     q = operand(*grouped((3, 0, 140), 9, 40, BF16), **CASES["nvfp4, columnwise, blocked, transformed"])
     moved = Operand(misaligned(q.data), misaligned(q.scale), q.offs, q.amax, q.rows, q.options)
     expected = q.values()
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         assert "are copied" in str(
             tgl.explain("group_dequantize", q.data, q.scale, q.offs, q.amax, rows=q.rows, **q.options)
         )
@@ -202,7 +202,7 @@ def test_the_op_runs_it_and_copies_what_is_misaligned():
 def test_warmup_compiles_what_the_call_needs(monkeypatch):
     q = operand(*grouped((3, 0, 140), 9, 40, BF16), **CASES["mxfp8"])
     expected = q.values()
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         tgl.warmup("group_dequantize", q.data, q.scale, q.offs, rows=q.rows, **q.options)
         monkeypatch.setattr(launcher, "compiled", None)
         assert same(q.values(), expected)
@@ -214,7 +214,7 @@ def test_requantize_of_whole_groups_is_two_kernels_in_turn(monkeypatch):
     q = tgl.group_quantize(x, offs, columnwise=False, **options)
     spoil_tail(q.data, q.scale, offs, x.shape[0])
     expected = tgl.group_requantize(q.data, q.scale, offs, **options)
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         assert "through float32" in str(tgl.warmup("group_requantize", q.data, q.scale, offs, **options))
         monkeypatch.setattr(launcher, "compiled", None)
         got = tgl.group_requantize(q.data, q.scale, offs, **options)
@@ -242,7 +242,7 @@ def test_machine_code(arch, left_out):
     for name, spec in KERNELS.items():
         if name in left_out:
             continue
-        with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+        with emulate(ARCHS[arch].target):  # keeps what was compiled
             artifacts = GROUP_DEQUANTIZE.build(DequantizeKey(arch, True, spec)).artifacts
         report = sass.inspect(artifacts.CUBIN)
         assert report.spills == report.frame == 0, name

@@ -11,7 +11,7 @@ from tests.kernel_cases import ends, gradient, integers, product
 from tests.row_scaled_cases import of_columns, of_rows
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.integrations import torch as integration
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 SIZES, ROWS = (40, 0, 9), 56
 
@@ -22,7 +22,7 @@ def test_kernels_serve_a_training_step(arch):
     a[sum(SIZES) :] = torch.nan
     a, b, offs = a.requires_grad_(), b.requires_grad_(), ends(SIZES)
     dy = integers(ROWS, 96)
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine, integration.enabled("cpu"):
+    with emulate(ARCHS[arch].target, detect_races=False) as machine, integration.enabled("cpu"):
         explained = str(tgl.explain(torch.ops.aten._grouped_mm, a, b, offs))
         tgl.warmup(torch.ops.aten._grouped_mm, a, b, offs)
         machine.launches.clear()  # what loading a kernel takes
@@ -43,7 +43,7 @@ def test_kernels_serve_scaled_products(make, arch):
     a, a_scale, b, b_scale, offs = problem.operands
     given = a, b.transpose(-2, -1), *((a_scale, b_scale) if make is of_rows else (a_scale.flatten(), b_scale.flatten()))
     row_wise = [torch.nn.functional.ScalingType.RowWise] * 2
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine, integration.enabled("cpu"):
+    with emulate(ARCHS[arch].target, detect_races=False) as machine, integration.enabled("cpu"):
         assert f"runs tgl::{problem.op}" in str(tgl.explain(torch.ops.aten._scaled_grouped_mm, *given, offs))
         out = torch.nn.functional.scaled_grouped_mm(*given[:3], row_wise[0], given[3], row_wise[1], offs=offs)
         assert ["ScaledGroupedGemm" in launch.kernel for launch in machine.launches] == [True]

@@ -19,7 +19,7 @@ from tgl.cutlass_kernels.archs import ARCHS, arch_of
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 SIZES, TAIL, N = (5, 0, 20), 7, 32
 EVERY = 16  # of elements, one has the largest magnitude: no block of any format is without
@@ -85,7 +85,7 @@ def test_products_of_sources_that_are_exact(op, format, chip):
     }
     depth = 2 * (facts.block or 32)
     x = tokens(format, depth)
-    with emulator.emulate(chip, detect_races=False) as machine:
+    with emulate(chip, detect_races=False) as machine:
         a = tgl.group_quantize(x, offs, **options)
         if op == "grouped_gemm_scaled":
             w = source(format, len(SIZES), N, depth) * torch.tensor([1, 2, 4]).view(-1, 1, 1).bfloat16()

@@ -15,7 +15,7 @@ from tests.memory import same_bytes
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.activations import TABLE
 from tgl.meta.specs import TensorSpec
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16 = torch.bfloat16
 OFFS = (0, 70, 131)
@@ -55,7 +55,7 @@ def test_fused_with_gemms_and_quantised(kernels, name, arch):
     a, b1 = torch.randn(rows, DEPTH).to(BF16), torch.randn(len(OFFS), width, DEPTH).to(BF16).transpose(1, 2)
     dy, b2 = torch.randn(rows, DEPTH).to(BF16), torch.randn(len(OFFS), COLUMNS, DEPTH).to(BF16).transpose(1, 2)
     offs, probs, options = torch.tensor(OFFS, dtype=torch.int32), torch.rand(rows), params._asdict()
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         y, h = tgl.grouped_gemm_activation(a, b1, offs, None, probs, **options)
         assert len(machine.launches) == 1
         inner = TensorSpec((rows, COLUMNS), BF16, dy.device)

@@ -21,7 +21,7 @@ from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.ops.requantize import DECODED
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 SIZES, ROWS, K, N = (5, 0, 9), 16, 16, 32
 GROUPS = len(SIZES)
@@ -129,7 +129,7 @@ def test_a_kernel_is_named(chip):
 @pytest.mark.parametrize(("op", "chip"), runs())
 def test_it_runs_as_compiled_for_the_chip(op, chip):
     wanted = run(op)
-    with emulator.emulate(chip, detect_races=False) as machine:
+    with emulate(chip, detect_races=False) as machine:
         made = run(op)
     assert {launch.arch for launch in machine.launches} == {arch_of(chip).target}
     assert all(map(torch.equal, made, wanted))
@@ -160,7 +160,7 @@ def test_it_writes_the_bytes_of_the_cpu(op, format, chip):
         args = q[0], q[1], offs, q[2] if FORMATS[format].decodes_with_amax else None
     call = getattr(torch.ops.tgl, op)
     wanted = call(*args, **options)
-    with emulator.emulate(chip, detect_races=False) as machine:
+    with emulate(chip, detect_races=False) as machine:
         assert backends.explain(op, *args, **options).chosen.name == "tgl kernel"
         made = call(*args, **options)
     assert {launch.arch for launch in machine.launches} == {arch_of(chip).target}

@@ -15,7 +15,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.distributed._exchange import Sizes
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 RANKS, BF16 = 4, torch.bfloat16
 NAMED = tuple(SHAPES)
@@ -168,7 +168,7 @@ def test_no_bit_of_a_weight_gradient_follows_from_its_tiling():
     spread = torch.logspace(-9, 9, 200, base=2)[:, None]
     a, b = (torch.randn(200, n, generator=made).mul(spread).bfloat16() for n in (512, 768))
     offs, found = torch.tensor([70, 187], dtype=torch.int32), []
-    with emulator.emulate("sm_90a", detect_races=False):
+    with emulate("sm_90a", detect_races=False):
         tilings = set()
         for expected in (2 * 100, 2 * 400, 2 * 3000):
             out = torch.empty(2, 512, 768)
@@ -190,7 +190,7 @@ def test_the_bits_are_those_of_a_cpu_whatever_is_expected(arch, monkeypatch):
     wanted, call = moe_cases.expected(operands, "relu"), tgl.moe
     for rows in (8, 600):
         monkeypatch.setattr(tgl, "moe", lambda *args, rows=rows, **kw: call(*args, **kw, expected_rows=rows))
-        with new_memory_is_nan(), emulator.emulate(ARCHS[arch].target):
+        with new_memory_is_nan(), emulate(ARCHS[arch].target):
             found = moe_cases.step(operands, "relu")
         for name, t in wanted.items():
             assert torch.equal(found[name], t), (rows, name)

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
 from tgl import backends
@@ -23,7 +24,7 @@ from tgl.cutlass_kernels.ops import few
 from tgl.cutlass_kernels.ops.permutation import COMBINE
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CANARY = 77
@@ -80,7 +81,7 @@ def test_the_bits_of_the_composition(case, monkeypatch):
     found = []
     for most in (64, 0):
         monkeypatch.setattr(overlap, "FEW_CHOICES", most)
-        with emulator.emulate("sm_90a") as machine:
+        with emulate("sm_90a") as machine:
             found.append(tgl.moe(*given, kind=case.kind, interleaved=case.interleaved))
         assert {record.overlaps for record in machine.launches} == {most > 0}
         assert ("Few" in machine.launches[1].kernel) == (most > 0)
@@ -94,7 +95,7 @@ def test_the_bits_of_a_forward_that_keeps_nothing():
     found, stores = [], []
     for kept in (False, True):  # for a backward of w1
         given[3].requires_grad_(kept)
-        with emulator.emulate("sm_90a") as machine:
+        with emulate("sm_90a") as machine:
             found.append(tgl.moe(*given).detach())
         assert "Few" in machine.launches[1].kernel
         stores.append(machine.launches[1].tma_bytes["store"])
@@ -111,7 +112,7 @@ def test_the_bits_of_every_width(width, monkeypatch):
         monkeypatch.setattr(overlap, "FEW_CHOICES", most)
         monkeypatch.setattr(tilings, "FEW_WIDTHS", (width,))
         launcher.forget()
-        with emulator.emulate("sm_90a") as machine:
+        with emulate("sm_90a") as machine:
             found = tgl.moe(*given)
         wanted = found if wanted is None else wanted
     launcher.forget()
@@ -125,7 +126,7 @@ def test_the_bits_of_every_width(width, monkeypatch):
 def test_many_choices_wait_for_the_launch_in_front(tokens):
     case = Block(tokens=tokens, experts=4, hidden=64, inner=32)
     given, _ = operands(case)
-    with emulator.emulate("sm_90a", detect_races=False) as machine:
+    with emulate("sm_90a", detect_races=False) as machine:
         chosen = tgl.topk_router(torch.randn(tokens, case.experts), case.choices, renormalize=True)
         tgl.moe(given[0], chosen.top_k_index, chosen.weights, *given[3:])
     assert {record.overlaps for record in machine.launches} == {tokens <= 16}
@@ -157,7 +158,7 @@ def test_sums_of_another_dtype(monkeypatch):
     found = []
     for most in (64, 0):
         monkeypatch.setattr(overlap, "FEW_CHOICES", most)
-        with emulator.emulate("sm_90a") as machine:
+        with emulate("sm_90a") as machine:
             args = given[0], *given[3:5], *places, given[2], *given[5:]
             found.append(torch.ops.tgl.moe(*args, top_k=case.choices, out_dtype=F32)[0])
         assert ("Few" in machine.launches[0].kernel) == (most > 0)
@@ -177,7 +178,7 @@ def test_large_experts_are_not_served(monkeypatch):
     for most in (size, size - 1):
         monkeypatch.setattr(few, "FEW_BYTES", most)
         launcher.forget()
-        with emulator.emulate("sm_90a", detect_races=False) as machine:
+        with emulate("sm_90a", detect_races=False) as machine:
             found.append(tgl.moe(*given))
         assert ("Few" in machine.launches[1].kernel) == (most == size)
     assert torch.equal(*found)
@@ -203,7 +204,9 @@ def test_the_sizes_where_they_are_ahead(experts, choices, hidden, inner, served)
     assert (few.too_many((None, w1, w2, *places)) is None) == served
 
 
-def behind(machine: emulator.Emulation, late: list[Tensor], written: list[Tensor], call: Callable[[], object]) -> None:
+def behind(
+    machine: cute_emulator.Emulation, late: list[Tensor], written: list[Tensor], call: Callable[[], object]
+) -> None:
     """``call`` while the launch in front has ``late`` still to write, and reads ``written`` to its end."""
     values, early = [t.clone() for t in late], []
     for t in late:
@@ -235,7 +238,7 @@ def test_the_block_waits_for_what_it_reads(biases, seed, monkeypatch):
     places = routing.source, routing.position, routing.token, routing.offs
     options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
     used = int(routing.offs[-1])
-    with emulator.emulate("sm_90a", seed=seed) as machine:
+    with emulate("sm_90a", seed=seed) as machine:
         steps = few.steps((x, w1, w2, *places, weights, bias1, bias2), **options)
         for step in steps:
             step.launcher.run(step.call)
@@ -271,7 +274,7 @@ def test_the_other_launches_wait_for_what_they_read():
     made = {"source": source, "position": position, "token": token, "offs": offs}
     out = torch.empty_like(rows)
     device, k = x.device, case.choices
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         behind(
             machine, [chosen], list(made.values()), lambda: backends.run("route", device, chosen, case.experts, **made)
         )
@@ -296,7 +299,7 @@ def test_the_check_tells_when_a_kernel_does_not_wait():
     routing = tgl.route(chosen, case.experts)
     places = routing.source, routing.position, routing.token, routing.offs
     options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
-    with pytest.raises(emulator.EmulatorError), emulator.emulate("sm_90a") as machine:
+    with pytest.raises(cute_emulator.EmulatorError), emulate("sm_90a") as machine:
         second = few.steps((x, w1, w2, *places, weights, *biases), **options)[1].call
         second.a.zero_()
         behind(machine, [routing.offs], [second.out], lambda: few.SECOND.run(second))
@@ -345,7 +348,7 @@ def test_machine_code(width, monkeypatch):
     routing = tgl.route(chosen, w1.shape[0])
     places = routing.source, routing.position, routing.token, routing.offs
     options = {"params": Params(kind="clamped_qgeglu"), "top_k": chosen.shape[1], "y": y, "h": h}
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         for step in few.steps((x, w1, w2, *places, weights, *biases), **options)[:2]:
             step.launcher.plan(step.call)
     assert len(compiled) == 2

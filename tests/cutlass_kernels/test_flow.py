@@ -12,11 +12,11 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 from tests.cutlass_kernels.flow_together import VECTOR, Early, Together, flow, kernel
 from tests.cutlass_kernels.wire_together import emulated
 from tests.ranks_on_one_device import World, world
 from tgl.cutlass_kernels.wire import flow as module
-from tgl.testing import emulator
 
 RANKS, TOKENS, PAIR_ROWS, COLUMNS, PIECE = 2, 9, 11, 1184, 2  # columns: four shares of a token and part of a fifth
 PLACES = RANKS * PAIR_ROWS
@@ -59,7 +59,7 @@ def wrong(made: World, launch: object, answers: bool, columns: int = COLUMNS) ->
     out, count = given[1], 0
     assert out is not None
     for seed in SEEDS:
-        emulator.active().seed = seed
+        cute_emulator.active().seed = seed
         out.zero_()
         flow(launch, made, given, PIECE)
         count += not torch.equal(out, wanted)

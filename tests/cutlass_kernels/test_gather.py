@@ -13,6 +13,7 @@ pytest.importorskip("tvm_ffi")
 
 from cutlass import Boolean, Int32, cute, pipeline
 
+import cute_emulator
 import tgl
 from tests.activation_cases import PARAMS
 from tests.cutlass_kernels import sass
@@ -30,7 +31,7 @@ from tgl.cutlass_kernels.gemm import gathered as shared
 from tgl.cutlass_kernels.gemm.sm90 import mma
 from tgl.cutlass_kernels.gemm.sm100 import gather
 from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_dactivation
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -168,7 +169,7 @@ def without_fence(gemm, ring, stage: Int32, phase: Int32):
 def test_the_emulator_misses_the_fence(kind, gathered, monkeypatch):
     monkeypatch.setattr(mma, "wait_full", without_fence)
     case = Case(GemmConfig(64, 64), (70, 3), dtype=F16, columns=40)  # of no other test: kernels are kept
-    with pytest.raises(emulator.EmulatorError, match=r"fence\.proxy\.async"):
+    with pytest.raises(cute_emulator.EmulatorError, match=r"fence\.proxy\.async"):
         run("sm_90", kind, gathered, case, seeds=(0,))
 
 
@@ -184,7 +185,7 @@ def test_the_emulator_sees_copies_into_a_stage_that_is_read(kind, gathered, monk
     deep = Case(
         TILES[128, 64], (600, 3), depth=600, columns=48, dtype=F16, out=F32
     )  # of no other test: kernels are kept
-    with pytest.raises(emulator.EmulatorError):
+    with pytest.raises(cute_emulator.EmulatorError):
         run("sm_100", kind, gathered, deep, seeds=(0,))
 
 
@@ -218,7 +219,7 @@ BACK += [slow("sm_100", tiling) for tiling in BOTH]
 def test_activation(arch, config, unit):
     spec = EpilogueSpec("bfloat16", tail=True, activation=spec_of(PARAMS["swiglu"]), probs="float32")
     key = gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", unit, spec, config)
-    with emulator.emulate(ARCHS[arch].target):
+    with emulate(ARCHS[arch].target):
         for got, wanted in zip(activation_call(key, "a"), activation_call(key, None)):
             assert torch.equal(got, wanted)
 
@@ -243,7 +244,7 @@ def gradient_call(key, gathered):
 def test_gradient_of_an_activation(arch, config):
     activation = spec_of(PARAMS["swiglu"])
     key = gemm_dactivation.DactivationKey(arch, True, "bfloat16", 2, activation, "float32", config, act=True)
-    with emulator.emulate(ARCHS[arch].target):
+    with emulate(ARCHS[arch].target):
         for got, wanted in zip(gradient_call(key, "a"), gradient_call(key, None)):
             assert torch.equal(got, wanted)
 
@@ -256,7 +257,7 @@ def test_any_index_and_any_offsets_stay_inside(arch):
     index = torch.tensor([low, high, 50, -1, 49] * 28, dtype=torch.int32)
     a, b, dy, frame = integers(50, 72), integers(4, 72, 40), integers(140, 40), framed(140, 40, dtype=BF16)
     grads = framed(4, 72, 40, dtype=BF16)
-    with emulator.emulate(ARCHS[arch].target, detect_races=False):
+    with emulate(ARCHS[arch].target, detect_races=False):
         for wrong in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (140, 141, high, high)):
             offs = torch.tensor(wrong, dtype=torch.int32)
             kernel(arch, VARLEN_M, "a", case)(a, b, offs, frame.inside, None, None, None, None, index, CLUSTERS)
@@ -280,7 +281,7 @@ def test_what_cannot_be_gathered_is_said(kind, gathered, reason, message):
 
 def machine_code(arch, kind, config):
     """By gathered operand, with proof that there is no local memory for the rows that a warp holds."""
-    with emulator.emulate(ARCHS[arch].target):
+    with emulate(ARCHS[arch].target):
         found = {
             gathered: sass.inspect(kernel(arch, kind, gathered, Case(config, ())).artifacts.CUBIN)
             for gathered in shared.OPERANDS[kind]
@@ -323,7 +324,7 @@ def test_machine_code_of_sm_100(kind, config):
 def test_clusters_are_not_tried():
     a, b, offs = integers(8, 72), integers(1, 72, 64), ends((4,))
     rows = torch.zeros(4, dtype=torch.int32)
-    with emulator.emulate("sm_90a"), pytest.raises(ValueError, match="each CTA gathers rows for itself"):
+    with emulate("sm_90a"), pytest.raises(ValueError, match="each CTA gathers rows for itself"):
         autotune(tgl.grouped_gemm, a, b, offs, rows=rows, tilings=[GemmConfig(128, 64, cluster_n=2)])
 
 
@@ -372,5 +373,5 @@ def test_halves_that_no_tile_of_192_columns_takes(across, interleaved, columns):
 def test_halves_of_no_whole_lines_along_the_columns_of_b():
     spec = EpilogueSpec("bfloat16", tail=True, activation=spec_of(PARAMS["swiglu"]))
     key = gemm.GemmKey(VARLEN_M, "sm_90", True, "bfloat16", 2, spec, TURNS[128, 192])
-    with emulator.emulate("sm_90a"), pytest.raises(ValueError, match="halves of 192 columns are no whole lines"):
+    with emulate("sm_90a"), pytest.raises(ValueError, match="halves of 192 columns are no whole lines"):
         gemm_activation.GROUPED_GEMM_ACTIVATION.build(key)

@@ -13,7 +13,7 @@ from tests.kernel_cases import integers
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings, gathering_reason
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHORT = (5, 0, 130, 1)
@@ -67,7 +67,7 @@ def test_exact_under_many_schedules(case):
 def test_the_op_gathers_without_a_copy():
     tokens, b, index = integers(20, 48), integers(2, 48, 64), torch.randint(0, 20, (70,), dtype=torch.int32)
     offs = torch.tensor([30, 70], dtype=torch.int32)
-    with emulator.emulate("sm_120", detect_races=False) as machine:
+    with emulate("sm_120", detect_races=False) as machine:
         assert tgl.explain(tgl.grouped_gemm, tokens, b, offs, rows=index).chosen.name == "tgl kernel"
         found = tgl.grouped_gemm(tokens, b, offs, rows=index)
         assert torch.equal(found[30:], tokens[index[30:].long()] @ b[1])
@@ -83,7 +83,7 @@ def test_machine_code(arch, shape):
     config = ARCHS[arch].tilings.deepest(*shape)
     assert gathering_reason(config) is None
     for kind, gathered in ((VARLEN_M, "a"), (VARLEN_K, "a"), (VARLEN_K, "b")):
-        with emulator.emulate(arch):  # keeps what was compiled
+        with emulate(arch):  # keeps what was compiled
             report = sass.inspect(kernel(arch, kind, gathered, Case(config, SHORT)).artifacts.CUBIN)
         assert (report.spills, report.frame) == (0, 0)
 

@@ -15,7 +15,7 @@ from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -109,7 +109,7 @@ def operands(rows=40, depth=64, half=72, dtype=BF16, gated=True):
 def test_one_launch_with_the_bits_of_two(arch, params):
     a, b, offs, bias, probs = operands(gated=params.gated)
     options = params._asdict()
-    with emulator.emulate(arch) as machine:
+    with emulate(arch) as machine:
         y, h = tgl.grouped_gemm_activation(a, b, offs, bias, probs, **options)
         assert len(machine.launches) == 1
         assert torch.equal(h, tgl.grouped_gemm(a, b, offs, bias))
@@ -121,7 +121,7 @@ def test_one_launch_with_the_bits_of_two(arch, params):
 
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     a, b, offs, bias, probs = operands(dtype=F16)
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         tgl.warmup("grouped_gemm_activation", a, b, offs, bias, probs)
         assert len(machine.launches) == 1
         monkeypatch.setattr(launcher, "compiled", None)

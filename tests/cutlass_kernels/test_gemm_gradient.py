@@ -24,7 +24,7 @@ from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.ops import gemm_dactivation
 from tgl.cutlass_kernels.runtime import launcher, names
 from tgl.meta.specs import TensorSpec
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -86,7 +86,7 @@ def expected(case, dy, b, h, offs, probs):
     """The product on the CPU, rounded, and the activation's backward by its own kernel; its forward by its own too."""
     da = tgl.grouped_gemm(dy, b, offs)
     params = PARAMS[case.kind]._asdict()
-    with emulator.emulate(ARCHS[case.arch].target):
+    with emulate(ARCHS[case.arch].target):
         backward = torch.ops.tgl.grouped_activation_backward(da, h, offs, probs, **params)
         return *backward, tgl.grouped_activation(h, offs, probs, **params) if case.act else None
 
@@ -108,7 +108,7 @@ def run(case, seeds=(0, 1)):
     if probs is not None:
         sums, dprobs = sum_buffer[1:-1], torch.full((h.shape[0] + 2,), CANARY)[1:-1]
     first = None
-    with emulator.emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
+    with emulate(ARCHS[case.arch].target) as machine, backends.emulated_device(case.arch):
         function = kernel(case)
         for seed in seeds:
             machine.seed = seed
@@ -242,7 +242,7 @@ COVER = [chosen(**choice) for choice in pairwise(CHOICES)]
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_compiles(case):
     """Any two choices meet in some kernel of the usual tilings."""
-    with emulator.emulate(ARCHS[case.arch].target), backends.emulated_device(case.arch):
+    with emulate(ARCHS[case.arch].target), backends.emulated_device(case.arch):
         inspected(case)
 
 
@@ -259,7 +259,7 @@ def check_bad_offsets(case):
     sums = torch.full((5, h.shape[0]), CANARY)
     inner = None if probs is None else sums[1:-1]
     target = ARCHS[case.arch].target
-    with emulator.emulate(target, detect_races=False), backends.emulated_device(case.arch):
+    with emulate(target, detect_races=False), backends.emulated_device(case.arch):
         for wrong in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
             frame.refill()
             act_frame.refill()
@@ -277,7 +277,7 @@ def check_bad_offsets(case):
 
 @pytest.fixture
 def machine():
-    with emulator.emulate("sm_90a", detect_races=False) as machine:
+    with emulate("sm_90a", detect_races=False) as machine:
         yield machine
     launcher.plans.clear()
     launcher.forget()

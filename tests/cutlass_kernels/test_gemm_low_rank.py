@@ -14,7 +14,7 @@ from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS, PAIRED, having
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -90,7 +90,7 @@ def test_no_mma_lies_behind_the_second_pair(rank):
 )
 def test_nothing_is_spilled(arch, config):
     case = PairedCase(config, RAGGED, b_row_major=False, bias=BF16, bias_scale=F32)
-    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         report = sass.inspect(kernel(arch, case).artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
 
@@ -118,7 +118,7 @@ def test_a_matrix_of_another_memory_order_is_copied(name):
     b, up = turn_b(b), turn_up(up)
     sizes = (9, 0, 12)
     expected = product(a, b, sizes) + product(low, up, sizes)
-    with emulator.emulate("sm_90a", detect_races=False) as machine, backends.emulated_device("sm_90"):
+    with emulate("sm_90a", detect_races=False) as machine, backends.emulated_device("sm_90"):
         explanation = tgl.explain(tgl.grouped_gemm_low_rank, a, b, low, up, offs)
         assert dict(explanation.copies).keys() == copied
         if copied == {"up"}:
@@ -151,7 +151,7 @@ def test_two_gemms(keeps):
     a, b, low, up, offs = operands()
     out, sizes = torch.full((a.shape[0], b.shape[2]), -0.0, dtype=BF16), (9, 0, 12)
     expected = (product(a, b, sizes) + product(low, up, sizes)).bfloat16()
-    with emulator.emulate("sm_80", detect_races=False) as machine, backends.emulated_device("sm_80"):
+    with emulate("sm_80", detect_races=False) as machine, backends.emulated_device("sm_80"):
         found = tgl.grouped_gemm_low_rank(a, b, low, up, offs, out=out if keeps else None)
         assert len(machine.launches) == 2
     assert torch.equal(found, expected)

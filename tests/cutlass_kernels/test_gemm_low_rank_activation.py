@@ -17,7 +17,7 @@ from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS, PAIRED_ACTIVATED, having
 from tgl.cutlass_kernels.config import LINE, VARLEN_M, GemmConfig
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -90,7 +90,7 @@ def test_no_mma_lies_behind_the_second_pair(rank):
 )
 @pytest.mark.slow
 def test_nothing_is_spilled(arch, config, params):
-    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         case = Case(config, RAGGED, params, bias=BF16, b_row_major=params.gated and not params.interleaved, rank=16)
         report = sass.inspect(kernel(arch, case).artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
@@ -115,7 +115,7 @@ def operands(params, rank=16, half=72, sizes=(7, 0, 23), tail=10):
 def test_one_launch_with_the_bits_of_two(arch, params):
     a, b, low, up, offs, bias, probs = operands(params)
     options = params._asdict()
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         y, h = tgl.grouped_gemm_low_rank_activation(a, b, low, up, offs, bias, probs, **options)
         assert len(machine.launches) == 1
         assert same_bytes(h, tgl.grouped_gemm_low_rank(a, b, low, up, offs, bias))

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import REGISTER_FILE, pairwise
@@ -26,7 +27,7 @@ from tgl.cutlass_kernels.ops import gemm_packed
 from tgl.cutlass_kernels.ops.gemm_packed import MANY_ROWS, PACKED, kernel_of
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import E5M2, FORMATS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 1, 40)
@@ -203,7 +204,7 @@ def test_every_element_under_every_scale(name, monkeypatch):
     wanted = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
     monkeypatch.setattr(gemm_packed, "kernel_of", forced(kernel, shape))
     launcher.forget()
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         found = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
         assert [kernel in launch.kernel for launch in machine.launches] == [True]
     launcher.forget()
@@ -221,7 +222,7 @@ def test_every_element_of_few_rows(format, element, monkeypatch):
     a, offs = torch.eye(16, 32, dtype=BF16).repeat(groups, 1), torch.arange(1, groups + 1, dtype=torch.int32) * 16
     wanted = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format=format, out_dtype=F32)
     launcher.forget()
-    with emulator.emulate("sm_90", detect_races=False) as machine:
+    with emulate("sm_90", detect_races=False) as machine:
         found = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format=format, out_dtype=F32)
         assert [SWAPPED in launch.kernel for launch in machine.launches] == [True]
     launcher.forget()
@@ -240,7 +241,7 @@ def test_every_code_of_nvfp4_under_every_scale(name, monkeypatch):
     wanted = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format="nvfp4", out_dtype=F32)
     monkeypatch.setattr(gemm_packed, "kernel_of", forced(kernel, shape, "nvfp4"))
     launcher.forget()
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         found = tgl.grouped_gemm_packed(a, data, scale, offs, amax, format="nvfp4", out_dtype=F32)
         assert [kernel in launch.kernel for launch in machine.launches] == [True]
     launcher.forget()
@@ -280,7 +281,7 @@ def product_bits(case):
     amax = made.amax if form.decodes_with_amax else None
     a, out = torch.randn(rows, case.depth, dtype=BF16), torch.empty(rows, case.columns)
     bias, bias_scale = torch.randn(groups, case.columns), torch.randn(rows)
-    with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
+    with emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         data = made.data.view(torch.uint8)
         kernel("sm_90", case)(a, data, made.scale, amax, ends(case.sizes), out, bias, bias_scale, 2)
     return out.view(torch.int32)
@@ -292,7 +293,7 @@ def test_the_op_and_its_gradient_are_served(arch):
     w = decoded("mxfp4", data, scale, None).bfloat16()
     a, dy = integers(12, 96).requires_grad_(), integers(12, 64)
     offs = torch.tensor([6, 10], dtype=torch.int32)
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+    with emulate(ARCHS[arch].target, detect_races=False) as machine:
         assert tgl.explain(tgl.grouped_gemm_packed, a, data, scale, offs, format="mxfp4").chosen.name == "tgl kernel"
         y = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4")
         (da,) = torch.autograd.grad(y, a, dy)
@@ -320,7 +321,7 @@ def test_a_fence_less_is_reported():
         pieces[ahead[0] - 1 : ahead[0] + 1] = ["".join(pieces[ahead[0] - 1 : ahead[0] + 1])]
         return "fence.proxy.async.shared::cta;".join(pieces)
 
-    with pytest.raises(emulator.MemoryAccessError, match=r"st\.shared without fence\.proxy\.async"):
+    with pytest.raises(cute_emulator.MemoryAccessError, match=r"st\.shared without fence\.proxy\.async"):
         run("sm_90", Case((128, 128), (130,), kernel=DECODING), seeds=(0,), edit_ptx=edit)
 
 
@@ -334,7 +335,7 @@ def test_a_wait_or_a_barrier_less_is_reported(deleted):
         match = found[-2 if "wait" in deleted else -1]
         return ptx[: match.start()] + ptx[match.end() :]
 
-    with pytest.raises(emulator.RaceError):
+    with pytest.raises(cute_emulator.RaceError):
         run("sm_80", Case((16, 128), (20, 3), width=416), seeds=(0,), edit_ptx=edit)
 
 
@@ -437,7 +438,7 @@ def test_machine_code_of_wide_mmas(choice):
     shape = choice["shape"]
     case = Case(shape, (), choice["format"], choice["over_rows"], dtype=choice["dtype"], out=F32, bias=F32)
     case = replace(case, kernel=DECODING)
-    with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
+    with emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)
     assert report.count("HGMMA") == 4 * max(shape[0] // 128, 1)
@@ -453,7 +454,7 @@ def test_machine_code_of_few_rows(shape, format):
     """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each part, one read
     from shared memory for two elements, and for the scales of a part if each column has its own."""
     case = Case(shape, (), format, kernel=SWAPPED, bias=F32, bias_scale=F32)
-    with emulator.emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
+    with emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
     groups, _, width, part = sm90.CUTS[shape[1]]
     depth = width * case.packed.per_byte
@@ -479,7 +480,7 @@ def test_machine_code(choice):
     """Nothing in local memory, registers for CTAs that share a multiprocessor, no more MMAs and reads than needed."""
     arch, shape = choice["arch"], choice["shape"]
     case = Case(shape, (), choice["format"], choice["over_rows"], dtype=choice["dtype"], out=F32, bias=F32)
-    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         artifacts = kernel(arch, case).artifacts
     report, config = sass.inspect(artifacts.CUBIN), tiling(arch, case)
     down, across = WARPS[shape]

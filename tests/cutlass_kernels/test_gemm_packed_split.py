@@ -14,7 +14,7 @@ from tests.kernel_cases import ends
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, SWAPPED
 from tgl.cutlass_kernels.gemm.sm90.swapped_split import NUDGES
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -78,7 +78,7 @@ def test_nvfp4_widens_no_scale_unless_it_must(name):
 
     case = Case((8, 256), (5,), "nvfp4", kernel=SWAPPED, out=F32)
     for out, editing in zip(outs, (None, edit), strict=True):
-        with emulator.emulate(ARCHS["sm_90"].target) as machine, backends.emulated_device("sm_90"):
+        with emulate(ARCHS["sm_90"].target) as machine, backends.emulated_device("sm_90"):
             machine.edit_ptx = editing
             kernel("sm_90", case)(a, data, scale, torch.tensor([amax]), offs, out, None, None, 1)
     assert replaced[0] > 0

@@ -14,7 +14,7 @@ from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 OP = "grouped_gemm_scaled_activation_quantize"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,7 +89,7 @@ def test_one_launch_with_the_bytes_of_two(params):
     given["probs"][:4] = torch.tensor([float("inf"), float("nan"), 0.0, -1.0])
     given["bias"][2, 5] = float("inf")
     given["a"][20, 3] = float("nan")
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         h, out = tgl.grouped_gemm_scaled_activation_quantize(**given, **params._asdict(), **NAMES)
         assert len(machine.launches) == 1
         wanted_h, wanted = two_ops(given, params)
@@ -106,7 +106,7 @@ def test_a_layer_does_not_read_its_first_product_back():
     recipe = tgl.recipes.MXFP8BlockScaling()
     mlp = tgl.GroupedMLP(3, 64, 128, bias=True, recipe=recipe, params_dtype=BF16).requires_grad_(False)
     x, offs, probs = torch.randn(150, 64).bfloat16(), torch.tensor([7, 7, 140], dtype=torch.int32), torch.rand(150)
-    with emulator.emulate("sm_100a", detect_races=False) as machine:
+    with emulate("sm_100a", detect_races=False) as machine:
         y = mlp.forward_offsets(x, offs, probs)
         assert len(machine.launches) == 5
         hidden = mlp.fc1.forward_offsets(x, offs)
@@ -117,7 +117,7 @@ def test_a_layer_does_not_read_its_first_product_back():
 
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     given = operands()
-    with emulator.emulate("sm_100a", detect_races=False) as machine:
+    with emulate("sm_100a", detect_races=False) as machine:
         monkeypatch.setattr(launcher, "plans", {})
         monkeypatch.setattr(launcher, "known", {})
         before = {name: t.clone() for name, t in given.items()}
@@ -132,7 +132,7 @@ def test_a_warmed_up_call_compiles_nothing(monkeypatch):
 def test_nothing_to_multiply(sizes, rows):
     """Places of scales there are nevertheless."""
     given = operands(sizes, rows=rows)
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         h, out = tgl.grouped_gemm_scaled_activation_quantize(**given, **NAMES)
         assert not machine.launches
     assert not any(t.view(torch.uint8).any() for t in (h, *out))

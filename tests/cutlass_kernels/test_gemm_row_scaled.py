@@ -25,7 +25,7 @@ from tgl.cutlass_kernels.gemm.scaling import ROW_SCALED, ROW_SCALED_WGRAD
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
 from tgl.cutlass_kernels.ops import gemm_row_scaled
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
@@ -112,7 +112,7 @@ def run(monkeypatch, case: Case, problem: RowScaled, seeds=(0,)) -> torch.Tensor
     monkeypatch.setattr(launcher, "known", {})
     frame = framed(*problem.wanted.shape, dtype=case.out)
     first = None
-    with emulator.emulate(ARCHS[case.arch].target) as machine:
+    with emulate(ARCHS[case.arch].target) as machine:
         for seed in seeds:
             frame.refill()
             machine.seed = seed
@@ -162,7 +162,7 @@ def test_a_groups_nan_stays_in_it(monkeypatch, name, spoiled):
 def test_kernels_of_warps_in_place_of_a_hoppers_own(make):
     torch.manual_seed(0)
     problem = make((40, 0, 9), 96, 64, 15)
-    with kernels_of_warps.in_place(), emulator.emulate(kernels_of_warps.PLACE) as machine:
+    with kernels_of_warps.in_place(), emulate(kernels_of_warps.PLACE) as machine:
         out = getattr(tgl, problem.op)(*problem.operands)
         assert machine.launches[-1].instructions["mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"]
     assert torch.equal(out, problem.wanted.to(BF16))
@@ -177,7 +177,7 @@ def test_ops_run_one_kernel_each(arch):
         a, a_scale, b, b_scale, offs = problem.operands
         operands = (a, a_scale * 1.1, b, b_scale / 3, offs)
         op = getattr(tgl, problem.op)
-        with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+        with emulate(ARCHS[arch].target, detect_races=False) as machine:
             out = op(*operands, out_dtype=F32)
             assert len(machine.launches) == 1
         assert same_bytes(out, op(*operands, out_dtype=F32))
@@ -189,7 +189,7 @@ def test_what_is_out_of_reach_is_copied(make):
     problem = make((40, 0, 9), 90, 64, 7)
     a, a_scale, b, b_scale, offs = problem.operands
     aside = b.transpose(-2, -1).contiguous().transpose(-2, -1)
-    with emulator.emulate("sm_90a", detect_races=False) as machine:
+    with emulate("sm_90a", detect_races=False) as machine:
         explained = tgl.explain(problem.op, a, a_scale, aside, b_scale, offs)
         assert explained.chosen.name == "tgl kernel between copies"
         assert set(dict(explained.copies)) == {"a", "b"}
@@ -203,7 +203,7 @@ def test_warmup_compiles_and_touches_no_argument(make, monkeypatch):
     problem = make((40, 0, 9), 96, 64, 15)
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
-    with emulator.emulate("sm_90a", detect_races=False):
+    with emulate("sm_90a", detect_races=False):
         before = [t.clone() for t in problem.operands]
         assert tgl.warmup(problem.op, *problem.operands).chosen.name == "tgl kernel"
         assert all(map(same_bytes, before, problem.operands))
@@ -272,7 +272,7 @@ def test_compiles_without_spills(arch, kind, tiling, out):
     spec = EpilogueSpec(out, tail=kind == VARLEN_M, alpha=ROW_SCALED.alpha)
     elements = ("float8_e4m3fn", "float8_e5m2")
     key = gemm_row_scaled.RowScaledKey(kind, arch, True, *elements, spec, tiling)
-    with emulator.emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
         report = sass.inspect(gemm_row_scaled.build(key).artifacts.CUBIN)
     assert report.spills == report.frame == 0
     assert report.count(MMA[arch]) > 0

@@ -16,7 +16,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -158,7 +158,7 @@ def test_ops_run_one_kernel_each(arch, format):
     p = tgl.group_quantize(w, None, format=format, **layout, block_2d=format == "fp8_block")
     amax = (q.amax, p.amax) if format == "nvfp4" else ()
     options = {"format": format, **layout}
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+    with emulate(ARCHS[arch].target, detect_races=False) as machine:
         y = tgl.grouped_gemm_scaled(q.data, q.scale, p.data, p.scale, offs, *amax, **options)
         dw = tgl.grouped_gemm_scaled_wgrad(
             *(q.columnwise_data, q.columnwise_scale) * 2, offs, *(q.columnwise_amax,) * len(amax), **options
@@ -179,7 +179,7 @@ def test_scales_of_rows_are_read_as_they_lie():
     q = tgl.group_quantize(torch.randn(150, 272).bfloat16(), offs, format="fp8_block")
     p = tgl.group_quantize(torch.randn(3, 32, 272).bfloat16(), None, format="fp8_block", block_2d=True)
     gaps = torch.stack([q.scale, q.scale], -1)[..., 1]
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         y, *others = (
             tgl.grouped_gemm_scaled(q.data, scale, p.data, p.scale, offs, format="fp8_block")
             for scale in (q.scale, q.scale.contiguous(), gaps)
@@ -218,7 +218,7 @@ def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
     )
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
-    with emulator.emulate(ARCHS[arch].target, detect_races=False):
+    with emulate(ARCHS[arch].target, detect_races=False):
         for op, args, keywords in calls:
             before = [t.clone() for t in args if t is not None]
             assert tgl.warmup(op, *args, **keywords).chosen.name == "tgl kernel"

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests import chips
 from tests.cutlass_kernels import gemm_cases, sass
@@ -19,7 +20,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 128, 1, 0, 40)
@@ -123,7 +124,7 @@ def test_no_mma_lies_behind_a_group(arch):
 def test_copies_stand_between_the_mmas_of_a_k_tile(along):
     """Where lanes load: all in one place, they and their addresses are a long row of instructions without an MMA."""
     config = ARCHS["sm_80"].tilings.deepest(128, 256)
-    with emulator.emulate("sm_80"):
+    with emulate("sm_80"):
         cubin = gemm_cases.kernel("sm_80", VARLEN_M, Case(config, RAGGED, b_row_major=not along)).artifacts.CUBIN
     beside, mmas = sass.between(cubin, "HMMA", "LDGSTS")
     assert 2 * beside > mmas > 100
@@ -142,7 +143,7 @@ def test_the_ops_are_served(arch):
     a, b, offs = integers(70, 48), integers(2, 48, 64), torch.tensor([30, 66], dtype=torch.int32)
     dy, total = integers(70, 64), torch.ones(2, 48, 64)
     dense = a[:30] @ b[0], a[30:66] @ b[1]
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
         assert torch.equal(tgl.grouped_gemm(a, b, offs), torch.cat([*dense, torch.zeros(4, 64, dtype=BF16)]))
         back = tgl.grouped_gemm(dy, b.transpose(1, 2), offs)
@@ -166,7 +167,7 @@ def test_a_wait_or_a_barrier_less_is_reported(deleted, kind):
         return ptx[: match.start()] + ptx[match.end() :]
 
     case = Case(tiling(64, 64), (130, 70), depth=520, columns=72)
-    with pytest.raises(emulator.RaceError):
+    with pytest.raises(cute_emulator.RaceError):
         run("sm_80", kind, case, seeds=(0,), edit_ptx=edit)
 
 
@@ -187,7 +188,7 @@ def test_a_wait_or_a_barrier_less_by_tma_is_reported(pattern, instead, kind):
         return ptx[: match.start()] + match.expand(instead) + ptx[match.end() :]
 
     case = Case(tiling(64, 64, tma=True), (130, 70), depth=520, columns=72)
-    with pytest.raises(emulator.RaceError):
+    with pytest.raises(cute_emulator.RaceError):
         run("sm_120", kind, case, seeds=(0,), edit_ptx=edit)
 
 

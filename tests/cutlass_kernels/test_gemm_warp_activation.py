@@ -18,7 +18,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import LINE, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, gradient_reason
 from tgl.meta.specs import TensorSpec
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
@@ -117,7 +117,7 @@ def test_rows_by_an_index_have_the_bits_of_rows_in_order(arch, kind):
     tokens, index, b1, b2, offs, h, probs = operands(params)
     rows, options = tokens[index.long()], params._asdict()
     inner = TensorSpec((len(h), b2.shape[2]), BF16, h.device)
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         assert tgl.explain(tgl.grouped_gemm_activation, tokens, b1, offs, None, probs, index, **options).chosen
         found = tgl.grouped_gemm_activation(tokens, b1, offs, None, probs, index, **options)
         back = tgl.grouped_gemm_dactivation(tokens, b2, h, offs, probs, index, **options)
@@ -167,7 +167,7 @@ COVER = [test_gemm_gradient.Case(*choice.pop("tiling"), **choice) for choice in 
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_the_gradient_compiles(case):
     """Any two choices meet in some kernel; nothing in local memory."""
-    with emulator.emulate(case.arch), backends.emulated_device(case.arch):
+    with emulate(case.arch), backends.emulated_device(case.arch):
         report = sass.inspect(test_gemm_gradient.kernel(case).artifacts.CUBIN)
     down, across = WARPS[case.config.tile_m, case.config.tile_n]
     assert report.spills == report.frame == 0

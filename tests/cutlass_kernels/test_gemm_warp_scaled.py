@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, function, run
@@ -20,7 +21,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 1, 0, 40)
@@ -199,7 +200,7 @@ def test_the_ops_are_served(arch, name):
         tgl.grouped_gemm_scaled_wgrad: (*columns, offs, *columnwise_amax),
         tgl.grouped_gemm_scaled_wgrad_accumulate_: (*columns, offs, total, *columnwise_amax),
     }
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         for number, (op, args) in enumerate(calls.items(), 1):
             assert tgl.explain(op, *args, **options).chosen.name == "tgl kernel"
             op(*args, **options)
@@ -220,7 +221,7 @@ def test_a_wait_or_a_barrier_less_is_reported(name, deleted, kind):
     deep = {"depth": 4 * 5 * OPERANDS[name].tile_k} if kind == VARLEN_M else {}
     sizes = (130, 70) if kind == VARLEN_M else (5 * OPERANDS[name].tile_k, 70)
     case = ScaledCase(name, *smallest(name), sizes, columns=80, out=F32, arch=FORMATS[name][0], **deep)
-    with pytest.raises(emulator.RaceError):
+    with pytest.raises(cute_emulator.RaceError):
         run(kind, case, edit_ptx=edit)
 
 
@@ -238,7 +239,7 @@ def test_bad_offsets_touch_nothing_outside(name, kind):
     factors = (a[2], b[2]) if form.alpha == "amax" else (None, None)
     frame = framed(*((rows, 64) if kind == VARLEN_M else (groups, 64, 64)), dtype=F32)
     low, high = -(1 << 31), (1 << 31) - 1
-    with emulator.emulate(ARCHS[case.arch].target), backends.emulated_device(case.arch):
+    with emulate(ARCHS[case.arch].target), backends.emulated_device(case.arch):
         call = function(kind, case, a[0], b[0])
         for bad in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (140, 141, high, high)):
             frame.refill()
@@ -307,7 +308,7 @@ def test_a_transform_fills_the_last_block_of_a_group():
     q = tgl.group_quantize(torch.randn(sum(sizes), 64).bfloat16(), offs, **options, rht=True)
     args = (*(q.columnwise_data, q.columnwise_scale) * 2, offs, *(q.columnwise_amax,) * 2)
     wanted = tgl.grouped_gemm_scaled_wgrad(*args, **options, out_dtype=F32)
-    with emulator.emulate("sm_120") as machine:
+    with emulate("sm_120") as machine:
         got = tgl.grouped_gemm_scaled_wgrad(*args, **options, out_dtype=F32)
         assert len(machine.launches) == 1
     assert (got - wanted).abs().max() <= wanted.abs().max() * 2.0**-20

@@ -8,7 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 
 def step(mlp: tgl.GroupedMLP, x: torch.Tensor, offs: torch.Tensor, probs: torch.Tensor) -> list[torch.Tensor]:
@@ -27,7 +27,7 @@ def test_activation_is_part_of_the_gemms(arch):
     x.requires_grad_()
     probs = torch.rand(160, requires_grad=True)
     near = step(mlp, x, offs, probs)
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+    with emulate(ARCHS[arch].target, detect_races=False) as machine:
         found = step(mlp, x, offs, probs)
     # FC1 with its activation, FC2; FC2's input gradient with the activation's and its result again, the sums for the
     # gradient of the probabilities, FC1's input gradient; two weight gradients.

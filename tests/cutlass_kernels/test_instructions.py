@@ -18,7 +18,7 @@ from tgl.cutlass_kernels.ops import reduce, routing
 from tgl.cutlass_kernels.ops.dequantize import GROUP_DEQUANTIZE, DequantizeKey
 from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.meta.table import OnePerName
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BEFORE = tuple(name for name, arch in ARCHS.items() if not arch.bulk_copies)  # no FP8 on the first two
 SHORT = (5, 0, 130)
@@ -33,7 +33,7 @@ def test_every_number_of_16_bits_becomes_the_nearest_of_fp8(arch, element):
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(BF16).view(512, 128)
     options = {"format": "fp8_tensor", "dtype": element, "columnwise": False}
     expected = tgl.group_quantize(x, ends((512,)), torch.ones(1), **options)
-    with emulator.emulate(arch, detect_races=False) as machine:
+    with emulate(arch, detect_races=False) as machine:
         found = tgl.group_quantize(x, ends((512,)), torch.ones(1), **options)
         assert machine.launches
     assert same_bytes(found.data, expected.data)
@@ -86,7 +86,7 @@ def test_sums_of_rows(arch):
     dy = integers(sum(sizes) + 5, 264, dtype=BF16)
     dy[sum(sizes) :] = float("nan")
     assert not reduce.cut_of(arch, torch.empty(1 << 15, 768, dtype=BF16), None).slots
-    with emulator.emulate(arch) as machine:
+    with emulate(arch) as machine:
         found = tgl.grouped_dbias(dy, ends(sizes))
         assert machine.launches
     assert torch.equal(found, torch.stack([part.float().sum(0) for part in dy[: sum(sizes)].split(sizes)]))
@@ -95,7 +95,7 @@ def test_sums_of_rows(arch):
 def test_choices_of_many_tokens_are_routed_by_two_launches():
     chosen = torch.randint(0, 5, (routing.TILE + 300, 1))
     expected = tgl.route(chosen, 4)
-    with emulator.emulate("sm_80") as machine:
+    with emulate("sm_80") as machine:
         found = tgl.route(chosen, 4)
         assert len(machine.launches) == 2
     for name in ("source", "position", "token", "offs"):
@@ -112,6 +112,6 @@ def test_machine_code(arch):
     cuts = [reduce.Cut(vector, across) for vector, across in ((8, 8), (8, 16), (1, 16))]
     made += [lambda cut=cut: reduce.build(reduce.ReduceKey(arch, True, "bfloat16", cut)) for cut in cuts]
     for build in made:
-        with emulator.emulate(arch):  # keeps what was compiled
+        with emulate(arch):  # keeps what was compiled
             report = sass.inspect(build().artifacts.CUBIN)
         assert (report.spills, report.frame) == (0, 0)

@@ -16,7 +16,7 @@ from tgl import backends
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

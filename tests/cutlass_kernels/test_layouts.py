@@ -11,7 +11,7 @@ import tgl
 from tests import layouts
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16 = torch.bfloat16
 
@@ -122,13 +122,13 @@ def check(call) -> bool:
     format = call.sample.options.get("format")
     able = [arch for arch in LACKING if "gemm" not in call.name or format not in LACKING[arch]]
     arch = ARCHS[[*able, *LACKING][0]].target
-    with emulator.emulate(arch):
+    with emulate(arch):
         args, named = call.arguments()
         explanation = tgl.explain(call.op, *args, **named)
         assert explanation.chosen, f"{call}\n{explanation}"
     if explanation.chosen.device != "cuda":
         return False
-    assert layouts.check(call, "cpu", emulator.emulate(arch, detect_races=False))
+    assert layouts.check(call, "cpu", emulate(arch, detect_races=False))
     return True
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi")
 import tgl
 from tests.kernel_cases import integers
 from tgl.cutlass_kernels.archs import ARCHS, PAIRED, having
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 G, T, K, N = 2, 24, 16, 16
 SPLITS = torch.tensor([13, 7])
@@ -33,7 +33,7 @@ def test_kernels_serve_every_product(arch, rank):
             parameter.copy_(integers(*parameter.shape))
     x = integers(T, K).requires_grad_()
     wanted = step(layer, x)
-    with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+    with emulate(ARCHS[arch].target, detect_races=False) as machine:
         found = step(layer, x)
     products = 2 if arch in having(PAIRED) else 3  # forward, and as many in the backward beside two weight gradients
     assert sum("GroupedGemm" in launch.kernel for launch in machine.launches) == 2 * products + 2

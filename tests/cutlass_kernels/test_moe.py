@@ -14,7 +14,7 @@ from tgl import backends
 from tgl.composed import moe
 from tgl.cutlass_kernels.archs import ARCHS, chips
 from tgl.meta.specs import TensorSpec
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 G, S, K, H, I = 3, 80, 2, 64, 64
 
@@ -35,7 +35,7 @@ def test_kernels_serve_every_part(chip):
     chosen = torch.randint(0, G + 1, (S, K))  # some are no expert's
     routing = tgl.route(chosen, G)
     near = step(routing, tensors)
-    with emulator.emulate(chip, detect_races=False) as machine:
+    with emulate(chip, detect_races=False) as machine:
         found = step(routing, tensors)
     kernels = [launch.kernel for launch in machine.launches]
     assert sum("GroupedGemm" in kernel for kernel in kernels) == 2 + 4
@@ -64,7 +64,7 @@ def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
     monkeypatch.setattr(moe, "FIRST", 0)
     monkeypatch.setattr(moe, "FEW_ROWS", 24 if few else 23)
     x, weights, w1, w2 = (torch.randn(size).bfloat16() for size in ((36, H), (36, K), (G, 2 * I, H), (G, H, I)))
-    with emulator.emulate("sm_90a", detect_races=False) as machine:
+    with emulate("sm_90a", detect_races=False) as machine:
         tgl.moe(x, torch.tensor([[0, 1]] * 36), weights, w1.transpose(1, 2), w2.transpose(1, 2))
     kernels = " ".join(launch.kernel for launch in machine.launches)
     assert ("GatheredActivatedGroupedGemm" in kernels) == few
@@ -84,7 +84,7 @@ def test_no_gradient_and_nothing_kept(few, monkeypatch):
     for kept in (False, True):
         allocated.clear()
         w2.requires_grad_(kept)
-        with emulator.emulate("sm_90a") as machine:
+        with emulate("sm_90a") as machine:
             y = tgl.moe(x, torch.tensor([[0, 1]] * 36), weights, w1.transpose(1, 2), w2.transpose(1, 2))
         found.append(y.detach())
         assert ((36 * K, 2 * I) in allocated) == kept
@@ -96,7 +96,7 @@ def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:
     """Forward and every gradient have the CPU's bits, by kernels without a race; the kernels."""
     operands = moe_cases.block(moe_cases.Sizes(G, 24, K, H, I), kind, biased)
     expected = moe_cases.expected(operands, kind)
-    with new_memory_is_nan(), emulator.emulate(ARCHS[arch].target) as machine:
+    with new_memory_is_nan(), emulate(ARCHS[arch].target) as machine:
         found = moe_cases.step(operands, kind)
     for name, wanted in expected.items():
         assert torch.equal(found[name], wanted), name
@@ -119,7 +119,7 @@ def test_nothing_is_written_past_the_last_experts_rows():
     x, weights, w1, w2, dy = (given[name] for name in ("x", "weights", "w1", "w2", "dy"))
     routing = tgl.route(given["chosen"], G, K * 24 + moe_cases.ROOM)
     places, used = (routing.source, routing.position, routing.token, routing.offs), int(routing.offs[-1])
-    with new_memory_is_nan(), emulator.emulate("sm_90a", detect_races=False):
+    with new_memory_is_nan(), emulate("sm_90a", detect_races=False):
         _, h = torch.ops.tgl.moe(x, w1.transpose(1, 2), w2, *places, weights, top_k=K, kind=kind)
         options = {"top_k": K, "kind": kind, "output_mask": [True] * 4}
         dh, *_ = torch.ops.tgl.moe_backward_hidden(dy, w2, *places, h, weights, **options)

@@ -10,7 +10,7 @@ import tgl
 from tests.memory import new_memory_is_nan
 from tests.nn.test_unwritten_rows import Products
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 G, H, I, S, K = 3, 64, 64, 40, 2
 CASES = {
@@ -38,7 +38,7 @@ def test_quantisers_gather_tokens(arch):
     x.requires_grad_()
     results, dispatches = [], []
     for pieces in (False, True):
-        with emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+        with emulate(ARCHS[arch].target, detect_races=False) as machine:
             routing = tgl.route(chosen, G)
             results.append(step(block, x, routing, weights, pieces=pieces))
         dispatches.append(sum("Dispatch" in launch.kernel for launch in machine.launches))
@@ -69,7 +69,7 @@ def test_kernels_leave_and_read_no_row_of_nobody(arch, recipe):
     results, unwritten = [], []
     for room in (int((chosen < G).sum()), S * K + 300):
         target = ARCHS[arch].target
-        with new_memory_is_nan(), emulator.emulate(target, detect_races=False) as machine, Products() as seen:
+        with new_memory_is_nan(), emulate(target, detect_races=False) as machine, Products() as seen:
             results.append(step(block, x, tgl.route(chosen, G, num_rows=room), weights, pieces=False))
         unwritten.append([t.shape[0] > 0 and bool(t.isnan().all()) for t in seen.tails])
         kernels = [launch.kernel for launch in machine.launches]

@@ -8,6 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 import cutlass
 
+import cute_emulator
 from tests.cutlass_kernels import quantizing_cases, scaled_cases
 from tests.cutlass_kernels.quantizing_cases import Case
 from tests.cutlass_kernels.scaled_cases import ScaledCase
@@ -17,7 +18,6 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.gemm.sm100 import activate, store
 from tgl.ops.grouped_activation import Params
-from tgl.testing import emulator
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = {name: form for name, form in OPERANDS.items() if form.vector}
@@ -101,7 +101,7 @@ def test_an_accumulator_given_back_a_piece_early_is_reported(monkeypatch):
     kernels = {"ScaledGroupedGemm": one_piece_less(arch.kernel("ScaledGroupedGemm"))}
     monkeypatch.setattr(type(arch), "kernel", lambda _, name: kernels[name])
     case = ScaledCase("nvfp4", 128, 256, (1, 2, 3), depth=128, columns=768, out=F32)
-    with pytest.raises(emulator.RaceError, match="tensor memory"):
+    with pytest.raises(cute_emulator.RaceError, match="tensor memory"):
         scaled_cases.run(VARLEN_K, case)
 
 
@@ -121,7 +121,7 @@ def test_pieces_in_one_order_are_reported(epilogue, wrong, monkeypatch):
         monkeypatch.setattr(module, "in_turn", lambda _, made, step, steps: step if first else steps - 1 - step)
     monkeypatch.setattr(scaled_cases, "_compiled", {})
     monkeypatch.setattr(quantizing_cases, "_compiled", {})
-    with pytest.raises(emulator.RaceError, match="tensor memory"):
+    with pytest.raises(cute_emulator.RaceError, match="tensor memory"):
         if epilogue == "store":
             scaled_cases.run(VARLEN_M, ScaledCase("mxfp8", 128, 256, (1, 2, 3), depth=128, columns=768))
         else:

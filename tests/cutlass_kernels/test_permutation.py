@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
 from tests.kernel_cases import framed_like
@@ -17,7 +18,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops import permutation as calls
 from tgl.cutlass_kernels.permute.cut import LANES, cut_of
 from tgl.cutlass_kernels.runtime import device, launcher
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OPS = torch.ops.tgl
@@ -34,11 +35,11 @@ def run(op, *operands, top_k, likes):
     """The outputs of one launch, the same bits under two schedules, in the middle of canaries."""
     found = []
     for seed in (0, 1):
-        emulator.active().seed = seed
-        launches = len(emulator.active().launches)
+        cute_emulator.active().seed = seed
+        launches = len(cute_emulator.active().launches)
         frame = framed_like(torch.empty(t.shape, dtype=t.dtype) for t in likes.values())
         backends.run(op, operands[0].device, *operands, top_k=top_k, **dict(zip(likes, frame.inside)))
-        assert len(emulator.active().launches) == launches + 1
+        assert len(cute_emulator.active().launches) == launches + 1
         assert frame.intact()
         found.append(frame.rooms)
     assert all(torch.equal(a, b) for a, b in zip(*found))
@@ -83,7 +84,7 @@ def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
     monkeypatch.setattr(launcher, "compiled", lambda *args: kernels.append(compile(*args)) or kernels[-1])
     spare, absent = SOME[some]
     x, y, token, position, weights = problem(top_k, dtype, columns, spare=spare, absent=absent)
-    with emulator.emulate(arch):
+    with emulate(arch):
         check(x, y, token, position, top_k, weights, given=("none", "wide"))
     assert len(kernels) == 5
     if columns * dtype.itemsize % 16 == 0:
@@ -115,7 +116,7 @@ def test_sums_of_another_dtype(monkeypatch, arch, top_k, dtype, out_dtype, colum
     y, weights = torch.randn(len(token), columns).to(dtype), torch.rand(9, top_k)
     y[(token < 0) | (token >= 9)] = NAN
     like = {"out": torch.empty(9, columns, dtype=out_dtype)}
-    with emulator.emulate(arch):
+    with emulate(arch):
         for w in (None, weights):
             (sums,) = run("combine", y, position, w, top_k=top_k, likes=like)
             (expected,) = run("combine", y.float(), position, w, top_k=top_k, likes={"out": torch.empty(9, columns)})
@@ -146,7 +147,7 @@ def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype,
     element = str(dtype).removeprefix("torch.")
     cut = cut_of(4096, 16 // dtype.itemsize, top_k, calls.CombineBackward.least, calls.CombineBackward.most)
     assert cut.batch == top_k
-    with emulator.emulate(arch):
+    with emulate(arch):
         kernel = calls.COMBINE_BACKWARD.build(
             calls.PermutationKey(arch, True, cut, element, "int32", "int32", "float32")
         )
@@ -166,7 +167,7 @@ def test_two_devices_give_the_same_bits(monkeypatch):
         launcher.plans.clear()
         launcher.forget()
         monkeypatch.setattr(device, "multiprocessors", lambda _, count=count: count)
-        with emulator.emulate("sm_90a") as machine:
+        with emulate("sm_90a") as machine:
             found.append((OPS.dispatch(x, token, position, 4, weights), OPS.combine(y, token, position, 4, weights)))
         grids.append([launch.grid for launch in machine.launches])
     assert all(map(torch.equal, *found))
@@ -184,7 +185,7 @@ def test_through_the_ops():
         w = weights.clone().requires_grad_()
         ours = []
         for arch in ("sm_90a", None):
-            with emulator.emulate(arch) if arch else contextlib.nullcontext():
+            with emulate(arch) if arch else contextlib.nullcontext():
                 rows, sums = OPS.dispatch(x, token, position, 3, w), OPS.combine(y, token, position, 3, w)
                 ours.append((rows, sums, *torch.autograd.grad([rows, sums], [x, y, w], [y, x])))
         assert all(torch.equal(a, b) for a, b in zip(*ours))

@@ -17,7 +17,7 @@ from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.meta.components import Components
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -44,7 +44,7 @@ def check(x, offs, arch="sm_100a", seeds=(0,), **options):
     extra = {k: options.pop(k) for k in ("row_scale", "scale", "rng") if k in options}
     frame = framed_like(expected)
     out = Components(*frame.inside)
-    with emulator.emulate(arch) as machine:
+    with emulate(arch) as machine:
         for seed in seeds:
             machine.seed = seed
             before = len(machine.launches)
@@ -81,7 +81,7 @@ def cost_without_rows(**options) -> float:
     issued = []
     for empty in (0, 16):
         offs = torch.full((1 + empty,), 256, dtype=torch.int32)
-        with emulator.emulate("sm_90a", detect_races=False) as machine:
+        with emulate("sm_90a", detect_races=False) as machine:
             tgl.group_quantize(x, offs, **options)
         issued.append(sum(machine.launches[-1].instructions.values()))
     one = (issued[1] - issued[0]) / 16
@@ -116,7 +116,7 @@ def test_row_scale():
     factors = torch.rand(x.shape[0])
     factors[offs[-1] :] = float("nan")
     expected = tgl.group_quantize(x, offs, row_scale=factors, format="mxfp8")
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         ours = tgl.group_quantize(x, offs, row_scale=factors, format="mxfp8")
         assert len(machine.launches) == 1
     for a, b in zip(ours, expected):
@@ -132,7 +132,7 @@ def test_noop_writes_nothing(flag):
     x, offs = grouped((3, 40), 9, 64, BF16)
     frame = framed_like(tgl.group_quantize(x, offs, format="mxfp8"))
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         tgl.group_quantize(x, offs, noop=flag, format="mxfp8", out=out)
         assert len(machine.launches) == 1
         assert frame.untouched()
@@ -145,7 +145,7 @@ def test_bad_offsets_stay_inside():
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
     frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="mxfp8"))
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         tgl.group_quantize(x, offs, format="mxfp8", out=out)
     assert frame.intact()
 
@@ -162,7 +162,7 @@ def test_dbias_goes_along():
     x, offs = grouped(RAGGED, 9, 64, BF16)
     x = torch.randint(-4, 5, x.shape).to(BF16)
     expected = tgl.group_quantize(x, offs, format="mxfp8", dbias=True)
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         ours = tgl.group_quantize(x, offs, format="mxfp8", dbias=True)
         assert len(machine.launches) == 3  # two of the sums
     assert torch.equal(ours.dbias, expected.dbias)
@@ -177,7 +177,7 @@ def test_dbias_goes_along():
 )
 def test_machine_code(arch, source, rowwise, columnwise, registers):
     """Registers for the blocks to share a multiprocessor, nothing in local memory, one cast for two elements."""
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["mxfp8"].build(
             arch, MXFP8Spec(source, "float8_e4m3fn", rowwise, columnwise, "rceil", True, True)
         )

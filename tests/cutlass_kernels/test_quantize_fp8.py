@@ -29,7 +29,7 @@ from tgl.cutlass_kernels.quantize import lanes, windows
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.components import Components
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 FORMATS = ("fp8_block", "fp8_tensor")
 CASES = {
@@ -87,7 +87,7 @@ def test_noop_writes_nothing():
     x, offs = grouped((3, 40), 9, 64, BF16)
     frame = framed_like(tgl.group_quantize(x, offs, format="fp8_block"))
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         tgl.group_quantize(x, offs, noop=torch.tensor(True), format="fp8_block", out=out)
         assert len(machine.launches) == 1
     assert frame.untouched()
@@ -99,7 +99,7 @@ def test_bad_offsets_stay_inside(format):
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
     frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format=format))
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         tgl.group_quantize(x, offs, format=format, out=out)
     assert frame.intact()
 
@@ -111,7 +111,7 @@ def test_no_rows(format, groups):
     expected = tgl.group_quantize(x, offs, format=format)
     frame = framed_like(expected)
     out = Components(*frame.inside)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         tgl.group_quantize(x, offs, format=format, out=out)
     for ours, theirs in zip(out, expected):
         assert same_bytes(ours, theirs)
@@ -158,7 +158,7 @@ def test_blocks_that_run_one_after_another(resident):
     """Whoever waits, waits for blocks that have begun: one alone gets through, all six at once do."""
     x, offs = grouped((300, 0, 400), 9, 136, BF16)
     expected = tgl.group_quantize(x, offs, format="fp8_tensor")
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         machine.resident_clusters = resident
         ours = tgl.group_quantize(x, offs, format="fp8_tensor")
     for a, b in zip(ours, expected):
@@ -173,7 +173,7 @@ def test_bad_offsets_stop_nobody():
         offs = torch.randint(-300, 1200, (7,), dtype=torch.int32)
         frame = framed_like(tgl.group_quantize(x, torch.arange(100, 800, 100, dtype=torch.int32), format="fp8_tensor"))
         out = Components(*frame.inside)
-        with emulator.emulate("sm_90a"):
+        with emulate("sm_90a"):
             tgl.group_quantize(x, offs, format="fp8_tensor", out=out)
         assert frame.intact()
 
@@ -185,7 +185,7 @@ def test_bad_offsets_stop_nobody():
 def test_machine_code(arch, blocks, directions):
     """Registers for four or three blocks, nothing divides but by a group's maximum, nothing is in local memory."""
     spec = FP8Spec("bfloat16", "float8_e4m3fn", *directions, blocks, blocks is not None, 0, blocks != "2d")
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["fp8_block"].build(arch, spec)
     report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeFP8")
     assert report.registers <= (80 if all(directions) or blocks is None else 64)

@@ -16,7 +16,7 @@ from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.meta.components import Components
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BY_ELEMENTS, COPIED = "tgl kernel, element by element", "tgl kernel between copies"
 SIZES = (3, 0, 137)
@@ -47,7 +47,7 @@ slow = pytest.mark.slow
 
 
 def served_by(arch, x, offs, **options) -> str:
-    with emulator.emulate(arch):
+    with emulate(arch):
         return tgl.explain("group_quantize", x, offs, **options).chosen.name
 
 
@@ -120,7 +120,7 @@ def test_bad_offsets_stay_inside():
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
     frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), format="fp8_tensor"))
     out = Components(*frame.inside)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         tgl.group_quantize(x, offs, format="fp8_tensor", out=out)
     assert frame.intact()
 
@@ -151,6 +151,6 @@ def test_the_gradient_of_a_sum(recipe, arch, width, inner):
         return [y.detach(), rows.grad, *(p.grad.clone() for p in layer.parameters())]
 
     wanted = step()
-    with emulator.emulate(arch, detect_races=False):
+    with emulate(arch, detect_races=False):
         for ours, theirs in zip(step(), wanted):
             assert (ours.float() - theirs.float()).norm() <= 2.0**-6 * theirs.float().norm()

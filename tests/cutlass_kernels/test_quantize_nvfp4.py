@@ -14,6 +14,7 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream
 
 import tgl
+from cute_emulator.chips import CHIPS
 from tests import chips
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import (
@@ -41,8 +42,7 @@ from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
 from tgl.cutlass_kernels.runtime import compiling
 from tgl.meta.components import Components
 from tgl.meta.quantized import Options
-from tgl.testing import emulator
-from tgl.testing.emulator.chips import CHIPS
+from tgl.testing import emulate
 
 SHORT = (5, 0, 130, 1)
 SEED = torch.tensor([1 << 40 | 12345, -3])
@@ -146,7 +146,7 @@ def test_noop_writes_nothing(format, flag):
     expected = tgl.group_quantize(x, offs, format=format)
     frame = framed_like(expected)
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a") as machine:
+    with emulate("sm_100a") as machine:
         tgl.group_quantize(x, offs, noop=flag, format=format, out=out)
         assert len(machine.launches) == (3 if format == "nvfp4" else 2)
         assert frame.untouched()
@@ -161,7 +161,7 @@ def test_bad_offsets_stay_inside(options):
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
     frame = framed_like(tgl.group_quantize(x, torch.tensor([10, 20, 30, 40], dtype=torch.int32), **options))
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         tgl.group_quantize(x, offs, **options, out=out)
     assert frame.intact()
 
@@ -172,7 +172,7 @@ def test_nothing_to_quantise(shape, groups):
     expected = tgl.group_quantize(torch.zeros(shape, dtype=BF16), offs, **COMPACT)
     frame = framed_like(expected)
     out = Components(*frame.inside)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         tgl.group_quantize(torch.zeros(shape, dtype=BF16), offs, **COMPACT, out=out)
     for ours, theirs in zip(out, expected):
         assert same_bytes(ours, theirs)
@@ -203,7 +203,7 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     converts = ARCHS[arch].rounds_to_fp4
     chip = next(iter(ARCHS[arch].draws_to_fp4), None) if stochastic else None
     spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts, chip=chip)
-    with emulator.emulate(chip or ARCHS[arch].target):  # keeps what was compiled
+    with emulate(chip or ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["nvfp4"].build(arch, spec)
     maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupMaxima")
     most = 128 if ARCHS[arch].spares_registers else 255  # of those one block has them all
@@ -238,7 +238,7 @@ def test_machine_code_of_transforms(made):
     chip = next(iter(ARCHS[arch].draws_to_fp4), None) if stochastic else None
     facts = dict(converts=ARCHS[arch].rounds_to_fp4, chip=chip, **WAYS[way])
     spec = NVFP4Spec(source, True, True, False, True, True, True, stochastic, **facts)
-    with emulator.emulate(chip or ARCHS[arch].target):
+    with emulate(chip or ARCHS[arch].target):
         report = sass.inspect(QUANTIZERS["nvfp4"].build(arch, spec).artifacts.CUBIN)
     words = 4 if source == "float32" and stochastic and chip is None else 0
     assert report.spills <= words
@@ -285,7 +285,7 @@ def test_a_kernel_with_the_instruction_is_its_chips_own(chip):
 
 def test_it_is_compiled_for_and_loaded_by_that_chip():
     x, offs = grouped((3, 40), 9, 64, BF16)
-    with emulator.emulate("sm_103", detect_races=False) as machine:
+    with emulate("sm_103", detect_races=False) as machine:
         tgl.group_quantize(x, offs, rng=SEED, columnwise=False, **COMPACT)
         assert {launch.arch for launch in machine.launches} == {"sm_103a"}
     with pytest.raises(ValueError, match="sm_100 is sm_100, sm_103, not sm_90"):

@@ -17,7 +17,7 @@ from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.table import OnePerName
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BY_VECTORS, BY_ELEMENTS, BY_COPIES = "tgl kernel", "tgl kernel, element by element", "tgl kernel between copies"
 SIZES, TOKENS = (5, 0, 130, 1, 40), 30
@@ -60,7 +60,7 @@ def tokens(columns, dtype=BF16):
 
 
 def served(x, rows, arch="sm_90a", **options):
-    with emulator.emulate(arch):
+    with emulate(arch):
         return tgl.explain("group_quantize", x, ends(SIZES), rows=rows, **options)
 
 
@@ -123,7 +123,7 @@ def test_nothing_to_read(format):
     check(x[:0], ends(SIZES), rows=rows, format=format)
     check(x[:0, :60], ends(SIZES), rows=rows, format=format)
     check(x, torch.zeros(3, dtype=torch.int32), rows=torch.tensor(TAIL, dtype=torch.int32), format=format)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         made = tgl.group_quantize(x, torch.zeros(3, dtype=torch.int32), rows=rows[:0], format=format)
     wanted = tgl.group_quantize(x[:0], torch.zeros(3, dtype=torch.int32), format=format)
     assert all(map(same_bytes, made, wanted))
@@ -133,7 +133,7 @@ def test_nothing_to_read(format):
 def test_bad_offsets_stay_inside(format):
     """Then too, no number past the last end is looked at."""
     x, rows, options = tokens(72), index(), {"format": format}
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         for bad in ([90, -5, 2000, 40], [-9, 300, 20, -1]):
             tgl.group_quantize(x, torch.tensor(bad, dtype=torch.int32), rows=rows, **options)
 
@@ -142,7 +142,7 @@ def test_other_numbers_of_rows_and_tokens_are_the_same_kernel(monkeypatch):
     for table in ("plans", "known"):  # whatever other tests of the process have called
         monkeypatch.setattr(launcher, table, {})
     x, rows, options = tokens(72), index(), {"format": "mxfp8"}
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         tgl.warmup(tgl.group_quantize, x, ends(SIZES), rows=rows, **options)
         known, before = len(launcher.plans), len(machine.launches)
         for count, some in ((TOKENS, 176), (NEVER, 100), (TOKENS, 181)):
@@ -160,7 +160,7 @@ def test_sums_are_those_of_a_copy_in_order(weighted):
     x, rows = torch.randint(-4, 5, (TOKENS, 72)).to(BF16), index()
     extra = {"row_scale": torch.ones(ROWS, dtype=BF16) / 2} if weighted else {}
     wanted = tgl.group_quantize(x, ends(SIZES), rows=rows, format="mxfp8", dbias=True, **extra)
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         report = tgl.warmup(tgl.group_quantize, x, ends(SIZES), rows=rows, format="mxfp8", dbias=True, **extra)
         assert report.chosen.name == BY_COPIES
         assert dict(report.copies) == {"x": ROWS * 72 * 2}
@@ -195,7 +195,7 @@ def spec_of(format, arch, source):
 @pytest.mark.parametrize("source", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_machine_code(arch, format, source):
     """As many registers as in order: nothing in local memory. Before 9.0 one block may have them all."""
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = WRITTEN[format].build(arch, spec_of(format, arch, source))
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)

@@ -15,7 +15,7 @@ from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.table import OnePerName
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BY_VECTORS, BY_ELEMENTS = "tgl kernel", "tgl kernel, element by element"
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
@@ -61,7 +61,7 @@ def packed(matrices, unit=8, transposed=False):
 
 
 def served_by(arch, x, slots, **options):
-    with emulator.emulate(arch):
+    with emulate(arch):
         explained = tgl.explain("group_quantize", x, None, slots=slots, **options)
     return explained.chosen.name
 
@@ -110,7 +110,7 @@ def test_layouts(options, layout):
 
 def test_another_order_of_the_same_slots_is_the_same_kernel():
     w, options = awkward(G, 32, 40, dtype=BF16), {"format": "mxfp8"}
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         tgl.group_quantize(w, None, slots=torch.tensor([2, 1, 0], dtype=torch.int32), **options)
         known, before = len(launcher.plans), len(machine.launches)
         for order in ([0, 1, 2], [1, 1, -1], [2, 0]):
@@ -142,7 +142,7 @@ def test_machine_code(arch, format):
     spec = SPECS[format]
     if format == "nvfp4":
         spec = NVFP4Spec(**{**spec.__dict__, "converts": ARCHS[arch].rounds_to_fp4})
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = WRITTEN[format].build(arch, spec)
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)

@@ -12,7 +12,7 @@ from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("tgl.testing.emulator")
+emulator = pytest.importorskip("cute_emulator")
 
 ARCHS = ["sm_90a", "sm_100a"]
 LONG = 300  # rows that are cut into many spans

@@ -21,7 +21,7 @@ from tgl.cutlass_kernels.ops.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import DequantizeSpec, FP8Spec, MXFP8Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.components import Components
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 requantize = importlib.import_module("tgl.ops.group_requantize")
 
@@ -45,7 +45,7 @@ def check(q, arch="sm_90a", seeds=(0,), **options):
     resolved, specs = requantize._specs(*q, **options)
     frame = framed_like(specs.empty())
     out = Components(*frame.inside)
-    with emulator.emulate(arch) as machine:
+    with emulate(arch) as machine:
         for seed in seeds:
             machine.seed = seed
             frame.refill()
@@ -118,7 +118,7 @@ def test_bad_offsets_stay_inside(options):
     resolved, specs = requantize._specs(data, scale, offs, **options)
     frame = framed_like(specs.empty())
     bad = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)
-    with emulator.emulate("sm_100a"):
+    with emulate("sm_100a"):
         out = Components(*frame.inside)
         backends.run("group_requantize", data.device, data, scale, bad, None, options=resolved, out=out)
     assert frame.intact()
@@ -129,7 +129,7 @@ def test_codes_and_scales_that_begin_anywhere(options):
     x, offs = grouped((3, 0, 140), 9, 48, BF16)
     data, scale, _ = rowwise(x, offs, **options)
     expected = tgl.group_requantize(data, scale, offs, **options)
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         for codes, factors in ((misaligned(data), scale), (data, misaligned(scale)), (data, scale), (data, scale)):
             made = tgl.group_requantize(codes, factors, offs, **options)
             assert all(map(same_bytes, made, expected))
@@ -149,7 +149,7 @@ def test_what_it_does_not_take_is_said():
 
 def test_warmup_compiles_what_the_call_needs(monkeypatch):
     data, scale, offs = rowwise(*grouped((3, 0, 140), 9, 48, BF16), format="fp8_block")
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         tgl.warmup("group_requantize", data, scale, offs, format="fp8_block")
         assert not machine.launches
         monkeypatch.setattr(launcher, "compiled", None)
@@ -187,7 +187,7 @@ MACHINE_CODE = [
 @pytest.mark.parametrize("arch, format, spec", MACHINE_CODE)
 def test_machine_code(arch, format, spec):
     """Nothing in local memory; registers for two blocks where codes are loaded eight at a time."""
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         report = sass.inspect(WRITTEN[format].build(arch, spec).artifacts.CUBIN)
     assert report.spills == report.frame == 0
     usual = format == "fp8_block" or spec.blocked

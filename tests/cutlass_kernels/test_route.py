@@ -12,7 +12,7 @@ from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("tgl.testing.emulator")
+emulator = pytest.importorskip("cute_emulator")
 
 ARCHS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)]  # one source, no instruction of one alone
 SLOW = [pytest.param(experts, marks=pytest.mark.slow) for experts in (8, 256, 1000)]

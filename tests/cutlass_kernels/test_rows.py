@@ -14,7 +14,7 @@ from tests.kernel_cases import CANARY, column_major, ends, gradient, integers, p
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, arch_of, having
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
 SIZES, TAIL, TOKENS = (3, 0, 70, 1), 5, 40

@@ -8,7 +8,7 @@ pytest.importorskip("tvm_ffi")
 
 from tests.gpu import sanitize
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 FAST = sanitize.combining_backward
 BODIES = [
@@ -20,6 +20,6 @@ BODIES = [
 def test_every_body(body, monkeypatch):
     monkeypatch.setattr(sanitize, "DEVICE", torch.device("cpu"))
     torch.manual_seed(0)
-    with emulator.emulate(ARCHS["sm_90"].target) as machine:
+    with emulate(ARCHS["sm_90"].target) as machine:
         body()
     assert machine.launches

@@ -14,7 +14,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.ops.scale_layout import SCALE_TO_LAYOUT, LayOutKey
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 RAGGED, TOKENS = (5, 0, 130, 127, 128, 129, 1, 0, 40), 30
 MANY = (*([0, 3, 1, 0, 9, 0, 130, 2] * 5), *([0] * 95), 7, 0)  # more groups than are looked up at a time
@@ -49,7 +49,7 @@ def check(scale, offs, rows=None, arch="sm_90a", seeds=(0,), launches=1):
     _, args, keywords = backends._arguments[OP](scale, offs, rows, **options)
     frame = framed_like([wanted])
     keywords["out"] = frame.inside[0]
-    with emulator.emulate(arch) as machine:
+    with emulate(arch) as machine:
         report = tgl.explain(OP, scale, offs, rows, **options)
         assert report.chosen.name == "tgl kernel"
         for seed in seeds:
@@ -120,7 +120,7 @@ def test_bad_offsets_stay_inside():
     _, (_, *_), keywords = backends._arguments[OP](scale, ends((0,) * 4), rows, **named(scale, rows))
     frame = framed_like([torch.empty(keywords["out"].shape, dtype=torch.uint8)])
     keywords["out"] = frame.inside[0]
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         for bad in ([90, -5, 2000, 40], [-9, 300, 20, -1]):
             backends.run(OP, scale.device, scale, torch.tensor(bad, dtype=torch.int32), **keywords)
             assert frame.intact()
@@ -136,7 +136,7 @@ def test_the_scales_of_a_quantiser(format):
     wanted = tgl.group_quantize(ordered, offs, scale_layout="blocked", **options).scale
     compact = tgl.group_quantize(ordered, offs, **options).scale
     tokens = tgl.group_quantize(x, ends((TOKENS,)), **options).scale
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         assert torch.equal(tgl.to_blocked_scale(compact, offs, **named), wanted)
         if format == "mxfp8":
             assert torch.equal(tgl.to_blocked_scale(tokens, offs, rows, **named), wanted)
@@ -146,7 +146,7 @@ def test_other_numbers_of_rows_and_tokens_are_the_same_kernel(monkeypatch):
     for table in ("plans", "known"):  # whatever other tests of the process have called
         monkeypatch.setattr(launcher, table, {})
     scale = scales(TOKENS, 16)
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         tgl.warmup(OP, scale, ends(RAGGED), index(RAGGED), **named(scale, index(RAGGED)))
         assert (len(launcher.plans), len(machine.launches)) == (1, 0)
         for tokens, sizes in ((TOKENS, RAGGED), (NEVER, (3, 40)), (TOKENS, (0, 0, 0, 200))):
@@ -159,7 +159,7 @@ def test_other_numbers_of_rows_and_tokens_are_the_same_kernel(monkeypatch):
 
 def why(scale, offs, rows=None, **options):
     """What ``explain`` says against the kernel."""
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         report = tgl.explain(OP, scale, offs, rows, **{"layout": "blocked", "format": "mxfp8", **options})
     assert report.chosen.name == "map of offsets"
     return str(report)
@@ -194,7 +194,7 @@ def test_what_a_product_of_compact_scales_needs_is_warmed_up(asked):
 @pytest.mark.parametrize("arch", ["sm_90", *(pytest.param(arch, marks=slow) for arch in ("sm_80", "sm_100", "sm_120"))])
 def test_machine_code(arch):
     """Nothing in local memory, and registers for six blocks on a multiprocessor."""
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = SCALE_TO_LAYOUT.build(LayOutKey(arch, False, 16, True))
     report = sass.inspect(kernel.artifacts.CUBIN)
     assert (report.spills, report.frame) == (0, 0)

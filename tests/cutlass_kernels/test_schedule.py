@@ -16,7 +16,7 @@ from tgl.cutlass_kernels.tiles import Grid, allocate_deal, allocate_order, decod
 from tgl.cutlass_kernels.tiles.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
 from tgl.cutlass_kernels.tiles.groups import group_range
 from tgl.cutlass_kernels.tiles.order import CAPACITY, sort_groups
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 TILE_M, TILES_N, BAND, BLOCKS = 128, 3, 4, 3
 FIELDS = 5

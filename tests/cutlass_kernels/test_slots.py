@@ -16,7 +16,7 @@ from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.ops import gemm
 from tgl.cutlass_kernels.runtime import launcher, names
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32
 SIZES, TAIL = (3, 0, 70, 65, 1), 5
@@ -69,7 +69,7 @@ class Packed:
 
 
 def kernel(arch, config, kind, b_unit, spec):
-    with emulator.emulate(ARCHS[arch].target):
+    with emulate(ARCHS[arch].target):
         return gemm.build(gemm.GemmKey(kind, arch, True, "bfloat16", b_unit, spec, config, True))
 
 
@@ -92,7 +92,7 @@ def test_rows(arch, config, b_row_major):
             product = a[rows].double() @ b[g].double() if slots[g] == packed.slots[g] else 0
             expected[rows] = product + bias[g].double()
         out = torch.full((ROWS, 104), CANARY, dtype=BF16)
-        with emulator.emulate(ARCHS[arch].target):
+        with emulate(ARCHS[arch].target):
             call(a, view, offs(), out, bias, None, slots, None, CLUSTERS)
         assert torch.equal(out, expected.to(BF16)), absent
 
@@ -115,7 +115,7 @@ def test_depth(arch, config, dtype, accumulate):
                 product = a[rows].double().t() @ b[rows].double()
                 old = packed.matrices[g].double() if accumulate else 0
                 expected.view[slots[g]] = (old + product).to(dtype)
-        with emulator.emulate(ARCHS[arch].target):
+        with emulate(ARCHS[arch].target):
             call(a, b, offs(), packed.view, None, None, slots, None, CLUSTERS)
         assert torch.equal(packed.buffer, expected.buffer), absent
 
@@ -125,7 +125,7 @@ def test_depth(arch, config, dtype, accumulate):
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
 def machine(request):
-    with emulator.emulate(request.param) as machine:
+    with emulate(request.param) as machine:
         yield machine
 
 
@@ -261,7 +261,7 @@ def test_scaled_wgrad(arch, format, overwrite):
     slots = grad.slots.clone()
     for g, number in enumerate((HIGH, LOW, -1)):
         slots[g], wanted.view[grad.slots[g]] = number, 0.0
-    with emulator.emulate(ARCHS[arch].target) as machine:
+    with emulate(ARCHS[arch].target) as machine:
         op, arguments = tgl.grouped_gemm_scaled_wgrad_accumulate_, (*operands, grad.view, None, None, slots)
         served(machine, "tgl kernel", op, *arguments, **how, overwrite=overwrite)
     assert torch.equal(grad.buffer, wanted.buffer)
@@ -274,7 +274,7 @@ def test_a_scaled_output_out_of_reach():
     grad, slots = torch.full((7, 64, 90), CANARY), table(6, 5, 3, -1, 0)
     expected = grad.clone()
     expected[[6, 5, 3, 0]] += 2 * dw[[0, 1, 2, 4]]
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         op, arguments = tgl.grouped_gemm_scaled_wgrad_accumulate_, (*operands, grad, None, None, slots)
         served(machine, "tgl kernel between copies", op, *arguments, **how)
     assert torch.equal(grad, expected)

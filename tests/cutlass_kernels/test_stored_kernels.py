@@ -248,7 +248,7 @@ import sys
 from unittest import mock
 from tests.cutlass_kernels import test_stored_kernels as this
 from tgl.cutlass_kernels.runtime import cache, launcher
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 def never():
     raise AssertionError("compiled in the first step")

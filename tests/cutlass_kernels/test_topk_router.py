@@ -15,7 +15,7 @@ from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("tgl.testing.emulator")
+emulator = pytest.importorskip("cute_emulator")
 
 ARCHS = ["sm_90a", "sm_80", pytest.param("sm_100a", marks=pytest.mark.slow)]  # sm_80 has no dependent launches
 OP, BACKWARD = torch.ops.tgl.topk_router, torch.ops.tgl.topk_router_backward

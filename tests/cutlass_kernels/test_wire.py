@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.wire_together import Kernels, emulated
@@ -32,7 +33,7 @@ from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
 from tgl.meta import expert_parallel as meta
 from tgl.meta.specs import empty_all
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 EXPERTS, TOP_K = 8, 3
@@ -60,14 +61,14 @@ class Ranks:
     def __init__(self, world: World, together: Kernels, seed: int = 0) -> None:
         self.world, self.together, self.random = world, together, random.Random(seed)
         for name, memory in zip(world.names, world.memories):
-            emulator.active().register(memory)
-            emulator.active().register(peers.memory_of(name).missed)
+            cute_emulator.active().register(memory)
+            cute_emulator.active().register(peers.memory_of(name).missed)
 
     def order(self) -> list[int]:
         return self.random.sample(range(self.world.ranks), self.world.ranks)
 
     def run(self, launcher: Launcher, step: Any) -> None:
-        emulator.active().seed = self.random.randrange(100)
+        cute_emulator.active().seed = self.random.randrange(100)
         launcher.run(step)
 
     def play(self, op: str, calls: list[tuple[tuple, dict]]) -> None:
@@ -283,7 +284,7 @@ def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
         together(made, [numbers([3, 2], 4), numbers([1, 4], 4)])
         together(made, [None, None])
         first = peers.memory_of(made.names[0]).control.clone()
-        with pytest.raises(emulator.EmulatorError, match="trap"):
+        with pytest.raises(cute_emulator.EmulatorError, match="trap"):
             MEET.run(alone(made, 1, numbers([2, 2], 4)))
         changed = (peers.memory_of(made.names[0]).control != first).nonzero().flatten().tolist()
         assert changed == [1, 5]  # the epoch of rank 1, and what it tells for the exchange to come
@@ -320,7 +321,7 @@ def test_all_ranks_that_stay_away_are_named(together):
         Ranks(made, together)
         known = peers.memory_of(made.names[1])
         known.control[2] = 1
-        with pytest.raises(emulator.EmulatorError, match="trap"):
+        with pytest.raises(cute_emulator.EmulatorError, match="trap"):
             MEET.run(alone(made, 1, None))
         assert known.missed[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 1]]
         said = "rank 1 of 4 waited 60 s for ranks 0, 3 in ep_route, in the barrier behind its writes. Who does"
@@ -373,7 +374,7 @@ def test_machine_code(arch):
     """Rows move 16 bytes at a time, two blocks fit, and nothing is in local memory up to 8 ranks."""
     cut, few = (cut_of(columns, vector, 1, loads=LOADS) for columns, vector in ((7168, 8), (8, 4)))
     sums = cut_of(7168, 8, 8, loads=LOADS)
-    with emulator.emulate(ARCHS[arch].target):  # keeps what was compiled
+    with emulate(ARCHS[arch].target):  # keeps what was compiled
         places = PLACES.build(PlacesKey(arch, True, "int64", 8, 8, 9, invariant=True, alone=False))
         sent = FLOW.build(FlowKey(arch, True, (cut, few), (), ("bfloat16", "float32"), ("bfloat16", "float32")))
         answered = FLOW.build(FlowKey(arch, True, (cut,), (sums,), ("bfloat16",), ("bfloat16",)))

@@ -9,18 +9,19 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
+import cute_emulator
 from tests.ranks_on_one_device import World
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.compiling import compiled, strided, vector
 from tgl.cutlass_kernels.wire.meet import LANES, Meet, Told
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 PATIENT = torch.tensor([10**12, 0])  # nanoseconds; nobody is missed
 
 
-def emulated() -> Iterator[emulator.Emulation]:
+def emulated() -> Iterator[cute_emulator.Emulation]:
     """For a fixture: an emulated Hopper, of whose kernels nothing is left afterwards."""
-    with emulator.emulate("sm_90a") as machine:
+    with emulate("sm_90a") as machine:
         yield machine
     launcher.plans.clear()
     launcher.forget()

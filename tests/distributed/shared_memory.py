@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import cute_emulator
 from tgl import backends, peers
 from tgl.cutlass_kernels.ops.wire import FLOW, MEET
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import _symmetric
-from tgl.testing import emulator
+from tgl.testing import emulate
 
 EMULATED = frozenset({"ep_route", "ep_dispatch", "ep_combine", "combine"})
 """Ops that run as kernels; all others compute as on any CPU, the same for both engines."""
@@ -50,7 +51,7 @@ class Device:
             ``rows``, they have sent rows behind it; None for the first of the two that it waits for itself.
     """
 
-    machine: emulator.Emulation
+    machine: cute_emulator.Emulation
     launches: list[str] = field(default_factory=list)
     late: frozenset[int] = frozenset()
     hasty: frozenset[int] = frozenset()
@@ -114,7 +115,7 @@ def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
         seconds=seconds,
         handle=memories,
     )
-    machine = emulator.active()
+    machine = cute_emulator.active()
     assert machine is not None
     for memory in (*memories, made.missed):
         machine.register(memory)
@@ -135,7 +136,7 @@ def device(arch: str = "sm_90a", seconds: float = peers.WAIT) -> Iterator[Device
         patch.setattr(backends, "_candidates", some)
         patch.setattr(_symmetric, "_reason", lambda group: None)
         patch.setattr(_symmetric, "_rendezvous", functools.partial(rendezvous, seconds=seconds))
-        with emulator.emulate(arch, detect_races=False) as machine:
+        with emulate(arch, detect_races=False) as machine:
             machine.patience = PATIENCE
             made = Device(machine)
 

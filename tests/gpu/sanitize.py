@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+import cute_emulator
 import tgl
 from tests import chips, demo_training, router_cases
 from tests.cutlass_kernels.matrix import TILINGS
@@ -38,7 +39,6 @@ from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.sm90.tilings import SYMMETRIC_COSTS
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import FORMATS
-from tgl.testing import emulator
 
 SIZES = (130, 0, 3, 65)
 MANY = (3000, 0, 3, 1330)  # rows enough for a ring, and for a group in several tiles of a reduction
@@ -222,7 +222,7 @@ def exchange() -> None:
     rows, choices = 60, 2
     place = functools.partial(torch.Tensor.to, device=DEVICE)
     with world(1, [(rows, DEPTH, torch.float32), (rows, choices, torch.float32)], DEVICE.type) as made:
-        machine = emulator.active()
+        machine = cute_emulator.active()
         if machine is not None:
             machine.register(made.room)
         group = {"group_name": made.names[0], "engine": "symmetric_memory"}

@@ -96,12 +96,12 @@ def test_a_name_in_the_table_alone_is_refused_by_the_kernels(op):
     """At first use, in a process that has imported them already."""
     pytest.importorskip("cutlass")
     pytest.importorskip("tvm_ffi")
-    from tgl.testing import emulator
+    from tgl.testing import emulate
 
     x, b = torch.randn(16, 64).bfloat16(), torch.randn(3, 64, 64).bfloat16().transpose(1, 2)
     operands = (x, b) if op == "grouped_gemm_activation" else (x,)
     options = {"format": "mxfp8"} if op == "grouped_activation_quantize" else {}
-    with emulator.emulate("sm_90a"), pytest.raises(Exception, match=r"curves.py must have an entry for 'planted'"):
+    with emulate("sm_90a"), pytest.raises(Exception, match=r"curves.py must have an entry for 'planted'"):
         getattr(tgl, op)(*operands, OFFS, kind="planted", **options)
 
 

@@ -1,6 +1,7 @@
 """A wheel of the checkout, in an environment that has what pip installs on macOS or Windows, and nothing else."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_a_wheel_has_what_pip_and_an_index_ask_for(wheel):
     assert found["Requires-Python"] == ">=3.10"
     assert {"Typing :: Typed", "Operating System :: OS Independent"} <= set(found.get_all("Classifier"))
     with zipfile.ZipFile(wheel) as archive:
-        assert {"tgl/py.typed", "tgl/testing/emulator/shim.c"} <= set(archive.namelist())
+        assert "tgl/py.typed" in archive.namelist()
 
 
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
@@ -93,10 +94,11 @@ def test_what_is_required_beyond_linux(wheel, platform):
 
 
 def test_a_wheel_without_the_kernels_compiler(wheel, tmp_path):
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     python = environment_without(wheel, PLATFORMS["macOS"], tmp_path / "environment")
 
     def run(*arguments):
-        done = subprocess.run([python, *arguments], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run([python, *arguments], cwd=tmp_path, env=own, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

@@ -20,6 +20,7 @@ import filelock  # noqa: F401 (asks for `fcntl` by the name of the system, as to
 import torch
 
 import tgl
+import tgl.testing
 
 # What Python lacks on Windows, and of it on macOS: the last.
 MODULES = ("curses", "fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
@@ -30,7 +31,8 @@ NEEDS = {
     "tgl.cutlass_kernels": "cutlass",
     "tgl.integrations._transformers_mxfp4": "transformers",
     "tgl.integrations.peft": "peft",
-    "tgl.testing.emulator": "numpy",
+    "tgl.testing.emulation": "cute_emulator",
+    "tgl.testing.emulator": "cute_emulator",
 }
 
 
@@ -67,6 +69,14 @@ def explained(missing: dict[str, str]) -> bool:
     return alike and set().union(*told.values()) == set(missing)
 
 
+def ask_for_the_emulator() -> str:
+    """Return what is said where the emulator is not installed."""
+    try:
+        return str(tgl.testing.emulate)
+    except ImportError as error:
+        return str(error)
+
+
 def train() -> None:
     """A forward and a backward of a layer, eagerly and compiled, which agree."""
     layer = tgl.GroupedLinear(3, 32, 64)
@@ -91,6 +101,7 @@ def main() -> None:
     with elsewhere():
         missing = import_everything()
     assert explained(missing), missing
+    assert "`pip install ./emulator`" in ask_for_the_emulator()
     train()
     print(f"tgl {tgl.__version__} is imported from {tgl.__path__[0]}, and trains")
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_emulator.numerics.formats import encode_small
 from tgl.cpu.quantize import fp4
 from tgl.cutlass_kernels.archs import serving
-from tgl.testing.emulator.numerics.formats import encode_small
 
 TILE, BLOCK, UNIT = 128, 16, 64  # rows of a tile, of a block, and of the placement of columnwise data
 

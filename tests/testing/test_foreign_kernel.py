@@ -12,10 +12,10 @@ from tests import chips
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.runtime import launcher
+from tgl.testing import emulate
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("tgl.testing.emulator")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "foreign_kernel.py"
 
@@ -37,7 +37,7 @@ def operands(dtype=torch.bfloat16):
 def test_a_launch_for_every_architecture(mine, arch, monkeypatch):
     args = operands()
     expected = torch.ops.mykernels.scale_groups(*args)
-    with emulator.emulate(ARCHS[arch].target) as machine:
+    with emulate(ARCHS[arch].target) as machine:
         assert tgl.explain(torch.ops.mykernels.scale_groups, *args).chosen.name == "a CuTe kernel"
         tgl.warmup(torch.ops.mykernels.scale_groups.default, *args)
         monkeypatch.setattr(launcher, "compiled", None)
@@ -51,7 +51,7 @@ def test_a_launch_for_every_architecture(mine, arch, monkeypatch):
 
 def test_a_warm_call_is_one_look_up(mine, monkeypatch):
     args = operands(torch.float32)
-    with emulator.emulate("sm_90a"):
+    with emulate("sm_90a"):
         expected = torch.ops.mykernels.scale_groups(*args)
         for method in ("reason", "plan"):
             monkeypatch.setattr(launcher.Launcher, method, None)

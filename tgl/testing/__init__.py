@@ -1,6 +1,7 @@
 """Tools for testing grouped ops and kernels, ours and other codebases' own.
 
-``docs/testing.md`` is about the ops, ``docs/emulator.md`` about running kernels without a GPU.
+``docs/testing.md`` is about the ops, ``docs/emulator.md`` about running kernels without a GPU, for which the package
+``cute-emulator`` must be installed.
 
 Everything is imported on first use, so that ``import tgl`` does not pay for it.
 """
@@ -18,9 +19,9 @@ _EXPORTS = {
     "SampleInput": "samples",
     "Signature": "samples",
     "check_op": "opcheck",
-    "emulate": "emulator",
+    "emulate": "emulation",
     "sample_inputs": "signatures",
-    "sweep": "emulator",
+    "sweep": "emulation",
 }
 
 __all__ = sorted(_EXPORTS)
