@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._hooks import have_tensor_hooks
 from ._main_grad import MainGrad, check_main_grad, is_aligned, is_made_later, main_grad_of, mark
-from ._slots import Slots, find_slots, pack
+from ._slots import Slots, apart, find_slots, pack
 from ._transforms import inside_of
 from .layouts import is_extra_state
 
@@ -296,17 +296,21 @@ class GroupedParameters(nn.Module):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         discrete = self.state_dict_format == "discrete"
-        if discrete != self.single_grouped_weight:
-            return
         for name, names in self._names.items():
             if not names or not self._registered(name):
                 continue
             if discrete:
-                parts = destination.pop(prefix + name)
-                destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(parts)})
+                if self.single_grouped_weight:
+                    parts = destination.pop(prefix + name)
+                    destination.update({f"{prefix}{name}{i}": part for i, part in enumerate(parts)})
+                if not keep_vars:
+                    keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
+                    destination.update(zip(keys, apart([destination[key] for key in keys])))
+            elif self.single_grouped_weight:
+                continue
             else:
                 parts = [destination.pop(prefix + full) for full in names]
-                destination[prefix + name] = self.packed(name) if not keep_vars else torch.stack(parts)
+                destination[prefix + name] = torch.stack(parts) if keep_vars else self.packed(name)
 
     def _load_from_state_dict(
         self,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from ..tensor import GroupedTensor
 from ._lasting import lasting
+
+PART_OF = "_tgl_part_of"  # attribute of a storage: the one whose memory it shares
 
 
 class Slots(NamedTuple):
@@ -120,16 +124,15 @@ def find_slots(parts: Sequence[Tensor | None]) -> Slots | None:
     if not given or given[0].device.type == "meta":
         return None
     first, count = given[0], given[0].numel()
-    storage = first.untyped_storage().data_ptr()
+    allocation = _allocation(first)
+    base = allocation.data_ptr()
     if any(
-        not p.is_contiguous()
-        or (p.shape, p.dtype) != (first.shape, first.dtype)
-        or p.untyped_storage().data_ptr() != storage
+        not p.is_contiguous() or (p.shape, p.dtype) != (first.shape, first.dtype) or _allocation(p).data_ptr() != base
         for p in given
     ):
         return None
     addresses = tuple([0 if p is None else p.data_ptr() for p in parts])
-    starts = sorted(p.storage_offset() for p in given)
+    starts = sorted((p.data_ptr() - base) // p.itemsize for p in given)
     steps = [b - a for a, b in itertools.pairwise(starts)]
     if count == 0 or any(step < count for step in steps):
         return None
@@ -137,9 +140,50 @@ def find_slots(parts: Sequence[Tensor | None]) -> Slots | None:
     slots = (starts[-1] - starts[0]) // unit + 1
     if slots >= 2**31:
         return None
-    packed = first.as_strided((slots, *first.shape), (unit, *first.stride()), starts[0])
-    order = tuple([-1 if p is None else (p.storage_offset() - starts[0]) // unit for p in parts])
+    form = (slots, *first.shape), (unit, *first.stride()), starts[0]
+    if allocation is first.untyped_storage():
+        packed = first.as_strided(*form)
+    else:
+        with lasting():
+            packed = first.detach()
+            packed.data = torch.empty(0, dtype=first.dtype, device=first.device).set_(allocation).as_strided(*form)
+    order = tuple([-1 if at == 0 else ((at - base) // first.itemsize - starts[0]) // unit for at in addresses])
     if order == tuple(range(slots)):
         return Slots(packed, None, order, addresses)
     with lasting():
         return Slots(packed, torch.tensor(order, dtype=torch.int32, device=first.device), order, addresses)
+
+
+# --- slots apart ------------------------------------------------------------------------------------------------------
+
+
+def apart(parts: Iterable[Tensor]) -> list[Tensor]:
+    """Return aliases of ``parts``, which may be slots, each on a storage of its own that is no larger than it.
+
+    Code that saves tensors goes by their storages: of several views of one it keeps the first, refuses them all, or
+    writes the whole storage for each. An alias is the same memory, counts its versions together with the tensor, and
+    ``find_slots`` knows which allocation it is a part of. Tensors that autograd records, or whose memory is not at
+    hand, are returned as they are.
+    """
+    with lasting():
+        return [t._map(_apart) if isinstance(t, GroupedTensor) else _apart(t) for t in parts]
+
+
+def _apart(t: Tensor) -> Tensor:
+    plain = type(t) is Tensor and t.layout is torch.strided and t.device.type in ("cpu", "cuda")
+    if not plain or t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return t
+    storage = t.untyped_storage()
+    if storage.nbytes() <= t.numel() * t.itemsize:
+        return t
+    own = from_dlpack(to_dlpack(t))
+    vars(own.untyped_storage())[PART_OF] = vars(storage).get(PART_OF, storage)
+    alias = t.detach()
+    alias.data = own
+    return alias
+
+
+def _allocation(t: Tensor) -> torch.UntypedStorage:
+    """The storage that ``t`` lies in; for what ``apart`` returns the one that it is a part of."""
+    storage = t.untyped_storage()
+    return vars(storage).get(PART_OF, storage)

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._slots import slots_of
+from ._slots import apart, slots_of
 
 _DISCRETE = re.compile(r"(weight|bias)(\d+)")
 _EXTRA_STATE = re.compile(r"_extra_state\d*")
@@ -180,7 +180,10 @@ def from_discrete(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_discrete(state: Mapping[str, Any], names: Sequence[str] = ("weight", "bias")) -> dict[str, Any]:
-    """The inverse of ``from_discrete`` for the state dict of one ``GroupedLinear``: views.
+    """The inverse of ``from_discrete`` for the state dict of one ``GroupedLinear``.
+
+    New entries are on the memory of the packed ones. Each has a storage of its own, so that code that saves state dicts
+    takes them for separate tensors; those that require grad are views.
 
     Args:
         state: ``weight [G, N, K]`` and perhaps ``bias [G, N]``; other entries are kept.
@@ -189,7 +192,7 @@ def to_discrete(state: Mapping[str, Any], names: Sequence[str] = ("weight", "bia
     discrete: dict[str, Any] = {}
     for key, value in state.items():
         if key in names:
-            discrete |= {f"{key}{i}": part for i, part in enumerate(unpack(value))}
+            discrete |= {f"{key}{i}": part for i, part in enumerate(apart(unpack(value)))}
         else:
             discrete[key] = value
     return discrete
