@@ -111,6 +111,16 @@ def _empty_like(
     )
 
 
+@_op(aten.is_pinned.default)
+def _is_pinned(t: GroupedTensor, device: torch.device | None = None) -> bool:
+    return all(part.is_pinned() for part in t.parts().values())
+
+
+@_op(aten._pin_memory.default)
+def _pin_memory(t: GroupedTensor, device: torch.device | None = None) -> GroupedTensor:
+    return t._map(torch.Tensor.pin_memory)
+
+
 def _require_logical(dtype: torch.dtype) -> None:
     if dtype not in SOURCES:
         raise TypeError(f"the dtype of a GroupedTensor must be bfloat16, float16 or float32, but got {dtype}")

@@ -28,6 +28,7 @@ COMPONENTS = ("rowwise_data", "rowwise_scale", "rowwise_amax", "columnwise_data"
 """Attributes that hold the components, in the order of ``Components``; None where the tensor does not have one."""
 
 NAMES = (*COMPONENTS, "offs")
+_OWN = {*NAMES, "static", "shapes"}  # attributes that make up a GroupedTensor; others are somebody else's
 
 _OWN = {*NAMES, "static", "shapes"}
 
@@ -77,15 +78,25 @@ class GroupedTensor(Tensor):
     @staticmethod
     def __new__(
         cls: type[GroupedTensor],
-        shape: Sequence[Dim],
-        dtype: torch.dtype,
-        static: Static,
-        parts: dict[str, Tensor],
+        shape: Sequence[Dim] | Tensor,
+        dtype: torch.dtype | None = None,
+        static: Static | None = None,
+        parts: dict[str, Tensor] | None = None,
         shapes: Shapes | None = None,
+        **attributes: Any,
     ) -> GroupedTensor:
-        """Wrap components as they are; ``tgl.quantize`` and ``empty`` are the ways to make one that fits together."""
+        """Wrap components as they are; ``tgl.quantize`` and ``empty`` are the ways to make one that fits together.
+
+        ``type(parameter)(value, requires_grad=...)``, with a GroupedTensor alone before the keywords, is what others
+        write for ``nn.Parameter(value, requires_grad)``, and means that here too.
+        """
+        if isinstance(shape, Tensor):
+            return _parameter(cls, shape, attributes)
         if not cls.format:
             raise TypeError("GroupedTensor is abstract: make one with tgl.quantize or GroupedTensor.empty")
+        assert dtype is not None
+        assert static is not None
+        assert parts is not None
         data = parts["rowwise_data"] if "rowwise_data" in parts else parts["columnwise_data"]
         self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=data.device)
         self.rowwise_data = parts.get("rowwise_data")
@@ -388,6 +399,24 @@ class GroupedTensor(Tensor):
             return self.split()
         ends = self.offs.tolist()
         return self.split([end - start for start, end in zip([0, *ends], ends)])
+
+
+def _parameter(cls: type[GroupedTensor], value: Tensor, attributes: dict[str, Any]) -> GroupedTensor:
+    """Return ``nn.Parameter(value)`` with ``attributes``, which may be all of another parameter's.
+
+    The components among them are passed over: those of ``value`` count.
+
+    Raises:
+        TypeError: ``value`` is not of this class.
+    """
+    if not isinstance(value, cls):
+        raise TypeError(
+            f"`value` must be a {cls.__name__}, but got {type(value).__name__}: dense values are quantised by "
+            "tgl.quantize, and into a parameter by its `quantize_` or by load_state_dict"
+        )
+    made = torch.nn.Parameter(value, attributes.pop("requires_grad", True))
+    vars(made).update({name: given for name, given in attributes.items() if name not in _OWN})
+    return cast("GroupedTensor", made)
 
 
 def _flat(matrices: Sequence[Tensor], shapes: Shapes | None) -> Tensor:
