@@ -11,7 +11,8 @@ or without biases, weights ``[G, out, in]`` or transposed, gates side by side, i
 a norm after each expert, and expert parallelism, whose sentinels (indices of ``num_experts`` and more) cost no GEMM.
 Experts of FP8 checkpoints are served as well: weights in blocks of 128 x 128 or 1 x 32, or with one scale per matrix,
 and tokens quantised dynamically or with static scales. Those of MXFP4 checkpoints of gpt-oss stay packed when a model
-is loaded with ``experts_implementation="tgl"``.
+is loaded with ``experts_implementation="tgl"``. Weights that torchao has quantised by a weight-only configuration are
+decoded by every call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..meta.specs import accumulator
 from ..nn._activation import activate, is_one_op
 from ..nn._errors import fail
 from ..nn._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
+from ..nn._quantized_elsewhere import PLAIN, values_of
 from ..nn.moe import moe
 from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_gemm
@@ -103,6 +105,8 @@ def experts_forward(
     routing = route(top_k_index, flags.num_experts, num_rows)
     up_name = "gate_up_proj" if flags.has_gate else "up_proj"
     up, down = getattr(flags, up_name), flags.down_proj
+    if type(up) not in PLAIN or type(down) not in PLAIN:
+        up, down = values_of(up), values_of(down)
     # Unless something nonlinear follows, the routing weight multiplies the activation: free where it is fused, and the
     # backward then needs no copy of the experts' answers.
     early = not getattr(flags, "has_post_expert_norm", False)  # older versions know of no such experts

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ._hooks import have_tensor_hooks
 from ._main_grad import MainGrad, check_main_grad, is_aligned, is_made_later, main_grad_of, mark
+from ._quantized_elsewhere import PLAIN, is_quantized_elsewhere, values_of
 from ._slots import Slots, apart, find_slots, pack
 from ._transforms import inside_of
 from .layouts import is_extra_state
@@ -121,8 +122,8 @@ class GroupedParameters(nn.Module):
         """
         parameters = self.group_parameters(name) if parameters is None else parameters
         if self.single_grouped_weight:
-            parameter = parameters[0]
-            return (parameter if torch.compiler.is_compiling() else inside_of(parameter)).detach(), None
+            weight: Tensor = parameters[0] if torch.compiler.is_compiling() else inside_of(parameters[0])
+            return (weight if type(weight) in PLAIN else values_of(weight)).detach(), None
         # Before the trace reads what this may change. The identities are for it too, which makes guards of them;
         # addresses it sees only once.
         found = self._still_packed(id(self), name)
@@ -131,7 +132,7 @@ class GroupedParameters(nn.Module):
             return slots.packed, slots.table  # type: ignore[union-attr]
         if not torch.compiler.is_compiling():
             parameters = [inside_of(p) for p in parameters]
-        return torch.stack([p.detach() for p in parameters]), None
+        return torch.stack([values_of(p).detach() for p in parameters]), None
 
     @decided_when_traced
     def _still_packed(self, this: int, name: str) -> bool:
@@ -264,6 +265,10 @@ class GroupedParameters(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the parameters, for instance after ``to_empty`` on a module made on the meta device."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if is_quantized_elsewhere(parameter):
+                must = f"must be a plain tensor to be initialised, but is a {type(parameter).__name__}"
+                raise RuntimeError(f"`{name}` {must}: initialise the layer before it is quantised")
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         self._pack(self._addresses())
         with torch.no_grad():

@@ -23,6 +23,7 @@ from ._lasting import lasting
 from ._linear_function import Call, LinearFunction, TransformedFunction, fprop
 from ._main_grad import MainGrad, wants_stand_in
 from ._parameter_gradients import ParameterGradients
+from ._quantized_elsewhere import PLAIN, values_of
 from ._scaled_gemms import ScaledGemms, gemms_for
 from ._transforms import check_reverse_mode, inside_of, is_differentiated, outside
 
@@ -205,6 +206,8 @@ class GroupedLinear(DelayedGradients):
             weight = self.weight
             if rows.dtype != weight.dtype:
                 check_input_dtype(rows.dtype, weight.dtype, rows.device)
+            if type(weight) not in PLAIN:
+                weight = values_of(weight)
             y = grouped_gemm(rows, weight.transpose(1, 2), offs, self.bias, bias_scale)
         else:
             y = self._by_function(inp, offs, bias_scale, is_first_microbatch, out, dgrad_out)

@@ -14,6 +14,7 @@ from ._errors import fail
 from ._inputs import MSplits, check_input_dtype, offsets_on, result_dtype
 from ._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
 from ._modules import given, splits_of, to_be_called
+from ._quantized_elsewhere import PLAIN, is_quantized_elsewhere, values_of
 from .grouped_linear import GroupedLinear
 
 
@@ -139,7 +140,8 @@ class GroupedLoRALinear(nn.Module):
         rows, update = self._operands(inp)
         base, options = self.base, given(is_first_microbatch=is_first_microbatch)
         if self._is_one_product(rows):
-            y = product_and_low_rank(rows, base.weight.transpose(1, 2), update, offs, base.bias, bias_scale)
+            weight = base.weight if type(base.weight) in PLAIN else values_of(base.weight)
+            y = product_and_low_rank(rows, weight.transpose(1, 2), update, offs, base.bias, bias_scale)
         else:
             if to_be_called(base):
                 y = base(inp, splits_of(offs), bias_scale=bias_scale, **options)
@@ -161,7 +163,8 @@ class GroupedLoRALinear(nn.Module):
         """The activation of ``forward_offsets`` times ``probs [T]``; one op ends with it beside a plain base."""
         rows, update = self._operands(inp)
         if self._is_one_product(rows):
-            weight, bias = self.base.weight.transpose(1, 2), self.base.bias
+            weight, bias = self.base.weight, self.base.bias
+            weight = (weight if type(weight) in PLAIN else values_of(weight)).transpose(1, 2)
             y = activated_product_and_low_rank(rows, weight, update, offs, bias, probs, **activation)
         else:
             hidden = self.forward_offsets(inp, offs, is_first_microbatch=is_first_microbatch)
@@ -199,11 +202,12 @@ class GroupedLoRALinear(nn.Module):
             The base.
 
         Raises:
-            ValueError: the weight of ``base`` is quantised (``quantize_weight``), or computed by a parametrization.
+            ValueError: the weight of ``base`` is quantised, or computed by a parametrization.
         """
         base = self.base
         weights = base.group_parameters("weight")
-        if isinstance(weights[0], GroupedTensor) or not all(isinstance(w, nn.Parameter) for w in weights):
+        quantized = isinstance(weights[0], GroupedTensor) or is_quantized_elsewhere(weights[0])
+        if quantized or not all(isinstance(w, nn.Parameter) for w in weights):
             raise ValueError(
                 f"`base` must have a weight of plain parameters to merge into, but it is a {type(weights[0]).__name__}"
             )

@@ -1,0 +1,43 @@
+"""Weights that another package has quantised, such as torchao's: the layers multiply the values that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor import GroupedTensor
+from ._errors import fail
+
+PLAIN = (nn.Parameter, Tensor)  # weights that need no further look
+
+
+def is_quantized_elsewhere(weight: Tensor) -> bool:
+    """Whether ``weight`` is a tensor class of another package with a ``dequantize`` of its own."""
+    cls: Any = type(weight)
+    return cls.dequantize is not Tensor.dequantize and not isinstance(weight, GroupedTensor)
+
+
+def values_of(weight: Tensor) -> Tensor:
+    """Return the values of a weight that is quantised elsewhere, as a new tensor; any other weight as it is.
+
+    Raises:
+        NotImplementedError: the weight is to be multiplied by rows that are quantised or scaled as well.
+        RuntimeError: its gradient is asked for.
+    """
+    if type(weight) in PLAIN or not is_quantized_elsewhere(weight):
+        return weight
+    quantized: Any = weight
+    for name in ("act_quant_kwargs", "act_pre_scale"):
+        if getattr(quantized, name, None) is not None:
+            fail(
+                f"`weight` must be quantised for itself, but is a {type(weight).__name__} with `{name}`, whose rows "
+                "are to be quantised or scaled too; take a weight-only configuration (Float8WeightOnlyConfig), the "
+                "values (`weight.dequantize()`) with a recipe of tgl.recipes, or, for a transformers model, "
+                "experts_implementation='grouped_mm' and tgl.integrations.torch.enable()",
+                NotImplementedError,
+            )
+    if weight.requires_grad and torch.is_grad_enabled():
+        fail(f"`weight` must not require grad: a {type(weight).__name__} is frozen", RuntimeError)
+    return quantized.dequantize()
