@@ -44,9 +44,14 @@ def _installed() -> Iterator[str]:
     if reason is not None:
         yield f"  kernels cannot be compiled: this {reason}"
         return
-    kept = list(cache.directory().glob("*.o"))
+    try:
+        directory = cache.directory()
+    except OSError as error:
+        yield f"  kernels can be compiled; none are kept: {error}"
+        return
+    kept = list(directory.glob("*.o"))
     size = sum(path.stat().st_size for path in kept) / 2**20
-    yield f"  kernels can be compiled; {len(kept)} ({size:.0f} MiB) are kept in {cache.directory()}"
+    yield f"  kernels can be compiled; {len(kept)} ({size:.0f} MiB) are kept in {directory}"
 
 
 def _between_ranks() -> Iterator[str]:

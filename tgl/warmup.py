@@ -38,6 +38,10 @@ def main(arguments: list[str]) -> None:
         parser.error(f"compiling kernels {reason}")
     if given.directory is not None:
         cache.set_directory(given.directory)
+    try:
+        cache.directory()
+    except OSError as error:
+        parser.error(f"kernels cannot be kept ({error}); name a directory with --directory")
     for text, step in steps.items():
         before, calls = cache.count(), recorded(step)
         if not calls:

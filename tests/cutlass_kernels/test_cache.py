@@ -1,5 +1,6 @@
 """Compiled kernels on disk: found again, shared by processes, rebuilt when damaged."""
 
+import importlib.util
 import multiprocessing
 import shutil
 import sys
@@ -68,17 +69,21 @@ def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
     assert callable(cache.fetch(KEY, never))
 
 
-@pytest.mark.parametrize("source", ["meta/formats.py", "cutlass_kernels/tiles/order.py"])
-def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source):
+@pytest.mark.parametrize(
+    "source, counts", [("meta/formats.py", True), ("cutlass_kernels/tiles/order.py", True), ("nn/moe.py", False)]
+)
+def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source, counts):
     """Those of the kernels, and the tables that they are made from."""
     shutil.copytree(Path(tgl.__file__).parent, tmp_path / "tgl", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(cache, "PACKAGE", tmp_path / "tgl")
-    fingerprint = cache.fingerprint.__wrapped__
-    before = fingerprint()
-    assert before == cache.fingerprint()
-    with open(tmp_path / "tgl" / source, "a") as file:
-        file.write("# changed\n")
-    assert fingerprint() != before
+    before = cache.fingerprint()
+    for change in ("", "# changed\n"):
+        with open(tmp_path / "tgl" / source, "a") as file:
+            file.write(change)
+        spec = importlib.util.spec_from_file_location("fingerprint", tmp_path / "tgl" / "_fingerprint.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(cache, "_fingerprint", module)
+        assert (cache.fingerprint() == before) == (not change or not counts)
 
 
 def test_other_keys_and_other_sources_are_other_files(directory, monkeypatch):
@@ -100,7 +105,7 @@ def test_kernels_of_two_ops_with_one_key_are_two_files(directory):
         assert callable(launcher.compiled("grouped_gemm", KEY, where, never))
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "digest"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "digest", "bytes that are no text"])
 def test_a_damaged_file_is_set_aside_and_rebuilt(directory, damage):
     fetch()
     (path,) = objects(directory)
@@ -110,8 +115,10 @@ def test_a_damaged_file_is_set_aside_and_rebuilt(directory, damage):
     elif damage == "flip":
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    else:
+    elif damage == "digest":
         path.with_suffix(".sha256").unlink()
+    else:
+        path.with_suffix(".sha256").write_bytes(b"\xff" * 64)
     built = []
     with pytest.warns(UserWarning, match="set the compiled kernel"):
         fetch(built)
@@ -134,7 +141,7 @@ def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path):
 def test_a_directory_of_a_container_that_cannot_be_written_serves_what_it_has(directory, monkeypatch):
     fetch()
 
-    def locked(path):
+    def locked(path, **options):
         raise PermissionError(f"{path} cannot be written")
 
     monkeypatch.setattr(cache, "FileLock", locked)

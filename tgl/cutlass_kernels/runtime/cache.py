@@ -1,10 +1,13 @@
 """Compiled kernels on disk, shared by processes and by runs.
 
-A kernel is one object file named by the hash of what it is made for, in a directory named by the fingerprint of what
-it is made by: the sources of kernels and of the tables they are made from, and the versions of Python, the DSL and
-TVM-FFI. Beside it lies its digest.
+A kernel is one object file named by the hash of what it is made for and of the compiler's settings, in a directory
+named by the fingerprint of what it is made by: the sources of kernels and of the tables they are made from, as this
+process imported them, and the versions of Python, the DSL's packages and TVM-FFI. Beside it lies its digest.
 Processes that want the same kernel at the same time wait for the one that builds it; a file that does not match its
-digest, or does not load, is set aside under another name and built again.
+digest, or does not load, is set aside under another name and built again. What is loaded runs, so directories and files
+are this user's alone, and what another user could have written is not loaded.
+
+Whatever is wrong with the directory costs a warning and the compile time, nothing else.
 """
 
 from __future__ import annotations
@@ -23,18 +26,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+
+from ... import _fingerprint
+from . import eviction, private_files
 
 FUNCTION = "tgl_kernel"  # the exported name in every object file
-PACKAGE = Path(__file__).parents[2]
 SOURCES = (
     "cutlass_kernels",
     "meta",
 )  # folders of all kernels, and of the tables that say what formats and activations are
-_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
+_DSL = "nvidia-cutlass-dsl"
+_PACKAGES = (
+    _DSL,
+    *(f"{_DSL}-libs-{part}" for part in ("base", "core", "cu12", "cu13")),
+    "apache-tvm-ffi",
+    "torch",
+)
+LOCK_NOTICE = 30.0  # seconds after which a process says what it waits for; a kernel takes a few to compile
+LOCK_TIMEOUT = 600.0  # seconds after which it waits no longer, as Inductor does
 
 _directory: Path | None = None
 _loaded: list[Any] = []  # modules whose functions are in use
+_marked: set[Path] = set()  # directories in use by this process, noted there
+_evicted: set[Path] = set()  # directories beside which this process has removed what is old
 
 
 def set_directory(path: str | os.PathLike | None) -> None:
@@ -44,7 +59,11 @@ def set_directory(path: str | os.PathLike | None) -> None:
 
 
 def directory() -> Path:
-    """Where kernels of this version are kept."""
+    """Where kernels of this version are kept.
+
+    Raises:
+        OSError: nowhere: there is no directory for caches, or this process runs sources that are no longer on disk.
+    """
     return (_directory or default_directory()) / fingerprint()
 
 
@@ -54,25 +73,38 @@ def count() -> int:
 
 
 def default_directory() -> Path:
-    """``tgl`` in the place that the platform has for caches of the user."""
+    """``tgl`` in the place that the platform has for caches of the user.
+
+    Raises:
+        OSError: the user has no such place.
+    """
     import platformdirs  # not needed before the first kernel
 
-    return Path(platformdirs.user_cache_dir("tgl", appauthor=False))
+    try:
+        path = Path(platformdirs.user_cache_dir("tgl", appauthor=False))
+    except (RuntimeError, KeyError) as error:  # neither HOME nor an entry of the user
+        raise FileNotFoundError(str(error)) from error
+    if not path.is_absolute():  # what older versions of platformdirs answer then
+        raise FileNotFoundError("there is no home directory; set HOME or XDG_CACHE_HOME")
+    return path
+
+
+def fingerprint() -> str:
+    """Identifies everything besides its key and the compiler's settings that a compiled kernel depends on.
+
+    Raises:
+        OSError: the sources that this process has imported are no longer on disk.
+    """
+    return hashlib.sha256(f"{_installed()} {_fingerprint.of(*SOURCES)}".encode()).hexdigest()[:24]
 
 
 @functools.cache
-def fingerprint() -> str:
-    """Identifies everything besides its key that a compiled kernel depends on."""
-    digest = hashlib.sha256()
-    digest.update(f"{sys.version_info[:2]} {platform.machine()} {sys.platform}".encode())
+def _installed() -> str:
+    words = [f"{sys.version_info[:2]} {platform.machine()} {sys.platform}"]
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(f"{package} {importlib.metadata.version(package)}".encode())
-    for folder in SOURCES:
-        for source in sorted((PACKAGE / folder).rglob("*.py")):
-            digest.update(str(source.relative_to(PACKAGE)).encode())
-            digest.update(source.read_bytes())
-    return digest.hexdigest()[:24]
+            words.append(f"{package} {importlib.metadata.version(package)}")
+    return " ".join(words)
 
 
 def fetch(key: object, build: Callable[[], Any]) -> Callable:
@@ -80,37 +112,37 @@ def fetch(key: object, build: Callable[[], Any]) -> Callable:
 
     Args:
         key: anything whose ``repr`` says what the kernel is made for.
-        build: returns a function compiled for TVM-FFI; called at most once.
+        build: returns a function compiled for TVM-FFI; called at most once, and what it raises is raised.
 
     A directory that cannot be written to costs a warning and the compile time, nothing else.
     """
-    built: list[Any] = []
-
-    def once() -> Any:
-        if not built:
-            built.append(build())
-        return built[0]
-
-    path = _path(key)
-    try:
-        function = _load(path) if _intact(path) else None  # also where nothing can be written, not even a lock
-        if function is None:
-            with _locked(path):
+    with contextlib.ExitStack() as held:
+        path = function = None
+        try:
+            path = _path(key)
+            function = _load(path) if _intact(path) else None  # also where nothing can be written, not even a lock
+            if function is None:
+                held.enter_context(_locked(path))
                 function = _load(path)
-                if function is None:
-                    _store(path, once())
-                    function = built[0]
-        return function
-    except OSError as error:
-        warnings.warn(f"tgl: compiled kernels cannot be kept in {path.parent} ({error})", stacklevel=2)
-        return once()
+        except OSError as error:
+            _warn(error)
+            path = None
+        if function is not None:
+            return function
+        compiled = build()
+        if path is not None:
+            try:
+                _store(path, compiled)
+            except OSError as error:
+                _warn(error)
+    return compiled
 
 
 def store(key: object, build: Callable[[], Any]) -> None:
     """Have the kernel for ``key`` on disk, compiled by ``build`` unless it is there; it is not loaded.
 
     Raises:
-        OSError: the directory cannot be written to.
+        OSError: the directory cannot be written to, or another process compiles the kernel and does not end.
     """
     path = _path(key)
     with _locked(path):
@@ -118,22 +150,56 @@ def store(key: object, build: Callable[[], Any]) -> None:
             _store(path, build())
 
 
+def _warn(error: OSError) -> None:
+    warnings.warn(f"tgl: compiled kernels cannot be kept: {error}", stacklevel=3)
+
+
 def _path(key: object) -> Path:
-    return directory() / (hashlib.sha256(repr(key).encode()).hexdigest()[:32] + ".o")
+    from .compiling import settings  # imports the compiler, as loading a kernel does
+
+    words = f"{settings()} {key!r}"
+    return directory() / (hashlib.sha256(words.encode()).hexdigest()[:32] + ".o")
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes that want to write the kernel."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
+    """Alone among the processes that want to write the kernel.
+
+    Raises:
+        OSError: another process has been at it for ``LOCK_TIMEOUT``, or there can be no lock.
+    """
+    private_files.make_directory(path.parent)
+    lock = FileLock(path.with_suffix(".lock"), mode=private_files.FILE)
+    try:
+        _acquire(lock)
+    except NotImplementedError as error:  # a file system without locks
+        raise OSError(f"{path.parent}: {error}") from error
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def _acquire(lock: FileLock) -> None:
+    notice = min(LOCK_NOTICE, LOCK_TIMEOUT)
+    try:
+        lock.acquire(timeout=notice)
+        return
+    except Timeout:
+        limit = f"{LOCK_TIMEOUT:g} s in all"
+        warnings.warn(f"tgl: waiting for the process that holds {lock.lock_file}, {limit}", stacklevel=6)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT - notice)
+    except Timeout:
+        raise TimeoutError(
+            f"another process has held {lock.lock_file} for {LOCK_TIMEOUT:g} s; if it has stopped, end it"
+        ) from None
 
 
 def _intact(path: Path) -> bool:
     """Whether the kernel is there, and matches its digest."""
     digest = path.with_suffix(".sha256")
-    return path.exists() and digest.exists() and digest.read_text() == _digest(path)
+    return path.exists() and digest.exists() and digest.read_bytes() == _digest(path).encode()
 
 
 def _digest(path: Path) -> str:
@@ -141,31 +207,60 @@ def _digest(path: Path) -> str:
 
 
 def _load(path: Path) -> Callable | None:
-    """The function in ``path``; None if there is none, or none that can be trusted."""
+    """The function in ``path``; None if there is none, or none that is whole.
+
+    Raises:
+        OSError: the file cannot be read, or somebody else could have written it.
+    """
     if not path.exists():
         return None
+    from cutlass.cute.runtime import load_module
+
+    _require_private(path)
     try:
         if not _intact(path):
             raise ValueError("it does not match its digest")
-        from cutlass.cute.runtime import load_module
-
         module = load_module(str(path), enable_tvm_ffi=True)
         function = module[FUNCTION]
+    except OSError:
+        raise
     except Exception as error:
         aside = path.with_name(f"{path.stem}.{time.time_ns()}.corrupt")
         os.replace(path, aside)
         warnings.warn(f"tgl: set the compiled kernel {path.name} aside as {aside.name}: {error}", stacklevel=3)
         return None
     _loaded.append(module)
+    if path.parent not in _marked:
+        _marked.add(path.parent)
+        eviction.mark_used(path.parent)
     return function
 
 
+def _require_private(path: Path) -> None:
+    """Nobody else can have written the kernel: neither the file, nor its directory, nor the one above."""
+    if _directory is None:
+        # Earlier versions left it as the umask had it.
+        private_files.make_private(path.parent.parent)
+    for each in (path.parent.parent, path.parent, path):
+        private_files.require_private(each)
+
+
 def _store(path: Path, compiled: Any) -> None:
-    """Write an object file and its digest, each complete or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    """Write an object file and its digest, each complete or not at all.
+
+    Raises:
+        OSError: the files cannot be written, or sources have changed since the kernel was looked up.
+    """
+    fingerprint()  # raises if sources have changed by now, which the kernel may have been compiled from
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
         made = Path(scratch) / "kernel.o"
         compiled.export_to_c(str(made), FUNCTION)
         note = Path(scratch) / "digest"
         note.write_text(_digest(made))
+        for file in (note, made):
+            file.chmod(private_files.FILE)
         os.replace(note, path.with_suffix(".sha256"))
         os.replace(made, path)
+    if path.parent not in _evicted:
+        _evicted.add(path.parent)
+        eviction.evict(path.parent)

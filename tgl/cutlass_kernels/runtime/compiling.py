@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from cutlass import cute
+from cutlass._mlir._mlir_libs import _cutlass_ir
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import CuTeDSL
 
 from ..archs import arch_of
 from .elements import TYPES
 from .requirements import ALIGNMENT
+
+# Settings of the compiler that say nothing of a kernel on disk: every one is compiled for an architecture of its own,
+# and the libraries are those that the compiler's own process runs what it compiles with.
+_OF_A_PROCESS = ("arch", "shared_libs")
+
+
+@functools.cache
+def settings() -> str:
+    """How this process compiles kernels: the compiler's settings, from its environment variables, and its toolkit."""
+    environment: Any = CuTeDSL._get_dsl().envar
+    names = sorted(entry.key_name for entry in environment._ENV_VAR_SPEC if entry.affects_compile)
+    values = [f"{name}={getattr(environment, name)!r}" for name in names if name not in _OF_A_PROCESS]
+    return " ".join([Path(_cutlass_ir.__file__).name, *values])  # its name holds the version of CUDA
 
 
 def matrix(
