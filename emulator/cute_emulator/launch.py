@@ -14,6 +14,7 @@ import numpy as np
 from .chips import Chip
 from .engine import Engine
 from .errors import DeadlockError, EmulatorError, MemoryAccessError, SyncError
+from .global_races import Epochs, RegionShadow
 from .maps import MapFences
 from .memory import Region
 from .races import Clocks, merge_into
@@ -107,6 +108,9 @@ class Launch(Engine):
         ctypes.memmove(self.param_addr, params, len(params))
         self.regions = [Region(start, size) for start, size in _union(spans)]
         self.map_fences = MapFences(self.regions) if program.maps_in_memory else None
+        self.epochs = Epochs() if self.detect_races else None
+        for region in self.regions:
+            region.shadow = None if self.epochs is None else RegionShadow(region, self.epochs)
         self.regions.append(Region(self.param_addr, max(len(params), 1)))
         self.regions.sort(key=lambda r: r.start)
         self.starts = [r.start for r in self.regions]

@@ -38,7 +38,7 @@ class Region:
     its offset from ``base`` is.
     """
 
-    __slots__ = ("base", "end", "size", "start", "u8", "v", "writes")
+    __slots__ = ("base", "end", "shadow", "size", "start", "u8", "v", "writes")
 
     def __init__(self, start: int, size: int):
         self.start, self.end = start, start + size
@@ -47,6 +47,7 @@ class Region:
         self.u8 = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))
         self.v = {s: self.u8[: n // s * s].view(d) for s, d in DTYPES.items()}
         self.writes: Any = None  # see ``maps``: the last generic write of every 64 bytes
+        self.shadow: Any = None  # see ``global_races``
 
 
 def _shared_cells(cta: Cta):

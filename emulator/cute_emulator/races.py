@@ -26,6 +26,9 @@ LINE_MASK = (1 << LINE_BITS) - 1
 TICK = 1 << LINE_BITS
 
 
+NO_EPOCH = (0, False, 0)  # see ``global_races``
+
+
 class Agent:
     """A vector clock and the slot of it that is the agent's own.
 
@@ -33,10 +36,11 @@ class Agent:
     another one's operations.
     """
 
-    __slots__ = ("clock", "clocks", "line", "name", "slot", "vc")
+    __slots__ = ("clock", "clocks", "epoch", "line", "name", "slot", "vc")
 
     def __init__(self, clocks: Clocks, name: str):
         self.clocks = clocks
+        self.epoch = NO_EPOCH
         self.name = name
         self.slot = clocks.new_slot(name)
         self.clock = TICK
@@ -88,18 +92,24 @@ class Agent:
 class Operation:
     """One asynchronous operation in flight, seen as an agent: its stamp, and what it is ordered after."""
 
-    __slots__ = ("clock", "line", "name", "slot", "vc")
+    __slots__ = ("clock", "clocks", "epoch", "line", "name", "slot", "vc")
 
-    def __init__(self, slot: int, clock: int, vc: np.ndarray, name: str, line: int):
-        self.slot, self.clock, self.vc, self.name, self.line = slot, clock, vc, name, line
+    def __init__(self, clocks: Clocks, slot: int, clock: int, vc: np.ndarray, name: str, line: int):
+        self.clocks, self.slot, self.clock, self.vc, self.name, self.line = clocks, slot, clock, vc, name, line
+        self.epoch = NO_EPOCH
 
 
 class Clocks:
-    """The agents of one cluster (shared and tensor memory are never shared more widely)."""
+    """The agents of one cluster (shared and tensor memory are never shared more widely).
+
+    ``gained`` and ``fences``, by slot, are those of ``happens_before``.
+    """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.names: list[str] = []
+        self.gained: dict[int, list] = {}
+        self.fences: dict[int, Any] = {}
 
     def new_slot(self, name: str) -> int:
         self.names.append(name)

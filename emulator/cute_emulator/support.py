@@ -10,6 +10,7 @@ import numpy as np
 from . import mma
 from . import numerics as N
 from .errors import SyncError, UnsupportedError
+from .happens_before import Order
 from .memory import LOCAL_BASE, SHARED_BASE
 from .registers import peek, ready
 from .warp import unsupported
@@ -202,6 +203,7 @@ _NUMERICS = [
 NAMESPACE: dict[str, Any] = {
     "SHARED_BASE": SHARED_BASE,
     "LOCAL_BASE": LOCAL_BASE,
+    "Order": Order,
     "mma_scaled": mma.mma_scaled,
     "mma_sync": mma.mma_sync,
     **{

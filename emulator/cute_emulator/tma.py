@@ -9,6 +9,7 @@ Only the first 64 bytes carry data. Fields (bit positions in that 512-bit little
 import numpy as np
 
 from .errors import MemoryAccessError, UnsupportedError
+from .global_races import Box
 from .numerics import reduce_array
 
 # element-type code -> (name, bytes of an element in memory); sub-byte types count pairs or chunks, see decode()
@@ -118,7 +119,8 @@ class TensorMap:
         return (c, lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None
 
     def _view(self, launch, c, lo, hi):
-        """The clipped box as a strided array over global memory (outermost dimension first).
+        """The clipped box as a strided array over global memory (outermost dimension first), its region, and the box
+        in the region's shadow.
 
         Addresses are computed modulo 2**57: a "ragged" tensor map combines huge sizes and wrapping strides, or has its
         base far in front of the memory, below zero.
@@ -130,7 +132,8 @@ class TensorMap:
         shape = [hi[i] - lo[i] for i in reversed(dims)]
         # the stride of a one-element dimension does not matter and may exceed the buffer
         steps = [self.strides[i] if hi[i] - lo[i] > 1 else self.es for i in reversed(dims)]
-        return np.ndarray(shape, _RAW[self.es], buffer=region.u8, offset=start - region.base, strides=steps)
+        view = np.ndarray(shape, _RAW[self.es], buffer=region.u8, offset=start - region.base, strides=steps)
+        return view, region, Box(start - region.base, shape, steps, self.es)
 
     def read(self, launch, coords, fail):
         """The box at ``coords`` (innermost first) as an array, outermost dimension first; zeros (or NaN, if the map
@@ -144,7 +147,10 @@ class TensorMap:
         part = self._clip(coords)
         if part:
             c, lo, hi = part
-            box[tuple(slice(lo[i], hi[i]) for i in reversed(range(self.rank)))] = self._view(launch, c, lo, hi)
+            view, region, cells = self._view(launch, c, lo, hi)
+            if region.shadow is not None:
+                region.shadow.read(launch.agent, cells)
+            box[tuple(slice(lo[i], hi[i]) for i in reversed(range(self.rank)))] = view
         if self.unpack:
             packed = box.reshape(-1, 2 * self.bits)
             spread = np.full((len(packed), 16), 0xFF, np.uint8)  # the gap's contents are undefined
@@ -163,7 +169,9 @@ class TensorMap:
         if not part:
             return
         c, lo, hi = part
-        view = self._view(launch, c, lo, hi)
+        view, region, cells = self._view(launch, c, lo, hi)
+        if region.shadow is not None:
+            region.shadow.write(launch.agent, cells, red is not None)
         src = box[tuple(slice(lo[i], hi[i]) for i in reversed(range(self.rank)))]
         if red is None:
             view[...] = src

@@ -128,8 +128,8 @@ def test_fences_without_race_detection(missing):
 
 def test_no_synchronisation_between_the_fences():
     """The order of the fences in one run is no order: warp 1 spins on a flag that synchronises nothing."""
-    flag = "  st.global.b32 [%rd2], -1;\n"
-    spin = "SPIN:\n  ld.global.b32 %r4, [%rd2];\n  setp.ne.s32 %p2, %r4, -1;\n  @%p2 bra SPIN;\n"
+    flag = "  st.relaxed.gpu.global.b32 [%rd2], -1;\n"
+    spin = "SPIN:\n  ld.relaxed.gpu.global.b32 %r4, [%rd2];\n  setp.ne.s32 %p2, %r4, -1;\n  @%p2 bra SPIN;\n"
     bad = kernel(BY_STORES, release=RELEASE + flag, barrier="", acquire=spin + ACQUIRE)
     match = "no synchronisation orders the acquiring fence after the releasing one"
     check(kernel(BY_STORES), bad, RaceError, match, *tensors(), warps=2)

@@ -43,6 +43,7 @@ class Region:
     def __init__(self, base, size):
         self.base, self.size, self.end = base, size, base + size
         self.u8 = np.zeros(size, np.uint8)
+        self.shadow = None  # races are not detected
 
 
 class Launch:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..happens_before import SCOPES
 from ..parser import SIZES, Insn
 from .arithmetic import WIDTH
 from .table import CACHE_HINTS, FLOAT, INTEGER, ORDER, SPACE, op
@@ -23,8 +24,13 @@ def space(ins: Insn) -> str:
     return "generic"
 
 
-def _order(ins: Insn) -> str:
-    return next((x for x in ins.parts if x in _ORDERS), "")
+def _ordered(g, ins: Insn, default: str = "") -> str:
+    """The argument of a memory access for its order, with a comma in front; none for a weak one."""
+    kind = next((x for x in ins.parts if x in _ORDERS), default)
+    if not kind:
+        return ""
+    scope = "sys" if kind == "volatile" else next((x for x in ins.parts if x in SCOPES), "gpu")
+    return ", " + str(g.constant(f"Order({kind!r}, {SCOPES[scope]}, {ins.parts[0] in ('atom', 'red')})"))
 
 
 def _vector(ins: Insn) -> int:
@@ -55,9 +61,9 @@ def load(g, ins: Insn, part: bool) -> list[str]:
             out.append(g.assign(d, e, part))
         return out
     sp = "generic" if sp == "param" else sp
-    order = _order(ins)
+    order = _ordered(g, ins)
     out = ["w.spin += 20"] if order else []
-    out.append(f"t_ = w.ld({sp!r}, {g.addr(memory)}, {size}, {_vector(ins)}, m{f', {order!r}' if order else ''})")
+    out.append(f"t_ = w.ld({sp!r}, {g.addr(memory)}, {size}, {_vector(ins)}, m{order})")
     for j, d in enumerate(dst):
         e = f"t_[{j}]"
         if widths[j] > size * 8:
@@ -73,8 +79,7 @@ def store(g, ins: Insn, part: bool) -> list[str]:
     if size == 16:
         raise UnsupportedError(ins.op)
     vals = ", ".join(g.val(s, 8 * size) for s in elements(ins.ops[1]))
-    order = _order(ins)
-    return [f"w.st({space(ins)!r}, {g.addr(ins.ops[0])}, {size}, ({vals},), m{f', {order!r}' if order else ''})"]
+    return [f"w.st({space(ins)!r}, {g.addr(ins.ops[0])}, {size}, ({vals},), m{_ordered(g, ins)})"]
 
 
 @op("st.async", mods=f"{_TYPES} {SPACE} weak mbarrier::complete_tx::bytes v2 v4", dst=0, line=True)
@@ -96,9 +101,10 @@ def _atomic(g, ins: Insn, operands: list) -> str:
         raise UnsupportedError(ins.op)
     f = g.constant(f"make_atom({operation!r}, {ty!r}, {mods!r})")
     vector = _vector(ins) > 1
-    source = elements(operands[1]) if vector else operands[1:]
-    vals = ", ".join(g.val(x, WIDTH[ty]) for x in source)
-    return f"w.atom({space(ins)!r}, {f}, {SIZES[ty]}, {g.addr(operands[0])}, ({vals},), m, {vector})"
+    vals = "".join(g.val(x, WIDTH[ty]) + ", " for x in (elements(operands[1]) if vector else operands[1:]))
+    if vector:
+        vals = f"({vals}),"
+    return f"w.atom({space(ins)!r}, {f}, {SIZES[ty]}, {g.addr(operands[0])}, ({vals}), m{_ordered(g, ins, 'relaxed')})"
 
 
 @op("atom", mods=_ATOMIC, pattern=CACHE_HINTS, line=True)

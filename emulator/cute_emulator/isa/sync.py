@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
+from ..happens_before import SCOPES
 from ..parser import Insn
 from .table import op
 
@@ -11,12 +12,7 @@ def _nothing(g, ins: Insn, part: bool) -> list[str]:
     return ["pass"]
 
 
-# Memory-order fences: the emulator executes memory operations in program order and tracks ordering at barriers.
 # Prefetches, cache hints, register reallocation and launch dependencies do not change results.
-op("fence.acquire", mods="cta cluster gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster", dst=0)(
-    _nothing
-)
-op("membar", mods="cta gl sys gpu cluster", dst=0)(_nothing)
 op("fence.proxy.alias", dst=0)(_nothing)
 op(
     "prefetch",
@@ -89,12 +85,15 @@ def fence_tensor_map(g, ins: Insn, part: bool) -> list[str]:
     "fence.acq_rel",
     "fence.sc",
     "fence.release",
-    mods="cta cluster gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster",
+    "fence.acquire",
+    "membar",
+    mods="cta cluster gl gpu sys sync_restrict::shared::cta sync_restrict::shared::cluster",
     dst=0,
     line=True,
 )
-def fence_release(g, ins: Insn, part: bool) -> list[str]:
-    return ["w.fence_release()"]
+def fence(g, ins: Insn, part: bool) -> list[str]:
+    scope = next((x for x in ins.parts if x in SCOPES), "sys")
+    return [f"w.fence({SCOPES[scope]}, {'acquire' not in ins.parts})"]
 
 
 @op("fence.mbarrier_init", mods="release cluster", dst=0, line=True)

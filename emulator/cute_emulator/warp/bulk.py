@@ -9,6 +9,7 @@ import numpy as np
 from .. import tma
 from ..engine import Copy
 from ..errors import SyncError
+from ..happens_before import WEAK
 from ..maps import BLOCK
 from ..memory import ASYNC, GENERIC, NEVER, OFFSET_MASK, Cta
 from ..races import LINE_MASK, Operation
@@ -36,7 +37,8 @@ class BulkWarp(SyncWarp):
         super().__init__(launch, cta, wid)
         self.fenced_maps: dict[int, int] = {}  # address of a tensor map -> its last write, known to be fenced
         self.store_group: list[_Store] = []
-        self.store_groups: list[tuple[list[_Store], int]] = []  # (stores, clock of the store unit)
+        self.store_groups: list[tuple[list[_Store], int, int]] = []  # (stores, clocks of the units that read and write)
+        self.dropped = 0  # of the groups that are no longer in there, the last such clock of the unit that writes
         self.copy_group: list[tuple] = []
         self.copy_groups: list[tuple[list[tuple], int]] = []
 
@@ -146,7 +148,7 @@ class BulkWarp(SyncWarp):
         launch.stat["tma_reduce_bytes" if red else "tma_store_bytes"] += t.nbytes * rows
         state = _Store()
         self.store_group.append(state)
-        op = self._store_operation("TMA store")
+        op, writes = self._store_operations("TMA store")
 
         def read() -> None:
             if cta.exited:  # the shared memory of an exited CTA may already belong to another one
@@ -162,25 +164,30 @@ class BulkWarp(SyncWarp):
                     t.write(launch, at, box, red, self.fail)
                 state.done = True
 
-            launch.issue(None, op, write, "store")
+            launch.issue(None, writes, write, "store")
 
         launch.issue(None, op, read, "store", Copy(cta, t.nbytes * rows))
 
-    def _store_operation(self, kind: str) -> Any:
-        unit = self.unit("bulk store")
-        return (
-            None
-            if unit is None
-            else Operation(unit.slot, unit.clock, unit.vc.copy(), f"{kind} of {self.name}", self.line)
+    def _store_operations(self, kind: str) -> tuple[Any, Any]:
+        """Agents of a bulk store: the one that reads shared memory, and the one that writes global memory after it."""
+        units = self.unit("bulk store"), self.unit("bulk store's writes")
+        if self.agent is None:
+            return units
+        names = f"{kind} of {self.name}", f"{kind} of {self.name} (complete after a wait_group without .read)"
+        read, write = (
+            Operation(u.clocks, u.slot, u.clock, u.vc.copy(), name, self.line)
+            for u, name in zip(units, names, strict=True)
         )
+        return read, write
 
     def bulk_commit(self) -> None:
-        unit = self.units.get("bulk store")
-        clock = 0
-        if unit is not None:
-            clock = unit.clock
-            unit.tick()
-        self.store_groups.append((self.store_group, clock))
+        clocks = [0, 0]
+        for i, kind in enumerate(("bulk store", "bulk store's writes")):
+            unit = self.units.get(kind)
+            if unit is not None:
+                clocks[i] = unit.clock
+                unit.tick()
+        self.store_groups.append((self.store_group, clocks[0], clocks[1]))
         self.store_group = []
 
     def bulk_wait(self, n: int, read: bool) -> Wait:
@@ -188,7 +195,7 @@ class BulkWarp(SyncWarp):
         old = self.store_groups[: max(0, len(self.store_groups) - n)]
         what = "read" if read else "done"
 
-        waiting = [x for group, _ in old for x in group if not getattr(x, what)]
+        waiting = [x for group, _, _ in old for x in group if not getattr(x, what)]
 
         def ok() -> bool:
             while waiting and getattr(waiting[-1], what):
@@ -203,13 +210,15 @@ class BulkWarp(SyncWarp):
                 for store in group[0]:
                     store.waited = True
                 if self.store_groups[0] is group and all(x.done for x in group[0]):
-                    self.store_groups.pop(0)
+                    self.dropped = self.store_groups.pop(0)[2]
+            if unit is not None and not read:
+                self.agent.learn(self.units["bulk store's writes"].slot, old[-1][2] if old else self.dropped)
 
         return Wait(ok, ("bulk wait_group", n, what), acquire)
 
     def check_exit(self) -> None:
         """The warp exits: a bulk store may still read the CTA's shared memory, which another CTA may get then."""
-        stores = [*self.store_group, *(s for group, _ in self.store_groups for s in group)]
+        stores = [*self.store_group, *(s for group, _, _ in self.store_groups for s in group)]
         if not all(s.waited for s in stores):
             self.launch.warn(f"warp exits without a wait_group for its bulk stores, at {{line {self.line}}}")
 
@@ -238,7 +247,10 @@ class BulkWarp(SyncWarp):
                     r: Any = r,
                     op: Any = op,
                 ) -> None:
-                    data = r.u8[s - r.base : s - r.base + n].reshape(-1, 16)
+                    cells = slice(s - r.base, s - r.base + n)
+                    if r.shadow is not None:
+                        r.shadow.read(op, cells)
+                    data = r.u8[cells].reshape(-1, 16)
                     cta.write_chunks(np.arange(offset // 16, (offset + n) // 16), data)
                     bar.complete(n, op.vc if op is not None else None)
 
@@ -257,17 +269,30 @@ class BulkWarp(SyncWarp):
             state = _Store()
             self.store_group.append(state)
             launch.stat["bulk_store_bytes"] += n
-            op = self._store_operation("bulk store")
+            op, writes = self._store_operations("bulk store")
 
-            def move(
-                cta: Cta = cta, offset: int = offset, d: int = d, n: int = n, r: Any = r, state: _Store = state
+            def read(
+                cta: Cta = cta,
+                offset: int = offset,
+                d: int = d,
+                n: int = n,
+                r: Any = r,
+                state: _Store = state,
+                writes: Any = writes,
             ) -> None:
                 data = cta.read_chunks(np.arange(offset // 16, (offset + n) // 16), "bulk store").reshape(-1)
-                target = r.u8[d - r.base : d - r.base + n]
-                target[:] = data if red is None else red(target, data)
-                state.read = state.done = True
+                state.read = True
 
-            launch.issue(None, op, move, "store", Copy(cta, n))
+                def write() -> None:
+                    cells = slice(d - r.base, d - r.base + n)
+                    if r.shadow is not None:
+                        r.shadow.write(writes, cells, red is not None)
+                    r.u8[cells] = data if red is None else red(r.u8[cells], data)
+                    state.done = True
+
+                launch.issue(None, writes, write, "store")
+
+            launch.issue(None, op, read, "store", Copy(cta, n))
 
     def bulk_s2s(self, dst: Any, src: Any, size: Any, mbar: Any, m: np.ndarray) -> None:
         launch = self.launch
@@ -335,9 +360,9 @@ class BulkWarp(SyncWarp):
             self._bounds(cta, o, o + 128, "tensor map")
             words = slice(o >> 2, (o >> 2) + 32)
             if self.agent is not None:
-                self._note_read(cta, words, "")
+                self._note_read(cta, words, WEAK)
                 if write:
-                    self._note_write(cta, words, "")
+                    self._note_write(cta, words, WEAK)
             if write:
                 cta.state[words] = GENERIC
                 self.dirty.append((cta, words))
@@ -410,7 +435,9 @@ class BulkWarp(SyncWarp):
             cta, o = self.target_cta(d), d & OFFSET_MASK
             self._bounds(cta, o, o + n, "cp.async")
             if k:
-                self.launch.find(s, k, self)
+                r = self.launch.find(s, k, self)
+                if r.shadow is not None:
+                    r.shadow.read(unit, slice(s - r.base, s - r.base + k))
             self.launch.stat["copied_bytes"] += k
             words = slice(o >> 2, (o + n + 3) >> 2)
             if unit is not None:

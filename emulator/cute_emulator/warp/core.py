@@ -124,7 +124,7 @@ class WarpCore:
             vc = np.concatenate([vc, np.zeros(a.clocks.capacity - vc.size, np.int64)])
         vc[slot] = clock | LINE_MASK
         queue.append((slot, clock))
-        return Operation(slot, clock, vc, f"{kind} issued by {self.name}", self.line)
+        return Operation(a.clocks, slot, clock, vc, f"{kind} issued by {self.name}", self.line)
 
     # ---- control flow ----
     def split(self, frags: dict, m: np.ndarray, t: np.ndarray, taken: int, fall: int) -> tuple[int, np.ndarray]:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from .. import numerics as N
+from ..global_races import Cells, Rows
+from ..happens_before import WEAK, Order
 from ..maps import BLOCK
-from ..memory import DTYPES, GENERIC, LOCAL_BASE, NEVER, OFFSET_MASK, SHARED_BASE, SHARED_START, Cta
+from ..memory import DTYPES, GENERIC, LOCAL_BASE, NEVER, OFFSET_MASK, SHARED_BASE, SHARED_START, Cta, Region
 from ..races import merge_into
 from .core import WarpCore
 
@@ -23,6 +25,7 @@ class MemoryWarp(WarpCore):
     def __init__(self, launch: Any, cta: Cta, wid: int):
         super().__init__(launch, cta, wid)
         self.dirty: list[Any] = []  # generic shared writes not yet fenced: (CTA, words)
+        self.unfenced_reads: dict[int, tuple[dict, int]] = {}  # releases that relaxed loads have read, and their scope
 
     # ---- addresses ----
     @staticmethod
@@ -67,8 +70,16 @@ class MemoryWarp(WarpCore):
         return [(int(i), int(addr[i])) for i in np.flatnonzero(m)]
 
     # ---- loads ----
-    def ld(self, space: str, addr: Any, size: int, n: int, m: np.ndarray, order: str = "") -> tuple:
-        """``n`` elements of ``size`` bytes at each lane's address; ``order`` is the memory-order modifier, if any."""
+    def ld(
+        self,
+        space: str,
+        addr: Any,
+        size: int,
+        n: int,
+        m: np.ndarray,
+        order: Order = WEAK,
+    ) -> tuple:
+        """``n`` elements of ``size`` bytes at each lane's address."""
         space, addr = self.space_of(space, addr, m)
         if space == "local":
             return self._ld_local(addr, size, n, m)
@@ -80,6 +91,8 @@ class MemoryWarp(WarpCore):
                 r = self.launch.find(addr, width, self)
                 self.launch.stat[f"{space}_load_bytes"] += width
                 o = addr - r.base
+                if r.shadow is not None:
+                    self._read_global(r, [addr], slice(o, o + width), order)
                 u: Any = r.u8[o : o + width].tobytes()
                 return tuple([int.from_bytes(u[j : j + size], "little") for j in range(0, width, size)])
             cta = self.target_cta(addr)
@@ -100,6 +113,8 @@ class MemoryWarp(WarpCore):
             if hi > r.end:
                 return self._ld_split(space, addr, size, n, m, order)
             self.launch.stat[f"{space}_load_bytes"] += width * len(act)
+            if r.shadow is not None:
+                self._read_global(r, act, self._rows(r, act, width), order)
             index = (addr - np.uint64(r.base)).astype(np.int64) // size
             view = r.v[size]
         else:
@@ -127,7 +142,7 @@ class MemoryWarp(WarpCore):
         first = offsets >> 2
         return first if width <= 4 else (first[:, None] + np.arange(width // 4)).ravel()
 
-    def _ld_split(self, space: str, addr: Any, size: int, n: int, m: np.ndarray, order: str) -> tuple:
+    def _ld_split(self, space: str, addr: Any, size: int, n: int, m: np.ndarray, order: Order) -> tuple:
         """A load whose lanes reach several allocations or CTAs: lane by lane."""
         out = [np.zeros(32, DTYPES[max(size, 2)]) for _ in range(n)]
         for lane, a in self._per_lane(addr, m):
@@ -157,7 +172,15 @@ class MemoryWarp(WarpCore):
         return tuple(out)
 
     # ---- stores ----
-    def st(self, space: str, addr: Any, size: int, vals: tuple, m: np.ndarray, order: str = "") -> None:
+    def st(
+        self,
+        space: str,
+        addr: Any,
+        size: int,
+        vals: tuple,
+        m: np.ndarray,
+        order: Order = WEAK,
+    ) -> None:
         """Store ``vals`` (elements of ``size`` bytes) at each lane's address."""
         space, addr = self.space_of(space, addr, m)
         if space == "local":
@@ -178,6 +201,9 @@ class MemoryWarp(WarpCore):
             if space == "global":
                 r = self.launch.find(addr, width, self)
                 self.launch.stat["global_store_bytes"] += width
+                if r.shadow is not None:
+                    o = addr - r.base
+                    self._write_global(r, [addr], slice(o, o + width), order)
                 r.u8[addr - r.base : addr - r.base + width] = np.frombuffer(data, np.uint8)
                 if r.writes is not None:
                     self.launch.map_fences.wrote(self, r, addr // BLOCK)
@@ -202,6 +228,8 @@ class MemoryWarp(WarpCore):
             if hi > r.end:
                 return self._st_split(space, addr, size, vals, m, order)
             self.launch.stat["global_store_bytes"] += width * len(act)
+            if r.shadow is not None:
+                self._write_global(r, act, self._rows(r, act, width), order)
             index = (act - np.uint64(r.base)).astype(np.int64) // size
             view = r.v[size]
             if r.writes is not None:
@@ -228,7 +256,7 @@ class MemoryWarp(WarpCore):
                 view[index + j] = (v if all_lanes else v[m]).astype(dt, copy=False)
         return None
 
-    def _st_split(self, space: str, addr: Any, size: int, vals: tuple, m: np.ndarray, order: str) -> None:
+    def _st_split(self, space: str, addr: Any, size: int, vals: tuple, m: np.ndarray, order: Order) -> None:
         for lane, a in self._per_lane(addr, m):
             self.st(space, a, size, tuple(v if type(v) is int else int(v[lane]) for v in vals), m, order)
 
@@ -240,9 +268,9 @@ class MemoryWarp(WarpCore):
             mem[lanes[:, None], off[lanes, None] + j * size + np.arange(size)] = b[lanes]
 
     # ---- races ----
-    def _note_read(self, cta: Cta, words: Any, order: str) -> None:
+    def _note_read(self, cta: Cta, words: Any, order: Order) -> None:
         a = self.agent
-        if order in _SYNCHRONISING:  # flags in shared memory: the access itself synchronises
+        if order.kind in _SYNCHRONISING:  # flags in shared memory: the access itself synchronises
             for w in self._word_list(words):
                 a.join(cta.flags.get(w))
             return
@@ -254,9 +282,9 @@ class MemoryWarp(WarpCore):
         else:
             cta.shadow.read(a, words)
 
-    def _note_write(self, cta: Cta, words: Any, order: str) -> None:
+    def _note_write(self, cta: Cta, words: Any, order: Order) -> None:
         a = self.agent
-        if order in _SYNCHRONISING:
+        if order.kind in _SYNCHRONISING:
             for w in self._word_list(words):
                 cta.flags[w] = merge_into(cta.flags.get(w), a.vc)
             a.tick()
@@ -270,26 +298,45 @@ class MemoryWarp(WarpCore):
     def _word_list(words: Any) -> list[int]:
         return list(range(words.start, words.stop)) if type(words) is slice else [int(w) for w in words]
 
+    @staticmethod
+    def _rows(region: Region, addresses: np.ndarray, width: int) -> Rows:
+        """Accesses of ``width`` bytes for the shadow of a region, which is aligned to 16 bytes alone."""
+        offsets = (addresses - np.uint64(region.base)).astype(np.int64)
+        if width <= 16:
+            return Rows(width, offsets // width)
+        return Rows(16, (offsets[:, None] // 16 + np.arange(width // 16)).ravel())
+
+    def _read_global(self, region: Region, addresses: Any, cells: Cells, order: Order) -> None:
+        a = self.here()
+        if order.kind:
+            for addr in addresses:
+                self.launch.epochs.words.read(self, int(addr), order)
+        if not order.atomic:
+            region.shadow.read(a, cells, bool(order.kind))
+
+    def _write_global(self, region: Region, addresses: Any, cells: Cells, order: Order) -> None:
+        region.shadow.write(self.here(), cells, bool(order.kind))
+        if order.kind:
+            for addr in addresses:
+                self.launch.epochs.words.write(self, int(addr), order)
+
     # ---- atomics ----
-    def atom(self, space: str, op: Any, size: int, addr: Any, vals: tuple, m: np.ndarray, vector: bool) -> Any:
+    def atom(self, space: str, op: Any, size: int, addr: Any, vals: tuple, m: np.ndarray, order: Order) -> Any:
         """An atomic read-modify-write, lane by lane; returns the old values (of the first element).
 
-        ``op(old, *values) -> new`` works on bit patterns; ``vector`` applies it to each of ``vals`` at consecutive
-        addresses.
+        ``op(old, *values) -> new`` works on bit patterns; if ``vals`` is one tuple of values, it is applied to each of
+        these at consecutive addresses.
         """
         self.launch.progress += 1
+        vector = type(vals[0]) is tuple
         old_values = np.zeros(32, DTYPES[max(size, 2)])
         for lane in np.flatnonzero(m):
             a = addr if type(addr) is int else int(addr[lane])
-            vs = [v if type(v) is int else int(v[lane]) for v in vals]
-            if vector:
-                old = self.ld(space, a, size, len(vs), m, "relaxed")
-                new = tuple(op(o, v) for o, v in zip(old, vs, strict=True))
-            else:
-                old = self.ld(space, a, size, 1, m, "relaxed")
-                new = (op(old[0], *vs),)
+            vs = [v if type(v) is int else int(v[lane]) for v in (vals[0] if vector else vals)]
+            old = self.ld(space, a, size, len(vs) if vector else 1, m, order)
+            new = tuple(op(o, v) for o, v in zip(old, vs, strict=True)) if vector else (op(old[0], *vs),)
             old_values[lane] = old[0]
-            self.st(space, a, size, new, m, "relaxed")
+            self.st(space, a, size, new, m, order)
         return old_values
 
     # ---- 8x8 matrices ----
@@ -317,7 +364,7 @@ class MemoryWarp(WarpCore):
             cta, chunks = self._matrix_rows(addr, j, "stmatrix")
             words = (chunks[:, None] * 4 + np.arange(4)).ravel()
             if self.agent is not None:
-                self._note_write(cta, words, "")
+                self._note_write(cta, words, WEAK)
             cta.chunks16[chunks] = np.ascontiguousarray(h).view(np.uint8)
             cta.state[words] = GENERIC
             self.dirty.append((cta, words))
@@ -346,6 +393,6 @@ class MemoryWarp(WarpCore):
             if cta.state[words].min() == NEVER:
                 self.launch.warn(f"load of uninitialised shared memory at {{line {self.line}}}")
             if self.agent is not None:
-                self._note_read(cta, words, "")
+                self._note_read(cta, words, WEAK)
             out.append(cta.chunks16[chunks])
         return out

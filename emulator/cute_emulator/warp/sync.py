@@ -64,6 +64,13 @@ class SyncWarp(MemoryWarp):
         if self.agent is not None:
             self.fenced = self.agent.release()
 
+    def fence(self, scope: int, releases: bool) -> None:
+        """A memory fence: it makes a release of later relaxed stores and an acquire of earlier relaxed loads."""
+        if releases:
+            self.fence_release()
+        if self.agent is not None:
+            self.launch.epochs.words.fence(self, scope, releases)
+
     # ---- named barriers ----
     def bar(self, bid: Any, n: Any, m: np.ndarray, wait: bool) -> Wait | None:
         bid, n = self.one_lane(m, bid, n)

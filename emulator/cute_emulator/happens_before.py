@@ -1,0 +1,168 @@
+"""What warps of different clusters know of each other: releases and acquires by words of global memory.
+
+The vector clocks of ``races`` are those of one cluster. Knowledge of other clusters comes by words of global memory
+alone. It is not in an agent's vector clock but noted once, by the clock slot of the warp that acquired it and the time
+of that: whoever learns of that time, by any barrier of the cluster, knows what the warp had acquired.
+
+A release is ``.release`` on a store or an atomic, or a fence before a relaxed one; an acquire is ``.acquire`` on a load
+or an atomic, or a fence after a relaxed one. Both count within the smaller of their scopes only. An atomic continues
+the releases that it follows, any other store to the word ends them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .races import Agent, Clocks
+
+Knowledge = dict[Clocks, np.ndarray]  # the vector clock of each cluster; the arrays are never changed
+
+SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "gl": 2, "sys": 2}
+GPU = 2
+
+
+class Order(NamedTuple):
+    """The order of a memory access.
+
+    Attributes:
+        kind: of ``acquire``, ``release``, ``acq_rel``, ``relaxed`` and ``volatile``; empty if the access is weak.
+        scope: how far it reaches, of ``SCOPES``.
+        atomic: whether a load is followed by a store, or a store follows a load, as one.
+    """
+
+    kind: str = ""
+    scope: int = GPU
+    atomic: bool = False
+
+
+WEAK = Order()
+_FENCES = 8  # that are kept per warp
+
+
+def merged(known: Knowledge, more: Knowledge) -> Knowledge:
+    """The union of both, ``known`` itself where ``more`` adds nothing."""
+    out = known
+    for clocks, vc in more.items():
+        old = known.get(clocks)
+        if old is vc:
+            continue
+        if old is not None:
+            n = min(old.size, vc.size)
+            if not (vc[:n] > old[:n]).any() and not vc[n:].any():
+                continue
+            grown = np.zeros(max(old.size, vc.size), np.int64)
+            grown[: old.size] = old
+            np.maximum(grown[: vc.size], vc, out=grown[: vc.size])
+            vc = grown
+        if out is known:
+            out = dict(known)
+        out[clocks] = vc
+    return out
+
+
+def _known_to(agent: Any) -> Iterator[Knowledge]:
+    """The foreign knowledge of those warps of the cluster whose acquires ``agent`` knows of."""
+    vc = agent.vc
+    for slot, entries in agent.clocks.gained.items():
+        if slot < vc.size:
+            clock = int(vc[slot])
+            known = next((knowledge for at, knowledge in reversed(entries) if at <= clock), None)
+            if known is not None:
+                yield known
+
+
+def knows(agent: Any, clocks: Clocks, slot: int, stamp: int) -> bool:
+    """Whether an access of a cluster with a stamp is ordered before what ``agent`` does now."""
+    mine = agent.clocks
+    if mine is clocks:
+        return bool(slot < agent.vc.size and agent.vc[slot] >= stamp)
+    for knowledge in _known_to(agent):
+        vc = knowledge.get(clocks)
+        if vc is not None and slot < vc.size and vc[slot] >= stamp:
+            return True
+    return False
+
+
+def all_known(agent: Agent) -> Knowledge:
+    """What an agent knows, to hand on; what it does from now on is not covered by it."""
+    out: Knowledge = {}
+    for knowledge in _known_to(agent):
+        out = merged(out, knowledge)
+    return {**out, agent.clocks: agent.release()}
+
+
+def gain(agent: Agent, knowledge: Knowledge) -> None:
+    """Acquire what another agent released."""
+    agent.join(knowledge.get(agent.clocks))
+    foreign = {clocks: vc for clocks, vc in knowledge.items() if clocks is not agent.clocks}
+    entries = agent.clocks.gained.setdefault(agent.slot, []) if foreign else []
+    before: Knowledge = entries[-1][1] if entries else {}
+    after = merged(before, foreign)
+    if after is not before:
+        agent.tick()
+        entries.append((agent.clock, after))
+
+
+class Words:
+    """The words of global memory that were released, of one launch.
+
+    For each word what an acquire gets that reads it: by the CTA or the cluster to which the release was confined, or
+    under None for all.
+    """
+
+    def __init__(self) -> None:
+        self.released: dict[int, dict[Any, Knowledge]] = {}
+
+    def write(self, warp: Any, addr: int, order: Order) -> None:
+        """A strong store or atomic of ``warp``."""
+        word = addr >> 2
+        after = dict(self.released.get(word, {})) if order.atomic else {}
+        for reach, knowledge in self._releases(warp.agent, order):
+            for place in (None, warp.agent.clocks, warp.cta)[GPU - reach :]:
+                after[place] = merged(after[place], knowledge) if place in after else knowledge
+        if after or word in self.released:
+            self.released[word] = after
+
+    @staticmethod
+    def _releases(agent: Agent, order: Order) -> Iterator[tuple[int, Knowledge]]:
+        """What a store hands on, and how far."""
+        if order.kind in ("release", "acq_rel"):
+            yield order.scope, all_known(agent)
+            return
+        for slot, fences in agent.clocks.fences.items():
+            if slot < agent.vc.size:
+                for clock, reach, knowledge in fences:
+                    if clock <= agent.vc[slot]:
+                        yield min(reach, order.scope), knowledge
+
+    def read(self, warp: Any, addr: int, order: Order) -> None:
+        """A strong load or atomic of ``warp``."""
+        released = self.released.get(addr >> 2)
+        if not released:
+            return
+        if order.kind in ("acquire", "acq_rel"):
+            self._acquire(warp, released, order.scope)
+        else:
+            warp.unfenced_reads[id(released)] = released, order.scope
+
+    @staticmethod
+    def _acquire(warp: Any, released: dict[Any, Knowledge], scope: int) -> None:
+        for place in (None, warp.agent.clocks, warp.cta)[GPU - scope :]:
+            if place in released:
+                gain(warp.agent, released[place])
+
+    def fence(self, warp: Any, scope: int, releases: bool) -> None:
+        """Acquire what relaxed loads have read, and with ``releases`` keep what is known now for relaxed stores."""
+        for released, reach in warp.unfenced_reads.values():
+            self._acquire(warp, released, min(reach, scope))
+        warp.unfenced_reads.clear()
+        if not releases:
+            return
+        agent = warp.agent
+        knowledge = all_known(agent)
+        fences = agent.clocks.fences.setdefault(agent.slot, deque(maxlen=_FENCES))
+        fences.append((agent.clock, scope, knowledge))
