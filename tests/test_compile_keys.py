@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def test_a_users_tag_is_part_of_it(tag):
         patch.setattr(CONFIG, "cache_key_tag", "third")
         assert CONFIG.cache_key_tag == f"third{tag}"
     assert CONFIG.cache_key_tag == f"mine{tag}"
+
+
+def test_two_copies_in_one_process_are_both_part_of_it(tag, copy, monkeypatch):
+    other = copy("other")
+    append(other, BACKWARD)
+    changed = imported(other)
+    kind = type(CONFIG)
+    spec = importlib.util.find_spec("tgl._compile_keys")
+    second = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(second)
+        monkeypatch.setattr(second, "_fingerprint", changed)
+        CONFIG.cache_key_tag = "mine"
+        assert CONFIG.cache_key_tag == f"mine{tag}[tgl {changed.of()}]"
+        CONFIG.cache_key_tag = CONFIG.cache_key_tag
+        assert CONFIG.cache_key_tag == f"mine{tag}[tgl {changed.of()}]"
+    finally:
+        ModuleType.__setattr__(CONFIG, "__class__", kind)
 
 
 SAY = """

@@ -34,8 +34,7 @@ def _own() -> str:
 def _compose(config: ModuleType) -> None:
     """Have ``config.cache_key_tag`` end in the fingerprint, whatever it is set to and whenever."""
     base: Any = type(config)
-    if "cache_key_tag" in vars(base):
-        return  # done when this package was imported before
+    before: property | None = vars(base).get("cache_key_tag")  # of another copy of this package, which has its own ops
 
     class Config(base):  # type: ignore[misc]
         """The settings of ``torch.compiler``."""
@@ -43,7 +42,8 @@ def _compose(config: ModuleType) -> None:
         @property
         def cache_key_tag(self) -> str:
             """The tag that is set, with the fingerprint."""
-            return f"{base.__getattr__(self, 'cache_key_tag')}{_own()}"
+            tag = base.__getattr__(self, "cache_key_tag") if before is None else before.__get__(self)
+            return f"{tag}{_own()}"
 
         def __setattr__(self, name: str, value: object) -> None:
             if name == "cache_key_tag" and isinstance(value, str):

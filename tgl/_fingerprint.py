@@ -1,8 +1,8 @@
 """Identifies the sources of this package that a process runs, for caches on disk that outlive them.
 
 What a process runs is what lay on disk when ``tgl`` was imported. So the size and time of every source are noted then,
-as Python itself does to know its bytecode by, and contents are hashed when a key is first needed: reading them costs
-fifty times as much. A source that has changed in between is not the one that was imported, and what was has no name.
+as Python itself does to know its bytecode by, and contents, which take longer to read, are hashed when a key is first
+needed. A source that has changed in between is not the one that was imported, and what was has no name.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import platformdirs
 import tgl.warmup  # noqa: F401 (the command)
 from tgl import _fingerprint, doctor
 from tgl.cutlass_kernels.runtime import cache, compiling, eviction
-from tgl.testing.emulator import emulate
+from tgl.testing import emulate
 
 KEPT = "tgl: compiled kernels cannot be kept: "
 
