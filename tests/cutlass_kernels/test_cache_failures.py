@@ -24,6 +24,7 @@ from tgl import _fingerprint, doctor
 from tgl.cutlass_kernels.runtime import cache, compiling, eviction
 from tgl.testing import emulate
 
+KERNEL = f"{1:032x}.o"
 KEPT = "tgl: compiled kernels cannot be kept: "
 
 
@@ -274,7 +275,7 @@ def other_version(base, number, age, size=100):
     """The directory of another version, used ``age`` seconds ago."""
     path = base / f"{number:024x}"
     path.mkdir(parents=True)
-    (path / "kernel.o").write_bytes(bytes(size))
+    (path / KERNEL).write_bytes(bytes(size))
     os.utime(path, (time.time() - age,) * 2)
     return path
 
@@ -282,21 +283,23 @@ def other_version(base, number, age, size=100):
 def test_old_versions_and_what_was_set_aside_go_by_age(directory):
     now = store().parent
     old, recent = other_version(directory, 1, 31 * eviction.DAY), other_version(directory, 2, 29 * eviction.DAY)
-    foreign = directory / "something else"
-    foreign.mkdir()
+    foreign = [directory / "something else", directory / f"{3:024x}", directory / f"{4:024x}"]
+    for path in foreign:
+        path.mkdir()
+    (foreign[1] / "photo.jpg").write_text("")
     (directory / "notes.txt").write_text("")
     old_corrupt, corrupt, left, lock = (now / name for name in ("a.1.corrupt", "b.2.corrupt", "tmpabc", "c.lock"))
     for file in (old_corrupt, corrupt, lock):
         file.write_text("")
     left.mkdir()
     (left / "kernel.o").write_text("")
-    for path in (old_corrupt, left, lock, foreign, *now.glob("*.o"), now):
+    for path in (old_corrupt, left, lock, *foreign, *now.glob("*.o"), now):
         os.utime(path, (time.time() - 365 * eviction.DAY,) * 2)
     kept = sorted(now.glob("*.o"))
     eviction.evict(now)
     assert (old.exists(), recent.exists()) == (False, True)
     assert (old_corrupt.exists(), corrupt.exists(), left.exists()) == (False, True, False)
-    assert sorted(directory.iterdir()) == sorted([now, recent, foreign, directory / "notes.txt"])
+    assert sorted(directory.iterdir()) == sorted([now, recent, *foreign, directory / "notes.txt"])
     assert lock.exists()
     assert sorted(now.glob("*.o")) == kept
 
@@ -309,7 +312,7 @@ def test_old_versions_go_by_size_the_least_recently_used_first(directory, monkey
     eviction.evict(now)
     assert [path.exists() for path in versions] == [True, True, False, False, False]
     for path in versions[:2]:  # too large alone, and in use
-        (path / "kernel.o").write_bytes(bytes(1000))
+        (path / KERNEL).write_bytes(bytes(1000))
         os.utime(path, (time.time() - 3600,) * 2)
     eviction.evict(now)
     assert [path.exists() for path in versions[:2]] == [True, True]
@@ -328,13 +331,13 @@ def test_a_directory_that_another_process_removes_at_the_same_time(directory, mo
     rename = Path.rename
 
     def late(self, target):
-        rename(self, directory / "taken.removed")
+        rename(self, directory / f"{1:024x}.1.removed")
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", late)
     eviction.evict(now)
     monkeypatch.undo()
     assert not old.exists()
-    os.utime(directory / "taken.removed", (0, 0))  # of a process that ended in between
+    os.utime(directory / f"{1:024x}.1.removed", (0, 0))  # of a process that ended in between
     eviction.evict(now)
     assert list(directory.iterdir()) == [now]

@@ -21,8 +21,9 @@ MAX_AGE = 30 * DAY
 MAX_BYTES = 2 * 2**30
 IN_USE = DAY
 
-_FINGERPRINT = re.compile(r"[0-9a-f]{24}")
 _REMOVED = ".removed"
+_VERSION = re.compile(rf"[0-9a-f]{{24}}(\.\d+{_REMOVED})?")
+_FILE = re.compile(r"[0-9a-f]{32}\.(o|sha256|lock|\d+\.corrupt)|tmp\w*")
 
 
 class _Entry(NamedTuple):
@@ -54,13 +55,21 @@ def evict(directory: Path) -> None:
 def _entries(directory: Path) -> Iterator[_Entry]:
     with contextlib.suppress(OSError):
         for path in directory.parent.iterdir():
-            other = _FINGERPRINT.fullmatch(path.name) and path.name != directory.name
-            if (other or path.suffix == _REMOVED) and path.is_dir() and not path.is_symlink():
+            if path.name != directory.name and _is_version(path):
                 yield from _entry(path)
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if path.suffix == ".corrupt" or path.is_dir():  # a directory is what a process that was ended left behind
                 yield from _entry(path)
+
+
+def _is_version(path: Path) -> bool:
+    """Whether this is a directory of kernels: others may lie beside it where a user named the place."""
+    if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    names = os.listdir(path)
+    some = path.suffix == _REMOVED or any(name.endswith(".o") for name in names)
+    return some and all(_FILE.fullmatch(name) for name in names)
 
 
 def _entry(path: Path) -> Iterator[_Entry]:
