@@ -52,6 +52,7 @@ class Rules(NamedTuple):
         detect_races: keep vector clocks.
         strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
         strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
+        strict_proxies: a missing fence.proxy.async is an error, not a warning.
         patience: seconds without progress while other processes may write to the memory; None: nobody else does.
         front: what the launch in front of one that overlaps has left to do; None: nothing.
     """
@@ -62,6 +63,7 @@ class Rules(NamedTuple):
     detect_races: bool
     strict_loads: bool
     strict_exits: bool
+    strict_proxies: bool
     patience: float | None
     front: Callable[[], object] | None = None
 
@@ -97,6 +99,7 @@ class Launch(Engine):
         self.waited, self.in_front, self.front = not self.overlaps, self.overlaps, rules.front
         self.resident, self.detect_races = rules.resident_clusters, rules.detect_races
         self.strict_loads, self.strict_exits = rules.strict_loads, rules.strict_exits
+        self.strict_proxies = rules.strict_proxies
         self.patience, self.deadline = rules.patience, 0.0
         self.spinning_steps = _SPINNING_STEPS if rules.patience is None else _PATIENT_STEPS
         self.chip, self.num_sms = chip, chip.multiprocessors

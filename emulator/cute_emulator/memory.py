@@ -181,9 +181,12 @@ class Cta:
                 f"CTA {self.id}: {what} reads shared memory that was never written, or that an asynchronous copy is "
                 "overwriting"
             )
-        raise MemoryAccessError(
-            f"CTA {self.id}: {what} reads shared memory written by st.shared without fence.proxy.async"
-        )
+        text = "reads shared memory written by st.shared or cp.async without fence.proxy.async"
+        if self.launch.strict_proxies:
+            raise MemoryAccessError(
+                f"CTA {self.id}: {what} {text} (emulate(strict_proxies=False) makes this a warning)"
+            )
+        self.launch.warn(f"{what} {text}")
 
     def read_chunks(self, idx: np.ndarray, what: str) -> np.ndarray:
         """Asynchronous-proxy read of 16-byte chunks.

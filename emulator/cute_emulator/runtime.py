@@ -89,6 +89,7 @@ class Emulation:
         detect_races: bool,
         strict_loads: bool,
         strict_exits: bool,
+        strict_proxies: bool,
     ):
         if resident_clusters < 1:
             raise ValueError(f"resident_clusters must be positive, got {resident_clusters}")
@@ -99,7 +100,7 @@ class Emulation:
             costs_of(self.chip.name)
         self.target = self.chip.target if arch == self.chip.name else arch
         self.resident_clusters, self.detect_races = resident_clusters, detect_races
-        self.strict_loads, self.strict_exits = strict_loads, strict_exits
+        self.strict_loads, self.strict_exits, self.strict_proxies = strict_loads, strict_exits, strict_proxies
         self.patience: float | None = None
         self.front: Callable[[], object] | None = None
         self.launches: list[LaunchRecord] = []
@@ -121,6 +122,7 @@ class Emulation:
             self.detect_races,
             self.strict_loads,
             self.strict_exits,
+            self.strict_proxies,
             self.patience,
             self.front,
         )
@@ -325,6 +327,7 @@ def emulate(
     detect_races: bool = True,
     strict_loads: bool = False,
     strict_exits: bool = True,
+    strict_proxies: bool = True,
 ) -> Iterator[Emulation]:
     """Run compiled CuTe DSL functions on the kernel emulator.
 
@@ -347,13 +350,16 @@ def emulate(
         strict_exits: make an arrival or a ``tcgen05.commit`` on an mbarrier of a CTA that has exited, or may have, an
             error. It is undefined in PTX; where nobody waits for it, hardware is not known to mind. With False it is a
             warning and has no effect. Accesses to the shared memory of such a CTA are errors either way.
+        strict_proxies: make it an error that TMA stores or MMAs read shared memory which ``st.shared`` or ``cp.async``
+            wrote and no ``fence.proxy.async`` has made visible to them. With False it is a warning, for kernels that
+            are known to run without that fence.
     Yields:
         ``Emulation``, whose ``launches`` describe what ran.
     Raises:
         EmulatorError: no C compiler or no nvidia-cutlass-dsl; from calls inside: what a kernel did wrong.
         ValueError: a bad argument.
     """
-    e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads, strict_exits)
+    e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads, strict_exits, strict_proxies)
     if not _dsl:
         _dsl.append(Dsl())
     _dsl[0].push(e)
@@ -362,6 +368,26 @@ def emulate(
     finally:
         _dsl[0].pop()
     e.check()
+
+
+def _poison(tensor: Any) -> None:
+    """Fill a tensor with NaN, or with all bits set."""
+    import torch
+
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0xFF)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    else:
+        limits = torch.iinfo(tensor.dtype)
+        tensor.fill_(-1 if limits.min < 0 else limits.max)
+
+
+def _bits(tensor: Any) -> Any:
+    """A copy of a tensor's elements, as bytes."""
+    import torch
+
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def sweep(
@@ -394,15 +420,15 @@ def sweep(
             for seed in seeds:
                 e.seed, e.timing = seed, timing
                 for o in outputs:
-                    if o.is_floating_point() and o.element_size() > 1:
-                        o.fill_(float("nan"))
-                    else:
-                        o.view(torch.uint8).fill_(0xFF)
+                    _poison(o)
                 start = len(e.launches)
                 call()
                 e.check()
                 runs.append(e.launches[start:])
-                got = [o.detach().contiguous().view(torch.uint8).clone() for o in outputs]
+                got = [
+                    o.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+                    for o in outputs
+                ]
                 if first is None:
                     first = got
                 for i, (a, b) in enumerate(zip(first, got, strict=True)):

@@ -177,6 +177,24 @@ def test_missing_proxy_fence():
     assert (out == 5).all()
 
 
+def test_missing_proxy_fence_as_a_warning():
+    """It has no effect but for the report."""
+    out, copied = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    copy = (
+        "  mul.wide.u32 %rd2, %r0, 4;\n  add.u64 %rd2, %rd1, %rd2;\n  shl.b32 %r4, %r0, 2;\n  add.s32 %r4, %r4, %r2;\n"
+    )
+    copy += "  setp.lt.u32 %p3, %r0, 16;\n  @%p3 cp.async.ca.shared.global [%r4+256], [%rd2], 4;\n"
+    copy += "  cp.async.wait_all;\n"
+    source = torch.full((16,), 5, dtype=torch.int32)
+    for fill, tensors in ((FILL, (out,)), (copy, (copied, source))):
+        record = launch(fill + "  bar.sync 0;\n" + STORE + DONE, *tensors, strict_proxies=False)
+        assert (tensors[0] == 5).all()
+        assert any("without fence.proxy.async" in warning for warning in record.warnings)
+        assert not launch(fill + FENCE + STORE + DONE, *tensors, strict_proxies=False).warnings
+        with pytest.raises(MemoryAccessError, match=r"without fence.proxy.async \(emulate\(strict_proxies=False\)"):
+            launch(fill + "  bar.sync 0;\n" + STORE + DONE, *tensors)
+
+
 def test_fence_by_the_reader_after_a_barrier():
     out = torch.zeros(16, dtype=torch.int32)
     launch(only(1, FILL, "F") + "  bar.sync 0;\n  fence.proxy.async.shared::cta;\n" + STORE + DONE, out, warps=2)

@@ -77,9 +77,62 @@ def test_other_timings_have_no_clocks():
     assert "spend" in Generator(kernel, clocked=True).source()
 
 
+COPY = """
+  mul.wide.u32 %rd2, %r0, 16;
+  add.u64 %rd2, %rd0, %rd2;
+  shl.b32 %r4, %r0, 4;
+  add.s32 %r4, %r4, %r2;
+"""
+
+
+def copies(n, end):
+    """``n`` times 512 bytes by the lanes of a warp, and what waits for them."""
+    return (
+        COPY + "".join(f"  cp.async.cg.shared.global [%r4+{512 * i}], [%rd2+{512 * i}], 16;\n" for i in range(n)) + end
+    )
+
+
+@pytest.mark.parametrize("end", ["cp.async.wait_all", "cp.async.commit_group;\n  cp.async.wait_group 0"])
+def test_copies_by_lanes_take_their_latency_and_their_bytes(end):
+    def run(n):
+        found = cycles(copies(n, f"  {end};\n"), torch.zeros(8192, dtype=torch.uint8))
+        return found.total, found.warps[(0, 0, 0), 0].waits["cp.async.wait_group"]
+
+    (total, waited), (longer, more) = run(2), run(8)
+    issued = 6  # the others
+    assert longer - total == 6 * 512 / COSTS.l2
+    assert longer - total == more - waited + issued
+    assert waited == pytest.approx(COSTS.copy + 1024 / COSTS.l2, abs=30)
+
+
+def test_a_wait_for_older_copies_does_not_wait_for_later_ones():
+    def run(left):
+        body = copies(1, "  cp.async.commit_group;\n") + copies(8, "  cp.async.commit_group;\n")
+        return cycles(body + f"  cp.async.wait_group {left};\n", torch.zeros(8192, dtype=torch.uint8)).total
+
+    assert run(0) - run(1) == pytest.approx(8 * 512 / COSTS.l2, abs=20)
+
+
+def test_copies_by_lanes_arrive_when_they_are_done():
+    init = "  @%p0 mbarrier.init.shared.b64 [%r2+8128], 32;\n  bar.sync 0;\n"
+    arrive = "  cp.async.mbarrier.arrive.noinc.shared.b64 [%r2+8128];\n"
+    wait = "AGAIN:\n  mbarrier.try_wait.parity.shared.b64 %p1, [%r2+8128], 0;\n  @!%p1 bra AGAIN;\n"
+
+    def run(n):
+        found = cycles(init + copies(n, arrive + wait), torch.zeros(8192, dtype=torch.uint8))
+        return found.total, found.warps[(0, 0, 0), 0].waits[f"mbarrier {START + 8128:#x}"]
+
+    (total, waited), (longer, _) = run(2), run(8)
+    assert longer - total == 6 * 512 / COSTS.l2
+    assert waited == pytest.approx(COSTS.copy + 1024 / COSTS.l2 + COSTS.wake, abs=30)
+
+
 def test_what_has_no_time_is_refused():
-    with pytest.raises(UnsupportedError, match=r"cp\.async\.ca.*'clocked'"):
-        cycles("  cp.async.ca.shared.global [%r2], [%rd0], 4;\n", torch.zeros(4))
+    mma = (
+        "  mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f0, %f1, %f2, %f3}, {%r3, %r4, %r5, %r6}, {%r7, %r8}, "
+    )
+    with pytest.raises(UnsupportedError, match=r"mma\.sync.*'clocked'"):
+        cycles(mma + "{%f0, %f1, %f2, %f3};\n")
 
 
 def test_a_wait_for_what_nobody_writes_ends(monkeypatch):

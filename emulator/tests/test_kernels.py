@@ -255,6 +255,28 @@ def test_sweep_poisons_outputs():
     assert seen == [(True, True)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.uint32, torch.bool])
+@pytest.mark.parametrize("shape, strides", [((), ()), ((0,), (1,)), ((3,), (2,)), ((2, 3), (1, 2))])
+def test_sweep_takes_outputs_of_any_shape(dtype, shape, strides):
+    """Scalars, empty tensors, and tensors whose last dimension is not dense."""
+    out = torch.empty_strided(shape, strides, dtype=dtype)
+    poisoned = []
+
+    def call():
+        poisoned.append(
+            bool((out != out).all() if dtype.is_floating_point else (out != 1).all() or dtype is torch.bool)
+        )
+        out.fill_(1)
+
+    with emulate("sm_100a"):
+        sweep(call, [out], seeds=range(2))
+        assert all(poisoned)
+        later = iter(range(2))
+        if out.numel():
+            with pytest.raises(EmulatorError, match="output 0 depends on the schedule"):
+                sweep(lambda: out.fill_(next(later)), [out], seeds=range(2))
+
+
 def test_sweep_needs_a_block():
     with pytest.raises(EmulatorError, match="open emulate"):
         sweep(lambda: None, [])

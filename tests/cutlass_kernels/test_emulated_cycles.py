@@ -26,6 +26,21 @@ def test_a_gemm(arch):
         assert usage.issued + sum(usage.waits.values()) <= usage.end <= found.total
 
 
+def test_rows_gathered_by_cp_async():
+    """The layer's first GEMM gathers its rows by ``cp.async`` on Hopper, which takes time, and gives the same bits."""
+    torch.manual_seed(0)
+    layer = tgl.MoE(4, 64, 128).bfloat16()
+    x, experts, weights = torch.randn(64, 64).bfloat16(), torch.randint(4, (64, 2)), torch.rand(64, 2)
+    with torch.no_grad(), emulate("sm_90", timing="clocked", detect_races=False, resident_clusters=200) as machine:
+        out = layer(x, experts, weights)
+    with torch.no_grad(), emulate("sm_90", timing="in_order", detect_races=False):
+        assert torch.equal(out, layer(x, experts, weights))
+    gathering = [record for record in machine.launches if record.copied_bytes]
+    assert gathering
+    for record in gathering:
+        assert record.cycles.total > costs_of("sm_90").copy
+
+
 def test_a_longer_contraction_takes_at_least_its_products():
     def run(depth):
         a, b = integers(128, depth), integers(1, depth, 128)

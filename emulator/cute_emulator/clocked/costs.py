@@ -42,6 +42,7 @@ class Costs:
         memory: bytes that a multiprocessor's stores get to memory in a cycle while all others do too.
         behind: bytes of a multiprocessor's stores that the L2 holds back; it is full of those of whoever ran before.
         load: from the issue of a TMA load until its bytes begin to come.
+        copy: from the issue of a cp.async until its bytes begin to come.
         read: from the issue of a store by TMA until it begins to read shared memory.
         store: from then until its writes are done.
         wake: from the end of a phase of a barrier until a warp that waited for it issues again.
@@ -54,6 +55,7 @@ class Costs:
     memory: float
     behind: int
     load: int
+    copy: int
     read: int
     store: int
     wake: int
@@ -72,6 +74,7 @@ COSTS = {
         memory=10,
         behind=131072,
         load=650,
+        copy=500,
         read=100,
         store=500,
         wake=20,
@@ -87,6 +90,7 @@ COSTS = {
         memory=23,
         behind=131072,
         load=650,
+        copy=500,
         read=100,
         store=500,
         wake=20,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from ..engine import Copy, Product
 from ..errors import DeadlockError
 from ..launch import LIVELOCK_STEPS, Launch
-from ..sync import Wait
+from ..sync import MBarrier, Wait
 from ..warp import Warp
 from .costs import Costs, costs_of
 
@@ -45,10 +45,10 @@ class Link(Unit):
         super().__init__()
         self.coming: dict[Any, float] = {}
 
-    def bring(self, now: float, work: Copy, costs: Costs) -> float:
+    def bring(self, now: float, work: Copy, costs: Costs, latency: int) -> float:
         """When what a copy asks for has come to where its way through shared memory begins."""
         came = self.coming.get(work.source)
-        if came is None or came + costs.load <= now:
+        if came is None or came + latency <= now:
             came = self.coming[work.source] = self.serve(now, work.size / costs.l2)
         return came
 
@@ -73,10 +73,10 @@ class Multiprocessor:
         products = self.tensor[part].serve(now, work.flops / self.costs.tensor[work.kind])
         return max(products, self.shared.serve(now, work.operands / self.costs.shared))
 
-    def load(self, now: float, work: Copy) -> float:
+    def load(self, now: float, work: Copy, latency: int) -> float:
         """When what the L2 sends has been written."""
-        came = self.incoming.bring(now, work, self.costs)
-        return max(came, self.shared.serve(now, work.size / self.costs.shared)) + self.costs.load
+        came = self.incoming.bring(now, work, self.costs, latency)
+        return max(came, self.shared.serve(now, work.size / self.costs.shared)) + latency
 
     def store(self, now: float, work: Copy) -> float:
         """When a store has read what it sends."""
@@ -132,6 +132,8 @@ class ClockedWarp(Warp):
         self.part = wid % PORTS
         self.port = self.sm.ports[self.part]
         self.loaded = self.multiplied = 0.0  # when its last read of tensor memory, and its last MMA, are done
+        self.copied = 0.0  # when its last cp.async is done
+        self.copied_groups: deque[float] = deque()  # the same of each group that has not been waited for
 
     def spend(self, slots: int, cycles: int) -> None:
         """Instructions that need as many slots of the port, and take as many cycles where it is free."""
@@ -145,6 +147,29 @@ class ClockedWarp(Warp):
         if until > self.clock:
             self.usage.waits[what] += until - self.clock
             self.clock = until
+
+    # ---- cp.async ----
+    def cp_async(self, dst: Any, src: Any, n: int, srcn: Any, m: np.ndarray) -> None:
+        before = len(self.copy_group)
+        super().cp_async(dst, src, n, srcn, m)
+        lanes = [(copy[3], copy[4]) for copy in self.copy_group[before:]]  # address and bytes
+        work = Copy(self.cta, sum(size for _, size in lanes), tuple(lanes))
+        self.copied = max(self.copied, self.sm.load(self.clock, work, self.launch.costs.copy))
+
+    def cp_async_commit(self) -> None:
+        super().cp_async_commit()
+        self.copied_groups.append(self.copied)
+
+    def cp_async_wait(self, n: int) -> None:
+        super().cp_async_wait(n)
+        done = 0.0
+        while len(self.copied_groups) > max(n, 0):
+            done = self.copied_groups.popleft()
+        self.idle(done, "cp.async.wait_group")
+
+    def arrive_copied(self, barriers: list[MBarrier], vc: Any) -> None:
+        arrive = super().arrive_copied
+        self.launch.at(max(self.copied, self.clock), None, lambda: arrive(barriers, vc))
 
     # ---- wgmma: each warp has its rows multiplied beside its port ----
     def wgmma(
@@ -238,7 +263,7 @@ class ClockedLaunch(Launch):
         if queue is None:
             if isinstance(work, Copy):
                 sm = self.multiprocessor(work.cta)
-                return sm.load(now, work) if kind == "load" else sm.store(now, work)
+                return sm.load(now, work, costs.load) if kind == "load" else sm.store(now, work)
             return now + (costs.load if kind == "load" else costs.store)
         sm = self.multiprocessor(queue[1].cta)
         if isinstance(work, Product):

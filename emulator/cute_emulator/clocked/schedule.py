@@ -11,11 +11,11 @@ from .costs import latency
 FREE = ("mov.", "cvta.", "ld.param", "createpolicy.", "wgmma.fence", "tcgen05.fence", "setmaxnreg")
 """PTX that machine code does not have, or that takes no time worth a look."""
 EVENTS = (
-    "mbarrier.", "bar.sync", "bar.arrive", "barrier.", "cp.async.bulk", "cp.reduce.async.bulk", "wgmma.", "tcgen05.",
+    "mbarrier.", "bar.sync", "bar.arrive", "barrier.", "cp.async.", "cp.reduce.async.bulk", "wgmma.", "tcgen05.",
     "clusterlaunchcontrol.try_cancel", "st.async", "griddepcontrol", "atom", "red.", "nanosleep", "stmatrix",
 )  # fmt: skip
 """Instructions that wait, signal or keep a unit busy: each runs when its warp's clock is the least."""
-WITHOUT_TIME = ("cp.async.ca", "cp.async.cg", "mma.sync")
+WITHOUT_TIME = ("mma.sync",)
 BRANCH = 8
 LONG = 30  # results that take as long are waited for at the end of their block
 

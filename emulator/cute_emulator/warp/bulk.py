@@ -498,6 +498,10 @@ class BulkWarp(SyncWarp):
                 vc[unit.slot] = unit.clock | LINE_MASK
                 unit.tick()
             a.tick()
+        self.arrive_copied([self.mbar_at(addr if type(addr) is int else int(addr[i])) for i in np.flatnonzero(m)], vc)
+
+    def arrive_copied(self, barriers: list[MBarrier], vc: Any) -> None:
+        """The copies of a ``cp.async.mbarrier.arrive`` are complete: a thread arrives on each of these."""
         self.launch.progress += 1
-        for lane in np.flatnonzero(m):
-            self.mbar_at(addr if type(addr) is int else int(addr[lane])).arrive(1, 0, vc)
+        for barrier in barriers:
+            barrier.arrive(1, 0, vc)
