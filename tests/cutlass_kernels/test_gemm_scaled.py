@@ -67,6 +67,7 @@ GEMM_SM90 = {
     "fp8_block": ScaledCase("fp8_block", 128, 128, RAGGED, depth=336, columns=272),
     "fp8_block, columnwise weights": ScaledCase("fp8_block", 64, 64, RAGGED, "columnwise", out=F32, bias=BF16),
     "fp8_block, two blocks, pair": ScaledCase("fp8_block", 256, 128, (257, 0, 3), columns=272, cluster_n=2),
+    "fp8_block, wide": ScaledCase("fp8_block", 128, 192, (130, 0, 1), depth=656, columns=400, bias=BF16),
 }
 WGRAD_SM90 = {
     "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, out=F32),
@@ -89,6 +90,9 @@ LONG_GEMM = {
     "fp8_block, ragged": ScaledCase("fp8_block", 128, 128, RAGGED, "columnwise", depth=336, columns=272, out=F32),
     "fp8_block, pair, tail left alone": ScaledCase("fp8_block", 256, 128, RAGGED, zero_tail=False, tail=150),
     "fp8_block, all empty": ScaledCase("fp8_block", 128, 128, (0, 0, 0), tail=140),
+    "fp8_block, wide, ragged, columnwise": ScaledCase(
+        "fp8_block", 128, 192, RAGGED, "columnwise", arch="sm_90", depth=336, columns=784, out=F32, cluster_n=2
+    ),
 }
 LONG_WGRAD = {
     "fp8_block, ragged": ScaledCase("fp8_block", 128, 128, RAGGED, columns=272),

@@ -1,8 +1,9 @@
 """Scales of blocks on their way to the accumulators: a warp loads them into a ring of stages in shared memory.
 
-A stage has a factor for each of a CTA's rows of A and for each of its columns of B, or one for all of them where B is a
-matrix of square blocks. Scales are float32 and begin anywhere, so no tensor map reads them: the warp copies them
-four bytes a lane, and its copies arrive at the stage's barrier.
+A stage has a factor for each of a CTA's rows of A and for each of its columns of B; where B is a matrix of square
+blocks, one for all columns, or one for each ``PIECE`` of them if a tile is wider than a block. Scales are float32 and
+begin anywhere, so no tensor map reads them: the warp copies them four bytes a lane, and its copies arrive at the
+stage's barrier.
 """
 
 from typing import Any
@@ -18,13 +19,19 @@ from .ring import Ring, advance
 from .scaling import OperandFormat
 
 LANES = 32
+PIECE = 64  # columns: tiles begin at multiples of it, and so do blocks
 
 
 def factor_count(kind: str, config: GemmConfig, form: OperandFormat) -> int:
-    """Factors of a stage: of its rows, then of its columns. One for the matrix takes 16 bytes."""
+    """Factors of a stage: of its rows, then of its columns; those of a matrix of square blocks take 16 bytes."""
     if not form.block:
         return 0
     return config.cta_m + (config.tile_n if kind == VARLEN_K else 4)
+
+
+def column_factors(config: GemmConfig, form: OperandFormat) -> int:
+    """Factors of a tile's columns where B is a matrix of square blocks."""
+    return 1 if config.tile_n <= form.block else config.tile_n // PIECE
 
 
 @cute.jit
@@ -57,7 +64,7 @@ def load_factors(gemm: cutlass.Constexpr, scales: Any, buffers: cute.Tensor, rin
                 for i in cutlass.range_constexpr(len(columns)):
                     _copy(columns[i] + Int64(k) * b.stride[0], into + config.cta_m + i * LANES)
             else:
-                if lane == 0:
+                if lane < column_factors(config, gemm.form):
                     _copy(columns[0] + k, into + config.cta_m)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
             stage, phase = advance(stage, phase, cute.size(buffers, mode=[1]))
@@ -79,7 +86,8 @@ def _lines(gemm, a: cute.Tensor, b: cute.Tensor, tile: Tile, corner: tuple, lane
     rows = [row + i * LANES + lane for i in range(config.cta_m // LANES)]
     if gemm.policy.kind == VARLEN_M:
         inside = [_inside(tile.start + at, a, 0) for at in rows]
-        matrix = Int64(tile.group) * b.stride[0] + Int64(_inside(column // block, b, 1)) * b.stride[1]
+        at = _inside((column + lane * PIECE) // block, b, 1)
+        matrix = Int64(tile.group) * b.stride[0] + Int64(at) * b.stride[1]
         return [a.iterator + Int64(at) * a.stride[0] for at in inside], [b.iterator + matrix]
     place = Int64(tile.start // block + tile.group)  # the group's first row of [Tp / 128, features]
     columns = [column + i * LANES + lane for i in range(config.tile_n // LANES)]

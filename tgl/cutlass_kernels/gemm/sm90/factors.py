@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, cute
 
-from ...config import VARLEN_K
+from ...config import VARLEN_K, VARLEN_M
 from ...tiles.policy import Problem
+from ..factors import column_factors
 from .store import MMA_ROWS
 
 
 class Factors(NamedTuple):
     """A thread's factors, in registers."""
 
-    rows: cute.Tensor  # of the two halves of 64 rows
+    rows: cute.Tensor  # of the two halves of 64 rows, for each factor of the tile's columns
     columns: Any  # those of its columns where B has a scale for each
 
 
@@ -25,7 +26,7 @@ def ones(gemm: cutlass.Constexpr, problem: Problem) -> Factors:
     """
     config = gemm.config
     columns: Any = None
-    rows = cute.make_rmem_tensor(2, Float32)
+    rows = cute.make_rmem_tensor(2 * pieces_of(gemm), Float32)
     one = Float32(1)
     if problem.rows < 0:
         one = Float32(0)
@@ -35,16 +36,25 @@ def ones(gemm: cutlass.Constexpr, problem: Problem) -> Factors:
     return Factors(rows, columns)
 
 
+def pieces_of(gemm: Any) -> int:
+    """Factors of the columns that a thread's rows are multiplied by beforehand."""
+    square = gemm.form.block and gemm.policy.kind == VARLEN_M
+    return column_factors(gemm.config, gemm.form) if square else 1
+
+
 @cute.jit
 def read_rows(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors, m: cutlass.Constexpr):
-    """A thread's factors for the ``m``-th 64 rows of its warpgroup, times the matrix's where B has one factor."""
+    """A thread's factors for the ``m``-th 64 rows of its warpgroup, times those of the columns where these are few."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp, member = thread % 32, thread // 32 % 4, thread // 128 % gemm.sharing
     first = (m * gemm.sharing + member) * MMA_ROWS + warp * 16 + lane // 4
     for half in cutlass.range_constexpr(2):
-        factors.rows[half] = buffer[first + 8 * half]
-        if cutlass.const_expr(factors.columns is None):
-            factors.rows[half] *= buffer[gemm.config.tile_m]
+        row = buffer[first + 8 * half]
+        for piece in cutlass.range_constexpr(pieces_of(gemm)):
+            if cutlass.const_expr(factors.columns is None):
+                factors.rows[half + 2 * piece] = row * buffer[gemm.config.tile_m + piece]
+            else:
+                factors.rows[half] = row
 
 
 @cute.jit

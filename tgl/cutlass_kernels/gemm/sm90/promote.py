@@ -3,6 +3,9 @@
 Hopper's tensor cores add FP8 products with fewer bits than float32 has. They sum 128 products here, and from there on
 additions are those of float32 registers, where a block's scales come in as well: a scale of its row of A and one of its
 column of B, or of the matrix of B; see ``factors``. While one warpgroup adds, the other one multiplies.
+
+A warpgroup has one stage's MMAs in flight at a time, so a look at the next stage's barrier between two stages would be
+time without MMAs. It is taken before the sums of a stage are added.
 """
 
 from typing import Any, NamedTuple
@@ -72,15 +75,16 @@ def multiply_promoted(
     before = Int32(0)
     if cutlass.const_expr(policy.clears):
         before = policy.before(tile)
+    ready = cutlass.Boolean(False)
     for _ in cutlass.range(whole, unroll=1):
-        add_stage(gemm, acc, part, a, b, shared, factors, ring, stage, phase, None, before)
+        stage, phase, ready = add_stage(gemm, acc, part, a, b, shared, factors, ring, stage, phase, ready, None, before)
         before = Int32(0)
-        stage, phase = advance(stage, phase, gemm.stages)
     if cutlass.const_expr(policy.trims):  # noqa: SIM102 - decided while tracing
         if whole < depth:
             left = policy.depth(tile, problem) - whole * tile_k
-            add_stage(gemm, acc, part, a, b, shared, factors, ring, stage, phase, left, before)
-            stage, phase = advance(stage, phase, gemm.stages)
+            stage, phase, ready = add_stage(
+                gemm, acc, part, a, b, shared, factors, ring, stage, phase, ready, left, before
+            )
     return stage, phase
 
 
@@ -96,19 +100,24 @@ def add_stage(
     ring: Ring,
     stage: Int32,
     phase: Int32,
+    ready: cutlass.Boolean,
     left: Int32 | None,
     before: Int32,
-):
-    """Add the product of a stage to ``acc``, and give the stage back.
+) -> tuple[Int32, Int32, cutlass.Boolean]:
+    """Add the product of a stage to ``acc`` and release the stage.
 
     Arguments are those of ``multiply_promoted``, and
 
     Args:
+        ready: whether the stage is known to be full.
         part: registers for the sum of 64 rows.
         factors: registers for those of the thread's rows and columns.
         left: elements of the contraction that belong to the group, if not all: what lies behind a group in operands
             stored by place is the next one's.
         before: bytes of the stage that lie before the group, where the policy ``clears``.
+
+    Returns:
+        The next stage, its phase, and whether it is known to be full.
     """
     buffers = shared.factors
     blocks = cute.size(a, mode=[2])
@@ -116,7 +125,8 @@ def add_stage(
     first, further = gemm.tiled_mma(True, True), gemm.tiled_mma(True, True)
     first.set(warpgroup.Field.ACCUMULATE, False)
     further.set(warpgroup.Field.ACCUMULATE, True)
-    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    if not ready:
+        cute.arch.mbarrier_wait(ring.full + stage, phase)
     if cutlass.const_expr(gemm.policy.clears):
         clear_stage(gemm, shared, stage, before, Int32(gemm.config.tile_k) if left is None else left)
     for m in cutlass.range_constexpr(count):
@@ -138,12 +148,16 @@ def add_stage(
         early = gemm.held_pairs == pairs
         if cutlass.const_expr(m == count - 1 and early):
             give_back(gemm, ring, stage)
+        if cutlass.const_expr(m == count - 1):
+            following, turned = advance(stage, phase, gemm.stages)
+            ready = cute.arch.mbarrier_test_wait(ring.full + following, turned)
         promote(acc[None, m, 0], part, factors, 0, gemm.held_pairs)
         if cutlass.const_expr(not early):
             read_columns(gemm, buffers[None, stage], factors, gemm.held_pairs, pairs)
             if cutlass.const_expr(m == count - 1):
                 give_back(gemm, ring, stage)
             promote(acc[None, m, 0], part, factors, gemm.held_pairs, pairs)
+    return following, turned, ready
 
 
 @cute.jit
@@ -176,8 +190,10 @@ def promote(acc: cute.Tensor, part: cute.Tensor, factors: Factors, first: cutlas
             column ``8 j + e`` of the thread's.
         factors: of the thread's rows and columns.
     """
+    pieces = cute.size(factors.rows) // 2
+    across = cute.size(part) // pieces  # registers that share factors
     for i in cutlass.range(4 * first, 4 * end, unroll_full=True):
         value = part[i]
         if cutlass.const_expr(factors.columns is not None):
             value *= factors.columns[i % 2 + i // 4 * 2]
-        acc[i] += value * factors.rows[i // 2 % 2]
+        acc[i] += value * factors.rows[i // 2 % 2 + i // across * 2]

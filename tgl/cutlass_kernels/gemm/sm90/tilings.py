@@ -90,7 +90,9 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
 
 def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
     """What else rules a tiling out for operands of ``form``."""
-    return "columns of a tile share a scale of B" if form.block and tiling.tile_n > form.block else None
+    if form.block and kind == VARLEN_K and tiling.tile_n > form.block:
+        return f"the factors of {tiling.tile_n} columns have no registers beside the sums of their products"
+    return None
 
 
 def gathering_reason(tiling: GemmConfig) -> str | None:
@@ -309,18 +311,20 @@ def _empty(extent: int, tile: int) -> float:
 
 
 def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
-    """High or wide tiles, which move the fewest bytes through L2 and shared memory per MMA.
+    """Return high or wide tiles, which move the fewest bytes through L2 and shared memory per MMA.
 
     Measured on an H200. In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one
-    factor per group, and 1 % ahead of 128 x 128 with factors of blocks. Where groups are rows, 256 of them leave more
-    of a group's last tile empty: with factors of blocks they are 3-6 % ahead once groups are long, and 12 % on an H100
-    kept at its power limit, with 1024 rows a group; with one factor per group 128 x 192 is as good. 128 x 128 remains
-    where rows are few, or 192 columns would leave more than 4 % empty.
+    factor per group, and 1 % ahead of 128 x 128 with factors of blocks. Where groups are rows, 128 x 192 is 2 to 4 %
+    ahead of 256 x 128 with factors of blocks, since a warpgroup's MMAs of 192 columns are longer than the additions
+    they overlap with, and as good with one factor per group; two CTAs that share A gain nothing. Where 192 columns
+    would leave more than 4 % empty, 256 x 128 is 3 to 6 % ahead of 128 x 128 with factors of blocks and long groups.
     """
     pair = kind == VARLEN_K and columns > 128
-    if rows >= 1024 and (pair or (form.block > 0 and kind == VARLEN_M and columns > 64)):
+    fits = columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
+    wide = fits and (not form.block or (kind == VARLEN_M and rows > 64))
+    high = pair or (form.block > 0 and kind == VARLEN_M and columns > 64 and not wide)
+    if rows >= 1024 and high:
         return GemmConfig(256, 128, form.tile_k, cluster_n=2 if pair else 1)
-    wide = not form.block and columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
     return GemmConfig(
         tile_m=64 if rows <= 64 else 128,
         tile_n=192 if wide else 128 if columns > 64 else 64,
