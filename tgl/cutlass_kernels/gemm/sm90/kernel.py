@@ -68,6 +68,7 @@ class GroupedGemm:
         gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
         paired: whether there is a second pair of operands; see ``paired``.
         symmetric: whether a triangle of the result is computed, and stored twice; see ``symmetric``.
+        alternates: whether the two warpgroups that share a tile issue the MMAs of a stage by turns.
         by_lanes: the operand that lanes write to the ring, where the other one is loaded by TMA; or None.
         aside: bytes of shared memory that those lanes have for themselves.
         load_warpgroups: whose warps load.
@@ -122,6 +123,8 @@ class GroupedGemm:
         finds = gathered is not None or (self.factors and kind == VARLEN_M)
         self.load_registers = 56 if finds else 40
         self.consumer_registers = (256 if config.few else 280 if finds else 272) - self.load_registers
+        # Where a factor for each column makes the additions longer than the MMAs, MMAs of both at once delay both.
+        self.alternates = form.block > 0 and kind == VARLEN_K and self.sharing == 2
         # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
         self.stages = (SMEM_BYTES - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)

@@ -16,9 +16,9 @@ from .load import own_tile
 from .mirror import load_added, store_symmetric
 from .promote import Shared, multiply_promoted
 from .store import Output, store_tile
+from .turns import give_turn, wait_turn
 
 VECTORS_BARRIER = 2  # named barrier of the first team
-TURN_BARRIER = 4  # named barrier on which the first team waits for its turn
 
 
 @cute.jit
@@ -62,6 +62,8 @@ def multiply(
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     if cutlass.const_expr(gemm.teams > 1):
+        # Besides keeping the MMAs of a tile together, this is what makes waiting for a stage sound: its barrier tells
+        # only whether the number of rounds is even or odd, so no team may be two rounds ahead of it.
         wait_turn(team)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):
@@ -111,22 +113,6 @@ def wait_full(gemm: cutlass.Constexpr, ring: Ring, stage: Int32, phase: Int32):
 
 
 @cute.jit
-def wait_turn(team: Int32):
-    """Wait until the other team has issued its tile's MMAs.
-
-    Besides keeping the MMAs of a tile together, this is what makes waiting for a stage sound: its barrier tells only
-    whether the number of rounds is even or odd, so nobody may be two rounds ahead of it.
-    """
-    cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
-
-
-@cute.jit
-def give_turn(team: Int32):
-    """Let ``team`` multiply."""
-    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + team, number_of_threads=2 * 128)
-
-
-@cute.jit
 def consume_tiles(
     gemm: cutlass.Constexpr,
     tiled_mma: cute.TiledMma,
@@ -171,8 +157,8 @@ def consume_tiles(
     search = policy.start(problem, True)
     search, tile = policy.find(search, first, problem, True)
     tile = own_tile(gemm, tile, rank)
-    if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
-        if team == 1:
+    if cutlass.const_expr(gemm.teams > 1 or gemm.alternates):  # noqa: SIM102 - decided while tracing
+        if which == 1:
             give_turn(Int32(0))
     while tile.valid:
         first += step
@@ -241,6 +227,9 @@ def consume_tiles(
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if count % gemm.teams == team:
             wait_turn(team)  # takes the turn that was given last, so that no barrier is left half full
+    if cutlass.const_expr(gemm.alternates):  # noqa: SIM102 - decided while tracing
+        if which == 0:
+            wait_turn(which)
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores that read it
 

@@ -20,6 +20,7 @@ from ..edges import clear_edges, is_cut
 from ..ring import Ring, advance, release
 from .factors import Factors, ones, read_columns, read_rows
 from .store import MMA_ROWS
+from .turns import give_turn, wait_turn
 
 EDGES_BARRIER = 6  # named barrier of the warpgroups
 
@@ -129,8 +130,12 @@ def add_stage(
         cute.arch.mbarrier_wait(ring.full + stage, phase)
     if cutlass.const_expr(gemm.policy.clears):
         clear_stage(gemm, shared, stage, before, Int32(gemm.config.tile_k) if left is None else left)
+    thread, _, _ = cute.arch.thread_idx()
+    member = cute.arch.make_warp_uniform(thread // 128)
     for m in cutlass.range_constexpr(count):
         a_part = cute.append_ones(a[None, m, None, stage], 3)  # [MMA, K, 1]
+        if cutlass.const_expr(gemm.alternates):
+            wait_turn(member)
         warpgroup.fence()
         cute.gemm(first, part, a_part[None, 0, None], b[None, None, 0, stage], part)
         if cutlass.const_expr(left is not None):
@@ -145,6 +150,8 @@ def add_stage(
             if cutlass.const_expr(m == 0):
                 read_columns(gemm, buffers[None, stage], factors, 0, gemm.held_pairs)
         warpgroup.wait_group(0)
+        if cutlass.const_expr(gemm.alternates):
+            give_turn(1 - member)
         early = gemm.held_pairs == pairs
         if cutlass.const_expr(m == count - 1 and early):
             give_back(gemm, ring, stage)
