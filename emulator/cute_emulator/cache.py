@@ -1,9 +1,8 @@
 """Translated kernels, in memory and on disk.
 
 A kernel is translated once per PTX text and version of the emulator; the result (compiled Python code and launch facts)
-is kept in ``directory()``. The PTX of a cubin is kept beside it, so that
-a function compiled by an earlier process and reloaded from an object file still finds its source. A damaged or foreign
-entry counts as absent.
+is kept in ``directory()``. The PTX of a cubin is kept beside it, so that a function compiled by an earlier process and
+reloaded from an object file still finds its source. A damaged entry counts as absent.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import marshal
 import os
 import pickle
 import sys
-import tempfile
+import warnings
 import zlib
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from . import storage
 from .codegen import Generator
 from .errors import EmulatorError
 from .parser import parse_module
@@ -50,45 +50,30 @@ def fingerprint() -> str:
 
 @functools.cache
 def directory() -> Path | None:
-    """Return the directory of translations, or None if it cannot be written to.
+    """Return the directory of translations, or None, with a warning, if this user has none that is its alone.
 
     It is ``$CUTE_EMULATOR_CACHE``, or ``cute_emulator`` among the user's caches.
     """
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    d = Path(os.environ.get("CUTE_EMULATOR_CACHE") or Path(caches, "cute_emulator"))
     try:
-        d.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=d):
-            pass
-    except OSError:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        d = Path(os.environ.get("CUTE_EMULATOR_CACHE") or Path(caches, "cute_emulator"))
+        storage.make_private(d)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        warnings.warn(f"cute_emulator: nothing is kept for later processes: {error}", stacklevel=2)
         return None
     return d
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file atomically; a full or read-only disk only costs the next process a translation."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-        os.replace(name, path)
-    except OSError:
-        pass
-
-
 def store_ptx(cubin_hash: str, text: str) -> None:
     d = directory()
-    if d is not None and not (d / "ptx" / cubin_hash).exists():
-        _write(d / "ptx" / cubin_hash, zlib.compress(text.encode(), 3))
+    if d is not None and load_ptx(cubin_hash) is None:
+        storage.write(d / "ptx" / cubin_hash, zlib.compress(text.encode(), 3))
 
 
 def load_ptx(cubin_hash: str) -> str | None:
     d = directory()
-    try:
-        return zlib.decompress((d / "ptx" / cubin_hash).read_bytes()).decode() if d is not None else None
-    except (OSError, zlib.error, UnicodeDecodeError):
-        return None
+    data = None if d is None else storage.read(d / "ptx" / cubin_hash)
+    return None if data is None else zlib.decompress(data).decode()
 
 
 class Program:
@@ -156,16 +141,14 @@ def get_program(text: str, name: str, clocked: bool = False) -> Program:
     d = directory()
     entry = hashlib.sha256(f"{key}\0{name}\0{clocked}".encode()).hexdigest()[:32]
     path = d / f"code-{fingerprint()}" / entry if d is not None else None
-    if path is not None:
-        try:
-            facts, code = pickle.loads(path.read_bytes())
-            p = Program(name, facts, marshal.loads(code))
-        except (OSError, ValueError, EOFError, TypeError, KeyError, AttributeError, pickle.UnpicklingError):
-            p = None
-    if p is None:
+    data = None if path is None else storage.read(path)
+    if data is not None:
+        facts, code = pickle.loads(data)
+        p = Program(name, facts, marshal.loads(code))
+    else:
         facts, code = _translate(text, name, clocked)
         p = Program(name, facts, code)
         if path is not None:
-            _write(path, pickle.dumps((facts, marshal.dumps(code))))
+            storage.write(path, pickle.dumps((facts, marshal.dumps(code))))
     _programs[key, name, clocked] = p
     return p

@@ -6,6 +6,7 @@ receive module loads and launches. Functions that were compiled against it stay 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import glob
 import hashlib
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import cache
+from . import cache, storage
 from .errors import EmulatorError
 
 _SOURCE = Path(__file__).with_name("shim.c")
@@ -39,15 +40,18 @@ _AttributeCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
 def build() -> str:
-    """Path of the compiled stand-in library; compiles it on first use.
+    """Return the path of the compiled stand-in library; compile it where there is none that is whole.
 
     Raises:
         EmulatorError: no C compiler, or it failed.
     """
     tag = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-    base = cache.directory() or Path(tempfile.gettempdir())
+    base = cache.directory()
+    if base is None:
+        base = Path(tempfile.mkdtemp(prefix="cute_emulator_"))  # for this user alone
+        atexit.register(shutil.rmtree, base, ignore_errors=True)
     target = base / f"libcute_emulator_{tag}.so"
-    if target.exists():
+    if storage.intact(target):
         return str(target)
     compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler is None:
@@ -67,6 +71,7 @@ def build() -> str:
         os.unlink(scratch)
         raise EmulatorError(f"{compiler} could not build the emulator's runtime library:\n{done.stderr[-2000:]}")
     os.replace(scratch, target)
+    storage.seal(target)
     return str(target)
 
 

@@ -262,9 +262,12 @@ def test_translations_are_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cache, "directory", lambda: tmp_path)
     monkeypatch.setattr(cache, "_programs", {})
-    entry.write_bytes(b"damaged")
-    assert cache.get_program(text, "kernel").histogram == first.histogram
-    assert entry.read_bytes() != b"damaged"
+    whole = entry.read_bytes()
+    for at in range(0, len(whole), 97):  # one flipped bit, anywhere
+        monkeypatch.setattr(cache, "_programs", {})
+        entry.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert cache.get_program(text, "kernel").histogram == first.histogram
+        assert entry.read_bytes() == whole
 
 
 def test_no_place_for_the_cache(monkeypatch):
@@ -280,6 +283,8 @@ def test_ptx_of_a_cubin_is_found_by_later_processes(tmp_path, monkeypatch):
     assert cache.load_ptx("abc") == "some text"
     (tmp_path / "ptx" / "abc").write_bytes(b"not compressed")
     assert cache.load_ptx("abc") is None
+    cache.store_ptx("abc", "some text")
+    assert cache.load_ptx("abc") == "some text"
 
 
 # ---- host library ----
