@@ -205,7 +205,7 @@ def test_the_compilers_packages_count(monkeypatch):
     usual = compiling.settings()
     assert re.match(r"_cutlass_ir\.cu1[23]\.", usual)
     monkeypatch.setattr(compiling._cutlass_ir, "__file__", "/somewhere/_cutlass_ir.cu14.so")
-    assert compiling.settings.__wrapped__().startswith("_cutlass_ir.cu14.so ")
+    assert compiling.settings().startswith("_cutlass_ir.cu14.so ")
     installed, version = cache._installed.__wrapped__, importlib.metadata.version
     before = installed()
     for package in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13", "torch"):

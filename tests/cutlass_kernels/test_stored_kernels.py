@@ -247,7 +247,7 @@ FIRST_STEP = """
 import sys
 from unittest import mock
 from tests.cutlass_kernels import test_stored_kernels as this
-from tgl.cutlass_kernels.runtime import cache, launcher
+from tgl.cutlass_kernels.runtime import cache, compiling, launcher
 from tgl.testing import emulate
 
 def never():
@@ -258,7 +258,12 @@ def loaded(op, key, where, build):
     return lambda *args: None  # an emulator runs what was compiled in its own process alone
 
 cache.set_directory(sys.argv[1])
-with emulate("sm_90a"), mock.patch.object(launcher, "compiled", loaded):
+settings = compiling.settings()  # not those of the emulator
+with (
+    emulate("sm_90a"),
+    mock.patch.object(launcher, "compiled", loaded),
+    mock.patch.object(compiling, "settings", lambda: settings),
+):
     this.real_step(this.Block(**this.SIZES))
     with this.drop_in.enabled("cpu"):
         this.product_step("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from .requirements import ALIGNMENT
 _OF_A_PROCESS = ("arch", "shared_libs")
 
 
-@functools.cache
 def settings() -> str:
-    """How this process compiles kernels: the compiler's settings, from its environment variables, and its toolkit."""
+    """How this process compiles kernels: the compiler's settings, from its environment variables, and its toolkit.
+
+    They are read in every call: an emulator changes some of them for as long as it runs.
+    """
     environment: Any = CuTeDSL._get_dsl().envar
     names = sorted(entry.key_name for entry in environment._ENV_VAR_SPEC if entry.affects_compile)
     values = [f"{name}={getattr(environment, name)!r}" for name in names if name not in _OF_A_PROCESS]
