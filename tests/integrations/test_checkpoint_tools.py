@@ -240,6 +240,30 @@ def test_layers_that_are_saved_by_other_names_offload_with_their_parameters(kind
     assert torch.equal(net(x, SPLITS), expected)
 
 
+def block(**options: Any) -> nn.Module:
+    made = tgl.MoE(EXPERTS, WIDTH, WIDTH, params_dtype=torch.bfloat16, **options)
+    if options:
+        made.quantize_weight()
+    return made
+
+
+def low_rank() -> nn.Module:
+    return tgl.GroupedLoRALinear(tgl.GroupedPackedLinear(EXPERTS, WIDTH, WIDTH), rank=2)
+
+
+@pytest.mark.parametrize("make, groups", [(block, (8, 2)), (lambda: block(recipe=MXFP8), (8, 2)), (low_rank, ())])
+def test_blocks_and_adapters_offload(make: Callable[[], Any], groups: tuple[int, ...]) -> None:
+    net = nn.ModuleDict({"layer": make()})
+    call = torch.randint(EXPERTS, groups) if groups else SPLITS
+    x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = net["layer"](x, call)
+        accelerate.cpu_offload(net, "cpu")
+        assert next(net.parameters()).device.type == "meta"
+        for _ in range(2):
+            assert torch.equal(net["layer"](x, call), expected)
+
+
 def test_quantised_weights_start_empty_and_are_loaded() -> None:
     def layer() -> nn.Module:
         return tgl.GroupedPackedLinear(EXPERTS, WIDTH, WIDTH, format="mxfp8")

@@ -157,6 +157,24 @@ def test_a_quantised_model_from_a_file() -> None:
         assert torch.equal(fresh(TOKENS).logits, quantized(TOKENS).logits)
 
 
+def test_adapters_on_a_quantised_model() -> None:
+    peft = pytest.importorskip("peft")
+    from tgl.integrations import peft as adapters
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    results = []
+    for model in quantize(model_of(qwen3), "float8", EXPERTS_OF_MODELS):
+        model.set_experts_implementation("tgl")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=targets))
+        assert len(adapters.attach(adapted)) == 4
+        torch.manual_seed(2)
+        trained = [nn.init.normal_(p, std=0.1) for p in adapted.parameters() if p.requires_grad]
+        loss = adapted(input_ids=TOKENS, labels=TOKENS).loss
+        results.append((loss.detach(), *torch.autograd.grad(loss, trained)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 # --- what is not served, and by what it is ----------------------------------------------------------------------------
 
 

@@ -130,6 +130,17 @@ def test_saved_and_loaded(checkpoint: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(decoded(tmp_path)(tokens()).logits, decoded(checkpoint)(tokens()).logits)
 
 
+def test_offloaded_to_the_host(checkpoint: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with torch.no_grad():
+        model = load(checkpoint, dtype="auto")
+        expected = model(tokens()).logits
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert packed(model)[0].gate_up_proj.device.type == "meta"
+        for _ in range(2):
+            assert torch.equal(model(tokens()).logits, expected)
+
+
 def test_adapters_of_peft(checkpoint: Path, tmp_path: Path) -> None:
     """As on the decoded weights, with files that load in either; nothing is merged into packed weights."""
     peft = pytest.importorskip("peft")
