@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recipe": {"recipe": FP8},
     "discrete, recipe": {"single_grouped_weight": False, "recipe": FP8},
     "quantised": {"recipe": MXFP8},
+    "quantised, saved as components": {"recipe": MXFP8, "state_dict_format": "components"},
 }
 
 
@@ -53,13 +54,13 @@ class HubNet(Net, hub.PyTorchModelHubMixin):
         super().__init__(**OPTIONS[kind])
 
 
-DENSE = [name for name in OPTIONS if name != "quantised"]
+PLAIN = [kind for kind in OPTIONS if kind != "quantised"]  # entries are plain tensors
 
 
 def make(kind: str, seed: int = 0) -> Net:
     torch.manual_seed(seed)
     net = Net(**OPTIONS[kind])
-    if kind == "quantised":
+    if kind.startswith("quantised"):
         for layer in (net.up, net.down):
             layer.quantize_weight()
             layer.weight.requires_grad_(False)
@@ -161,13 +162,13 @@ def by_dcp_in_place(saved: Pair, fresh: Pair, path: Path) -> Pair:
 Tool = Callable[[Pair, Pair, Path], Pair]
 SAFE: list[Tool] = [by_safetensors, by_hub, by_accelerate, by_accelerate_model]  # for plain tensors alone
 ANY: list[Tool] = [by_torch, by_accelerate_pickled, by_dcp_in_place]
-OWN_NAMES = [kind for kind in OPTIONS if not kind.startswith("saved as")]  # entries have the parameters' names
+OWN_NAMES = [kind for kind in OPTIONS if "saved as" not in kind]  # entries have the parameters' names
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "tool, kind",
-    [(tool, kind) for tool in SAFE for kind in DENSE]
+    [(tool, kind) for tool in SAFE for kind in PLAIN]
     + [(tool, kind) for tool in ANY for kind in OPTIONS]
     + [(by_dcp, kind) for kind in OWN_NAMES],
 )
@@ -189,7 +190,7 @@ def test_training_goes_on_where_it_was_saved(tool: Tool, kind: str, tmp_path: Pa
         train(net2, optimizer2, 1, seed=9)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", [kind for kind in PLAIN if not kind.startswith("quantised")])
 def test_mixin_of_the_hub(kind: str, tmp_path: Path) -> None:
     net = HubNet(kind)
     net.save_pretrained(tmp_path)

@@ -245,5 +245,6 @@ def test_no_groups():
 
 
 def test_unknown_format():
-    with pytest.raises(ValueError, match="`state_dict_format` must be 'packed' or 'discrete', but got 'loose'"):
+    must = "`state_dict_format` must be 'packed', 'discrete' or 'components', but got 'loose'"
+    with pytest.raises(ValueError, match=must):
         tgl.GroupedLinear(G, K, N, state_dict_format="loose")

@@ -156,3 +156,51 @@ def test_in_inference_mode():
     with torch.inference_mode():
         state = ordinary.state_dict()
     assert not state["weight1"].is_inference()
+
+
+# --- components of quantised weights ----------------------------------------------------------------------------------
+
+FORMATS = ["mxfp8", "nvfp4", "mxfp4", "fp8_tensor", "fp8_block"]
+
+
+def frozen(format, seed=0):
+    torch.manual_seed(seed)
+    layer = tgl.GroupedPackedLinear(G, 128, 64, format=format)
+    layer.state_dict_format = "components"
+    return layer
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_components_load(format, assign):
+    layer, other = frozen(format), frozen(format, seed=1)
+    state = layer.state_dict()
+    assert set(state) == {f"weight.{name}" for name in layer.weight.parts()} | {"bias"}
+    assert {type(t) for t in state.values()} == {torch.Tensor}
+    other.load_state_dict(state, assign=assign)
+    x = torch.randn(T, 128, dtype=torch.bfloat16)
+    assert torch.equal(layer(x, SPLITS), other(x, SPLITS))
+    other.state_dict_format = "packed"
+    other.load_state_dict(layer.state_dict(), assign=assign)  # either form loads
+    layer.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(layer(x, SPLITS), other(x, SPLITS))
+
+
+def test_components_of_another_layer_are_refused_and_nothing_is_written():
+    layer, other = frozen("mxfp8"), frozen("mxfp8", seed=1)
+    before = layer.weight.dequantize()
+    state = other.state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight.rowwise_scale"):
+        layer.load_state_dict(state | {"weight.rowwise_scale": state["weight.rowwise_scale"][:1]})
+    with pytest.raises(RuntimeError, match=r"dtype mismatch for weight.rowwise_data: torch.float8_e5m2"):
+        layer.load_state_dict(state | {"weight.rowwise_data": state["weight.rowwise_data"].view(torch.float8_e5m2)})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "weight"'):
+        layer.load_state_dict({name: t for name, t in state.items() if name != "weight.rowwise_scale"})
+    assert torch.equal(layer.weight.dequantize(), before)
+
+
+def test_components_of_a_dense_weight_are_the_weight():
+    layer = tgl.GroupedLinear(G, K, N, state_dict_format="components")
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    with pytest.raises(ValueError, match="`single_grouped_weight` must be True for state_dict_format='components'"):
+        tgl.GroupedLinear(G, K, N, state_dict_format="components", single_grouped_weight=False)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tensor import GroupedTensor
 from ._hooks import have_tensor_hooks
 from ._main_grad import MainGrad, check_main_grad, is_aligned, is_made_later, main_grad_of, mark
 from ._quantized_elsewhere import PLAIN, is_quantized_elsewhere, values_of
@@ -62,8 +63,11 @@ class GroupedParameters(nn.Module):
         state_dict_format: str | None,
     ) -> None:
         super().__init__()
-        if state_dict_format not in (None, "packed", "discrete"):
-            raise ValueError(f"`state_dict_format` must be 'packed' or 'discrete', but got {state_dict_format!r}")
+        if state_dict_format not in (None, "packed", "discrete", "components"):
+            must = "'packed', 'discrete' or 'components'"
+            raise ValueError(f"`state_dict_format` must be {must}, but got {state_dict_format!r}")
+        if state_dict_format == "components" and not single_grouped_weight:
+            raise ValueError("`single_grouped_weight` must be True for state_dict_format='components', but is False")
         if num_gemms < 1 and not single_grouped_weight:
             raise ValueError(f"`num_gemms` must be at least 1 without `single_grouped_weight`, but got {num_gemms}")
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
@@ -311,9 +315,12 @@ class GroupedParameters(nn.Module):
                 if not keep_vars:
                     keys = [f"{prefix}{name}{i}" for i in range(self.num_gemms)]
                     destination.update(zip(keys, apart([destination[key] for key in keys])))
-            elif self.single_grouped_weight:
-                continue
-            else:
+            elif self.state_dict_format == "components":
+                weight = destination[prefix + name]
+                if isinstance(weight, GroupedTensor):
+                    del destination[prefix + name]
+                    destination.update({f"{prefix}{name}.{part}": t for part, t in weight.parts().items()})
+            elif not self.single_grouped_weight:
                 parts = [destination.pop(prefix + full) for full in names]
                 destination[prefix + name] = torch.stack(parts) if keep_vars else self.packed(name)
 
@@ -353,6 +360,9 @@ class GroupedParameters(nn.Module):
                 return [_mismatch(packed, value.shape, shape)]
             given.update((f"{packed}{i}", part) for i, part in enumerate(value.unbind()))
             return []
+        weight = self._parameters[name]
+        if isinstance(weight, GroupedTensor) and all(f"{packed}.{part}" in given for part in weight.parts()):
+            return _join(given, packed, weight)
         numbered = [key for key in given if key.startswith(packed) and key[len(packed) :].isdecimal()]
         keys = [f"{packed}{i}" for i in range(len(numbered))]
         if not keys or set(keys) != set(numbered):  # with a gap: then some are unexpected, and ``weight`` is missing
@@ -364,6 +374,23 @@ class GroupedParameters(nn.Module):
         if not wrong:
             given[packed] = torch.stack(parts)
         return wrong
+
+
+def _join(given: dict[str, Any], key: str, weight: GroupedTensor) -> list[str]:
+    """Make one entry ``key`` in ``given`` of the components of a tensor like ``weight``; errors if they do not fit."""
+    parts = {part: given.pop(f"{key}.{part}") for part in weight.parts()}
+    errors = []
+    for part, must in weight.parts().items():
+        have = parts[part]
+        if have.shape != must.shape:
+            errors.append(_mismatch(f"{key}.{part}", have.shape, must.shape))
+        elif have.dtype != must.dtype:
+            errors.append(
+                f"dtype mismatch for {key}.{part}: {have.dtype} in the checkpoint, {must.dtype} in the model."
+            )
+    if not errors:
+        given[key] = type(weight)(weight.shape, weight.dtype, weight.static, parts, weight.shapes)
+    return errors
 
 
 def _mismatch(key: str, have: Sequence[int], must: Sequence[int]) -> str:

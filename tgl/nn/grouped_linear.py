@@ -43,8 +43,9 @@ class GroupedLinear(DelayedGradients):
         init_method: called with the weight ``[G, N, K]`` to fill it in place; default: the initialisation of
             ``nn.Linear`` for every expert.
         state_dict_format: ``"packed"`` saves ``weight [G, N, K]`` and ``bias [G, N]``; ``"discrete"`` saves
-            TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``. Default: the form of the parameters.
-            Both forms load, whatever the value.
+            TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``; ``"components"`` saves a quantised weight
+            as plain tensors ``weight.rowwise_data``, ``weight.rowwise_scale``, ..., for files that hold no others.
+            Default: the form of the parameters. Every form loads, whatever the value, which is an attribute too.
         single_grouped_weight: True: parameters ``weight [G, N, K]`` and ``bias [G, N]``. False: ``weight0 [N, K],
             weight1, ...`` and ``bias0 [N], ...`` with TransformerEngine's names, contiguous in one tensor; their
             gradients are views of one allocation, each on a multiple of 256 bytes.
