@@ -14,6 +14,8 @@ NEEDS = {"sm90 grouped": "quack"}
 
 
 def installed(subject):
+    if subject == "sm90 published":
+        return True
     if subject in NEEDS:
         return importlib.util.find_spec(NEEDS[subject]) is not None
     return importlib.util.find_spec("cutlass.operators") is not None

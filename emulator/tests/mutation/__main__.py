@@ -15,7 +15,7 @@ from .survivors import explain
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = Path(__file__).with_name("sample.json")
-SUBJECTS = ("sm90 dense", "sm90 grouped", "sm100 dense", "sm100 grouped", "sm100 block-scaled")
+SUBJECTS = ("sm90 dense", "sm90 grouped", "sm100 dense", "sm100 grouped", "sm100 block-scaled", "sm90 published")
 PER_SUBJECT = 14
 
 

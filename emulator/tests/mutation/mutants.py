@@ -15,6 +15,7 @@ _SYNCHRONISING = re.compile(
     r"^(mbarrier\.|bar\.|barrier\.|fence\.|membar|cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all|mbarrier)"
     r"|tcgen05\.(alloc|dealloc|relinquish|commit|wait|fence)|wgmma\.(fence|commit_group|wait_group)|griddepcontrol)"
 )
+_STRONG = ("ld.", "st.", "atom.", "red.")
 _OPERAND = r"(?:%?[\w$]+|-?\d+)"
 
 
@@ -192,6 +193,27 @@ KINDS: dict[str, tuple[Callable, Callable]] = {
     "wait_group too lenient": (
         lambda i: "wait_group" in i.op and i.operands[:1] and i.operands[0].isdigit(),
         lambda i: _immediate(i, 0, 1),
+    ),
+    # words of global memory
+    "not released": (
+        lambda i: i.op.startswith(_STRONG) and ".release" in i.op,
+        lambda i: _operation(i, ".release", ".relaxed"),
+    ),
+    "not acquired": (
+        lambda i: i.op.startswith(_STRONG) and ".acquire" in i.op,
+        lambda i: _operation(i, ".acquire", ".relaxed"),
+    ),
+    "weak flag": (
+        lambda i: i.op.startswith(("ld.", "st.")) and (".release.gpu" in i.op or ".acquire.gpu" in i.op),
+        lambda i: _operation(i, ".release.gpu" if ".release" in i.op else ".acquire.gpu", ""),
+    ),
+    "scope of the CTA": (
+        lambda i: i.op.startswith(_STRONG) and ".gpu" in i.op,
+        lambda i: _operation(i, ".gpu", ".cta"),
+    ),
+    "published after its read": (
+        lambda i: i.op == "cp.async.bulk.wait_group",
+        lambda i: _operation(i, "wait_group", "wait_group.read"),
     ),
     # clusters
     "wrong CTA of the pair": (lambda i: i.op.startswith("mapa."), lambda i: _with_register(i, 2, 32, ("xor", 1))),

@@ -21,6 +21,7 @@ _NO_TILE = "differs only in a CTA that gets no tile at all"
 _NO_COLUMN = "no column at this offset equals N in these problems"
 _GROUPS = "differs only when the groups end exactly where the scheduler's search by 31 groups continues"
 _SWAPPED_LANES = "two lanes release one CTA each: the exchange only swaps the lanes"
+_ITSELF = "CTA 0 copies its bytes on itself, which it waited for, and CTA 1 does nothing"
 _REDUNDANT = "between the two MMAs no other instruction touches the registers"
 
 # (kernel, mutant id, instruction) patterns -> (verdict, reason); the first match counts
@@ -36,6 +37,7 @@ REASONS: list[tuple[str, str, str, str, str]] = [
     ("sm100 block-scaled", "^delete@bar.sync#11$", "", "harmless", _LAST_BARRIER),
     ("", "^wrong leading offset of A", "", "harmless", "swizzled K-major operands have no leading offset"),
     ("", "^always accumulates@", "", "harmless", "not the first MMA of its tile: it accumulates anyway"),
+    ("sm90 published", "^loop one round short@setp.ne.b32#1$", "", "harmless", _ITSELF),
     ("", "^loop one round short@setp.ne.b32#1$", "", "harmless", _PREFETCH),
     ("", "^every lane elected@elect.sync#1$", "", "harmless", _PREFETCH),
     ("", "^waits on the next barrier@mbarrier.try_wait.parity.acquire", "", "harmless", _PEEK),
