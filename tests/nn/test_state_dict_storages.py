@@ -158,6 +158,36 @@ def test_in_inference_mode():
     assert not state["weight1"].is_inference()
 
 
+@FORM
+def test_averages_that_are_written_through_a_state_dict(form):
+    layer, average = make(form), make(form, seed=1)
+    expected = [a.lerp(b, 0.25) for a, b in zip(average.state_dict().values(), layer.state_dict().values())]
+    layer_state = layer.state_dict()
+    for name, value in average.state_dict().items():
+        value.lerp_(layer_state[name], 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(average.state_dict().values(), expected))
+    loaded = make(form, seed=2)
+    loaded.load_state_dict(dict(zip(layer_state, expected)))
+    x = torch.randn(T, K)
+    assert torch.equal(average(x, SPLITS), loaded(x, SPLITS))
+
+
+@FORM
+def test_averaged_model(form):
+    layer = make(form)
+    averaged = torch.optim.swa_utils.AveragedModel(layer)
+    with torch.no_grad():
+        for step in range(2):
+            averaged.update_parameters(layer)
+            if step == 0:
+                for p in layer.parameters():
+                    p.add_(1)
+    assert torch.allclose(weight(averaged.module, 1), weight(layer, 1) - 0.5)
+    other = torch.optim.swa_utils.AveragedModel(make(form, seed=1))
+    other.load_state_dict(averaged.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(averaged.parameters(), other.parameters()))
+
+
 # --- components of quantised weights ----------------------------------------------------------------------------------
 
 FORMATS = ["mxfp8", "nvfp4", "mxfp4", "fp8_tensor", "fp8_block"]
