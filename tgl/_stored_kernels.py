@@ -7,7 +7,7 @@ compiled and kept on disk, and not launched.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -147,15 +147,34 @@ def named_step(text: str) -> Callable[[], object]:
         module, colon, function = text.partition(":")
         if not colon:
             raise ValueError(f"a step is `field=value,...` or `module:function`, but got {text!r}")
-        step: Callable[[], object] = getattr(importlib.import_module(module), function)
-        return step
-    return Block(**dict(_read(text)))
+        return _imported(module, function)
+    block = Block(**dict(_read(text)))
+    if block.top_k > block.experts:
+        raise ValueError(f"`top_k` must be at most the {block.experts} experts, but got {block.top_k}")
+    return block
+
+
+def _imported(module: str, function: str) -> Callable[[], object]:
+    """``function`` of ``module``, which is imported; an error inside the module keeps its traceback."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a package around it is none, or the name is
+        found = None
+    if found is None:
+        raise ValueError(f"`{module}` must be a module that can be imported")
+    step: Callable[[], object] | None = getattr(importlib.import_module(module), function, None)
+    if not callable(step):
+        raise ValueError(f"`{function}` must be a function of the module {module}")
+    return step
 
 
 def _read(text: str) -> Iterator[tuple[str, Any]]:
     """The fields of a block and their values."""
     known = {f.name: f for f in fields(Block)}
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    parts = [part.partition("=")[::2] for part in text.split(",")]
+    given = dict(parts)
+    if len(given) < len(parts):
+        raise ValueError(f"fields must be given once each, but got {text!r}")
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"`{name}` must be one of {', '.join(known)}")
@@ -166,8 +185,9 @@ def _read(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _positive(field: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"`{field}` must be a positive integer, but got {value!r}")
+    digits = value.isascii() and value.isdecimal() and len(value) <= len(str(_MOST))  # int() has a limit of its own
+    if not digits or not 1 <= int(value) <= _MOST:
+        raise ValueError(f"`{field}` must be an integer from 1 to 2^31 - 1, but got {value!r}")
     return int(value)
 
 
@@ -184,6 +204,7 @@ def _flag(field: str, value: str) -> bool:
 
 
 META = torch.device("meta")
+_MOST = 2**31 - 1  # what int32 counts
 _DTYPES = ("bfloat16", "float16", "float32")
 _NAMES: dict[str, tuple[str, ...]] = {
     "activation": tuple(activations.TABLE),

@@ -220,7 +220,14 @@ def test_a_call_that_no_kernel_takes_is_told(stored):
     [
         ("experts=4", "`hidden` is missing"),
         (f"{TEXT},rank=3", "`rank` must be one of experts, hidden"),
-        (f"{TEXT},tokens=-1", "`tokens` must be a positive integer, but got '-1'"),
+        (TEXT.replace("tokens=", "tokens=-"), "`tokens` must be an integer from 1 to 2^31 - 1, but got '-"),
+        ("experts=" + "9" * 20, f"`experts` must be an integer from 1 to 2^31 - 1, but got '{'9' * 20}'"),
+        ("experts=\u0664", "`experts` must be an integer from 1 to 2^31 - 1, but got '\u0664'"),
+        (TEXT.replace("top_k=", "top_k=77"), "`top_k` must be at most the "),
+        (f"{TEXT},{TEXT}", "fields must be given once each, but got "),
+        ("nosuch.module:step", "`nosuch.module` must be a module that can be imported"),
+        ("tgl.recipes:nosuch", "`nosuch` must be a function of the module tgl.recipes"),
+        (":step", "`` must be a module that can be imported"),
         (f"{TEXT},recipe=FP7", "NVFP4BlockScaling, but got 'FP7'"),
         (f"{TEXT},activation=relu2", "`activation` must be one of swiglu,"),
         (f"{TEXT},bias=1", "`bias` must be true or false, but got '1'"),
@@ -233,10 +240,12 @@ def test_a_step_that_is_none(text, message):
     assert message in str(raised.value)
 
 
-def test_a_chip_that_is_none():
-    done = subprocess.run([sys.executable, "-m", "tgl.warmup", "--chip", "sm_75", TEXT], capture_output=True, text=True)
+@pytest.mark.parametrize(("chip", "text", "named"), [("sm_75", TEXT, "sm_75"), ("sm_90", "nosuch:step", "`nosuch`")])
+def test_a_usage_error(chip, text, named):
+    done = subprocess.run([sys.executable, "-m", "tgl.warmup", "--chip", chip, text], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "sm_75" in done.stderr.splitlines()[-1]
+    assert named in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_the_module_of_the_command_leaves_the_function():
