@@ -290,6 +290,7 @@ def check_errors() -> None:
     problem = Problem("full", torch.float64)
     made: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 0}, "`top_k` must be at least 1, but got 0"),
+        ({"top_k": E + 1}, f"`top_k` must be at most the {E} experts, but got {E + 1}"),
         ({"max_tokens": 0}, "`max_tokens` must be at least 1, but got 0"),
         ({"capacity_factor": 0.0}, "`capacity_factor` must be above 0 or None, but got 0.0"),
         ({"pair_capacity_factor": -1.0}, "`pair_capacity_factor` must be above 0 or None, but got -1.0"),
@@ -335,7 +336,7 @@ def check_time_out(where: str) -> None:
             layer(*given)
     elif where == "forward":
         with pytest.raises(ValueError, match="`top_k_index` must be"):
-            layer(given[0], given[1][1:])
+            layer(given[0], given[1][1:], given[2])
     else:
         y = layer(*given)
         if problem.me == 0:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tgl import peers
-from tgl.distributed import ExpertParallelMLP, _symmetric
+from tgl.distributed import ExpertParallelMLP, _agreement, _symmetric
 from tgl.distributed._symmetric import reserve
 
 
@@ -78,9 +78,9 @@ def check_seconds() -> None:
     for backend, limit in zip(("gloo", "cpu:gloo"), limits):
         group = dist.new_group(timeout=limit, backend=backend)
         for device in (cpu, cuda):
-            assert _symmetric._seconds(group, device) == limit.total_seconds()
+            assert _agreement.time_out(group, device) == limit.total_seconds()
     nobody = SimpleNamespace(_device_types=[cpu], _get_backend=lambda _: object())
-    assert _symmetric._seconds(nobody, cpu) == peers.WAIT
+    assert _agreement.time_out(nobody, cpu) == peers.WAIT
     nothing = torch.zeros(1, dtype=torch.int32)
     endless = peers.Peers(0, torch.zeros(1), nothing, nothing, nothing, nothing, None, timedelta.max.total_seconds())
     assert endless.watch[0, 0] == 2**63 - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from .. import peers
 from ..meta import expert_parallel as meta
+from ..nn._arguments import check_flags, check_number, check_size
 from ..nn._errors import fail
+from ..nn._parameters import decided_when_traced
+from ._agreement import difference_in
 from ._needed import Needed
 from ._wire import Form
 
@@ -43,15 +46,18 @@ class Sizes:
     invariant: bool
 
     def __post_init__(self) -> None:
-        if self.num_experts < 1 or self.num_experts % self.ranks:
+        check_size("num_experts", self.num_experts, 1)
+        check_size("max_tokens", self.max_tokens, 1)
+        if check_size("top_k", self.top_k, 1) > self.num_experts:
+            raise ValueError(f"`top_k` must be at most the {self.num_experts} experts, but got {self.top_k}")
+        if self.num_experts % self.ranks:
             raise ValueError(
                 f"`num_experts` must be a multiple of the {self.ranks} ranks of `group`, but got {self.num_experts}"
             )
-        for argument, value in (("top_k", self.top_k), ("max_tokens", self.max_tokens)):
-            if value < 1:
-                raise ValueError(f"`{argument}` must be at least 1, but got {value}")
+        check_flags(invariant=self.invariant)
         for argument in ("capacity_factor", "pair_capacity_factor"):
             factor = getattr(self, argument)
+            check_number(argument, factor)
             if factor is not None and not factor > 0:
                 raise ValueError(f"`{argument}` must be above 0 or None, but got {factor}")
 
@@ -129,6 +135,7 @@ class Exchange:
         sizes: of its tensors.
         name: what errors call the layer.
         device: where it counts.
+        agreement: of ``check_agreement``, by which the ranks have agreed on ``sizes``.
         engine: what moves rows, one of ``meta.ENGINES``.
 
     Attributes:
@@ -141,9 +148,11 @@ class Exchange:
         sizes: Sizes,
         name: str,
         device: torch.device,
+        agreement: str,
         engine: str = meta.ALL_TO_ALL,
     ) -> None:
-        self.sizes, self.name, self.engine = sizes, name, engine
+        self.sizes, self.name, self.engine, self.agreement = sizes, name, engine, agreement
+        self.dtypes: set[tuple[torch.dtype, torch.dtype | None]] = set()  # of calls, on which the ranks have agreed
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
         self.group_name = str(group.group_name)
         self.needed = Needed(2, device)
@@ -153,8 +162,33 @@ class Exchange:
         """Keywords of the ops."""
         return {"group_name": self.group_name, "engine": self.engine}
 
+    def agree(self, tokens: Tensor, weights: Tensor | None) -> None:
+        """Compare dtypes with the other ranks, in the first call with them; before anything else of a call."""
+        dtypes = tokens.dtype, None if weights is None else weights.dtype
+        if torch.compiler.is_compiling() or dtypes not in self.dtypes:
+            difference = self._difference_in(*dtypes)
+            if difference is not None:
+                fail(difference)
+
+    @decided_when_traced
+    def _difference_in(self, x: torch.dtype, weights: torch.dtype | None) -> str | None:
+        """A trace calls this on the real ranks, and its graph holds for these dtypes alone."""
+        if (x, weights) in self.dtypes:
+            return None
+        values = {"x.dtype": x, "weights.dtype": weights}
+        difference = difference_in(self.group_name, self.agreement, self.name, **values)
+        if difference is None:
+            self.dtypes.add((x, weights))
+        return difference
+
     def arrive(
-        self, tokens: Tensor, top_k_index: Tensor, weights: Tensor | None, packed: Tensor | None = None
+        self,
+        tokens: Tensor,
+        top_k_index: Tensor,
+        weights: Tensor | None,
+        packed: Tensor | None = None,
+        *,
+        sentinels: bool = False,
     ) -> Arrived:
         """Send tokens ``[S, H]`` with their choices and weights ``[S, k]`` to the ranks of their experts.
 
@@ -171,6 +205,7 @@ class Exchange:
             pair_rows=self.pair_rows,
             expert_rows=self.expert_rows,
             invariant=sizes.invariant,
+            **({"sentinels": True} if sentinels else {}),
             **self.group,
         )
         self.needed.note(needed)
@@ -255,14 +290,3 @@ def _require(condition: bool | torch.SymBool, must: str, t: Tensor) -> None:
         fail(f"{must}, but got shape {tuple(t.shape)}")
     if condition is not True:
         torch._check(condition, lambda message=must: message)  # type: ignore[arg-type, misc]
-
-
-def check_agreement(group: dist.ProcessGroup, sizes: Sizes, **others: object) -> None:
-    """All ranks of ``group`` were given these arguments; every one of them has to ask."""
-    arguments = {**asdict(sizes), **others}
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, arguments, group=group)
-    for argument, value in arguments.items():
-        values = [given[argument] for given in every]
-        if any(other != value for other in values):
-            raise ValueError(f"`{argument}` must be equal on all ranks of `group`, but got {values}")

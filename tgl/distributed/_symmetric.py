@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from .. import backends, peers
 from ..meta.expert_parallel import NEED_OF_PEERS, SYMMETRIC_MEMORY
+from ._agreement import time_out
 
 
 def reserve(group: dist.ProcessGroup, size: int, layer: str) -> None:
@@ -74,21 +75,9 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
         arrived=torch.zeros(group.size(), dtype=torch.int32, device=device),
         leaving=torch.zeros(group.size(), dtype=torch.int32, device=device),
         group=group,
-        seconds=_seconds(group, device),
+        seconds=time_out(group, device),
         handle=handle,
     )
-
-
-def _seconds(group: dist.ProcessGroup, device: torch.device) -> float:
-    """That the ranks of the group wait for each other; what torch keeps of it is no public attribute of a group.
-
-    A group need have no backend for the device, as no collective moves rows here: then the first that it has.
-    """
-    known = group._device_types
-    same = [of for of in known if of.type == device.type]
-    options = getattr(group._get_backend((same or known)[0]), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return peers.WAIT if timeout is None else timeout.total_seconds()
 
 
 def _reason_of_kernels(made: peers.Peers, name: str) -> str | None:

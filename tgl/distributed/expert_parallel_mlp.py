@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,15 +11,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
-from ..nn._errors import fail
+from ..nn._arguments import check_flags
+from ..nn._errors import fail, not_a_tensor, shown
 from ..nn._inputs import result_dtype
 from ..nn._modules import to_be_called
 from ..nn._places import Places
+from ..nn.grouped_mlp import GroupedMLP
 from ..nn.moe import MoE
 from ..nn.routing import dispatch_weights, route
 from ..ops._hidden import backward_may_follow
 from ..ops._library import autocast_enabled
-from ._exchange import Exchange, Sizes, check_agreement
+from ._agreement import check_agreement
+from ._exchange import Exchange, Sizes
 from ._summed import Block, SummedFunction
 from ._symmetric import reserve
 from ._wire import DENSE, Form, Wire, check_wire
@@ -84,7 +88,8 @@ class ExpertParallelMLP(MoE):
         expert_rows: rows of this rank's experts.
 
     Raises:
-        ValueError: an argument does not fit, or the ranks do not agree on the arguments.
+        ValueError: an argument does not fit, or the ranks do not agree on the arguments, of which ``device``,
+            ``init_method``, ``state_dict_format`` and ``name`` alone may differ.
         RuntimeError: the ranks have no symmetric memory; it says why.
     """
 
@@ -108,30 +113,38 @@ class ExpertParallelMLP(MoE):
         **options: Any,
     ) -> None:
         group = _process_group(group)
-        sizes = Sizes(
-            ranks=group.size(),
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            capacity_factor=capacity_factor,
-            pair_capacity_factor=pair_capacity_factor,
-            invariant=invariant,
+        given: dict[str, Any] = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens": max_tokens,
+            "capacity_factor": capacity_factor,
+            "pair_capacity_factor": pair_capacity_factor,
+            "invariant": invariant,
+        }
+        # First, so that what one rank alone is given wrongly is an error on all.
+        agreement = check_agreement(
+            group,
+            hidden_size=hidden_size,
+            ffn_hidden_size=ffn_hidden_size,
+            engine=engine,
+            wire=wire,
+            wire_dtype=wire_dtype,
+            recompute_dispatch=recompute_dispatch,
+            **given,
+            **_agreed_options(options),
         )
+        sizes = Sizes(ranks=group.size(), **given)
+        check_flags(recompute_dispatch=recompute_dispatch)
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(map(repr, ENGINES))}, but got {engine!r}")
         recipe = options.get("recipe")
         check_wire(wire, wire_dtype, recipe)
         super().__init__(num_experts // sizes.ranks, hidden_size, ffn_hidden_size, **options)
         parameter = next(self.parameters())
-        self.exchange = Exchange(group, sizes, name, parameter.device, engine)
+        self.exchange = Exchange(group, sizes, name, parameter.device, agreement, engine)
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
         self._expected_rows = sizes.expected_rows
         self.wire, self.form = wire, Form.of(wire, wire_dtype, recipe, recompute_dispatch)
-        agreed = {"hidden_size": hidden_size, "engine": engine, "wire": wire, "wire_dtype": wire_dtype}
-        agreed["recompute_dispatch"] = recompute_dispatch
-        if wire != DENSE:
-            agreed["recipe"] = recipe
-        check_agreement(group, sizes, **agreed)
         if engine == SYMMETRIC_MEMORY:
             reserve(group, sizes.memory(hidden_size, parameter.dtype, self.form), name)
 
@@ -141,32 +154,41 @@ class ExpertParallelMLP(MoE):
         top_k_index: Tensor,
         weights: Tensor | None = None,
         is_first_microbatch: bool | Tensor | None = None,
+        *,
+        sentinels: bool = False,
     ) -> Tensor:
         """Run the block.
 
         Args:
             x: ``[S, H]`` or ``[..., H]``: this rank's tokens, from none to ``max_tokens``.
             top_k_index: integer ``[S, k]``: experts chosen by each token, counted over all ranks; out of range means
-                none.
+                none, which is an error inside ``tgl.debug_checks()`` unless ``sentinels``.
             weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones.
             is_first_microbatch: see ``GroupedLinear``.
+            sentinels: choices out of range are meant.
 
         Returns:
             The shape and dtype of ``x``: for every token the weighted sum of what its experts answer.
 
         Raises:
-            TypeError, ValueError: an argument does not fit.
+            TypeError, ValueError: an argument does not fit, or the dtypes of ``x`` (of autocast where active) or
+                ``weights`` are not those of the other ranks, which are compared in the first call with them.
             RuntimeError: a call since the last ``check()`` needed more rows than there are; or another rank did not
                 take part in the exchange before the time-out of the group, which over symmetric memory may be that
                 of an earlier call.
         """
+        name = self.exchange.name
+        for argument, t in (("x", x), ("top_k_index", top_k_index), ("weights", weights)):
+            if not isinstance(t, Tensor) and (t is not None or argument != "weights"):
+                not_a_tensor(f"{name}: `{argument}`", t)
         tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
         if tokens.dim() != 2 or tokens.shape[1] != self.in_features:
             must = f"[S, H] with H = {self.in_features}"
-            fail(f"{self.exchange.name}: `x` must be {must}, but got shape {tuple(x.shape)}")
+            fail(f"{name}: `x` must be {must}, but got shape {tuple(x.shape)}")
         tokens = tokens.to(result_dtype(tokens))
+        self.exchange.agree(tokens, weights)
         way = self._by_exchanges if self.form.as_always else self._by_wire
-        y = self.exchange.watched(way, tokens, top_k_index, weights, is_first_microbatch)
+        y = self.exchange.watched(way, tokens, top_k_index, weights, is_first_microbatch, sentinels)
         return y if x.dim() == 2 else y.view(x.shape)
 
     def _by_exchanges(
@@ -175,10 +197,11 @@ class ExpertParallelMLP(MoE):
         top_k_index: Tensor,
         weights: Tensor | None,
         is_first_microbatch: bool | Tensor | None,
+        sentinels: bool,
     ) -> Tensor:
         """From tokens to their sums by exchanges and ``GroupedMLP``, each with its own gradient."""
-        arrived = self.exchange.arrive(tokens, top_k_index, weights)
-        routing = route(arrived.choices, self.num_gemms, self.expert_rows)
+        arrived = self.exchange.arrive(tokens, top_k_index, weights, sentinels=sentinels)
+        routing = route(arrived.choices, self.num_gemms, self.expert_rows, sentinels=True)
         answers = super().forward(arrived.rows, routing, arrived.weights, is_first_microbatch)
         return self.exchange.answer(answers, arrived)
 
@@ -188,13 +211,15 @@ class ExpertParallelMLP(MoE):
         top_k_index: Tensor,
         weights: Tensor | None,
         is_first_microbatch: bool | Tensor | None,
+        sentinels: bool,
     ) -> Tensor:
         """From tokens to their sums in one function, as no gradient of autograd has the form of what travels."""
         exchange, form = self.exchange, self.form
         self._check_wire(tokens)
         inputs, grads = form.codecs(self.in_features, tokens.dtype)
-        arrived = exchange.arrive(tokens, top_k_index, weights, inputs.pack(tokens.detach()))
-        routing = route(arrived.choices, self.num_gemms, self.expert_rows)
+        packed = inputs.pack(tokens.detach())
+        arrived = exchange.arrive(tokens, top_k_index, weights, packed, sentinels=sentinels)
+        routing = route(arrived.choices, self.num_gemms, self.expert_rows, sentinels=True)
         local, home = Places.of(routing), Places(*arrived.places)
         way = Wire(
             local, home, arrived.rows, inputs, grads, form.sums, form.again, exchange.group_name, exchange.engine
@@ -275,9 +300,27 @@ class ExpertParallelMLP(MoE):
         return f"{super().extra_repr()}, {given}, {rows}"
 
 
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(GroupedMLP.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+_OF_ONE_RANK = ("device", "init_method", "state_dict_format")  # decide neither what is exchanged nor what is computed
+
+
+def _agreed_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options of ``GroupedMLP`` that have to be equal on all ranks."""
+    agreed = {name: value for name, value in {**_DEFAULTS, **options}.items() if name not in _OF_ONE_RANK}
+    if agreed["params_dtype"] is None:
+        agreed["params_dtype"] = torch.get_default_dtype()
+    return agreed
+
+
 def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(group, DeviceMesh):
+    if isinstance(group, dist.ProcessGroup):
         return group
+    if not isinstance(group, DeviceMesh):
+        raise TypeError(f"`group` must be a ProcessGroup or a DeviceMesh, but got {shown(group)}")
     if group.ndim != 1:
         raise ValueError(f"`group` must be a DeviceMesh of one dimension, but got {group.ndim}; take one by its name")
     return group.get_group()

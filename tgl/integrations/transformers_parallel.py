@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..distributed._agreement import check_agreement
 from ..distributed._exchange import Exchange, Sizes
 from ..distributed._symmetric import reserve
 from ..distributed._wire import DENSE
@@ -115,7 +116,8 @@ class ExpertParallel:
         columns, top_k = (index(t.shape[1]) for t in (tokens, top_k_index))  # numbers where a trace has symbols
         self._make_exchange(columns, tokens.dtype, tokens.device, top_k)
         exchange: Any = experts.exchange
-        arrived = exchange.arrive(*own)
+        exchange.agree(tokens, own[2])
+        arrived = exchange.arrive(*own, sentinels=True)
         none: Any = experts.num_experts  # the number by which experts know a choice that is not theirs
         choices = arrived.choices.masked_fill(arrived.choices < 0, none)
         rows = exchange.expert_rows
@@ -143,8 +145,10 @@ class ExpertParallel:
         if hasattr(experts, "exchange"):
             return
         ranks, group = self.ep_mesh.size(), self.ep_mesh.get_group()
-        sizes = Sizes(ranks=ranks, num_experts=experts.num_experts * ranks, top_k=top_k, **self.options)
+        given = {"num_experts": experts.num_experts * ranks, "top_k": top_k, **self.options}
         name = type(experts).__name__
+        agreement = check_agreement(group, experts=name, hidden_size=columns, engine=self.engine, **given)
+        sizes = Sizes(ranks=ranks, **given)
         if self.engine == SYMMETRIC_MEMORY:
             reserve(group, sizes.memory(columns, dtype), name)
-        experts.exchange = Exchange(group, sizes, name, device, self.engine)
+        experts.exchange = Exchange(group, sizes, name, device, agreement, self.engine)
