@@ -190,3 +190,71 @@ def test_the_copy_of_group_ends_in_a_graph():
     torch.library.opcheck(torch.ops.tgl.same_offs.default, (offs, offs.clone()))
     with pytest.raises(ValueError, match="must be of length 3"):
         torch.ops.tgl.same_offs(offs, offs[:2])
+
+
+# --- what a router has chosen -----------------------------------------------------------------------------------------
+
+NO_EXPERT = r"`top_k_index` must be experts from 0 to 3 unless `sentinels` says .*, but top_k_index\[1, 0\] = "
+COMPILERS = [None, "aot_eager", "inductor"]
+
+
+def compiled(function, backend):
+    return function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_choices_that_are_no_experts(backend, fresh_compiler):
+    layer, x, weights = tgl.MoE(4, 8, 8), torch.ones(2, 8), torch.rand(2, 2)
+    good = torch.tensor([[0, 3], [1, 2]])
+    run = compiled(layer, backend)
+    expected = run(x, good, weights)
+    for expert in (-1, 4, 1 << 20):
+        bad = torch.tensor([[0, 3], [expert, 2]])
+        dropped = run(x, bad, weights)
+        with tgl.debug_checks():
+            assert torch.equal(run(x, good, weights), expected)
+            with pytest.raises(ValueError, match=f"tgl::route: {NO_EXPERT}{expert}"):
+                run(x, bad, weights)
+        assert torch.equal(run(x, bad, weights), dropped)
+
+
+@pytest.mark.parametrize("backend", COMPILERS[:2])
+def test_sentinels_are_choices_that_are_no_experts(backend, fresh_compiler):
+    w1, w2, x, weights = torch.ones(4, 8, 8), torch.ones(4, 8, 8), torch.ones(2, 8), torch.rand(2, 2)
+    index = torch.tensor([[0, 3], [4, 2]])
+
+    def block(i, **options):
+        return tgl.moe(x, tgl.route(i, 4, **options), weights, w1, w2, kind="relu")
+
+    run = compiled(block, backend)
+    with tgl.debug_checks():
+        assert torch.equal(run(index, sentinels=True), block(index, sentinels=True))
+        with pytest.raises(ValueError, match=f"tgl::route: {NO_EXPERT}4"):
+            run(index)
+        with pytest.raises(ValueError, match=f"tgl::route: {NO_EXPERT}4"):
+            tgl.moe(x, index, weights, w1, w2, kind="relu")
+    assert torch.equal(run(index), block(index, sentinels=True))
+
+
+def test_more_choices_than_experts():
+    index = torch.zeros(2, 3, dtype=torch.int64)
+    with tgl.debug_checks():
+        tgl.route(index, 2, sentinels=True)
+        with pytest.raises(ValueError, match=r"`top_k_index` must be at most 2 choices of a token, .* but got 3"):
+            tgl.route(index, 2)
+
+
+@pytest.mark.parametrize("backend", COMPILERS[:2])
+def test_logits_that_are_no_numbers(backend, fresh_compiler):
+    route = compiled(lambda logits, bias: tgl.topk_router(logits, 2, bias).weights, backend)
+    logits, bias = torch.randn(3, 4), torch.zeros(4)
+    logits[0, 0] = -torch.inf  # an expert that is masked
+    nan, nan_bias = logits.clone(), bias.clone()
+    nan[2, 1] = nan_bias[3] = torch.nan
+    with tgl.debug_checks():
+        assert route(logits, bias).isfinite().all()
+        with pytest.raises(ValueError, match=r"tgl::topk_router: `logits` must be numbers, but logits\[2, 1\] is NaN"):
+            route(nan, bias)
+        with pytest.raises(ValueError, match=r"tgl::topk_router: `bias` must be numbers, but bias\[3\] is NaN"):
+            route(logits, nan_bias)
+    route(nan, bias)

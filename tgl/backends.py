@@ -568,8 +568,10 @@ def _described(name: str, args: tuple, kwargs: dict) -> tuple[torch.device, tupl
     except TypeError as error:
         raise TypeError(f"{qualified(name)}: {error}") from None
     for argument in torch._C._get_schema(qualified(name), "").arguments:
-        if isinstance(argument.type, torch.TensorType) and given.get(argument.name, argument) is None:
-            raise TypeError(f"{qualified(name)}: `{argument.name}` must be a tensor, but got None")
+        value = given.get(argument.name, argument)
+        if isinstance(argument.type, torch.TensorType) and value is not argument and not isinstance(value, Tensor):
+            shown = None if value is None else f"a {type(value).__name__}"
+            raise TypeError(f"{qualified(name)}: `{argument.name}` must be a tensor, but got {shown}")
     return describe(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 active = 0  # contexts that are open
+checking = False  # whether one is: a trace guards by it, which it could not by a number without counting contexts
 _INT32_MAX = 2**31 - 1
 
 
@@ -19,23 +20,27 @@ def debug_checks() -> Iterator[None]:
 
     Other values are validated too: sizes of groups are not negative and their sum fits int32; ``slots`` lie within the
     packed tensor, and matrices that are written do not overlap; an index of rows names rows that there are; the token
-    of every row and the row of every choice are each other's inverse; all choices have a row; the group ends of a
-    ``GroupedTensor`` that is a layer's input are those of the call.
+    of every row and the row of every choice are each other's inverse; all choices are experts, unless ``route`` was
+    told that others are meant (``sentinels=True``), and have a row; logits of a router and its bias are not NaN; the
+    group ends of a ``GroupedTensor`` that is a layer's input are those of the call.
 
-    Works around an eager call and around a call of a compiled function (the check runs inside the op). Inside a
-    compiled function it is a graph break, hence an error with ``fullgraph=True``. Each checked op copies ``offs`` to
-    the host: it synchronises and cannot run under CUDA graph capture. Contexts nest.
+    Works around an eager call and around a call of a compiled function (the check runs inside the op; a graph compiled
+    for a CPU, which has no op for ``route``, is compiled once more). Inside a compiled function it is a graph break,
+    hence an error with ``fullgraph=True``. Each checked op copies what it looks at to the host: it synchronises and
+    cannot run under CUDA graph capture. Contexts nest.
 
     Raises (from the op inside): ``ValueError`` naming the op and the first bad entry.
     """
     if torch.compiler.is_compiling():  # traced, the two assignments would cancel out before the graph runs
         torch._dynamo.graph_break("tgl.debug_checks() goes around the call of a compiled function, not inside it")
-    global active
+    global active, checking
     active += 1
+    checking = True
     try:
         yield
     finally:
         active -= 1
+        checking = active > 0
 
 
 def check_offs(op: str, offs: Tensor, rows: int) -> None:
@@ -145,6 +150,37 @@ def check_places(op: str, token: Tensor, position: Tensor, top_k: int, name: str
                 f"tgl::{op}: `{name}` must be the inverse of `position`, but {name}[{row}] = {owned} and no choice has "
                 f"row {row}"
             )
+
+
+def check_choices(op: str, top_k_index: Tensor, num_experts: int) -> None:
+    """Raise ``ValueError`` for the first choice that is no expert, or for more choices of a token than experts, if
+    inside ``debug_checks()``; free otherwise.
+    """
+    if not active:
+        return
+    top_k = top_k_index.shape[1]
+    if top_k > num_experts:
+        raise ValueError(
+            f"tgl::{op}: `top_k_index` must be at most {num_experts} choices of a token, one of each expert, unless "
+            f"`sentinels` says that some are meant to be dropped, but got {top_k}"
+        )
+    none = (top_k_index < 0) | (top_k_index >= num_experts)
+    if none.any():
+        token, choice = none.nonzero()[0].tolist()
+        raise ValueError(
+            f"tgl::{op}: `top_k_index` must be experts from 0 to {num_experts - 1} unless `sentinels` says that others "
+            f"are meant to be dropped, but top_k_index[{token}, {choice}] = {int(top_k_index[token, choice])}"
+        )
+
+
+def check_numbers(op: str, **tensors: Tensor | None) -> None:
+    """Raise ``ValueError`` for the first NaN of one of ``tensors`` if inside ``debug_checks()``; free otherwise."""
+    if not active:
+        return
+    for argument, t in tensors.items():
+        if t is not None and (bad := t.isnan()).any():
+            place = ", ".join(map(str, bad.nonzero()[0].tolist()))
+            raise ValueError(f"tgl::{op}: `{argument}` must be numbers, but {argument}[{place}] is NaN")
 
 
 def check_room(op: str, top_k_index: Tensor, num_experts: int, rows: int) -> None:

@@ -64,7 +64,7 @@ def test_one_graph_from_scores_to_gradients(dynamic):
         scores = (x @ router).softmax(-1)
         chosen = tgl.round_tokens(scores.topk(2).indices, scores, multiple=4)
         weights = scores.gather(1, chosen.clamp(min=0))
-        return tgl.moe(x, tgl.route(chosen, 5, 2 * x.shape[0] + 5 * 2), weights, w1, w2)
+        return tgl.moe(x, tgl.route(chosen, 5, 2 * x.shape[0] + 5 * 2, sentinels=True), weights, w1, w2)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for tokens in (32, 40):

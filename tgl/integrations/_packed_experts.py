@@ -80,7 +80,7 @@ class PackedExperts(nn.Module):
         Indices of ``num_experts`` and more are skipped. ``low_rank`` has updates of the weights by their names.
         """
         dtype, updates = self.get_parameter("down_proj_bias").dtype, low_rank or {}
-        routing = route(router_indices, self.num_experts)
+        routing = route(router_indices, self.num_experts, sentinels=True)
         weights = routing_weights if routing_weights.dtype == dtype else routing_weights.to(accumulator(dtype))
         rows, probs = dispatch_both(hidden_states.to(dtype), weights, routing)
         rows = self._linear("gate_up_proj", rows, routing, None, updates)

@@ -230,7 +230,7 @@ def forward(
     scales = {up_name: "gate_up_proj_activation_scale", "down_proj": "down_proj_activation_scale"}
     weights = [_weight(flags, name, token_scale) for name, token_scale in scales.items()]
     up, down = (_projection(weight, block_size, flags.activation_scheme) for weight in weights)
-    routing = route(top_k_index, flags.num_experts, num_rows)
+    routing = route(top_k_index, flags.num_experts, num_rows, sentinels=True)
     rows = dispatch(hidden_states, routing)
     rows = up(rows, routing.offs)
     fused = activation(experts)

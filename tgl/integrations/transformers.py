@@ -102,7 +102,7 @@ def experts_forward(
             fail(f"`low_rank` must be None for FP8 experts, but got updates of {', '.join(low_rank)}")
         return fp8.forward(experts, hidden_states, top_k_index, top_k_weights, num_rows)
     flags: Any = experts
-    routing = route(top_k_index, flags.num_experts, num_rows)
+    routing = route(top_k_index, flags.num_experts, num_rows, sentinels=True)
     up_name = "gate_up_proj" if flags.has_gate else "up_proj"
     up, down = getattr(flags, up_name), flags.down_proj
     if type(up) not in PLAIN or type(down) not in PLAIN:

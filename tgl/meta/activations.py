@@ -219,7 +219,7 @@ def named(kind: str, argument: str = "kind", op: str | None = None) -> Activatio
     Raises:
         ValueError: there is none.
     """
-    found = TABLE.get(kind)
+    found = TABLE.get(kind) if isinstance(kind, str) else None
     if found is None:
         where = "" if op is None else f"tgl::{op}: "
         raise ValueError(f"{where}`{argument}` must be one of {', '.join(TABLE)}, but got {kind!r}")

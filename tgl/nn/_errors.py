@@ -17,3 +17,18 @@ def fail(message: str, error: type[Exception] = ValueError) -> NoReturn:
     """Raise ``error``, with ``message`` in the error of a trace as well."""
     explain_to_dynamo(message)
     raise error(message)
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: numbers and names as they are, other objects by their type."""
+    return repr(value) if isinstance(value, (int, float, str, torch.dtype, type(None))) else f"a {type(value).__name__}"
+
+
+def not_a_tensor(argument: str, value: object, must: str = "a tensor") -> NoReturn:
+    """Raise the error of an argument that is no tensor; callers ask by ``isinstance``, which costs no call."""
+    fail(f"{argument} must be {must}, but got {shown(value)}", TypeError)
+
+
+def not_a_microbatch(value: object) -> NoReturn:
+    """Raise the error of an ``is_first_microbatch`` that is none of its kinds."""
+    fail(f"`is_first_microbatch` must be a bool, a bool tensor or None, but got {shown(value)}", TypeError)

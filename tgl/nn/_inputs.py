@@ -22,7 +22,7 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
             fail(f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}")
         if m_splits.device == device:
             return splits_to_offsets(m_splits)
-    elif not hasattr(m_splits, "__len__"):
+    elif not hasattr(m_splits, "__len__") or isinstance(m_splits, str):
         fail(f"`m_splits` must be a tensor or a sequence of num_gemms = {num_gemms} integers, but got {m_splits}")
     elif len(m_splits) != num_gemms:
         fail(f"`m_splits` must have num_gemms = {num_gemms} entries, but got {len(m_splits)}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tensor import GroupedTensor
+from ._arguments import check_callable, check_device, check_dtype, check_flags, check_size
 from ._hooks import have_tensor_hooks
 from ._main_grad import MainGrad, check_main_grad, is_aligned, is_made_later, main_grad_of, mark
 from ._quantized_elsewhere import PLAIN, is_quantized_elsewhere, values_of
@@ -63,7 +64,15 @@ class GroupedParameters(nn.Module):
         state_dict_format: str | None,
     ) -> None:
         super().__init__()
-        if state_dict_format not in (None, "packed", "discrete", "components"):
+        num_gemms = check_size("num_gemms", num_gemms)
+        in_features = check_size("in_features", in_features)
+        out_features = check_size("out_features", out_features)
+        check_flags(bias=bias, single_grouped_weight=single_grouped_weight)
+        check_dtype("params_dtype", params_dtype)
+        check_device("device", device)
+        check_callable("init_method", init_method)
+        formats = "packed", "discrete", "components"
+        if state_dict_format is not None and not (isinstance(state_dict_format, str) and state_dict_format in formats):
             must = "'packed', 'discrete' or 'components'"
             raise ValueError(f"`state_dict_format` must be {must}, but got {state_dict_format!r}")
         if state_dict_format == "components" and not single_grouped_weight:

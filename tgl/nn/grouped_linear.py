@@ -14,9 +14,10 @@ from ..ops._library import autocast_enabled, autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..recipes import Recipe
 from ..tensor import GroupedTensor
+from ._arguments import check_flags
 from ._buffers import check_buffer, check_disjoint
 from ._delaying import DelayedGradients
-from ._errors import fail
+from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._gemms import Gemms
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._lasting import lasting
@@ -85,6 +86,11 @@ class GroupedLinear(DelayedGradients):
         save_original_input: bool = False,
         recipe: Recipe | None = None,
     ) -> None:
+        check_flags(
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+        )
         super().__init__(
             num_gemms,
             in_features,
@@ -186,6 +192,8 @@ class GroupedLinear(DelayedGradients):
             ValueError, TypeError: arguments that do not fit, before anything is written.
             tgl.GraphCaptureError: ``m_splits`` is not on the device of ``inp`` while a CUDA graph is captured.
         """
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
         offs = offsets_on(m_splits, self.num_gemms, inp.device)
         return self.forward_offsets(
             inp, offs, bias_scale, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out
@@ -202,6 +210,12 @@ class GroupedLinear(DelayedGradients):
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
         """``forward`` for cumulative ends ``offs``, int32 ``[G]``; ``bias_scale [T]`` scales the bias of each row."""
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
+        if bias_scale is not None and not isinstance(bias_scale, Tensor):
+            not_a_tensor("`bias_scale`", bias_scale, "a tensor or None")
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, (bool, Tensor)):
+            not_a_microbatch(is_first_microbatch)
         if self.plain and out is None and dgrad_out is None and not offload.in_graph():
             rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
             weight = self.weight

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..tensor import GroupedTensor
 from ._activation import activate
-from ._errors import fail
+from ._arguments import check_dtype, check_flags, check_number, check_size
+from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._inputs import MSplits, check_input_dtype, offsets_on, result_dtype
 from ._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
 from ._modules import given, splits_of, to_be_called
@@ -76,10 +77,10 @@ class GroupedLoRALinear(nn.Module):
         super().__init__()
         if not isinstance(base, GroupedLinear):
             raise TypeError(f"`base` must be a GroupedLinear, but got a {type(base).__name__}")
-        if rank < 1:
-            raise ValueError(f"`rank` must be at least 1, but got {rank}")
-        if params_dtype is not None and not params_dtype.is_floating_point:
-            raise TypeError(f"`params_dtype` must be a floating dtype, but got {params_dtype}")
+        rank = check_size("rank", rank, 1)
+        check_number("alpha", alpha)
+        check_flags(rank_stabilized=rank_stabilized)
+        check_dtype("params_dtype", params_dtype)
         weight = base.group_parameters("weight")[0]
         dtype, device = params_dtype or weight.dtype, weight.device
         self.base = base.requires_grad_(False)
@@ -125,6 +126,8 @@ class GroupedLoRALinear(nn.Module):
             ValueError, TypeError: arguments that do not fit.
             tgl.GraphCaptureError: ``m_splits`` is not on the device of ``inp`` while a CUDA graph is captured.
         """
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
         offs = offsets_on(m_splits, self.num_gemms, inp.device)
         return self.forward_offsets(inp, offs, bias_scale, is_first_microbatch=is_first_microbatch)
 
@@ -137,6 +140,10 @@ class GroupedLoRALinear(nn.Module):
         is_first_microbatch: bool | Tensor | None = None,
     ) -> Tensor:
         """``forward`` for cumulative ends ``offs``, int32 ``[G]``; ``bias_scale [T]`` scales the bias of each row."""
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, (bool, Tensor)):
+            not_a_microbatch(is_first_microbatch)
         rows, update = self._operands(inp)
         base, options = self.base, given(is_first_microbatch=is_first_microbatch)
         if self._is_one_product(rows):

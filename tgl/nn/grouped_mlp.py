@@ -13,8 +13,9 @@ from ..meta import activations
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import Recipe
 from ._activation import activate, is_one_op
+from ._arguments import check_flags, check_size
 from ._buffers import check_buffer, check_disjoint
-from ._errors import fail
+from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._expert_function import Expert, ExpertFunction
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
@@ -60,6 +61,7 @@ class GroupedMLP(nn.Module):
     """
 
     buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
+    _fewest = 0  # experts, and columns: a rank may have no experts
 
     def __init__(
         self,
@@ -83,6 +85,10 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         found = activations.named(activation, "activation")
+        num_gemms = check_size("num_gemms", num_gemms, self._fewest)
+        hidden_size = check_size("hidden_size", hidden_size, self._fewest)
+        ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size, self._fewest)
+        check_flags(interleaved=interleaved, bias=bias, recompute_activation=recompute_activation)
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
         self.in_features = self.out_features = hidden_size
         self.recompute_activation = recompute_activation
@@ -139,6 +145,8 @@ class GroupedMLP(nn.Module):
         Returns:
             ``[T, H]``; rows past the sum of ``m_splits`` are zero. The memory of ``out`` if given.
         """
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
         offs = offsets_on(m_splits, self.num_gemms, inp.device)
         return self.forward_offsets(
             inp, offs, probs, is_first_microbatch=is_first_microbatch, out=out, dgrad_out=dgrad_out
@@ -155,6 +163,12 @@ class GroupedMLP(nn.Module):
         dgrad_out: Tensor | None = None,
     ) -> Tensor:
         """``forward`` for cumulative ends ``offs``, int32 ``[G]``."""
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
+        if probs is not None and not isinstance(probs, Tensor):
+            not_a_tensor("`probs`", probs, "a tensor or None")
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, (bool, Tensor)):
+            not_a_microbatch(is_first_microbatch)
         if out is not None or dgrad_out is not None:
             if out is not None:
                 check_buffer("out", out, (*inp.shape[:-1], self.out_features), result_dtype(inp), inp.device)

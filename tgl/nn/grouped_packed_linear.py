@@ -13,7 +13,8 @@ from ..meta.quantized import SOURCES, Options
 from ..ops.grouped_gemm_packed import grouped_gemm_packed
 from ..tensor import GroupedTensor
 from ..tensor._structure import CLASSES, fields
-from ._errors import fail
+from ._arguments import check_device
+from ._errors import fail, shown
 from ._gemms import DenseGemms, Destination, Operand, Operands
 from .grouped_linear import GroupedLinear
 
@@ -59,6 +60,8 @@ class PackedGemms(DenseGemms):
 
 def options_of(format: str) -> Options:
     """Those of the components that both GEMMs read."""
+    if not isinstance(format, str):
+        raise TypeError(f"`format` must be the name of a format, but got {shown(format)}")
     form = FORMATS.get(format)
     square = form is not None and form.square_scales
     return Options(format, columnwise=False, block_2d=square).resolved("GroupedPackedLinear")
@@ -109,8 +112,9 @@ class GroupedPackedLinear(GroupedLinear):
         device: torch.device | str | None = None,
     ) -> None:
         options = options_of(format)
-        if params_dtype not in SOURCES:
+        if not isinstance(params_dtype, torch.dtype) or params_dtype not in SOURCES:
             raise TypeError(f"`params_dtype` must be bfloat16, float16 or float32, but got {params_dtype}")
+        check_device("device", device)
         super().__init__(num_gemms, in_features, out_features, bias, params_dtype=params_dtype, device="meta")
         self.gemms, self.plain = PackedGemms(format), False
         shape = (num_gemms, out_features, in_features)

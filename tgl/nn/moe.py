@@ -14,13 +14,15 @@ from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe import moe as one_op
 from . import routing as _routing
 from ._activation import activate, is_one_op
-from ._errors import fail
+from ._errors import fail, not_a_microbatch, not_a_tensor, shown
 from ._inputs import check_input_dtype
 from ._modules import to_be_called
 from ._places import Places
 from ._transforms import compiled_for_cpu
 from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def moe(
@@ -70,6 +72,16 @@ def moe(
         ValueError: shapes, layouts or devices that do not fit.
         RuntimeError: a forward-mode derivative is requested.
     """
+    if not isinstance(x, Tensor):
+        not_a_tensor("tgl::moe: `x`", x)
+    if not isinstance(w1, Tensor):
+        not_a_tensor("tgl::moe: `w1`", w1)
+    if not isinstance(w2, Tensor):
+        not_a_tensor("tgl::moe: `w2`", w2)
+    if not isinstance(kind, str):
+        fail(f"tgl::moe: `kind` must be the name of an activation, but got {shown(kind)}", TypeError)
+    if not isinstance(interleaved, bool):
+        fail(f"tgl::moe: `interleaved` must be True or False, but got {shown(interleaved)}", TypeError)
     direct = _is_direct(routing, x, weights, w1, w2, bias1, bias2)
     routing = routed(routing, w1.shape[0], direct)
     _routing.check_rows("moe", "x", x, routing, "[S, H]")
@@ -78,6 +90,8 @@ def moe(
     activation: dict[str, Any] = {"kind": kind, "interleaved": interleaved}
     for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset), ("expected_rows", expected_rows)):
         if value is not None:  # otherwise see ``grouped_activation``
+            if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+                fail(f"tgl::moe: `{name}` must be a number or None, but got {shown(value)}", TypeError)
             activation[name] = value
     if direct or is_one_op(x.device, w1, w2):
         return _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
@@ -120,6 +134,7 @@ class MoE(GroupedMLP):
 
     buffers_taken: frozenset[str] = frozenset()
     _expected_rows: int | None = None  # of ``tgl.moe``
+    _fewest = 1
 
     def forward(  # type: ignore[override]
         self,
@@ -143,6 +158,10 @@ class MoE(GroupedMLP):
         Raises:
             TypeError, ValueError: an argument does not fit.
         """
+        if not isinstance(x, Tensor):
+            not_a_tensor("`x`", x)
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, (bool, Tensor)):
+            not_a_microbatch(is_first_microbatch)
         routing = routed(routing, self.num_gemms)
         tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
         _routing.check_rows("MoE", "x", tokens, routing, "[S, H]")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._errors import fail
+from ._errors import fail, shown
 
 
 class RouterOutput(NamedTuple):
@@ -85,8 +85,10 @@ def topk_router(
         ValueError: a name is unknown, a size does not fit, ``bias`` or ``mask`` is on another device, or there is a
             ``mask`` without ``losses``.
     """
-    if not isinstance(top_k, int):
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
         fail(f"tgl::topk_router: `top_k` must be an integer, but got {top_k!r}", TypeError)
+    if not isinstance(losses, bool):
+        fail(f"tgl::topk_router: `losses` must be True or False, but got {shown(losses)}", TypeError)
     weights, index, tokens_per_expert, prob_sum, z_sum = torch.ops.tgl.topk_router(
         logits,
         top_k,

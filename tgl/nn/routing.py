@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import debug
 from ..meta.specs import accumulator
 from ..ops._library import unobserved_call
 from ..ops.route import route as route_op
 from . import _routing_expressions as expressions
 from . import _routing_function as function
-from ._errors import fail
+from ._errors import fail, not_a_tensor, shown
 from ._transforms import compiled_for_cpu
 
 
@@ -41,17 +42,19 @@ class Routing(NamedTuple):
     token: Tensor
 
 
-def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Routing:
+def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *, sentinels: bool = False) -> Routing:
     """Group the (token, choice) pairs by expert, on the device; pairs of one expert keep the order of their tokens.
 
     Args:
         top_k_index: integer ``[S, k]``: experts chosen by each token. Values out of range, negative or ``num_experts``
-            and more (the sentinels of expert parallelism), are no choice: they have no row, and add nothing to a token.
-            As many rows at the end are no pair's: ``dispatch`` fills them with zeros.
+            and more, are no choice: they have no row, and add nothing to a token. As many rows at the end are no
+            pair's: ``dispatch`` fills them with zeros. Inside ``tgl.debug_checks()`` such values are an error, unless
+            ``sentinels``.
         num_experts: G.
         num_rows: T, for choices with a bound below ``S k``, and for buffers of one size; ``S k`` by default. Where more
             are chosen, the rows of the last experts do not fit: such choices are dropped, which is an error inside
             ``tgl.debug_checks()``.
+        sentinels: values out of range are meant, as those of expert parallelism and of ``round_tokens`` are.
 
     Returns:
         The ``Routing``.
@@ -61,20 +64,29 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) ->
         ValueError: ``top_k_index`` does not have two dimensions, or has no choices or 2^31 elements, or ``num_experts``
             is negative, or ``num_rows`` is negative or 2^31.
     """
-    if not isinstance(num_experts, (int, torch.SymInt)):
+    if not isinstance(top_k_index, Tensor):
+        not_a_tensor("tgl::route: `top_k_index`", top_k_index)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
         fail(f"tgl::route: `num_experts` must be an integer, but got {num_experts!r}", TypeError)
-    if num_rows is not None and not isinstance(num_rows, (int, torch.SymInt)):
+    if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, (int, torch.SymInt))):
         fail(f"tgl::route: `num_rows` must be an integer or None, but got {num_rows!r}", TypeError)
+    if not isinstance(sentinels, bool):
+        fail(f"tgl::route: `sentinels` must be True or False, but got {shown(sentinels)}", TypeError)
     if unobserved_call(top_k_index):
-        return route_directly(top_k_index, num_experts, num_rows)
-    make = expressions.route if compiled_for_cpu(top_k_index.device) else torch.ops.tgl.route.default
-    source, position, token, offs = make(top_k_index, num_experts, num_rows)
+        return route_directly(top_k_index, num_experts, num_rows, sentinels)
+    if compiled_for_cpu(top_k_index.device) and not debug.checking:
+        source, position, token, offs = expressions.route(top_k_index, num_experts, num_rows)
+    else:
+        options = {"sentinels": True} if sentinels else {}
+        source, position, token, offs = torch.ops.tgl.route.default(top_k_index, num_experts, num_rows, **options)
     return Routing(source, position, offs, top_k_index.shape[1], token)
 
 
-def route_directly(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> Routing:
+def route_directly(
+    top_k_index: Tensor, num_experts: int, num_rows: int | None = None, sentinels: bool = False
+) -> Routing:
     """``route`` of an ``unobserved_call``, past the dispatcher."""
-    source, position, token, offs = route_op(top_k_index, num_experts, num_rows)
+    source, position, token, offs = route_op(top_k_index, num_experts, num_rows, sentinels=sentinels)
     return Routing(source, position, offs, top_k_index.shape[1], token)
 
 
@@ -96,6 +108,8 @@ def check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str
     """``t`` has the rows of ``routing`` that the first of ``letters`` means, and is on its device."""
     if not isinstance(routing, Routing):
         fail(f"tgl::{op}: `routing` must be a tgl.Routing, but got {type(routing).__name__}", TypeError)
+    if not isinstance(t, Tensor):
+        not_a_tensor(f"tgl::{op}: `{argument}`", t)
     if t.dim() != 2:
         fail(f"tgl::{op}: `{argument}` must be 2-D {letters}, but got shape {tuple(t.shape)}")
     in_rows = letters.startswith("[T")

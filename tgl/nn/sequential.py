@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..meta import activations
 from ..ops.grouped_activation import grouped_activation
+from ._arguments import check_flags
 from ._buffers import ARGUMENTS, check_buffer, check_disjoint
-from ._errors import fail
+from ._errors import fail, not_a_tensor, shown
 from ._inputs import MSplits, offsets_on, result_dtype
 from ._modules import check_takes, given, hooked, splits_of
 from .grouped_linear import GroupedLinear
@@ -33,10 +34,13 @@ class GroupedActivation(nn.Module):
     def __init__(self, kind: str = "swiglu", *, interleaved: bool = False) -> None:
         super().__init__()
         activations.named(kind)
+        check_flags(interleaved=interleaved)
         self.kind, self.interleaved = kind, interleaved
 
     def forward(self, inp: Tensor, m_splits: MSplits, probs: Tensor | None = None) -> Tensor:
         """``[T, 2 I]`` (gated) or ``[T, I]`` to ``[T, I]``, times ``probs [T]``; ``m_splits [G]`` count rows."""
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
         return self.forward_offsets(inp, offsets_on(m_splits, _groups(m_splits), inp.device), probs)
 
     def forward_offsets(self, inp: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -85,6 +89,8 @@ class Sequential(nn.Sequential):
             ValueError, TypeError: a module cannot take a buffer, two keys name one module, one buffer is used twice, or
                 another argument does not fit.
         """
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
         offs = None
         if m_splits is not None:
             known = next((m.num_gemms for m in self.modules() if isinstance(m, GroupedLinear)), None)
@@ -102,6 +108,10 @@ class Sequential(nn.Sequential):
         op_kwargs: OpKwargs | None = None,
     ) -> Tensor:
         """``forward`` for cumulative ends ``offs``, int32 ``[G]``."""
+        if not isinstance(inp, Tensor):
+            not_a_tensor("`inp`", inp)
+        if op_kwargs is not None and not isinstance(op_kwargs, Mapping):
+            fail(f"`op_kwargs` must be a mapping or None, but got {shown(op_kwargs)}", TypeError)
         modules = list(self)
         options = _options(modules, offs, probs, is_first_microbatch)
         if op_kwargs:

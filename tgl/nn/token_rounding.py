@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._errors import fail
+from ._errors import fail, not_a_tensor, shown
 
 _ROUNDINGS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "nearest": lambda count, multiple: (count + multiple // 2) // multiple,  # half a tile is rounded up
@@ -40,7 +40,8 @@ def round_tokens(
         scores = logits.softmax(-1)
         chosen = tgl.round_tokens(scores.topk(k).indices, scores)
         weights = scores.gather(1, chosen.clamp(min=0))
-        routing = tgl.route(chosen, num_experts, num_rows=tokens * k + num_experts * 64)  # half a tile for each
+        rows = tokens * k + num_experts * 64  # half a tile for each
+        routing = tgl.route(chosen, num_experts, num_rows=rows, sentinels=True)
         y = tgl.moe(x, routing, weights, w1, w2)
 
     Args:
@@ -53,7 +54,7 @@ def round_tokens(
 
     Returns:
         int64 ``[S, C]``: the experts of each token in the order of its scores, and -1 for none, as ``route`` takes
-        them. The weight of a choice that is none is not used.
+        them (``sentinels=True``). The weight of a choice that is none is not used.
 
     Raises:
         TypeError: ``top_k_index`` is of no integer dtype, or ``scores`` not floating.
@@ -83,6 +84,8 @@ def round_tokens(
 def _check(top_k_index: Tensor, scores: Tensor, multiple: int, rounding: str, max_choices: int | None) -> None:
     op = "tgl::round_tokens"
     for name, t, letters in (("top_k_index", top_k_index, "[S, k]"), ("scores", scores, "[S, G]")):
+        if not isinstance(t, Tensor):
+            not_a_tensor(f"{op}: `{name}`", t)
         if t.dim() != 2:
             fail(f"{op}: `{name}` must be 2-D {letters}, but got shape {tuple(t.shape)}")
     if top_k_index.dtype.is_floating_point or top_k_index.dtype.is_complex or top_k_index.dtype == torch.bool:
@@ -95,9 +98,13 @@ def _check(top_k_index: Tensor, scores: Tensor, multiple: int, rounding: str, ma
         tokens = f"the {top_k_index.shape[0]} tokens of `top_k_index`"
         fail(f"{op}: `scores` must have {tokens}, but got shape {tuple(scores.shape)}")
     torch._check(same, lambda: "tgl::round_tokens: `scores` must have the tokens of `top_k_index`")
+    if isinstance(multiple, bool) or not isinstance(multiple, int):
+        fail(f"{op}: `multiple` must be an integer, but got {shown(multiple)}", TypeError)
+    if max_choices is not None and (isinstance(max_choices, bool) or not isinstance(max_choices, (int, torch.SymInt))):
+        fail(f"{op}: `max_choices` must be an integer or None, but got {shown(max_choices)}", TypeError)
     if multiple < 1:
         fail(f"{op}: `multiple` must be at least 1, but got {multiple}")
-    if rounding not in _ROUNDINGS:
+    if not isinstance(rounding, str) or rounding not in _ROUNDINGS:
         fail(f"{op}: `rounding` must be one of {', '.join(_ROUNDINGS)}, but got {rounding!r}")
     if max_choices is not None and not 1 <= max_choices <= scores.shape[1]:
         fail(f"{op}: `max_choices` must be from 1 to the {scores.shape[1]} experts, but got {max_choices}")

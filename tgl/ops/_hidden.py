@@ -15,6 +15,6 @@ def backward_may_follow(*tensors: Tensor | None) -> bool:
         return True  # what a transform wraps says nothing of the levels outside
     if torch.is_grad_enabled():
         for t in tensors:  # a generator would be one more call for each
-            if t is not None and t.requires_grad:
+            if isinstance(t, Tensor) and t.requires_grad:  # what is no tensor is refused by the op
                 return True
     return False

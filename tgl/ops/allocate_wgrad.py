@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..meta import specs
+from ..meta import checks, specs
 from ._library import define
 
 
@@ -64,5 +64,15 @@ def allocate_wgrad(
     Raises:
         TypeError, ValueError: arguments that do not fit.
     """
-    target = torch.device(device) if device is not None else torch.get_default_device()
+    target = torch.get_default_device() if device is None else _device(device)
+    if not isinstance(shape, Sequence):
+        checks.require(False, "allocate_wgrad", "shape", "a sequence of integers", repr(shape), TypeError)
     return _op(num_groups, list(shape), dtype, target, alignment)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"tgl::allocate_wgrad: `device` must be a device, but got {device!r}: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, debug
 from ..meta import expert_parallel as meta
 from ..meta import specs
 from ._library import Formula, define
@@ -32,7 +32,11 @@ Pair = tuple[Tensor, Tensor]
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _route(top_k_index: Tensor, num_experts: int, *, invariant: bool = False, **options: Any) -> Plan:
+def _route(
+    top_k_index: Tensor, num_experts: int, *, invariant: bool = False, sentinels: bool = False, **options: Any
+) -> Plan:
+    if debug.active and not sentinels:
+        debug.check_choices(ROUTE, top_k_index, num_experts)
     options = {"invariant": invariant, "engine": meta.ALL_TO_ALL, **options}
     plan = _route_fake(top_k_index, num_experts, **options)
     backends.run(ROUTE, top_k_index.device, top_k_index, num_experts, **options, **dict(zip(_PLAN, plan)))
@@ -40,7 +44,13 @@ def _route(top_k_index: Tensor, num_experts: int, *, invariant: bool = False, **
 
 
 def _route_fake(
-    top_k_index: Tensor, num_experts: int, *, group_name: str, engine: str = meta.ALL_TO_ALL, **options: Any
+    top_k_index: Tensor,
+    num_experts: int,
+    *,
+    sentinels: bool = False,
+    group_name: str,
+    engine: str = meta.ALL_TO_ALL,
+    **options: Any,
 ) -> Plan:
     meta.check_engine(ROUTE, engine)
     position, token, index, needed = specs.empty_all(meta.ep_route(top_k_index, num_experts, **options))
@@ -111,7 +121,7 @@ def _transposed(op: str) -> Any:
 
 define(
     f"{ROUTE}(Tensor top_k_index, SymInt num_experts, *, int group_size, SymInt pair_rows, SymInt expert_rows, "
-    "bool invariant=False, str group_name, str engine='all_to_all') -> "
+    "bool invariant=False, bool sentinels=False, str group_name, str engine='all_to_all') -> "
     "(Tensor position, Tensor token, Tensor index, Tensor needed)",
     _route,
     _route_fake,
@@ -137,6 +147,7 @@ def _call_route(
     pair_rows: int,
     expert_rows: int,
     invariant: bool = False,
+    sentinels: bool = False,
     group_name: str,
     engine: str = meta.ALL_TO_ALL,
 ) -> tuple[torch.device, tuple, dict[str, Any]]:

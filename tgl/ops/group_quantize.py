@@ -322,5 +322,7 @@ def group_quantize(
         if noop is not None:
             raise ValueError(f"tgl::{NAME}: `noop` must be None without `out`, but got a tensor")
         return Components(*_op(x, offs, scale, row_scale, rng, slots, rows, **options))
+    if not (isinstance(out, tuple) and len(out) == len(OUT_NAMES)):
+        raise TypeError(f"tgl::{NAME}: `out` must be Components or None, but got a {type(out).__name__}")
     _op_out(x, offs, scale, row_scale, rng, noop, slots, rows, **options, **dict(zip(OUT_NAMES, out)))
     return out

@@ -194,6 +194,8 @@ def grouped_gemm_scaled(
     options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
     if out is None:
         return _op(*operands, **options, out_dtype=out_dtype, zero_tail=zero_tail)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"tgl::{NAME}: `out` must be a tensor or None, but got a {type(out).__name__}")
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
     _op_out(*operands, **options, out=out)

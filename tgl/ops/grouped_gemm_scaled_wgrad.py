@@ -246,6 +246,8 @@ def grouped_gemm_scaled_wgrad(
         return _op(*operands, **options, out_dtype=out_dtype, alignment=alignment)
     if alignment is not None:
         raise ValueError(f"tgl::{NAME}: `alignment` must be None when `out` is given, but got {alignment}")
+    if not isinstance(out, Tensor):
+        raise TypeError(f"tgl::{NAME}: `out` must be a tensor or None, but got a {type(out).__name__}")
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"tgl::{NAME}: `out_dtype` must be {out.dtype} like `out`, but got {out_dtype}")
     _op_out(*operands, **options, out=out)

@@ -43,4 +43,6 @@ def splits_to_offsets(m_splits: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: if ``m_splits`` is not a vector of integers.
     """
+    if m_splits is None:  # the dispatcher takes a call without any tensor for one of an op without a kernel
+        raise TypeError(f"tgl::{NAME}: `m_splits` must be a tensor, but got None")
     return _op(m_splits)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, debug
 from ..meta import router as specs
 from ..meta.router import Router, Weighing
 from ..meta.specs import empty_all
@@ -38,6 +38,8 @@ def _kernel(
 ) -> Outputs:
     router = Router(**options)
     made = empty_all(specs.topk_router(logits, top_k, bias, mask, router))
+    if debug.active:
+        debug.check_numbers(NAME, logits=logits, bias=bias)
     backends.run(NAME, logits.device, logits, top_k, bias, mask, router=router, **_named(made, router))
     return tuple(made)  # type: ignore[return-value]
 

@@ -55,7 +55,14 @@ def quantize(
     op = "quantize"
     if isinstance(x, GroupedTensor):
         checks.require(False, op, "x", "a dense tensor", f"a {type(x).__name__}", TypeError)
+    if not isinstance(format, (str, Options)):
+        checks.require(False, op, "format", "the name of a format, or Options", f"a {type(format).__name__}", TypeError)
+    for argument, t in (("offs", offs), ("m_splits", m_splits)):
+        if t is not None and not isinstance(t, Tensor):
+            checks.require(False, op, argument, "a tensor or None", f"a {type(t).__name__}", TypeError)
     if not isinstance(x, Tensor):
+        if not (isinstance(x, (list, tuple)) and x and all(isinstance(m, Tensor) for m in x)):
+            checks.require(False, op, "x", "a tensor, or a list of tensors", f"a {type(x).__name__}", TypeError)
         shapes = tuple([tuple(m.shape) for m in x])
         given = offs is not None or m_splits is not None or num_groups is not None
         checks.require(not given, op, "offs", "None for a list of matrices", "group ends")

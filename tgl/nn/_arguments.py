@@ -1,0 +1,70 @@
+"""Checks of the arguments of constructors, of which a wrong type would fail far from its name, or not at all."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from ._errors import shown
+
+
+def check_size(argument: str, value: Any, least: int = 0) -> int:
+    """Return ``value``, an integer of at least ``least``, as an int.
+
+    Raises:
+        TypeError: it is no integer; a bool is none, and a float that has an integer's value is none either.
+        ValueError: it is too small.
+    """
+    try:
+        size = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = None
+    if size is None:
+        raise TypeError(f"`{argument}` must be an integer, but got {shown(value)}")
+    if size < least:
+        raise ValueError(f"`{argument}` must be at least {least}, but got {value}")
+    return size
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise ``TypeError`` for the first of ``flags`` that is no bool: ``"False"`` and a tensor count as true."""
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"`{argument}` must be True or False, but got {shown(value)}")
+
+
+def check_number(argument: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is a number or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise TypeError(f"`{argument}` must be a number or None, but got {shown(value)}")
+
+
+def check_dtype(argument: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is a floating dtype or None."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"`{argument}` must be a floating dtype or None, but got {shown(value)}")
+
+
+def check_device(argument: str, value: Any) -> None:
+    """Raise unless ``value`` names a device or is None.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: there is no such device.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise TypeError(f"`{argument}` must be a device or None, but got {shown(value)}")
+    try:
+        torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"`{argument}` must be a device or None, but got {value!r}: {error}") from error
+
+
+def check_callable(argument: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` can be called or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"`{argument}` must be callable or None, but got {shown(value)}")
