@@ -44,7 +44,7 @@ def check_number(argument: str, value: Any) -> None:
 def check_dtype(argument: str, value: Any) -> None:
     """Raise ``TypeError`` unless ``value`` is a floating dtype or None."""
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"`{argument}` must be a floating dtype or None, but got {shown(value)}")
+        raise TypeError(f"`{argument}` must be a floating dtype, but got {shown(value)}")
 
 
 def check_device(argument: str, value: Any) -> None:
