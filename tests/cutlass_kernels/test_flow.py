@@ -86,10 +86,14 @@ def test_few_columns_of_many_tokens(machine):
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_flag_in_front_of_its_rows_is_found(ranks, answers):
-    assert wrong(ranks, kernel(Early, "sm_90", ranks, COLUMNS, answers, RANKS), answers) > 0
+    early = kernel(Early, "sm_90", ranks, COLUMNS, answers, RANKS)
+    with pytest.raises(cute_emulator.RaceError, match="global memory"):
+        wrong(ranks, early, answers)
 
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_readers_that_do_not_wait_are_found(ranks, monkeypatch, answers):
     monkeypatch.setattr(module, "wait", lambda *args, **kwargs: None)
-    assert wrong(ranks, kernel(Together, "sm_90", ranks, COLUMNS, answers, RANKS), answers) > 0
+    impatient = kernel(Together, "sm_90", ranks, COLUMNS, answers, RANKS)
+    with pytest.raises(cute_emulator.RaceError, match="global memory"):
+        wrong(ranks, impatient, answers)
