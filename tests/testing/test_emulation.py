@@ -61,5 +61,8 @@ def test_the_former_place_warns_and_has_the_same_names():
 
 
 def test_nothing_is_loaded_with_the_package():
-    code = "import sys, tgl, tgl.testing; print([m for m in sys.modules if 'emulator' in m or m.startswith('cutlass')])"
+    code = """
+import sys, tgl, tgl.testing
+print([m for m in sys.modules if m.split(".")[0] in ("cute_emulator", "cutlass") or m.startswith("tgl.testing.emul")])
+"""
     assert run(code) == "[]\n"
