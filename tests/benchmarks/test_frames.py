@@ -7,10 +7,10 @@ MOST = {
     "group_quantize": 12,
     "group_quantize, other T": 19,
     "MLP, forward": 70,
-    "MLP, backward": 80,
+    "MLP, backward": 75,
     "moe": 56,
     "MoE, forward": 83,
-    "MoE, backward": 100,
+    "MoE, backward": 90,
     "MXFP8 MLP, forward": 255,
     "MXFP8 MLP, backward": 153,
 }

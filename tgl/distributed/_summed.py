@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..nn._linear_function import of_first_order
 from ..nn.routing import Routing
-from ..ops._engine import asked_for
+from ..ops._engine import asked_for, in_dynamo
 from ..ops._library import unobserved
 from ..ops.after import after
 from ._wire import Wire
@@ -44,7 +44,7 @@ class SummedFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, block: Block, tokens: Tensor, *operands: Any) -> Tensor:
+    def forward(ctx: Any, block: Block, tokens: Tensor, *operands: Any) -> Tensor | tuple[Tensor, Tensor]:
         rows, weights, w1, w2, bias1, bias2 = operands
         way, (source, position, offs, top_k, token), activation, expected_rows, keeps = block
         places = source, position, token, offs
@@ -52,13 +52,17 @@ class SummedFunction(torch.autograd.Function):
         options = {"out_dtype": way.sums, "compute_h": keeps, **counts, **activation}
         sums, h = torch.ops.tgl.moe(rows, w1, w2, *places, weights, bias1, bias2, **options)
         kept = way.kept(tokens) if ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors)
+        anchor = None if in_dynamo() else sums.new_empty(0)  # see ``of_first_order``
+        ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors, anchor)
+        if anchor is not None:
+            ctx.set_materialize_grads(False)  # there is none of the anchor
         ctx.way, ctx.counts, ctx.activation = way.bare(), counts, activation
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
-        return way.summed(sums, tokens.dtype)
+        y = way.summed(sums, tokens.dtype)
+        return y if anchor is None else (y, anchor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         return of_first_order(_backward, ctx, grad)
 
 
@@ -66,7 +70,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """All ranks send their gradients; what an op of the block has read last gives its memory to the next."""
     _, of_x, _, of_weights, of_w1, of_w2, of_bias1, of_bias2 = asked_for(ctx)
     further, compiling = of_x or of_w1 or of_bias1, torch.compiler.is_compiling()
-    kept, w1, w2, source, position, token, offs, h, weights, bias2, *places = ctx.saved_tensors
+    kept, w1, w2, source, position, token, offs, h, weights, bias2, *places, _ = ctx.saved_tensors
     if not compiling and unobserved(grad):
         ctx.maybe_clear_saved_tensors()
     way, ops, counts = ctx.way.with_tensors(*places), torch.ops.tgl, ctx.counts

@@ -14,6 +14,7 @@ from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from ..nn._arguments import check_flags
 from ..nn._errors import fail, not_a_tensor, shown
 from ..nn._inputs import result_dtype
+from ..nn._linear_function import result
 from ..nn._modules import to_be_called
 from ..nn._places import Places
 from ..nn.grouped_mlp import GroupedMLP
@@ -230,8 +231,7 @@ class ExpertParallelMLP(MoE):
             keeps = backward_may_follow(tokens, *operands)
             activation = {"kind": self.activation, "interleaved": self.interleaved}
             block = Block(way, routing, activation, self._expected_rows, keeps)
-            y: Tensor = SummedFunction.apply(block, tokens, *operands)
-            return y
+            return result(SummedFunction.apply(block, tokens, *operands))
         probs = dispatch_weights(arrived.weights, routing)
         return self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops import wgrad_stash_
 from ._gemms import Operand
+from ._hooks import stands_in
 from ._lasting import lasting
 
 
@@ -81,7 +82,15 @@ class Delayed:
         self._buffers = [torch.zeros((microbatches, *t.shape), dtype=t.dtype, device=device) for t in sources]
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def __call__(self, x: Operand, dy: Operand, offs: Tensor, dbias: Tensor | None, overwrite: bool) -> None:
+    def __call__(
+        self,
+        x: Operand,
+        dy: Operand,
+        offs: Tensor,
+        dbias: Tensor | None,
+        overwrite: bool,
+        edge: Tensor | None = None,
+    ) -> None:
         if self._state is None:
             pending = Pending(x, dy, offs, dbias, overwrite)
             self._references.append((pending, [t._version for t in (*x, *dy, offs)]))
@@ -93,7 +102,10 @@ class Delayed:
             sources.append(dbias if dbias is not None else further[0].new_zeros(further[0].shape[1:]))
         if len(further) > n_biases:
             sources.append(further[-1].new_full((1,), int(overwrite)))
-        wgrad_stash_(sources, self._state, self._buffers)
+        if edge is None:
+            wgrad_stash_(sources, self._state, self._buffers)
+        else:
+            torch.ops.tgl.wgrad_stash_.requested(sources, self._state, self._buffers, edge=edge)
 
     def pending(self) -> list[Pending]:
         """What was kept, and one entry per place in the buffers, in use or not.
@@ -163,7 +175,7 @@ def add_to(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Tensor]
     """Add to the ``grad`` of every parameter that wants one, in place, or become it; those parameters."""
     changed = [(p, gradient) for p, gradient in zip(parameters, gradients) if p.requires_grad]
     for parameter, gradient in changed:
-        if parameter.grad is None:
+        if parameter.grad is None or stands_in(parameter.grad):
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)

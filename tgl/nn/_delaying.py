@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..meta.specs import accumulator
 from ._delayed import Delayed, Pending, add_to, overwrites
 from ._errors import fail
-from ._gemms import Gemms, Operand
+from ._gemms import Accumulator, Gemms, Operand
+from ._gradient_edge import GradientEdge
 from ._hooks import ModuleHooks, apply_tensor_hooks, call_accumulated_hooks, have_tensor_hooks, postpone_hooks
 from ._lasting import lasting
 from ._main_grad import mark, stand_for_main_grad
@@ -27,6 +28,7 @@ class DelayedGradients(GroupedParameters):
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     _delayed: Delayed
+    _edge: GradientEdge = GradientEdge()  # of the parameters, for compiled graphs
 
     def _start_delaying(self) -> None:
         self._delayed = Delayed()
@@ -124,7 +126,7 @@ class DelayedGradients(GroupedParameters):
                 elif total is None:
                     total = self._weight_gradient(x, dy, offs)
                 else:
-                    self.gemms.wgrad_into(x, dy, offs, total, overwrite=False)
+                    self.gemms.wgrad_into(x, dy, offs, Accumulator(total), overwrite=False)
                 if more is not None:
                     dbias = more if dbias is None else dbias + more
         # What is pending may be a buffer that is written again.
@@ -185,6 +187,30 @@ class DelayedGradients(GroupedParameters):
                     "delay_wgrad_compute needs reserve_delayed_wgrad(max_rows) before the layer is compiled: a graph's "
                     "tensors are reused when it has ended, so they are copied into buffers of the layer"
                 )
+
+    def _edge_of_call(self, parts: tuple[list[nn.Parameter], list[nn.Parameter]]) -> tuple[Tensor, ...]:
+        """In a graph the gradient edge of the parameters whose gradients autograd does not see; else ``()``."""
+        if not torch.compiler.is_compiling():
+            return ()
+        # Before the trace reads what this makes. The comparison makes guards of the parameters.
+        self._make_edge(id(self))
+        weights, biases = parts
+        unseen = [p for p in (*weights, *(biases if self.delay_wgrad_compute else ())) if p.requires_grad]
+        edge = self._edge
+        if len(unseen) != len(edge.parameters) or not all(p is q for p, q in zip(unseen, edge.parameters)):
+            fail(
+                "fuse_wgrad_accumulation and delay_wgrad_compute must be False in a compiled graph where other tensors "
+                "stand in the place of the layer's parameters",
+                RuntimeError,
+            )
+        return (edge.tensor,)  # type: ignore[return-value]
+
+    @decided_when_traced
+    def _make_edge(self, this: int) -> None:
+        names = ("weight", "bias") if self.delay_wgrad_compute else ("weight",)
+        unseen = [p for name in names for p in self.group_parameters(name) if p.requires_grad]
+        if not self._edge.leads_to(unseen):
+            self._edge = GradientEdge(unseen)
 
     @decided_when_traced
     def _postpone_hooks(self, this: int) -> None:

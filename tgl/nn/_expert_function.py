@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import grouped_dbias_dscales
-from ..ops._engine import asked_for
+from ..ops import grouped_activation, grouped_dbias_dscales, grouped_gemm
+from ..ops._engine import asked_for, compiled_autograd_key, in_dynamo
 from ..ops._library import unobserved
 from ..ops.after import after
 from ._gemms import Destination, Operand
 from ._linear_function import Call, of_first_order
-from ._places import Way
+from ._places import Places, Way
 from ._saving import bring_back, restore, save
 
 
@@ -104,17 +104,21 @@ def forward(
 
 
 class ExpertFunction(torch.autograd.Function):
-    """``apply(expert, offs, x, probs, *parameters)``: weights and biases of the first layer, then of the second.
+    """``apply(expert, offs, x, probs, *parameters)``: of the first layer weights, biases and edge, then of the second.
 
     ``x [T, H]``, or ``[S, H]`` of tokens; ``offs`` int32 ``[G]``; ``probs [T]`` or None multiplies the activation and
     the second bias.
     """
 
+    _compiled_autograd_key = staticmethod(compiled_autograd_key)
+
     @staticmethod
-    def forward(ctx: Any, expert: Expert, offs: Tensor, x: Tensor, probs: Tensor | None, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, expert: Expert, offs: Tensor, x: Tensor, probs: Tensor | None, *parameters: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         first, second, _, _, places = expert
         needs = ctx.needs_input_grad
-        n = 4 + first.gradients.num_weights + first.gradients.num_biases
+        n = 4 + first.gradients.num_weights + first.gradients.num_biases + len(first.gradients.edge)
         needs_first = any(needs[4 : 4 + first.gradients.num_weights])
         needs_second = any(needs[n : n + second.gradients.num_weights])
         made = forward(expert, offs, x, probs, (needs_first, needs_second))
@@ -124,31 +128,73 @@ class ExpertFunction(torch.autograd.Function):
         scales = (probs,) if probs is not None else ()
         bias = second.bias if probs is not None else None
         routing = () if places is None else places.tensors
+        anchor = None if in_dynamo() else made.y.new_empty(0)  # see ``of_first_order``
         save(
             ctx,
             (made.x, (*made.act, *second_kept, *scales)),
             (offs, bias, *routing, *first.weight.dgrad, *second.weight.dgrad),
+            anchor,
         )
         ctx.sizes = len(made.act), len(second_kept), len(routing), len(first.weight.dgrad)
         ctx.dtypes = x.dtype, made.hidden.dtype
         ctx.places = None if places is None else places.bare()
         ctx.expert = expert._replace(first=first.for_backward(), second=second.for_backward(), places=None)
-        return made.y if second.out is None else made.y.detach()
+        y = made.y if second.out is None else made.y.detach()
+        return y if anchor is None else (y, anchor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if not in_dynamo() and torch.is_grad_enabled() and _has_second_order(ctx):
+            return _differentiable_backward(ctx, grad)
         return of_first_order(_backward, ctx, grad)
+
+
+expert_function = super(torch.autograd.Function, ExpertFunction).apply
+"""``ExpertFunction.apply``, as ``linear_function``."""
+
+
+def _has_second_order(ctx: Any) -> bool:
+    """Whether the expert consists of differentiable ops alone, and its input was kept."""
+    first, second = ctx.expert[:2]
+    kept = ctx.units[0][0] == 1 and (ctx.places is None or type(ctx.places) is Places)
+    return kept and first.dgrad_out is None and first.has_second_order() and second.has_second_order()
+
+
+def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients as functions of the input and the parameters, from which the expert is run again."""
+    first, second, activation = ctx.expert[:3]
+    requested = asked_for(ctx)
+    ((x,), acts), (offs, _, *kept) = restore(ctx)
+    assert offs is not None
+    n_act, n_hidden, n_places, _ = ctx.sizes
+    probs = acts[n_act + n_hidden] if len(acts) > n_act + n_hidden else None
+    routing = None if ctx.places is None else (*kept[:n_places], ctx.places.top_k)
+    w1, bias1 = first.gradients.packed(x.dtype)
+    w2, bias2 = second.gradients.packed(x.dtype)
+    ops = torch.ops.tgl
+
+    rows = x if routing is None else ops.dispatch(x, *routing)
+    act = grouped_activation(grouped_gemm(rows, w1.transpose(1, 2), offs, bias1), offs, probs, **activation)
+    y = grouped_gemm(act, w2.transpose(1, 2), offs, bias2, probs if bias2 is not None else None)
+    y = y if routing is None else ops.combine(y, *routing)
+
+    inputs = (None, None, x, probs, *first.gradients.parameters, *second.gradients.parameters)
+    wanted = [t for t, want in zip(inputs, requested) if want]
+    gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, allow_unused=True))
+    return tuple([next(gradients) if want else None for want in requested])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The second layer, the activation, the first layer."""
-    _, _, needs_dx, needs_dprobs, *parameters = asked_for(ctx)
+    _, _, needs_dx, needs_dprobs, *parameters = asked_for(ctx, returned=True)
     first, second, activation = ctx.expert[:3]
-    n = first.gradients.num_weights + first.gradients.num_biases
+    count1, count2 = first.gradients.num_weights, second.gradients.num_weights
+    biases1, biases2 = first.gradients.num_biases, second.gradients.num_biases
+    n = count1 + biases1 + len(first.gradients.edge)
     wanted1, wanted2 = tuple(parameters[:n]), tuple(parameters[n:])
-    wgrad1, wgrad2 = any(wanted1[: first.gradients.num_weights]), any(wanted2[: second.gradients.num_weights])
-    dbias1_wanted = any(wanted1[first.gradients.num_weights :])
-    dbias2_wanted = any(wanted2[second.gradients.num_weights :])
+    wgrad1, wgrad2 = any(wanted1[:count1]), any(wanted2[:count2])
+    dbias1_wanted = any(wanted1[count1 : count1 + biases1])
+    dbias2_wanted = any(wanted2[count2 : count2 + biases2])
     into_first = needs_dx or any(wanted1)
     into_hidden = into_first or needs_dprobs
 

@@ -51,6 +51,20 @@ class Destination(TypedDict):
     zero_tail: bool
 
 
+class Accumulator(NamedTuple):
+    """What a weight gradient is added to.
+
+    Attributes:
+        main_grad: ``[G, N, K]``, whose slots may be padded.
+        slots: with them it is ``[S, N, K]``, as ``grouped_gemm_wgrad_accumulate_`` has it.
+        edge: in a compiled graph the gradient edge of the weight, see ``tgl/ops/_requested.py``; else None.
+    """
+
+    main_grad: Tensor
+    slots: Tensor | None = None
+    edge: Tensor | None = None
+
+
 class Gemms(Protocol):
     """Preparation of operands and the GEMMs on them, made of registered ops; it reads no tensor on the host.
 
@@ -142,20 +156,8 @@ class Gemms(Protocol):
     ) -> Tensor:
         """``[G, N, K]`` of ``out_dtype``, contiguous, or every slot on ``alignment`` bytes."""
 
-    def wgrad_into(
-        self,
-        x: Operand,
-        dy: Operand,
-        offs: Tensor,
-        main_grad: Tensor,
-        slots: Tensor | None = None,
-        *,
-        overwrite: bool,
-    ) -> None:
-        """Add the weight gradient to ``main_grad [G, N, K]``, or ``overwrite`` it; slots may be padded.
-
-        With ``slots`` it is ``[S, N, K]``, as ``grouped_gemm_wgrad_accumulate_`` has it.
-        """
+    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, to: Accumulator, *, overwrite: bool) -> None:
+        """Add the weight gradient ``to`` a buffer, or ``overwrite`` it."""
 
 
 class DenseGemms:
@@ -232,14 +234,9 @@ class DenseGemms:
     ) -> Tensor:
         return grouped_gemm_wgrad(dy[0], x[0], offs, out_dtype=out_dtype, alignment=alignment)
 
-    def wgrad_into(
-        self,
-        x: Operand,
-        dy: Operand,
-        offs: Tensor,
-        main_grad: Tensor,
-        slots: Tensor | None = None,
-        *,
-        overwrite: bool,
-    ) -> None:
-        grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, main_grad, slots, overwrite=overwrite)
+    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, to: Accumulator, *, overwrite: bool) -> None:
+        if to.edge is None:
+            grouped_gemm_wgrad_accumulate_(dy[0], x[0], offs, to.main_grad, to.slots, overwrite=overwrite)
+        else:
+            accumulate = torch.ops.tgl.grouped_gemm_wgrad_accumulate_.requested
+            accumulate(dy[0], x[0], offs, to.main_grad, to.slots, overwrite=overwrite, edge=to.edge)

@@ -85,6 +85,16 @@ def stand_in(like: Tensor, shape: torch.Size | Sequence[int], dtype: torch.dtype
     return zeros
 
 
+def returned_stand_in(parameter: Tensor) -> Tensor:
+    """What ``torch.autograd.grad`` returns for a parameter whose gradient went elsewhere; without, it would raise.
+
+    A caller such as torch's zero-bubble schedules adds it to ``grad``, which it cannot to an earlier one of these.
+    """
+    if parameter.grad is not None and stands_in(parameter.grad):
+        parameter.grad = None
+    return stand_in(parameter.detach(), parameter.shape, parameter.dtype)
+
+
 def stands_in(t: Tensor) -> bool:
     """Whether ``t`` is a ``stand_in``."""
     return hasattr(t, _STANDS_IN)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..ops import grouped_dbias_dscales
-from ..ops._engine import asked_for
+from ..ops._engine import asked_for, compiled_autograd_key, in_dynamo
 from ..ops.after import after
-from ._gemms import Destination, Gemms, Operand, Operands
+from ._gemms import DenseGemms, Destination, Gemms, Operand, Operands
 from ._parameter_gradients import ParameterGradients
 from ._saving import bring_back, restore, save
 from ._transforms import first_order, inside_of, outside
@@ -39,6 +39,10 @@ class Call(NamedTuple):
     dgrad_out: Tensor | None = None
     save_original_input: bool = False
 
+    def has_second_order(self) -> bool:
+        """Whether the backward consists of differentiable ops alone, if it has no buffer to write into."""
+        return isinstance(self.gemms, DenseGemms) and self.gradients.main_grad is None and self.gradients.stash is None
+
     def for_backward(self) -> Call:
         """Without the tensors that only the forward reads, or that are saved."""
         return self._replace(weight=None, bias=None, out=None)  # type: ignore[arg-type]
@@ -60,24 +64,40 @@ def fprop(
 
 
 class LinearFunction(torch.autograd.Function):
-    """``apply(call, offs, x, bias_scale, *parameters)``: the weights, then the biases.
+    """``apply(call, offs, x, bias_scale, *parameters)``: the weights, the biases, ``call.gradients.edge``.
 
     ``x [T, K]``, ``offs`` int32 ``[G]``. Buffers that the backward writes are attributes of ``ctx``: saved tensors must
     not change in between, these must.
     """
 
+    _compiled_autograd_key = staticmethod(compiled_autograd_key)
+
     @staticmethod
     def forward(
         ctx: Any, call: Call, offs: Tensor, x: Tensor, bias_scale: Tensor | None, *parameters: Tensor
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         needs_wgrad = any(ctx.needs_input_grad[4 : 4 + call.gradients.num_weights])
         y, operand = fprop(call, offs, x, bias_scale, wgrad=needs_wgrad)
-        _keep(ctx, call, offs, operand, x, bias_scale)
-        return y if call.out is None else y.detach()
+        anchor = None if in_dynamo() else y.new_empty(0)  # see ``of_first_order``
+        _keep(ctx, call, offs, operand, x, bias_scale, anchor)
+        y = y if call.out is None else y.detach()
+        return y if anchor is None else (y, anchor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        if in_dynamo() or not torch.is_grad_enabled() or (call.dgrad_out is None and call.has_second_order()):
+            return _backward(ctx, grad)
         return of_first_order(_backward, ctx, grad)
+
+
+linear_function = super(torch.autograd.Function, LinearFunction).apply
+"""``LinearFunction.apply`` outside of a trace and of transforms, which that would look for in every argument."""
+
+
+def result(made: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The first result of an autograd function that has an anchor where it was called eagerly."""
+    return made[0] if isinstance(made, tuple) else made
 
 
 class TransformedFunction(torch.autograd.Function):
@@ -119,29 +139,47 @@ def inside_of_all(tensors: Any) -> tuple:
 
 
 def of_first_order(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """``backward(ctx, grad)``, whose results raise if they are differentiated."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    """``backward(ctx, grad)``, whose results raise if they are differentiated.
+
+    ``torch.autograd.grad`` runs only the nodes between its outputs and its inputs. The node that raises must lead to
+    all that the node of ``ctx`` leads to, which it does by an empty result of that node: the tensor saved last.
+    """
+    if in_dynamo() or not torch.is_grad_enabled():
         return backward(ctx, grad)
+    anchor = ctx.saved_tensors[-1]
     with torch.no_grad():
         gradients = backward(ctx, grad)
-    return first_order(gradients, (torch.zeros(0, dtype=grad.dtype, device=grad.device, requires_grad=True),))
+    return first_order(gradients, (grad, anchor))
 
 
-def _keep(ctx: Any, call: Call, offs: Tensor, operand: Operand, x: Tensor, bias_scale: Tensor | None) -> None:
+def _keep(
+    ctx: Any,
+    call: Call,
+    offs: Tensor,
+    operand: Operand,
+    x: Tensor,
+    bias_scale: Tensor | None,
+    anchor: Tensor | None = None,
+) -> None:
     """Keep in ``ctx`` what the backward reads."""
     bias = call.bias if bias_scale is not None else None
     scales = (bias_scale,) if bias_scale is not None else ()
-    save(ctx, ((*operand, *scales),), (offs, bias, *call.weight.dgrad))
+    save(ctx, ((*operand, *scales),), (offs, bias, *call.weight.dgrad), anchor)
     ctx.call, ctx.size, ctx.dtype = call.for_backward(), len(operand), x.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call, gemms = ctx.call, ctx.call.gemms
-    _, _, needs_dgrad, needs_dscale, *parameters = asked_for(ctx)
+    _, _, needs_dgrad, needs_dscale, *parameters = asked_for(ctx, returned=True)
     wanted, count = tuple(parameters), call.gradients.num_weights
-    needs_wgrad, needs_dbias = any(wanted[:count]), any(wanted[count:])
+    needs_wgrad, needs_dbias = any(wanted[:count]), any(wanted[count : count + call.gradients.num_biases])
     (unit,), (offs, bias, *weight) = restore(ctx)
     assert offs is not None
+    by_parameters = torch.is_grad_enabled() and not in_dynamo()
+    if by_parameters and any(p.requires_grad for p in call.gradients.parameters):
+        # A second derivative is by the parameters, not by the packed tensor that was saved.
+        packed_weight, packed_bias = call.gradients.packed(next((w.dtype for w in weight if w is not None), grad.dtype))
+        weight, bias = [packed_weight] if weight else [], packed_bias if bias is not None else None
     unit = bring_back(ctx, 0, unit, grad)
     operand, scales = unit[: ctx.size], unit[ctx.size :]
     bias_scale = scales[0] if scales else None

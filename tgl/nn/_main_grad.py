@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..meta.specs import accumulator
 from ._errors import fail
-from ._gemms import Gemms, Operand
+from ._gemms import Accumulator, Gemms, Operand
 from ._hooks import stand_in
 from ._slots import Slots
 
@@ -25,12 +25,14 @@ class MainGrad(NamedTuple):
         packed: ``[S, N, K]`` among whose slots are the parts, for a GEMM to add to; None if there is none.
         table: which slot is whose, see ``Slots``.
         slots: where that was found out.
+        edge: as of ``Accumulator``.
     """
 
     parts: tuple[Tensor | None, ...]
     packed: Tensor | None = None
     table: Tensor | None = None
     slots: Slots | None = None
+    edge: Tensor | None = None
 
     def is_in_place(self) -> bool:
         """Whether the slots of ``packed`` are the parts still, whose memory somebody may have exchanged."""
@@ -50,9 +52,20 @@ class MainGrad(NamedTuple):
         """Add the weight gradient of one microbatch to the parts that are ``wanted``, or ``overwrite`` them."""
         all_wanted = all(want or part is None for want, part in zip(wanted, self.parts))
         if self.packed is not None and all_wanted:
-            gemms.wgrad_into(x, dy, offs, self.packed, self.table, overwrite=overwrite)
+            gemms.wgrad_into(x, dy, offs, Accumulator(self.packed, self.table, self.edge), overwrite=overwrite)
+        elif self.edge is not None:
+            self._add_by_copy(gemms, x, dy, offs, overwrite=overwrite)
         else:
             self.add_gradients(self.gradients(gemms, x, dy, offs), wanted, overwrite=overwrite)
+
+    def _add_by_copy(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor, *, overwrite: bool) -> None:
+        """``add`` of a graph, where only the op knows whether it adds: to one copy of parts that lie apart."""
+        part = next(part for part in self.parts if part is not None)
+        copy = torch.stack([torch.zeros_like(part) if other is None else other for other in self.parts])
+        gemms.wgrad_into(x, dy, offs, Accumulator(copy, None, self.edge), overwrite=overwrite)
+        for other, added in zip(self.parts, copy.unbind()):
+            if other is not None:
+                other.copy_(added)
 
     def gradients(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor) -> Sequence[Tensor]:
         """The weight gradient of one microbatch, a part for each of ``parts``, in the dtype it is summed in."""

@@ -8,13 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops._engine import RETURNED
 from ._gemms import Gemms, Operand
-from ._hooks import apply_tensor_hooks, defer_tensor_hooks, have_tensor_hooks, postpone_hooks, stand_in
+from ._hooks import (
+    apply_tensor_hooks,
+    defer_tensor_hooks,
+    have_tensor_hooks,
+    postpone_hooks,
+    returned_stand_in,
+    stand_in,
+)
 from ._main_grad import MainGrad, mark
 
 SLOT_ALIGNMENT = 256  # bytes, of each group's weight gradient when groups have parameters of their own
 
-Stash = Callable[[Operand, Operand, Tensor, Tensor | None, bool], None]
+Stash = Callable[..., None]
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -28,9 +36,11 @@ class ParameterGradients(NamedTuple):
         main_grad: what the weight gradient is added to, or a function that says so in the backward; None for neither.
         overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
         stands_in: of every weight, whether it gets a gradient of zeros for the one that is in ``main_grad``.
-        stash: takes ``(x, dy, offs, dbias, overwrite_main_grad)`` in the backward instead of the weight and bias
+        stash: takes ``(x, dy, offs, dbias, overwrite_main_grad, *edge)`` in the backward instead of the weight and bias
             gradients being formed.
-        parameters: the weights, then the biases, whose hooks and attributes the backward looks at; ``()`` in a graph.
+        parameters: the weights, then the biases, with their hooks and attributes; ``()`` in a graph.
+        edge: in a graph with ``main_grad`` or ``stash`` the gradient edge of the parameters whose gradients go there,
+            which the autograd function takes behind the parameters; else ``()``.
     """
 
     num_weights: int
@@ -44,6 +54,14 @@ class ParameterGradients(NamedTuple):
     stands_in: tuple[bool, ...] = ()
     stash: Stash | None = None
     parameters: tuple[nn.Parameter, ...] = ()
+    edge: tuple[Tensor, ...] = ()
+
+    def packed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weights and biases in ``dtype`` as the GEMMs take them, with their history."""
+        weights, biases = self.parameters[: self.num_weights], self.parameters[self.num_weights :]
+        if not self.discrete:
+            return weights[0].to(dtype), biases[0].to(dtype) if biases else None
+        return torch.stack(weights).to(dtype), torch.stack(biases).to(dtype) if biases else None
 
     def checked(self, wanted: Sequence[bool]) -> ParameterGradients:
         """With ``main_grad`` as it is now, which may not fit: to be asked before anything is written."""
@@ -63,18 +81,21 @@ class ParameterGradients(NamedTuple):
     ) -> Gradients:
         """One gradient per parameter that is ``wanted`` (weights, then biases), where they are autograd's to add.
 
+        Behind them an empty one for the ``edge``: with None for it, a graph would not lead there.
         ``x`` and ``dy`` are the operands of the weight gradient; ``dbias [G, N]`` is that of the biases; ``grad`` any
         tensor of the backward. What outlives the backward is done here, so that it comes last of all.
         """
-        weights, biases = wanted[: self.num_weights], wanted[self.num_weights :]
+        end = self.num_weights + self.num_biases
+        edge = (self.edge[0].new_zeros(0),) if self.edge else ()
+        weights, biases = wanted[: self.num_weights], wanted[self.num_weights : end]
         if not any(biases):
             dbias = None
         if not any(weights):
-            return (*([None] * self.num_weights), *self._biases(dbias))
+            return (*([None] * self.num_weights), *self._biases(dbias), *edge)
         if self.stash is not None:
             postpone_hooks(self.parameters)
-            self.stash(x, dy, offs, dbias, self.overwrite_main_grad)
-            return (None,) * len(wanted)
+            self.stash(x, dy, offs, dbias, self.overwrite_main_grad, *self.edge)
+            return (*self._returned(wanted[:end]), *edge)
         dbiases = self._biases(dbias)
         if self.main_grad is not None:
             dweights = self._stand_ins(grad, weights)
@@ -85,7 +106,7 @@ class ParameterGradients(NamedTuple):
             dweights = gemms.wgrad(x, dy, offs, out_dtype=self.weight_dtype, alignment=SLOT_ALIGNMENT).unbind()
         else:
             dweights = (gemms.wgrad(x, dy, offs, out_dtype=self.weight_dtype),)
-        return (*dweights, *dbiases)
+        return (*dweights, *dbiases, *edge)
 
     def _into_main_grad(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor, wanted: tuple[bool, ...]) -> None:
         main_grad, weights = self.main_grad, self.parameters[: self.num_weights]
@@ -95,12 +116,23 @@ class ParameterGradients(NamedTuple):
             gradients = apply_tensor_hooks(weights, main_grad.gradients(gemms, x, dy, offs))
             main_grad.add_gradients(gradients, wanted, overwrite=self.overwrite_main_grad)
         else:
+            if self.edge:
+                main_grad = main_grad._replace(edge=self.edge[0])
             main_grad.add(gemms, x, dy, offs, wanted, overwrite=self.overwrite_main_grad)
         mark([weight for weight, want in zip(weights, wanted) if want])
 
     def _stand_ins(self, grad: Tensor, wanted: tuple[bool, ...]) -> Gradients:
         shape, dtype = self.weight_shape, self.weight_dtype
+        if RETURNED in wanted:
+            return self._returned(wanted)
         return tuple([stand_in(grad, shape, dtype) if a and b else None for a, b in zip(self.stands_in, wanted)])
+
+    def _returned(self, wanted: tuple[bool, ...]) -> Gradients:
+        """Of parameters whose gradients go elsewhere what ``torch.autograd.grad`` returns for them."""
+        if RETURNED not in wanted:
+            return (None,) * len(wanted)
+        named = zip(self.parameters, wanted)
+        return tuple([returned_stand_in(p) if want is RETURNED else None for p, want in named])
 
     def _biases(self, dbias: Tensor | None) -> Gradients:
         if dbias is None:

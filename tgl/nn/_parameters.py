@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._engine import in_dynamo
 from ..tensor import GroupedTensor
 from ._arguments import check_callable, check_device, check_dtype, check_flags, check_size
 from ._hooks import have_tensor_hooks
@@ -135,7 +136,7 @@ class GroupedParameters(nn.Module):
         """
         parameters = self.group_parameters(name) if parameters is None else parameters
         if self.single_grouped_weight:
-            weight: Tensor = parameters[0] if torch.compiler.is_compiling() else inside_of(parameters[0])
+            weight: Tensor = parameters[0] if in_dynamo() else inside_of(parameters[0])
             return (weight if type(weight) in PLAIN else values_of(weight)).detach(), None
         # Before the trace reads what this may change. The identities are for it too, which makes guards of them;
         # addresses it sees only once.
@@ -173,7 +174,7 @@ class GroupedParameters(nn.Module):
         Raises:
             ValueError, TypeError: there is none, or it does not fit.
         """
-        if torch.compiler.is_compiling():
+        if in_dynamo():
             # A trace looks for it first, since it would not see the attribute change. The comparison makes guards of
             # it, so that other tensors in ``main_grad`` are looked at in another trace.
             self._find_main_grad(id(self))

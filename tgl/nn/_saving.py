@@ -10,11 +10,13 @@ from torch import Tensor
 from .. import offload
 
 
-def save(ctx: Any, units: Sequence[Sequence[Tensor]], resident: Sequence[Tensor | None] = ()) -> None:
+def save(
+    ctx: Any, units: Sequence[Sequence[Tensor]], resident: Sequence[Tensor | None] = (), anchor: Tensor | None = None
+) -> None:
     """Save ``units`` of activations, which may live elsewhere until the backward, and ``resident`` tensors, which stay.
 
     Weights, routing and parameters' operands are resident: they are in use, and the next call needs them again. The
-    activations of one unit move as one, or none of them does.
+    activations of one unit move as one, or none of them does. ``anchor``: see ``of_first_order``, which reads it.
     """
     in_graph = offload.in_graph()
     tensors: list[Tensor | None] = []
@@ -26,7 +28,10 @@ def save(ctx: Any, units: Sequence[Sequence[Tensor]], resident: Sequence[Tensor 
         if not in_graph:
             offload.announce(unit, resident)
     ctx.units = tuple(units_kept)
-    ctx.save_for_backward(*tensors, *resident)
+    ctx.end = len(tensors) + len(resident)
+    if anchor is not None:
+        ctx.set_materialize_grads(False)  # there is none of the anchor
+    ctx.save_for_backward(*tensors, *resident, anchor)
 
 
 def restore(ctx: Any) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor | None, ...]]:
@@ -36,7 +41,7 @@ def restore(ctx: Any) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor | None, ..
     for size, _ in ctx.units:
         units.append(saved[at : at + size])
         at += size
-    return units, saved[at:]
+    return units, saved[at : ctx.end]
 
 
 def bring_back(ctx: Any, index: int, unit: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
 from ._emulation import refuse_emulation
 from ._errors import fail
-from ._gemms import DenseGemms, Destination, Gemms, Operand, Operands
+from ._gemms import Accumulator, DenseGemms, Destination, Gemms, Operand, Operands
 from ._lasting import lasting
 from ._parameters import decided_when_traced, inside_operator
 
@@ -454,19 +454,14 @@ class ScaledGemms(nn.Module):
             **_pair(dy, x), offs=offs, **self.names, out_dtype=out_dtype, alignment=alignment
         )
 
-    def wgrad_into(
-        self,
-        x: Operand,
-        dy: Operand,
-        offs: Tensor,
-        main_grad: Tensor,
-        slots: Tensor | None = None,
-        *,
-        overwrite: bool,
-    ) -> None:
-        grouped_gemm_scaled_wgrad_accumulate_(
-            **_pair(dy, x), offs=offs, main_grad=main_grad, slots=slots, **self.names, overwrite=overwrite
-        )
+    def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, to: Accumulator, *, overwrite: bool) -> None:
+        main_grad, slots, edge = to
+        operands = {**_pair(dy, x), "offs": offs, "main_grad": main_grad, "slots": slots}
+        if edge is None:
+            grouped_gemm_scaled_wgrad_accumulate_(**operands, **self.names, overwrite=overwrite)
+        else:
+            accumulate = torch.ops.tgl.grouped_gemm_scaled_wgrad_accumulate_.requested
+            accumulate(**operands, **self.names, overwrite=overwrite, edge=edge)
 
 
 def fuse_product(first: Gemms, second: Gemms) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import offload
+from ..ops._engine import in_dynamo
 from ..ops._library import autocast_enabled, autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
 from ..recipes import Recipe
@@ -21,7 +22,7 @@ from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._gemms import Gemms
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._lasting import lasting
-from ._linear_function import Call, LinearFunction, TransformedFunction, fprop
+from ._linear_function import Call, LinearFunction, TransformedFunction, fprop, linear_function
 from ._main_grad import MainGrad, wants_stand_in
 from ._parameter_gradients import ParameterGradients
 from ._quantized_elsewhere import PLAIN, values_of
@@ -259,10 +260,12 @@ class GroupedLinear(DelayedGradients):
             dgrad_out=dgrad_out,
         )
         rows, offs = self._input(rows, offs, out_dtype)
-        tensors = (rows, bias_scale, *parts[0], *parts[1])
+        tensors = (rows, bias_scale, *parts[0], *parts[1], *call.gradients.edge)
         if not needs_grad(tensors):
             return fprop(call, offs, rows, bias_scale)[0]
-        return LinearFunction.apply(call, offs, *tensors)
+        if in_dynamo():
+            return LinearFunction.apply(call, offs, *tensors)
+        return linear_function(call, offs, *tensors)[0]
 
     def _by_transformed_function(
         self,
@@ -364,7 +367,8 @@ class GroupedLinear(DelayedGradients):
             overwrite_main_grad=fuses and (is_first_microbatch is True or self.overwrites_main_grad()),
             stands_in=self._stand_ins() if fuses else (),
             stash=self._delayed if needs_wgrad and self.delay_wgrad_compute else None,
-            parameters=(*weights, *biases) if needs_wgrad and not torch.compiler.is_compiling() else (),
+            parameters=() if in_dynamo() else (*weights, *biases),
+            edge=self._edge_of_call(parts) if fuses or (needs_wgrad and self.delay_wgrad_compute) else (),
         )
         again = self.save_original_input or again
         return Call(gemms, operands, bias, out_dtype, gradients, out, dgrad_out, again)
@@ -436,7 +440,7 @@ class GroupedLinear(DelayedGradients):
             ValueError, TypeError: there is none, or it does not fit.
         """
         weights = self.group_parameters("weight")
-        if not torch.compiler.is_compiling():
+        if not in_dynamo():
             self.checked_main_grad(weights, create=False, required=not self.delay_wgrad_compute)
             return None if self.delay_wgrad_compute else functools.partial(self.checked_main_grad, weights)
         if self.delay_wgrad_compute:

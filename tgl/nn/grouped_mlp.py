@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from .. import offload
 from ..meta import activations
+from ..ops._engine import in_dynamo
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import Recipe
 from ._activation import activate, is_one_op
 from ._arguments import check_flags, check_size
 from ._buffers import check_buffer, check_disjoint
 from ._errors import fail, not_a_microbatch, not_a_tensor
-from ._expert_function import Expert, ExpertFunction
+from ._expert_function import Expert, ExpertFunction, expert_function
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
@@ -273,12 +274,14 @@ class GroupedMLP(nn.Module):
         )
         activation = {"kind": self.activation, "interleaved": self.interleaved}
         expert = Expert(first, second, activation, fuse_product(first.gemms, second.gemms), places)
-        tensors = (rows, probs, *parts1[0], *parts1[1], *parts2[0], *parts2[1])
-        y = (
-            ExpertFunction.apply(expert, offs, *tensors)
-            if needs_grad(tensors)
-            else expert_forward(expert, offs, rows, probs).y
-        )
+        edges = first.gradients.edge, second.gradients.edge
+        tensors = (rows, probs, *parts1[0], *parts1[1], *edges[0], *parts2[0], *parts2[1], *edges[1])
+        if not needs_grad(tensors):
+            y = expert_forward(expert, offs, rows, probs).y
+        elif in_dynamo():
+            y = ExpertFunction.apply(expert, offs, *tensors)
+        else:
+            y = expert_function(expert, offs, *tensors)[0]
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
     def _is_one_op(self, fc1: GroupedLinear, fc2: GroupedLinear, device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import has_torch_function
 
 from .. import backends
-from ._engine import asked_for
+from ._engine import TracedContext, asked_for, in_dynamo
 from ._inductor import lowering_aware
 
 LIB = torch.library.Library("tgl", "DEF")
@@ -114,6 +114,8 @@ def unobserved(first: Tensor, *tensors: Tensor | None) -> bool:
 
     For a backward, which then may call the kernel itself. Not of what is no tensor, which the dispatcher refuses.
     """
+    if in_dynamo():
+        return False
     for t in (first, *tensors):
         if t is None:
             continue
@@ -125,7 +127,7 @@ def unobserved(first: Tensor, *tensors: Tensor | None) -> bool:
 def unobserved_call(first: Tensor, *tensors: Tensor | None) -> bool:
     """``unobserved`` of a forward, which a trace, a tangent, a function mode or a profiler may follow too."""
     return (
-        not torch.compiler.is_compiling()
+        not in_dynamo()
         and not has_torch_function((first, *tensors))
         and forward_ad._current_level < 0
         and not profiler._is_profiler_enabled
@@ -258,6 +260,8 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
         return output
 
     def backward(ctx: Any, *grads: Tensor) -> tuple:
+        if in_dynamo():
+            ctx = TracedContext(ctx)
         return (None, None, *formula.backward(ctx, asked_for(ctx)[2:], *grads))
 
     # The apply of an autograd.Function would look for functorch transforms and refuse; at this dispatch key the
@@ -265,7 +269,11 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
     node = type(
         f"tgl_{op._schema.name.removeprefix('tgl::')}",
         (torch.autograd.function._SingleLevelFunction,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward),
+            "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
+        },
     )
     apply = node.apply  # type: ignore[attr-defined]
     check = _required(op)

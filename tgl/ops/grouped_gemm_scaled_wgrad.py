@@ -14,6 +14,7 @@ from ..meta import memory, scaled
 from ..meta.formats import FORMATS
 from ..meta.remembered import remembered
 from ._library import autocast_nothing, define
+from ._requested import define_requested
 from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
 
@@ -136,14 +137,18 @@ _op_out = define(
     no_derivative=ADVICE,
     autocast=autocast_nothing,
 )
-_op_accumulate = define(
+_ACCUMULATE_SCHEMA = (
     f"{ACCUMULATE}({_ARGS.replace('offs', 'offs, Tensor(a!) main_grad', 1)}, Tensor? slots=None, *, {_OPTIONS}, "
-    "bool overwrite=False) -> ()",
+    "bool overwrite=False) -> ()"
+)
+_op_accumulate = define(
+    _ACCUMULATE_SCHEMA,
     _kernel_accumulate,
     scaled.grouped_gemm_scaled_wgrad_accumulate_,
     no_derivative=ADVICE,
     autocast=autocast_nothing,
 )
+define_requested(_ACCUMULATE_SCHEMA, _op_accumulate, scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 
 def _call(

@@ -11,6 +11,7 @@ from .. import backends, debug
 from ..meta import memory, specs
 from ..meta.remembered import remembered
 from ._library import Formula, autocast_operand, define
+from ._requested import define_requested
 from ._rows import given, summed
 from .allocate_wgrad import aligned
 
@@ -157,13 +158,18 @@ _op_out = define(
     _kernel_out,
     specs.grouped_gemm_wgrad_out,
 )
-_op_accumulate = define(
+_ACCUMULATE_SCHEMA = (
     f"{ACCUMULATE}(Tensor a, Tensor b, Tensor offs, Tensor(a!) main_grad, Tensor? slots=None, {_INDICES}, *, "
-    "bool overwrite=False) -> ()",
-    _kernel_accumulate,
-    lambda *args, overwrite=False: specs.grouped_gemm_wgrad_accumulate_(*args),
-    autocast=_autocast,
+    "bool overwrite=False) -> ()"
 )
+
+
+def _fake_accumulate(*args: Any, overwrite: bool = False) -> None:
+    specs.grouped_gemm_wgrad_accumulate_(*args)
+
+
+_op_accumulate = define(_ACCUMULATE_SCHEMA, _kernel_accumulate, _fake_accumulate, autocast=_autocast)
+define_requested(_ACCUMULATE_SCHEMA, _op_accumulate, _fake_accumulate)
 
 
 def _call(

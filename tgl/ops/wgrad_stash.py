@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..meta import specs
 from ._library import define
+from ._requested import define_requested
 
 NAME = "wgrad_stash_"
 
@@ -38,7 +39,9 @@ def _writable(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype.is_floating_point and t.element_size() == 1 else t
 
 
-_op = define(f"{NAME}(Tensor[] sources, Tensor(a!) state, Tensor(b!)[] buffers) -> ()", _kernel, specs.wgrad_stash_)
+_SCHEMA = f"{NAME}(Tensor[] sources, Tensor(a!) state, Tensor(b!)[] buffers) -> ()"
+_op = define(_SCHEMA, _kernel, specs.wgrad_stash_)
+define_requested(_SCHEMA, _op, specs.wgrad_stash_)
 
 
 def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:

@@ -1,0 +1,123 @@
+"""What a layer writes beside autograd: where the weight's gradient was requested, once, and nowhere else."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import tgl
+
+G, H, I, S, T = 3, 16, 16, 12, 12
+SPLITS, PROBS = torch.tensor([5, 0, 6]), torch.linspace(0.1, 1, T)
+TOP, WEIGHTS = torch.tensor([[0, 2], [1, 0], [2, 1]] * 4), torch.linspace(0.1, 1, 2 * S).view(S, 2)
+
+LAYERS = {
+    "linear": (lambda **o: tgl.GroupedLinear(G, H, I, **o), (SPLITS,)),
+    "mlp": (lambda **o: tgl.GroupedMLP(G, H, I, bias=True, **o), (SPLITS, PROBS)),
+    "moe": (lambda **o: tgl.MoE(G, H, I, **o), (TOP, WEIGHTS)),
+}
+OPTIONS = {
+    "main_grad": {"fuse_wgrad_accumulation": True},
+    "delayed": {"delay_wgrad_compute": True},
+    "delayed into main_grad": {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True},
+}
+CASES = [
+    ("linear", "main_grad", {}),
+    ("linear", "main_grad", {"single_grouped_weight": False}),
+    ("linear", "delayed", {"recipe": tgl.recipes.Float8CurrentScaling()}),
+    ("mlp", "delayed", {}),
+    ("mlp", "main_grad", {"recompute_activation": True}),
+    ("mlp", "main_grad", {"recipe": tgl.recipes.MXFP8BlockScaling()}),
+    ("moe", "main_grad", {"single_grouped_weight": False}),
+    ("moe", "delayed into main_grad", {"recipe": tgl.recipes.Float8BlockScaling()}),
+]
+cases = pytest.mark.parametrize("kind, option, more", CASES)
+
+
+def linears(layer):
+    return [m for m in layer.modules() if isinstance(m, tgl.GroupedLinear)]
+
+
+def give(layer):
+    for linear in linears(layer):
+        if linear.fuse_wgrad_accumulation:
+            for weight in linear.group_parameters("weight"):
+                weight.main_grad = torch.full(weight.shape, 0.5)
+
+
+def make(kind, option, more):
+    torch.manual_seed(0)
+    layer = LAYERS[kind][0](params_dtype=torch.bfloat16, **OPTIONS[option], **more)
+    give(layer)
+    for linear in linears(layer):
+        if linear.delay_wgrad_compute:
+            linear.reserve_delayed_wgrad(2 * S if kind == "moe" else T, microbatches=2)
+    return layer, torch.randn(T, H).bfloat16().requires_grad_(), LAYERS[kind][1]
+
+
+def gradients(layer):
+    """Formed, and taken away."""
+    layer.backward_dw()
+    found = {}
+    for name, p in layer.named_parameters():
+        found[name] = [t.clone() for t in (p.grad, getattr(p, "main_grad", None)) if t is not None]
+        p.grad = None
+    give(layer)
+    return found
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name, tensors in wanted.items():
+        assert len(got[name]) == len(tensors), name
+        for a, b in zip(got[name], tensors):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=name)
+
+
+PARTIAL = {
+    "autograd.grad": lambda y, x: torch.autograd.grad(y, x),
+    "backward(inputs)": lambda y, x: y.backward(inputs=[x]),
+}
+
+
+@cases
+def test_an_input_gradient_alone_writes_nothing(kind, option, more, fresh_compiler):
+    layer, x, rest = make(kind, option, more)
+    plain = copy.deepcopy(layer)
+    give(plain)
+    forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for partial in PARTIAL.values():
+        partial(forward(x, *rest).sum(), x)
+        assert_same(gradients(layer), gradients(plain))
+    for _ in range(2):
+        torch.autograd.grad(forward(x, *rest).sum(), x)
+        forward(x, *rest).sum().backward()
+        plain(x, *rest).sum().backward()
+    wanted = gradients(plain)
+    assert all(tensors for tensors in wanted.values())
+    assert_same(gradients(layer), wanted)
+
+
+@pytest.mark.parametrize(
+    "kind, option, more, compiled", [(*case, False) for case in CASES] + [(*CASES[i], True) for i in (1, 7)]
+)
+def test_zero_bubble(kind, option, more, compiled, fresh_compiler):
+    """torch's pipeline schedules form the gradients of inputs first, those of weights later."""
+    layer, x, rest = make(kind, option, more)
+    plain = copy.deepcopy(layer)
+    give(plain)
+    with torch._functorch.config.patch(donated_buffer=False):  # as every compiled stage of a schedule needs it
+        forward = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        for scale in (1.0, 2.0):
+            leaf, other = ((x.detach() * scale).requires_grad_() for _ in range(2))
+            y = forward(leaf, *rest)
+            (dx,), groups = stage_backward_input([y], [torch.ones_like(y)], [leaf], iter(layer.parameters()))
+            plain(other, *rest).sum().backward()
+            torch.testing.assert_close(dx, other.grad)
+            stage_backward_weight(iter(layer.parameters()), groups)
+    for p in layer.parameters():
+        if hasattr(p, "main_grad"):
+            assert not p.grad.any()  # zeros without memory, for what has to get a tensor
+            p.grad = None
+    assert_same(gradients(layer), gradients(plain))
