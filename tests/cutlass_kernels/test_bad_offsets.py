@@ -1,4 +1,7 @@
-"""Offsets that make no sense give wrong numbers, and nothing else: no access outside a tensor, no write around one."""
+"""Offsets that make no sense give wrong numbers, and nothing else: no access outside a tensor, no write around one.
+
+Where groups overlap, several CTAs write a row, in any order: races are not looked for.
+"""
 
 import pytest
 import torch
@@ -32,7 +35,7 @@ def test_nothing_is_touched_outside(arch, kind):
     else:
         b = stored(integers(case.rows, case.columns, dtype=case.dtype), True)
         frame = framed(groups, case.depth, case.columns, dtype=case.out)
-    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target, detect_races=False), backends.emulated_device(arch):
         call = kernel(arch, kind, case)
         for offs in OFFSETS:
             frame.refill()
@@ -48,7 +51,7 @@ def test_ends_are_clamped(arch):
     a = stored(integers(64, 40, dtype=case.dtype), True)
     b = stored(integers(4, 40, 40, dtype=case.dtype), True)
     out = framed(64, 40, dtype=case.out).inside
-    with emulate(ARCHS[arch].target), backends.emulated_device(arch):
+    with emulate(ARCHS[arch].target, detect_races=False), backends.emulated_device(arch):
         offs = torch.tensor([-5, 10, 3, 1 << 30], dtype=torch.int32)
         kernel(arch, VARLEN_M, case)(a, b, offs, out, None, None, None, None, CLUSTERS)
     # Rows 3 to 9 belong to two groups, which may write them in any order.

@@ -153,14 +153,16 @@ def test_no_rows_and_many_groups():
 
 
 @pytest.mark.parametrize("columns", [16, 256], ids=["registers", "ring"])
-def test_bad_offsets_stay_within_bounds(columns):
+def test_bad_offsets_stay_within_bounds(machine, columns):
     """Whatever the numbers: it ends, reads and writes nothing outside, and a good routing is summed after it."""
+    machine.detect_races = False  # several CTAs write a group's sums where groups overlap
     dy = integers(640, columns, dtype=torch.bfloat16)
     low, high = -(1 << 31), (1 << 31) - 1
     for ends in ([-5, 10, 3, 1 << 30, low], [high, low, high, 7], [-1, -2, -3, -4], [600, 500, 400, 640], [low, high]):
         buffer = torch.full((len(ends) + 2, columns), 7.0)
         backends.run("grouped_dbias", CPU, dy, torch.tensor(ends).int(), out=buffer[1:-1])
         assert buffer[[0, -1]].eq(7).all()
+    machine.detect_races = True
     offs = torch.tensor([10, 600]).int()
     assert torch.equal(dbias(dy, offs), expected(dy, offs))
 
