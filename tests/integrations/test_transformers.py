@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,6 +273,92 @@ def test_a_gate_of_another_making_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(make(Changed), "tgl", data)
+
+
+def halved(gate_up: Tensor) -> Tensor:
+    """A gate that no class has."""
+    return torch.tanh(gate_up[..., ::2]) * gate_up[..., 1::2] / 2
+
+
+def with_gate_of_its_own(experts: nn.Module) -> None:
+    experts._apply_gate = halved
+
+
+def with_a_method(experts: nn.Module) -> None:
+    experts._apply_gate = MethodType(lambda self, gate_up: halved(gate_up), experts)
+
+
+def with_a_hook(experts: nn.Module) -> None:
+    experts.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def with_another_forward(experts: nn.Module) -> None:
+    experts.act_fn.forward = torch.tanh
+
+
+CHANGES = {
+    "gate": with_gate_of_its_own,
+    "method": with_a_method,
+    "hook of act_fn": with_a_hook,
+    "forward of act_fn": with_another_forward,
+}
+
+
+def by_its_gate(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """In float64 by transformers' implementation that calls the module's gate, which the model's own loop does not."""
+    x, index, weights, dy = data
+    return run(
+        experts.double(),
+        "batched_mm",
+        (x.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_(), dy.double()),
+    )
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("known", [False, True], ids=["at once", "after a call"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_of_one_instance_is_computed(change: str, compiled: bool, known: bool) -> None:
+    """And of that instance alone. Dynamo guards on no hooks: a graph from before them stays in use."""
+    experts, other, reference, data = *(make(MixtralExperts) for _ in range(3)), inputs()
+    call = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager") if compiled else None
+    before = run(other, "tgl", data)
+    if known:
+        run(experts, "tgl", data, call)
+    for module in (experts, reference):
+        CHANGES[change](module)
+    if compiled and known and "hook" in change:
+        torch._dynamo.reset()
+    assert_rounding(run(experts, "tgl", data, call), by_its_gate(reference, data))
+    assert integration.activation(experts) is None
+    assert all(torch.equal(one, same) for one, same in zip(run(other, "tgl", data), before, strict=True))
+
+
+def test_a_gate_of_one_instance_is_said_once() -> None:
+    class Known(MixtralExperts):
+        pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert integration.activation(make(Known)).kind == "swiglu"
+    experts, data = make(Known), inputs()
+    experts._apply_gate = halved
+    with pytest.warns(UserWarning, match="is what an instance of Known computes between its projections"):
+        run(experts, "tgl", data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(experts, "tgl", data)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gate_replaced_in_the_class_is_computed(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a call, by which the class is known already."""
+    experts, data = make(MixtralExperts), inputs()
+    call = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager") if compiled else None
+    run(experts, "tgl", data, call)
+    monkeypatch.setattr(MixtralExperts, "_apply_gate", lambda self, gate_up: halved(gate_up))
+    assert_rounding(run(experts, "tgl", data, call), by_its_gate(make(MixtralExperts), data))
 
 
 @pytest.fixture

@@ -84,7 +84,10 @@ class PackedExperts(nn.Module):
         weights = routing_weights if routing_weights.dtype == dtype else routing_weights.to(accumulator(dtype))
         rows, probs = dispatch_both(hidden_states.to(dtype), weights, routing)
         rows = self._linear("gate_up_proj", rows, routing, None, updates)
-        rows = activate(rows, routing.offs, probs, **self.gate)
+        if "_apply_gate" in self.__dict__:  # somebody has given this instance a gate of its own
+            rows = (self._apply_gate(rows) * probs[:, None]).to(dtype)  # type: ignore[operator]
+        else:
+            rows = activate(rows, routing.offs, probs, **self.gate)
         rows = self._linear("down_proj", rows, routing, probs, updates)
         return combine(rows, routing).to(hidden_states.dtype)
 

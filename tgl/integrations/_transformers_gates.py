@@ -16,6 +16,7 @@ from torch import nn
 
 from ..meta import activations
 from ..meta.table import OnePerName
+from ..nn._modules import hooked
 
 
 class Activation(NamedTuple):
@@ -92,40 +93,69 @@ for _known, _ in (*_KNOWN_GATES.values(), *_FP8_GATE.values()):
 
 def activation(experts: nn.Module) -> Activation | None:
     """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
+    kind: Any = type(experts)
+    if experts.has_gate and not _is_method(experts._apply_gate, kind._apply_gate):
+        return _unknown(kind, "an instance")  # a gate of this one alone, which may read anything
     act_fn = getattr(experts, "act_fn", None)
-    function = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
+    function: Any = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
+    if isinstance(act_fn, nn.Module) and (hooked(act_fn) or not _is_method(act_fn.forward, type(act_fn).forward)):
+        function = _Changed
     variant = act_fn.approximate if isinstance(act_fn, nn.GELU) else None
     given = tuple([name for name in _FP8_ATTRIBUTES if getattr(experts, name, None) is not None])
-    return _activation(type(experts), bool(experts.has_gate), function, variant, given)
+    return _activation(kind, kind._apply_gate if experts.has_gate else None, function, variant, given)
+
+
+def _is_method(bound: Any, function: Any) -> bool:
+    """Whether ``bound`` is ``function`` of a class; in words that Dynamo guards on, which ``__dict__`` is not."""
+    return getattr(bound, "__func__", None) is function
+
+
+class _Changed:
+    """The type of an ``act_fn`` of which calling it does more than its class says."""
 
 
 @torch.compiler.assume_constant_result
 def _activation(
-    experts: Any, has_gate: bool, function: Any, variant: str | None, given: tuple[str, ...]
+    experts: Any, gate: Any, function: Any, variant: str | None, given: tuple[str, ...]
 ) -> Activation | None:
-    return _recognise(experts, has_gate, function, variant, given)
+    return _recognise(experts, gate, function, variant, given)
 
 
 @functools.cache
 def _recognise(
-    experts: Any, has_gate: bool, function: Any, variant: str | None, given: tuple[str, ...]
+    experts: Any, gate: Any, function: Any, variant: str | None, given: tuple[str, ...]
 ) -> Activation | None:
-    """The activation of a class with such attributes; the first time that there is none, a warning says so."""
+    """The activation of a class with such attributes; the first time that there is none, a warning says so.
+
+    ``gate`` is the class's ``_apply_gate``, part of the key since somebody may replace it; None for plain experts.
+    """
     name = _gate_name(function, variant)
-    code = _digest(experts._apply_gate) if has_gate and experts._apply_gate is not default_gate() else None
+    code = _digest(gate) if gate is not None and gate is not default_gate() else None
     if code is None or (code in _FP8_GATE_CODE and not given):
-        found = next((Activation(a.name) for a in activations.TABLE.values() if _is(a, name, has_gate)), None)
+        found = next((Activation(a.name) for a in activations.TABLE.values() if _is(a, name, gate is not None)), None)
     else:
         known = _FP8_GATE.get(given) if code in _FP8_GATE_CODE else _KNOWN_GATES.get(code)
         fused, needs_silu = known or (None, False)
         found = fused if name == activations.SILU.name or not needs_silu else None
     if found is None:
-        warnings.warn(
-            f"tgl: no activation of tgl is what {experts.__name__} computes between its projections: its own code runs "
-            "there, which is slower",
-            stacklevel=2,
-        )
+        _warn(experts, experts.__name__)
     return found
+
+
+@torch.compiler.assume_constant_result
+def _unknown(experts: Any, subject: str) -> None:
+    _warn(experts, subject)
+
+
+@functools.cache
+def _warn(experts: Any, subject: str) -> None:
+    """Warn, once for each class and subject, that code of the model's own runs between the projections."""
+    who = subject if subject == experts.__name__ else f"{subject} of {experts.__name__}"
+    warnings.warn(
+        f"tgl: no activation of tgl is what {who} computes between its projections: its own code runs there, which is "
+        "slower",
+        stacklevel=4,
+    )
 
 
 def _is(found: activations.Activation, gate: str | None, gated: bool) -> bool:

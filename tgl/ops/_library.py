@@ -325,9 +325,15 @@ def autocast_enabled(device_type: str) -> bool:
 
 
 def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
-    """``t`` in the autocast dtype, if it is a floating tensor that autocast may cast."""
-    if t.dtype not in CASTS:
+    """Return ``t`` in the autocast dtype, if it is a floating tensor that autocast may cast.
+
+    A column-major tensor, as a layer's transposed weight is, is cast in its own memory order. Cast as it stands, it
+    would be cast twice by a compiler, once for either order, or be copied from one order to the other.
+    """
+    if t.dtype not in CASTS or t.dtype == dtype:
         return t
+    if t.dim() >= 2 and t.stride(-2) == 1 and t.stride(-1) != 1:
+        return t.transpose(-2, -1).to(dtype).transpose(-2, -1)
     return t.to(dtype)
 
 
