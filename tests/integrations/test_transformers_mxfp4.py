@@ -96,6 +96,20 @@ def test_outputs_and_gradients_are_those_of_the_decoded_weights(checkpoint: Path
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_gate_of_one_instance_is_computed(checkpoint: Path) -> None:
+    def gate(gate_up: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+    ours, theirs = load(checkpoint, dtype=torch.float32), decoded(checkpoint, dtype=torch.float32).float()
+    before = ours(tokens()).logits
+    theirs.set_experts_implementation("batched_mm")
+    for model in (ours, theirs):
+        model.model.layers[0].mlp.experts._apply_gate = gate
+    found = ours(tokens()).logits
+    torch.testing.assert_close(found, theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, before)
+
+
 def test_parameters_are_the_bytes_of_the_checkpoint(checkpoint: Path) -> None:
     from safetensors.torch import load_file
 
