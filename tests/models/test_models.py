@@ -1,0 +1,36 @@
+"""Whole models on a CPU: every gradient against float64, and a loss that falls.
+
+``make test`` runs a cover of all pairs of the axes' values; ``make test-full`` runs the whole product.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from .cases import AXES, THEIRS, Case, cover, forbidden, product
+from .families import Size
+from .training import check
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+MODES = ("eager", "compiled")
+# The most common way to train, of every family, whatever else covers its pairs.
+COMMON = [Case(family, "compiled", "autocast", "none", "plain") for family in AXES["family"]]
+COVER = cover(MODES, COMMON)
+REST = [pytest.param(case, marks=pytest.mark.slow) for case in product(MODES) if case not in COVER]
+
+
+@pytest.mark.parametrize("case", [*COVER, *REST], ids=str)
+def test_every_gradient_and_a_falling_loss(case: Case) -> None:
+    if case.family in THEIRS:
+        pytest.importorskip("transformers")
+    check(case, Size())
+
+
+def test_the_cover_has_every_pair_that_there_is() -> None:
+    covered = {pair for case in COVER for pair in itertools.combinations(enumerate(case), 2)}
+    for case in product(MODES):
+        assert covered.issuperset(itertools.combinations(enumerate(case), 2))
+    assert all(forbidden(case) is None for case in COVER)
