@@ -64,6 +64,8 @@ def forbidden(case: Case) -> str | None:
         return "options of layers, which transformers' experts do not have"
     if case.family == "lora" and optional:
         return "they are for the weight's gradient, and the weight under adapters is frozen"
+    if case.mode == "captured" and case.precision == "float32" and (case.recipe == "none" or case.family == "lora"):
+        return "float32 products read the group ends on the host, which is an error during a capture"
     return None
 
 

@@ -15,6 +15,7 @@ import tgl
 from .cases import RECIPES, THEIRS, Case
 
 VOCABULARY, TOP_K, POOL = 64, 2, 16
+CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": False}  # a capture cannot read the state
 
 
 class Size(NamedTuple):
@@ -83,7 +84,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, splits: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + (checkpoint(block, x, splits, use_reentrant=False) if self.checkpointed else block(x, splits))
+            x = x + (checkpoint(block, x, splits, **CHECKPOINT) if self.checkpointed else block(x, splits))
         return x
 
 
@@ -165,7 +166,7 @@ def make(case: Case, size: Size, device: str = "cpu") -> Model:
         module = LanguageModel(transformers_model(case.family, size)).to(device, parameters_dtype(case))
         wide = LanguageModel(transformers_model(case.family, size, "eager"))
         if case.training == "checkpointed":
-            module.model.gradient_checkpointing_enable({"use_reentrant": False})
+            module.model.gradient_checkpointing_enable(CHECKPOINT)
         module.train()
         shape, rest, width = (size.rows // POOL * 2, 8, size.hidden), (), VOCABULARY
     else:
