@@ -19,6 +19,8 @@ MODES = AXES["mode"]
 COVER = cover(MODES, [Case(family, "compiled", "autocast", "none", "plain") for family in AXES["family"]])
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in product(MODES) if case not in COVER]
 SIZE = Size(blocks=3, experts=8, hidden=128, ffn=256, rows=256)
+# Of a model with attention few sequences are so clearly routed that rounding to bfloat16 turns no choice in them.
+SMALL = Size()
 
 
 @pytest.fixture(autouse=True)
@@ -32,4 +34,4 @@ def test_every_gradient_and_a_falling_loss(case: Case) -> None:
     if case.family in THEIRS:
         pytest.importorskip("transformers")
     assert not torch.backends.cuda.matmul.allow_tf32
-    check(case, SIZE, str(DEVICE))
+    check(case, SMALL if case.family in THEIRS else SIZE, str(DEVICE))
