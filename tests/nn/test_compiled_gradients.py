@@ -1,6 +1,7 @@
 """What a layer writes beside autograd: where the weight's gradient was requested, once, and nowhere else."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -99,6 +100,37 @@ def test_an_input_gradient_alone_writes_nothing(kind, option, more, fresh_compil
     assert_same(gradients(layer), wanted)
 
 
+def test_zero_bubble_of_an_autograd_function():
+    """What torch's helpers make of a node written in Python, which is what the layers are."""
+    assert _serves_python_nodes() or torch.__version__ < "2.13"
+
+
+@functools.cache
+def _serves_python_nodes():
+    """torch 2.11 frees such a node between its two helpers."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+    w, x = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4, requires_grad=True)
+    y = Product.apply(x, w)
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter([w]))
+    try:
+        stage_backward_weight(iter([w]), groups)
+    except RuntimeError as error:
+        return "_input_metadata" not in str(error)
+    return True
+
+
+@pytest.mark.skipif(not _serves_python_nodes(), reason="this torch's helpers free nodes written in Python")
 @pytest.mark.parametrize(
     "kind, option, more, compiled", [(*case, False) for case in CASES] + [(*CASES[i], True) for i in (1, 7)]
 )
